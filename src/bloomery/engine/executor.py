@@ -1,0 +1,20 @@
+"""The bridge to the compute tower: three methods, so that a model, two processes or a ghost can stand behind it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from bloomery.messages import Capacity, Step, StepOutput
+
+
+class Executor(Protocol):
+    def start(self, plan: Any) -> Capacity:
+        """Load the model and say what fits."""
+        ...
+
+    def submit(self, step: Step) -> Future[StepOutput]:
+        """Queue a step; results come in the order of submission."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""The bridge between the towers: ways to run workers, all behind engine.executor.Executor."""

@@ -1,0 +1,79 @@
+"""Falcon: 7B (one key-value head, one norm), 40B and later (grouped heads, one norm or two), RW (ALiBi, sequential)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bloomery.families import Family
+from bloomery.families.reader import Reader
+from bloomery.families.rope import rope
+from bloomery.spec import Alibi, Attention, Fused, Layer, Mlp, Model, Names, Norm
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 65024,
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "multi_query": True,
+    "parallel_attn": True,
+    "max_position_embeddings": 2048,
+}
+
+
+def two_norms(c: Reader) -> bool:
+    if not c.flag("new_decoder_architecture", False) or c.get("num_ln_in_parallel_attn") == 1:
+        return False
+    c.must("num_ln_in_parallel_attn", 2)
+    return True
+
+
+def names(c: Reader) -> Names:
+    grouped = c.flag("new_decoder_architecture", False) or not c.flag("multi_query")
+    return Names(
+        embed="transformer.word_embeddings",
+        layer="transformer.h.{i}.",
+        final_norm="transformer.ln_f",
+        head="lm_head",
+        attn_qkv=Fused("self_attention.query_key_value", grouped),
+        attn_out="self_attention.dense",
+        mlp_up="mlp.dense_h_to_4h",
+        mlp_down="mlp.dense_4h_to_h",
+        extra={
+            "attn_norm": "ln_attn" if two_norms(c) else "input_layernorm",
+            "mlp_norm": "ln_mlp" if two_norms(c) else "post_attention_layernorm",
+        },
+        prefixes=("transformer.", ""),
+        ignored=("*.rotary_emb.inv_freq", "*.maybe_rotary.inv_freq"),
+    )
+
+
+def falcon(c: Reader) -> Model:
+    c.must("apply_residual_connection_post_layernorm", False)
+    hidden, heads, head_dim = c.size("hidden_size"), c.size("num_attention_heads"), c.head_dim()
+    bias, grouped = c.flag("bias", False), c.flag("new_decoder_architecture", False)
+    if grouped:
+        c.must("parallel_attn", True)
+    parallel = c.flag("parallel_attn")
+    kv_heads = c.size("num_kv_heads", heads) if grouped else 1 if c.flag("multi_query") else heads
+    norm = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias=True)
+    # RW scales its slopes together with the scores
+    position = Alibi(scale=head_dim**-0.5) if c.flag("alibi", False) else rope(c, head_dim)
+    size = c.size("intermediate_size", c.size("ff_factor", 4) * hidden)
+    layer = Layer(
+        attention=Attention(heads, kv_heads, head_dim, position, bias=bias, out_bias=bias),
+        mlp=Mlp(size, c.activation("activation", "gelu"), gated=False, bias=bias),
+        attn_norm=norm,
+        mlp_norm=norm if two_norms(c) or not parallel else None,
+        parallel=parallel,
+    )
+    return Model(
+        vocab=c.size("vocab_size"),
+        hidden=hidden,
+        layers=(layer,) * len(c.layers()),
+        final_norm=norm,
+        context=c.size("max_position_embeddings"),
+        tied=c.flag("tie_word_embeddings", True),
+    )
+
+
+FAMILIES = {"falcon": Family(falcon, names, DEFAULTS)}

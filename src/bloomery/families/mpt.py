@@ -1,0 +1,72 @@
+"""MPT: ALiBi or learned positions, usually no bias anywhere, optional clipping of q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bloomery.families import Family
+from bloomery.families.reader import Reader
+from bloomery.spec import Alibi, Attention, Fused, Layer, Mlp, Model, Names, Norm
+
+NAMES = Names(
+    embed="transformer.wte",
+    layer="transformer.blocks.{i}.",
+    final_norm="transformer.norm_f",
+    head="lm_head",
+    attn_qkv=Fused("attn.Wqkv"),
+    attn_out="attn.out_proj",
+    mlp_up="ffn.up_proj",
+    mlp_down="ffn.down_proj",
+    extra={"positions": "transformer.wpe", "attn_norm": "norm_1", "mlp_norm": "norm_2"},
+    prefixes=("transformer.", ""),
+)
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50368,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 2048,
+}
+ONE_OR_ALL = {"multihead_attention": False, "multiquery_attention": True}
+
+
+def attention(c: Reader, bias: bool) -> Attention:
+    a, heads = c.under("attn_config"), c.size("num_attention_heads")
+    for switch in ("qk_ln", "qk_gn", "prefix_lm", "attn_uses_sequence_id", "rope"):
+        a.must(switch, False)
+    a.must("fused_qkv", True)
+    a.must("sliding_window_size", -1)
+    return Attention(
+        heads,
+        1 if a.choice("attn_type", ONE_OR_ALL, "multihead_attention") else heads,
+        c.head_dim(),
+        Alibi(max_bias=a.number("alibi_bias_max", 8)) if a.flag("alibi", True) else None,
+        bias=bias,
+        out_bias=bias,
+        scale=a.optional_number("softmax_scale"),
+        clip=a.optional_number("clip_qkv"),
+    )
+
+
+def mpt(c: Reader) -> Model:
+    hidden, bias, context = c.size("hidden_size"), not c.flag("no_bias", True), c.size("max_position_embeddings")
+    for key, wanted in (("ffn_type", "mptmlp"), ("ffn_hidden_size", None), ("ffn_act_fn", None)):
+        c.under("ffn_config").must(key, wanted)
+    c.choice("norm_type", {"low_precision_layernorm": "layer", "layernorm": "layer"}, "low_precision_layernorm")
+    norm, block = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias), attention(c, bias)
+    mlp = Mlp(c.size("expansion_ratio", 4) * hidden, "gelu", gated=False, bias=bias)
+    learned = block.position is None and c.flag("learned_pos_emb", True)  # ALiBi takes the place of learned ones
+    scale = hidden**-0.5 if c.get("logit_scale") == "inv_sqrt_d_model" else c.number("logit_scale", 1.0)
+    return Model(
+        vocab=c.size("vocab_size"),
+        hidden=hidden,
+        layers=(Layer(block, mlp, attn_norm=norm, mlp_norm=norm),) * len(c.layers()),
+        final_norm=norm,
+        context=context,
+        positions=context if learned else 0,
+        tied=c.flag("tie_word_embeddings", True),
+        logit_scale=scale,
+    )
+
+
+FAMILIES = {"mpt": Family(mpt, NAMES, DEFAULTS)}

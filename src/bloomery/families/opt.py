@@ -1,0 +1,67 @@
+"""OPT (and Galactica): learned positions offset by two. The 350M model norms each sum and projects its embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bloomery.families import Family
+from bloomery.families.reader import Reader
+from bloomery.spec import Attention, Layer, Mlp, Model, Names, Norm, Split
+
+NAMES = Names(
+    embed="model.decoder.embed_tokens",
+    layer="model.decoder.layers.{i}.",
+    final_norm="model.decoder.final_layer_norm",
+    head="lm_head",
+    attn_qkv=Split(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    attn_out="self_attn.out_proj",
+    mlp_up="fc1",
+    mlp_down="fc2",
+    extra={
+        "positions": "model.decoder.embed_positions",
+        "project_in": "model.decoder.project_in",
+        "project_out": "model.decoder.project_out",
+        "attn_norm": "self_attn_layer_norm",
+        "mlp_norm": "final_layer_norm",
+        "attn_sum_norm": "self_attn_layer_norm",
+        "mlp_sum_norm": "final_layer_norm",
+    },
+    prefixes=("model.", ""),
+)
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50272,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 12,
+}
+OFFSET = 2  # rows of the position table before the first token's
+
+
+def opt(c: Reader) -> Model:
+    hidden, heads, bias = c.size("hidden_size"), c.size("num_attention_heads"), c.flag("enable_bias", True)
+    affine, before = c.flag("layer_norm_elementwise_affine", True), c.flag("do_layer_norm_before", True)
+    norm, narrow = Norm("layer", 1e-5, bias=affine, weight=affine), c.size("word_embed_proj_dim", hidden)
+    layer = Layer(
+        attention=Attention(heads, heads, c.head_dim(), bias=bias, out_bias=bias),
+        mlp=Mlp(c.size("intermediate_size"), c.activation("activation_function", "relu"), gated=False, bias=bias),
+        attn_norm=norm if before else None,
+        mlp_norm=norm if before else None,
+        attn_sum_norm=None if before else norm,
+        mlp_sum_norm=None if before else norm,
+    )
+    return Model(
+        vocab=c.size("vocab_size"),
+        hidden=hidden,
+        layers=(layer,) * len(c.layers()),
+        final_norm=norm if before and not c.flag("_remove_final_layer_norm", False) else None,
+        context=c.size("max_position_embeddings"),
+        embed_dim=narrow if narrow != hidden else None,
+        positions=c.size("max_position_embeddings") + OFFSET,
+        position_offset=OFFSET,
+        tied=c.flag("tie_word_embeddings", True),
+    )
+
+
+FAMILIES = {"opt": Family(opt, NAMES, DEFAULTS)}

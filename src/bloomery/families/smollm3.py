@@ -1,0 +1,39 @@
+"""SmolLM3: a Llama in which every fourth layer has no positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bloomery.errors import UnsupportedModel
+from bloomery.families import Family
+from bloomery.families.llama import DEFAULTS, NAMES, layer, model
+from bloomery.families.reader import Reader
+from bloomery.families.window import windows
+from bloomery.spec import Model
+
+SMOLLM3 = DEFAULTS | {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rope_theta": 2e6,
+}
+
+
+def smollm3(c: Reader) -> Model:
+    interval, count = c.size("no_rope_layer_interval", 4), len(c.layers())
+    turns = c.items("no_rope_layers", int, [int((i + 1) % interval != 0) for i in c.layers()])  # 1: this layer turns
+    if len(turns) != count:
+        raise UnsupportedModel(f"config.json: {c.path}no_rope_layers names {len(turns)} layers of {count}")
+    on = c.flag("use_sliding_window", False) and c.get("sliding_window") is not None
+    plain = layer(c)
+    blocks = [
+        replace(plain.attention, window=size, position=plain.attention.position if turn else None)
+        for size, turn in zip(windows(c, lambda i: on and not turns[i]), turns)
+    ]
+    return model(c, [replace(plain, attention=block) for block in blocks], tied=c.flag("tie_word_embeddings", True))
+
+
+FAMILIES = {"smollm3": Family(smollm3, NAMES, SMOLLM3)}

@@ -1,0 +1,37 @@
+"""StarCoder2: Llama's attention with layer norms, biases and a plain MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bloomery.families import Family
+from bloomery.families.llama import DEFAULTS, NAMES, attention, model
+from bloomery.families.reader import Reader
+from bloomery.families.window import windows
+from bloomery.spec import Layer, Mlp, Model, Norm
+
+STARCODER2_NAMES = replace(NAMES, mlp_up="mlp.c_fc", mlp_down="mlp.c_proj")
+STARCODER2 = DEFAULTS | {
+    "vocab_size": 49152,
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 4096,
+}
+
+
+def starcoder2(c: Reader) -> Model:
+    c.must("norm_type", "layer_norm")
+    c.must("mlp_type", "default")
+    bias, norm = c.flag("use_bias", True), Norm("layer", c.number("norm_epsilon", 1e-5), bias=True)
+    mlp = Mlp(c.size("intermediate_size"), c.activation("hidden_act"), gated=False, bias=bias)
+    sizes = windows(c, lambda i: c.get("sliding_window") is not None)
+    blocks = (attention(c, bias=bias, out_bias=bias, window=size) for size in sizes)
+    layers = [Layer(block, mlp, attn_norm=norm, mlp_norm=norm) for block in blocks]
+    return model(c, layers, final_norm=norm, tied=c.flag("tie_word_embeddings", True))
+
+
+FAMILIES = {"starcoder2": Family(starcoder2, STARCODER2_NAMES, STARCODER2)}

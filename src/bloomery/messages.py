@@ -1,0 +1,134 @@
+"""Everything that crosses a process or the bridge between the towers: frozen, small, without behaviour.
+
+A request's life: Request -> (Sequence) -> Item in a Step -> (Row) -> Sampled in a StepOutput -> Tokens.
+The nouns in parentheses belong to one side only and never travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]  # stop: a stop id, or a stop string found in the text
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one sequence turns logits into tokens; every default already resolved."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    frequency_penalty: float = 0.0  # over output
+    presence_penalty: float = 0.0  # over output
+    seed: int = 0  # effective: randomness is a function of (seed, position) and nothing else
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
+    min_tokens: int = 0  # stop ids are masked until so many tokens are out
+    watermark: tuple[float, float] | None = None  # (gamma, delta)
+    logprobs: int | None = None  # None: no log-probabilities; n: the token's own and the n best
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    stop_ids: tuple[int, ...] = ()  # end of sequence and stop token ids
+    emitted: tuple[int, ...] = ()  # ids a client already has, when a request is replayed
+    salt: str = ""  # prefix-cache blocks are shared among equal salts only
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a worker must know of a sequence; travels with its first step, and again after preemption."""
+
+    tokens: tuple[int, ...]
+    prompt_len: int
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One sequence's share of a step. A worker that kept its rows needs nothing else."""
+
+    sequence: int
+    start: int  # first position to compute
+    count: int  # positions to compute, drafts not included
+    blocks: tuple[int, ...]  # the table in full on the first step, only the growth later
+    first: Start | None
+    drafts: tuple[int, ...]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    items: tuple[Item, ...]
+    finished: tuple[int, ...]  # rows the worker may forget; handled before the items
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability under the model, before penalties and temperature."""
+
+    token: int
+    logprob: float
+    rank: int  # 1 is the most likely
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step gave one sequence: accepted drafts plus one, or the log-probabilities of its prompt."""
+
+    sequence: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the positions after this item's own
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    samples: tuple[Sampled, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """News of one request: ids not reported before, and on the last one why it ended."""
+
+    request: str
+    position: int  # of the first id, counted in output tokens
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # complete, with the first token
+    cached: int = 0  # prompt tokens found in the prefix cache
+    finish: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an executor can hold once its weights are loaded."""
+
+    blocks: int
+    block_size: int
+    max_sequences: int
+    max_batch_tokens: int
+    max_length: int  # prompt plus output of one sequence
+    vocab: int
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    device: str = "cpu"
+    notes: tuple[str, ...] = field(default=())  # what the operator should know, one line each

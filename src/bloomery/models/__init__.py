@@ -1,0 +1,1 @@
+"""Checkpoint and spec become a decoder that runs."""

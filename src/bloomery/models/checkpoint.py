@@ -1,0 +1,393 @@
+"""Tensors pulled from a checkpoint: the model names what it wants and of which shape, a source answers with Stored.
+
+Nothing is read before a Stored is loaded, and then only the rows and columns that are wanted, through a window of the
+file that closes behind them: the weights in memory, and one chunk beside them. A missing tensor is an error, an unused
+one is listed. A source does not know what a tensor is for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import mmap
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, Protocol, TextIO
+
+import torch
+
+from bloomery.artifacts import gguf, safetensors
+from bloomery.artifacts.locate import Artifact
+from bloomery.errors import CheckpointError, UnsupportedModel
+from bloomery.models.gguf import Decoder, decoder
+from bloomery.quant.base import Piece, Range, Stored
+
+Advance = Callable[[int], None]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Source(Protocol):
+    """Where weights come from."""
+
+    @property
+    def nbytes(self) -> int:
+        """All there is to read; 0 for a source that makes its weights up."""
+        ...
+
+    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False) -> Stored:
+        """The tensor of that name, which must be of that shape: [out, in], or [in, out] in the file when `transposed`.
+
+        A stack [expert, out, in] comes as its matrices one below the other, [expert * out, in]: expert e is
+        `rows([(e * out, (e + 1) * out)])`.
+        """
+        ...
+
+    def has(self, name: str) -> bool: ...
+    def names(self) -> Collection[str]: ...
+    def unused(self) -> tuple[str, ...]:
+        """Names nobody has asked for."""
+        ...
+
+    def dtype(self) -> torch.dtype | None:
+        """The floating type most of the values are in."""
+        ...
+
+    def report(self, advance: Advance) -> None:
+        """From now on call `advance(n)` for every n bytes read."""
+        ...
+
+
+def open_source(artifact: Artifact, load_format: Literal["auto", "dummy"] = "auto") -> Source:
+    if load_format == "dummy":
+        return DummySource()
+    if artifact.kind == "gguf":
+        return FileSource.gguf(gguf.read(artifact.path))
+    return FileSource.safetensors(artifact.path)
+
+
+def checkpoint_dtype(config: Mapping[str, Any], source: Source) -> torch.dtype:
+    """What config.json states, or else what most of the tensors are."""
+    stated = config.get("dtype", config.get("torch_dtype"))
+    if stated in (None, "auto"):
+        return source.dtype() or torch.float32
+    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    dtype = known.get(str(stated).removeprefix("torch."))
+    if dtype is None:
+        raise UnsupportedModel(f"config.json: dtype {stated!r} is not known. Known: {', '.join(known)}")
+    return dtype
+
+
+# ---- tensors in files ----------------------------------------------------------------------------
+
+CACHED_VALUES = 1 << 18  # decoded at a time on the CPU: what its caches hold
+STREAMED_VALUES = 1 << 24  # copied or decoded at a time otherwise
+
+
+def window(file: Path, start: int, end: int) -> torch.Tensor:
+    """Bytes of a file as uint8, without a copy; gone from memory with the last view of them.
+
+    The mapping is private and writable, which torch wants of a buffer; nothing can reach the file. It is opened anew
+    for each stretch, so that neither address space nor resident memory ever holds a whole checkpoint.
+    """
+    if start == end:
+        return torch.empty(0, dtype=torch.uint8)
+    offset = start - start % mmap.ALLOCATIONGRANULARITY
+    with file.open("rb") as handle:
+        if os.fstat(handle.fileno()).st_size < end:  # touching a page past the end would kill the process
+            raise CheckpointError(f"{file}: became shorter while it was being read; download it again")
+        data = mmap.mmap(handle.fileno(), end - offset, access=mmap.ACCESS_COPY, offset=offset)
+    return torch.frombuffer(data, dtype=torch.uint8, offset=start - offset)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file, seen as rows of blocks: [product of the outer dimensions, last dimension]."""
+
+    file: Path
+    kind: str  # the format's own name of the type, for messages
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+    dtype: torch.dtype  # of the values
+    block: tuple[int, int]  # values and bytes of a block: one value where there is nothing to decode
+    decode: Decoder | None = None
+    readable: bool = True  # False: a type nobody here knows
+
+    @property
+    def row_bytes(self) -> int:
+        return self.nbytes // prod(self.shape[:-1])
+
+    def column_bytes(self, cols: Range) -> Range:
+        """The bytes of a row that hold these columns: whole blocks."""
+        values, size = self.block
+        return cols[0] // values * size, -(-cols[1] // values) * size
+
+    def values(self, rows: Range, cols: Range, device: torch.device) -> torch.Tensor:
+        """[rows, cols], decoded on `device`, or a view of the file where there is nothing to decode."""
+        height = rows[1] - rows[0]
+        start, end = (self.start + row * self.row_bytes for row in rows)
+        raw = window(self.file, start, end).view(height, self.row_bytes)
+        a, b = self.column_bytes(cols)
+        if self.decode is None:
+            aligned = raw if start % self.dtype.itemsize == 0 else raw.clone()
+            return aligned[:, a:b].view(self.dtype)
+        values, size = self.block
+        decoded = self.decode(raw[:, a:b].to(device).reshape(-1, size)).view(height, -1)
+        first = cols[0] // values * values
+        return decoded[:, cols[0] - first : cols[1] - first]
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One matrix (or vector) of an entry, from row `first` on, as the model wants to see it."""
+
+    entry: Entry
+    first: int
+    transposed: bool
+    advance: Advance
+
+    def read(self, rows: Range, cols: Range | None) -> torch.Tensor:
+        if cols is None:
+            return self._values((0, 1), rows, torch.device("cpu"))[0]
+        if self.transposed:
+            return self._values(cols, rows, torch.device("cpu")).T
+        return self._values(rows, cols, torch.device("cpu"))
+
+    def fill(self, out: torch.Tensor, rows: Range, cols: Range | None) -> None:
+        if cols is None:
+            out, rows, cols = out[None], (0, 1), rows
+        elif self.transposed:
+            out, rows, cols = out.T, cols, rows
+        cached = self.entry.decode is not None and out.device.type == "cpu"
+        step = max(1, (CACHED_VALUES if cached else STREAMED_VALUES) // (cols[1] - cols[0]))
+        for row in range(*rows, step):
+            part = (row, min(row + step, rows[1]))
+            out[part[0] - rows[0] : part[1] - rows[0]].copy_(self._values(part, cols, out.device))
+
+    def _values(self, rows: Range, cols: Range, device: torch.device) -> torch.Tensor:
+        a, b = self.entry.column_bytes(cols)
+        self.advance((rows[1] - rows[0]) * (b - a))
+        return self.entry.values((self.first + rows[0], self.first + rows[1]), cols, device)
+
+
+class FileSource:
+    """Tensors of a folder of safetensors files or of a GGUF file."""
+
+    def __init__(self, origin: Path, entries: Mapping[str, Entry]):
+        self.origin, self.entries = origin, entries
+        self.used: set[str] = set()
+        self._advance: Advance = lambda count: None
+
+    @classmethod
+    def safetensors(cls, folder: Path) -> FileSource:
+        def entry(file: Path, found: safetensors.TensorEntry) -> Entry:
+            dtype, known = DTYPES.get(found.dtype, torch.uint8), found.dtype in DTYPES
+            size, block = found.end - found.start, (1, dtype.itemsize)
+            return Entry(file, found.dtype, found.shape, found.start, size, dtype, block, readable=known)
+
+        return cls(folder, {name: entry(*where) for name, where in safetensors.index(folder).items()})
+
+    @classmethod
+    def gguf(cls, file: gguf.Gguf) -> FileSource:
+        decoders = {kind: decoder(kind) for kind in {t.type for t in file.tensors.values()} - DTYPES.keys()}
+
+        def entry(found: gguf.GgufTensor) -> Entry:
+            dtype, block = DTYPES.get(found.type, torch.float32), gguf.BLOCKS[found.type]
+            decode = decoders.get(found.type)
+            known = found.type in DTYPES or decode is not None
+            return Entry(file.path, found.type, found.shape, found.start, found.nbytes, dtype, block, decode, known)
+
+        return cls(file.path, {name: entry(found) for name, found in file.tensors.items()})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False) -> Stored:
+        entry = self._entry(name, shape, transposed)
+        if not entry.readable:
+            raise CheckpointError(f"{entry.file}: tensor {name!r} is of type {entry.kind}, which cannot be read")
+        self.used.add(name)
+        advance: Advance = lambda count: self._advance(count)  # noqa: E731 - whoever listens when it is read
+        matrix = _Matrix(entry, 0, transposed, advance)
+        if len(shape) < 2:
+            pieces = [Piece(matrix.read, (0, prod(shape)), None, matrix.fill)]
+        elif not transposed:
+            pieces = [Piece(matrix.read, (0, prod(shape[:-1])), (0, shape[-1]), matrix.fill)]
+        else:  # each matrix of a stack is turned by itself
+            *outer, height, width = shape
+            turned = [_Matrix(entry, i * width, True, advance) for i in range(prod(outer))]
+            pieces = [Piece(one.read, (0, height), (0, width), one.fill) for one in turned]
+        return Stored(tuple(pieces), entry.dtype)
+
+    def has(self, name: str) -> bool:
+        return name in self.entries
+
+    def names(self) -> Collection[str]:
+        return self.entries.keys()
+
+    def unused(self) -> tuple[str, ...]:
+        return tuple(sorted(self.entries.keys() - self.used))
+
+    def dtype(self) -> torch.dtype | None:
+        count: Counter[torch.dtype] = Counter()
+        for entry in self.entries.values():
+            if entry.readable and entry.dtype.is_floating_point and entry.dtype.itemsize > 1:
+                count[entry.dtype] += prod(entry.shape)
+        return max(count, key=lambda dtype: count[dtype], default=None)
+
+    def report(self, advance: Advance) -> None:
+        self._advance = advance
+
+    def _entry(self, name: str, shape: Sequence[int], transposed: bool) -> Entry:
+        entry = self.entries.get(name)
+        if entry is None:
+            near = difflib.get_close_matches(name, self.entries, 2)
+            hint = f"; the nearest names are {', '.join(near)}" if near else ""
+            raise CheckpointError(f"{self.origin}: no tensor {name!r}, which the model needs{hint}")
+        wanted = tuple(shape)
+        if transposed:
+            wanted = (*wanted[:-2], wanted[-1], wanted[-2])
+        if entry.shape != wanted:
+            raise CheckpointError(
+                f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, config.json asks for {list(wanted)}"
+            )
+        return entry
+
+
+# ---- tensors made up -----------------------------------------------------------------------------
+
+
+class DummySource:
+    """Random weights of whatever shape is asked for: to measure and to plan without a checkpoint.
+
+    A value is a hash of its tensor's name, row and column, so slices agree with the whole and devices with each other.
+    """
+
+    nbytes = 0
+
+    def __init__(self, std: float = 0.02, dtype: torch.dtype = torch.float32):
+        self.std, self.stored = std, dtype
+
+    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False) -> Stored:
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
+
+        def fill(out: torch.Tensor, rows: Range, cols: Range | None) -> None:
+            if cols is None:  # norms leave their input alone, biases add nothing
+                out.fill_(float(name.endswith("weight")))
+            else:
+                _bell(out, seed, rows, cols, self.std)
+
+        def read(rows: Range, cols: Range | None) -> torch.Tensor:
+            spans = (rows,) if cols is None else (rows, cols)
+            out = torch.empty([end - start for start, end in spans], dtype=self.stored)
+            fill(out, rows, cols)
+            return out
+
+        cols = (0, shape[-1]) if len(shape) > 1 else None
+        return Stored((Piece(read, (0, prod(shape[:-1] if cols else shape)), cols, fill),), self.stored)
+
+    def has(self, name: str) -> bool:
+        """Plain weights always are; parts of a quantised format never."""
+        return name.endswith((".weight", ".bias"))
+
+    def names(self) -> Collection[str]:
+        return ()
+
+    def unused(self) -> tuple[str, ...]:
+        return ()
+
+    def dtype(self) -> torch.dtype | None:
+        return None
+
+    def report(self, advance: Advance) -> None:
+        pass
+
+
+def _bell(out: torch.Tensor, seed: int, rows: Range, cols: Range, std: float) -> None:
+    """Four dice of 256 sides a value, thrown by a 32-bit hash: near enough to a normal, and integers until the end."""
+    scale = std / (4 * (256**2 - 1) / 12) ** 0.5
+    down = _mixed(torch.arange(*rows, device=out.device, dtype=torch.int32)[:, None] ^ seed)
+    across = _mixed(torch.arange(*cols, device=out.device, dtype=torch.int32))
+    step = max(1, (CACHED_VALUES if out.device.type == "cpu" else STREAMED_VALUES) // (cols[1] - cols[0]))
+    for row in range(0, len(out), step):
+        hashed = _mixed(down[row : row + step] ^ across)
+        pairs = (hashed & 0x00FF00FF).add_(hashed.bitwise_right_shift_(8).bitwise_and_(0x00FF00FF))
+        dice = (pairs & 0xFFFF).add_(pairs.bitwise_right_shift_(16)).sub_(510)
+        out[row : row + step].copy_(dice.float().mul_(scale))
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """int32 -> int32, one to one, each bit of the input felt in all of the output. Products wrap around."""
+    for factor in (0x7FEB352D, 0x68E31DA5):
+        x = ((x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)).mul_(factor)
+    return (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)
+
+
+# ---- progress ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(source: Source, stream: TextIO) -> Iterator[None]:
+    """Show how many bytes of the source are read and how long the rest will take."""
+    with _bar(source.nbytes, stream) if stream.isatty() else _lines(source.nbytes, stream) as advance:
+        source.report(advance)
+        yield
+    source.report(lambda count: None)
+
+
+@contextmanager
+def _bar(total: int, stream: TextIO) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress("weights", *columns, console=Console(file=stream)) as bar:
+        task = bar.add_task("", total=total or None)
+        yield lambda count: bar.advance(task, count)
+        bar.update(task, total=bar.tasks[0].completed)
+
+
+@contextmanager
+def _lines(total: int, stream: TextIO, every: float = 5.0) -> Iterator[Advance]:
+    import time
+
+    begun = told = time.monotonic()
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done, told
+        done += count
+        now = time.monotonic()
+        if now - told >= every:
+            told = now
+            left = (now - begun) * max(total - done, 0) / max(done, 1)
+            stream.write(f"weights: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {left:.0f} s left\n")
+
+    yield advance
+    stream.write(f"weights: {done / 1e9:.2f} GB read in {time.monotonic() - begun:.1f} s\n")

@@ -1,0 +1,200 @@
+"""One decoder for every family: a spec says what it is, Weights where its tensors are.
+
+The forward pass reads as the equations do. It knows nothing of batches and sequences: `tokens` and `positions` are
+flat, and what belongs together is the attention plan's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bloomery.attention.base import Backend
+from bloomery.layers.attention import AttentionBlock, Context
+from bloomery.layers.linear import Add, Linear
+from bloomery.layers.mlp import MlpBlock
+from bloomery.layers.moe import MoeBlock
+from bloomery.layers.norm import Normalize
+from bloomery.layers.rope import table
+from bloomery.models.weights import Weights
+from bloomery.quant.dense import DenseReady
+from bloomery.spec import Attention, Fused, Layer, Mlp, Model, Moe, Rope, Split
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    spec: Layer
+    attention: AttentionBlock
+    mlp: MlpBlock | MoeBlock
+    attn_norm: Normalize | None
+    attn_post_norm: Normalize | None
+    mlp_norm: Normalize | None
+    mlp_post_norm: Normalize | None
+    attn_sum_norm: Normalize | None
+    mlp_sum_norm: Normalize | None
+
+    def __call__(self, x: torch.Tensor, cache: torch.Tensor, context: Context) -> torch.Tensor:
+        if self.spec.parallel:
+            return self._parallel(x, cache, context)
+        add = Add(x, self.spec.residual_scale)
+        if self.attn_post_norm is None:
+            x = self.attention(x, cache, context, self.attn_norm, add)
+        else:
+            x = add(self.attn_post_norm(self.attention(x, cache, context, self.attn_norm)))
+        x = x if self.attn_sum_norm is None else self.attn_sum_norm(x)
+        add = Add(x, self.spec.residual_scale)
+        if self.mlp_post_norm is None:
+            x = self.mlp(x, self.mlp_norm, add)
+        else:
+            x = add(self.mlp_post_norm(self.mlp(x, self.mlp_norm)))
+        return x if self.mlp_sum_norm is None else self.mlp_sum_norm(x)
+
+    def _parallel(self, x: torch.Tensor, cache: torch.Tensor, context: Context) -> torch.Tensor:
+        """Both blocks read the same input and add to the same residual."""
+        if self.mlp_norm is not None:
+            summed = self.attention(x, cache, context, self.attn_norm, Add(x))
+            return self.mlp(x, self.mlp_norm, Add(summed))
+        normed = x if self.attn_norm is None else self.attn_norm(x)
+        return self.mlp(normed, None, Add(self.attention(normed, cache, context, None, Add(x))))
+
+
+class Decoder:
+    def __init__(self, spec: Model, weights: Weights):
+        self.spec, self.device, self.dtype = spec, weights.device, weights.dtype
+        names, extra, width = weights.names, weights.names.extra, spec.embed_dim or spec.hidden
+        self.embed = weights.table(names.embed, spec.vocab, width)
+        self.positions = (
+            weights.table(extra["positions"], spec.positions, spec.hidden) if spec.positions else None
+        )
+        self.project_in = self.project_out = None
+        if spec.embed_dim is not None:
+            self.project_in = weights.linear("", extra["project_in"], [spec.hidden], width, False)
+            self.project_out = weights.linear("", extra["project_out"], [width], spec.hidden, False)
+        self.embed_norm = weights.norm(spec.embed_norm, extra.get("embed_norm", ""), spec.hidden)
+        self.layers = [
+            decoder_layer(layer, spec.hidden, weights, names.layer.format(i=i)) for i, layer in enumerate(spec.layers)
+        ]
+        self.final_norm = weights.norm(spec.final_norm, names.final_norm, spec.hidden)
+        self.head = head(spec, weights, self.embed)
+        self.ropes: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def reach(self, length: int) -> None:
+        """Make the position tables for sequences of at most `length`; before the first forward pass."""
+        for layer in self.spec.layers:
+            rope = layer.attention.position
+            if isinstance(rope, Rope) and rope not in self.ropes:
+                cos, sin = table(rope, length)
+                self.ropes[rope] = cos.to(self.device), sin.to(self.device)
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+        backend: Backend,
+        plan: Any,
+    ) -> torch.Tensor:
+        """tokens, positions, slots [n] -> hidden states [n, hidden], normed and ready for `logits`."""
+        x = self.embed[tokens]
+        if self.spec.embed_scale != 1.0:
+            # In the model's own precision: Gemma was trained with a rounded factor.
+            x = x * torch.tensor(self.spec.embed_scale, dtype=x.dtype, device=x.device)
+        if self.project_in is not None:
+            x = self.project_in(x)
+        if self.positions is not None:
+            x = x + self.positions[positions + self.spec.position_offset]
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
+        angles = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self.ropes.items()}
+        context = Context(backend, plan, slots, angles)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, cache, context)
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, vocab] in float32; call it only for positions that are asked for."""
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
+        logits = self.head(hidden).float()
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
+        cap = self.spec.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def head(spec: Model, weights: Weights, embed: torch.Tensor) -> Linear:
+    name, width = weights.names.head, spec.embed_dim or spec.hidden
+    if not spec.tied:
+        return weights.linear("", name, [spec.vocab], width, spec.head_bias)
+    bias = weights.vector(f"{name}.bias", spec.vocab).to(weights.dtype) if spec.head_bias else None
+    return Linear(DenseReady(embed), bias)
+
+
+def decoder_layer(spec: Layer, hidden: int, weights: Weights, prefix: str) -> DecoderLayer:
+    def norm(role: str) -> Normalize | None:
+        return weights.norm(getattr(spec, role), prefix + weights.names.extra.get(role, ""), hidden)
+
+    return DecoderLayer(
+        spec,
+        attention_block(spec.attention, hidden, weights, prefix),
+        moe_block(spec.mlp, hidden, weights, prefix)
+        if isinstance(spec.mlp, Moe)
+        else mlp_block(spec.mlp, hidden, weights, prefix),
+        norm("attn_norm"), norm("attn_post_norm"), norm("mlp_norm"), norm("mlp_post_norm"),
+        norm("attn_sum_norm"), norm("mlp_sum_norm"),
+    )  # fmt: skip
+
+
+def attention_block(spec: Attention, hidden: int, weights: Weights, prefix: str) -> AttentionBlock:
+    names, dim = weights.names, spec.head_dim
+    parts = [heads * dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+
+    def norm(role: str, heads: int) -> Normalize | None:
+        size = {"head": dim, "each": (heads, dim), "all": heads * dim}[spec.qk_norm_over]
+        return weights.norm(spec.qk_norm, prefix + names.extra.get(role, ""), size)
+
+    return AttentionBlock(
+        spec,
+        weights.linear(prefix, names.attn_qkv, parts, hidden, spec.bias, heads=spec),
+        weights.linear(prefix, names.attn_out, [hidden], parts[0], spec.out_bias),
+        norm("q_norm", spec.num_heads),
+        norm("k_norm", spec.num_kv_heads),
+    )
+
+
+def mlp_block(
+    spec: Mlp,
+    hidden: int,
+    weights: Weights,
+    prefix: str,
+    up: str | Split | Fused | None = None,
+    down: str | None = None,
+    expert: int | None = None,
+) -> MlpBlock:
+    names, parts = weights.names, [spec.size] * (2 if spec.gated else 1)
+    return MlpBlock(
+        spec,
+        weights.linear(prefix, up or names.mlp_up, parts, hidden, spec.bias, expert=expert),
+        weights.linear(prefix, down or names.mlp_down, [hidden], spec.size, spec.bias, expert=expert),
+    )
+
+
+def moe_block(spec: Moe, hidden: int, weights: Weights, prefix: str) -> MoeBlock:
+    names = weights.names
+    experts = [
+        mlp_block(
+            spec.mlp, hidden, weights, prefix + names.experts.format(e=e), expert=e if names.stacked_experts else None
+        )
+        for e in range(spec.experts)
+    ]
+    shared = gate = None
+    if spec.shared is not None:
+        shared = mlp_block(spec.shared, hidden, weights, prefix, names.shared_up, names.shared_down)
+    if spec.shared_gate:
+        gate = weights.linear(prefix, names.extra["shared_gate"], [1], hidden, False)
+    router = weights.linear(prefix, names.extra["router"], [spec.experts], hidden, False)
+    return MoeBlock(spec, router, experts, shared, gate)

@@ -1,0 +1,122 @@
+"""The seam where lower precision plugs in, and tensors that are still in their file.
+
+A stored matrix knows three moves, and every layout and shard is built of them:
+
+    rows(ranges)   keep these output rows, in this order   (column-parallel, un-grouping QKV)
+    cols(a, b)     keep these input columns                (row-parallel)
+    cat(parts)     stack on the output axis                (q|k|v, gate|up)
+
+A format is one file: a class with these three moves and `prepare`, and the class with `linear` that it becomes.
+Nothing else knows about it. The moves touch no data: they work on Stored tensors, so a rank reads only its slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import torch
+
+Range = tuple[int, int]
+
+
+class Ready(Protocol):
+    """A matrix on its device, ready to multiply."""
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [tokens, in] -> [tokens, out]."""
+        ...
+
+
+class Matrix(Protocol):
+    """[out, in] weights in some format."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    def rows(self, ranges: Sequence[Range]) -> Self: ...
+    def cols(self, start: int, end: int) -> Self: ...
+    def cat(self, others: Sequence[Self]) -> Self: ...
+    def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
+        """Read what is wanted, onto the device, in the layout the kernels like."""
+        ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a tensor in a file: `read(rows, cols)` gives it as [rows, cols] (or [rows] without columns)."""
+
+    read: Callable[[Range, Range | None], torch.Tensor]
+    rows: Range
+    cols: Range | None  # None: a vector
+    # The same into memory that is already where it belongs, for sources that can go without a copy beside it.
+    fill: Callable[[torch.Tensor, Range, Range | None], None] | None = None
+
+    @property
+    def height(self) -> int:
+        return self.rows[1] - self.rows[0]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor not read yet: pieces, stacked. Slicing is arithmetic; `load` reads each byte once."""
+
+    pieces: tuple[Piece, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def whole(
+        cls, shape: Sequence[int], dtype: torch.dtype, read: Callable[[Range, Range | None], torch.Tensor]
+    ) -> Stored:
+        rows, *cols = shape
+        return cls((Piece(read, (0, rows), (0, cols[0]) if cols else None),), dtype)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Stored:
+        """A tensor already in memory, seen as if it were in a file."""
+        return cls.whole(
+            tensor.shape, tensor.dtype, lambda r, c: tensor[slice(*r)] if c is None else tensor[slice(*r), slice(*c)]
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        height = sum(piece.height for piece in self.pieces)
+        cols = self.pieces[0].cols
+        return (height,) if cols is None else (height, cols[1] - cols[0])
+
+    def rows(self, ranges: Sequence[Range]) -> Stored:
+        picked: list[Piece] = []
+        for start, end in ranges:
+            offset = 0
+            for piece in self.pieces:
+                a, b = max(start - offset, 0), min(end - offset, piece.height)
+                if a < b:
+                    picked.append(replace(piece, rows=(piece.rows[0] + a, piece.rows[0] + b)))
+                offset += piece.height
+            if not 0 <= start < end <= offset:
+                raise IndexError(f"rows {start}:{end} of a tensor with {offset}")
+        return replace(self, pieces=tuple(picked))
+
+    def cols(self, start: int, end: int) -> Stored:
+        def narrow(piece: Piece) -> Piece:
+            if piece.cols is None:
+                raise IndexError("a vector has no columns")
+            return replace(piece, cols=(piece.cols[0] + start, piece.cols[0] + end))
+
+        return replace(self, pieces=tuple(map(narrow, self.pieces)))
+
+    def cat(self, others: Sequence[Stored]) -> Stored:
+        return replace(self, pieces=sum((other.pieces for other in others), self.pieces))
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The wanted part in memory of its own; never more than one piece beside it."""
+        out = torch.empty(self.shape, dtype=dtype, device=device)
+        row = 0
+        for piece in self.pieces:
+            part = out[row : row + piece.height]
+            if piece.fill is None:
+                part.copy_(piece.read(piece.rows, piece.cols))
+            else:
+                piece.fill(part, piece.rows, piece.cols)
+            row += piece.height
+        return out

@@ -1,0 +1,45 @@
+"""Weights in full precision: the format every other one is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from bloomery.quant.base import Range, Stored
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Weights still in their file."""
+
+    weight: Stored  # [out, in]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, cols = self.weight.shape
+        return rows, cols
+
+    def rows(self, ranges: Sequence[Range]) -> Dense:
+        return Dense(self.weight.rows(ranges))
+
+    def cols(self, start: int, end: int) -> Dense:
+        return Dense(self.weight.cols(start, end))
+
+    def cat(self, others: Sequence[Dense]) -> Dense:
+        return Dense(self.weight.cat([other.weight for other in others]))
+
+    def prepare(self, dtype: torch.dtype, device: torch.device) -> DenseReady:
+        return DenseReady(self.weight.load(dtype, device))
+
+
+@dataclass(frozen=True)
+class DenseReady:
+    """Weights on the device."""
+
+    weight: torch.Tensor  # [out, in]
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, self.weight, bias)

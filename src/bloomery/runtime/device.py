@@ -1,0 +1,36 @@
+"""What this machine has: which device to run on, and how much memory is free."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from bloomery.errors import ConfigError
+
+
+def choose(wish: str) -> str:
+    """A device by name; `auto` is a GPU if there is one."""
+    if wish == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wish != "cpu" and not re.fullmatch(r"cuda(:\d+)?", wish):
+        raise ConfigError(f"device {wish!r} is not known: say cpu, cuda or cuda:N")
+    if wish != "cpu":
+        found = torch.cuda.device_count()
+        if int(wish.partition(":")[2] or 0) >= found:
+            raise ConfigError(f"device {wish!r} is not there: torch sees {found} GPU(s)")
+    return wish
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+        if found:
+            return int(found[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
