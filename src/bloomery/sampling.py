@@ -120,13 +120,14 @@ class SamplingParams:
             if not _is_whole(token):
                 _refuse("logit_bias", token, "keyed by token ids (int)")
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-                _refuse("logit_bias", bias, f"from -100 to 100 for every token; for token {token} it must")
+                _refuse("logit_bias", bias, "from -100 to 100 for every token", f" for token {_shown(token)}")
 
     def _check_together(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
-            _refuse("best_of", self.best_of, f"at least n, which is {self.n}; raise best_of or lower n; it must")
+            _refuse("best_of", self.best_of, f"at least n, which is {self.n}", ": raise best_of or lower n")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}; it must")
+            words = f"at most max_tokens, which is {self.max_tokens}"
+            _refuse("min_tokens", self.min_tokens, words, ": lower min_tokens or raise max_tokens")
         if self.stop_strings and not self.detokenize:
             message = "stop strings are looked for in text: use stop_token_ids or leave detokenize on"
             raise InvalidRequest(message, field="stop")
@@ -256,10 +257,8 @@ def _check_choice(sampling: Sampling, stop_ids: tuple[int, ...]) -> None:
 def _check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
     for index, token in enumerate(ids):
         if not _is_whole(token) or not 0 <= token < vocab:
-            raise InvalidRequest(
-                f"{name} holds {_shown(token)} at index {index}; token ids are whole numbers (int) from 0 to {vocab - 1}",
-                field=name,
-            )
+            remedy = f"token ids are whole numbers (int) from 0 to {vocab - 1}"
+            raise InvalidRequest(f"{name} holds {_shown(token)} at index {index}; {remedy}", field=name)
 
 
 def _is_whole(value: Any) -> bool:
@@ -270,8 +269,8 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _refuse(name: str, value: Any, words: str) -> Never:
-    raise InvalidRequest(f"{name} must be {words}, not {_shown(value)}", field=name)
+def _refuse(name: str, value: Any, words: str, more: str = "") -> Never:
+    raise InvalidRequest(f"{name} must be {words}, not {_shown(value)}{more}", field=name)
 
 
 def _shown(value: Any) -> str:

@@ -18,9 +18,9 @@ VOCAB = 101
 
 @dataclass(frozen=True)
 class Case:
-    """`prompt` and `length` say for what the comparison is fair: how many tokens go in at once, and the longest sequence
-    served. Dynamic rope agrees where a prompt within the original context is decoded beyond it; longrope where the
-    prompt and the length are on the same side of it."""
+    """`prompt` and `length` say for what the comparison is fair: how many tokens go in at once, and the longest
+    sequence served. Dynamic rope agrees where a prompt within the original context is decoded beyond it; longrope
+    where the prompt and the length are on the same side of it."""
 
     name: str
     config: Callable[[], Any]
@@ -34,7 +34,9 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PLAIN = SIZES | SPECIAL | {"intermediate_size": 48, "max_position_embeddings": 128}
 GROUPED = PLAIN | {"num_key_value_heads": 2}
 WIDE = GROUPED | {"head_dim": 16}
+QUARTER = GROUPED | {"hidden_size": 64}  # a quarter of a head must be more than one pair, or its speed means nothing
 GEMMA = WIDE | {"sliding_window": 5, "query_pre_attn_scalar": 24}
+CAPPED = GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 GEMMA3 = GEMMA | {"num_hidden_layers": 7}
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SHARED = SPARSE | {"shared_expert_intermediate_size": 40}
@@ -61,7 +63,9 @@ LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0
 PHI3_LONG = GROUPED | {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
 
 
-def case(name: str, config: Any, /, attention: str = "eager", prompt: int = 24, length: int = 128, **values: Any) -> Case:
+def case(
+    name: str, config: Any, /, attention: str = "eager", prompt: int = 24, length: int = 128, **values: Any
+) -> Case:
     return Case(name, lambda: config(**values), attention, prompt, length)
 
 
@@ -138,7 +142,7 @@ CASES = [
     ),
     case("qwen3_moe-dense-first", tf.Qwen3MoeConfig, **GROUPED, **SPARSE, mlp_only_layers=[0], attention_bias=True),
     case("gemma", tf.GemmaConfig, **WIDE),
-    case("gemma2", tf.Gemma2Config, **GEMMA),
+    case("gemma2", tf.Gemma2Config, **CAPPED),
     case("gemma2-uncapped", tf.Gemma2Config, **GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None),
     case("gemma3_text", tf.Gemma3TextConfig, **GEMMA3),
     case(
@@ -152,10 +156,19 @@ CASES = [
     ),
     case("gemma3", tf.Gemma3Config, text_config=GEMMA3, vision_config=EYES | {"num_hidden_layers": 1}),
     case("gpt2", tf.GPT2Config, **GPT),
-    case("gpt2-scaled", tf.GPT2Config, **GPT, n_inner=80, scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False),
+    case(
+        "gpt2-scaled", tf.GPT2Config, **GPT, n_inner=80, scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False
+    ),
     case("gpt2-upcast", tf.GPT2Config, **GPT, reorder_and_upcast_attn=True, tie_word_embeddings=False),
-    case("gpt_neox", tf.GPTNeoXConfig, **PLAIN),
-    case("gpt_neox-sequential", tf.GPTNeoXConfig, **PLAIN, use_parallel_residual=False, tie_word_embeddings=True),
+    case("gpt_neox", tf.GPTNeoXConfig, **PLAIN | {"hidden_size": 64}),
+    case(
+        "gpt_neox-sequential",
+        tf.GPTNeoXConfig,
+        **PLAIN,
+        rotary_pct=1.0,
+        use_parallel_residual=False,
+        tie_word_embeddings=True,
+    ),
     case("gpt_neox-half", tf.GPTNeoXConfig, **PLAIN, rotary_pct=0.5, rotary_emb_base=100, attention_bias=False),
     case("gptj", tf.GPTJConfig, **GPT, rotary_dim=4),
     case("gptj-inner", tf.GPTJConfig, **GPT, rotary_dim=8, n_inner=80),
@@ -165,7 +178,7 @@ CASES = [
     case("opt-no-final-norm", tf.OPTConfig, **OPT, _remove_final_layer_norm=True, layer_norm_elementwise_affine=False),
     case("galactica", tf.OPTConfig, **OPT, enable_bias=False, activation_function="gelu"),
     case("phi", tf.PhiConfig, **PLAIN),
-    case("phi-normed", tf.PhiConfig, **GROUPED, qk_layernorm=True, partial_rotary_factor=0.25),
+    case("phi-normed", tf.PhiConfig, **QUARTER, qk_layernorm=True, partial_rotary_factor=0.25),
     case("phi3", tf.Phi3Config, **GROUPED),
     case("phi3-window", tf.Phi3Config, **GROUPED, sliding_window=5, partial_rotary_factor=0.5),
     case("phi3-longrope-short", tf.Phi3Config, length=64, **PHI3_LONG, **rope("longrope", **LONG)),
@@ -174,9 +187,11 @@ CASES = [
     case("cohere-normed", tf.CohereConfig, **GROUPED, use_qk_norm=True, attention_bias=True, tie_word_embeddings=False),
     case("cohere2", tf.Cohere2Config, **GROUPED | {"num_hidden_layers": 5}, sliding_window=5),
     case("starcoder2", tf.Starcoder2Config, **GROUPED),
-    case("starcoder2-window", tf.Starcoder2Config, **GROUPED, sliding_window=5, use_bias=False, tie_word_embeddings=False),
-    case("stablelm", tf.StableLmConfig, **GROUPED),
-    case("stablelm-parallel", tf.StableLmConfig, **GROUPED, use_parallel_residual=True, use_qkv_bias=True),
+    case(
+        "starcoder2-window", tf.Starcoder2Config, **GROUPED, sliding_window=5, use_bias=False, tie_word_embeddings=False
+    ),
+    case("stablelm", tf.StableLmConfig, **QUARTER),
+    case("stablelm-parallel", tf.StableLmConfig, **QUARTER, use_parallel_residual=True, use_qkv_bias=True),
     case("stablelm-normed", tf.StableLmConfig, **GROUPED, qk_layernorm=True, partial_rotary_factor=0.5),
     case("granite", tf.GraniteConfig, **GROUPED),
     case(
@@ -194,7 +209,14 @@ CASES = [
     case("olmo2", tf.Olmo2Config, **GROUPED),
     case("olmo2-biased", tf.Olmo2Config, **GROUPED, attention_bias=True, tie_word_embeddings=True),
     case("smollm3", tf.SmolLM3Config, **GROUPED | {"num_hidden_layers": 5}),
-    case("smollm3-window", tf.SmolLM3Config, **GROUPED, no_rope_layers=[1, 0, 0], use_sliding_window=True, sliding_window=5),
+    case(
+        "smollm3-window",
+        tf.SmolLM3Config,
+        **GROUPED,
+        no_rope_layers=[1, 0, 0],
+        use_sliding_window=True,
+        sliding_window=5,
+    ),
 ]
 
 

@@ -132,7 +132,8 @@ class _Cursor:
 
     def strings(self, count: int) -> list[str]:
         """The hot loop: half a million tokens and merges in a fraction of a second."""
-        data, size, at, found = self.data, self.size, self.at, []
+        found: list[str] = []
+        data, size, at = self.data, self.size, self.at
         length_at, add = struct.Struct("<Q").unpack_from, found.append
         try:
             for _ in range(count):

@@ -78,9 +78,9 @@ def _in_folder(
     partial = [*folder.glob("*.incomplete"), *folder.glob(".cache/huggingface/download/**/*.incomplete")]
     if partial:
         raise CheckpointError(
-            f"{folder}: an unfinished download ({partial[0].name}); finish it, or remove that file if nothing is missing"
+            f"{folder}: an unfinished download ({partial[0].name}); finish it, or remove that file if it is old"
         )
-    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    files = [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_file()]
     chosen = _choose(files, str(folder), f"{folder}/", weights, wanted)
     kind: Literal["folder", "gguf"] = "gguf" if chosen else "folder"
     return Artifact(name, kind, folder / chosen if chosen else folder, found, revision)
@@ -121,31 +121,48 @@ def _choose(files: Iterable[str], where: str, prefix: str, weights: bool, wanted
 
 def _from_hub(model: str, revision: str | None, cache: str | Path | None, weights: bool) -> Artifact:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled, RevisionNotFoundError
+    from huggingface_hub.errors import HTTPError
 
     repository, _, wanted = model.partition(":")
+    described = _description(repository, revision, cache)
+    commit = described.name
     try:
-        info = HfApi().model_info(repository, revision=revision)
-    except RevisionNotFoundError:
-        raise ModelNotFound(f"{repository}: no revision {revision!r}; give a branch, a tag or a commit") from None
-    except (HTTPError, OSError, OfflineModeIsEnabled) as error:
-        return _from_cache(model, revision, cache, weights, error)
-    files = [sibling.rfilename for sibling in info.siblings or ()]
+        listed = HfApi().model_info(repository, revision=commit).siblings or ()
+    except (HTTPError, OSError):  # offline: what an earlier run downloaded must do
+        return _in_folder(described, repository, f"Hub cache, commit {commit}", weights, wanted, commit)
+    files = [sibling.rfilename for sibling in listed]
     chosen = _choose(files, repository, f"{repository}:", weights, wanted)
     fetched = [chosen] if chosen else _wanted_files(files, weights)
     try:
-        folder = snapshot_download(
-            repository, revision=info.sha, cache_dir=cache, allow_patterns=[glob.escape(file) for file in fetched]
-        )
+        patterns = [glob.escape(file) for file in fetched]
+        folder = Path(snapshot_download(repository, revision=commit, cache_dir=cache, allow_patterns=patterns))
     except (HTTPError, OSError) as error:
         raise ModelNotFound(
-            f"{repository}: the download stopped ({_reason(error)}); run the same command again to go on where it stopped"
+            f"{repository}: the download stopped ({_reason(error)}); run the same command again to go on from there"
         ) from error
-    path = Path(folder)
-    if missing := [file for file in fetched if not (path / file).is_file()]:
+    if missing := [file for file in fetched if not (folder / file).is_file()]:
         raise CheckpointError(f"{repository}: {missing[0]} did not arrive; run the same command again")
     kind: Literal["folder", "gguf"] = "gguf" if chosen else "folder"
-    return Artifact(repository, kind, path / chosen if chosen else path, f"Hub, commit {info.sha}", info.sha)
+    return Artifact(repository, kind, folder / chosen if chosen else folder, f"Hub, commit {commit}", commit)
+
+
+def _description(repository: str, revision: str | None, cache: str | Path | None) -> Path:
+    """The small files at the top of a repository, in a folder named by the commit: here a revision is resolved."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HTTPError, RevisionNotFoundError
+
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model"]
+    try:
+        folder = snapshot_download(
+            repository, revision=revision, cache_dir=cache, allow_patterns=patterns, ignore_patterns="*/*"
+        )
+    except HFValidationError:
+        raise ModelNotFound(f"{repository}: no such folder or file, and not a name the Hub could have") from None
+    except RevisionNotFoundError:
+        raise ModelNotFound(f"{repository}: no revision {revision!r}; give a branch, a tag or a commit") from None
+    except (HTTPError, OSError) as error:
+        raise _explained(repository, error.__cause__ or error) from error
+    return Path(folder)
 
 
 def _wanted_files(files: Iterable[str], weights: bool) -> list[str]:
@@ -153,24 +170,6 @@ def _wanted_files(files: Iterable[str], weights: bool) -> list[str]:
     described = [file for file in files if DESCRIPTION.fullmatch(file)]
     tensors = [file for file in files if "/" not in file and file.endswith(".safetensors")]
     return described + ([file for file in tensors if file.startswith("model")] or tensors if weights else [])
-
-
-def _from_cache(
-    model: str, revision: str | None, cache: str | Path | None, weights: bool, error: BaseException
-) -> Artifact:
-    """What an earlier run downloaded, when the Hub does not answer now."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    repository, _, wanted = model.partition(":")
-    try:
-        folder = Path(snapshot_download(repository, revision=revision, cache_dir=cache, local_files_only=True))
-    except LocalEntryNotFoundError as missing:
-        # Newer versions know what a snapshot lacks, and name the folder all the same: we need only a part of it.
-        if (partial := getattr(missing, "snapshot_path", None)) is None:
-            raise _explained(repository, error) from error
-        folder = Path(partial)
-    return _in_folder(folder, repository, f"Hub cache, commit {folder.name}", weights, wanted, folder.name)
 
 
 def _explained(repository: str, error: BaseException) -> ModelNotFound:

@@ -44,8 +44,8 @@ def index(folder: Path) -> Index:
     """Every tensor of a checkpoint and the file it is in; all files complete and in agreement with each other."""
     listing = _listing(folder)
     if listing is None:
-        file = _single(folder)
-        return {name: (file, entry) for name, entry in read_header(file).items()}
+        whole = _single(folder)
+        return {name: (whole, entry) for name, entry in read_header(whole).items()}
     claimed = _weight_map(listing)
     _check_files(folder, listing, claimed)
     shards = {file: read_header(folder / file) for file in sorted(set(claimed.values()))}
@@ -72,7 +72,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(size - 8, MAX_JSON):
             raise CheckpointError(
-                f"{path}: {size} bytes with a header of {length}: not a safetensors file, or truncated; download it again"
+                f"{path}: {size} bytes with a header of {length}: no safetensors file, or truncated; download it again"
             )
         header = strict_json(file.read(length), f"{path}: header")
     header.pop("__metadata__", None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bloomery.errors import UnsupportedModel
 from bloomery.families import Family
 from bloomery.families.gemma import GEMMA2, SANDWICH_NAMES, around, norm_of, sandwich
 from bloomery.families.reader import Reader
@@ -41,9 +40,7 @@ def position(c: Reader, window: int | None) -> Rope:
     nested, stretched = c.under("rope_parameters"), c.under("rope_scaling")
     unknown = sorted(set(nested.values) - {"sliding_attention", "full_attention"})
     if unknown:
-        raise UnsupportedModel(
-            f"config.json: {nested.path}{unknown[0]} is not known: one object a kind of layer is wanted"
-        )
+        raise nested.wrong(unknown[0], "is not known: sliding_attention and full_attention have one object each")
     if window is not None:
         return read(c, nested.under("sliding_attention"), c.head_dim(), c.number("rope_local_base_freq", 1e4))
     scaling = stretched if stretched.values else nested.under("full_attention")

@@ -37,6 +37,8 @@ DEFAULTS: dict[str, Any] = {
 def gpt2(c: Reader) -> Model:
     c.must("add_cross_attention", False)
     hidden, heads, positions = c.size("hidden_size"), c.size("num_attention_heads"), c.size("max_position_embeddings")
+    kv_heads = 1 if c.flag("multi_query", False) else heads
+    c.must("num_key_value_heads", kv_heads)
     norm = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias=True)
     scale = c.head_dim() ** -0.5 if c.flag("scale_attn_weights", True) else 1.0
     by_depth = c.flag("scale_attn_by_inverse_layer_idx", False)
@@ -46,7 +48,7 @@ def gpt2(c: Reader) -> Model:
             # reorder_and_upcast_attn changes the order of the sums only: scores are float32 here in any case
             attention=Attention(
                 heads,
-                1 if c.flag("multi_query", False) else heads,
+                kv_heads,
                 c.head_dim(),
                 bias=True,
                 out_bias=True,

@@ -55,7 +55,7 @@ def mpt(c: Reader) -> Model:
     c.choice("norm_type", {"low_precision_layernorm": "layer", "layernorm": "layer"}, "low_precision_layernorm")
     norm, block = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias), attention(c, bias)
     mlp = Mlp(c.size("expansion_ratio", 4) * hidden, "gelu", gated=False, bias=bias)
-    learned = block.position is None and c.flag("learned_pos_emb", True)  # ALiBi takes the place of learned ones
+    learned = c.flag("learned_pos_emb", True) and block.position is None  # ALiBi takes the place of learned ones
     scale = hidden**-0.5 if c.get("logit_scale") == "inv_sqrt_d_model" else c.number("logit_scale", 1.0)
     return Model(
         vocab=c.size("vocab_size"),

@@ -42,6 +42,7 @@ OFFSET = 2  # rows of the position table before the first token's
 def opt(c: Reader) -> Model:
     hidden, heads, bias = c.size("hidden_size"), c.size("num_attention_heads"), c.flag("enable_bias", True)
     affine, before = c.flag("layer_norm_elementwise_affine", True), c.flag("do_layer_norm_before", True)
+    removed = c.flag("_remove_final_layer_norm", False)
     norm, narrow = Norm("layer", 1e-5, bias=affine, weight=affine), c.size("word_embed_proj_dim", hidden)
     layer = Layer(
         attention=Attention(heads, heads, c.head_dim(), bias=bias, out_bias=bias),
@@ -55,7 +56,7 @@ def opt(c: Reader) -> Model:
         vocab=c.size("vocab_size"),
         hidden=hidden,
         layers=(layer,) * len(c.layers()),
-        final_norm=norm if before and not c.flag("_remove_final_layer_norm", False) else None,
+        final_norm=norm if before and not removed else None,
         context=c.size("max_position_embeddings"),
         embed_dim=narrow if narrow != hidden else None,
         positions=c.size("max_position_embeddings") + OFFSET,

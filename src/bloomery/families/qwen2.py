@@ -42,10 +42,15 @@ MOE_NAMES = replace(
 )
 
 
+def uses_window(c: Reader) -> bool:
+    on, window = c.flag("use_sliding_window", False), c.get("sliding_window")
+    return on and window is not None
+
+
 def upper_windows(c: Reader) -> tuple[int | None, ...]:
     """Qwen's rule: layers from max_window_layers on slide, if any do."""
-    on = c.flag("use_sliding_window", False) and c.get("sliding_window") is not None
-    return windows(c, lambda i: on and i >= c.whole("max_window_layers"))
+    on, first = uses_window(c), c.whole("max_window_layers")
+    return windows(c, lambda i: on and i >= first)
 
 
 def sparse(c: Reader, i: int, dense: Layer, moe: Moe) -> Layer:
@@ -59,7 +64,7 @@ def qwen2(c: Reader) -> Model:
 
 
 def qwen2_moe(c: Reader) -> Model:
-    bias, on = c.flag("qkv_bias", True), c.flag("use_sliding_window", False)
+    bias, on, last = c.flag("qkv_bias", True), uses_window(c), c.whole("max_window_layers")
     moe = Moe(
         c.size("num_experts"),
         c.size("num_experts_per_tok"),
@@ -68,7 +73,7 @@ def qwen2_moe(c: Reader) -> Model:
         shared=mlp(c, "shared_expert_intermediate_size"),
         shared_gate=True,
     )
-    every_other = windows(c, lambda i: on and i % 2 == 0 and i < c.whole("max_window_layers"))
+    every_other = windows(c, lambda i: on and i % 2 == 0 and i < last)
     dense = (layer(c, bias=bias, out_bias=False, window=window) for window in every_other)
     return model(c, [sparse(c, i, plain, moe) for i, plain in enumerate(dense)])
 

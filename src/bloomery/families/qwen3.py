@@ -6,7 +6,7 @@ from typing import Any
 
 from bloomery.families import Family
 from bloomery.families.llama import NAMES, layer, mlp, model
-from bloomery.families.qwen2 import MOE_NAMES, QWEN, SPARSE, sparse, upper_windows
+from bloomery.families.qwen2 import MOE_NAMES, QWEN, SPARSE, sparse, upper_windows, uses_window
 from bloomery.families.reader import Reader
 from bloomery.families.window import windows
 from bloomery.spec import Layer, Model, Moe, Norm
@@ -42,8 +42,7 @@ def qwen3_moe(c: Reader) -> Model:
         mlp(c, "moe_intermediate_size"),
         renormalize=c.flag("norm_topk_prob", False),
     )
-    on = c.flag("use_sliding_window", False) and c.get("sliding_window") is not None
-    dense = (normed(c, window=window) for window in windows(c, lambda i: on))
+    dense = (normed(c, window=window) for window in windows(c, lambda i: uses_window(c)))
     return model(c, [sparse(c, i, plain, moe) for i, plain in enumerate(dense)])
 
 

@@ -14,14 +14,20 @@ REQUIRED: Any = object()
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 # What transformers writes into every config and what has no bearing on inference.
-BENIGN = frozenset(
-    "architectures model_type torch_dtype dtype transformers_version _name_or_path use_cache bos_token_id eos_token_id "
-    "pad_token_id sep_token_id decoder_start_token_id initializer_range attention_dropout hidden_dropout resid_pdrop "
-    "embd_pdrop attn_pdrop dropout layerdrop classifier_dropout summary_type task_specific_params output_attentions "
-    "output_hidden_states return_dict id2label label2id problem_type chunk_size_feed_forward is_encoder_decoder "
-    "tie_encoder_decoder add_cross_attention cross_attention_hidden_size is_decoder router_aux_loss_coef "
-    "output_router_logits auto_map pretraining_tp quantization_config".split()
-)
+BEARINGLESS = """
+    architectures model_type torch_dtype dtype transformers_version _name_or_path auto_map use_cache prefix verbose
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id tokenizer_class
+    tokenizer_name initializer_range init_std init_device init_config gradient_checkpointing pretraining_tp
+    attention_dropout hidden_dropout resid_pdrop embd_pdrop emb_pdrop attn_pdrop dropout layerdrop classifier_dropout
+    activation_dropout embedding_dropout residual_dropout embedding_fraction router_jitter_noise router_aux_loss_coef
+    output_router_logits output_attentions output_hidden_states return_dict id2label label2id problem_type
+    task_specific_params summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+    chunk_size_feed_forward is_encoder_decoder is_decoder tie_encoder_decoder cross_attention_hidden_size
+    quantization_config cache_implementation attn_impl slow_but_exact attention_softmax_in_fp32
+    scale_attention_softmax_in_fp32 reorder_and_upcast_attn masked_softmax_fusion bias_dropout_fusion skip_bias_add
+    skip_bias_add_qkv n_ctx vision_config boi_token_index eoi_token_index image_token_index mm_tokens_per_image
+"""
+BENIGN = frozenset(BEARINGLESS.split())
 
 # Older families' words for the same thing. Two of them in one file must agree.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -34,6 +40,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "rope_theta": ("rotary_emb_base",),
     "partial_rotary_factor": ("rotary_pct",),
     "rope_type": ("type",),
+    "sliding_window_pattern": ("_sliding_window_pattern",),
 }
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -64,45 +71,47 @@ class Reader:
         self.read.update(words)
         stated = [word for word in words if self.values.get(word) is not None]
         if any(self.values[word] != self.values[stated[0]] for word in stated):
-            raise UnsupportedModel(
-                f"config.json: {' and '.join(self.path + word for word in stated)} contradict each other"
-            )
+            raise self.wrong(" and ".join(stated), "contradict each other")
         if stated:
             return self.values[stated[0]]
         value = None if any(word in self.values for word in words) else self.defaults.get(name)
         return default if value is None else value
 
+    def wrong(self, name: str, why: str) -> UnsupportedModel:
+        """The error for that key, to be raised."""
+        return UnsupportedModel(f"config.json: {self.path}{name} {why}")
+
     def number(self, name: str, default: Any = REQUIRED) -> float:
         value = self._typed(name, default, (int, float), "a number")
         if not abs(value) < 1e30:
-            raise UnsupportedModel(f"config.json: {self.path}{name} is {value}, which no model has")
+            raise self.wrong(name, f"is {value}, which no model has")
         return float(value)
 
     def whole(self, name: str, default: Any = REQUIRED) -> int:
         value = self._typed(name, default, int, "a whole number")
         if not 0 <= value < 2**40:
-            raise UnsupportedModel(f"config.json: {self.path}{name} is {value}, which no model has")
+            raise self.wrong(name, f"is {value}, which no model has")
         return int(value)
 
     def size(self, name: str, default: Any = REQUIRED) -> int:
         """A whole number that counts something there must be at least one of."""
         value = self.whole(name, default)
         if value == 0:
-            raise UnsupportedModel(f"config.json: {self.path}{name} is 0, which no model has")
+            raise self.wrong(name, "is 0, which no model has")
         return value
 
     def head_dim(self) -> int:
         """Width of a head: as stated, or the hidden size shared out among the heads."""
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         if self.get("head_dim") is None and hidden % heads:
-            raise UnsupportedModel(f"config.json: {self.path}hidden_size {hidden} does not divide into {heads} heads")
+            raise self.wrong("hidden_size", f"{hidden} does not divide into {heads} heads")
         return self.size("head_dim", hidden // heads)
 
     def layers(self) -> range:
         """The numbers of the layers; bounded, because a tuple of specs is built from them."""
         count = self.size("num_hidden_layers")
         if count > 10_000:
-            raise UnsupportedModel(f"config.json: {self.path}num_hidden_layers is {count}, which no model has")
+            raise self.wrong("num_hidden_layers", f"is {count}, which no model has")
         return range(count)
 
     def optional(self, name: str) -> int | None:
@@ -114,12 +123,8 @@ class Reader:
     def items(self, name: str, kind: type[T], default: Sequence[T] = ()) -> tuple[T, ...]:
         values = self.get(name, default)
         wanted = (int, float) if kind is float else kind
-        if (
-            not isinstance(values, Sequence)
-            or isinstance(values, str)
-            or not all(isinstance(v, wanted) for v in values)
-        ):
-            raise UnsupportedModel(f"config.json: {self.path}{name} must be a list of {kind.__name__}, not {values!r}")
+        if not isinstance(values, (list, tuple)) or not all(isinstance(value, wanted) for value in values):
+            raise self.wrong(name, f"must be a list of {kind.__name__}, not {values!r}")
         return tuple(values)
 
     def flag(self, name: str, default: Any = REQUIRED) -> bool:
@@ -131,7 +136,7 @@ class Reader:
     def choice(self, name: str, known: Mapping[str, T], default: Any = REQUIRED) -> T:
         value = self.text(name, default)
         if value not in known:
-            raise UnsupportedModel(f"config.json: {self.path}{name} {value!r} is not known. Known: {', '.join(known)}")
+            raise self.wrong(name, f"{value!r} is not known. Known: {', '.join(known)}")
         return known[value]
 
     def activation(self, name: str, default: Any = REQUIRED) -> Activation:
@@ -141,13 +146,13 @@ class Reader:
         """Refuse a switch we do not implement when it is thrown."""
         value = self.get(name, default if default is not None else wanted)
         if value != wanted:
-            raise UnsupportedModel(f"config.json: {self.path}{name} {value!r} is not supported, only {wanted!r}")
+            raise self.wrong(name, f"{value!r} is not supported, only {wanted!r}")
 
     def under(self, name: str, defaults: Mapping[str, Any] = NOTHING) -> Reader:
         """The object of that name; an absent one reads as empty."""
         value = self.get(name, NOTHING)
         if not isinstance(value, Mapping):
-            raise UnsupportedModel(f"config.json: {self.path}{name} must be an object, not {value!r}")
+            raise self.wrong(name, f"must be an object, not {value!r}")
         return self.inner.setdefault(name, Reader(value, f"{self.path}{name}.", defaults))
 
     def unread(self) -> tuple[str, ...]:
@@ -157,7 +162,7 @@ class Reader:
     def _typed(self, name: str, default: Any, kind: Any, words: str) -> Any:
         value = self.get(name, default)
         if value is REQUIRED:
-            raise UnsupportedModel(f"config.json: {self.path}{name} is missing")
+            raise self.wrong(name, "is missing")
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise UnsupportedModel(f"config.json: {self.path}{name} must be {words}, not {value!r}")
+            raise self.wrong(name, f"must be {words}, not {value!r}")
         return value

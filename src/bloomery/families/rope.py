@@ -9,17 +9,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from bloomery.errors import UnsupportedModel
 from bloomery.families.reader import Reader
 from bloomery.spec import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
 
 Scaling = Linear | Dynamic | Llama3 | Yarn | LongRope
 
-KEYS = frozenset(
-    "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor "
-    "low_freq_factor high_freq_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor "
-    "short_mscale long_mscale finetuned".split()
-)
+KNOWN = """
+    rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor
+    low_freq_factor high_freq_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor
+    short_mscale long_mscale finetuned
+"""
 
 
 def rope(c: Reader, head_dim: int, *, partial: bool = False, interleaved: bool = False) -> Rope:
@@ -32,17 +31,15 @@ def rope(c: Reader, head_dim: int, *, partial: bool = False, interleaved: bool =
 
 def read(c: Reader, scaling: Reader, head_dim: int, theta: float, partial: bool = False) -> Rope:
     """The rope of one object of parameters; `theta` is that of an object without."""
-    unknown = sorted(set(scaling.values) - KEYS)
+    unknown = sorted(set(scaling.values) - set(KNOWN.split()))
     if unknown:
-        raise UnsupportedModel(
-            f"config.json: {scaling.path}{unknown[0]} is not known. Known: {', '.join(sorted(KEYS))}"
-        )
+        raise scaling.wrong(unknown[0], f"is not known. Known: {', '.join(KNOWN.split())}")
     theta = scaling.number("rope_theta", theta)
+    if theta <= 1:
+        raise scaling.wrong("rope_theta", f"must be above 1, not {theta}")
     fraction = scaling.number("partial_rotary_factor", c.number("partial_rotary_factor", 1.0))
-    if not (0 < fraction <= 1 if partial else fraction == 1) or theta <= 1:
-        raise UnsupportedModel(
-            f"config.json: rope_theta {theta} with partial_rotary_factor {fraction} is not supported"
-        )
+    if not 0 < fraction <= 1 or (fraction < 1 and not partial):
+        raise scaling.wrong("partial_rotary_factor", f"{fraction} is not supported by this family")
     dim = int(head_dim * fraction)
     kind = scaling.choice("rope_type", KINDS, "default")
     return Rope(dim, theta, scaling=kind(c, scaling, dim) if kind else None)
@@ -54,16 +51,14 @@ def linear(c: Reader, scaling: Reader, dim: int) -> Scaling:
 
 def dynamic(c: Reader, scaling: Reader, dim: int) -> Scaling:
     if dim <= 2:
-        raise UnsupportedModel(f"config.json: {scaling.path}rope_type 'dynamic' cannot stretch {dim} dimensions")
+        raise scaling.wrong("rope_type", f"'dynamic' cannot stretch {dim} dimensions")
     return Dynamic(factor(scaling), c.size("max_position_embeddings"))
 
 
 def llama3(c: Reader, scaling: Reader, dim: int) -> Scaling:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if not 0 < low < high:
-        raise UnsupportedModel(
-            f"config.json: {scaling.path}low_freq_factor {low} must be below high_freq_factor {high}"
-        )
+        raise scaling.wrong("low_freq_factor", f"{low} must be below high_freq_factor {high}")
     return Llama3(factor(scaling), low, high, original(c, scaling))
 
 
@@ -91,7 +86,7 @@ def longrope(c: Reader, scaling: Reader, dim: int) -> Scaling:
     short, long = scaling.items("short_factor", float), scaling.items("long_factor", float)
     for name, divisors in (("short_factor", short), ("long_factor", long)):
         if len(divisors) != dim // 2 or not all(0 < divisor < 1e30 for divisor in divisors):
-            raise UnsupportedModel(f"config.json: {scaling.path}{name} must hold {dim // 2} positive numbers")
+            raise scaling.wrong(name, f"must hold {dim // 2} positive numbers")
     return LongRope(short, long, base, scaling.number("short_mscale", gain), scaling.number("long_mscale", gain))
 
 
@@ -109,7 +104,7 @@ KINDS: Mapping[str, Callable[[Reader, Reader, int], Scaling] | None] = {
 def factor(scaling: Reader, default: float | None = None) -> float:
     value = scaling.number("factor") if default is None else scaling.number("factor", default)
     if value <= 0:
-        raise UnsupportedModel(f"config.json: {scaling.path}factor must be above 0, not {value}")
+        raise scaling.wrong("factor", f"must be above 0, not {value}")
     return value
 
 
@@ -118,7 +113,7 @@ def original(c: Reader, scaling: Reader) -> int:
     inner = scaling.size("original_max_position_embeddings", c.size("max_position_embeddings"))
     base = c.size("original_max_position_embeddings", inner)
     if base < 2:
-        raise UnsupportedModel(f"config.json: original_max_position_embeddings {base} is too short to stretch")
+        raise scaling.wrong("original_max_position_embeddings", f"{base} is too short to stretch")
     return base
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bloomery.errors import UnsupportedModel
 from bloomery.families import Family
 from bloomery.families.llama import DEFAULTS, NAMES, layer, model
+from bloomery.families.qwen2 import uses_window
 from bloomery.families.reader import Reader
 from bloomery.families.window import windows
 from bloomery.spec import Model
@@ -26,8 +26,8 @@ def smollm3(c: Reader) -> Model:
     interval, count = c.size("no_rope_layer_interval", 4), len(c.layers())
     turns = c.items("no_rope_layers", int, [int((i + 1) % interval != 0) for i in c.layers()])  # 1: this layer turns
     if len(turns) != count:
-        raise UnsupportedModel(f"config.json: {c.path}no_rope_layers names {len(turns)} layers of {count}")
-    on = c.flag("use_sliding_window", False) and c.get("sliding_window") is not None
+        raise c.wrong("no_rope_layers", f"names {len(turns)} layers of {count}")
+    on = uses_window(c)
     plain = layer(c)
     blocks = [
         replace(plain.attention, window=size, position=plain.attention.position if turn else None)

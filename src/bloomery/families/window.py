@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bloomery.errors import UnsupportedModel
 from bloomery.families.reader import Reader
 
 KINDS = {"sliding_attention": True, "full_attention": False}
@@ -15,8 +14,8 @@ def windows(c: Reader, rule: Callable[[int], bool]) -> tuple[int | None, ...]:
     kinds = c.items("layer_types", str)
     unknown = next((kind for kind in kinds if kind not in KINDS), None)
     if unknown is not None:
-        raise UnsupportedModel(f"config.json: {c.path}layer_types {unknown!r} is not known. Known: {', '.join(KINDS)}")
+        raise c.wrong("layer_types", f"{unknown!r} is not known. Known: {', '.join(KINDS)}")
     if kinds and len(kinds) != len(c.layers()):
-        raise UnsupportedModel(f"config.json: {c.path}layer_types names {len(kinds)} layers of {len(c.layers())}")
+        raise c.wrong("layer_types", f"names {len(kinds)} layers of {len(c.layers())}")
     slides = [KINDS[kind] for kind in kinds] or [rule(i) for i in c.layers()]
     return tuple(c.size("sliding_window") if sliding else None for sliding in slides)

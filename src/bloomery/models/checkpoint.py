@@ -59,11 +59,10 @@ class Source(Protocol):
         """All there is to read; 0 for a source that makes its weights up."""
         ...
 
-    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False) -> Stored:
-        """The tensor of that name, which must be of that shape: [out, in], or [in, out] in the file when `transposed`.
+    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None) -> Stored:
+        """The vector [out] or matrix [out, in] of that name, which must be of that shape.
 
-        A stack [expert, out, in] comes as its matrices one below the other, [expert * out, in]: expert e is
-        `rows([(e * out, (e + 1) * out)])`.
+        `transposed`: the file has it as [in, out]. `expert`: the file has a stack of them, and this one is meant.
         """
         ...
 
@@ -105,7 +104,7 @@ def checkpoint_dtype(config: Mapping[str, Any], source: Source) -> torch.dtype:
 # ---- tensors in files ----------------------------------------------------------------------------
 
 CACHED_VALUES = 1 << 18  # decoded at a time on the CPU: what its caches hold
-STREAMED_VALUES = 1 << 24  # copied or decoded at a time otherwise
+STREAMED_VALUES = 1 << 22  # copied or decoded at a time otherwise
 
 
 def window(file: Path, start: int, end: int) -> torch.Tensor:
@@ -208,7 +207,7 @@ class FileSource:
         def entry(file: Path, found: safetensors.TensorEntry) -> Entry:
             dtype, known = DTYPES.get(found.dtype, torch.uint8), found.dtype in DTYPES
             size, block = found.end - found.start, (1, dtype.itemsize)
-            return Entry(file, found.dtype, found.shape, found.start, size, dtype, block, readable=known)
+            return Entry(file, found.dtype, found.shape or (1,), found.start, size, dtype, block, readable=known)
 
         return cls(folder, {name: entry(*where) for name, where in safetensors.index(folder).items()})
 
@@ -228,22 +227,15 @@ class FileSource:
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries.values())
 
-    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False) -> Stored:
-        entry = self._entry(name, shape, transposed)
-        if not entry.readable:
-            raise CheckpointError(f"{entry.file}: tensor {name!r} is of type {entry.kind}, which cannot be read")
+    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None) -> Stored:
+        stored = tuple(reversed(shape)) if transposed else tuple(shape)
+        entry = self._entry(name, stored, expert)
         self.used.add(name)
-        advance: Advance = lambda count: self._advance(count)  # noqa: E731 - whoever listens when it is read
-        matrix = _Matrix(entry, 0, transposed, advance)
-        if len(shape) < 2:
-            pieces = [Piece(matrix.read, (0, prod(shape)), None, matrix.fill)]
-        elif not transposed:
-            pieces = [Piece(matrix.read, (0, prod(shape[:-1])), (0, shape[-1]), matrix.fill)]
-        else:  # each matrix of a stack is turned by itself
-            *outer, height, width = shape
-            turned = [_Matrix(entry, i * width, True, advance) for i in range(prod(outer))]
-            pieces = [Piece(one.read, (0, height), (0, width), one.fill) for one in turned]
-        return Stored(tuple(pieces), entry.dtype)
+        height = stored[0] if len(stored) > 1 else 1
+        # Whoever listens when it is read, not when it is asked for.
+        matrix = _Matrix(entry, height * (expert or 0), transposed, lambda count: self._advance(count))
+        rows, *cols = shape
+        return Stored((Piece(matrix.read, (0, rows), (0, cols[0]) if cols else None, matrix.fill),), entry.dtype)
 
     def has(self, name: str) -> bool:
         return name in self.entries
@@ -264,19 +256,20 @@ class FileSource:
     def report(self, advance: Advance) -> None:
         self._advance = advance
 
-    def _entry(self, name: str, shape: Sequence[int], transposed: bool) -> Entry:
+    def _entry(self, name: str, shape: tuple[int, ...], expert: int | None) -> Entry:
         entry = self.entries.get(name)
         if entry is None:
             near = difflib.get_close_matches(name, self.entries, 2)
             hint = f"; the nearest names are {', '.join(near)}" if near else ""
             raise CheckpointError(f"{self.origin}: no tensor {name!r}, which the model needs{hint}")
-        wanted = tuple(shape)
-        if transposed:
-            wanted = (*wanted[:-2], wanted[-1], wanted[-2])
-        if entry.shape != wanted:
+        found = entry.shape if expert is None else entry.shape[1:]
+        if found != shape or (expert is not None and expert >= entry.shape[0]):
+            wanted = list(shape) if expert is None else ["experts", *shape]
             raise CheckpointError(
-                f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, config.json asks for {list(wanted)}"
+                f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, the model expects {wanted}"
             )
+        if not entry.readable:
+            raise CheckpointError(f"{entry.file}: tensor {name!r} is of type {entry.kind}, which cannot be read")
         return entry
 
 
@@ -294,8 +287,10 @@ class DummySource:
     def __init__(self, std: float = 0.02, dtype: torch.dtype = torch.float32):
         self.std, self.stored = std, dtype
 
-    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False) -> Stored:
-        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
+    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None) -> Stored:
+        seed = int.from_bytes(
+            hashlib.blake2b(f"{name} {expert}".encode(), digest_size=4).digest(), "little", signed=True
+        )
 
         def fill(out: torch.Tensor, rows: Range, cols: Range | None) -> None:
             if cols is None:  # norms leave their input alone, biases add nothing
@@ -309,8 +304,8 @@ class DummySource:
             fill(out, rows, cols)
             return out
 
-        cols = (0, shape[-1]) if len(shape) > 1 else None
-        return Stored((Piece(read, (0, prod(shape[:-1] if cols else shape)), cols, fill),), self.stored)
+        height, *width = shape
+        return Stored((Piece(read, (0, height), (0, width[0]) if width else None, fill),), self.stored)
 
     def has(self, name: str) -> bool:
         """Plain weights always are; parts of a quantised format never."""

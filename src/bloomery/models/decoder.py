@@ -71,8 +71,8 @@ class Decoder:
         )
         self.project_in = self.project_out = None
         if spec.embed_dim is not None:
-            self.project_in = weights.linear("", extra["project_in"], [spec.hidden], width, False)
-            self.project_out = weights.linear("", extra["project_out"], [width], spec.hidden, False)
+            self.project_in = weights.outside(extra["project_in"], spec.hidden, width)
+            self.project_out = weights.outside(extra["project_out"], width, spec.hidden)
         self.embed_norm = weights.norm(spec.embed_norm, extra.get("embed_norm", ""), spec.hidden)
         self.layers = [
             decoder_layer(layer, spec.hidden, weights, names.layer.format(i=i)) for i, layer in enumerate(spec.layers)
@@ -127,9 +127,10 @@ class Decoder:
 
 
 def head(spec: Model, weights: Weights, embed: torch.Tensor) -> Linear:
+    """A checkpoint that says tied and stores a head all the same means the one it stores."""
     name, width = weights.names.head, spec.embed_dim or spec.hidden
-    if not spec.tied:
-        return weights.linear("", name, [spec.vocab], width, spec.head_bias)
+    if not spec.tied or f"{name}.weight" in weights.source.names():
+        return weights.outside(name, spec.vocab, width, spec.head_bias)
     bias = weights.vector(f"{name}.bias", spec.vocab).to(weights.dtype) if spec.head_bias else None
     return Linear(DenseReady(embed), bias)
 
@@ -185,12 +186,12 @@ def mlp_block(
 
 def moe_block(spec: Moe, hidden: int, weights: Weights, prefix: str) -> MoeBlock:
     names = weights.names
-    experts = [
-        mlp_block(
-            spec.mlp, hidden, weights, prefix + names.experts.format(e=e), expert=e if names.stacked_experts else None
-        )
-        for e in range(spec.experts)
-    ]
+
+    def expert(e: int) -> MlpBlock:
+        at, stacked = prefix + names.experts.format(e=e), e if names.stacked_experts else None
+        return mlp_block(spec.mlp, hidden, weights, at, names.expert_up, names.expert_down, stacked)
+
+    experts = [expert(e) for e in range(spec.experts)]
     shared = gate = None
     if spec.shared is not None:
         shared = mlp_block(spec.shared, hidden, weights, prefix, names.shared_up, names.shared_down)

@@ -24,6 +24,8 @@ def decoder(kind: str) -> Decoder | None:
 
     values, size = BLOCKS[kind]
     number = GGMLQuantizationType.__members__.get(kind)
+    if number is None:
+        return None
 
     def decode(blocks: torch.Tensor) -> torch.Tensor:
         # The package loops over groups of rows: one long row is one group.
@@ -32,7 +34,7 @@ def decoder(kind: str) -> Decoder | None:
 
     try:
         decode(torch.zeros(1, size, dtype=torch.uint8))
-    except (NotImplementedError, AttributeError):
+    except NotImplementedError:
         return None
     return decode
 

@@ -7,6 +7,7 @@ not, experts one by one or stacked.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -21,23 +22,40 @@ from bloomery.spec import Attention, Fused, Names, Norm, Split
 class Weights:
     def __init__(self, source: Source, names: Names, dtype: torch.dtype, device: torch.device):
         self.source, self.names, self.dtype, self.device = source, names, dtype, device
+        self.parameters = 0  # values pulled so far
 
     def vector(self, name: str, size: int | tuple[int, int]) -> torch.Tensor:
         """A norm's weight or a bias; small, so in float32."""
         shape = (size,) if isinstance(size, int) else size
-        return self.source.tensor(name, shape).load(torch.float32, self.device)
+        return self._pull(name, shape).load(torch.float32, self.device)
 
     def table(self, name: str, rows: int, cols: int) -> torch.Tensor:
         """An embedding."""
-        return self.source.tensor(f"{name}.weight", (rows, cols)).load(self.dtype, self.device)
+        return self._pull(f"{name}.weight", (rows, cols)).load(self.dtype, self.device)
+
+    def _pull(self, name: str, shape: tuple[int, ...], transposed: bool = False, expert: int | None = None) -> Stored:
+        self.parameters += prod(shape)
+        return self.source.tensor(name, shape, transposed, expert)
 
     def norm(self, spec: Norm | None, name: str, size: int | tuple[int, int]) -> Normalize | None:
         if spec is None:
             return None
-        weight = self.vector(f"{name}.weight", size) if spec.weight else None
+        weight = self._each(f"{name}.weight", size) if spec.weight else None
         if weight is not None and spec.unit_offset:
             weight = 1 + weight
-        return Normalize(spec, weight, self.vector(f"{name}.bias", size) if spec.bias else None)
+        return Normalize(spec, weight, self._each(f"{name}.bias", size) if spec.bias else None)
+
+    def _each(self, name: str, size: int | tuple[int, int]) -> torch.Tensor:
+        """A norm's vector; one with {h} in its name is kept head by head."""
+        if "{h}" not in name or isinstance(size, int):
+            return self.vector(name, size)
+        return torch.stack([self.vector(name.format(h=h), size[1]) for h in range(size[0])])
+
+    def outside(self, name: str, outputs: int, inputs: int, bias: bool = False) -> Linear:
+        """A product that is not part of a layer; never transposed."""
+        weight = Dense(self._pull(f"{name}.weight", (outputs, inputs)))
+        vector = self._pull(f"{name}.bias", (outputs,)).load(self.dtype, self.device) if bias else None
+        return Linear(weight.prepare(self.dtype, self.device), vector)
 
     def linear(
         self,
@@ -69,7 +87,7 @@ class Weights:
         def pull(name: str, rows: int) -> Stored:
             shape = (rows,) if inputs is None else (rows, inputs)
             transposed = self.names.transposed and kind == "weight"
-            return self.source.tensor(f"{prefix}{name}.{kind}", shape, transposed=transposed, expert=expert)
+            return self._pull(f"{prefix}{name}.{kind}", shape, transposed, expert)
 
         if isinstance(stored, Split):
             first, *others = map(pull, stored.names, parts)

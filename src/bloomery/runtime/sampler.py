@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -24,7 +24,6 @@ from bloomery.kernels.order import ordered
 from bloomery.kernels.truncate import kept
 from bloomery.messages import Sampling, Start, TokenLogprob
 
-TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, REPETITION, FREQUENCY, PRESENCE = range(7)  # columns of Sampler.numbers
 COLDEST = 1e-5  # below it the noise cannot matter: greedy
 NARROW = 512  # candidates tried before a whole line is sorted
 CHUNK = 1 << 22  # logits held in float32 at once while prompts are scored
@@ -162,13 +161,6 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Scored:
     return Scored(tokens, (own - total).squeeze(-1), ranks, ids, best - total)
 
 
-def prompt_logprobs(logits: torch.Tensor, next_tokens: torch.Tensor, count: int) -> list[TokenLogprob]:
-    """The log-probability of the token that follows each prompt position [lines], a few lines at a time."""
-    lines = max(1, CHUNK // logits.shape[-1])
-    scored = (score(part, tokens, count) for part, tokens in zip(logits.split(lines), next_tokens.split(lines)))
-    return [entry for part in scored for entry in part.read([count] * len(part.tokens))]
-
-
 # ---- the rows --------------------------------------------------------------------------------------------
 
 
@@ -176,6 +168,7 @@ def prompt_logprobs(logits: torch.Tensor, next_tokens: torch.Tensor, count: int)
 class Row:
     """What decides, on the host, which way the lines of a row take."""
 
+    number: int
     sampling: Sampling
     edits: tuple[Edit, ...]
 
@@ -189,22 +182,33 @@ class Row:
         return self.penalised or bool(self.sampling.bad_words) or self.sampling.watermark is not None
 
     @property
-    def greedy(self) -> bool:
-        return self.sampling.temperature < COLDEST
-
-    @property
-    def truncates(self) -> bool:
-        """Needs candidates in order; min_p alone does not."""
-        return self.sampling.top_k > 0 or self.sampling.top_p < 1.0 or self.sampling.typical_p < 1.0
+    def choice(self) -> Literal["greedy", "free", "truncated"]:
+        """Of the best alone, of all tokens (min_p needs no order), or of some that must be put in order."""
+        s = self.sampling
+        if s.temperature < COLDEST:
+            return "greedy"
+        return "truncated" if s.top_k > 0 or s.top_p < 1.0 or s.typical_p < 1.0 else "free"
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The tokens one row gained, and a log-probability for each if it asked."""
+class Lines:
+    """Some or all lines of a step: whose they are and at which position their token will stand."""
 
-    row: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] = ()
+    rows: Sequence[Row]
+    positions: Sequence[int]
+    index: torch.Tensor  # [lines], the rows' numbers on the device
+    place: torch.Tensor  # [lines], the positions on the device
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], positions: Sequence[int], device: torch.device) -> Lines:
+        index = torch.tensor([row.number for row in rows], device=device)
+        return cls(rows, positions, index, torch.tensor(positions, device=device))
+
+    def some(self, chosen: Sequence[int]) -> tuple[torch.Tensor, Lines]:
+        """The chosen ones' numbers on the device, and those lines."""
+        at = torch.tensor(chosen, device=self.index.device)
+        rows, positions = [self.rows[i] for i in chosen], [self.positions[i] for i in chosen]
+        return at, Lines(rows, positions, self.index[at], self.place[at])
 
 
 @dataclass(frozen=True)
@@ -212,31 +216,29 @@ class Draws:
     """One token for each line, on the device until somebody collects."""
 
     tokens: torch.Tensor  # [lines]
-    rows: tuple[int, ...]  # [lines]
-    drafts: Mapping[int, Sequence[int]]
-    scored: Scored | None = None  # of the lines that asked, in order
-    counts: Mapping[int, int] = field(default_factory=dict)  # line -> how many of the best it asked for
+    drafts: tuple[Sequence[int], ...]  # of each row that was asked for; it has one line more than drafts
+    scored: Scored | None = None  # of the lines that want log-probabilities
+    counts: Mapping[int, int] = field(default_factory=dict)  # line -> how many of the best it wants
 
-    def collect(self) -> list[Outcome]:
-        """A draft stands while it equals the token drawn in its place; the token after the last that stands is new."""
+    def collect(self) -> list[tuple[tuple[int, ...], tuple[TokenLogprob, ...]]]:
+        """What each row gained: its drafts while they equal the tokens drawn in their place, and one token more."""
         tokens = self.tokens.tolist()
         logprobs = dict(zip(self.counts, self.scored.read(tuple(self.counts.values())))) if self.scored else {}
-        outcomes, line = list[Outcome](), 0
-        while line < len(tokens):
-            drafts = self.drafts.get(self.rows[line], ())
+        gains, line = [], 0
+        for drafts in self.drafts:
             drawn = tokens[line : line + len(drafts) + 1]
             stand = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts)) + 1
             own = tuple(logprobs[i] for i in range(line, line + stand) if i in logprobs)
-            outcomes.append(Outcome(self.rows[line], tuple(drawn[:stand]), own))
+            gains.append((tuple(drawn[:stand]), own))
             line += len(drafts) + 1
-        return outcomes
+        return gains
 
 
 class Sampler:
     def __init__(self, rows: int, vocab: int, device: torch.device | str = "cpu"):
         self.vocab, self.device = vocab, torch.device(device)
         self.rows: dict[int, Row] = {}
-        self.numbers = torch.zeros(rows, 7, dtype=torch.float64, device=self.device)
+        self.numbers = torch.zeros(rows, 7, dtype=torch.float64, device=self.device)  # read by _parameters
         self.top_k = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.seeds = torch.zeros(rows, 2, dtype=torch.int32, device=self.device)
         self.prompt_len = torch.zeros(rows, dtype=torch.int64, device=self.device)
@@ -247,7 +249,7 @@ class Sampler:
     def admit(self, row: int, start: Start) -> None:
         """Start or resume: `start.tokens` is the prompt and whatever output the sequence already has."""
         s = start.sampling
-        self.rows[row] = Row(s, edits(start, self.device))
+        self.rows[row] = Row(row, s, edits(start, self.device))
         penalties = (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
         numbers = (s.temperature, s.top_p, s.min_p, s.typical_p, *penalties)
         self.numbers[row] = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -260,36 +262,32 @@ class Sampler:
     def release(self, row: int) -> None:
         del self.rows[row]
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[int],
-        positions: Sequence[int],
-        drafts: Mapping[int, Sequence[int]] | None = None,
-    ) -> Draws:
-        """logits [lines, vocab]; for each line its row and the position of the token to draw.
-
-        A row with k drafts (by row number) has k + 1 lines one after the other, at successive positions.
-        """
-        drafts = drafts or {}
-        lines = [self.rows[row] for row in rows]
-        index = torch.tensor(rows, device=self.device)
-        place = torch.tensor(positions, device=self.device)
-        for line, row in enumerate(rows):
-            if row in drafts and lines[line].remembers and rows.index(row) == line:
-                self._remember(row, positions[line], drafts[row])
+    def sample(self, logits: torch.Tensor, asked: Sequence[tuple[int, int, Sequence[int]]]) -> Draws:
+        """asked: (row, position of the token to draw, drafts); each has 1 + len(drafts) lines of logits, in order."""
+        for row, position, drafts in asked:
+            if drafts and self.rows[row].remembers:
+                self._remember(row, position, drafts)
+        rows = [self.rows[row] for row, _, drafts in asked for _ in range(len(drafts) + 1)]
+        positions = [position + i for _, position, drafts in asked for i in range(len(drafts) + 1)]
+        lines = Lines.of(rows, positions, self.device)
         raw = logits.float()
-        scores = self._edited(raw, lines, rows, positions, index, place)
-        tokens = self._choose(scores, lines, index, place)
-        if remembering := [i for i, line in enumerate(lines) if line.remembers]:
-            self._widen(max(positions[i] for i in remembering) + 1)
-            at = torch.tensor(remembering, device=self.device)
-            self.history[index[at], place[at]] = tokens[at].to(torch.int32)
-        counts = {i: line.sampling.logprobs for i, line in enumerate(lines) if line.sampling.logprobs is not None}
+        tokens = self._choose(self._edited(raw, lines), lines)
+        if remembering := [i for i, row in enumerate(rows) if row.remembers]:
+            at, those = lines.some(remembering)
+            self._widen(max(those.positions) + 1)
+            self.history[those.index, those.place] = tokens[at].to(torch.int32)
+        every = tuple(drafts for _, _, drafts in asked)
+        counts = {i: row.sampling.logprobs for i, row in enumerate(rows) if row.sampling.logprobs is not None}
         if not counts:
-            return Draws(tokens, tuple(rows), drafts)
-        at = torch.tensor(list(counts), device=self.device)
-        return Draws(tokens, tuple(rows), drafts, score(raw[at], tokens[at], max(counts.values())), counts)
+            return Draws(tokens, every)
+        at, _ = lines.some(list(counts))
+        return Draws(tokens, every, score(raw[at], tokens[at], max(counts.values())), counts)
+
+    def prompt_logprobs(self, logits: torch.Tensor, next_tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+        """logits [lines, vocab] of prompt positions and the token that follows each; a few lines at a time."""
+        lines = max(1, CHUNK // self.vocab)
+        parts = zip(logits.split(lines), torch.tensor(next_tokens, device=self.device).split(lines))
+        return [entry for part, tokens in parts for entry in score(part, tokens, count).read([count] * len(tokens))]
 
     # ---- tokens so far ----
 
@@ -302,118 +300,94 @@ class Sampler:
 
     def _remember(self, row: int, position: int, tokens: Sequence[int]) -> None:
         self._widen(position + len(tokens))
-        values = torch.tensor(tuple(tokens), dtype=torch.int32, device=self.device)
-        self.history[row, position : position + len(tokens)] = values
+        self.history[row, position : position + len(tokens)] = torch.tensor(tokens, device=self.device)
 
     # ---- edits of the scores ----
 
-    def _edited(
-        self,
-        raw: torch.Tensor,
-        lines: Sequence[Row],
-        rows: Sequence[int],
-        positions: Sequence[int],
-        index: torch.Tensor,
-        place: torch.Tensor,
-    ) -> torch.Tensor:
+    def _edited(self, raw: torch.Tensor, lines: Lines) -> torch.Tensor:
         """The raw logits themselves when no line asks for an edit, else a changed copy."""
-        penalised = [i for i, line in enumerate(lines) if line.penalised]
-        if not penalised and not any(line.edits for line in lines):
+        penalised = [i for i, row in enumerate(lines.rows) if row.penalised]
+        if not penalised and not any(row.edits for row in lines.rows):
             return raw
         scores = raw.clone()
-        for i, line in enumerate(lines):
-            for edit in line.edits:
-                edit.apply(scores[i], positions[i], self.history[rows[i]])
+        for line, row, position in zip(scores, lines.rows, lines.positions):
+            for edit in row.edits:
+                edit.apply(line, position, self.history[row.number])
         if penalised:
-            at = torch.tensor(penalised, device=self.device)
-            width = max(positions[i] for i in penalised)
-            parts = zip(*(values[at].split(self.together) for values in (scores, index, place)))
+            at, those = lines.some(penalised)
+            parts = zip(*(values.split(self.together) for values in (scores[at], those.index, those.place)))
+            width = max(those.positions)
             scores[at] = torch.cat([self._penalise(s, i, p.unsqueeze(-1), width) for s, i, p in parts])
         return scores
 
     def _penalise(self, scores: torch.Tensor, index: torch.Tensor, place: torch.Tensor, width: int) -> torch.Tensor:
-        """scores [lines, vocab], place [lines, 1]; `width` covers the longest history among them."""
+        """scores [lines, vocab], place [lines, 1]; no line has more than `width` tokens behind it."""
+        *_, repetition, frequency, presence = self._parameters(index)
         tokens = self.history[index, :width].to(torch.int64)
         where = torch.arange(width, device=self.device)
         present = where < place
         output = present & (where >= self.prompt_len[index].unsqueeze(-1))
-        repetition, frequency, presence = self.numbers[index, REPETITION:].float().unsqueeze(-1).unbind(1)
         seen = torch.zeros_like(scores).scatter_add_(1, tokens, present.float()) > 0
         counts = torch.zeros_like(scores).scatter_add_(1, tokens, output.float())
-        repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
-        return torch.where(seen, repeated, scores) - frequency * counts - presence * (counts > 0)
+        repeated = torch.where(scores > 0, scores / repetition.float(), scores * repetition.float())
+        return torch.where(seen, repeated, scores) - frequency.float() * counts - presence.float() * (counts > 0)
 
     # ---- the choice ----
 
-    def _choose(
-        self, scores: torch.Tensor, lines: Sequence[Row], index: torch.Tensor, place: torch.Tensor
-    ) -> torch.Tensor:
-        drawn = [i for i, line in enumerate(lines) if not line.greedy]
-        if len(drawn) < len(lines):
-            tokens = scores.argmax(-1)
-            if not drawn:
-                return tokens
-        else:
-            tokens = torch.empty_like(place)
-        key = keys(self.seeds[index], place)
-        for wanted, choose in ((False, self._from_all), (True, self._from_best)):
-            group = [i for i in drawn if lines[i].truncates is wanted]
-            if len(group) == len(lines):
-                return choose(scores, lines, index, key)
+    def _parameters(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """temperature, top_p, min_p, typical_p, repetition, frequency and presence penalty, each [lines, 1]."""
+        return self.numbers[index].unsqueeze(-1).unbind(1)
+
+    def _choose(self, scores: torch.Tensor, lines: Lines) -> torch.Tensor:
+        choices = [row.choice for row in lines.rows]
+        tokens = torch.empty_like(lines.place) if "greedy" not in choices else scores.argmax(-1)
+        for choice, draw in (("free", self._from_all), ("truncated", self._from_best)):
+            group = [i for i, wanted in enumerate(choices) if wanted == choice]
+            if len(group) == len(choices):
+                return draw(scores, lines)
             if group:
-                at = torch.tensor(group, device=self.device)
-                tokens[at] = choose(scores[at], [lines[i] for i in group], index[at], key[at])
+                at, those = lines.some(group)
+                tokens[at] = draw(scores[at], those)
         return tokens
 
-    def _from_all(
-        self, scores: torch.Tensor, lines: Sequence[Row], index: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor:
+    def _from_all(self, scores: torch.Tensor, lines: Lines) -> torch.Tensor:
         """Any token may win: no order is needed."""
-        parts = zip(*(values.split(self.together) for values in (scores, index, key)))
+        key = keys(self.seeds[lines.index], lines.place)
+        parts = zip(*(values.split(self.together) for values in (scores, lines.index, key)))
         return torch.cat([self._relative(s, i).add_(gumbel(k, self.all_ids)).argmax(-1) for s, i, k in parts])
 
     def _relative(self, scores: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Log-probabilities less the best one, float32; -inf where min_p excludes."""
-        temperature, _, min_p = self.numbers[index, :TYPICAL_P].unsqueeze(-1).unbind(1)
+        temperature, _, min_p, *_ = self._parameters(index)
         z = (scores - scores.amax(-1, keepdim=True)).div_(temperature.float())
         return z.masked_fill_(z < min_p.log().float(), -torch.inf)
 
-    def _from_best(
-        self, scores: torch.Tensor, lines: Sequence[Row], index: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor:
+    def _from_best(self, scores: torch.Tensor, lines: Lines) -> torch.Tensor:
         """Only tokens near the top may win. On the CPU few are put in order at first, and more only for lines whose
         border is not among them; elsewhere asking would make the host wait."""
-        narrow = [line.sampling.top_k for line in lines if 0 < line.sampling.top_k <= NARROW]
-        if len(narrow) == len(lines):
-            return self._among(scores, min(self.vocab, max(narrow)), lines, index, key, None)[0]
-        parts = zip(scores.split(self.together), index.split(self.together))
+        narrow = [row.sampling.top_k for row in lines.rows if 0 < row.sampling.top_k <= NARROW]
+        if len(narrow) == len(lines.rows):
+            return self._among(scores, min(self.vocab, max(narrow)), lines, None)[0]
+        parts = zip(scores.split(self.together), lines.index.split(self.together))
         total = torch.cat([self._relative(s, i).exp_().sum(-1, True, dtype=torch.float64) for s, i in parts])
         width = min(self.vocab, NARROW) if self.device.type == "cpu" else self.vocab
-        tokens, sure = self._among(scores, width, lines, index, key, total)
-        rest = [] if width == self.vocab else [i for i, enough in enumerate(sure.tolist()) if not enough]
-        while rest:
-            width, at = min(self.vocab, 16 * width), torch.tensor(rest, device=self.device)
-            again = [lines[i] for i in rest]
-            tokens[at], sure = self._among(scores[at], width, again, index[at], key[at], total[at])
-            rest = [] if width == self.vocab else [i for i, enough in zip(rest, sure.tolist()) if not enough]
+        tokens, sure = self._among(scores, width, lines, total)
+        while width < self.vocab and not sure.all():
+            rest = (~sure).nonzero().squeeze(-1).tolist()
+            at, those = lines.some(rest)
+            width = min(self.vocab, 16 * width)
+            tokens[at], sure[at] = self._among(scores[at], width, those, total[at])
         return tokens
 
     def _among(
-        self,
-        scores: torch.Tensor,
-        width: int,
-        lines: Sequence[Row],
-        index: torch.Tensor,
-        key: torch.Tensor,
-        total: torch.Tensor | None,
+        self, scores: torch.Tensor, width: int, lines: Lines, total: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens drawn [lines] when only the best `width` are looked at, and whether that was enough [lines]."""
+        temperature, top_p, min_p, typical_p, *_ = self._parameters(lines.index)
         values, ids = ordered(scores, width)
-        numbers, top_k = self.numbers[index], self.top_k[index].unsqueeze(-1)
-        temperature, top_p, min_p, typical_p = numbers[:, :REPETITION].unsqueeze(-1).unbind(1)
         z = (values.double() - values[:, :1]) / temperature
-        typical = typical_p if any(line.sampling.typical_p < 1.0 for line in lines) else None
-        keep, sure = kept(z, min_p, top_k, top_p, typical, total)
-        noisy = torch.where(keep, z + gumbel(key, ids), -torch.inf)
+        typical = typical_p if any(row.sampling.typical_p < 1.0 for row in lines.rows) else None
+        keep, sure = kept(z, min_p, self.top_k[lines.index].unsqueeze(-1), top_p, typical, total)
+        noisy = torch.where(keep, z + gumbel(keys(self.seeds[lines.index], lines.place), ids), -torch.inf)
         winners = noisy == noisy.amax(-1, keepdim=True)
         return torch.where(winners, ids, self.vocab).amin(-1), sure

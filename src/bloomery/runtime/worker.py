@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from bloomery.artifacts.locate import Artifact
 from bloomery.attention.torch_paged import TorchPaged
 from bloomery.config import Plan
 from bloomery.messages import Capacity, Sampled, Step, StepOutput, TokenLogprob
@@ -16,13 +19,17 @@ from bloomery.runtime.sampler import Sampler
 LOGIT_ROWS = 64  # prompt positions whose logits are held at once
 
 
+def artifact(plan: Plan) -> Artifact:
+    return Artifact(plan.name, "gguf" if plan.kind == "gguf" else "folder", Path(plan.path), "plan")
+
+
 class Worker:
     def __init__(self, plan: Plan, progress: bool = False):
         self.device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
         if self.device.type == "cpu":
             torch.set_num_threads(plan.threads)
         self.backend = TorchPaged()
-        loaded = load(plan.path, plan.kind, plan.load_format, dtype, self.device, progress)
+        loaded = load(artifact(plan), plan.load_format, dtype, self.device, progress)
         self.decoder, model = loaded.decoder, loaded.decoder.spec
         size = fit(plan, model, dtype, self.device)
         self.decoder.reach(size.max_length)
@@ -77,7 +84,8 @@ class Worker:
             return {}
         lines = [line for share in shares for line in share.lines]
         logits = self.decoder.logits(hidden if len(lines) == len(hidden) else hidden[lines])
-        results = self.sampler.sample(logits, [(share.row.index, len(share.row.tokens), share.item.drafts) for share in shares])
+        asked = [(share.row.index, len(share.row.tokens), share.item.drafts) for share in shares]
+        results = self.sampler.sample(logits, asked).collect()
         for share, (tokens, _) in zip(shares, results, strict=True):
             share.row.tokens += tokens
         return {share.item.sequence: result for share, result in zip(shares, results, strict=True)}

@@ -1,0 +1,60 @@
+"""From files to a decoder on its device."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bloomery.artifacts import gguf
+from bloomery.artifacts.files import strict_json
+from bloomery.artifacts.locate import Artifact
+from bloomery.families import Description, describe
+from bloomery.models.checkpoint import checkpoint_dtype, open_source, progress
+from bloomery.models.decoder import Decoder
+from bloomery.models.weights import Weights
+
+
+@dataclass(frozen=True)
+class Loaded:
+    decoder: Decoder
+    bytes: int  # of weights in memory, as good as
+    notes: tuple[str, ...]  # what was found and left alone
+
+
+def description(artifact: Artifact) -> Description:
+    """What the model is, before a byte of weights is read."""
+    if artifact.kind == "gguf":
+        from bloomery.families.gguf import describe as describe_gguf
+
+        file = gguf.read(artifact.path)
+        return describe_gguf(file.metadata, {name: tensor.shape for name, tensor in file.tensors.items()})
+    path = artifact.path / "config.json"
+    return describe(strict_json(path.read_bytes(), str(path)))
+
+
+def native_dtype(artifact: Artifact, load_format: str) -> torch.dtype:
+    """The precision the checkpoint was made for; quantised GGUF values fit in bfloat16."""
+    if artifact.kind == "gguf":
+        return torch.bfloat16
+    path = artifact.path / "config.json"
+    return checkpoint_dtype(strict_json(path.read_bytes(), str(path)), open_source(artifact, load_format))
+
+
+def load(
+    artifact: Artifact, load_format: str, dtype: torch.dtype, device: torch.device, show_progress: bool = False
+) -> Loaded:
+    found = description(artifact)
+    source = open_source(artifact, load_format)
+    with progress(source, sys.stderr) if show_progress and source.nbytes else nullcontext():
+        weights = Weights(source, found.names, dtype, device)
+        decoder = Decoder(found.model, weights)
+    notes = []
+    if found.unread:
+        notes.append(f"config.json: keys without a meaning here: {', '.join(found.unread)}")
+    if unused := source.unused():
+        notes.append(f"{len(unused)} tensors of the checkpoint are not part of the model: {', '.join(unused[:4])} ...")
+    return Loaded(decoder, weights.parameters * dtype.itemsize, tuple(notes))
