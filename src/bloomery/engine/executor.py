@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any, Protocol
 
 from bloomery.messages import Capacity, Step, StepOutput
+
+
+class Result(Protocol):
+    def result(self) -> StepOutput:
+        """What the step gave; waits for it if need be."""
+        ...
 
 
 class Executor(Protocol):
@@ -13,7 +18,7 @@ class Executor(Protocol):
         """Load the model and say what fits."""
         ...
 
-    def submit(self, step: Step) -> Future[StepOutput]:
+    def submit(self, step: Step) -> Result:
         """Queue a step; results come in the order of submission."""
         ...
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
 
-from bloomery.engine.executor import Executor
+from bloomery.engine.executor import Executor, Result
 from bloomery.engine.scheduler import Scheduler
-from bloomery.messages import Request, Step, StepOutput, Tokens
+from bloomery.messages import Request, Step, Tokens
 
 
 class Loop:
     def __init__(self, scheduler: Scheduler, executor: Executor, depth: int = 1):
         self.scheduler, self.executor, self.depth = scheduler, executor, depth
-        self.flight: deque[tuple[Step, Future[StepOutput]]] = deque()
+        self.flight: deque[tuple[Step, Result]] = deque()
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -31,5 +30,5 @@ class Loop:
             self.flight.append((step, self.executor.submit(step)))
         if not self.flight:
             return []
-        step, future = self.flight.popleft()
-        return self.scheduler.update(step, future.result())
+        step, pending = self.flight.popleft()
+        return self.scheduler.update(step, pending.result())

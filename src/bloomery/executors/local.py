@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 from bloomery.config import Plan
-from bloomery.messages import Capacity, Step, StepOutput
-from bloomery.runtime.worker import Worker
+from bloomery.messages import Capacity, Step
+from bloomery.runtime.worker import Pending, Worker
 
 
 class Local:
@@ -18,15 +16,10 @@ class Local:
         self.worker = Worker(plan, self.progress)
         return self.worker.capacity
 
-    def submit(self, step: Step) -> Future[StepOutput]:
-        future: Future[StepOutput] = Future()
+    def submit(self, step: Step) -> Pending:
         if self.worker is None:
             raise RuntimeError("submit before start")
-        try:
-            future.set_result(self.worker.run(step))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
+        return self.worker.run(step)
 
     def close(self) -> None:
         self.worker = None

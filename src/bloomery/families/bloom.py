@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bloomery.families import Family
+from bloomery.families.llama import model
 from bloomery.families.reader import Reader
 from bloomery.spec import Alibi, Attention, Fused, Layer, Mlp, Model, Names, Norm
 
@@ -22,28 +25,28 @@ NAMES = Names(
     },
     prefixes=("transformer.", ""),
 )
-DEFAULTS = {"vocab_size": 250880, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 250880,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,  # what it was trained on; ALiBi itself knows no end
+    "tie_word_embeddings": True,
+}
 
 
 def bloom(c: Reader) -> Model:
     c.must("apply_residual_connection_post_layernorm", False)
-    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    heads = c.size("num_attention_heads")
     norm = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias=True)
     layer = Layer(
         attention=Attention(heads, heads, c.head_dim(), Alibi(), bias=True, out_bias=True),
-        mlp=Mlp(4 * hidden, "gelu_tanh", gated=False, bias=True),
+        mlp=Mlp(4 * c.size("hidden_size"), "gelu_tanh", gated=False, bias=True),
         attn_norm=norm,
         mlp_norm=norm,
     )
-    return Model(
-        vocab=c.size("vocab_size"),
-        hidden=hidden,
-        layers=(layer,) * len(c.layers()),
-        final_norm=norm,
-        context=c.size("seq_length", 2048),
-        embed_norm=norm,
-        tied=c.flag("tie_word_embeddings", True),
-    )
+    context = c.size("seq_length", c.size("max_position_embeddings"))
+    return model(c, [layer] * len(c.layers()), final_norm=norm, embed_norm=norm, context=context)
 
 
 FAMILIES = {"bloom": Family(bloom, NAMES, DEFAULTS)}

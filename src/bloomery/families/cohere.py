@@ -21,6 +21,7 @@ COHERE2 = DEFAULTS | {
     "num_attention_heads": 64,
     "max_position_embeddings": 8192,
     "logit_scale": 0.0625,
+    "tie_word_embeddings": True,
     "sliding_window": 4096,
 }
 COHERE = COHERE2 | {"rope_theta": 500000.0}
@@ -36,7 +37,6 @@ def around(c: Reader, blocks: Iterable[Attention]) -> Model:
         final_norm=norm,
         # the first Command R was trained on for longer than its position table says
         context=c.size("model_max_length", c.size("max_position_embeddings")),
-        tied=c.flag("tie_word_embeddings", True),
         logit_scale=c.number("logit_scale", 1.0),
     )
 

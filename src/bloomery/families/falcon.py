@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from bloomery.families import Family
+from bloomery.families import Family, bloom
+from bloomery.families.llama import model
 from bloomery.families.reader import Reader
 from bloomery.families.rope import rope
 from bloomery.spec import Alibi, Attention, Fused, Layer, Mlp, Model, Names, Norm
@@ -17,6 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "multi_query": True,
     "parallel_attn": True,
     "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
 }
 
 
@@ -29,20 +32,13 @@ def two_norms(c: Reader) -> bool:
 
 def names(c: Reader) -> Names:
     grouped = c.flag("new_decoder_architecture", False) or not c.flag("multi_query")
-    return Names(
-        embed="transformer.word_embeddings",
-        layer="transformer.h.{i}.",
-        final_norm="transformer.ln_f",
-        head="lm_head",
+    return replace(
+        bloom.NAMES,
         attn_qkv=Fused("self_attention.query_key_value", grouped),
-        attn_out="self_attention.dense",
-        mlp_up="mlp.dense_h_to_4h",
-        mlp_down="mlp.dense_4h_to_h",
         extra={
             "attn_norm": "ln_attn" if two_norms(c) else "input_layernorm",
             "mlp_norm": "ln_mlp" if two_norms(c) else "post_attention_layernorm",
         },
-        prefixes=("transformer.", ""),
         ignored=("*.rotary_emb.inv_freq", "*.maybe_rotary.inv_freq"),
     )
 
@@ -66,14 +62,7 @@ def falcon(c: Reader) -> Model:
         mlp_norm=norm if two_norms(c) or not parallel else None,
         parallel=parallel,
     )
-    return Model(
-        vocab=c.size("vocab_size"),
-        hidden=hidden,
-        layers=(layer,) * len(c.layers()),
-        final_norm=norm,
-        context=c.size("max_position_embeddings"),
-        tied=c.flag("tie_word_embeddings", True),
-    )
+    return model(c, [layer] * len(c.layers()), final_norm=norm)
 
 
 FAMILIES = {"falcon": Family(falcon, names, DEFAULTS)}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import Family
-from bloomery.families.gemma import GEMMA2, SANDWICH_NAMES, around, norm_of, sandwich
+from bloomery.families.gemma import around, norm_of
+from bloomery.families.gemma2 import GEMMA2, GEMMA2_NAMES, sandwich
 from bloomery.families.reader import Reader
 from bloomery.families.rope import read
 from bloomery.families.window import windows
@@ -19,7 +20,7 @@ GEMMA3 = GEMMA2 | {
 }
 # The text part of a model that also sees: its vision tower and projector stay unread.
 TEXT_NAMES = replace(
-    SANDWICH_NAMES,
+    GEMMA2_NAMES,
     embed="language_model.model.embed_tokens",
     layer="language_model.model.layers.{i}.",
     final_norm="language_model.model.norm",
@@ -48,8 +49,10 @@ def position(c: Reader, window: int | None) -> Rope:
 
 
 def gemma3(c: Reader) -> Model:
-    text = gemma3_text(c.under("text_config", GEMMA3))
-    return replace(text, tied=c.flag("tie_word_embeddings", text.tied))
+    text = c.under("text_config", GEMMA3)
+    text.must("model_type", "gemma3_text")
+    model = gemma3_text(text)
+    return replace(model, tied=c.flag("tie_word_embeddings", model.tied))
 
 
-FAMILIES = {"gemma3_text": Family(gemma3_text, SANDWICH_NAMES, GEMMA3), "gemma3": Family(gemma3, TEXT_NAMES)}
+FAMILIES = {"gemma3_text": Family(gemma3_text, GEMMA2_NAMES, GEMMA3), "gemma3": Family(gemma3, TEXT_NAMES)}

@@ -1,12 +1,11 @@
-"""GPT-2: learned positions, weights stored as [in, out]. GPT-BigCode (SantaCoder, StarCoder): the same, stored the
-usual way, with one key-value head for all or QKV fused head by head."""
+"""GPT-2: learned positions, weights stored as [in, out]."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from bloomery.families import Family
+from bloomery.families.llama import model
 from bloomery.families.reader import Reader
 from bloomery.spec import Attention, Fused, Layer, Mlp, Model, Names, Norm
 
@@ -31,51 +30,24 @@ DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
     "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
 }
 
 
-def gpt2(c: Reader) -> Model:
+def gpt2(c: Reader, kv_heads: int | None = None) -> Model:
     c.must("add_cross_attention", False)
-    hidden, heads, positions = c.size("hidden_size"), c.size("num_attention_heads"), c.size("max_position_embeddings")
-    kv_heads = 1 if c.flag("multi_query", False) else heads
-    c.must("num_key_value_heads", kv_heads)
+    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     norm = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias=True)
+    mlp = Mlp(c.size("intermediate_size", 4 * hidden), c.activation("activation_function"), gated=False, bias=True)
     scale = c.head_dim() ** -0.5 if c.flag("scale_attn_weights", True) else 1.0
     by_depth = c.flag("scale_attn_by_inverse_layer_idx", False)
-
-    def layer(i: int) -> Layer:
-        return Layer(
-            # reorder_and_upcast_attn changes the order of the sums only: scores are float32 here in any case
-            attention=Attention(
-                heads,
-                kv_heads,
-                c.head_dim(),
-                bias=True,
-                out_bias=True,
-                scale=scale / (i + 1) if by_depth else scale,
-            ),
-            mlp=Mlp(
-                c.size("intermediate_size", 4 * hidden), c.activation("activation_function"), gated=False, bias=True
-            ),
-            attn_norm=norm,
-            mlp_norm=norm,
-        )
-
-    return Model(
-        vocab=c.size("vocab_size"),
-        hidden=hidden,
-        layers=tuple(map(layer, c.layers())),
-        final_norm=norm,
-        context=positions,
-        positions=positions,
-        tied=c.flag("tie_word_embeddings", True),
+    # reorder_and_upcast_attn asks for float32 scores, which are the rule here
+    blocks = (
+        Attention(heads, kv_heads or heads, c.head_dim(), bias=True, out_bias=True, scale=scale / depth)
+        for depth in (i + 1 if by_depth else 1 for i in c.layers())
     )
+    layers = [Layer(block, mlp, attn_norm=norm, mlp_norm=norm) for block in blocks]
+    return model(c, layers, final_norm=norm, positions=c.size("max_position_embeddings"))
 
 
-def bigcode_names(c: Reader) -> Names:
-    grouped = not c.flag("multi_query")
-    return replace(NAMES, attn_qkv=Fused("attn.c_attn", grouped), transposed=False)
-
-
-BIGCODE = DEFAULTS | {"activation_function": "gelu_pytorch_tanh", "multi_query": True}
-FAMILIES = {"gpt2": Family(gpt2, NAMES, DEFAULTS), "gpt_bigcode": Family(gpt2, bigcode_names, BIGCODE)}
+FAMILIES = {"gpt2": Family(gpt2, NAMES, DEFAULTS)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bloomery.families import Family
+from bloomery.families.llama import model
 from bloomery.families.reader import Reader
 from bloomery.families.rope import rope
 from bloomery.spec import Attention, Fused, Layer, Mlp, Model, Names, Norm
@@ -43,14 +44,7 @@ def gpt_neox(c: Reader) -> Model:
         mlp_norm=norm,
         parallel=c.flag("use_parallel_residual", True),
     )
-    return Model(
-        vocab=c.size("vocab_size"),
-        hidden=c.size("hidden_size"),
-        layers=(layer,) * len(c.layers()),
-        final_norm=norm,
-        context=c.size("max_position_embeddings"),
-        tied=c.flag("tie_word_embeddings", False),
-    )
+    return model(c, [layer] * len(c.layers()), final_norm=norm)
 
 
 FAMILIES = {"gpt_neox": Family(gpt_neox, NAMES, DEFAULTS)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bloomery.families import Family
+from bloomery.families.llama import model
 from bloomery.families.reader import Reader
 from bloomery.spec import Attention, Layer, Mlp, Model, Names, Norm, Rope, Split
 
@@ -43,15 +44,7 @@ def gptj(c: Reader) -> Model:
         attn_norm=norm,
         parallel=True,
     )
-    return Model(
-        vocab=c.size("vocab_size"),
-        hidden=hidden,
-        layers=(layer,) * len(c.layers()),
-        final_norm=norm,
-        context=c.size("max_position_embeddings"),
-        tied=c.flag("tie_word_embeddings", False),
-        head_bias=True,
-    )
+    return model(c, [layer] * len(c.layers()), final_norm=norm, head_bias=True)
 
 
 FAMILIES = {"gptj": Family(gptj, NAMES, DEFAULTS)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bloomery.families import Family
+from bloomery.families.llama import model
 from bloomery.families.reader import Reader
 from bloomery.spec import Alibi, Attention, Fused, Layer, Mlp, Model, Names, Norm
 
@@ -26,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
 }
 ONE_OR_ALL = {"multihead_attention": False, "multiquery_attention": True}
 
@@ -44,7 +46,7 @@ def attention(c: Reader, bias: bool) -> Attention:
         bias=bias,
         out_bias=bias,
         scale=a.optional_number("softmax_scale"),
-        clip=a.optional_number("clip_qkv"),
+        clip=a.optional_number("clip_qkv") or None,
     )
 
 
@@ -57,16 +59,8 @@ def mpt(c: Reader) -> Model:
     mlp = Mlp(c.size("expansion_ratio", 4) * hidden, "gelu", gated=False, bias=bias)
     learned = c.flag("learned_pos_emb", True) and block.position is None  # ALiBi takes the place of learned ones
     scale = hidden**-0.5 if c.get("logit_scale") == "inv_sqrt_d_model" else c.number("logit_scale", 1.0)
-    return Model(
-        vocab=c.size("vocab_size"),
-        hidden=hidden,
-        layers=(Layer(block, mlp, attn_norm=norm, mlp_norm=norm),) * len(c.layers()),
-        final_norm=norm,
-        context=context,
-        positions=context if learned else 0,
-        tied=c.flag("tie_word_embeddings", True),
-        logit_scale=scale,
-    )
+    layers = [Layer(block, mlp, attn_norm=norm, mlp_norm=norm)] * len(c.layers())
+    return model(c, layers, final_norm=norm, positions=context if learned else 0, logit_scale=scale)
 
 
 FAMILIES = {"mpt": Family(mpt, NAMES, DEFAULTS)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bloomery.families import Family
+from bloomery.families.llama import model
 from bloomery.families.reader import Reader
 from bloomery.spec import Attention, Layer, Mlp, Model, Names, Norm, Split
 
@@ -35,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "intermediate_size": 3072,
     "max_position_embeddings": 2048,
     "num_attention_heads": 12,
+    "tie_word_embeddings": True,
 }
 OFFSET = 2  # rows of the position table before the first token's
 
@@ -52,16 +54,13 @@ def opt(c: Reader) -> Model:
         attn_sum_norm=None if before else norm,
         mlp_sum_norm=None if before else norm,
     )
-    return Model(
-        vocab=c.size("vocab_size"),
-        hidden=hidden,
-        layers=(layer,) * len(c.layers()),
+    return model(
+        c,
+        [layer] * len(c.layers()),
         final_norm=norm if before and not removed else None,
-        context=c.size("max_position_embeddings"),
         embed_dim=narrow if narrow != hidden else None,
         positions=c.size("max_position_embeddings") + OFFSET,
         position_offset=OFFSET,
-        tied=c.flag("tie_word_embeddings", True),
     )
 
 

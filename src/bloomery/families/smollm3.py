@@ -19,6 +19,7 @@ SMOLLM3 = DEFAULTS | {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
     "rope_theta": 2e6,
+    "tie_word_embeddings": True,
 }
 
 
@@ -33,7 +34,7 @@ def smollm3(c: Reader) -> Model:
         replace(plain.attention, window=size, position=plain.attention.position if turn else None)
         for size, turn in zip(windows(c, lambda i: on and not turns[i]), turns)
     ]
-    return model(c, [replace(plain, attention=block) for block in blocks], tied=c.flag("tie_word_embeddings", True))
+    return model(c, [replace(plain, attention=block) for block in blocks])
 
 
 FAMILIES = {"smollm3": Family(smollm3, NAMES, SMOLLM3)}

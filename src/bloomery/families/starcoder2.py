@@ -20,6 +20,7 @@ STARCODER2 = DEFAULTS | {
     "num_key_value_heads": 2,
     "hidden_act": "gelu_pytorch_tanh",
     "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
 }
 
 
@@ -30,8 +31,7 @@ def starcoder2(c: Reader) -> Model:
     mlp = Mlp(c.size("intermediate_size"), c.activation("hidden_act"), gated=False, bias=bias)
     sizes = windows(c, lambda i: c.get("sliding_window") is not None)
     blocks = (attention(c, bias=bias, out_bias=bias, window=size) for size in sizes)
-    layers = [Layer(block, mlp, attn_norm=norm, mlp_norm=norm) for block in blocks]
-    return model(c, layers, final_norm=norm, tied=c.flag("tie_word_embeddings", True))
+    return model(c, [Layer(block, mlp, attn_norm=norm, mlp_norm=norm) for block in blocks], final_norm=norm)
 
 
 FAMILIES = {"starcoder2": Family(starcoder2, STARCODER2_NAMES, STARCODER2)}

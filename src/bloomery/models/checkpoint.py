@@ -11,13 +11,14 @@ import difflib
 import hashlib
 import mmap
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 
@@ -81,7 +82,7 @@ class Source(Protocol):
         ...
 
 
-def open_source(artifact: Artifact, load_format: Literal["auto", "dummy"] = "auto") -> Source:
+def open_source(artifact: Artifact, load_format: str = "auto") -> Source:
     if load_format == "dummy":
         return DummySource()
     if artifact.kind == "gguf":
@@ -120,6 +121,8 @@ def window(file: Path, start: int, end: int) -> torch.Tensor:
         if os.fstat(handle.fileno()).st_size < end:  # touching a page past the end would kill the process
             raise CheckpointError(f"{file}: became shorter while it was being read; download it again")
         data = mmap.mmap(handle.fileno(), end - offset, access=mmap.ACCESS_COPY, offset=offset)
+    if hasattr(mmap, "MADV_WILLNEED"):  # one request to the disk rather than one a page fault
+        data.madvise(mmap.MADV_WILLNEED)
     return torch.frombuffer(data, dtype=torch.uint8, offset=start - offset)
 
 
@@ -370,8 +373,6 @@ def _bar(total: int, stream: TextIO) -> Iterator[Advance]:
 
 @contextmanager
 def _lines(total: int, stream: TextIO, every: float = 5.0) -> Iterator[Advance]:
-    import time
-
     begun = told = time.monotonic()
     done = 0
 

@@ -155,7 +155,8 @@ def attention_block(spec: Attention, hidden: int, weights: Weights, prefix: str)
     parts = [heads * dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
 
     def norm(role: str, heads: int) -> Normalize | None:
-        size = {"head": dim, "each": (heads, dim), "all": heads * dim}[spec.qk_norm_over]
+        sizes: dict[str, int | tuple[int, int]] = {"head": dim, "each": (heads, dim), "all": heads * dim}
+        size = sizes[spec.qk_norm_over]
         return weights.norm(spec.qk_norm, prefix + names.extra.get(role, ""), size)
 
     return AttentionBlock(

@@ -34,26 +34,33 @@ class Batch:
     shares: tuple[Share, ...]
 
     @classmethod
-    def of(cls, placed: list[tuple[Item, Row]], block_size: int, device: torch.device) -> Batch:
+    def of(cls, placed: list[tuple[Item, Row]], last: torch.Tensor, block_size: int) -> Batch:
+        """`last` [rows] has the tokens that only the device knows."""
         placed = sorted(placed, key=lambda pair: pair[0].count + len(pair[0].drafts) > 1)  # single positions first
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        unknown: list[tuple[int, int]] = []  # (place in the batch, row)
         shares = []
         for item, row in placed:
             shares.append(Share(item, row, len(ids)))
-            ids += row.tokens[item.start : item.start + item.count]
+            end = item.start + item.count
+            if row.knows(end - 1):
+                ids += row.start.tokens[item.start : end]
+            else:
+                unknown.append((len(ids), row.index))
+                ids.append(0)
             ids += item.drafts
-            for position in range(item.start, item.start + item.count + len(item.drafts)):
+            for position in range(item.start, end + len(item.drafts)):
                 positions.append(position)
                 slots.append(row.table[position // block_size] * block_size + position % block_size)
         counts = [item.count + len(item.drafts) for item, _ in placed]
         lengths = [item.start + count for (item, _), count in zip(placed, counts, strict=True)]
         widest = max(len(row.table) for _, row in placed)
-        kind = torch.int64 if device.type == "cpu" else torch.int32
+        kind = torch.int64 if last.device.type == "cpu" else torch.int32
 
         def tensor(values: list) -> torch.Tensor:
-            return torch.tensor(values, dtype=kind, device=device)
+            return torch.tensor(values, dtype=kind, device=last.device)
 
         ragged = Ragged(
             counts=tuple(counts),
@@ -66,4 +73,8 @@ class Batch:
             tables=tensor([row.table + [0] * (widest - len(row.table)) for _, row in placed]),
             block_size=block_size,
         )
-        return cls(tensor(ids), ragged, tuple(shares))
+        fed = tensor(ids)
+        if unknown:
+            places, rows = tensor(unknown).unbind(1)
+            fed[places] = last[rows].to(kind)
+        return cls(fed, ragged, tuple(shares))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 
 from bloomery.attention.base import cache_shape
@@ -57,7 +58,8 @@ def allocate(
     model: Model, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
     """One tensor a layer. Zeros, so that what masked positions read is finite."""
-    return [
-        torch.zeros(cache_shape(layer.attention, blocks, block_size), dtype=dtype, device=device)
-        for layer in model.layers
-    ]
+    shapes = [cache_shape(layer.attention, blocks, block_size) for layer in model.layers]
+    if device.type != "cpu":
+        return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    # numpy's zeros come from the operating system page by page, when first touched; torch's are written at once.
+    return [torch.from_numpy(np.zeros((*shape, dtype.itemsize), np.uint8)).view(dtype).squeeze(-1) for shape in shapes]

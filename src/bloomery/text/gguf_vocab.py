@@ -7,16 +7,17 @@ other kind, and every unknown name, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
-from tokenizers import AddedToken, decoders, normalizers, processors
+from tokenizers import AddedToken, decoders, normalizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from bloomery.errors import TokenizerError
 from bloomery.text.pretokenizers import WORDS, WORDS_OF_ARCHITECTURE, Words
-from bloomery.text.tokenizer import Extras, Tokenizer
+from bloomery.text.tokenizer import Extras, Tokenizer, add_borders
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -33,6 +34,9 @@ SPECIAL_TOKENS = {  # a template's name for a token -> the metadata's
 # Tokens that end a turn. One counts where the chat template writes it: files often name only the end of a document.
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|end_of_text|>", "<|eom_id|>")
 
+# Nothing in a file says that a token swallows the white space after it. Phi-3's do, but for these.
+SWALLOWING: Mapping[str, tuple[str, ...]] = {"phi3": ("<unk>", "<s>", "<|endoftext|>")}
+
 SAMPLING = {  # general.sampling.* -> generation_config.json's name
     "temp": "temperature",
     "top_k": "top_k",
@@ -44,21 +48,33 @@ SAMPLING = {  # general.sampling.* -> generation_config.json's name
 
 def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     vocabulary = _Vocabulary(metadata)
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        backend, add_bos = _byte_level(vocabulary)
-    elif kind == "llama":
-        backend, add_bos = _sentencepiece(vocabulary, _merges_of_scores(vocabulary)), True
-    elif kind == "gemma4":
-        backend, add_bos = _sentencepiece(vocabulary, list(vocabulary.merges())), True
-    else:
-        raise TokenizerError(
-            f"the GGUF file's tokenizer is of the kind {kind!r}; known are 'gpt2', 'llama' and 'gemma4'. "
-            "Use the model's Hugging Face folder, whose tokenizer.json says it all"
-        )
+    return Tokenizer(_backend(vocabulary), vocabulary.extras())
+
+
+def _backend(vocabulary: _Vocabulary) -> Backend:
+    kind = vocabulary.get("model")
+    try:
+        if kind == "gpt2":
+            backend, add_bos = _byte_level(vocabulary)
+        elif kind == "llama":
+            backend, add_bos = _sentencepiece(vocabulary, _merges_of_scores(vocabulary)), True
+        elif kind == "gemma4":
+            backend, add_bos = _sentencepiece(vocabulary, vocabulary.merges()), True
+        else:
+            raise TokenizerError(
+                f"the tokenizer of the GGUF file is of the kind {kind!r}; known are 'gpt2', 'llama' and 'gemma4'. "
+                "Use the model's Hugging Face folder, whose tokenizer.json says it all"
+            )
+    except Exception as error:  # the library raises nothing narrower for merges of tokens that are not there
+        if isinstance(error, TokenizerError):
+            raise
+        raise TokenizerError(f"the vocabulary of the GGUF file is damaged: {error}; download it again") from error
     _add_tokens(backend, vocabulary)
-    _add_borders(backend, vocabulary, add_bos)
-    return Tokenizer(backend, vocabulary.extras())
+    said = vocabulary.get("add_bos_token")
+    bos = add_bos if said is None else bool(said)
+    eos = bool(vocabulary.get("add_eos_token"))
+    add_borders(backend, vocabulary.id("bos") if bos else None, vocabulary.id("eos") if eos else None)
+    return backend
 
 
 class _Vocabulary:
@@ -81,8 +97,8 @@ class _Vocabulary:
         found = self.get(key)
         if found is None:
             return []
-        if not isinstance(found, list) or not all(isinstance(item, of) for item in found):
-            raise TokenizerError(f"the GGUF file's tokenizer.ggml.{key} is not an array of {of.__name__}")
+        if not isinstance(found, list) or not set(map(type, found)) <= {of}:
+            raise TokenizerError(f"tokenizer.ggml.{key} of the GGUF file is not an array of {of.__name__}")
         if length is not None and len(found) != length:
             raise TokenizerError(f"the GGUF file has {length} tokens and {len(found)} values in tokenizer.ggml.{key}")
         return found
@@ -91,12 +107,10 @@ class _Vocabulary:
         found = self.get(f"{name}_token_id")
         return found if isinstance(found, int) and 0 <= found < len(self.tokens) else None
 
-    def merges(self) -> Iterator[tuple[str, str]]:
-        for merge in self.array("merges", str):
-            at = merge.find(" ", 1)  # a part may itself be a space
-            if at < 0 or merge[:at] not in self.ids or merge[at + 1 :] not in self.ids:
-                raise TokenizerError(f"the GGUF file merges {merge!r}, which are not two tokens of its vocabulary")
-            yield merge[:at], merge[at + 1 :]
+    def merges(self) -> list[tuple[str, str]]:
+        merges = self.array("merges", str)
+        # a part may itself begin with a space
+        return [(merge[:at], merge[at + 1 :]) for merge in merges if (at := merge.find(" ", 1)) > 0]
 
     def special(self) -> set[int]:
         named = {self.id(name) for name in ("bos", "eos", "eot", "eom")} - {None}
@@ -133,10 +147,10 @@ class _Vocabulary:
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
     words = _words(vocabulary)
-    backend = Backend(BPE(vocabulary.ids, list(vocabulary.merges()), ignore_merges=words.whole_words))
+    backend = Backend(BPE(vocabulary.ids, vocabulary.merges(), ignore_merges=words.whole_words))
     if words.nfc:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = words.pre_tokenizer
+    backend.pre_tokenizer = words.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     return backend, words.add_bos
 
@@ -201,18 +215,21 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         for id, token in enumerate(vocabulary.tokens)
         if types[id] in (NORMAL, USER_DEFINED)
     }
-    found: list[tuple[float, int, int, str, str]] = []
-    for piece, cost in pieces.items():
-        for cut in range(1, len(piece)):
-            left = piece[:cut]
-            if left in pieces and (right := piece[cut:]) in pieces:
-                found.append((cost, -cut, -len(right), left, right))
-    found.sort(key=_cost_and_lengths)
-    return [(left, right) for *_, left, right in found]
+    merges: list[tuple[str, str]] = []
+    for _, equals in groupby(sorted(pieces, key=pieces.__getitem__), key=pieces.__getitem__):
+        cuts = [
+            (left, right)
+            for piece in equals
+            for cut in range(len(piece) - 1, 0, -1)
+            if (left := piece[:cut]) in pieces and (right := piece[cut:]) in pieces
+        ]
+        cuts.sort(key=_lengths, reverse=True)
+        merges += cuts
+    return merges
 
 
-def _cost_and_lengths(merge: tuple[float, int, int, str, str]) -> tuple[float, int, int]:
-    return merge[:3]
+def _lengths(cut: tuple[str, str]) -> tuple[int, int]:
+    return len(cut[0]), len(cut[1])
 
 
 # ---- both --------------------------------------------------------------------------------------
@@ -220,30 +237,15 @@ def _cost_and_lengths(merge: tuple[float, int, int, str, str]) -> tuple[float, i
 
 def _add_tokens(backend: Backend, vocabulary: _Vocabulary) -> None:
     """Control tokens are special; user-defined ones are found whole in a text but are text."""
+    spaces = vocabulary.get("model") != "gpt2"
+    spared = SWALLOWING.get(str(vocabulary.metadata.get("general.architecture"))) if spaces else None
     special = vocabulary.special()
-    spell = _marked if vocabulary.get("model") != "gpt2" else str
-    backend.add_special_tokens(
-        [AddedToken(vocabulary.tokens[id], special=True, normalized=False) for id in sorted(special)]
-    )
-    backend.add_tokens(
-        [
-            AddedToken(spell(token), special=False, normalized=False)
-            for id, token in enumerate(vocabulary.tokens)
-            if vocabulary.types[id] == USER_DEFINED and id not in special
-        ]
-    )
-
-
-def _add_borders(backend: Backend, vocabulary: _Vocabulary, add_bos: bool) -> None:
-    """BOS before a text and EOS after it, where the file or its kind asks for them."""
-    said = vocabulary.get("add_bos_token")
-    wanted: Sequence[tuple[str, bool]] = (
-        ("bos", add_bos if said is None else bool(said)),
-        ("eos", bool(vocabulary.get("add_eos_token"))),
-    )
-    ids = {name: id for name, wish in wanted if wish and (id := vocabulary.id(name)) is not None}
-    if ids:
-        backend.post_processor = processors.TemplateProcessing(
-            single=[*(["bos"] if "bos" in ids else []), "$A", *(["eos"] if "eos" in ids else [])],
-            special_tokens=[{"id": name, "ids": [id], "tokens": [vocabulary.tokens[id]]} for name, id in ids.items()],
-        )
+    control, plain = [], []
+    for id, token in enumerate(vocabulary.tokens):
+        if id in special:
+            rstrip = spared is not None and token not in spared
+            control.append(AddedToken(token, special=True, normalized=False, rstrip=rstrip))
+        elif vocabulary.types[id] == USER_DEFINED:
+            plain.append(AddedToken(_marked(token) if spaces else token, special=False, normalized=False))
+    backend.add_special_tokens(control)
+    backend.add_tokens(plain)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tokenizers import Regex, normalizers, pre_tokenizers
-from tokenizers.normalizers import Normalizer
+from tokenizers import Regex, pre_tokenizers
 from tokenizers.pre_tokenizers import PreTokenizer
 
 
@@ -24,18 +23,13 @@ class Words:
     whole_words: bool = False  # a word that is in the vocabulary is one token, whatever the merges say
     add_bos: bool = False  # where the file does not say
 
-    @property
-    def normalizer(self) -> Normalizer | None:
-        return normalizers.NFC() if self.nfc else None
-
-    @property
-    def pre_tokenizer(self) -> PreTokenizer:
+    def pre_tokenizer(self, add_prefix_space: bool = False) -> PreTokenizer:
         steps: list[PreTokenizer] = [pre_tokenizers.Split(Regex(split), "isolated") for split in self.splits]
         if self.digits:
             steps.append(pre_tokenizers.Digits(individual_digits=True))
         if self.falcon:
             steps.append(pre_tokenizers.Punctuation("contiguous"))
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.gpt2))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space, use_regex=self.gpt2))
         if self.falcon:
             steps.append(pre_tokenizers.Digits(individual_digits=False))
             steps.append(pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"))
@@ -62,11 +56,13 @@ def _cased(digits: str, suffix: str) -> str:
     )
 
 
-_CJK = "[一-龥ࠀ-一가-퟿]+"
-_LATIN_GREEK_CYRILLIC = (  # the cased letters, as deepseek-llm lists them
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼ"
-    "ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_CASED_LETTERS = (  # as deepseek-llm lists them; escapes where composing the source would change a character
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7d"
+    "ᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎ"
+    "ꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
+_PUNCTUATION = "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+"
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",
@@ -103,14 +99,12 @@ WORDS: Mapping[str, Words] = {
     "glm4": _GLM4,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "qwen35": Words((_tiktoken(r"\p{N}", r"\p{M}"),), nfc=True),
+    "qwen35": Words((_tiktoken(r"\p{N}", r"\p{M}"),)),  # its published encodings compose nothing
     "stablelm2": replace(_QWEN2, nfc=False),
     "tekken": Words((_cased(r"\p{N}", ""),), whole_words=True, add_bos=True),
     "gpt-4o": _O200K,
     "llama4": _O200K,
-    "deepseek-llm": Words(
-        ("[\r\n]", rf"\s?[{_LATIN_GREEK_CYRILLIC}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK), digits=True
-    ),
+    "deepseek-llm": Words(("[\r\n]", rf"\s?[{_CASED_LETTERS}]+", _PUNCTUATION, r"\s+$", _CJK), digits=True),
     "deepseek-coder": Words(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK), digits=True),
     "deepseek-v3": Words(_DEEPSEEK3),
 }

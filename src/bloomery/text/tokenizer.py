@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
 from bloomery.errors import TokenizerError
 
@@ -38,7 +39,7 @@ class Extras:
     eos_ids: tuple[int, ...] = ()  # any of them ends an answer
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token ... -> text
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # "default" and others by name
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling, in the words of generation_config.json
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling it was meant for: temperature, top_k ...
 
 
 class Tokenizer:
@@ -89,6 +90,16 @@ class Tokenizer:
 
     def id_of(self, name: str) -> int | None:
         return self.backend.token_to_id(name)
+
+
+def add_borders(backend: Backend, bos_id: int | None, eos_id: int | None) -> None:
+    """From now on BOS is put before an encoded text and EOS after it, as far as they are given."""
+    ids = {name: id for name, id in (("bos", bos_id), ("eos", eos_id)) if id is not None}
+    if ids:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[name for name in ("bos", "$A", "eos") if name in {"$A", *ids}],
+            special_tokens=[{"id": name, "ids": [id], "tokens": [_name(backend, id)]} for name, id in ids.items()],
+        )
 
 
 def _whole_characters(text: str) -> str:

@@ -1,0 +1,244 @@
+"""Published encodings of real vocabularies, and real chat templates against transformers: every case, exactly.
+
+    pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36      # a source archive of 77 MB
+    tar xzf llama_cpp_python-0.3.36.tar.gz
+    python benchmarks/golden_text.py llama_cpp_python-0.3.36/vendor/llama.cpp/models
+
+The folder holds vocabularies (ggml-vocab-NAME.gguf), texts (.inp) and the token ids the original tokenizers give them
+without special tokens (.out), and chat templates (templates/*.jinja). Prints a table; ends with 1 on any difference.
+
+`--extract FILE` also writes the cases with the part of each vocabulary that they touch, small enough for the tests:
+the tokens found and those they are merged from. The same merges apply in the same order, so the encodings are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from bloomery.artifacts import gguf
+from bloomery.errors import TemplateError
+from bloomery.text.chat import reads_parts, render_template
+from bloomery.text.gguf_vocab import from_gguf
+
+SEPARATOR = "\n__ggml_vocab_test__\n"
+OUT_OF_SCOPE = ("bert", "t5")  # kinds of encoders
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+
+# ---- vocabularies ------------------------------------------------------------------------------
+
+
+def golden_cases(vocabulary: Path) -> list[tuple[str, list[int]]]:
+    texts = Path(f"{vocabulary}.inp").read_bytes().decode().split(SEPARATOR)
+    lines = Path(f"{vocabulary}.out").read_text().splitlines()
+    return [(text, [int(id) for id in line.split()]) for text, line in zip(texts, lines)]
+
+
+def published(path: Path, tokens: list[str]) -> Path | None:
+    """The vocabulary whose encodings were published: this one, or another with the same tokens."""
+    if Path(f"{path}.out").exists():
+        return path
+    others = [Path(str(out).removesuffix(".out")) for out in sorted(path.parent.glob("*.out"))]
+    return next((other for other in others if gguf.read(other).metadata["tokenizer.ggml.tokens"] == tokens), None)
+
+
+def check_vocabulary(path: Path) -> bool:
+    name = path.stem.removeprefix("ggml-vocab-")
+    metadata = gguf.read(path).metadata
+    kind, words = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "-")
+    source = published(path, metadata["tokenizer.ggml.tokens"])
+    if kind in OUT_OF_SCOPE or source is None:
+        why = f"kind {kind} is not served" if kind in OUT_OF_SCOPE else "no published encodings"
+        print(f"{name:16} {kind:8} {words:16} {why}")
+        return True
+    start = time.perf_counter()
+    tokenizer = from_gguf(metadata)
+    seconds = time.perf_counter() - start
+    cases = golden_cases(source)
+    wrong = [(text, ids) for text, ids in cases if tokenizer.encode(text, add_special=False) != ids]
+    borrowed = "" if source == path else f"   (encodings of {source.stem.removeprefix('ggml-vocab-')}, the same tokens)"
+    count = f"{len(cases) - len(wrong):3} of {len(cases):3} exact"
+    print(f"{name:16} {kind:8} {words:16} {count}   built in {seconds:.2f} s{borrowed}")
+    for text, ids in wrong:
+        print(f"    {text[:60]!r}: {ids[:12]} expected, {tokenizer.encode(text, add_special=False)[:12]} found")
+    return not wrong
+
+
+def extract(path: Path) -> dict[str, Any]:
+    metadata = gguf.read(path).metadata
+    tokenizer = from_gguf(metadata)
+    cases = golden_cases(path)
+    names, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    merges = [(merge[:at], merge[at + 1 :]) for merge, at in split_merges(metadata)]
+    scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(names)
+    known = set(names)
+    ranks: dict[tuple[str, str], float] = {merge: rank for rank, merge in enumerate(merges)}
+
+    def rank(left: str, right: str) -> float | None:
+        if merges:
+            return ranks.get((left, right))
+        return -scores[tokenizer.id_of(left + right) or 0] if left + right in known else None
+
+    kept = {id for _, ids in cases for id in ids} | {id for id, name in enumerate(names) if len(name) == 1}
+    kept |= {id for id, kind in enumerate(types) if kind in (2, 6) and "PAD" not in names[id]}
+    used = [pair for id in sorted(kept) for pair in derivation(names[id], rank)]
+    kept |= {tokenizer.id_of(part) for left, right in used for part in (left, right, left + right)} - {None}
+    order = sorted(kept)
+    small = {key: metadata[key] for key in metadata if key.startswith("tokenizer.ggml.") and key in SCALARS}
+    small["general.architecture"] = metadata["general.architecture"]
+    small["tokenizer.ggml.tokens"] = [names[id] for id in order]
+    small["tokenizer.ggml.token_type"] = [types[id] for id in order]
+    if merges:
+        wanted = set(used)
+        small["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges if merge in wanted]
+    else:
+        small["tokenizer.ggml.scores"] = [scores[id] for id in order]
+    place = {id: position for position, id in enumerate(order)}
+    return {"metadata": small, "cases": [[text, [place[id] for id in ids]] for text, ids in cases]}
+
+
+SCALARS = tuple(f"tokenizer.ggml.{key}" for key in ("model", "pre", "add_space_prefix"))
+
+
+def split_merges(metadata: Any) -> list[tuple[str, int]]:
+    return [(merge, merge.find(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
+
+
+def derivation(name: str, rank: Any) -> list[tuple[str, str]]:
+    """The merges that make a token of its characters, best rank first, as plain BPE."""
+    parts, used = list(name), []
+    while True:
+        found = [(value, at) for at, pair in enumerate(zip(parts, parts[1:])) if (value := rank(*pair)) is not None]
+        if not found:
+            return used
+        _, at = min(found)
+        used.append((parts[at], parts[at + 1]))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+# ---- chat templates ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    messages: list[dict[str, Any]]
+    options: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+USER = {"role": "user", "content": 'What is 2 < 3 & "4"? Ünïcode 你好 😀\n  indented  '}
+SYSTEM = {"role": "system", "content": "You are brief."}
+ANSWER = {"role": "assistant", "content": "True."}
+THOUGHT = {"role": "assistant", "reasoning_content": "Two is less.", "content": "True."}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "First. "}, {"type": "text", "text": "Second."}]}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a <city>",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "its name, e.g. Zürich"}},
+            "required": ["city"],
+        },
+    },
+}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": '{"degrees": 21}'}
+DOCUMENT = {"title": "A title", "text": "A text."}
+
+CASES = (
+    Case("user", [USER]),
+    Case("system", [SYSTEM, USER]),
+    Case("turns", [SYSTEM, USER, ANSWER, USER]),
+    Case("no prompt", [USER, ANSWER], {"add_generation_prompt": False}),
+    Case("continue", [USER, ANSWER], {"add_generation_prompt": False, "continue_final_message": True}),
+    Case("thought", [USER, THOUGHT, USER]),
+    Case("thinking off", [SYSTEM, USER], variables={"enable_thinking": False, "thinking": False}),
+    Case("tools", [USER], {"tools": [TOOL]}),
+    Case("tool call", [SYSTEM, USER, CALL, RESULT], {"tools": [TOOL, TOOL]}),
+    Case("documents", [USER], {"documents": [DOCUMENT, DOCUMENT]}),
+    Case("parts", [PARTS, ANSWER, PARTS]),
+    Case("wrong roles", [ANSWER, ANSWER, {"role": "nobody", "content": "x"}]),
+)
+
+
+def outcome(render: Any) -> tuple[str, str]:
+    try:
+        return "text", render()
+    except Exception as error:  # whatever the reference raises, ours must raise as well
+        if isinstance(error, TemplateError) or not isinstance(error, AssertionError):
+            return "refused", str(error)
+        raise
+
+
+def compare(template: str, case: Case) -> tuple[str, str]:
+    """("same" | "both refuse" | "not comparable" | "different", detail)"""
+    if case.name == "parts" and not reads_parts(template):
+        return "not comparable", ""  # the reference prints the list; here the texts are joined
+    variables = {**SPECIAL_TOKENS, **case.variables}
+    options = {"add_generation_prompt": True, **case.options}
+    theirs = outcome(
+        lambda: render_jinja_template([case.messages], chat_template=template, **options, **variables)[0][0]
+    )
+    ours = outcome(lambda: render_template(template, case.messages, variables=variables, **options))
+    if theirs[0] == ours[0] == "refused":
+        return "both refuse", ""
+    return ("same", "") if theirs == ours else ("different", f"expected {theirs}\n      found {ours}")
+
+
+def check_template(path: Path) -> bool:
+    template = path.read_text(encoding="utf-8")
+    results = {case.name: compare(template, case) for case in CASES}
+    counts = Counter(kind for kind, _ in results.values())
+    shown = ", ".join(f"{counts[kind]} {kind}" for kind in ("same", "both refuse", "not comparable", "different"))
+    print(f"{path.name:60.60} {shown}")
+    for name, (kind, detail) in results.items():
+        if kind == "different":
+            print(f"   {name}: {detail}")
+    return counts["different"] == 0
+
+
+def checks(folder: Path) -> Iterator[bool]:
+    vocabularies = sorted(folder.rglob("ggml-vocab-*.gguf"))
+    templates = sorted(folder.rglob("*.jinja"))
+    if not vocabularies or not templates:
+        sys.exit(f"{folder} has no ggml-vocab-*.gguf or no *.jinja files; how to get them:\n{__doc__}")
+    yield from map(check_vocabulary, vocabularies)
+    yield from map(check_template, templates)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--extract", type=Path, metavar="FILE", help="write the cases and what they touch, as JSON")
+    args = parser.parse_args()
+    results = list(checks(args.folder))
+    print(f"{sum(results)} of {len(results)} without a difference")
+    if args.extract:
+        paths = [Path(str(out).removesuffix(".out")) for out in sorted(args.folder.rglob("ggml-vocab-*.out"))]
+        served = [path for path in paths if gguf.read(path).metadata["tokenizer.ggml.model"] not in OUT_OF_SCOPE]
+        small = {path.stem.removeprefix("ggml-vocab-"): extract(path) for path in served}
+        args.extract.write_text(json.dumps(small, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Paged attention in Triton: the path on a GPU, for steps the host knows and for steps captured in a graph.
+
+Sequences with one new position go through kernels/paged_decode, the others through kernels/paged_prefill. A long prompt
+from its beginning may go to the library instead (cuDNN, by way of torch), which is faster there and knows no pages.
+Nothing here waits for the device. A captured step has no host copy of counts and lengths: it is all single positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bloomery.attention.base import Ragged
+from bloomery.kernels import launch, paged_decode, paged_prefill
+from bloomery.kernels.alibi import alibi_slopes
+from bloomery.kernels.paged_decode import Scoring
+from bloomery.spec import Alibi, Attention
+
+WIDEST = 256  # of a head
+LIBRARY = 4096  # new positions from which the library pays
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Neighbouring sequences of several new positions, or one that starts at its beginning and is long."""
+
+    first: int  # sequence
+    count: int
+    longest: int  # new positions
+    tokens: slice
+    whole: bool  # one sequence from its beginning, long enough for the library
+
+
+@dataclass(frozen=True)
+class Plan:
+    ragged: Ragged
+    prompts: tuple[Prompt, ...]
+
+
+class TritonPaged:
+    """early: decode kernels of a captured step read the cache before their predecessor has ended; the step's layout must
+    then be written before the graph, or by a kernel of it that lets no other overtake it. library: see LIBRARY; None is
+    never. The tilings are chosen by shape where none is given."""
+
+    def __init__(
+        self,
+        early: bool = False,
+        library: int | None = LIBRARY,
+        decode: paged_decode.Tiling | None = None,
+        prefill: paged_prefill.Tiling | None = None,
+    ):
+        self.early, self.library, self.decode, self.prefill = early, library, decode, prefill
+        self.slopes: dict[tuple[int, Alibi], torch.Tensor] = {}
+        self.arrived: torch.Tensor | None = None
+
+    def refuses(self, spec: Attention, dtype: torch.dtype, device: torch.device) -> str | None:
+        if launch.triton is None:
+            return "triton is not installed"
+        if device.type != "cuda" and not launch.interpreted():
+            return "it needs a CUDA device"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs a GPU of compute capability 8.0 or more"
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"it knows float32, float16 and bfloat16, not {dtype}"
+        if spec.head_dim > WIDEST:
+            return f"heads of {spec.head_dim} are wider than {WIDEST}"
+        return None
+
+    def plan(self, ragged: Ragged) -> Plan:
+        device = ragged.ends.device
+        if self.arrived is None:
+            counters = launch.processors(device) * paged_decode.PROGRAMS
+            self.arrived = torch.zeros(counters, dtype=torch.int32, device=device)
+        if len(ragged.counts) == ragged.singles or not ragged.counts:
+            return Plan(ragged, ())
+        starts = [0, *accumulate(ragged.counts)]
+        several = range(ragged.singles, len(ragged.counts))
+        prompts = []
+        for whole, run in groupby(several, lambda i: self._whole(ragged.counts[i], ragged.lengths[i])):
+            members = list(run)
+            for group in [[i] for i in members] if whole else [members]:
+                longest = max(ragged.counts[i] for i in group)
+                tokens = slice(starts[group[0]], starts[group[-1] + 1])
+                prompts.append(Prompt(group[0], len(group), longest, tokens, whole))
+        return Plan(ragged, tuple(prompts))
+
+    def _whole(self, count: int, length: int) -> bool:
+        return self.library is not None and count == length >= self.library
+
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: Plan) -> torch.Tensor:
+        ragged, scoring = plan.ragged, self._scoring(spec, q.device)
+        if len(plan.prompts) == 1 and not ragged.singles and self._by_library(plan.prompts[0], spec, q):
+            return self._library(q, cache, spec, ragged.slots)
+        out = torch.empty_like(q)
+        if ragged.singles:
+            self._decode(q, cache, out, spec, scoring, ragged)
+        for prompt in plan.prompts:
+            if self._by_library(prompt, spec, q):
+                found = self._library(q[prompt.tokens], cache, spec, ragged.slots[prompt.tokens])
+                out[prompt.tokens] = found.view(-1, spec.num_heads, spec.head_dim)
+                continue
+            rows = prompt.longest * (spec.num_heads // spec.num_kv_heads)
+            cut = self.prefill or paged_prefill.tiling(rows, spec.head_dim, q.element_size())
+            paged_prefill.paged_prefill(
+                q, cache, out, ragged.tables, ragged.starts, ragged.ends, prompt.first, prompt.count, prompt.longest,
+                ragged.block_size, scoring, cut,
+            )  # fmt: skip
+        return out.flatten(1)
+
+    def _decode(
+        self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, spec: Attention, scoring: Scoring, ragged: Ragged
+    ) -> None:
+        positions = ragged.tables.shape[1] * ragged.block_size
+        if spec.window is not None:
+            positions = min(positions, spec.window)
+        cut = self.decode or paged_decode.tiling(
+            ragged.singles, spec.num_heads, spec.num_kv_heads, spec.head_dim, q.element_size(), positions,
+            launch.processors(q.device),
+        )  # fmt: skip
+        early = self.early and not ragged.counts
+        paged_decode.paged_decode(
+            q, cache, out, ragged.tables, ragged.ends, ragged.slots, ragged.singles, ragged.block_size, scoring, cut,
+            self.arrived, early,
+        )  # fmt: skip
+
+    def _scoring(self, spec: Attention, device: torch.device) -> Scoring:
+        slopes = None
+        if isinstance(spec.position, Alibi):
+            key = spec.num_heads, spec.position
+            if key not in self.slopes:
+                self.slopes[key] = (alibi_slopes(spec.num_heads, spec.position.max_bias) * spec.position.scale).to(device)
+            slopes = self.slopes[key]
+        return Scoring(spec.softmax_scale, spec.window, spec.softcap, slopes)
+
+    def _by_library(self, prompt: Prompt, spec: Attention, q: torch.Tensor) -> bool:
+        plain = spec.softcap is None and not isinstance(spec.position, Alibi)
+        near = spec.window is None or prompt.longest <= spec.window
+        return prompt.whole and plain and near and q.element_size() == 2 and spec.head_dim in (64, 128)
+
+    def _library(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, slots: torch.Tensor) -> torch.Tensor:
+        """Of one sequence from its beginning: its keys and values lie at `slots`, for they have just been stored."""
+        keys, values = (half.index_select(0, slots).transpose(0, 1)[None] for half in cache)
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+            out = F.scaled_dot_product_attention(
+                q.transpose(0, 1)[None], keys, values, is_causal=True, scale=spec.softmax_scale, enable_gqa=True
+            )
+        return out[0].transpose(0, 1).flatten(1)

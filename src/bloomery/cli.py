@@ -1,0 +1,195 @@
+"""The command line: one verb a command, flags derived from config. Torch is imported only once there is work to do."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from bloomery import __version__
+from bloomery.config import Config, from_environment, options, parse
+from bloomery.errors import BloomeryError
+from bloomery.sampling import SamplingParams
+
+CHAT_HELP = """\
+  /reset          forget the conversation
+  /system TEXT    set the system prompt and start anew
+  /help           this list
+  Ctrl-C stops an answer, Ctrl-D ends the chat."""
+# What a model writes must not drive the terminal: control characters other than newline and tab are dropped.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        return int(args.run(args))
+    except BloomeryError as error:
+        print(f"bloomery: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+
+
+# ---- flags -------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="bloomery",
+        description="Run open large language models. Without MODEL: the embedded SmolLM2-135M-Instruct.",
+        epilog="Every model flag is also a variable: --max-model-len is BLOOMERY_MAX_MODEL_LEN.",
+    )
+    top.add_argument("--version", action="version", version=f"bloomery {__version__}")
+    verbs = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    generate_verb = verb(verbs, "generate", generate, "complete a prompt and exit")
+    generate_verb.add_argument("-p", "--prompt", help="text to complete; default: standard input")
+    generate_verb.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
+    sampling_flags(generate_verb)
+    chat_verb = verb(verbs, "chat", chat, "talk to a model in the terminal")
+    chat_verb.add_argument("--system", help="system prompt")
+    sampling_flags(chat_verb)
+    return top
+
+
+def verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    made.set_defaults(run=run)
+    made.add_argument("model", nargs="?", metavar="MODEL", help="folder, .gguf file or Hub id; default: the embedded model")
+    groups: dict[str, Any] = {}
+    for field in options():
+        group = groups.setdefault(field.metadata["group"], None) or made.add_argument_group(field.metadata["group"])
+        groups[field.metadata["group"]] = group
+        flag = "--" + field.name.replace("_", "-")
+        about = {"dest": field.name, "default": None, "help": field.metadata["help"]}
+        if field.metadata["kind"] is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **about)
+        else:
+            group.add_argument(flag, metavar=metavar(field), **about)
+    return made
+
+
+def metavar(field: Any) -> str:
+    choices = field.metadata["choices"]
+    return "|".join(choices) if choices else {int: "N", float: "X"}.get(field.metadata["kind"], "TEXT")
+
+
+def sampling_flags(to: argparse.ArgumentParser) -> None:
+    group = to.add_argument_group("Sampling")
+    group.add_argument("-n", "--max-tokens", type=int, metavar="N", help="longest answer; default: the room there is")
+    group.add_argument("-t", "--temperature", type=float, metavar="X", help="0 is greedy; default: the model's own")
+    group.add_argument("--top-p", type=float, metavar="X")
+    group.add_argument("--top-k", type=int, metavar="N")
+    group.add_argument("--min-p", type=float, metavar="X")
+    group.add_argument("--repetition-penalty", type=float, metavar="X")
+    group.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer here; may be given several times")
+
+
+def configuration(args: argparse.Namespace) -> Config:
+    """Flags over variables over defaults."""
+    values, warnings = from_environment()
+    for warning in warnings:
+        logging.warning(warning)
+    for field in options():
+        given = getattr(args, field.name)
+        if given is not None:
+            values[field.name] = parse(field, given, f"--{field.name.replace('_', '-')}") if isinstance(given, str) else given
+    return Config(args.model, **values)
+
+
+def sampling(args: argparse.Namespace, default: SamplingParams) -> SamplingParams:
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
+    return replace(default, **{name: value for name in names if (value := getattr(args, name)) is not None})
+
+
+# ---- commands ----------------------------------------------------------------------------------------
+
+
+def load(args: argparse.Namespace) -> Any:
+    from bloomery.llm import LLM
+
+    config = configuration(args)
+    wishes = {field.name: getattr(config, field.name) for field in options() if field.name != "prefix_cache"}
+    return LLM(config.model, enable_prefix_caching=config.prefix_cache, progress=True, **wishes)
+
+
+def generate(args: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    llm = load(args)
+    asked = llm.front.conversation([{"role": "user", "content": prompt}]) if args.chat else prompt
+    for piece in llm.stream(asked, sampling(args, llm.default_params)):
+        show(piece.text)
+    print()
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    llm = load(args)
+    params = sampling(args, llm.default_params)
+    print(f"{llm.front.stack.plan.name}. Type a message; /help lists what else you can do.")
+    opening = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(opening)
+    for line in lines():
+        command, _, rest = line.partition(" ")
+        if command in ("/reset", "/system"):
+            opening = [{"role": "system", "content": rest}] if command == "/system" and rest else opening
+            messages = list(opening)
+            print("A new conversation.")
+        elif command == "/help":
+            print(CHAT_HELP)
+        elif line.strip():
+            answer(llm, messages, line, params)
+    return 0
+
+
+def lines() -> Iterator[str]:
+    """What a person types, with editing and history where the terminal has them."""
+    prompt = "\n> " if sys.stdin.isatty() else ""
+    if prompt:
+        import readline  # noqa: F401  # importing it is what gives input() editing and history
+    while True:
+        try:
+            yield input(prompt)
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return
+
+
+def answer(llm: Any, messages: list[dict[str, str]], text: str, params: SamplingParams) -> None:
+    """Ask, stream, remember. Ctrl-C keeps what was said so far; an error leaves the conversation as it was."""
+    asked = [*messages, {"role": "user", "content": text}]
+    said, tokens, begun, first = "", 0, time.monotonic(), 0.0
+    try:
+        stream = llm.stream(llm.front.conversation(asked), params)
+        try:
+            for piece in stream:
+                first = first or time.monotonic() - begun
+                said, tokens = said + piece.text, tokens + len(piece.token_ids)
+                show(piece.text)
+        except KeyboardInterrupt:
+            stream.close()
+    except BloomeryError as error:
+        print(f"bloomery: {error}", file=sys.stderr)
+        return
+    messages[:] = [*asked, {"role": "assistant", "content": said}]
+    speed = (tokens - 1) / max(time.monotonic() - begun - first, 1e-9)
+    print()
+    if sys.stdout.isatty():
+        print(f"\x1b[2m{tokens} tokens, first after {first * 1000:.0f} ms, {speed:.0f} tokens/s\x1b[0m")
+
+
+def show(text: str) -> None:
+    sys.stdout.write(CONTROLS.sub("", text))
+    sys.stdout.flush()

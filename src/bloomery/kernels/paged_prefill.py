@@ -1,0 +1,128 @@
+"""Attention of many new positions a sequence over the paged cache, which holds them and all before them already.
+
+One program takes a tile of rows: the queries of one key head, position by position and, within a position, head by
+head, so that heads that share keys share their reading. It runs over tiles of keys, from the window's edge or the
+beginning to the diagonal; only tiles that some row does not see whole are masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from bloomery.kernels.launch import begin, jit, overlap, power_of_two, tl, wait
+from bloomery.kernels.paged_decode import LOG2E, Scoring, attend, load_tile
+
+
+@dataclass(frozen=True)
+class Tiling:
+    rows: int  # of queries held
+    tile: int  # of positions read at once
+    warps: int
+    stages: int  # tiles in flight
+
+
+@lru_cache(maxsize=256)
+def tiling(rows: int, dim: int, item: int) -> Tiling:
+    """For sequences of at most `rows` rows and numbers of `item` bytes."""
+    if item == 4:
+        return Tiling(16 if rows <= 16 or dim > 128 else 32, 32, 4, 2)
+    if rows <= 64 or dim > 128:
+        return Tiling(64, 64, 4, 2 if dim > 128 else 3)
+    return Tiling(128, 64, 4, 3)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+    tables: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    first: int,
+    count: int,
+    longest: int,
+    block_size: int,
+    scoring: Scoring,
+    cut: Tiling,
+) -> None:
+    """Sequences `first` to `first + count` of the step, of at most `longest` new positions each.
+
+    q and out [tokens, heads, dim]: sequence i has tokens starts[i] to starts[i + 1], the last ones of its ends[i].
+    """
+    heads, dim = q.shape[1:]
+    kv_heads = cache.shape[2]
+    share = heads // kv_heads
+    prefill_kernel[(kv_heads, -(-longest * share // cut.rows), count)](
+        q, cache, out, tables, starts, ends, q if scoring.slopes is None else scoring.slopes,
+        cache.stride(0), tables.stride(0), first, scoring.scale * LOG2E,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=max(16, power_of_two(dim)), BLOCK=block_size, ROWS=cut.rows,
+        TILE=cut.tile, WINDOW=scoring.window or 0, CAP=scoring.softcap or 0.0, ALIBI=scoring.slopes is not None,
+        STAGES=cut.stages, num_warps=cut.warps, **overlap(q.device),
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["width", "first"])
+def prefill_kernel(
+    q, cache, out, tables, starts, ends, slopes, half, width, first, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    wait(PDL)
+    kv_head, sequence = tl.program_id(0), first + tl.program_id(2)
+    SHARE: tl.constexpr = HEADS // KV_HEADS
+    start = tl.load(starts + sequence).to(tl.int32)
+    count = tl.load(starts + sequence + 1).to(tl.int32) - start
+    begins = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS  # the longest rows first
+    if begins >= count * SHARE:
+        return
+    end = tl.load(ends + sequence).to(tl.int32)
+    r, d = begins + tl.arange(0, ROWS), tl.arange(0, DIM_UP)
+    at = end - count + r // SHARE  # positions of the rows
+    head = kv_head * SHARE + r % SHARE
+    real = (r < count * SHARE)[:, None] & (d < DIM)[None, :]
+    place = ((start + r // SHARE).to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
+    queries = tl.load(q + place, mask=real, other=0.0)
+    slope = tl.zeros([ROWS], tl.float32)
+    if ALIBI:
+        slope = tl.load(slopes + head) * 1.4426950408889634
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_UP], tl.float32)
+    row = tables + sequence.to(tl.int64) * width
+    low = end - count + begins // SHARE
+    high = tl.minimum(end - count + (begins + ROWS - 1) // SHARE, end - 1)
+    seen, whole, last = 0, (low + 1) // TILE, high // TILE + 1
+    if WINDOW > 0:
+        tile = tl.maximum(low - WINDOW + 1, 0) // TILE
+        seen = tl.minimum(tl.cdiv(tl.maximum(high - WINDOW + 1, 0), TILE), whole)
+        top, total, acc = over_tiles(
+            queries, top, total, acc, tile, seen, at, end, cache, half, row, kv_head, slope, scale,
+            KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, STAGES,
+        )  # fmt: skip
+    top, total, acc = over_tiles(
+        queries, top, total, acc, seen, whole, at, end, cache, half, row, kv_head, slope, scale,
+        KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, False, STAGES,
+    )  # fmt: skip
+    top, total, acc = over_tiles(
+        queries, top, total, acc, whole, last, at, end, cache, half, row, kv_head, slope, scale,
+        KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, STAGES,
+    )  # fmt: skip
+    tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+@jit
+def over_tiles(
+    q, top, total, acc, first, last, at, end, cache, half, row, kv_head, slope, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    n = tl.arange(0, TILE)
+    for t in tl.range(first, last, num_stages=STAGES):
+        k, v = load_tile(cache, half, row, t * TILE, end, kv_head, MASK, KV_HEADS, DIM, DIM_UP, BLOCK, TILE)
+        top, total, acc = attend(q, k, v, top, total, acc, t * TILE + n, at, slope, scale, WINDOW, CAP, ALIBI, MASK)
+    return top, total, acc

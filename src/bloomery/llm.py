@@ -1,0 +1,403 @@
+"""Offline use of the engine: the same loop a server runs, driven from Python.
+
+    from bloomery import LLM, SamplingParams
+    llm = LLM("path-or-id")
+    for out in llm.generate(["Hello"], SamplingParams(temperature=0.0, max_tokens=32)):
+        print(out.outputs[0].text)
+
+`LLM` runs the loop in the caller's thread; `AsyncLLM` in a thread of its own, for asyncio. A composition root: here
+the towers are put together, and nothing is decided.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import secrets
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from bloomery.config import Config, Plan, resolve
+from bloomery.engine.blocks import Blocks
+from bloomery.engine.executor import Executor
+from bloomery.engine.loop import Loop
+from bloomery.engine.scheduler import Scheduler
+from bloomery.errors import BloomeryError, ConfigError, InvalidRequest, RequestFailed, TemplateError
+from bloomery.messages import Capacity, Request, Tokens
+from bloomery.sampling import SamplingParams, requests
+from bloomery.text.answer import Delta, Generation, RequestOutput
+from bloomery.text.chat import render
+from bloomery.text.load import load_tokenizer
+from bloomery.text.tokenizer import Tokenizer
+
+log = logging.getLogger("bloomery")
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+# ---- putting the towers together ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A model, ready: its text side, its engine, and what was resolved on the way."""
+
+    plan: Plan
+    capacity: Capacity
+    tokenizer: Tokenizer | None
+    executor: Executor
+    loop: Loop
+
+
+def build(config: Config, tokenizer: bool = True, progress: bool = False) -> Stack:
+    """Locate, plan, load. Torch is imported here and no earlier."""
+    from bloomery.artifacts.locate import locate
+    from bloomery.executors.local import Local
+    from bloomery.models.load import description, native_dtype
+    from bloomery.runtime.device import choose
+
+    dummy = config.load_format == "dummy"
+    artifact = locate(config.model, config.revision, weights=not dummy)
+    device = choose(config.device)
+    plan = resolve(
+        config,
+        name=artifact.name,
+        path=str(artifact.path),
+        kind=artifact.kind,
+        dtype=str(native_dtype(artifact, config.load_format)).removeprefix("torch."),
+        device=device,
+        context=description(artifact).model.context,
+    )
+    words = load_tokenizer(artifact) if tokenizer else None
+    executor = Local(progress)
+    capacity = executor.start(plan)
+    for note in capacity.notes:
+        log.warning(note)
+    blocks = Blocks(capacity.blocks, capacity.block_size, plan.prefix_cache)
+    scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences)
+    return Stack(plan, capacity, words, executor, Loop(scheduler, executor, plan.depth))
+
+
+def configure(model: str | None, enable_prefix_caching: bool, options: Mapping[str, Any]) -> Config:
+    try:
+        return Config(model, prefix_cache=enable_prefix_caching, **options)
+    except TypeError as error:
+        raise ConfigError(f"{error}; the options are those of `bloomery generate --help`") from None
+
+
+class Front:
+    """Prompts to Generations, for both ways of running the loop."""
+
+    def __init__(self, stack: Stack):
+        self.stack, self.tokenizer = stack, stack.tokenizer
+        self.numbers = itertools.count()
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config asks for."""
+        said = dict(self.tokenizer.defaults) if self.tokenizer else {}
+        wishes = {field.name for field in fields(SamplingParams)} & said.keys()
+        return SamplingParams(max_tokens=said.get("max_new_tokens"), **{name: said[name] for name in wishes})
+
+    def generation(self, prompt: Prompt, params: SamplingParams) -> Generation:
+        text, ids = self._ids(prompt)
+        name = str(next(self.numbers))
+        tokenizer, capacity = self.tokenizer, self.stack.capacity
+        made = requests(
+            params,
+            ids,
+            id=name,
+            entropy=secrets.randbits(64),
+            vocab=capacity.vocab,
+            max_length=capacity.max_length,
+            eos_ids=tokenizer.eos_ids if tokenizer else (),
+            encode=(lambda word: tokenizer.encode(word, add_special=False)) if tokenizer else None,
+        )
+        return Generation(name, text, params, made, tokenizer)
+
+    def _ids(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        if isinstance(ids, Mapping):
+            text, ids = ids.get("prompt"), ids.get("prompt_token_ids")
+        if ids is not None:
+            return text, ids
+        if not isinstance(text, str):
+            raise InvalidRequest("a prompt is a string, a list of token ids, or a dict with prompt_token_ids", "prompt")
+        return text, self.words.encode(text)
+
+    def conversation(self, messages: Sequence[Message], **options: Any) -> Prompt:
+        """Messages as the model's chat template writes them down."""
+        text = render(self.words, messages, **options)
+        return {"prompt": text, "prompt_token_ids": self.words.encode(text, add_special=False)}
+
+    @property
+    def words(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest("text needs a tokenizer and this model was loaded without one: give token ids", "prompt")
+        return self.tokenizer
+
+
+def many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a string, a dict and a list of ids are one."""
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+# ---- in the caller's thread --------------------------------------------------------------------------
+
+
+class LLM:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        skip_tokenizer_init: bool = False,
+        enable_prefix_caching: bool = True,
+        progress: bool = False,
+        **options: Any,
+    ):
+        """`model` is a folder, a .gguf file, a Hub id or None for the embedded one; options are Config's fields."""
+        config = configure(model, enable_prefix_caching, options)
+        self.front = Front(build(config, not skip_tokenizer_init, progress))
+        self.loop = self.front.stack.loop
+        self.arrivals: dict[str, tuple[Generation, deque[Delta]]] = {}  # by request
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.front.tokenizer
+
+    @property
+    def default_params(self) -> SamplingParams:
+        return self.front.default_params
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """All prompts in one go, answers in their order; one params for all, or one each."""
+        asked = many(prompts)
+        given = sampling_params if sampling_params is not None else self.default_params
+        params = [given] * len(asked) if isinstance(given, SamplingParams) else list(given)
+        if len(params) != len(asked):
+            raise InvalidRequest(f"{len(asked)} prompts but {len(params)} sampling_params", "sampling_params")
+        made = [self.front.generation(prompt, one) for prompt, one in zip(asked, params, strict=True)]
+        for generation in made:
+            self._submit(generation)
+        try:
+            with bar(len(made), use_tqdm) as advance:
+                waiting = set(made)
+                while waiting:
+                    tokens = self._step()
+                    done = {generation for generation in waiting if generation.finished}
+                    waiting -= done
+                    advance(len(done), tokens)
+        finally:
+            for generation in made:
+                self._drop(generation)
+        return [generation.output() for generation in made]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """One conversation or several, through the model's chat template."""
+        if not messages:
+            raise TemplateError("a conversation needs at least one message", "messages")
+        several = messages if not isinstance(messages[0], Mapping) else [messages]
+        prompts = [self.front.conversation(one, **template) for one in several]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+        """The answer piece by piece. Closing the iterator stops it; several may run side by side."""
+        generation = self.front.generation(prompt, sampling_params or self.default_params)
+        ready = self._submit(generation)
+        try:
+            while not generation.finished or ready:
+                if ready:
+                    yield ready.popleft()
+                else:
+                    self._step()
+        finally:
+            self._drop(generation)
+
+    def close(self) -> None:
+        self.front.stack.executor.close()
+
+    def _submit(self, generation: Generation) -> deque[Delta]:
+        ready: deque[Delta] = deque()
+        for name, answer in generation.answers.items():
+            self.loop.add(answer.request)
+            self.arrivals[name] = generation, ready
+        return ready
+
+    def _step(self) -> int:
+        """One step of the loop, its news handed to whom they concern; how many tokens came."""
+        count = 0
+        for news in self.loop.step():
+            count += len(news.ids)
+            if news.request in self.arrivals:
+                generation, ready = self.arrivals[news.request]
+                delta, cut = generation.take(news)
+                if delta is not None:
+                    ready.append(delta)
+                if cut:
+                    self.loop.abort(news.request)
+        return count
+
+    def _drop(self, generation: Generation) -> None:
+        for name in generation.answers:
+            self.arrivals.pop(name, None)
+            self.loop.abort(name)
+
+
+class bar:  # noqa: N801  # a context manager that reads like a function
+    """A progress bar of answers and tokens a second, or nothing."""
+
+    def __init__(self, total: int, show: bool):
+        self.total, self.show = total, show
+
+    def __enter__(self) -> Any:
+        if not self.show:
+            return lambda done, tokens: None
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.progress = Progress(
+            TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[speed]}"), console=Console(stderr=True), transient=False,
+        )  # fmt: skip
+        self.progress.start()
+        task = self.progress.add_task("", total=self.total, speed="")
+        produced = 0
+
+        def advance(done: int, tokens: int) -> None:
+            nonlocal produced
+            produced += tokens
+            elapsed = self.progress.tasks[0].elapsed or 0.0
+            self.progress.update(task, advance=done, speed=f"{produced / max(elapsed, 1e-3):.0f} tokens/s")
+
+        return advance
+
+    def __exit__(self, *exception: object) -> None:
+        if self.show:
+            self.progress.stop()
+
+
+# ---- for asyncio -------------------------------------------------------------------------------------
+
+
+class AsyncLLM:
+    """The loop in a thread of its own; `stream` from any number of tasks of one event loop."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        skip_tokenizer_init: bool = False,
+        enable_prefix_caching: bool = True,
+        progress: bool = False,
+        **options: Any,
+    ):
+        config = configure(model, enable_prefix_caching, options)
+        self.front = Front(build(config, not skip_tokenizer_init, progress))
+        self.inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()  # a str aborts, None ends
+        self.listeners: dict[str, asyncio.Queue[Tokens | BaseException]] = {}
+        self.events: asyncio.AbstractEventLoop | None = None
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="bloomery-engine", daemon=True)
+        self.thread.start()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.front.tokenizer
+
+    @property
+    def default_params(self) -> SamplingParams:
+        return self.front.default_params
+
+    async def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+        """The answer piece by piece; leaving the iterator stops it."""
+        if self.failure is not None:
+            raise RequestFailed("the engine has stopped") from self.failure
+        self.events = asyncio.get_running_loop()
+        generation = self.front.generation(prompt, sampling_params or self.default_params)
+        news: asyncio.Queue[Tokens | BaseException] = asyncio.Queue()
+        for name, answer in generation.answers.items():
+            self.listeners[name] = news
+            self.inbox.put(answer.request)
+        try:
+            while not generation.finished:
+                arrived = await news.get()
+                if isinstance(arrived, BaseException):
+                    raise arrived
+                delta, cut = generation.take(arrived)
+                if cut:
+                    self.inbox.put(arrived.request)
+                if delta is not None:
+                    yield delta
+        finally:
+            for name in generation.answers:
+                self.listeners.pop(name, None)
+            for name in generation.open:
+                self.inbox.put(name)
+
+    def close(self) -> None:
+        self.inbox.put(None)
+        self.thread.join()
+        self.front.stack.executor.close()
+
+    def _run(self) -> None:
+        loop = self.front.stack.loop
+        try:
+            while self._read(wait=not loop.busy):
+                news = loop.step()
+                if news and self.events is not None:
+                    self.events.call_soon_threadsafe(self._deliver, news)
+        except BaseException as error:
+            self.failure = error
+            log.exception("the engine has stopped")
+            if self.events is not None:
+                self.events.call_soon_threadsafe(self._fail, error)
+
+    def _read(self, wait: bool) -> bool:
+        """Take in what has arrived, waiting for something if there is nothing to do; False when asked to end."""
+        loop = self.front.stack.loop
+        while wait or not self.inbox.empty():
+            order = self.inbox.get()
+            wait = False
+            if order is None:
+                return False
+            if isinstance(order, str):
+                loop.abort(order)
+                continue
+            try:
+                loop.add(order)
+            except BloomeryError as error:
+                if self.events is not None:
+                    self.events.call_soon_threadsafe(self._refuse, order.id, error)
+        return True
+
+    def _deliver(self, news: list[Tokens]) -> None:
+        for entry in news:
+            if listener := self.listeners.get(entry.request):
+                listener.put_nowait(entry)
+
+    def _refuse(self, name: str, error: BloomeryError) -> None:
+        if listener := self.listeners.get(name):
+            listener.put_nowait(error)
+
+    def _fail(self, error: BaseException) -> None:
+        for listener in self.listeners.values():
+            listener.put_nowait(RequestFailed(f"the engine has stopped: {error}"))

@@ -1,0 +1,149 @@
+// Markdown to a tree of elements, never to HTML text: what a model writes can only become what `inline` and `block` below
+// build, whatever it contains. Raw HTML stays text, images become links, and links go to http, https and mailto only.
+import { Lexer, Tokenizer, type MarkedOptions, type Token, type Tokens } from 'marked'
+
+export type Node = string | Element | Code
+export interface Element {
+  tag: string
+  attributes?: Record<string, string | number | undefined>
+  children?: Node[]
+}
+export interface Code {
+  code: string
+  language: string
+}
+export interface Block {
+  source: string
+  nodes: Node[]
+}
+
+/** Setext headings would flash up whenever a list or a rule begins below a paragraph. */
+class Grammar extends Tokenizer {
+  override lheading() {
+    return undefined
+  }
+
+  /** Formulas are shown as written: their backslashes and underscores are not markdown. */
+  override escape(source: string) {
+    const math = /^\\\([\s\S]+?\\\)|^\\\[[\s\S]+?\\\]/.exec(source)
+    return math ? ({ type: 'math', raw: math[0], text: math[0] } as unknown as Tokens.Escape) : super.escape(source)
+  }
+}
+
+const options: MarkedOptions = { gfm: true, tokenizer: new Grammar() }
+
+/** The blocks of `text`. Those unchanged since `before` are the same objects, so only the last is drawn anew. */
+export function blocks(text: string, streaming: boolean, before: Block[]): Block[] {
+  const tokens = Lexer.lex(streaming ? healed(text) : text, options).filter((token) => token.type !== 'space' && token.type !== 'def')
+  return tokens.map((token, index) => {
+    const known = before[index]
+    return known && streaming && known.source === token.raw ? known : { source: token.raw, nodes: [block(token)] }
+  })
+}
+
+const element = (tag: string, children: Node[], attributes?: Element['attributes']): Element => ({ tag, children, attributes })
+
+function block(token: Token): Node {
+  switch (token.type) {
+    case 'heading':
+      return element(`h${Math.min(6, token.depth + 1)}`, inline(token.tokens))
+    case 'paragraph':
+      return element('p', inline(token.tokens))
+    case 'blockquote':
+      return element('blockquote', flow(token.tokens))
+    case 'code':
+      return { code: token.text, language: (token.lang ?? '').trim().split(/\s/, 1)[0] }
+    case 'list':
+      return element(token.ordered ? 'ol' : 'ul', (token as Tokens.List).items.map((item) => element('li', flow(item.tokens))),
+        { start: token.ordered && token.start !== 1 ? token.start : undefined })
+    case 'table':
+      return table(token as Tokens.Table)
+    case 'hr':
+      return { tag: 'hr' }
+    case 'text':
+      return element('span', token.tokens ? inline(token.tokens) : [decoded(token.text)])
+    case 'checkbox':
+      return token.checked ? '☑ ' : '☐ '
+    default:
+      return element('p', [token.raw.trimEnd()])
+  }
+}
+
+const flow = (tokens: Token[] = []): Node[] => tokens.filter((token) => token.type !== 'space' && token.type !== 'def').map(block)
+
+function table({ header, rows }: Tokens.Table): Node {
+  const row = (cells: Tokens.TableCell[], tag: string) =>
+    element('tr', cells.map((cell) => element(tag, inline(cell.tokens), { class: cell.align ? `align-${cell.align}` : undefined })))
+  const body = rows.map((cells) => row(cells, 'td'))
+  return element('div', [element('table', [element('thead', [row(header, 'th')]), element('tbody', body)])], { class: 'table' })
+}
+
+const inline = (tokens: Token[] = []): Node[] => tokens.flatMap((token): Node[] => {
+  switch (token.type) {
+    case 'strong':
+    case 'em':
+    case 'del':
+      return [element(token.type, inline(token.tokens))]
+    case 'codespan':
+      return [element('code', [token.text])]
+    case 'math':
+      return [element('code', [token.text], { class: 'math' })]
+    case 'br':
+      return [{ tag: 'br' }]
+    case 'link':
+      return link(token.href, inline(token.tokens))
+    case 'image':
+      return link(token.href, [`🖼 ${decoded(token.text) || token.href}`])
+    case 'html':
+      return /^<br\s*\/?>$/i.test(token.text) ? [{ tag: 'br' }] : [token.text]
+    default:
+      return 'tokens' in token && token.tokens ? inline(token.tokens) : [decoded('text' in token ? token.text : token.raw)]
+  }
+})
+
+/** A link opens elsewhere and tells nobody where it came from; one that leads nowhere safe is only its text. */
+function link(target: string, children: Node[]): Node[] {
+  const href = URL.canParse(target) ? new URL(target) : null
+  if (!href || !['http:', 'https:', 'mailto:'].includes(href.protocol)) return children
+  return [element('a', children, { href: href.href, target: '_blank', rel: 'noopener noreferrer nofollow', title: href.href })]
+}
+
+const entity = /&(#\d{1,7}|#x[\da-f]{1,6}|[a-z][a-z\d]{1,30});/gi
+const scratch = document.createElement('textarea')
+
+/** Character references as characters; only a matched reference is ever parsed. */
+const decoded = (text: string) =>
+  text.replace(entity, (reference) => {
+    scratch.innerHTML = reference
+    return scratch.value
+  })
+
+/** `text` with what is still open at its end closed, so that a half-written **bold** or [link](… does not flash its marks. */
+export function healed(text: string): string {
+  const fences = text.match(/^ {0,3}(```|~~~)/gm)?.length ?? 0
+  if (fences % 2) return text
+  const start = text.lastIndexOf('\n\n') + 1
+  return text.slice(0, start) + closed(tabled(text.slice(start)))
+}
+
+function closed(tail: string): string {
+  const plain = tail.replace(/`[^`\n]+`/g, '')
+  if (/`[^`]+$/.test(plain)) return `${tail}\``
+  const shown = tail.replace(/!?\[([^\]\n]*)(\]\([^)\n]*|\])?$/, '$1').replace(/[*_~`]+$/, '')
+  const marks = shown.replace(/`[^`\n]+`/g, '')
+  const bold = (marks.match(/\*\*/g)?.length ?? 0) % 2 ? '**' : ''
+  const single = marks.replaceAll('**', '')
+  const opened = single.match(/(?<![\w*\\])\*(?=[^\s*])/g)?.length ?? 0
+  const ended = single.match(/(?<=[^\s*\\])\*(?![\w*])/g)?.length ?? 0
+  const struck = (marks.match(/~~/g)?.length ?? 0) % 2 ? '~~' : ''
+  const close = struck + (opened > ended ? '*' : '') + bold
+  return close ? shown.trimEnd() + close : shown
+}
+
+/** A table is a table from its first row on, before the rule below it has come. */
+function tabled(tail: string): string {
+  const [head, rule, ...more] = tail.trim().split('\n')
+  if (!head?.startsWith('|') || more.length || (rule !== undefined && !/^[|:\-\s]*$/.test(rule))) return tail
+  const row = head.endsWith('|') && head.length > 1 ? head : `${head} |`
+  return `\n${row}\n|${'---|'.repeat(row.split('|').length - 2)}`
+}

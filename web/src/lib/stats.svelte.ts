@@ -1,0 +1,61 @@
+// The server's numbers, one sample a second while somebody looks, and their history since the page was opened.
+import { server } from './server.svelte'
+
+export interface Percentiles {
+  p50: number | null
+  p90: number | null
+  p99: number | null
+}
+export interface Sample {
+  time: number
+  tokens_per_second: number | null
+  prompt_tokens_per_second: number | null
+  running: number | null
+  waiting: number | null
+  kv_usage: number | null
+  prefix_hit_rate: number | null
+  ttft: Percentiles
+  inter_token: Percentiles
+  share_of_limit: number | null
+  preemptions: number | null
+  requests: number | null
+  model: string
+  uptime: number | null
+}
+
+const KEPT = 3600
+const EVERY = 1000
+const GAP = 5 // seconds without a sample that a line must not bridge
+
+class History {
+  samples = $state.raw<(Sample | { time: number })[]>([])
+  latest = $state.raw<Sample | null>(null)
+  error = $state('')
+
+  /** Samples until `signal` ends it; waits while the page is hidden. */
+  async follow(signal: AbortSignal) {
+    while (!signal.aborted) {
+      if (!document.hidden) await this.#sample(signal)
+      await new Promise((resolve) => setTimeout(resolve, EVERY))
+    }
+  }
+
+  async #sample(signal: AbortSignal) {
+    try {
+      this.#add(await server.json<Sample>('stats', { signal: AbortSignal.any([signal, AbortSignal.timeout(8000)]) }))
+      this.error = ''
+    } catch (error) {
+      if (!signal.aborted) this.error = error instanceof Error && error.name === 'Error' ? error.message : 'The server does not answer.'
+    }
+  }
+
+  #add(sample: Sample) {
+    const last = this.samples.at(-1)?.time ?? sample.time
+    if (sample.time < last) this.samples = [] // another server, or its clock was set back
+    const gap = sample.time - last > GAP ? [{ time: last + 1 }] : []
+    this.samples = [...this.samples, ...gap, sample].slice(-KEPT)
+    this.latest = sample
+  }
+}
+
+export const history = new History()
