@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from bloomery.artifacts import gguf
 from bloomery.errors import TemplateError
 from bloomery.text.chat import reads_parts, render_template
 from bloomery.text.gguf_vocab import from_gguf
+from bloomery.text.tokenizer import byte_alphabet
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
 OUT_OF_SCOPE = ("bert", "t5")  # kinds of encoders
@@ -89,7 +91,8 @@ def extract(path: Path) -> dict[str, Any]:
             return ranks.get((left, right))
         return -scores[tokenizer.id_of(left + right) or 0] if left + right in known else None
 
-    kept = {id for _, ids in cases for id in ids} | {id for id, name in enumerate(names) if len(name) == 1}
+    characters = {"▁", *"".join(text for text, _ in cases)} | byte_alphabet().keys()
+    kept = {id for _, ids in cases for id in ids} | {id for id, name in enumerate(names) if name in characters}
     kept |= {id for id, kind in enumerate(types) if kind in (2, 6) and "PAD" not in names[id]}
     used = [pair for id in sorted(kept) for pair in derivation(names[id], rank)]
     kept |= {tokenizer.id_of(part) for left, right in used for part in (left, right, left + right)} - {None}
@@ -118,7 +121,7 @@ def derivation(name: str, rank: Any) -> list[tuple[str, str]]:
     """The merges that make a token of its characters, best rank first, as plain BPE."""
     parts, used = list(name), []
     while True:
-        found = [(value, at) for at, pair in enumerate(zip(parts, parts[1:])) if (value := rank(*pair)) is not None]
+        found = [(value, at) for at, pair in enumerate(pairwise(parts)) if (value := rank(*pair)) is not None]
         if not found:
             return used
         _, at = min(found)

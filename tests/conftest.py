@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
+# Before anything imports Triton: its kernels run on the CPU here. Tests share the cores, so each takes one.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 import pytest
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -12,8 +13,9 @@ import torch
 from bloomery.artifacts import gguf
 from bloomery.artifacts.files import strict_json
 from bloomery.artifacts.locate import Artifact
-from bloomery.families import Description, describe
-from bloomery.models.checkpoint import checkpoint_dtype, open_source, progress
+from bloomery.families import Description, as_stored, describe
+from bloomery.families.gguf import describe as describe_gguf
+from bloomery.models.checkpoint import FileSource, checkpoint_dtype, open_source, progress
 from bloomery.models.decoder import Decoder
 from bloomery.models.weights import Weights
 
@@ -28,10 +30,13 @@ class Loaded:
 def description(artifact: Artifact) -> Description:
     """What the model is, before a byte of weights is read."""
     if artifact.kind == "gguf":
-        from bloomery.families.gguf import describe as describe_gguf
-
         file = gguf.read(artifact.path)
-        return describe_gguf(file.metadata, {name: tensor.shape for name, tensor in file.tensors.items()})
+        source = FileSource.gguf(file)
+
+        def vector(name: str) -> list[float]:
+            return source.tensor(name, file.tensors[name].shape).load(torch.float32, torch.device("cpu")).tolist()
+
+        return describe_gguf(file.metadata, {name: tensor.shape for name, tensor in file.tensors.items()}, vector)
     path = artifact.path / "config.json"
     return describe(strict_json(path.read_bytes(), str(path)))
 
@@ -50,11 +55,13 @@ def load(
     found = description(artifact)
     source = open_source(artifact, load_format)
     with progress(source, sys.stderr) if show_progress and source.nbytes else nullcontext():
-        weights = Weights(source, found.names, dtype, device)
+        names = as_stored(found.names, source.names())
+        weights = Weights(source, names, dtype, device)
         decoder = Decoder(found.model, weights)
     notes = []
     if found.unread:
         notes.append(f"config.json: keys without a meaning here: {', '.join(found.unread)}")
-    if unused := source.unused():
+    unused = [name for name in source.unused() if not any(fnmatch(name, pattern) for pattern in names.ignored)]
+    if unused:
         notes.append(f"{len(unused)} tensors of the checkpoint are not part of the model: {', '.join(unused[:4])} ...")
     return Loaded(decoder, weights.parameters * dtype.itemsize, tuple(notes))
