@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import torch
 
+from bloomery.kernels.launch import jit, tl
+
 MASK = 0xFFFFFFFF
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
 GOLDEN, SILVER = 0x9E3779B9, 0x85EBCA6B
@@ -60,6 +62,34 @@ def gumbel(key: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     _fold(x, 16)
     x &= 0x7FFFFFFF
     return x.to(torch.float32).add_(0.5).mul_(-SCALE).log1p_().neg_().log_().neg_()
+
+
+@jit
+def key_at(word, position, FIRST: tl.constexpr = FIRST, SECOND: tl.constexpr = SECOND):
+    """`keys` inside a kernel: one of a row's seed words, and a position -> uint32."""
+    x = word.to(tl.uint32) ^ position.to(tl.uint32)
+    x = (x ^ (x >> 16)) * FIRST
+    x = (x ^ (x >> 15)) * SECOND
+    return x ^ (x >> 16)
+
+
+@jit
+def bits_at(
+    k0, k1, tokens, FIRST: tl.constexpr = FIRST, SECOND: tl.constexpr = SECOND, GOLDEN: tl.constexpr = GOLDEN
+):
+    x = tokens.to(tl.uint32) * GOLDEN + k0
+    x = (x ^ (x >> 16)) * FIRST
+    x = (x ^ (x >> 15) ^ k1) * SECOND
+    return (x ^ (x >> 16)) & 0x7FFFFFFF
+
+
+@jit
+def gumbel_at(k0, k1, tokens, SCALE: tl.constexpr = SCALE):
+    """`gumbel` inside a kernel: the same integers, hence the same v; its logarithms within a few units in the last
+    place. log1p(-v) is log(u) + e / u, where u is 1 - v rounded and e what the rounding lost."""
+    v = (bits_at(k0, k1, tokens).to(tl.float32) + 0.5) * SCALE
+    u = 1.0 - v
+    return -tl.log(-tl.log(u) - ((1.0 - u) - v) / u)
 
 
 def _fold(x: torch.Tensor, shift: int) -> None:

@@ -34,7 +34,8 @@ def fetch(
         rows, last, positions, tables, out, blocks, lines, width, SIZE=block_size, CHUNK=1024, num_warps=4,
         **overlap(rows.device),
     )  # fmt: skip
-    return Inputs(*out, blocks)
+    ids, at, slots, ends = out.unbind(0)
+    return Inputs(ids, at, slots, ends, blocks)
 
 
 def fetch_reference(

@@ -1,16 +1,19 @@
 """A worker's memory of the sequences it serves: one permanent row each, until the engine says it has finished.
 
-What steps in flight need of each other stays on the device: the token a step draws is `last` of its row, and the next
-step reads it from there. The host knows only the tokens a row was started with, and how long it is by now.
+What steps in flight need of each other stays on the device: the token a step draws is `last` of its row, standing at
+`positions`, and the next step reads it from there. The host knows only the tokens a row was started with. One row more
+than there are sequences is nobody's: its table is the reserved block, and lines that pad a batch point at it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from bloomery.messages import Item, Start
+from bloomery.runtime.picker import plain
 
 
 @dataclass(slots=True)
@@ -18,6 +21,8 @@ class Row:
     index: int  # its place in every per-row tensor
     start: Start
     table: list[int] = field(default_factory=list)
+    sent: int = 0  # blocks of the table the device knows
+    plain: bool = True  # its tokens can be picked on the device alone
 
     def knows(self, position: int) -> bool:
         """Whether the host knows the token at that position; if not, it is the row's last, on the device."""
@@ -25,15 +30,19 @@ class Row:
 
 
 class Rows:
-    def __init__(self, count: int, device: torch.device):
+    def __init__(self, count: int, width: int, reserved: int, device: torch.device):
+        self.count = count
         self.free = list(reversed(range(count)))
         self.by_sequence: dict[int, Row] = {}
-        self.last = torch.zeros(count + 1, dtype=torch.int64, device=device)  # one more, for padding
+        kind = torch.int64 if device.type == "cpu" else torch.int32
+        self.last = torch.zeros(count + 1, dtype=kind, device=device)
+        self.positions = torch.zeros(count + 1, dtype=kind, device=device)
+        self.tables = torch.full((count + 1, width), reserved, dtype=kind, device=device)
 
     def place(self, item: Item) -> Row:
         """The item's row, made on its first step, its table grown by the item's blocks."""
         if item.first is not None:
-            self.by_sequence[item.sequence] = Row(self.free.pop(), item.first)
+            self.by_sequence[item.sequence] = Row(self.free.pop(), item.first, plain=plain(item.first))
         row = self.by_sequence[item.sequence]
         row.table += item.blocks
         return row
@@ -42,3 +51,17 @@ class Rows:
         row = self.by_sequence.pop(sequence)
         self.free.append(row.index)
         return row
+
+    def send(self, members: Iterable[Row]) -> None:
+        """Tell the device which blocks these rows have gained."""
+        news = [
+            (row.index, place, row.table[place]) for row in members for place in range(row.sent, len(row.table))
+        ]
+        if not news:
+            return
+        for row in members:
+            row.sent = len(row.table)
+        kind, device = self.tables.dtype, self.tables.device
+        found = torch.tensor(news, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        rows, places, blocks = found.unbind(1)
+        self.tables[rows, places] = blocks.to(kind)

@@ -29,6 +29,11 @@ NARROW = 512  # candidates tried before a whole line is sorted
 CHUNK = 1 << 22  # logits held in float32 at once while prompts are scored
 
 
+def upload(numbers: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """To the device without waiting for it."""
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+
 # ---- what few rows ask for ---------------------------------------------------------------------------
 
 
@@ -110,18 +115,18 @@ def forbid(line: torch.Tensor, ids: torch.Tensor, hit: torch.Tensor) -> None:
 def edits(start: Start, device: torch.device) -> tuple[Edit, ...]:
     sampling, chosen = start.sampling, list[Edit]()
     if sampling.allowed_token_ids:
-        chosen.append(Allow(torch.tensor(sampling.allowed_token_ids, device=device)))
+        chosen.append(Allow(upload(sampling.allowed_token_ids, device)))
     if sampling.logit_bias:
         ids, values = zip(*sampling.logit_bias)
-        chosen.append(Bias(torch.tensor(ids, device=device), torch.tensor(values, device=device)))
+        chosen.append(Bias(upload(ids, device), upload(values, device, torch.float32)))
     if sampling.bad_words:
         width = max(map(len, sampling.bad_words)) - 1
         heads = [[-1] * (width + 1 - len(word)) + list(word[:-1]) for word in sampling.bad_words]
         shape = (len(heads), width)
-        tails = torch.tensor([word[-1] for word in sampling.bad_words], device=device)
-        chosen.append(BadWords(torch.tensor(heads, device=device).reshape(shape), tails, start.prompt_len))
+        tails = upload([word[-1] for word in sampling.bad_words], device)
+        chosen.append(BadWords(upload(heads, device).reshape(shape), tails, start.prompt_len))
     if sampling.min_tokens and start.stop_ids:
-        stop_ids = torch.tensor(start.stop_ids, device=device)
+        stop_ids = upload(start.stop_ids, device)
         chosen.append(MinTokens(stop_ids, start.prompt_len + sampling.min_tokens))
     if sampling.watermark:
         chosen.append(Watermark(*sampling.watermark))
@@ -201,12 +206,12 @@ class Lines:
 
     @classmethod
     def of(cls, rows: Sequence[Row], positions: Sequence[int], device: torch.device) -> Lines:
-        index = torch.tensor([row.number for row in rows], device=device)
-        return cls(rows, positions, index, torch.tensor(positions, device=device))
+        index = upload([row.number for row in rows], device)
+        return cls(rows, positions, index, upload(positions, device))
 
     def some(self, chosen: Sequence[int]) -> tuple[torch.Tensor, Lines]:
         """The chosen ones' numbers on the device, and those lines."""
-        at = torch.tensor(chosen, device=self.index.device)
+        at = upload(chosen, self.index.device)
         rows, positions = [self.rows[i] for i in chosen], [self.positions[i] for i in chosen]
         return at, Lines(rows, positions, self.index[at], self.place[at])
 
@@ -252,9 +257,9 @@ class Sampler:
         self.rows[row] = Row(row, s, edits(start, self.device))
         penalties = (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
         numbers = (s.temperature, s.top_p, s.min_p, s.typical_p, *penalties)
-        self.numbers[row] = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        self.numbers[row] = upload(numbers, self.device, torch.float64)
         self.top_k[row] = s.top_k if 0 < s.top_k < self.vocab else 0
-        self.seeds[row] = torch.tensor(words(s.seed), dtype=torch.int32, device=self.device)
+        self.seeds[row] = upload(words(s.seed), self.device, torch.int32)
         self.prompt_len[row] = start.prompt_len
         if self.rows[row].remembers:
             self._remember(row, 0, start.tokens)
@@ -286,7 +291,7 @@ class Sampler:
     def prompt_logprobs(self, logits: torch.Tensor, next_tokens: Sequence[int], count: int) -> list[TokenLogprob]:
         """logits [lines, vocab] of prompt positions and the token that follows each; a few lines at a time."""
         lines = max(1, CHUNK // self.vocab)
-        parts = zip(logits.split(lines), torch.tensor(next_tokens, device=self.device).split(lines))
+        parts = zip(logits.split(lines), upload(next_tokens, self.device).split(lines))
         return [entry for part, tokens in parts for entry in score(part, tokens, count).read([count] * len(tokens))]
 
     # ---- tokens so far ----
@@ -300,7 +305,7 @@ class Sampler:
 
     def _remember(self, row: int, position: int, tokens: Sequence[int]) -> None:
         self._widen(position + len(tokens))
-        self.history[row, position : position + len(tokens)] = torch.tensor(tokens, device=self.device)
+        self.history[row, position : position + len(tokens)] = upload(tokens, self.device)
 
     # ---- edits of the scores ----
 

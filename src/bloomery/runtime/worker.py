@@ -1,26 +1,29 @@
-"""One device's share of the work: rows in, a forward pass, tokens out."""
+"""One device's share of the work: rows in, a forward pass, tokens out.
+
+Steps in which every sequence merely goes on by one position run as a DecodeStep; all others as a Batch built by the host.
+Both leave the rows' state on the device as the next step wants it, so neither waits for the other's result.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from bloomery.artifacts.locate import Artifact
-from bloomery.attention.torch_paged import TorchPaged
+from bloomery.attention.choose import choose
 from bloomery.config import Plan
-from bloomery.messages import Capacity, Sampled, Step, StepOutput, TokenLogprob
+from bloomery.messages import Capacity, Item, Sampled, Step, StepOutput, TokenLogprob
 from bloomery.models.load import load
 from bloomery.runtime.batch import Batch, Share
 from bloomery.runtime.cache import allocate, fit
-from bloomery.runtime.rows import Rows
+from bloomery.runtime.decode import DecodeStep
+from bloomery.runtime.picker import Picker
+from bloomery.runtime.rows import Row, Rows
 from bloomery.runtime.sampler import Draws, Sampler
 
 LOGIT_ROWS = 64  # prompt positions whose logits are held at once
-
-
-def artifact(plan: Plan) -> Artifact:
-    return Artifact(plan.name, "gguf" if plan.kind == "gguf" else "folder", Path(plan.path), "plan")
 
 
 class Worker:
@@ -28,15 +31,20 @@ class Worker:
         self.device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
         if self.device.type == "cpu":
             torch.set_num_threads(plan.threads)
-        self.backend = TorchPaged()
-        loaded = load(artifact(plan), plan.load_format, dtype, self.device, progress)
+        artifact = Artifact(plan.name, "gguf" if plan.kind == "gguf" else "folder", Path(plan.path), "plan")
+        loaded = load(artifact, plan.load_format, dtype, self.device, progress)
         self.decoder, model = loaded.decoder, loaded.decoder.spec
+        self.backend = choose((layer.attention for layer in model.layers), dtype, self.device)
         size = fit(plan, model, dtype, self.device)
         self.decoder.reach(size.max_length)
         self.block_size = plan.block_size
-        self.caches = allocate(model, size.blocks, plan.block_size, dtype, self.device)
-        self.rows = Rows(plan.max_sequences, self.device)
-        self.sampler = Sampler(plan.max_sequences, model.vocab, self.device)
+        self.caches = allocate(model, size.blocks + 1, plan.block_size, dtype, self.device)  # the last is nobody's
+        width = -(-size.max_length // plan.block_size)
+        self.rows = Rows(plan.max_sequences, width, size.blocks, self.device)
+        self.sampler = Sampler(plan.max_sequences + 1, model.vocab, self.device)  # nobody's row is greedy
+        self.decode = DecodeStep(
+            self.decoder, self.backend, self.caches, self.rows, plan.block_size, Picker(self.sampler)
+        )
         self.capacity = Capacity(
             blocks=size.blocks,
             block_size=plan.block_size,
@@ -53,7 +61,27 @@ class Worker:
     @torch.inference_mode()
     def run(self, step: Step) -> Pending:
         """Queue the step's work; nothing here waits for the device unless a draft's verdict is wanted."""
-        batch = self._place(step)
+        for sequence in step.finished:
+            self.sampler.release(self.rows.release(sequence).index)
+        placed = [(item, self.rows.place(item)) for item in step.items]
+        for item, row in placed:
+            if item.first is not None:
+                self.sampler.admit(row.index, item.first)
+        if self.device.type == "cuda" and all(goes_on(item, row) for item, row in placed):
+            return self._go_on(placed)
+        return self._compute(Batch.of(placed, self.rows.last, self.block_size))
+
+    def _go_on(self, placed: list[tuple[Item, Row]]) -> Pending:
+        """Every sequence by one position, from what the device already holds."""
+        shares = [Share(item, row, i) for i, (item, row) in enumerate(placed)]
+        members = [row for _, row in placed]
+        picked = all(row.plain for row in members)
+        count = self.decode.run(members, picked)
+        if picked:
+            return Pending(shares, Draws(self.decode.tokens[:count], ((),) * count))
+        return Pending(shares, self._draw(shares, self.decode.logits[:count]))
+
+    def _compute(self, batch: Batch) -> Pending:
         ragged = batch.ragged
         plan = self.backend.plan(ragged)
         hidden = self.decoder(batch.ids, ragged.positions, ragged.slots, self.caches, self.backend, plan)
@@ -61,29 +89,24 @@ class Worker:
             share.item.sequence: found for share in batch.shares if (found := self._prompt_logprobs(share, hidden))
         }
         shares = [share for share in batch.shares if share.item.samples]
-        return Pending(shares, self._sample(shares, hidden) if shares else None, prompts)
-
-    def _place(self, step: Step) -> Batch:
-        for sequence in step.finished:
-            self.sampler.release(self.rows.release(sequence).index)
-        placed = [(item, self.rows.place(item)) for item in step.items]
-        for item, row in placed:
-            if item.first is not None:
-                self.sampler.admit(row.index, item.first)
-        return Batch.of(placed, self.rows.last, self.block_size)
-
-    def _sample(self, shares: list[Share], hidden: torch.Tensor) -> Draws:
-        """Logits only where a token is wanted; each row's last token stays on the device for the next step."""
+        if not shares:
+            return Pending([], None, prompts)
         lines = [line for share in shares for line in share.lines]
         logits = self.decoder.logits(hidden if len(lines) == len(hidden) else hidden[lines])
+        return Pending(shares, self._draw(shares, logits), prompts)
+
+    def _draw(self, shares: list[Share], logits: torch.Tensor) -> Draws:
+        """One token a line; each row's last token stays on the device, where the next step looks for it."""
         asked = [(share.row.index, share.item.start + share.item.count, share.item.drafts) for share in shares]
         draws = self.sampler.sample(logits, asked)
-        rows = torch.tensor([share.row.index for share in shares], device=self.device)
-        if len(lines) == len(shares):
-            self.rows.last[rows] = draws.tokens
-        else:
-            gained = [tokens[-1] for tokens, _ in draws.collect()]
-            self.rows.last[rows] = torch.tensor(gained, device=self.device)
+        rows, ends = torch.tensor([(row, position) for row, position, _ in asked], device=self.device).unbind(1)
+        if len(logits) == len(shares):
+            self.rows.last[rows] = draws.tokens.to(self.rows.last.dtype)
+        else:  # a sequence with drafts has no other step in flight: its verdict may be waited for
+            gained = [tokens for tokens, _ in draws.collect()]
+            self.rows.last[rows] = torch.tensor([tokens[-1] for tokens in gained], device=self.device).to(self.rows.last.dtype)
+            ends = ends + torch.tensor([len(tokens) - 1 for tokens in gained], device=self.device)
+        self.rows.positions[rows] = ends.to(self.rows.positions.dtype)
         return draws
 
     def _prompt_logprobs(self, share: Share, hidden: torch.Tensor) -> tuple[TokenLogprob, ...]:
@@ -102,17 +125,33 @@ class Worker:
         return tuple(found)
 
 
-class Pending:
-    """A step's result, perhaps still on its way from the device."""
+def goes_on(item: Item, row: Row) -> bool:
+    """Whether an item computes the one position of the token its row drew last."""
+    return item.count == 1 and not item.drafts and not row.knows(item.start)
 
-    def __init__(self, shares: list[Share], draws: Draws | None, prompts: dict[int, tuple[TokenLogprob, ...]]):
-        self.shares, self.draws, self.prompts = shares, draws, prompts
+
+class Pending:
+    """A step's result, perhaps still on its way from the device. Tokens are sent off at once, so that steps queued later
+    do not delay them."""
+
+    def __init__(
+        self, shares: list[Share], draws: Draws | None, prompts: dict[int, tuple[TokenLogprob, ...]] | None = None
+    ):
+        self.shares, self.draws, self.prompts = shares, draws, prompts or {}
+        self.sent: torch.cuda.Event | None = None
+        if draws is not None and draws.tokens.is_cuda:
+            host = torch.empty(draws.tokens.shape, dtype=draws.tokens.dtype, pin_memory=True)
+            host.copy_(draws.tokens, non_blocking=True)
+            self.draws, self.sent = replace(draws, tokens=host), torch.cuda.Event()
+            self.sent.record()
 
     def result(self) -> StepOutput:
+        if self.sent is not None:
+            self.sent.synchronize()
         gains = self.draws.collect() if self.draws is not None else []
-        samples = {
-            share.item.sequence: Sampled(share.item.sequence, *gain, self.prompts.pop(share.item.sequence, ()))
+        samples = [
+            Sampled(share.item.sequence, *gain, self.prompts.pop(share.item.sequence, ()))
             for share, gain in zip(self.shares, gains, strict=True)
-        }
+        ]
         silent = (Sampled(sequence, prompt_logprobs=found) for sequence, found in self.prompts.items())
-        return StepOutput((*samples.values(), *silent))
+        return StepOutput((*samples, *silent))

@@ -84,11 +84,11 @@ class _Vocabulary:
         self.metadata = metadata
         tokens = self.array("tokens", str)
         self.tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
-        self.types = self.array("token_type", int, len(tokens)) or [NORMAL] * len(tokens)
         self.ids = {token: id for id, token in enumerate(self.tokens)}
         if not tokens or len(self.ids) != len(tokens):
             twice = next((token for id, token in enumerate(self.tokens) if self.ids[token] != id), None)
             raise TokenizerError(f"the GGUF file has no usable vocabulary: {len(tokens)} tokens, {twice!r} twice")
+        self.types = self.array("token_type", int, len(tokens)) or [NORMAL] * len(tokens)
 
     def get(self, key: str) -> Any:
         return self.metadata.get(f"tokenizer.ggml.{key}")

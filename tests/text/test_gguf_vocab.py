@@ -1,0 +1,252 @@
+"""Tokenizers from GGUF metadata: the embedded model against transformers, real vocabularies against their encodings."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer as Backend
+from tokenizers import normalizers, pre_tokenizers
+from transformers import AutoTokenizer
+
+from bloomery.artifacts import gguf
+from bloomery.errors import TokenizerError
+from bloomery.text.gguf_vocab import from_gguf
+from bloomery.text.pretokenizers import WORDS, WORDS_OF_ARCHITECTURE
+from bloomery.text.sentencepiece_model import metadata_of
+from tests.text.vocabularies import DATA, LINES, cut_down, embedded, embedded_path, golden, sample_texts
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    path = embedded_path()
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def without_known_differences(text: str) -> str:
+    """transformers cuts words of this vocabulary by GPT-2's pattern alone, where the model's own tokenizer.json sets
+    every numeral apart first: it differs on numerals outside ASCII and on those after several white spaces."""
+    text = "".join(character for character in text if character.isascii() or not character.isnumeric())
+    return re.sub(r"(\s)\s+(?=\d)", r"\1", text)
+
+
+def test_embedded_model_encodes_as_transformers_does(reference: Any) -> None:
+    texts = [without_known_differences(text) for text in sample_texts(220)]
+    assert len(set(texts)) > 200
+    for text in texts:
+        assert embedded().encode(text) == reference.encode(text), text
+
+
+def test_embedded_model_cuts_every_numeral(reference: Any) -> None:
+    words = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    corrected = Backend.from_str(reference.backend_tokenizer.to_str())
+    corrected.pre_tokenizer = pre_tokenizers.Sequence(words)
+    for text in sample_texts(220):
+        assert embedded().encode(text) == corrected.encode(text).ids, text
+
+
+def test_embedded_model_decodes_as_transformers_does(reference: Any) -> None:
+    for text in sample_texts(200):
+        ids = embedded().encode(text)
+        for skip in (True, False):
+            assert embedded().decode(ids, skip) == reference.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
+
+
+def test_embedded_model_is_known() -> None:
+    tokenizer = embedded()
+    assert tokenizer.vocab_size == 49152
+    assert tokenizer.eos_ids == (2,)
+    assert tokenizer.bos_id == 1
+    assert tokenizer.special_tokens["eos_token"] == "<|im_end|>"
+    assert tokenizer.encode("") == []
+    assert "<|im_start|>" in tokenizer.chat_templates["default"]
+    assert {tokenizer.id_of("<|im_end|>"), tokenizer.id_of("<|endoftext|>")} <= tokenizer.special_ids
+
+
+def test_embedded_model_is_built_quickly() -> None:
+    metadata = gguf.read(embedded_path()).metadata
+    start = time.process_time()
+    from_gguf(metadata)
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("name", golden())
+def test_published_encodings(name: str) -> None:
+    cases = golden()[name]["cases"]
+    assert len(cases) >= 46
+    for text, ids in cases:
+        assert cut_down(name).encode(text, add_special=False) == ids, text
+
+
+@pytest.mark.parametrize("name", golden())
+def test_published_texts_come_back(name: str) -> None:
+    for text, ids in golden()[name]["cases"]:
+        found = cut_down(name).decode(ids)
+        assert found == (normalizers.NFC().normalize_str(text) if name in ("mpt", "command-r", "qwen2") else text)
+
+
+@pytest.mark.parametrize(("name", "written"), json.loads((DATA / "pre_tokenizers.json").read_text()).items())
+def test_words_are_cut_as_the_original_cuts_them(name: str, written: dict[str, Any]) -> None:
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    original = Backend.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": empty, **written}))
+    ours = WORDS[name].pre_tokenizer()
+    for text in sample_texts(400):
+        assert ours.pre_tokenize_str(text) == original.pre_tokenizer.pre_tokenize_str(text)
+    if name != "qwen35":  # whose published encodings were made without
+        composed = (written["normalizer"] or {}).get("type") == "NFC"
+        assert WORDS[name].nfc == composed
+
+
+def test_bloom_cuts_at_spaces_and_its_punctuation() -> None:
+    words = [word for word, _ in WORDS["bloom"].pre_tokenizer().pre_tokenize_str("Salut, le monde! (oui) 12")]
+    assert words == ["Salut", ",", "Ġle", "Ġmonde", "!Ġ(", "oui", ")", "Ġ12"]
+
+
+# ---- SentencePiece -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no prefix"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    corpus = folder / "corpus.txt"
+    corpus.write_text("\n".join([*(line.replace("\x00", "") for line in LINES), *(["the spaces   between    words"] * 9)]))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus),
+        model_prefix=str(folder / "model"),
+        model_type="bpe",
+        vocab_size=700,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=request.param,
+        user_defined_symbols=["<sep>", "▁▁", "▁▁▁", "▁▁▁▁"],
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return folder / "model.model"
+
+
+def test_scores_merge_as_sentencepiece_merges(trained: Path) -> None:
+    original = sentencepiece.SentencePieceProcessor(model_file=str(trained))
+    ours = from_gguf({**metadata_of(trained.read_bytes()), "tokenizer.ggml.add_bos_token": False})
+    for text in sample_texts(400):
+        text = text.replace("\x00", "").replace("<s>", "").replace("</s>", "")  # to SentencePiece these are text
+        assert ours.encode(text) == original.encode(text), text
+        assert ours.decode(ours.encode(text)) == original.decode(original.encode(text))
+
+
+def test_broken_byte_tokens_read_as_sentencepiece_reads_them(trained: Path) -> None:
+    original = sentencepiece.SentencePieceProcessor(model_file=str(trained))
+    ours = from_gguf(metadata_of(trained.read_bytes()))
+    for data in (b"\xf0\x9f", b"\xe4\xb8A\xad", b"\xff\xfe", b"\xf0\x9f\x98\x80\xf0\x9f", b"\xc3\xc3\xa9"):
+        ids = [original.piece_to_id(f"<0x{byte:02X}>") for byte in data]
+        assert ours.decode(ids) == original.decode(ids)
+
+
+def test_byte_tokens_and_prefix_space() -> None:
+    tokenizer = cut_down("llama-spm")
+    assert tokenizer.decode(tokenizer.encode("Hello")) == "Hello"
+    assert tokenizer.decode(tokenizer.encode(" Hello")) == " Hello"
+    hello = tokenizer.encode("Hello", add_special=False)
+    assert tokenizer.token_text(hello[0]) == " Hello"
+    assert tokenizer.token_bytes(tokenizer.id_of("<0x0A>")) == b"\n"
+
+
+def test_phi3_control_tokens_swallow_white_space() -> None:
+    metadata = dict(golden()["phi-3"]["metadata"])
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "<|end|>", "<|endoftext|>"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 3, 3]
+    metadata["tokenizer.ggml.scores"] = [*metadata["tokenizer.ggml.scores"], 0.0, 0.0]
+    tokenizer = from_gguf(metadata)
+    end, document = tokenizer.id_of("<|end|>"), tokenizer.id_of("<|endoftext|>")
+    hello = tokenizer.encode("Hello", add_special=False)
+    assert tokenizer.encode("<|end|>\nHello", add_special=False) == [end, *hello]
+    assert tokenizer.encode("<|endoftext|>\nHello", add_special=False) != [document, *hello]
+
+
+# ---- what the metadata says --------------------------------------------------------------------
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    metadata = dict(golden()["gpt-2"]["metadata"])
+    tokens = [*metadata["tokenizer.ggml.tokens"], "<|start|>", "<|stop|>", "<think>", "<|im_end|>"]
+    metadata["tokenizer.ggml.tokens"] = tokens
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 3, 3, 4, 3]
+    metadata["tokenizer.ggml.bos_token_id"] = len(tokens) - 4
+    metadata["tokenizer.ggml.eos_token_id"] = len(tokens) - 3
+    named = {f"tokenizer.ggml.{key}" if "__" not in key else key.replace("__", "."): v for key, v in changes.items()}
+    return {key: value for key, value in {**metadata, **named}.items() if value is not None}
+
+
+def test_bos_and_eos_are_added_where_the_file_says_so() -> None:
+    plain = from_gguf(small())
+    bos, eos, text = plain.bos_id, plain.eos_ids[0], plain.encode("Hello")
+    assert from_gguf(small(add_bos_token=True)).encode("Hello") == [bos, *text]
+    assert from_gguf(small(add_bos_token=True, add_eos_token=True)).encode("Hello") == [bos, *text, eos]
+    assert from_gguf(small(add_bos_token=True)).encode("Hello", add_special=False) == text
+    assert from_gguf(small(pre="llama-bpe")).encode("Hello")[0] == bos
+
+
+def test_special_tokens_in_a_text_are_found_and_hidden_when_decoded() -> None:
+    tokenizer = from_gguf(small())
+    think = tokenizer.id_of("<think>")
+    ids = tokenizer.encode("Hello<|stop|><think> world")
+    assert tokenizer.eos_ids[0] in ids and think in ids
+    assert think not in tokenizer.special_ids
+    assert tokenizer.decode(ids) == "Hello<think> world"
+    assert tokenizer.decode(ids, skip_special=False) == "Hello<|stop|><think> world"
+
+
+def test_the_end_of_a_turn_that_the_template_writes_ends_an_answer() -> None:
+    end = from_gguf(small()).id_of("<|im_end|>")
+    assert end not in from_gguf(small()).eos_ids
+    assert from_gguf(small(tokenizer__chat_template="{{ x }}<|im_end|>")).eos_ids[-1] == end
+    assert end in from_gguf(small(eot_token_id=end)).eos_ids
+
+
+def test_templates_and_sampling_defaults_are_found() -> None:
+    tokenizer = from_gguf(
+        {
+            **small(tokenizer__chat_template="one", general__sampling__temp=0.6, general__sampling__top_k=20),
+            "tokenizer.chat_templates": ["tool_use"],
+            "tokenizer.chat_template.tool_use": "two",
+        }
+    )
+    assert tokenizer.chat_templates == {"default": "one", "tool_use": "two"}
+    assert tokenizer.defaults == {"temperature": 0.6, "top_k": 20}
+
+
+def test_an_old_file_is_understood_by_its_architecture() -> None:
+    assert set(WORDS_OF_ARCHITECTURE.values()) <= set(WORDS)
+    nameless = from_gguf(small(pre=None))  # its architecture is gpt2
+    for text, ids in golden()["gpt-2"]["cases"]:
+        assert nameless.encode(text) == ids
+    with pytest.raises(TokenizerError, match="does not name its pre-tokenizer.*'llama' models"):
+        from_gguf(small(pre="default", general__architecture="llama"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pre": "made-up"}, "'made-up' .* is not known"),
+        ({"model": "bert"}, "of the kind 'bert'"),
+        ({"model": None}, "of the kind None"),
+        ({"tokens": None}, "no usable vocabulary: 0 tokens"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "'a' twice"),
+        ({"tokens": ["a", 1]}, "tokens of the GGUF file is not an array of str"),
+        ({"tokens": "text"}, "not an array"),
+        ({"token_type": [1, 1]}, "2 values in tokenizer.ggml.token_type"),
+        ({"merges": ["not there"]}, "damaged"),
+        ({"model": "llama", "scores": None}, "no tokenizer.ggml.scores"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        from_gguf(small(**changes))
