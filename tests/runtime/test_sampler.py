@@ -333,6 +333,27 @@ def test_extreme_temperatures_stay_finite(temperature):
         assert drawn == {0} if temperature < 0.1 else 0 in drawn
 
 
+@pytest.mark.parametrize("logit", [4.0, -4.0])
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("in_prompt", [0, 2])
+def test_penalties_are_exact(logit, count, in_prompt):
+    """A rival just above the penalised value wins, one just below loses; a longer neighbour reads no further."""
+    s = Sampling(temperature=0.0, repetition_penalty=1.25, frequency_penalty=0.5, presence_penalty=0.25)
+    value = (logit / 1.25 if logit > 0 else logit * 1.25) if count or in_prompt else logit
+    value -= 0.5 * count + (0.25 if count else 0.0)
+    sampler = Sampler(2, VOCAB)
+    sampler.admit(1, started(s, [7] * 20))
+    for rival, winner in ((value + 0.01, 8), (value - 0.01, 7)):
+        sampler.admit(0, started(s, [1] + [7] * in_prompt, [7] * 9))
+        sampler.release(0)
+        start = started(s, [1] + [7] * in_prompt, [7] * count)
+        sampler.admit(0, start)
+        lines = torch.full((2, VOCAB), -50.0)
+        lines[0, 7], lines[0, 8] = logit, rival
+        asked = [(0, len(start.tokens), ()), (1, 20, ())]
+        assert sampler.sample(lines, asked).collect()[0][0] == (winner,)
+
+
 def test_min_tokens_is_exact():
     """Token 0 ends and is by far the likeliest: it comes as the first token after min_tokens others."""
     line = torch.zeros(1, VOCAB)

@@ -12,20 +12,13 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers, pre_tokenizers
-from transformers import AutoTokenizer
 
 from bloomery.artifacts import gguf
 from bloomery.errors import TokenizerError
 from bloomery.text.gguf_vocab import from_gguf
 from bloomery.text.pretokenizers import WORDS, WORDS_OF_ARCHITECTURE
 from bloomery.text.sentencepiece_model import metadata_of
-from tests.text.vocabularies import DATA, LINES, cut_down, embedded, embedded_path, golden, sample_texts
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    path = embedded_path()
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+from tests.text.vocabularies import DATA, LINES, cut_down, embedded, embedded_path, golden, reference, sample_texts
 
 
 def without_known_differences(text: str) -> str:
@@ -35,26 +28,26 @@ def without_known_differences(text: str) -> str:
     return re.sub(r"(\s)\s+(?=\d)", r"\1", text)
 
 
-def test_embedded_model_encodes_as_transformers_does(reference: Any) -> None:
+def test_embedded_model_encodes_as_transformers_does() -> None:
     texts = [without_known_differences(text) for text in sample_texts(220)]
     assert len(set(texts)) > 200
     for text in texts:
-        assert embedded().encode(text) == reference.encode(text), text
+        assert embedded().encode(text) == reference().encode(text), text
 
 
-def test_embedded_model_cuts_every_numeral(reference: Any) -> None:
+def test_embedded_model_cuts_every_numeral() -> None:
     words = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    corrected = Backend.from_str(reference.backend_tokenizer.to_str())
+    corrected = Backend.from_str(reference().backend_tokenizer.to_str())
     corrected.pre_tokenizer = pre_tokenizers.Sequence(words)
     for text in sample_texts(220):
         assert embedded().encode(text) == corrected.encode(text).ids, text
 
 
-def test_embedded_model_decodes_as_transformers_does(reference: Any) -> None:
+def test_embedded_model_decodes_as_transformers_does() -> None:
     for text in sample_texts(200):
         ids = embedded().encode(text)
         for skip in (True, False):
-            assert embedded().decode(ids, skip) == reference.decode(
+            assert embedded().decode(ids, skip) == reference().decode(
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
 
@@ -116,7 +109,9 @@ def test_bloom_cuts_at_spaces_and_its_punctuation() -> None:
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sentencepiece")
     corpus = folder / "corpus.txt"
-    corpus.write_text("\n".join([*(line.replace("\x00", "") for line in LINES), *(["the spaces   between    words"] * 9)]))
+    corpus.write_text(
+        "\n".join([*(line.replace("\x00", "") for line in LINES), *(["the spaces   between    words"] * 9)])
+    )
     sentencepiece.SentencePieceTrainer.train(
         input=str(corpus),
         model_prefix=str(folder / "model"),

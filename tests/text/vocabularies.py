@@ -21,7 +21,7 @@ DATA = Path(__file__).parent / "data"
 
 LINES = (
     "def f(x: int) -> str:\n    return f'{x!r}\\n'  # a comment",
-    "for (int i = 0; i < 10; ++i) { printf(\"%d\\n\", i); }",
+    'for (int i = 0; i < 10; ++i) { printf("%d\\n", i); }',
     "The quick brown fox doesn't jump; it's we'll, I'VE and y'all's.",
     "Zażółć gęślą jaźń. Größe, naïve café, ÅNGSTRÖM, İstanbul'da",
     "Съешь ещё этих мягких французских булок. Ξεσκεπάζω την ψυχοφθόρα",
@@ -36,7 +36,7 @@ LINES = (
     "https://example.com/a/b?c=d&e=f#g user@example.org C:\\path\\to\\file.txt",
     "!!!??...---===___***///\\\\\\|||~~~```'''\"\"\"",
     "\x00\x01\x7f control \ue000 private \U0010fffd last",
-    "{\"key\": [1, 2.5, null, true, \"välue\"], \"nested\": {\"a\": {}}}",
+    '{"key": [1, 2.5, null, true, "välue"], "nested": {"a": {}}}',
     "",
     " ",
     "\n",
@@ -68,6 +68,14 @@ def embedded() -> Tokenizer:
 
 
 @lru_cache
+def reference() -> Any:
+    """transformers' reading of the embedded file. Imported here: it takes its time."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(embedded_path().parent, gguf_file=embedded_path().name)
+
+
+@lru_cache
 def golden() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((DATA / "golden.json").read_text(encoding="utf-8"))
     return found
@@ -84,7 +92,9 @@ def metaspace() -> Tokenizer:
     backend = Backend(BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
-    backend.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>"], show_progress=False))
+    backend.train_from_iterator(
+        LINES, trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>"], show_progress=False)
+    )
     return Tokenizer(backend)
 
 

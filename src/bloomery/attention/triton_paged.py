@@ -21,6 +21,7 @@ from bloomery.kernels.paged_decode import Scoring
 from bloomery.spec import Alibi, Attention
 
 WIDEST = 256  # of a head
+COUNTERS = 1 << 14  # of splits that have arrived
 LIBRARY = 4096  # new positions from which the library pays
 
 
@@ -42,9 +43,11 @@ class Plan:
 
 
 class TritonPaged:
-    """early: decode kernels of a captured step read the cache before their predecessor has ended; the step's layout must
-    then be written before the graph, or by a kernel of it that lets no other overtake it. library: see LIBRARY; None is
-    never. The tilings are chosen by shape where none is given."""
+    """early: in a captured step, decode reads the cache before its predecessor has ended. The step's layout (tables,
+    ends, slots) must then be written before the graph, or by a kernel of it that no other may overtake.
+    library: the new positions from which a prompt goes to the library; None is never.
+    decode, prefill: tilings, for measuring; otherwise they are chosen by shape.
+    """
 
     def __init__(
         self,
@@ -73,8 +76,7 @@ class TritonPaged:
     def plan(self, ragged: Ragged) -> Plan:
         device = ragged.ends.device
         if self.arrived is None:
-            counters = launch.processors(device) * paged_decode.PROGRAMS
-            self.arrived = torch.zeros(counters, dtype=torch.int32, device=device)
+            self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         if len(ragged.counts) == ragged.singles or not ragged.counts:
             return Plan(ragged, ())
         starts = [0, *accumulate(ragged.counts)]
@@ -92,7 +94,7 @@ class TritonPaged:
         return self.library is not None and count == length >= self.library
 
     def attend(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: Plan) -> torch.Tensor:
-        ragged, scoring = plan.ragged, self._scoring(spec, q.device)
+        ragged, scoring = plan.ragged, self.scoring(spec, q.device)
         if len(plan.prompts) == 1 and not ragged.singles and self._by_library(plan.prompts[0], spec, q):
             return self._library(q, cache, spec, ragged.slots)
         out = torch.empty_like(q)
@@ -127,12 +129,13 @@ class TritonPaged:
             self.arrived, early,
         )  # fmt: skip
 
-    def _scoring(self, spec: Attention, device: torch.device) -> Scoring:
+    def scoring(self, spec: Attention, device: torch.device) -> Scoring:
         slopes = None
         if isinstance(spec.position, Alibi):
             key = spec.num_heads, spec.position
             if key not in self.slopes:
-                self.slopes[key] = (alibi_slopes(spec.num_heads, spec.position.max_bias) * spec.position.scale).to(device)
+                slopes = alibi_slopes(spec.num_heads, spec.position.max_bias) * spec.position.scale
+                self.slopes[key] = slopes.to(device)
             slopes = self.slopes[key]
         return Scoring(spec.softmax_scale, spec.window, spec.softcap, slopes)
 
@@ -144,7 +147,7 @@ class TritonPaged:
     def _library(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, slots: torch.Tensor) -> torch.Tensor:
         """Of one sequence from its beginning: its keys and values lie at `slots`, for they have just been stored."""
         keys, values = (half.index_select(0, slots).transpose(0, 1)[None] for half in cache)
-        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
             out = F.scaled_dot_product_attention(
                 q.transpose(0, 1)[None], keys, values, is_causal=True, scale=spec.softmax_scale, enable_gqa=True
             )

@@ -18,6 +18,7 @@ from bloomery.kernels.launch import begin, jit, overlap, power_of_two, tl, wait
 LOG2E = 1.4426950408889634
 PROGRAMS = 4  # a processor should have so many to hide latency
 MOST_SPLITS = 32
+EARLY = 32  # sequences up to which reading early pays
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def attention_reference(
     block_size: int,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """q [tokens, heads, dim]: sequence i has tokens starts[i] to starts[i + 1], the last ones of its ends[i] positions."""
+    """q [tokens, heads, dim]: sequence i has tokens starts[i] to starts[i + 1], the last of its ends[i] positions."""
     out = torch.empty_like(q)
     for i, end in enumerate(ends):
         new = slice(starts[i], starts[i + 1])
@@ -72,17 +73,15 @@ def attention_reference(
 
 
 @lru_cache(maxsize=4096)
-def tiling(
-    batch: int, heads: int, kv_heads: int, dim: int, item: int, positions: int, processors: int
-) -> Tiling:
-    """For sequences of at most `positions`, of `item` bytes a number."""
-    share = heads // kv_heads
-    parts = -(-share // 64)
-    tile = 64 if dim * item <= 256 else 32
+def tiling(batch: int, heads: int, kv_heads: int, dim: int, item: int, positions: int, processors: int) -> Tiling:
+    """For sequences of at most `positions`, of numbers of `item` bytes. Few programs: queries apart, and splits."""
+    share, few = heads // kv_heads, batch * kv_heads < processors
+    parts = -(-share // (16 if few or item == 4 else 64))
+    tile = max(16, min(64, 16384 // (power_of_two(dim) * item)))
     fill = max(1, processors * PROGRAMS // (batch * kv_heads * parts))
     splits = min(1 << (fill.bit_length() - 1), power_of_two(-(-positions // tile)), MOST_SPLITS)
     if splits == 1 and share <= 16:
-        return Tiling(tile, 2, 3)
+        return Tiling(tile, 2, 3, 1, parts)
     return Tiling(tile, 4, 2, splits, parts)
 
 
@@ -112,25 +111,27 @@ def paged_decode(
     dim_up, share_two = max(16, power_of_two(dim)), power_of_two(share)
     scratch = out
     if cut.splits > 1:
+        if batch * kv_heads * cut.parts > arrived.numel():
+            raise ValueError(f"{batch} sequences with {kv_heads} key heads are too many to split: take splits=1")
         scratch = torch.empty(batch * heads * cut.splits * (dim + 1), dtype=torch.float32, device=q.device)
     decode_kernel[(kv_heads * cut.parts, batch, cut.splits)](
         q, cache, out, tables, ends, slots, q if scoring.slopes is None else scoring.slopes, scratch, arrived,
         cache.stride(0), tables.stride(0), scoring.scale * LOG2E,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=dim_up, PARTS=cut.parts, SHARE=share,
-        SHARE_UP=max(16, share_two), SHARE_TWO=share_two, BLOCK=block_size, TILE=cut.tile, WINDOW=scoring.window or 0,
-        CAP=scoring.softcap or 0.0, ALIBI=scoring.slopes is not None, SPLIT=cut.splits > 1, DIRECT=cut.direct,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=dim_up, PARTS=cut.parts, SHARE=share, SHARE_TWO=share_two,
+        BLOCK=block_size, TILE=cut.tile, WINDOW=scoring.window or 0, CAP=scoring.softcap or 0.0,
+        ALIBI=scoring.slopes is not None, SPLIT=cut.splits > 1, DIRECT=cut.direct,
         CHUNK=min(MOST_SPLITS, max(1, 2048 * cut.warps // (share_two * dim_up))),
-        EARLY=power_of_two(batch) if early and cut.tile <= block_size else 0,
+        EARLY=EARLY if early and batch <= EARLY and cut.splits > 1 and cut.tile <= block_size else 0,
         STAGES=cut.stages, num_warps=cut.warps, **overlap(q.device),
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["width"])
+@jit(do_not_specialize=["tables", "ends", "slots", "width"])
 def decode_kernel(
     q, cache, out, tables, ends, slots, slopes, scratch, arrived, half, width, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
-    PARTS: tl.constexpr, SHARE: tl.constexpr, SHARE_UP: tl.constexpr, SHARE_TWO: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, DIRECT: tl.constexpr,
+    PARTS: tl.constexpr, SHARE: tl.constexpr, SHARE_TWO: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, DIRECT: tl.constexpr,
     CHUNK: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
@@ -138,6 +139,7 @@ def decode_kernel(
         wait(PDL)
     group, b, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head, part = group // PARTS, group % PARTS
+    SHARE_UP: tl.constexpr = SHARE_TWO if SHARE_TWO > 16 else 16
     g, n, d = tl.arange(0, SHARE_UP), tl.arange(0, TILE), tl.arange(0, DIM_UP)
     head = kv_head * (HEADS // KV_HEADS) + part * SHARE + g
     member = (g < SHARE) & (part * SHARE + g < HEADS // KV_HEADS)

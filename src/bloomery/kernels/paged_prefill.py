@@ -26,12 +26,12 @@ class Tiling:
 
 @lru_cache(maxsize=256)
 def tiling(rows: int, dim: int, item: int) -> Tiling:
-    """For sequences of at most `rows` rows and numbers of `item` bytes."""
+    """For sequences of at most `rows` rows, of numbers of `item` bytes."""
     if item == 4:
-        return Tiling(16 if rows <= 16 or dim > 128 else 32, 32, 4, 2)
-    if rows <= 64 or dim > 128:
-        return Tiling(64, 64, 4, 2 if dim > 128 else 3)
-    return Tiling(128, 64, 4, 3)
+        return Tiling(16, 16, 8, 2) if dim > 128 else Tiling(16 if rows <= 16 else 32, 32, 8, 2)
+    if rows <= 64:
+        return Tiling(64, 64, 4, 2) if dim <= 128 else Tiling(64, 32, 4, 2)
+    return Tiling(128, 64, 4, 3) if dim <= 128 else Tiling(128, 64, 8, 2)
 
 
 def paged_prefill(
@@ -64,7 +64,7 @@ def paged_prefill(
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["width", "first"])
+@jit(do_not_specialize=["tables", "starts", "ends", "width", "first"])
 def prefill_kernel(
     q, cache, out, tables, starts, ends, slopes, half, width, first, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr,

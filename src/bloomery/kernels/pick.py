@@ -9,8 +9,8 @@ and all behind it, in expectation half of the excess.
 
 Each launch has a program for every line and segment of the vocabulary; the last of a line to arrive concludes.
     scan    finds the unrestricted winner, and settles every line that asks for no more
-    verify  counts and weighs what comes before that winner, then tries candidates until one is kept. For top_k it
-            lists the few tokens that can be among the k: top_p is a share of what they hold, so the k-th is needed
+    verify  lists the tokens that matter to the others, those before the winner or those that can be among the top_k,
+            usually few; then tries candidates until one is kept
 
 Masses are sums of whole numbers, exp(z) in units of 2**-40, which no order of adding changes. Scores are float32, so a
 result is that of runtime/sampler but for near-exact ties: candidates whose noisy scores, or a border of top_p whose
@@ -30,9 +30,7 @@ from bloomery.kernels.order import ordered
 from bloomery.kernels.truncate import kept
 
 COLDEST = 1e-5  # a temperature below it is greedy
-SEGMENT = 2048  # tokens a program looks at
-BLOCK = 64  # tokens whose highest score is remembered, to know about where the k-th lies
-LISTED = 2048  # tokens that the list of a line holds; when it overflows, the line itself is searched, slowly
+PROGRAMS = 512  # of the second launch, about
 
 
 class Wishes(NamedTuple):
@@ -53,25 +51,33 @@ class Picked(NamedTuple):
 
 @dataclass(frozen=True)
 class Scratch:
-    """What launches leave for one another: a record of each kind for every line, made once and used by all calls."""
+    """What launches leave for one another: two records for every line, made once and used by all calls."""
 
-    floats: torch.Tensor  # by segment: best score, mass, mass at temperature 1; of the line: the same; best of blocks
-    longs: torch.Tensor  # by segment: mass before the candidate, mass that min_p leaves
-    ints: torch.Tensor  # by segment: winner, tokens before the candidate; arrived, listed, candidate, bound; the list
+    floats: torch.Tensor  # by segment: best score, mass, mass at temperature 1; the line's; by block: best score
+    ints: torch.Tensor  # by segment: winner; of the line: arrived, listed, candidate, bound; the list
+    segment: int  # tokens that a program looks at together
+    block: int  # tokens whose highest score is remembered, to know about where the k-th lies
+    listed: int  # tokens that the list of a line holds; when it overflows, the line itself is searched, slowly
 
     @classmethod
-    def of(cls, lines: int, vocab: int, device: torch.device | str) -> Scratch:
-        segments, blocks = sizes(vocab)
+    def of(
+        cls,
+        lines: int,
+        vocab: int,
+        device: torch.device | str,
+        segment: int = 2048,
+        block: int = 64,
+        listed: int = 4096,
+    ) -> Scratch:
+        segments = power_of_two(-(-vocab // segment))
+        floats, ints = 3 * segments + 4 + segments * (segment // block), segments + 4 + listed
         return cls(
-            torch.zeros(lines, 3 * segments + 4 + blocks, dtype=torch.float32, device=device),
-            torch.zeros(lines, 2 * segments, dtype=torch.int64, device=device),
-            torch.zeros(lines, 2 * segments + 4 + LISTED, dtype=torch.int32, device=device),
+            torch.zeros(lines, floats, dtype=torch.float32, device=device),
+            torch.zeros(lines, ints, dtype=torch.int32, device=device),
+            segment,
+            block,
+            listed,
         )
-
-
-def sizes(vocab: int) -> tuple[int, int]:
-    segments = power_of_two(-(-vocab // SEGMENT))
-    return segments, segments * (SEGMENT // BLOCK)
 
 
 def pick(
@@ -123,171 +129,279 @@ def pick_lines(
     lines, vocab = logits.shape
     out = torch.empty(2, lines, dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(lines, dtype=torch.float32, device=logits.device)
-    segments, blocks = sizes(vocab)
+    segments = -(-vocab // scratch.segment)
     arguments = (
-        logits, rows, positions, *wishes, out, logprobs, scratch.floats, scratch.longs, scratch.ints,
+        logits, rows, positions, *wishes, out, logprobs, scratch.floats, scratch.ints,
         logits.stride(0), wishes.temperature.stride(0), vocab, lines,
     )  # fmt: skip
     options = {
-        "SEGMENTS": segments, "BLOCKS": blocks, "SEGMENT": SEGMENT, "BLOCK": BLOCK, "LISTED": LISTED,
-        "COLDEST": COLDEST, "SCORED": scored, "num_warps": 4, **overlap(logits.device),
+        "SEGMENTS": power_of_two(segments), "SEGMENT": scratch.segment, "BLOCK": scratch.block,
+        "LISTED": scratch.listed, "COLDEST": COLDEST, "SCORED": scored, **overlap(logits.device),
     }  # fmt: skip
-    grid = (lines, -(-vocab // SEGMENT))
-    scan_kernel[grid](*arguments, RESTRICTED=restricted, **options)
+    scan_kernel[(lines, segments)](*arguments, RESTRICTED=restricted or scored, **options, num_warps=4)
     if restricted or scored:
-        verify_kernel[grid](*arguments, **options)
+        parts = max(1, min(segments, PROGRAMS // lines))
+        verify_kernel[(lines, parts)](*arguments, **options, num_warps=8)
     return Picked(out[0], logprobs, out[1])
 
 
 @jit
 def scan_kernel(
-    logits, rows, positions, temperature, top_p, min_p, top_k, seeds, out, logprobs, floats, longs, ints,
+    logits, rows, positions, temperature, top_p, min_p, top_k, seeds, out, logprobs, floats, ints,
     stride, step, vocab, lines,
-    SEGMENTS: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr,
-    COLDEST: tl.constexpr, SCORED: tl.constexpr, RESTRICTED: tl.constexpr, PDL: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr, COLDEST: tl.constexpr,
+    SCORED: tl.constexpr, RESTRICTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     wait(PDL)
     line, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + line).to(tl.int64)
-    heat, k0, k1 = drawn(row, line, temperature, step, seeds, positions)
+    heat, k0, k1 = drawn_with(row, line, temperature, step, seeds, positions)
     logits += line * stride
-    floats += line * (3 * SEGMENTS + 4 + BLOCKS)
-    ints += line * (2 * SEGMENTS + 4 + LISTED)
+    floats += line * (3 * SEGMENTS + 4 + SEGMENTS * (SEGMENT // BLOCK))
+    ints += line * (SEGMENTS + 4 + LISTED)
     i = segment * SEGMENT + tl.arange(0, SEGMENT)
     s = tl.load(logits + i, mask=i < vocab, other=-float("inf")).to(tl.float32)
     top = tl.max(s, 0)
-    v = s
-    if heat >= COLDEST:
-        v = relative(s, top, heat) + gumbel_at(k0, k1, i)
     tl.store(floats + segment, top)
-    tl.store(ints + segment, first_of(v, i))
+    tl.store(ints + segment, winner_of(s, i, i < vocab, top, heat, k0, k1, COLDEST))
     if SCORED:
         tl.store(floats + 2 * SEGMENTS + segment, tl.sum(tl.exp(relative(s, top, 1.0)), 0))
     if RESTRICTED:
         if heat >= COLDEST:
             tl.store(floats + SEGMENTS + segment, tl.sum(tl.exp(relative(s, top, heat)), 0))
-            b: tl.constexpr = SEGMENT // BLOCK
-            best = tl.max(tl.reshape(s, (b, BLOCK)), 1)
-            tl.store(floats + 3 * SEGMENTS + 4 + segment * b + tl.arange(0, b), best)
-    if arrived(ints + 2 * SEGMENTS):
+            b = segment * (SEGMENT // BLOCK) + tl.arange(0, SEGMENT // BLOCK)
+            tl.store(floats + 3 * SEGMENTS + 4 + b, tl.max(tl.reshape(s, (SEGMENT // BLOCK, BLOCK)), 1))
+    if is_last(ints + SEGMENTS):
         j = tl.arange(0, SEGMENTS)
         here = j < tl.num_programs(1)
         tops = tl.load(floats + j, mask=here, other=-float("inf"), cache_modifier=".cg")
         ids = tl.load(ints + j, mask=here, other=0, cache_modifier=".cg")
-        top = tl.max(tops, 0)
-        v = tl.load(logits + ids, mask=here, other=-float("inf")).to(tl.float32)
-        if heat >= COLDEST:
-            v = relative(v, top, heat) + gumbel_at(k0, k1, ids)
-        winner = tl.minimum(first_of(tl.where(here, v, -float("inf")), ids), vocab - 1)
-        own = tl.load(logits + winner).to(tl.float32)
-        tl.store(out + line, winner)
+        best = tl.max(tops, 0)
+        leaders = tl.load(logits + ids, mask=here, other=-float("inf")).to(tl.float32)
+        c = tl.minimum(winner_of(leaders, ids, here, best, heat, k0, k1, COLDEST), vocab - 1)
+        own = tl.load(logits + c).to(tl.float32)
+        tl.store(out + line, c)
         tl.store(out + lines + line, 1)
-        open_ = (heat >= COLDEST) & SCORED
         if SCORED:
-            mass = tl.load(floats + 2 * SEGMENTS + j, mask=here, other=0.0, cache_modifier=".cg")
-            log = top + tl.log(tl.sum(mass * tl.exp(relative(tops, top, 1.0)), 0))
+            log = best + tl.log(mass_of(floats + 2 * SEGMENTS + j, tops, here, best, 1.0))
             tl.store(floats + 3 * SEGMENTS + 2, log)
             tl.store(logprobs + line, own - log)
         if RESTRICTED:
-            k, p = tl.load(top_k + row).to(tl.int32), tl.load(top_p + row * step)
-            floor = tl.log(tl.load(min_p + row * step).to(tl.float32))
-            open_ |= (heat >= COLDEST) & ((k > 0) | (p < 1.0) | (relative(own, top, heat) < floor))
-            if open_:
-                mass = tl.load(floats + SEGMENTS + j, mask=here, other=0.0, cache_modifier=".cg")
-                tl.store(floats + 3 * SEGMENTS + 1, tl.sum(mass * tl.exp(relative(tops, top, heat)), 0))
-                if k > 0:
-                    b = tl.arange(0, BLOCKS)
-                    at = floats + 3 * SEGMENTS + 4 + b
-                    real = b < tl.num_programs(1) * (SEGMENT // BLOCK)
-                    best = tl.load(at, mask=real, other=-float("inf"), cache_modifier=".cg")
-                    tl.store(ints + 2 * SEGMENTS + 3, kth(ordinal(best), real, k).to(tl.int32, bitcast=True))
-        tl.store(floats + 3 * SEGMENTS, top)
-        tl.store(ints + 2 * SEGMENTS + 2, tl.where(open_, winner, -1))
+            k, least = tl.load(top_k + row).to(tl.int32), tl.load(min_p + row * step).to(tl.float32)
+            cut = (k > 0) | (least > 0.0) | (tl.load(top_p + row * step) < 1.0)
+            leave = (heat >= COLDEST) & (cut | SCORED)
+            tl.store(ints + SEGMENTS + 2, tl.where(leave, c, -1))
+            if leave:
+                tl.store(floats + 3 * SEGMENTS, best)
+                tl.store(floats + 3 * SEGMENTS + 1, mass_of(floats + SEGMENTS + j, tops, here, best, heat))
+                bound = bound_of(own, best, heat, least, k, floats + 3 * SEGMENTS + 4, SEGMENTS, SEGMENT // BLOCK)
+                tl.store(ints + SEGMENTS + 3, bound.to(tl.int32, bitcast=True))
 
 
 @jit
 def verify_kernel(
-    logits, rows, positions, temperature, top_p, min_p, top_k, seeds, out, logprobs, floats, longs, ints,
+    logits, rows, positions, temperature, top_p, min_p, top_k, seeds, out, logprobs, floats, ints,
     stride, step, vocab, lines,
-    SEGMENTS: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr,
-    COLDEST: tl.constexpr, SCORED: tl.constexpr, PDL: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr, COLDEST: tl.constexpr,
+    SCORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     wait(PDL)
-    line, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    floats += line * (3 * SEGMENTS + 4 + BLOCKS)
-    longs += line * (2 * SEGMENTS)
-    ints += line * (2 * SEGMENTS + 4 + LISTED)
-    c = tl.load(ints + 2 * SEGMENTS + 2)
-    if c >= 0:
-        row = tl.load(rows + line).to(tl.int64)
-        heat, k0, k1 = drawn(row, line, temperature, step, seeds, positions)
-        k, p = tl.load(top_k + row).to(tl.int32), tl.load(top_p + row * step).to(tl.float64)
-        least = tl.load(min_p + row * step).to(tl.float32)
-        floor = tl.log(least)
+    line = tl.program_id(0).to(tl.int64)
+    floats += line * (3 * SEGMENTS + 4 + SEGMENTS * (SEGMENT // BLOCK))
+    ints += line * (SEGMENTS + 4 + LISTED)
+    c = tl.load(ints + SEGMENTS + 2)
+    if c >= 0:  # the scan left it open
         logits += line * stride
-        top = tl.load(floats + 3 * SEGMENTS)
-        own = tl.load(logits + c).to(tl.float32)
-        border = ordinal(own)
-        reach = ordinal(tl.load(floats + segment))  # of the best token of this segment
-        i = segment * SEGMENT + tl.arange(0, SEGMENT)
-        if k > 0:
-            bound = tl.load(ints + 2 * SEGMENTS + 3).to(tl.uint32, bitcast=True)
-            if reach >= bound:
+        bound = tl.load(ints + SEGMENTS + 3).to(tl.uint32, bitcast=True)
+        for segment in range(tl.program_id(1), tl.cdiv(vocab, SEGMENT), tl.num_programs(1)):
+            if ordinal(tl.load(floats + segment)) >= bound:
+                i = segment * SEGMENT + tl.arange(0, SEGMENT)
                 s = tl.load(logits + i, mask=i < vocab, other=-float("inf")).to(tl.float32)
-                fit = (ordinal(s) >= bound) & (i < vocab)
-                place = tl.atomic_add(ints + 2 * SEGMENTS + 1, tl.sum(fit.to(tl.int32), 0))
-                place += tl.cumsum(fit.to(tl.int32), 0) - 1
-                tl.store(ints + 2 * SEGMENTS + 4 + place, i, mask=fit & (place < LISTED))
-        else:
-            count, mass, left, after = 0, tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), -1
-            if (reach >= border) | ((least > 0.0) & (p < 1.0)):
-                s = tl.load(logits + i, mask=i < vocab, other=-float("inf")).to(tl.float32)
-                count, mass, left, value, after = surveyed(s, i, i < vocab, border, c, top, heat, floor, k0, k1)
-            tl.store(ints + segment, after)
-            tl.store(ints + SEGMENTS + segment, count)
-            tl.store(longs + segment, mass)
-            tl.store(longs + SEGMENTS + segment, left)
-        if arrived(ints + 2 * SEGMENTS):
-            size, short = vocab, False
-            if k > 0:
-                size = tl.load(ints + 2 * SEGMENTS + 1, cache_modifier=".cg")
-                tl.store(ints + 2 * SEGMENTS + 1, 0)
-                short = size <= LISTED
-                size = tl.where(short, size, vocab)
-                border = kth_of(logits, ints + 2 * SEGMENTS + 4, short, size, k, SEGMENT, LISTED)
-                count, mass, left, after = survey(
-                    logits, ints + 2 * SEGMENTS + 4, short, size, border, vocab, top, heat, floor, k0, k1, SEGMENT
-                )
-                each = weight_of(relative(score_of(border), top, heat))
-                whole = (mass - tl.maximum(count - k, 0).to(tl.int64) * each).to(tl.float64) * 9.094947017729282e-13
-                c = after
-                own = tl.load(logits + c).to(tl.float32)
-                border = ordinal(own)
-                count, mass, left, after = survey(
-                    logits, ints + 2 * SEGMENTS + 4, short, size, border, c, top, heat, floor, k0, k1, SEGMENT
-                )
-            else:
-                j = tl.arange(0, SEGMENTS)
-                here = j < tl.num_programs(1)
-                ids = tl.load(ints + j, mask=here, other=-1, cache_modifier=".cg")
-                v = tl.load(logits + ids, mask=ids >= 0, other=-float("inf")).to(tl.float32)
-                v = tl.where(ids >= 0, relative(v, top, heat) + gumbel_at(k0, k1, ids), -float("inf"))
-                after = first_of(v, tl.where(ids >= 0, ids, vocab))
-                count = tl.sum(tl.load(ints + SEGMENTS + j, mask=here, other=0, cache_modifier=".cg"), 0)
-                mass = tl.sum(tl.load(longs + j, mask=here, other=0, cache_modifier=".cg"), 0)
-                left = tl.sum(tl.load(longs + SEGMENTS + j, mask=here, other=0, cache_modifier=".cg"), 0)
-                whole = tl.load(floats + 3 * SEGMENTS + 1).to(tl.float64)
-                if least > 0.0:
-                    whole = left.to(tl.float64) * 9.094947017729282e-13
-            while (after < vocab) & (not stays(own, count, mass, whole, top, heat, floor, k, p)):
-                c = after
-                own = tl.load(logits + c).to(tl.float32)
-                count, mass, left, after = survey(
-                    logits, ints + 2 * SEGMENTS + 4, short, size, ordinal(own), c, top, heat, floor, k0, k1, SEGMENT
-                )
+                fits = (i < vocab) & (ordinal(s) >= bound)
+                place = tl.atomic_add(ints + SEGMENTS + 1, tl.sum(fits.to(tl.int32), 0))
+                place += tl.cumsum(fits.to(tl.int32), 0) - 1
+                tl.store(ints + SEGMENTS + 4 + place, i, mask=fits & (place < LISTED))
+        if is_last(ints + SEGMENTS):
+            row = tl.load(rows + line).to(tl.int64)
+            heat, k0, k1 = drawn_with(row, line, temperature, step, seeds, positions)
+            k, least = tl.load(top_k + row).to(tl.int32), tl.load(min_p + row * step).to(tl.float32)
+            share = tl.load(top_p + row * step).to(tl.float64)
+            listed = tl.load(ints + SEGMENTS + 1, cache_modifier=".cg")
+            tl.store(ints + SEGMENTS + 1, 0)
+            size = tl.where(listed <= LISTED, listed, vocab)
+            top, whole = tl.load(floats + 3 * SEGMENTS), tl.load(floats + 3 * SEGMENTS + 1).to(tl.float64)
+            c, count = settled(
+                c, logits, ints + SEGMENTS + 4, listed <= LISTED, size, vocab, top, whole, heat, k, share, least,
+                k0, k1, SEGMENT, LISTED,
+            )  # fmt: skip
             tl.store(out + line, c)
             tl.store(out + lines + line, count + 1)
             if SCORED:
-                tl.store(logprobs + line, own - tl.load(floats + 3 * SEGMENTS + 2))
+                tl.store(logprobs + line, tl.load(logits + c).to(tl.float32) - tl.load(floats + 3 * SEGMENTS + 2))
+
+
+@jit
+def settled(
+    c, logits, ids, short, size, vocab, top, whole, heat, k, share, least, k0, k1,
+    SEGMENT: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """The first candidate that is kept, from c on, and how many tokens come before it.
+
+    Where top_k or min_p decide what top_p is a share of, all they leave is surveyed first, and its winner tried first;
+    of tokens that equal the k-th too many may have been weighed.
+    """
+    unit: tl.constexpr = 2.0**-40
+    floor = tl.where(least > 0.0, tl.log(tl.maximum(least, 1e-30)), -float("inf"))
+    if (k > 0) | (least > 0.0):
+        last = kth_of(logits, ids, short, size, k, SEGMENT, LISTED)
+        count, mass, c = survey(logits, ids, short, size, last, vocab, vocab, top, heat, floor, k0, k1, SEGMENT)
+        spare = tl.where(k > 0, tl.maximum(count - k, 0), 0).to(tl.int64)
+        whole = (mass - spare * weight(relative(score(last), top, heat))).to(tl.float64) * unit
+    going = True
+    count = 0
+    while going:
+        own = tl.load(logits + c).to(tl.float32)
+        count, mass, ahead = survey(
+            logits, ids, short, size, ordinal(own), c, vocab, top, heat, floor, k0, k1, SEGMENT
+        )
+        kept = ((k == 0) | (count < k)) & (relative(own, top, heat) >= floor)
+        kept &= (share >= 1.0) | (mass.to(tl.float64) * unit < share * whole)
+        going = (ahead < vocab) & (kept == 0)
+        c = tl.where(going, ahead, c)
+    return c, count
+
+
+@jit
+def survey(
+    logits, ids, short, size, border, c, vocab, top, heat, floor, k0, k1, SEGMENT: tl.constexpr
+):
+    """Of the tokens before the place (border, c) in the order that min_p leaves: number, mass, and winner or `vocab`."""
+    count, mass = 0, tl.full([], 0, tl.int64)
+    best, winner = -float("inf"), vocab
+    for start in range(0, size, SEGMENT):
+        i, s, here = looked_at(logits, ids, short, start, size, SEGMENT)
+        u, z = ordinal(s), relative(s, top, heat)
+        here &= ((u > border) | ((u == border) & (i < c))) & (z >= floor)
+        v = tl.where(here, z + gumbel_at(k0, k1, i), -float("inf"))
+        count += tl.sum(here.to(tl.int32), 0)
+        mass += tl.sum(tl.where(here, weight(z), 0), 0)
+        high = tl.max(v, 0)
+        first = tl.min(tl.where(here & (v == high), i, vocab), 0)
+        winner = tl.where((high > best) | ((high == best) & (first < winner)), first, winner)
+        best = tl.maximum(best, high)
+    return count, mass, winner
+
+
+@jit
+def kth_of(logits, ids, short, size, k, SEGMENT: tl.constexpr, LISTED: tl.constexpr):
+    """The k-th highest score as an ordinal; that of -inf, which all reach, if there are fewer or k is 0."""
+    last = tl.full([], 0, tl.uint32)
+    if k > 0:
+        if short:
+            i, s, here = looked_at(logits, ids, short, 0, size, LISTED)
+            last = kth(tl.where(here, ordinal(s), 0), k)
+        else:
+            bit = tl.full([], 0x80000000, tl.uint32)
+            for _ in range(32):
+                count = 0
+                for start in range(0, size, SEGMENT):
+                    i, s, here = looked_at(logits, ids, short, start, size, SEGMENT)
+                    count += tl.sum((here & (ordinal(s) >= (last | bit))).to(tl.int32), 0)
+                last = tl.where(count >= k, last | bit, last)
+                bit = bit >> 1
+    return tl.maximum(last, 0x007FFFFF)
+
+
+@jit
+def kth(u, k):
+    """The k-th highest of a tile of ordinals, bit by bit; 0 if there are fewer."""
+    last, bit = tl.full([], 0, tl.uint32), tl.full([], 0x80000000, tl.uint32)
+    for _ in range(32):
+        enough = tl.sum((u >= (last | bit)).to(tl.int32), 0) >= k
+        last = tl.where(enough, last | bit, last)
+        bit = bit >> 1
+    return last
+
+
+@jit
+def bound_of(own, top, heat, least, k, blocks, SEGMENTS: tl.constexpr, EACH: tl.constexpr):
+    """No token below this ordinal matters: k blocks have a token as high as the k-th best of them; min_p, widened by
+    more than rounding can move it; and without either, only what comes before the candidate."""
+    bound = tl.where((k > 0) | (least > 0.0), 0, ordinal(own))
+    if k > 0:
+        b = tl.arange(0, SEGMENTS * EACH)
+        best = tl.load(blocks + b, mask=b < tl.num_programs(1) * EACH, other=-float("inf"), cache_modifier=".cg")
+        bound = kth(ordinal(best), k)
+    if least > 0.0:
+        low = top + heat * tl.log(least)
+        bound = tl.maximum(bound, ordinal(low - 1e-5 * (tl.abs(low) + tl.abs(top))))
+    return bound
+
+
+@jit
+def looked_at(logits, ids, short, start, size, WIDTH: tl.constexpr):
+    """A tile of tokens and their scores: of the list, or of the whole line."""
+    i = start + tl.arange(0, WIDTH)
+    here = i < size
+    if short:
+        i = tl.load(ids + i, mask=here, other=0, cache_modifier=".cg")
+    return i, tl.load(logits + i, mask=here, other=-float("inf")).to(tl.float32), here
+
+
+@jit
+def winner_of(s, i, here, top, heat, k0, k1, COLDEST: tl.constexpr):
+    v = s
+    if heat >= COLDEST:
+        v = relative(s, top, heat) + gumbel_at(k0, k1, i)
+    v = tl.where(here, v, -float("inf"))
+    return tl.min(tl.where(here & (v == tl.max(v, 0)), i, 0x7FFFFFFF), 0)
+
+
+@jit
+def mass_of(masses, tops, here, top, heat):
+    """The masses of the segments, each relative to its own best score, as one relative to the best of all."""
+    mass = tl.load(masses, mask=here, other=0.0, cache_modifier=".cg")
+    return tl.sum(mass * tl.exp(relative(tops, top, heat)), 0)
+
+
+@jit
+def drawn_with(row, line, temperature, step, seeds, positions):
+    position = tl.load(positions + line)
+    k0, k1 = key_at(tl.load(seeds + 2 * row), position), key_at(tl.load(seeds + 2 * row + 1), position)
+    return tl.load(temperature + row * step).to(tl.float32), k0, k1
+
+
+@jit
+def is_last(arrived):
+    """Whether all other programs of the line have stored what they have. Leaves the counter at zero."""
+    tl.debug_barrier()  # the stores of all threads come before the one thread's release
+    last = tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(1) - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
+
+
+@jit
+def relative(s, top, heat):
+    """(s - top) / heat, also where both are -inf."""
+    return tl.div_rn(s - tl.maximum(top, -3.0e38), heat + tl.zeros_like(s))
+
+
+@jit
+def weight(z):
+    return (tl.exp(z) * 1099511627776.0).to(tl.int64)
+
+
+@jit
+def ordinal(s):
+    """Scores as whole numbers in the same order; -0.0 is 0.0."""
+    bits = (s + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@jit
+def score(u):
+    bits = (u ^ 0x80000000).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

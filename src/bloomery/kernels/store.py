@@ -43,9 +43,7 @@ def turn_and_store(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, 
     return (turn_rows if fused(qkv) else turn_and_store_reference)(qkv, cache, slots, turn)
 
 
-def turn_and_store_reference(
-    qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn: Turn
-) -> torch.Tensor:
+def turn_and_store_reference(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn: Turn) -> torch.Tensor:
     def turned(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if turn.norm == "layer":
             x = layer_norm_reference(x, weight, None, turn.eps)
@@ -84,7 +82,7 @@ def turn_rows(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn:
     return q
 
 
-@jit
+@jit(do_not_specialize=["slots", "positions"])
 def turn_kernel(
     qkv, q, cache, slots, positions, cos, sin, q_weight, k_weight, stride, half, eps, clip,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, TURNED: tl.constexpr,

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from bloomery.attention.base import Backend
-from bloomery.layers.linear import Add, Linear, Rotate
-from bloomery.layers.norm import Normalize
+from bloomery.kernels.gemv import Heads, Norm, Residual
+from bloomery.kernels.store import Turn
+from bloomery.layers.linear import Linear, finish
+from bloomery.layers.norm import normalize
 from bloomery.spec import Attention, Rope
 
 Angles = Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
@@ -23,24 +25,45 @@ class Context:
     backend: Backend
     plan: Any  # the backend's own, for this step
     slots: torch.Tensor  # [tokens] where the new keys and values go
-    angles: Angles  # cos and sin at this step's positions
+    angles: Angles  # cos and sin: at this step's positions, or of all, to be looked up
+    positions: torch.Tensor | None  # [tokens] where to look them up
 
 
 class AttentionBlock:
     def __init__(
-        self, spec: Attention, qkv: Linear, out: Linear, q_norm: Normalize | None = None, k_norm: Normalize | None = None
+        self, spec: Attention, qkv: Linear, out: Linear, q_norm: Norm | None = None, k_norm: Norm | None = None
     ):
         self.spec, self.qkv, self.out, self.q_norm, self.k_norm = spec, qkv, out, q_norm, k_norm
+        # A norm over all heads at once, or one with a bias, is not part of the turn.
+        self.apart = q_norm is not None and (spec.qk_norm_over == "all" or q_norm.bias is not None)
 
     def __call__(
         self,
         x: torch.Tensor,
         cache: torch.Tensor,
         context: Context,
-        before: Normalize | None = None,
-        after: Add | None = None,
+        before: Norm | None = None,
+        after: Residual | None = None,
     ) -> torch.Tensor:
-        angles = context.angles[self.spec.position] if isinstance(self.spec.position, Rope) else None
-        rotate = Rotate(self.spec, self.q_norm, self.k_norm, angles, cache, context.slots)
-        q = self.qkv(x, before, rotate)
+        heads = Heads(cache, context.slots, self._turn(context))
+        q = finish(self._normed(self.qkv(x, before)), heads) if self.apart else self.qkv(x, before, heads)
         return self.out(context.backend.attend(q, cache, self.spec, context.plan), after=after)
+
+    def _turn(self, context: Context) -> Turn:
+        rope, q_norm, k_norm = self.spec.position, self.q_norm, self.k_norm
+        angles = context.angles[rope] if isinstance(rope, Rope) else None
+        interleaved = isinstance(rope, Rope) and rope.interleaved
+        if self.apart or q_norm is None or k_norm is None:
+            return Turn(angles, context.positions, interleaved, clip=self.spec.clip)
+        weights = None if q_norm.weight is None or k_norm.weight is None else (q_norm.weight, k_norm.weight)
+        return Turn(angles, context.positions, interleaved, q_norm.kind, weights, q_norm.eps, self.spec.clip)
+
+    def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
+        spec = self.spec
+        kv = spec.num_kv_heads * spec.head_dim
+        q, k, v = qkv.split((spec.num_heads * spec.head_dim, kv, kv), -1)
+        if spec.qk_norm_over == "all":
+            return torch.cat((normalize(q, self.q_norm), normalize(k, self.k_norm), v), -1)
+        heads = (-1, spec.head_dim)
+        q = normalize(q.unflatten(-1, heads), self.q_norm).flatten(1)
+        return torch.cat((q, normalize(k.unflatten(-1, heads), self.k_norm).flatten(1), v), -1)

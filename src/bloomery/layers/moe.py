@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from bloomery.layers.linear import Add, Linear
+from bloomery.kernels.gemv import Norm, Residual
+from bloomery.layers.linear import Linear, finish
 from bloomery.layers.mlp import MlpBlock
-from bloomery.layers.norm import Normalize
+from bloomery.layers.norm import normalize
 from bloomery.spec import Moe
 
 
@@ -24,8 +25,8 @@ class MoeBlock:
         self.spec, self.router, self.experts = spec, router, experts
         self.shared, self.shared_gate = shared, shared_gate
 
-    def __call__(self, x: torch.Tensor, before: Normalize | None = None, after: Add | None = None) -> torch.Tensor:
-        x = x if before is None else before(x)
+    def __call__(self, x: torch.Tensor, before: Norm | None = None, after: Residual | None = None) -> torch.Tensor:
+        x = normalize(x, before)
         weights, chosen = self.router(x).float().softmax(-1).topk(self.spec.top_k, -1)
         if self.spec.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -33,7 +34,7 @@ class MoeBlock:
         if self.shared is not None:
             common = self.shared(x)
             y = y + (common if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * common)
-        return y if after is None else after(y)
+        return finish(y, after)
 
     def _mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Each expert once, over the tokens that chose it."""

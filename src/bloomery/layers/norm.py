@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from bloomery.kernels.gemv import Norm
 from bloomery.kernels.norm import layer_norm, rms_norm
-from bloomery.spec import Norm
 
 
-@dataclass(frozen=True)
-class Normalize:
-    spec: Norm
-    weight: torch.Tensor | None  # already 1 + weight where the spec says so
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.spec.kind == "rms":
-            return rms_norm(x, self.weight, self.spec.eps)
-        return layer_norm(x, self.weight, self.bias, self.spec.eps)
+def normalize(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    if norm is None:
+        return x
+    if norm.kind == "rms":
+        return rms_norm(x, norm.weight, norm.eps)
+    return layer_norm(x, norm.weight, norm.bias, norm.eps)

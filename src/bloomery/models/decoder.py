@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from bloomery.attention.base import Backend
+from bloomery.kernels.gemv import Norm, Residual
 from bloomery.layers.attention import AttentionBlock, Context
-from bloomery.layers.linear import Add, Linear
+from bloomery.layers.linear import Linear
 from bloomery.layers.mlp import MlpBlock
 from bloomery.layers.moe import MoeBlock
-from bloomery.layers.norm import Normalize
+from bloomery.layers.norm import normalize
 from bloomery.layers.rope import table
 from bloomery.models.weights import Weights
 from bloomery.quant.dense import DenseReady
@@ -29,36 +30,37 @@ class DecoderLayer:
     spec: Layer
     attention: AttentionBlock
     mlp: MlpBlock | MoeBlock
-    attn_norm: Normalize | None
-    attn_post_norm: Normalize | None
-    mlp_norm: Normalize | None
-    mlp_post_norm: Normalize | None
-    attn_sum_norm: Normalize | None
-    mlp_sum_norm: Normalize | None
+    attn_norm: Norm | None
+    attn_post_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_post_norm: Norm | None
+    attn_sum_norm: Norm | None
+    mlp_sum_norm: Norm | None
 
     def __call__(self, x: torch.Tensor, cache: torch.Tensor, context: Context) -> torch.Tensor:
         if self.spec.parallel:
             return self._parallel(x, cache, context)
-        add = Add(x, self.spec.residual_scale)
         if self.attn_post_norm is None:
-            x = self.attention(x, cache, context, self.attn_norm, add)
+            x = self.attention(x, cache, context, self.attn_norm, Residual(x, self.spec.residual_scale))
         else:
-            x = add(self.attn_post_norm(self.attention(x, cache, context, self.attn_norm)))
-        x = x if self.attn_sum_norm is None else self.attn_sum_norm(x)
-        add = Add(x, self.spec.residual_scale)
+            x = self._add(x, normalize(self.attention(x, cache, context, self.attn_norm), self.attn_post_norm))
+        x = normalize(x, self.attn_sum_norm)
         if self.mlp_post_norm is None:
-            x = self.mlp(x, self.mlp_norm, add)
+            x = self.mlp(x, self.mlp_norm, Residual(x, self.spec.residual_scale))
         else:
-            x = add(self.mlp_post_norm(self.mlp(x, self.mlp_norm)))
-        return x if self.mlp_sum_norm is None else self.mlp_sum_norm(x)
+            x = self._add(x, normalize(self.mlp(x, self.mlp_norm), self.mlp_post_norm))
+        return normalize(x, self.mlp_sum_norm)
+
+    def _add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.add(x, y, alpha=self.spec.residual_scale)
 
     def _parallel(self, x: torch.Tensor, cache: torch.Tensor, context: Context) -> torch.Tensor:
         """Both blocks read the same input and add to the same residual."""
         if self.mlp_norm is not None:
-            summed = self.attention(x, cache, context, self.attn_norm, Add(x))
-            return self.mlp(x, self.mlp_norm, Add(summed))
-        normed = x if self.attn_norm is None else self.attn_norm(x)
-        return self.mlp(normed, None, Add(self.attention(normed, cache, context, None, Add(x))))
+            summed = self.attention(x, cache, context, self.attn_norm, Residual(x))
+            return self.mlp(x, self.mlp_norm, Residual(summed))
+        normed = normalize(x, self.attn_norm)
+        return self.mlp(normed, None, Residual(self.attention(normed, cache, context, None, Residual(x))))
 
 
 class Decoder:
@@ -83,9 +85,8 @@ class Decoder:
 
     def reach(self, length: int) -> None:
         """Make the position tables for sequences of at most `length`; before the first forward pass."""
-        for layer in self.spec.layers:
-            rope = layer.attention.position
-            if isinstance(rope, Rope) and rope not in self.ropes:
+        for rope in {layer.attention.position for layer in self.spec.layers}:
+            if isinstance(rope, Rope):
                 cos, sin = table(rope, length)
                 self.ropes[rope] = cos.to(self.device), sin.to(self.device)
 
@@ -107,13 +108,17 @@ class Decoder:
             x = self.project_in(x)
         if self.positions is not None:
             x = x + self.positions[positions + self.spec.position_offset]
-        if self.embed_norm is not None:
-            x = self.embed_norm(x)
-        angles = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self.ropes.items()}
-        context = Context(backend, plan, slots, angles)
+        x = normalize(x, self.embed_norm)
+        context = self._context(positions, slots, backend, plan)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache, context)
-        return x if self.final_norm is None else self.final_norm(x)
+        return normalize(x, self.final_norm)
+
+    def _context(self, positions: torch.Tensor, slots: torch.Tensor, backend: Backend, plan: Any) -> Context:
+        if positions.is_cuda:  # kernels look the angles up themselves
+            return Context(backend, plan, slots, self.ropes, positions)
+        angles = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self.ropes.items()}
+        return Context(backend, plan, slots, angles, None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab] in float32; call it only for positions that are asked for."""
@@ -136,7 +141,7 @@ def head(spec: Model, weights: Weights, embed: torch.Tensor) -> Linear:
 
 
 def decoder_layer(spec: Layer, hidden: int, weights: Weights, prefix: str) -> DecoderLayer:
-    def norm(role: str) -> Normalize | None:
+    def norm(role: str) -> Norm | None:
         return weights.norm(getattr(spec, role), prefix + weights.names.extra.get(role, ""), hidden)
 
     return DecoderLayer(
@@ -154,7 +159,7 @@ def attention_block(spec: Attention, hidden: int, weights: Weights, prefix: str)
     names, dim = weights.names, spec.head_dim
     parts = [heads * dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
 
-    def norm(role: str, heads: int) -> Normalize | None:
+    def norm(role: str, heads: int) -> Norm | None:
         sizes: dict[str, int | tuple[int, int]] = {"head": dim, "each": (heads, dim), "all": heads * dim}
         size = sizes[spec.qk_norm_over]
         return weights.norm(spec.qk_norm, prefix + names.extra.get(role, ""), size)

@@ -11,8 +11,8 @@ from math import prod
 
 import torch
 
+from bloomery.kernels.gemv import Norm as NormWeights
 from bloomery.layers.linear import Linear
-from bloomery.layers.norm import Normalize
 from bloomery.models.checkpoint import Source
 from bloomery.quant.base import Range, Stored
 from bloomery.quant.dense import Dense
@@ -37,13 +37,14 @@ class Weights:
         self.parameters += prod(shape)
         return self.source.tensor(name, shape, transposed, expert)
 
-    def norm(self, spec: Norm | None, name: str, size: int | tuple[int, int]) -> Normalize | None:
+    def norm(self, spec: Norm | None, name: str, size: int | tuple[int, int]) -> NormWeights | None:
         if spec is None:
             return None
         weight = self._each(f"{name}.weight", size) if spec.weight else None
         if weight is not None and spec.unit_offset:
             weight = 1 + weight
-        return Normalize(spec, weight, self._each(f"{name}.bias", size) if spec.bias else None)
+        bias = self._each(f"{name}.bias", size) if spec.bias else None
+        return NormWeights(spec.kind, weight, bias, spec.eps)
 
     def _each(self, name: str, size: int | tuple[int, int]) -> torch.Tensor:
         """A norm's vector; one with {h} in its name is kept head by head."""

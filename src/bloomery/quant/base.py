@@ -18,6 +18,8 @@ from typing import Protocol, Self
 
 import torch
 
+from bloomery.kernels.gemv import After, Norm, Residual
+
 Range = tuple[int, int]
 
 
@@ -26,6 +28,16 @@ class Ready(Protocol):
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [tokens, in] -> [tokens, out]."""
+        ...
+
+    def phrase(
+        self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
+    ) -> torch.Tensor | None:
+        """The product with all that surrounds it in one kernel; None where there is none, or it does not pay."""
+        ...
+
+    def added(self, x: torch.Tensor, bias: torch.Tensor | None, residual: Residual) -> torch.Tensor | None:
+        """residual + scale * product in one call; None where there is none."""
         ...
 
 

@@ -29,8 +29,11 @@ def block_bytes(model: Model, block_size: int, dtype: torch.dtype) -> int:
     return sum(prod(cache_shape(layer.attention, 1, block_size)) for layer in model.layers) * dtype.itemsize
 
 
-def fit(plan: Plan, model: Model, dtype: torch.dtype, device: torch.device) -> Size:
-    """As many blocks as memory allows and the batch can use; a length nobody asked for gives way to memory."""
+def fit(plan: Plan, model: Model, dtype: torch.dtype, device: torch.device, reserve: int = 0) -> Size:
+    """As many blocks as memory allows and the batch can use; a length nobody asked for gives way to memory.
+
+    `reserve` is what the largest step takes beside weights and cache.
+    """
     each = block_bytes(model, plan.block_size, dtype)
     if plan.kv_bytes is not None:
         budget = plan.kv_bytes
@@ -38,7 +41,7 @@ def fit(plan: Plan, model: Model, dtype: torch.dtype, device: torch.device) -> S
         budget = min(int(free_memory(device) * CPU_SHARE), CPU_MOST)
     else:
         total = torch.cuda.mem_get_info(device)[1]
-        budget = free_memory(device) - int(total * (1 - plan.memory))
+        budget = free_memory(device) - int(total * (1 - plan.memory)) - reserve
     longest = -(-plan.max_length // plan.block_size)
     blocks = min(max(budget, 0) // each, longest * plan.max_sequences)
     room = blocks * plan.block_size

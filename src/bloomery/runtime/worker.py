@@ -12,18 +12,20 @@ from pathlib import Path
 import torch
 
 from bloomery.artifacts.locate import Artifact
+from bloomery.attention.base import Ragged
 from bloomery.attention.choose import choose
 from bloomery.config import Plan
 from bloomery.messages import Capacity, Item, Sampled, Step, StepOutput, TokenLogprob
 from bloomery.models.load import load
 from bloomery.runtime.batch import Batch, Share
 from bloomery.runtime.cache import allocate, fit
-from bloomery.runtime.decode import DecodeStep
+from bloomery.runtime.decode import DecodeStep, upload
 from bloomery.runtime.picker import Picker
 from bloomery.runtime.rows import Row, Rows
 from bloomery.runtime.sampler import Draws, Sampler
 
 LOGIT_ROWS = 64  # prompt positions whose logits are held at once
+GRAPHS = 1 << 30  # bytes kept for captured steps and what libraries take behind our back
 
 
 class Worker:
@@ -35,9 +37,11 @@ class Worker:
         loaded = load(artifact, plan.load_format, dtype, self.device, progress)
         self.decoder, model = loaded.decoder, loaded.decoder.spec
         self.backend = choose((layer.attention for layer in model.layers), dtype, self.device)
-        size = fit(plan, model, dtype, self.device)
-        self.decoder.reach(size.max_length)
         self.block_size = plan.block_size
+        self.decoder.reach(plan.max_length)
+        size = fit(plan, model, dtype, self.device, self._largest_step(plan, dtype))
+        if size.max_length != plan.max_length:
+            self.decoder.reach(size.max_length)
         self.caches = allocate(model, size.blocks + 1, plan.block_size, dtype, self.device)  # the last is nobody's
         width = -(-size.max_length // plan.block_size)
         self.rows = Rows(plan.max_sequences, width, size.blocks, self.device)
@@ -57,6 +61,35 @@ class Worker:
             device=str(self.device),
             notes=tuple(filter(None, (*loaded.notes, size.note))),
         )
+
+        if self.device.type == "cuda":
+            with torch.inference_mode():
+                self.decode.capture()
+
+    @torch.inference_mode()
+    def _largest_step(self, plan: Plan, dtype: torch.dtype) -> int:
+        """Bytes that a step may take beside weights and cache: measured on the largest there can be."""
+        if self.device.type == "cpu":
+            return 0
+        model, count = self.decoder.spec, min(plan.max_batch_tokens, plan.max_length)
+        blocks = -(-count // plan.block_size)
+        caches = allocate(model, blocks, plan.block_size, dtype, self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        numbers = torch.arange(count, dtype=torch.int32, device=self.device)
+        ragged = Ragged(
+            (count,), (count,), 0, upload([0, count], self.device), upload([count], self.device), numbers, numbers,
+            numbers[None, :blocks], plan.block_size,
+        )  # fmt: skip
+        hidden = self.decoder(
+            numbers % model.vocab, numbers, numbers, caches, self.backend, self.backend.plan(ragged)
+        )
+        self.decoder.logits(hidden[: plan.max_sequences])
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        del hidden, caches
+        torch.cuda.empty_cache()
+        return peak + GRAPHS
 
     @torch.inference_mode()
     def run(self, step: Step) -> Pending:

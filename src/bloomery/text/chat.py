@@ -104,7 +104,7 @@ def render_template(
     chat = [_with_reasoning(message) for message in _plain(messages, "messages")]
     if any(isinstance(message.get("content"), list) for message in chat) and not reads_parts(template):
         chat = [{**message, "content": _joined(message.get("content"))} for message in chat]
-    final = _mark_final(chat) if continue_final_message else ""
+    final = _mark_final(chat, template) if continue_final_message else ""
     values = {
         "strftime_now": (now or datetime.now()).strftime,
         **_plain(variables or {}, "chat_template_kwargs"),
@@ -193,12 +193,12 @@ def reads_parts(template: str) -> bool:
 
 # ---- continuing the last message ---------------------------------------------------------------
 
-_MARK = "CONTINUE_HERE_a4f1c9 "  # its space shows whether the template trimmed the message
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # its space shows whether the template trimmed the message
 
 
-def _mark_final(chat: list[dict[str, Any]]) -> str:
+def _mark_final(chat: list[dict[str, Any]], template: str) -> str:
     """Mark the end of the last message's text, and say what that text is."""
-    content = chat[-1].get("content")
+    content = chat[-1].get("content") if "content" in template else None
     if isinstance(content, str):
         chat[-1] = {**chat[-1], "content": content + _MARK}
         return content

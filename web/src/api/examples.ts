@@ -20,7 +20,9 @@ const curl = ({ key }: Place, url: string, body: object, more = '') =>
   [`curl ${more}${url}`, key && `-H "Authorization: Bearer $BLOOMERY_API_KEY"`, `-H 'Content-Type: application/json'`, `-d '${shell(body)}'`]
     .filter(Boolean)
     .join(' \\\n  ')
-const shell = (body: object) => JSON.stringify(body, null, 2).replaceAll("'", String.raw`'\''`).replaceAll('\n', '\n  ')
+const line = (value: unknown) => JSON.stringify(value, null, 1).replace(/\n\s*/g, ' ').replace(/([[{]) | ([\]}])/g, '$1$2')
+const shell = (body: object) =>
+  `{\n${Object.entries(body).map(([name, value]) => `    "${name}": ${line(value)}`).join(',\n')}\n  }`.replaceAll("'", String.raw`'\''`)
 const pythonKey = ({ key }: Place) => (key ? 'os.environ["BLOOMERY_API_KEY"]' : '"none"')
 const scriptKey = ({ key }: Place) => (key ? 'process.env.BLOOMERY_API_KEY' : "'none'")
 const imports = ({ key }: Place) => (key ? 'import os\n\n' : '')

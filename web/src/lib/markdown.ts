@@ -25,8 +25,8 @@ class Grammar extends Tokenizer {
 
   /** Formulas are shown as written: their backslashes and underscores are not markdown. */
   override escape(source: string) {
-    const math = /^\\\([\s\S]+?\\\)|^\\\[[\s\S]+?\\\]/.exec(source)
-    return math ? ({ type: 'math', raw: math[0], text: math[0] } as unknown as Tokens.Escape) : super.escape(source)
+    const math = /^\\(?:\(([\s\S]+?)\\\)|\[([\s\S]+?)\\\])/.exec(source)
+    return math ? ({ type: 'math', raw: math[0], text: (math[1] ?? math[2] ?? '').trim() } as unknown as Tokens.Escape) : super.escape(source)
   }
 }
 
@@ -93,7 +93,7 @@ const inline = (tokens: Token[] = []): Node[] => tokens.flatMap((token): Node[] 
     case 'link':
       return link(token.href, inline(token.tokens))
     case 'image':
-      return link(token.href, [`🖼 ${decoded(token.text) || token.href}`])
+      return link(token.href, [`Image: ${decoded(token.text) || token.href}`])
     case 'html':
       return /^<br\s*\/?>$/i.test(token.text) ? [{ tag: 'br' }] : [token.text]
     default:
