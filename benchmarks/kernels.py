@@ -228,7 +228,9 @@ def attention_checks() -> Iterator[tuple[str, Callable[[], float], torch.dtype]]
     for (name, dtype), (label, spec), (step, (counts, lengths)) in product(
         DTYPES.items(), specs.items(), steps.items()
     ):
-        sizes = (16, 32, 64, 128) if spec.head_dim == 128 and step == "mixed" else (64,)
+        if (name == "fp16" and label not in SHAPES) or (name == "fp32" and "window" in label):
+            continue  # the same code as for bf16, and compiling takes time
+        sizes = (16, 32, 64, 128) if label == "gqa 32/8 d128" and step == "mixed" else (64,)
         for size in sizes:
             material = lambda a=(spec, counts, lengths, size, dtype): case(*a, "cuda")  # noqa: E731
             call = lambda m=material: check_attention(m(), TritonPaged(library=None))  # noqa: E731
@@ -314,17 +316,26 @@ class Bed:
     flops: float = 0
 
 
-def decode_bed(spec: Attention, batch: int, length: int, backend: TritonPaged) -> Bed:
-    material = case(spec, [1] * batch, [length] * batch, 64, torch.bfloat16, "cuda").captured()
-    size = 2 * batch * length * spec.num_kv_heads * spec.head_dim * 2
+def decode_step(spec: Attention, batch: int, length: int) -> Case:
+    return case(spec, [1] * batch, [length] * batch, 64, torch.bfloat16, "cuda").captured()
+
+
+def decode_bed(material: Case, backend: TritonPaged) -> Bed:
+    """Over copies of the cache, as many as layers."""
+    spec, ragged = material.spec, material.ragged
+    size = 4 * int(ragged.ends.sum()) * spec.num_kv_heads * spec.head_dim
     caches = [material.cache, *(material.cache.clone() for _ in range(min(31, (1 << 29) // size)))]
-    plan = backend.plan(material.ragged)
+    plan = backend.plan(ragged)
     return Bed(lambda: [backend.attend(material.q, cache, spec, plan) for cache in caches][-1], len(caches), size)
 
 
-def prefill_bed(spec: Attention, count: int, length: int, backend: TritonPaged) -> Bed:
-    material = case(spec, [count], [length], 64, torch.bfloat16, "cuda")
-    plan = backend.plan(material.ragged)
+def prefill_step(spec: Attention, count: int, length: int) -> Case:
+    return case(spec, [count], [length], 64, torch.bfloat16, "cuda")
+
+
+def prefill_bed(material: Case, backend: TritonPaged) -> Bed:
+    spec, plan = material.spec, backend.plan(material.ragged)
+    (count,), (length,) = material.ragged.counts, material.ragged.lengths
     flops = 4 * spec.num_heads * spec.head_dim * count * (length - count / 2)
     return Bed(lambda: backend.attend(material.q, material.cache, spec, plan), 1, 0, flops)
 
@@ -351,19 +362,22 @@ DECODES = ((1, 64), (1, 256), (1, 1024), (8, 1024), (64, 1024), (256, 1024), (1,
 
 def beds() -> Iterator[tuple[str, Callable[[], Bed]]]:
     for (name, spec), (batch, length) in product(SHAPES.items(), DECODES):
-        yield f"decode {name} {batch} x {length}", lambda a=(spec, batch, length): decode_bed(*a, TritonPaged())
-    early = lambda a: decode_bed(*a, TritonPaged(early=True))  # noqa: E731
-    for name, length in product(SHAPES, (256, 1024)):
-        yield f"decode {name} 1 x {length} early", lambda a=(SHAPES[name], 1, length): early(a)
+        for early in (False, True) if batch == 1 and length < 2048 else (False,):
+            made = lambda a=(spec, batch, length), e=early: decode_bed(decode_step(*a), TritonPaged(e))  # noqa: E731
+            yield f"decode {name} {batch} x {length}{' early' if early else ''}", made
     for (name, spec), length in product(SHAPES.items(), (2048, 8192, 16384)):
-        yield f"prefill {name} {length}", lambda a=(spec, length, length): prefill_bed(*a, TritonPaged(library=None))
-        if spec.position is None:
-            yield f"prefill {name} {length} library", lambda a=(spec, length, length): prefill_bed(*a, TritonPaged())
-    yield "prefill gqa 32/8 d128 2048 of 8192", lambda: prefill_bed(Attention(32, 8, 128), 2048, 8192, TritonPaged())
-    weight = lambda: torch.ones(4096, device="cuda")  # noqa: E731
+        for library in (None, 1) if spec.position is None else (None,):
+            backend = TritonPaged(library=library)
+            made = lambda a=(spec, length, length), b=backend: prefill_bed(prefill_step(*a), b)  # noqa: E731
+            yield f"prefill {name} {length}{' library' if library else ''}", made
+    part = (SHAPES["gqa 32/8 d128"], 2048, 8192)
+    yield "prefill gqa 32/8 d128 2048 of 8192", lambda: prefill_bed(prefill_step(*part), TritonPaged())
     for tokens in (1, 64, 256, 8192):
-        yield f"rms_norm {tokens} x 4096", lambda n=tokens, w=weight: rows_bed(n, 4096, 2, rms(w()))
-        yield f"layer_norm {tokens} x 4096", lambda n=tokens, w=weight: rows_bed(n, 4096, 2, layer(w()))
+        yield f"rms_norm {tokens} x 4096", lambda n=tokens: rows_bed(n, 4096, 2, rms(torch.ones(4096, device="cuda")))
+        yield (
+            f"layer_norm {tokens} x 4096",
+            lambda n=tokens: rows_bed(n, 4096, 2, layer(torch.ones(4096, device="cuda"))),
+        )
         yield (
             f"gate silu {tokens} x 14336",
             lambda n=tokens: rows_bed(n, 28672, 1.5, lambda x: activation.gate(x, "silu")),
@@ -386,10 +400,10 @@ def layer(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def compile_part(part: int, wish: str, these: Callable[[], Iterator[tuple[str, Callable[[], Bed]]]]) -> None:
-    for i, (name, bed) in enumerate(these()):
+    for i, (name, made) in enumerate(these()):
         if i % PROCESSES == part and wish in name:
             try:
-                bed().step()
+                made().step()
                 torch.cuda.synchronize()
             except Exception as problem:
                 print(f"{name}: {problem!r}"[:300], flush=True)
@@ -440,45 +454,67 @@ def first_calls() -> None:
 # ---- tune --------------------------------------------------------------------------------------------------------
 
 
-def tunings() -> Iterator[tuple[str, Callable[[], Bed]]]:
-    """Decode and prefill under many tilings; a name ends with its own."""
-    cuts = [(64, 4, 2), (64, 2, 3), (64, 1, 3), (32, 2, 3), (32, 1, 3), (64, 2, 5), (64, 4, 5), (32, 4, 5)]
+def decode_tilings(spec: Attention, batch: int, length: int) -> list[paged_decode.Tiling]:
+    """The usual one first."""
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    usual = paged_decode.tiling(batch, heads, kv_heads, spec.head_dim, 2, length, 132)
+    shapes = [(64, 4, 2), (64, 2, 3), (64, 1, 3), (32, 2, 3), (32, 1, 3), (64, 4, 5), (64, 2, 5), (32, 4, 5)]
+    splits = {max(1, usual.splits // 2), usual.splits, min(64, usual.splits * 2)}
+    parts = {usual.parts, 1, -(-heads // kv_heads // 16)}
+    directs = (1, 2, 4) if batch == 1 and length <= 256 else (2,)
+    cuts = [paged_decode.Tiling(*shape, *cut) for shape, *cut in product(shapes, splits, parts, directs)]
+    return [usual, *(cut for cut in cuts if cut != usual)]
+
+
+def prefill_tilings(spec: Attention) -> list[paged_prefill.Tiling]:
+    usual = paged_prefill.tiling(8192, spec.head_dim, 2)
+    cuts = [paged_prefill.Tiling(*cut) for cut in product((64, 128), (32, 64), (4, 8), (2, 3, 5))]
+    return [usual, *(cut for cut in cuts if cut != usual)]
+
+
+def tunings() -> Iterator[tuple[str, Callable[[], Case], Callable[[Case, TritonPaged], Bed], list[TritonPaged]]]:
+    """A case, its material, what to time, and the backends to compare, the usual one first."""
     for (name, spec), (batch, length) in product(SHAPES.items(), DECODES):
-        share = spec.num_heads // spec.num_kv_heads
-        usual = paged_decode.tiling(batch, spec.num_heads, spec.num_kv_heads, spec.head_dim, 2, length, 132)
-        near = sorted({max(1, usual.splits // 2), usual.splits, min(64, usual.splits * 2)})
-        for (tile, warps, stages), splits, parts in product(cuts, near, sorted({usual.parts, 1, -(-share // 16)})):
-            for direct in (1, 2, 4) if batch == 1 and length <= 256 and splits == usual.splits else (2,):
-                cut = paged_decode.Tiling(tile, warps, stages, splits, parts, direct)
-                made = lambda a=(spec, batch, length), c=cut: decode_bed(*a, TritonPaged(decode=c))  # noqa: E731
-                yield f"decode {name} {batch} x {length}|{'*' if cut == usual else ' '}{cut}", made
+        backends = [TritonPaged(decode=cut) for cut in decode_tilings(spec, batch, length)]
+        made = lambda a=(spec, batch, length): decode_step(*a)  # noqa: E731
+        yield f"decode {name} {batch} x {length}", made, decode_bed, backends
     for name, spec in SHAPES.items():
-        for rows, tile, warps, stages in product((64, 128), (32, 64), (4, 8), (2, 3, 5)):
-            cut_rows = paged_prefill.Tiling(rows, tile, warps, stages)
-            backend = TritonPaged(library=None, prefill=cut_rows)
-            made = lambda s=spec, b=backend: prefill_bed(s, 8192, 8192, b)  # noqa: E731
-            usual_rows = cut_rows == paged_prefill.tiling(8192, spec.head_dim, 2)
-            yield f"prefill {name} 8192|{'*' if usual_rows else ' '}{cut_rows}", made
+        backends = [TritonPaged(library=None, prefill=cut) for cut in prefill_tilings(spec)]
+        yield f"prefill {name} 8192", lambda a=(spec, 8192, 8192): prefill_step(*a), prefill_bed, backends
+
+
+def small_tunings() -> Iterator[tuple[str, Callable[[], Bed]]]:
+    """Every kernel of `tunings` once, over little: to compile them."""
+    seen = set()
+    for name, _, bed, backends in tunings():
+        kind, spec = name.split()[0], SHAPES[" ".join(name.split()[1:4])]
+        material = (
+            (lambda s=spec: decode_step(s, 2, 70)) if kind == "decode" else (lambda s=spec: prefill_step(s, 70, 70))
+        )
+        for backend in backends:
+            cut = backend.decode and replace(backend.decode, splits=min(2, backend.decode.splits))
+            key = (spec, cut, backend.prefill)
+            if key not in seen:
+                seen.add(key)
+                yield name, lambda m=material, b=bed, t=backend: b(m(), t)
 
 
 def tune(wish: str) -> None:
-    side_by_side(compile_part, wish, tunings)
-    times: dict[str, list[tuple[float, str]]] = {}
-    for name, make in tunings():
-        if wish in name:
+    side_by_side(compile_part, wish, small_tunings)
+    for name, made, bed, backends in tunings():
+        if wish not in name:
+            continue
+        material, times = made(), []
+        for i, backend in enumerate(backends):
             try:
-                bed = make()
-                case_name, _, cut = name.partition("|")
-                times.setdefault(case_name, []).append((microseconds(bed.step, bed.calls), cut))
+                work = bed(material, backend)
+                times.append((microseconds(work.step, work.calls), "usual" if i == 0 else "", backend))
             except Exception as problem:
-                print(f"{name}: {problem!r}"[:200], flush=True)
-            bed = None
-            torch.cuda.empty_cache()
-    for name, results in times.items():
-        results.sort()
+                print(f"{name} {backend.decode or backend.prefill}: {problem!r}"[:200], flush=True)
+        times.sort(key=lambda result: result[0])
         print(name)
-        for us, cut in results[:4] + [result for result in results[4:] if result[1].startswith("*")]:
-            print(f"    {us:9.2f} us {cut}")
+        for us, note, backend in times[:4] + [result for result in times[4:] if result[1]]:
+            print(f"    {us:9.2f} us {backend.decode or backend.prefill} {note}", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 PROMPTS = (
     "The capital of France is",
@@ -148,7 +148,8 @@ def ours(path: Path, count: int) -> list[Answer]:
     return [Answer(list(out.prompt_token_ids), list(out.outputs[0].token_ids), out.outputs[0].text) for out in outputs]
 
 
-def transformers(path: Path, count: int) -> list[Answer]:
+def transformers(path: Path, count: int, given: Sequence[Sequence[int]]) -> list[Answer]:
+    """The same from transformers, given our ids: its GGUF tokenizers leave out the BOS that files ask for."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -158,25 +159,33 @@ def transformers(path: Path, count: int) -> list[Answer]:
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
 
-    def answer(prompt: str) -> Answer:
-        given = tokenizer(prompt, return_tensors="pt")
-        out = model.generate(**given, max_new_tokens=count, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-        new = out[0, given["input_ids"].shape[1] :].tolist()
-        return Answer(given["input_ids"][0].tolist(), new, tokenizer.decode(new, skip_special_tokens=True))
+    def answer(prompt: str, ids: Sequence[int]) -> Answer:
+        first = [tokenizer.bos_token_id] if ids[0] == tokenizer.bos_token_id else []
+        own = first + tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        tokens = torch.tensor([list(ids)])
+        out = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        new = out[0, len(ids) :].tolist()
+        return Answer(own, new, tokenizer.decode(new, skip_special_tokens=True))
 
-    return [answer(prompt) for prompt in PROMPTS]
+    return [answer(prompt, ids) for prompt, ids in zip(PROMPTS, given, strict=True)]
 
 
-def alone(side: Callable[[Path, int], list[Answer]], path: Path, count: int) -> tuple[list[Answer], float]:
+def alone(side: Callable[..., list[Answer]], *arguments: Any) -> tuple[list[Answer], float]:
     """What that side says, from a process whose memory goes back when it ends, and how long it took."""
     begun = time.monotonic()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(side, path, count).result(), time.monotonic() - begun
+        return process.submit(side, *arguments).result(), time.monotonic() - begun
 
 
 def compare(path: Path, count: int) -> bool:
     got, own = alone(ours, path, count)
-    want, theirs = alone(transformers, path, count)
+    want, theirs = alone(transformers, path, count, [answer.prompt_ids for answer in got])
     print(f"{path.name}: Bloomery {own:.0f} s, transformers {theirs:.0f} s, loading included")
     for prompt, one, other in zip(PROMPTS, got, want, strict=True):
         wrong = [name for name in ("prompt_ids", "ids", "text") if getattr(one, name) != getattr(other, name)]

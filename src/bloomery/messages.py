@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]  # stop: a stop id, or a stop string found in the text
+State = Literal["loading", "ready", "restarting", "draining", "failed", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class Tokens:
     cached: int = 0  # prompt tokens found in the prefix cache
     finish: FinishReason | None = None
     error: str | None = None
+    queued: float = 0.0  # seconds between its arrival and its first step, where a queue is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +134,46 @@ class Capacity:
     kv_bytes: int = 0
     device: str = "cpu"
     notes: tuple[str, ...] = field(default=())  # what the operator should know, one line each
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What an engine is doing, and while it loads how far it has come."""
+
+    state: State
+    progress: float = 0.0  # 0 to 1
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """An engine's figures: those of the moment, and sums since it began."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0  # blocks held by sequences; what only the prefix cache holds counts as free
+    kv_blocks: int = 0
+    steps: int = 0  # from here on: sums
+    step_seconds: float = 0.0
+    tokens_in: int = 0  # of prompts, prefix hits included, replays not
+    tokens_out: int = 0
+    prefix_queried: int = 0  # tokens looked up in the prefix cache when a sequence was admitted, and found there
+    prefix_hit: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Sent before the step that these requests are first part of, so that a crash can be laid at the right door."""
+
+    epoch: int
+    requests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What one step brought, or a sign of life while there is nothing to do."""
+
+    epoch: int  # counts the engines a client has started; news of a former one are void
+    stats: Stats
+    tokens: tuple[Tokens, ...] = ()

@@ -14,7 +14,10 @@ import torch
 from bloomery.attention import torch_paged
 from bloomery.attention.base import Backend, Ragged, cache_shape
 from bloomery.attention.torch_paged import TorchPaged
+from bloomery.attention.triton_paged import TritonPaged
+from bloomery.kernels import paged_decode, paged_prefill
 from bloomery.kernels.alibi import alibi_slopes
+from bloomery.kernels.launch import interpreted
 from bloomery.kernels.store import store
 from bloomery.spec import Alibi, Attention
 
@@ -27,8 +30,13 @@ SPECS = {
     "alibi-gqa": Attention(6, 3, 8, Alibi(scale=0.5)),
     "softcap": Attention(4, 2, 16, softcap=2.0),
     "softcap-window": Attention(4, 2, 16, softcap=2.0, window=3),
+    **{f"d{dim}": Attention(2, 1, dim) for dim in (64, 80, 96, 112, 128, 256)},
 }
-BACKENDS = {"torch": TorchPaged(), "torch-plain": TorchPaged(fused=False)}
+BACKENDS: dict[str, Backend] = {"torch": TorchPaged(), "torch-plain": TorchPaged(fused=False)}
+if interpreted():  # small tiles, so that short sequences have several, and splits
+    BACKENDS["triton"] = TritonPaged(
+        decode=paged_decode.Tiling(16, 4, 2, splits=2, direct=1), prefill=paged_prefill.Tiling(16, 16, 4, 2)
+    )
 
 
 def define(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, spec: Attention) -> torch.Tensor:
@@ -63,6 +71,7 @@ def ragged(random: Random, tables: list[list[int]], lengths: list[int], counts: 
     )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # interpreted kernels divide by zero for rows of nobody
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_backend_equals_the_definition(spec: Attention, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +104,29 @@ def test_backend_equals_the_definition(spec: Attention, backend: Backend, monkey
                 want = define(q[token + i], keys, values, lengths[member] - count + i, spec)
                 torch.testing.assert_close(got[token + i].double(), want, rtol=1e-5, atol=1e-5)
             token += count
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.skipif(not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1")
+@pytest.mark.parametrize("counts", [[40], [1, 40, 20, 33, 50]], ids=["alone", "among others"])
+def test_long_prompts_may_go_to_the_library(counts: list[int]) -> None:
+    """The same numbers, whether a prompt from its beginning is read from pages or gathered."""
+    spec, lengths, torch_rng = Attention(4, 2, 64), [*counts[:-1], counts[-1] + 10], torch.manual_seed(0)
+    tables = torch.randperm(40, generator=torch_rng).view(-1, 4)[: len(counts)].tolist()
+    step = ragged(Random(0), tables, lengths if len(counts) > 1 else counts, counts, 16)
+    cache, q = torch.randn(cache_shape(spec, 40, 16)).half(), torch.randn(sum(counts), 4, 64).half()
+    mine, library = TritonPaged(library=None), TritonPaged(library=30)
+    assert [prompt.whole for prompt in library.plan(step).prompts].count(True) == (2 if len(counts) > 1 else 1)
+    want = mine.attend(q, cache, spec, mine.plan(step))
+    torch.testing.assert_close(library.attend(q, cache, spec, library.plan(step)), want, rtol=2e-3, atol=2e-3)
+
+
+def test_a_backend_says_why_not() -> None:
+    spec, backend, cpu = Attention(4, 2, 64), TritonPaged(), torch.device("cpu")
+    assert backend.refuses(spec, torch.float16, cpu) == (None if interpreted() else "it needs a CUDA device")
+    if interpreted():
+        assert "float64" in (backend.refuses(spec, torch.float64, cpu) or "")
+        assert "512" in (backend.refuses(Attention(4, 2, 512), torch.float16, cpu) or "")
 
 
 def test_memory_stays_linear_in_the_prompt() -> None:

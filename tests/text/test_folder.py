@@ -78,7 +78,7 @@ def test_end_of_answer_ids_are_gathered(folder: Path) -> None:
     tokenizer = from_folder(folder)
     assert tokenizer.eos_ids == (2, 9, 1)  # generation_config.json comes before config.json
     assert tokenizer.defaults == {"temperature": 0.6, "max_tokens": 5}
-    write(folder, generation_config_json={}, config_json={"text_config": {"eos_token_id": 8}})
+    write(folder, generation_config_json={"eos_token_id": None}, config_json={"text_config": {"eos_token_id": 8}})
     assert from_folder(folder).eos_ids == (8, 1)
 
 
@@ -162,6 +162,11 @@ def test_vocab_and_merges(folder: Path, trained: Backend, tmp_path: Path) -> Non
         assert tokenizer.encode(text) == trained.encode(text).ids == reference.encode(text)
     write(folder, tokenizer_config_json={**named, "tokenizer_class": "GPT2TokenizerFast"})
     assert from_folder(folder).encode("Hello") == trained.encode("Hello", add_special_tokens=False).ids
+    write(folder, tokenizer_config_json=named, config_json={"model_type": "gpt2"})
+    assert from_folder(folder).encode("Hello") == trained.encode("Hello", add_special_tokens=False).ids
+    write(folder, config_json={"model_type": "another"})
+    with pytest.raises(TokenizerError, match="class None"):
+        from_folder(folder)
     write(folder, tokenizer_config_json={**named, "tokenizer_class": "RobertaTokenizer"})
     with pytest.raises(TokenizerError, match="class RobertaTokenizer.*save_pretrained"):
         from_folder(folder)

@@ -166,6 +166,16 @@ def test_phi3_control_tokens_swallow_white_space() -> None:
     assert tokenizer.encode("<|endoftext|>\nHello", add_special=False) != [document, *hello]
 
 
+def test_a_control_token_with_a_space_keeps_its_id() -> None:
+    metadata = dict(golden()["llama-spm"]["metadata"])
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "<|a b|>"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 3]
+    metadata["tokenizer.ggml.scores"] = [*metadata["tokenizer.ggml.scores"], 0.0]
+    tokenizer = from_gguf(metadata)
+    assert tokenizer.encode("<|a b|>", add_special=False) == [tokenizer.vocab_size - 1]
+    assert tokenizer.vocab_size == len(metadata["tokenizer.ggml.tokens"])
+
+
 # ---- what the metadata says --------------------------------------------------------------------
 
 
@@ -240,6 +250,10 @@ def test_an_old_file_is_understood_by_its_architecture() -> None:
         ({"token_type": [1, 1]}, "2 values in tokenizer.ggml.token_type"),
         ({"merges": ["not there"]}, "damaged"),
         ({"model": "llama", "scores": None}, "no tokenizer.ggml.scores"),
+        (
+            {"model": "llama", "tokens": ["  ", "▁▁"], "token_type": [4, 1], "scores": [0.0, 0.0]},
+            "several tokens alike",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

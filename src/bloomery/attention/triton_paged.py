@@ -40,6 +40,7 @@ class Prompt:
 class Plan:
     ragged: Ragged
     prompts: tuple[Prompt, ...]
+    arrived: torch.Tensor  # zeros between launches
 
 
 class TritonPaged:
@@ -78,7 +79,7 @@ class TritonPaged:
         if self.arrived is None:
             self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         if len(ragged.counts) == ragged.singles or not ragged.counts:
-            return Plan(ragged, ())
+            return Plan(ragged, (), self.arrived)
         starts = [0, *accumulate(ragged.counts)]
         several = range(ragged.singles, len(ragged.counts))
         prompts = []
@@ -88,7 +89,7 @@ class TritonPaged:
                 longest = max(ragged.counts[i] for i in group)
                 tokens = slice(starts[group[0]], starts[group[-1] + 1])
                 prompts.append(Prompt(group[0], len(group), longest, tokens, whole))
-        return Plan(ragged, tuple(prompts))
+        return Plan(ragged, tuple(prompts), self.arrived)
 
     def _whole(self, count: int, length: int) -> bool:
         return self.library is not None and count == length >= self.library
@@ -97,9 +98,10 @@ class TritonPaged:
         ragged, scoring = plan.ragged, self.scoring(spec, q.device)
         if len(plan.prompts) == 1 and not ragged.singles and self._by_library(plan.prompts[0], spec, q):
             return self._library(q, cache, spec, ragged.slots)
+        q = q.contiguous()
         out = torch.empty_like(q)
         if ragged.singles:
-            self._decode(q, cache, out, spec, scoring, ragged)
+            self._decode(q, cache, out, spec, scoring, plan)
         for prompt in plan.prompts:
             if self._by_library(prompt, spec, q):
                 found = self._library(q[prompt.tokens], cache, spec, ragged.slots[prompt.tokens])
@@ -114,8 +116,9 @@ class TritonPaged:
         return out.flatten(1)
 
     def _decode(
-        self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, spec: Attention, scoring: Scoring, ragged: Ragged
+        self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, spec: Attention, scoring: Scoring, plan: Plan
     ) -> None:
+        ragged = plan.ragged
         positions = ragged.tables.shape[1] * ragged.block_size
         if spec.window is not None:
             positions = min(positions, spec.window)
@@ -126,7 +129,7 @@ class TritonPaged:
         early = self.early and not ragged.counts
         paged_decode.paged_decode(
             q, cache, out, ragged.tables, ragged.ends, ragged.slots, ragged.singles, ragged.block_size, scoring, cut,
-            self.arrived, early,
+            plan.arrived, early,
         )  # fmt: skip
 
     def scoring(self, spec: Attention, device: torch.device) -> Scoring:

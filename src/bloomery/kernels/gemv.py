@@ -102,7 +102,7 @@ def pays(tokens: int, weight: torch.Tensor, before: Norm | None = None, after: A
 
 
 def possible(weight: torch.Tensor, after: After = None) -> bool:
-    rows, columns = weight.shape
+    columns = weight.shape[-1]
     if columns % 8 or columns > WIDEST or not weight.is_contiguous():
         return False
     if isinstance(after, Heads):
@@ -158,20 +158,25 @@ def product_rows(
     after: After = None,
     dtype: torch.dtype | None = None,
     cut: Tiling | None = None,
+    visits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The kernel."""
+    """The kernel. With `visits`, numbers of experts, weight is [experts, out, in]: visit i multiplies its own expert by
+    line i of x, or by the line of its token, and makes line i of the result; `after` is an Activation or nothing."""
     x = x.contiguous()
-    (tokens, columns), rows = x.shape, len(weight)
+    (tokens, columns), rows = x.shape, weight.shape[-2]
+    lines = tokens if visits is None else visits.numel()
     paired = isinstance(after, Heads) or (isinstance(after, Activation) and after.gated)
     outputs = rows // 2 if paired else rows
+    experts, share = (0, 1) if visits is None else (len(weight), lines // tokens)
+    tokens = tokens if visits is None else 1
     cut = cut or tiling(rows, columns, paired, weight.element_size(), tokens)
     norm = before or Norm("rms", None, None, 0.0)
-    end = ends(x, after, rows, outputs, dtype or x.dtype)
-    gemv_kernel[(-(-outputs // cut.outputs),)](
-        x, weight, x if bias is None else bias, x if norm.weight is None else norm.weight,
+    end = ends(x, after, rows, (lines, outputs), dtype or x.dtype)
+    gemv_kernel[(-(-outputs // cut.outputs), lines if experts else 1)](
+        x, weight, x if visits is None else visits, x if bias is None else bias, x if norm.weight is None else norm.weight,
         x if norm.bias is None else norm.bias, *end.tensors, norm.eps, *end.numbers,
         OUTPUTS=outputs, COLUMNS=columns, TOKENS=tokens, TOKENS_UP=power_of_two(tokens),
-        BIAS=bias is not None, NORM=None if before is None else norm.kind, NORM_WEIGHT=norm.weight is not None,
+        EXPERTS=experts, SHARE=share, BIAS=bias is not None, NORM=None if before is None else norm.kind, NORM_WEIGHT=norm.weight is not None,
         NORM_BIAS=norm.bias is not None, PAIRED=paired, **end.choices, EACH=16 // weight.element_size(),
         BLOCK_OUT=cut.outputs, BLOCK_IN=cut.inputs, num_warps=cut.warps, **overlap(x.device),
     )  # fmt: skip
@@ -186,8 +191,7 @@ class Ends(NamedTuple):
     choices: dict[str, str | int | bool | None]
 
 
-def ends(x: torch.Tensor, after: After, rows: int, outputs: int, dtype: torch.dtype) -> Ends:
-    shape: tuple[int, ...] = (len(x), outputs)
+def ends(x: torch.Tensor, after: After, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> Ends:
     kind, activation = "", ""
     tensors, numbers = (x, x, x, x, x), (1.0, 0)
     heads = kv_heads = turned = 0
@@ -214,9 +218,9 @@ def ends(x: torch.Tensor, after: After, rows: int, outputs: int, dtype: torch.dt
 
 @jit
 def gemv_kernel(
-    x, weight, bias, norm_weight, norm_bias, other, slots, positions, cos, sin, out, eps, scale, half,
-    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, TOKENS_UP: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, NORM_BIAS: tl.constexpr, PAIRED: tl.constexpr, AFTER: tl.constexpr,
+    x, weight, visits, bias, norm_weight, norm_bias, other, slots, positions, cos, sin, out, eps, scale, half,
+    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, TOKENS_UP: tl.constexpr,
+    EXPERTS: tl.constexpr, SHARE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, NORM_BIAS: tl.constexpr, PAIRED: tl.constexpr, AFTER: tl.constexpr,
     ACTIVATION: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr,
     INTERLEAVED: tl.constexpr, TABLES: tl.constexpr, EACH: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
@@ -227,6 +231,14 @@ def gemv_kernel(
     its statistics first; one pass, for float32 has digits to spare unless the mean is hundreds of deviations.
     """
     begin(PDL)
+    if EXPERTS > 0:
+        wait(PDL)  # the experts are news of this step
+        visit = tl.program_id(1).to(tl.int64)
+        expert = tl.load(visits + visit).to(tl.int64)
+        expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, 0)
+        weight += expert * (OUTPUTS * (2 if PAIRED else 1) * COLUMNS)
+        x += visit // SHARE * COLUMNS
+        out += visit * OUTPUTS
     p = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     first, second = rows_of(tl.minimum(p, OUTPUTS - 1), OUTPUTS, DIM, TURNED, INTERLEAVED, AFTER)
     m = tl.arange(0, TOKENS_UP)
@@ -238,7 +250,8 @@ def gemv_kernel(
     b = a
     if PAIRED:
         b = tile(at_second, 0, k, COLUMNS, BLOCK_IN, "evict_first")
-    wait(PDL)
+    if EXPERTS == 0:
+        wait(PDL)
     y = tl.zeros([TOKENS_UP, BLOCK_OUT, BLOCK_IN // EACH], tl.float32)
     z = y
     square = tl.zeros([TOKENS_UP, 1, BLOCK_IN // EACH], tl.float32)

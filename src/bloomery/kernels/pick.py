@@ -145,6 +145,77 @@ def pick_lines(
     return Picked(out[0], logprobs, out[1])
 
 
+class Penalties(NamedTuple):
+    """An entry for each row, in float32; what rows said so far, of which a line at position p sees what is below p."""
+
+    repetition: torch.Tensor  # over prompt and output; 1 is off
+    frequency: torch.Tensor  # over output; 0 is off
+    presence: torch.Tensor  # over output; 0 is off
+    history: torch.Tensor  # [rows, length] int32
+    prompts: torch.Tensor  # [rows] lengths
+
+
+def penalise(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, penalties: Penalties) -> None:
+    """logits [lines, vocab] float32, changed in place before `pick`; lines whose row asks for nothing stay."""
+    if fused(logits):
+        penalise_lines(logits, rows, positions, penalties)
+    else:
+        penalise_reference(logits, rows, positions, penalties)
+
+
+def penalise_reference(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, by: Penalties) -> None:
+    index = rows.long()
+    tokens, where = by.history[index].long(), torch.arange(by.history.shape[1], device=logits.device)
+    present = where < positions.unsqueeze(-1)
+    output = present & (where >= by.prompts[index].unsqueeze(-1))
+    repetition, frequency, presence = (values[index].unsqueeze(-1) for values in by[:3])
+    seen = torch.zeros_like(logits).scatter_add_(1, tokens, present.float()) > 0
+    counts = torch.zeros_like(logits).scatter_add_(1, tokens, output.float())
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits.copy_(torch.where(seen, repeated, logits) - frequency * counts - presence * (counts > 0))
+
+
+def penalise_lines(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, by: Penalties) -> None:
+    """The kernel."""
+    lines = len(logits)
+    grid = (lines, max(1, min(-(-by.history.shape[1] // 64), PROGRAMS // lines)))
+    penalise_kernel[grid](
+        logits, rows, positions, *by, logits.stride(0), by.history.stride(0), WIDTH=64, num_warps=4,
+        **overlap(logits.device),
+    )  # fmt: skip
+
+
+@jit
+def penalise_kernel(
+    logits, rows, positions, repetition, frequency, presence, history, prompts, stride, length,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Every place of the history is compared with every other; a token's last place acts for all of them."""
+    begin(PDL)
+    wait(PDL)
+    line = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + line).to(tl.int64)
+    repeat, often, ever = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
+    if (repeat != 1.0) | (often != 0.0) | (ever != 0.0):
+        end, prompt = tl.load(positions + line), tl.load(prompts + row)
+        logits += line * stride
+        history += row * length
+        for start in range(tl.program_id(1) * WIDTH, end, tl.num_programs(1) * WIDTH):
+            i = start + tl.arange(0, WIDTH)
+            token = tl.load(history + i, mask=i < end, other=-1)
+            later, count = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
+            for other in range(0, end, WIDTH):
+                j = other + tl.arange(0, WIDTH)
+                same = token[:, None] == tl.load(history + j, mask=j < end, other=-2)[None, :]
+                later += tl.sum((same & (j[None, :] > i[:, None])).to(tl.int32), 1)
+                count += tl.sum((same & (j >= prompt)[None, :]).to(tl.int32), 1)
+            acts = (i < end) & (later == 0)
+            s = tl.load(logits + token, mask=acts, other=0.0)
+            s = tl.where(s > 0, s / repeat, s * repeat)
+            s = s - often * count - tl.where(count > 0, ever, 0.0)
+            tl.store(logits + token, s, mask=acts)
+
+
 @jit
 def scan_kernel(
     logits, rows, positions, temperature, top_p, min_p, top_k, seeds, out, logprobs, floats, ints,

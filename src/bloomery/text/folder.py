@@ -26,6 +26,7 @@ ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "spec
 
 # vocab.json and merges.txt do not say how words are cut; the class that reads them does
 WORDS_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "CodeGenTokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
+CLASS_OF_MODEL = {"gpt2": "GPT2Tokenizer", "gptj": "GPT2Tokenizer", "opt": "GPT2Tokenizer"}  # where none is named
 
 
 def from_folder(folder: Path) -> Tokenizer:
@@ -72,7 +73,10 @@ def _backend(folder: Path, config: Mapping[str, Any], named: Mapping[str, str]) 
 
 
 def _from_merges(vocab: Path, merges: Path, config: Mapping[str, Any], named: Mapping[str, str]) -> Backend:
-    name = str(config.get("tokenizer_class", "GPT2Tokenizer")).removesuffix("Fast")
+    name = config.get("tokenizer_class") or CLASS_OF_MODEL.get(
+        _json(vocab.parent / "config.json").get("model_type", "")
+    )
+    name = str(name).removesuffix("Fast")
     if name not in WORDS_OF_CLASS:
         raise TokenizerError(f"{vocab.parent}: vocab.json and merges.txt of the class {name}, unknown to us; {REMEDY}")
     words = WORDS[WORDS_OF_CLASS[name]]
@@ -147,7 +151,9 @@ def _extras(folder: Path, config: Mapping[str, Any], named: Mapping[str, str], b
     model = {**(model.get("text_config") or {}), **model}
 
     def ids(name: str) -> list[int]:
-        found = generation.get(f"{name}_token_id", model.get(f"{name}_token_id"))
+        found = next(
+            (said[key] for said in (generation, model) if said.get(key := f"{name}_token_id") is not None), None
+        )
         token = named.get(f"{name}_token")
         every = [*(found if isinstance(found, list) else [found]), token and backend.token_to_id(token)]
         return list(dict.fromkeys(id for id in every if isinstance(id, int) and id >= 0))

@@ -70,6 +70,8 @@ def _backend(vocabulary: _Vocabulary) -> Backend:
             raise
         raise TokenizerError(f"the vocabulary of the GGUF file is damaged: {error}; download it again") from error
     _add_tokens(backend, vocabulary)
+    if backend.get_vocab_size() != len(vocabulary.tokens):
+        raise TokenizerError("the GGUF file spells several tokens alike; convert it again with a current converter")
     said = vocabulary.get("add_bos_token")
     bos = add_bos if said is None else bool(said)
     eos = bool(vocabulary.get("add_eos_token"))
@@ -179,9 +181,10 @@ def _words(vocabulary: _Vocabulary) -> Words:
 def _sentencepiece(vocabulary: _Vocabulary, merges: list[tuple[str, str]]) -> Backend:
     """Spaces are written ▁, one more is put before the text unless the file says otherwise."""
     unknown = vocabulary.id("unknown")
+    special = vocabulary.special()
     backend = Backend(
         BPE(
-            {_marked(token): id for token, id in vocabulary.ids.items()},
+            {token if id in special else _marked(token): id for token, id in vocabulary.ids.items()},
             merges,
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
             fuse_unk=True,

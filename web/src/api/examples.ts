@@ -67,7 +67,7 @@ function plain(place: Place): Example {
     note: {},
     code: {
       curl: curl(place, `${url}/v1/chat/completions`, {
-        model, messages: [{ role: 'system', content: 'Answer in one sentence.' }, { role: 'user', content: question }],
+        model, messages: [{ role: 'user', content: question }],
         temperature: 0.7, top_p: 0.9, top_k: 40, max_tokens: 200, seed: 1,
       }),
       python: `import json

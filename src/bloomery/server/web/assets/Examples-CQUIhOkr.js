@@ -1,4 +1,4 @@
-import{A as e,C as t,D as n,F as r,I as i,L as a,M as o,N as s,O as c,P as l,R as u,S as d,T as f,_ as p,b as m,c as h,g,j as _,k as v,n as y,p as b,v as x,w as S,y as C}from"./index-EBj9VFlW.js";function w(e){return[N(e),P(e),F(e),I(e)]}var T=({key:e},t,n,r=``)=>[`curl ${r}${t}`,e&&`-H "Authorization: Bearer $BLOOMERY_API_KEY"`,`-H 'Content-Type: application/json'`,`-d '${D(n)}'`].filter(Boolean).join(` \\
+import{A as e,C as t,D as n,F as r,I as i,L as a,M as o,N as s,O as c,P as l,R as u,S as d,T as f,_ as p,b as m,c as h,g,j as _,k as v,n as y,p as b,v as x,w as S,y as C}from"./index-DPYcn-hX.js";function w(e){return[N(e),P(e),F(e),I(e)]}var T=({key:e},t,n,r=``)=>[`curl ${r}${t}`,e&&`-H "Authorization: Bearer $BLOOMERY_API_KEY"`,`-H 'Content-Type: application/json'`,`-d '${D(n)}'`].filter(Boolean).join(` \\
   `),E=e=>JSON.stringify(e,null,1).replace(/\n\s*/g,` `).replace(/([[{]) | ([\]}])/g,`$1$2`),D=e=>`{\n${Object.entries(e).map(([e,t])=>`    "${e}": ${E(t)}`).join(`,
 `)}\n  }`.replaceAll(`'`,String.raw`'\''`),O=({key:e})=>e?`os.environ["BLOOMERY_API_KEY"]`:`"none"`,k=({key:e})=>e?`process.env.BLOOMERY_API_KEY`:`'none'`,A=({key:e})=>e?`import os
 
@@ -20,7 +20,7 @@ const stream = await client.chat.completions.create({
   messages: [{ role: 'user', content: ${j(M)} }],
   stream: true,
 })
-for await (const chunk of stream) process.stdout.write(chunk.choices[0]?.delta.content ?? '')`}}}function P(e){let{url:t,model:n}=e;return{title:`Chat with sampling, nothing to install`,note:{},code:{curl:T(e,`${t}/v1/chat/completions`,{model:n,messages:[{role:`system`,content:`Answer in one sentence.`},{role:`user`,content:M}],temperature:.7,top_p:.9,top_k:40,max_tokens:200,seed:1}),python:`import json
+for await (const chunk of stream) process.stdout.write(chunk.choices[0]?.delta.content ?? '')`}}}function P(e){let{url:t,model:n}=e;return{title:`Chat with sampling, nothing to install`,note:{},code:{curl:T(e,`${t}/v1/chat/completions`,{model:n,messages:[{role:`user`,content:M}],temperature:.7,top_p:.9,top_k:40,max_tokens:200,seed:1}),python:`import json
 ${e.key?`import os
 `:``}import urllib.request
 

@@ -1,0 +1,362 @@
+"""The API process's hold on the engine: starts it, talks to it, and starts another when it dies or hangs.
+
+Streams outlive engines: the journal has what the next one needs, so all a reader may notice is a pause. An engine
+is a child at the other end of a socket pair; there is no path to find, no port to reach and nothing to clean up.
+Everything here runs in one event loop; this file must not know HTTP, text or devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from bloomery.config import Plan
+from bloomery.engine.journal import Entry, GapError, Journal
+from bloomery.engine.wire import Frames, Hello, Message, WireError, encode
+from bloomery.errors import BloomeryError, RequestFailed
+from bloomery.messages import Abort, Admitted, Capacity, News, Request, State, Stats, Status, Tokens
+
+log = logging.getLogger("bloomery.engine")
+
+COMMAND = (sys.executable, "-m", "bloomery.engine_main")  # the socket's descriptor follows
+SUMS = ("steps", "step_seconds", "tokens_in", "tokens_out", "prefix_queried", "prefix_hit", "preemptions")
+PACE = 512  # steps by which an engine's pace is judged
+WARM = 16  # steps before it is judged at all: kernels may still be compiling
+SLOWER = 20  # times the slowest of those steps is no step any more but a hang
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long an engine may be silent, in seconds, and how often it may die."""
+
+    silence: float = 30.0  # between two steps, or two signs of life when idle
+    first: float = 300.0  # the same before its pace is known
+    loading: float = 600.0  # between two reports while it loads
+    grace: float = 5.0  # between being asked to end and being killed
+    restarts: int = 5  # so many within `window`, and without limit in time while none gets ready
+    window: float = 60.0
+    pause: float = 0.5  # before the second restart in a row; then twice, three times that
+
+    @classmethod
+    def for_device(cls, device: str) -> Patience:
+        """One step of a large model may take minutes on a small CPU."""
+        return cls(silence=300.0) if device == "cpu" else cls()
+
+
+class Child(asyncio.Protocol):
+    """One engine process and the line to it."""
+
+    def __init__(self, hear: Callable[[Child, Message], None]):
+        self.hear, self.frames = hear, Frames()
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.line: asyncio.Transport | None = None
+        self.ready = False
+        self.silent = 0.0  # seconds of watching without a sign of progress
+        self.fault = ""
+
+    async def spawn(self, command: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                # A process group of its own: Ctrl-C in a terminal is for the parent, which then ends the child.
+                self.process = subprocess.Popen(
+                    [*command, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0,
+                )  # fmt: skip
+            except OSError:
+                ours.close()
+                raise
+        self.line, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+
+    def send(self, message: Message) -> None:
+        if self.line is not None:
+            self.line.write(encode(message))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self.frames.feed(data):
+                self.hear(self, message)
+        except (WireError, GapError) as error:
+            self.fault = f"broke the protocol: {error}"
+            if self.line is not None:
+                self.line.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    async def end(self, grace: float = 0.0) -> None:
+        """Have it gone, asked for if there is grace, and reaped."""
+        if self.process is not None:
+            try:
+                if grace:
+                    self.process.terminate()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        await asyncio.to_thread(self.process.wait, grace)
+            finally:
+                self.process.kill()
+            code = await asyncio.to_thread(self.process.wait)
+            self.fault = self.fault or (f"was killed by signal {-code}" if code < 0 else f"exited with status {code}")
+        if self.line is not None:
+            self.line.abort()
+
+
+class Bell:
+    """A stream's side of the journal: which of its entries have news."""
+
+    def __init__(self) -> None:
+        self.rung, self.event = dict[Entry, None](), asyncio.Event()
+
+    def ring(self, entry: Entry) -> None:
+        self.rung[entry] = None
+        self.event.set()
+
+    async def next(self) -> Entry:
+        while not self.rung:
+            self.event.clear()
+            await self.event.wait()
+        entry = next(iter(self.rung))
+        del self.rung[entry]
+        return entry
+
+
+class EngineClient:
+    def __init__(self, plan: Plan, command: Sequence[str] = COMMAND, patience: Patience | None = None):
+        self.plan, self.command = plan, command
+        self.patience = patience or Patience.for_device(plan.device)
+        self.journal = Journal()
+        self.status = Status("loading")
+        self.capacity: Capacity | None = None
+        self.epoch = 0  # engines started so far
+        self.child: Child | None = None
+        self.supervisor: asyncio.Task[None] | None = None
+        self.deaths: list[float] = []
+        self.pace: deque[float] = deque(maxlen=PACE)
+        self.latest, self.former = Stats(), Stats()  # of the engine of now, sums of those before
+        self.settled, self.failed = asyncio.Event(), asyncio.Event()
+
+    # ---- for the server --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to load; returns at once."""
+        self.supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
+
+    async def ready(self) -> Capacity:
+        """What the engine can hold, once it is loaded, or loaded again."""
+        await self.settled.wait()
+        if self.status.state not in ("ready", "draining") or self.capacity is None:
+            raise BloomeryError(f"the engine is not available: {self.status.detail or self.status.state}")
+        return self.capacity
+
+    async def wait_failed(self) -> str:
+        """Returns, with the reason, when there will be no engine any more; time for the owner to exit."""
+        await self.failed.wait()
+        return self.status.detail
+
+    @property
+    def pid(self) -> int | None:
+        return self.child.process.pid if self.child is not None and self.child.process is not None else None
+
+    @property
+    def silent(self) -> float:
+        """Seconds since the engine last made progress, or idle, a sign of life: what a truthful health check asks."""
+        return self.child.silent if self.child is not None else 0.0
+
+    @property
+    def stats(self) -> Stats:
+        """Sums are over all engines; whoever is not running waits, be it for an engine."""
+        waiting = max(len(self.journal.entries) - self.latest.running, 0)
+        return replace(_summed(self.former, self.latest), waiting=waiting)
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
+        """News of the requests until each has finished; of a slow reader's, several come as one.
+
+        Leaving the iterator aborts what is open; `contextlib.aclosing` makes that prompt.
+        """
+        if self.status.state in ("draining", "failed", "closed"):
+            raise RequestFailed(f"the engine takes no more requests: it is {self.status.state}")
+        bell, entries = Bell(), list[Entry]()
+        try:
+            now = asyncio.get_running_loop().time()
+            for request in requests:
+                entries.append(self.journal.open(request, bell, now))  # if one is refused, the others end
+            self._send_due()
+            left = len(entries)
+            while left:
+                news = (await bell.next()).take()
+                left -= news.finish is not None
+                yield news
+        finally:
+            for entry in entries:
+                self._abort(entry)
+
+    def abort(self, id: str) -> bool:
+        """End a request; its stream gets finish "abort". False if it is not open."""
+        entry = self.journal.by_request.get(id)
+        if entry is not None:
+            self._abort(entry)
+        return entry is not None
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """Let open requests finish for so long, end the others with an error, then end the engine."""
+        if self.status.state not in ("failed", "closed"):
+            self._become("draining")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._drained(), drain_seconds)
+            self._end_all("the server is shutting down")
+        if self.supervisor is not None:
+            self.supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.supervisor
+        if self.status.state != "failed":
+            self._become("closed")
+        self.settled.set()
+
+    # ---- one engine after the other ----------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        try:
+            while True:
+                self.epoch += 1
+                child = self.child = Child(self._hear)
+                await self._run(child)
+                if not self.failed.is_set():
+                    self._bury(child)
+                if self.failed.is_set():
+                    return
+                await asyncio.sleep(self.patience.pause * max(len(self.deaths) - 1, 0))
+        except Exception:
+            log.exception("the engine's supervisor has failed")
+            self._fail("the engine's supervisor has failed")
+
+    async def _run(self, child: Child) -> None:
+        """One engine from birth to death."""
+        try:
+            await child.spawn(self.command)
+            child.send(Hello(self.epoch, self.plan))
+            await self._watch(child)
+        except OSError as error:
+            child.fault = f"could not be started: {error}"
+        except asyncio.CancelledError:
+            await child.end(self.patience.grace)
+            raise
+        await child.end()
+
+    async def _watch(self, child: Child) -> None:
+        """Until it is gone, or silent for too long; counted in ticks, so that nobody dies of a stall of this process."""
+        while not child.lost.done():
+            limit = self._limit(child)
+            tick = min(limit / 20, 1.0)
+            await asyncio.wait([child.lost], timeout=tick)
+            child.silent += tick
+            if child.silent > limit and not child.lost.done():
+                child.fault = f"made no progress for {limit:.0f} seconds"
+                return
+
+    def _limit(self, child: Child) -> float:
+        if not child.ready:
+            return self.patience.loading
+        if len(self.pace) < WARM:
+            return max(self.patience.first, self.patience.silence)
+        return max(self.patience.silence, SLOWER * max(self.pace))
+
+    def _bury(self, child: Child) -> None:
+        """Count the death, blame the batch, and see whether there shall be another engine."""
+        log.error("the engine %s", child.fault)
+        self.former, self.latest = _summed(self.former, self.latest), Stats(kv_blocks=self.latest.kv_blocks)
+        now = asyncio.get_running_loop().time()
+        if child.ready:
+            self.deaths = [death for death in self.deaths if death > now - self.patience.window]
+        if not self.journal.crash():  # a culprit found is an end to the trouble, not a part of it
+            self.deaths.append(now)
+        if len(self.deaths) > self.patience.restarts:
+            self._fail(f"the engine died {len(self.deaths)} times in a row; it {child.fault}")
+        else:
+            self.settled.clear()
+            self._become("restarting", f"the engine {child.fault}")
+
+    def _fail(self, detail: str) -> None:
+        self.status = Status("failed", detail=detail)
+        log.critical("%s", detail)
+        self._end_all("the engine has failed")
+        self.failed.set()
+        self.settled.set()
+
+    def _become(self, state: State, detail: str = "") -> None:
+        keep = self.status.state == "draining" and state != "closed"
+        self.status = Status("draining" if keep else state, detail=detail)
+
+    # ---- what is said ------------------------------------------------------------------------------------
+
+    def _hear(self, child: Child, message: Message) -> None:
+        if isinstance(message, News | Admitted) and message.epoch != self.epoch:
+            return
+        if isinstance(message, News):
+            self._hear_news(child, message)
+        elif isinstance(message, Admitted):
+            now = asyncio.get_running_loop().time()
+            for serial in message.requests:
+                self.journal.admit(serial, now)
+        elif isinstance(message, Capacity):
+            self.capacity, child.ready, child.silent = message, True, 0.0
+            self._become("ready")
+            self.settled.set()
+            self._send_due()
+        elif isinstance(message, Status):
+            child.silent = 0.0
+            if message.state != "failed":
+                self.status = replace(message, state=self.status.state)
+            elif self.capacity is None:
+                self._fail(message.detail)
+            else:  # what could be loaded before may be loaded again
+                child.fault = f"could not load: {message.detail}"
+        else:
+            raise WireError(f"a {type(message).__name__} is not for a client")
+
+    def _hear_news(self, child: Child, news: News) -> None:
+        before, self.latest = self.latest, news.stats
+        moved = self.latest.steps > before.steps
+        if moved:
+            self.pace.append(self.latest.step_seconds - before.step_seconds)
+        if moved or not (self.latest.running or self.latest.waiting):
+            child.silent = 0.0
+        for tokens in news.tokens:
+            self.journal.accept(tokens)
+        self._send_due()
+
+    def _send_due(self) -> None:
+        child = self.child
+        if child is None or not child.ready or child.lost.done():
+            return
+        for entry in self.journal.due():
+            try:
+                child.send(entry.replay())
+            except WireError as error:
+                self.journal.end(entry, "error", str(error))
+
+    def _abort(self, entry: Entry) -> None:
+        if entry.finish is None:
+            self.journal.end(entry, "abort")
+            if entry.sent and self.child is not None:
+                self.child.send(Abort(entry.serial))
+            self._send_due()
+
+    def _end_all(self, error: str) -> None:
+        for entry in list(self.journal.entries.values()):
+            self.journal.end(entry, "error", error)
+
+    async def _drained(self) -> None:
+        while self.journal.entries:
+            await asyncio.sleep(0.02)
+
+
+def _summed(former: Stats, latest: Stats) -> Stats:
+    return replace(latest, **{name: getattr(former, name) + getattr(latest, name) for name in SUMS})

@@ -1,0 +1,186 @@
+"""The engine as a process: messages in, steps, messages out, in one thread.
+
+It holds nothing that a client would miss and mends nothing: whatever goes wrong beyond a single request ends it, and
+whoever started it starts another. It knows neither which executor it drives nor who listens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from bloomery.engine.blocks import Blocks
+from bloomery.engine.executor import Executor, Result
+from bloomery.engine.loop import Loop
+from bloomery.engine.scheduler import Scheduler
+from bloomery.engine.wire import Channel, Hello, Message, WireError
+from bloomery.errors import BloomeryError
+from bloomery.messages import Abort, Admitted, Capacity, News, Request, Stats, Status, Step, Tokens
+
+log = logging.getLogger("bloomery.engine")
+
+HEARTBEAT = 1.0  # seconds between two signs of life of an idle engine
+REPORTS = 0.1  # seconds between two reports while loading
+PR_SET_PDEATHSIG = 1
+
+Report = Callable[[int, int], None]  # bytes of weights read so far, bytes in all
+
+
+def serve(connection: socket.socket, make_executor: Callable[[Report], Executor]) -> int:
+    """Greet, load, and step until the other end is gone; the process's exit status."""
+    die_with_parent()
+    connection.set_inheritable(False)
+    channel = Channel(connection)
+    with contextlib.ExitStack() as ends:
+        try:
+            while not (arrived := channel.receive(None)):
+                pass  # half a frame
+            hello, *early = arrived
+            if not isinstance(hello, Hello):
+                raise WireError(f"a {type(hello).__name__} where a Hello was due")
+            executor = make_executor(reporter(channel))
+            ends.callback(executor.close)
+            ends.callback(connection.close)  # before the executor: the client need not wait for that
+            capacity = start(channel, executor, hello)
+            if capacity is not None:
+                Engine(channel, hello, executor, capacity).run(early)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return 0
+        except WireError as error:
+            log.error("the engine ends on a malformed frame: %s", error)
+        except Exception:
+            log.exception("the engine ends on an error")
+        return 1
+
+
+def start(channel: Channel, executor: Executor, hello: Hello) -> Capacity | None:
+    """None if loading met what a person must mend: another try would not help."""
+    try:
+        return executor.start(hello.plan)
+    except BloomeryError as error:
+        channel.send(Status("failed", detail=str(error)))
+        return None
+
+
+def die_with_parent() -> None:
+    """SIGTERM unwinds; the parent's death kills, even in the middle of a step; Ctrl-C is the parent's business."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def reporter(channel: Channel) -> Report:
+    told = 0.0
+
+    def report(done: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= REPORTS:
+            told = now
+            detail = f"weights: {done / 1e9:.2f} of {total / 1e9:.2f} GB"
+            channel.send(Status("loading", min(done / max(total, 1), 1.0), detail))
+
+    return report
+
+
+class Announced:
+    """An executor whose every step is announced before it runs."""
+
+    def __init__(self, executor: Executor, announce: Callable[[Step], None]):
+        self.executor, self.announce = executor, announce
+
+    def start(self, plan: Any) -> Capacity:
+        return self.executor.start(plan)
+
+    def submit(self, step: Step) -> Result:
+        self.announce(step)
+        return self.executor.submit(step)
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+class Engine:
+    """The loop, and what is told of it."""
+
+    def __init__(self, channel: Channel, hello: Hello, executor: Executor, capacity: Capacity):
+        self.channel, self.epoch, self.capacity = channel, hello.epoch, capacity
+        self.blocks = Blocks(capacity.blocks, capacity.block_size, hello.plan.prefix_cache)
+        self.scheduler = Scheduler(self.blocks, capacity.max_batch_tokens, capacity.max_sequences)
+        self.loop = Loop(self.scheduler, Announced(executor, self.announce), hello.plan.depth)
+        self.stats = Stats(kv_blocks=capacity.blocks)
+        self.submitted = 0
+        self.told = 0.0
+
+    def run(self, early: list[Message]) -> None:
+        self.channel.send(self.capacity)
+        self.take(early)
+        moving = True
+        while True:
+            self.take(self.channel.receive(0 if moving else HEARTBEAT))
+            begun = time.monotonic()
+            news = self.loop.step()
+            now = time.monotonic()
+            steps = self.submitted - len(self.loop.flight)
+            moving = steps > self.stats.steps
+            if moving:
+                self.stats = replace(self.stats, steps=steps, step_seconds=self.stats.step_seconds + now - begun)
+            if moving or now - self.told >= HEARTBEAT:
+                self.told = now
+                self.tell(tuple(news))
+
+    def take(self, messages: list[Message]) -> None:
+        for message in messages:
+            if isinstance(message, Request):
+                self.add(message)
+            elif isinstance(message, Abort):
+                self.loop.abort(message.id)
+            else:
+                raise WireError(f"a {type(message).__name__} is not for an engine")
+
+    def add(self, request: Request) -> None:
+        """A request that is refused, for whatever reason, harms nobody else."""
+        try:
+            self.loop.add(request)
+        except Exception as error:
+            known = isinstance(error, BloomeryError)
+            if not known:
+                log.exception("a request could not be added")
+            why = str(error) if known else "the engine could not take this request"
+            self.tell((Tokens(request.id, len(request.emitted), finish="error", error=why),))
+        else:
+            if not request.emitted:
+                self.stats = replace(self.stats, tokens_in=self.stats.tokens_in + len(request.prompt))
+
+    def announce(self, step: Step) -> None:
+        self.submitted += 1
+        begun = [(item, item.first) for item in step.items if item.first is not None]
+        if not begun:
+            return
+        names = tuple(self.scheduler.running[item.sequence].request.id for item, _ in begun)
+        self.channel.send(Admitted(self.epoch, names))
+        self.stats = replace(
+            self.stats,
+            prefix_queried=self.stats.prefix_queried + sum(len(first.tokens) for _, first in begun),
+            prefix_hit=self.stats.prefix_hit + sum(item.start for item, _ in begun),
+        )
+
+    def tell(self, tokens: tuple[Tokens, ...]) -> None:
+        self.stats = replace(
+            self.stats,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_used=self.blocks.count - self.blocks.available,
+            tokens_out=self.stats.tokens_out + sum(len(entry.ids) for entry in tokens),
+            preemptions=self.scheduler.preemptions,
+        )
+        self.channel.send(News(self.epoch, self.stats, tokens))

@@ -1,0 +1,29 @@
+"""The engine process: `python -m bloomery.engine_main DESCRIPTOR`, started by EngineClient and by nobody else.
+
+A composition root: here the engine meets its executor. The plan comes over the socket whose descriptor it inherits.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+
+from bloomery.engine.executor import Executor
+from bloomery.engine.process import Report, serve
+
+
+def local(report: Report) -> Executor:
+    """Torch is imported here: after the process has tied its life to its parent's."""
+    from bloomery.executors.local import Local
+
+    return Local()
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="engine: %(message)s", stream=sys.stderr)
+    return serve(socket.socket(fileno=int(sys.argv[1])), local)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""What the server needs of an engine, wherever it runs. The server never asks how the tokens come about."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from bloomery.messages import Capacity, Request, Stats, Status, Tokens
+
+
+class Backend(Protocol):
+    @property
+    def status(self) -> Status: ...
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """None until it has been ready once."""
+        ...
+
+    @property
+    def stats(self) -> Stats: ...
+
+    def stream(self, requests: Sequence[Request]) -> AsyncIterator[Tokens]:
+        """News until every request has finished. It is an async generator: aclose() aborts what is still open."""
+        ...

@@ -1,0 +1,99 @@
+"""A real engine process around a ghost: `python ghost_engine.py [--delay S] [--load S] [--refuse] [--quick] DESCRIPTOR`.
+
+A prompt that begins with POISON kills it in the step that computes it, one that begins with STALL makes that step endless.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[0] = str(ROOT)
+
+from bloomery.config import Plan
+from bloomery.engine.process import Report, serve
+from bloomery.errors import CheckpointError
+from bloomery.messages import Capacity, Item, Sampled, Step, StepOutput
+from tests.ghost.ghost import VOCAB, Ghost
+
+POISON, STALL = (6, 6, 6, 6, 6), (5, 5, 5, 5, 5)
+BLOCKS, MAX_LENGTH = 512, 2048
+
+
+class Haunted(Ghost):
+    """A ghost with a pace, a load time and weaknesses."""
+
+    def __init__(self, arguments: argparse.Namespace, report: Report):
+        super().__init__(0)
+        self.arguments, self.report = arguments, report
+
+    def start(self, plan: object) -> Capacity:
+        assert isinstance(plan, Plan)
+        if self.arguments.refuse:
+            raise CheckpointError("model.safetensors: 12 bytes are missing")
+        for part in range(5):
+            self.report(part, 5)
+            time.sleep(self.arguments.load / 5)
+        self.size = plan.block_size
+        return Capacity(BLOCKS, plan.block_size, plan.max_sequences, plan.max_batch_tokens, MAX_LENGTH, VOCAB)
+
+    def submit(self, step: Step) -> Future[StepOutput]:
+        time.sleep(self.arguments.delay)
+        for item in step.items:
+            tokens = item.first.tokens if item.first is not None else ()
+            if tokens[:5] == POISON:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            while tokens[:5] == STALL:
+                time.sleep(1)
+        return super().submit(step)
+
+
+class Quick(Haunted):
+    """Tokens for nothing: what remains is the cost of the engine and of the way to it."""
+
+    def write(self, item: Item) -> None: ...
+
+    def sample(self, item: Item) -> Sampled:
+        return Sampled(item.sequence, ((item.start + item.count) % VOCAB,))
+
+    def run(self, step: Step) -> StepOutput:
+        return StepOutput(tuple(self.sample(item) for item in step.items if item.samples))
+
+
+def command(*options: str) -> tuple[str, ...]:
+    return (sys.executable, __file__, *options)
+
+
+def plan(**changes: object) -> Plan:
+    """A plan as a ghost needs it."""
+    facts: dict[str, object] = dict(
+        name="ghost", path="", kind="folder", load_format="dummy", dtype="float32", device="cpu", threads=1,
+        max_length=MAX_LENGTH, length_is_wish=False, block_size=4, max_sequences=16, max_batch_tokens=64, memory=0.9,
+        kv_bytes=None, prefix_cache=True, depth=2,
+    )  # fmt: skip
+    return Plan(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--load", type=float, default=0.0)
+    parser.add_argument("--refuse", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("descriptor", type=int)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.CRITICAL)
+    kind = Quick if arguments.quick else Haunted
+    return serve(socket.socket(fileno=arguments.descriptor), lambda report: kind(arguments, report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

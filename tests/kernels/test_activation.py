@@ -1,0 +1,16 @@
+"""The activation kernel, under the interpreter, against its references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.kernels import check_activation
+from bloomery.kernels.activation import ACTIVATIONS
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize(("width", "dtype", "limit"), [(1100, torch.float32, 1e-6), (64, torch.float16, 1e-3)])
+def test_kernel_equals_reference(width: int, dtype: torch.dtype, limit: float, kind: str, gated: bool) -> None:
+    assert check_activation(width, kind, gated, dtype, "cpu") < limit

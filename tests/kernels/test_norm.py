@@ -1,0 +1,23 @@
+"""The norm kernel, under the interpreter, against its references; benchmarks/kernels.py does the same on a card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.kernels import check_norm
+from bloomery.kernels.norm import fits
+
+
+@pytest.mark.parametrize("kind", ["rms", "rms bare", "rms strided", "layer", "layer bias", "layer bare strided"])
+@pytest.mark.parametrize(("width", "dtype", "limit"), [(100, torch.float32, 1e-6), (256, torch.float16, 1e-3)])
+def test_kernel_equals_reference(width: int, kind: str, dtype: torch.dtype, limit: float) -> None:
+    assert check_norm(width, kind, dtype, "cpu") < limit
+
+
+def test_what_the_kernel_cannot_take() -> None:
+    x = torch.randn(3, 4, 8)
+    assert fits(x, torch.ones(8), None)
+    assert not fits(x, torch.ones(4, 8), None)
+    assert not fits(x.transpose(0, 1), torch.ones(8), None)
+    assert not fits(torch.empty(1, 1 << 16), None, None)

@@ -1,0 +1,78 @@
+"""Attention's two kernels under the interpreter: head sizes, block sizes, splits, and NaN beyond a sequence's end.
+
+That they obey the law of all backends is tested in tests/attention; here they meet tilings as on a card, poisoned
+caches and half precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.kernels import case, check_attention, error
+from bloomery.attention.triton_paged import TritonPaged
+from bloomery.kernels import paged_decode, paged_prefill
+from bloomery.spec import Alibi, Attention
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that stand for nobody divide by zero
+
+SMALL = TritonPaged(decode=paged_decode.Tiling(16, 4, 2, 4, 1, 1), prefill=paged_prefill.Tiling(16, 16, 4, 2))
+PARTS = TritonPaged(decode=paged_decode.Tiling(16, 4, 2, 2, 3, 1), prefill=paged_prefill.Tiling(16, 16, 4, 2))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("spec", "backend"),
+    [
+        (Attention(4, 2, 64), SMALL),
+        (Attention(6, 2, 80, window=20), SMALL),
+        (Attention(20, 1, 16), PARTS),
+        (Attention(2, 1, 96, Alibi()), TritonPaged()),
+    ],
+    ids=["splits", "window", "parts", "default"],
+)
+def test_block_sizes(spec: Attention, backend: TritonPaged, size: int) -> None:
+    counts, lengths = [1, 1, 5, 9], [1, 70, 5, 40]
+    assert check_attention(case(spec, counts, lengths, size, torch.float32, "cpu"), backend) < 1e-6
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 256])
+def test_head_sizes_in_half_precision(dim: int) -> None:
+    spec = Attention(2, 1, dim)
+    assert check_attention(case(spec, [1, 20], [90, 30], 64, torch.float16, "cpu"), TritonPaged()) < 1e-3
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["", "early"])
+def test_a_captured_step_knows_lengths_on_the_device_only(early: bool) -> None:
+    spec = Attention(4, 2, 16)
+    backend = TritonPaged(early=early, decode=SMALL.decode)
+    material = case(spec, [1, 1, 1], [3, 70, 33], 16, torch.float32, "cpu", spare=3)
+    assert check_attention(material.captured(), backend) < 1e-6
+    shorter = replace(material.ragged, ends=torch.tensor([3, 17, 0]))  # the last line stands for nobody
+    plan = backend.plan(replace(shorter, counts=(), lengths=()))
+    got = backend.attend(material.q, material.cache, spec, plan)
+    wanted = replace(material, q=material.q[:2], ragged=replace(shorter, ends=shorter.ends[:2])).wanted()
+    assert error(got[:2], wanted) < 1e-6
+    assert got.isfinite().all()
+    assert not plan.arrived.any()
+
+
+def test_splits_follow_the_device_and_the_length() -> None:
+    def splits(batch: int, heads: int, kv_heads: int, positions: int) -> int:
+        return paged_decode.tiling(batch, heads, kv_heads, 128, 2, positions, 132).splits
+
+    assert splits(1, 32, 8, 32768) == paged_decode.MOST_SPLITS
+    assert splits(1, 32, 8, 200) == 4
+    assert splits(8, 32, 8, 1024) == 8
+    assert splits(64, 32, 8, 4096) == 1
+    assert splits(1, 48, 1, 64) == 1
+
+
+def test_more_splits_than_counters_are_refused() -> None:
+    spec = Attention(4, 2, 16)
+    material = case(spec, [1], [70], 16, torch.float32, "cpu")
+    plan = replace(SMALL.plan(material.ragged), arrived=torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="too many to split"):
+        SMALL.attend(material.q, material.cache, spec, plan)
