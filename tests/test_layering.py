@@ -72,7 +72,9 @@ def test_imports_follow_the_table(path: Path) -> None:
             assert package in COMPUTE, f"{where}: {package} is in the control tower and may not import {root}"
         else:
             assert root != "transformers", f"{where}: transformers is for tests"
-            assert root not in ("pickle", "marshal", "shelve", "dill", "cloudpickle"), f"{where}: {root} runs what it reads"
+            assert root not in ("pickle", "marshal", "shelve", "dill", "cloudpickle"), (
+                f"{where}: {root} runs what it reads"
+            )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

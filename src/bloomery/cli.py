@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
 def verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
     made: argparse.ArgumentParser = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
     made.set_defaults(run=run)
-    made.add_argument("model", nargs="?", metavar="MODEL", help="folder, .gguf file or Hub id; default: the embedded model")
+    made.add_argument(
+        "model", nargs="?", metavar="MODEL", help="folder, .gguf file or Hub id; default: the embedded model"
+    )
     groups: dict[str, Any] = {}
     for field in options():
         group = groups.setdefault(field.metadata["group"], None) or made.add_argument_group(field.metadata["group"])
@@ -92,7 +94,9 @@ def sampling_flags(to: argparse.ArgumentParser) -> None:
     group.add_argument("--min-p", type=float, metavar="X")
     group.add_argument("--repetition-penalty", type=float, metavar="X")
     group.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer here; may be given several times")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end the answer here; may be given several times"
+    )
 
 
 def configuration(args: argparse.Namespace) -> Config:
@@ -103,7 +107,9 @@ def configuration(args: argparse.Namespace) -> Config:
     for field in options():
         given = getattr(args, field.name)
         if given is not None:
-            values[field.name] = parse(field, given, f"--{field.name.replace('_', '-')}") if isinstance(given, str) else given
+            values[field.name] = (
+                parse(field, given, f"--{field.name.replace('_', '-')}") if isinstance(given, str) else given
+            )
     return Config(args.model, **values)
 
 

@@ -30,17 +30,35 @@ def option(default: Any, help: str, group: str, choices: tuple[str, ...] | None 
 class Config:
     model: str | None = None  # the positional argument of every command
     revision: str | None = option(None, "branch, tag or commit of a Hub model", "Model")
-    dtype: str = option("auto", "precision of weights and activations; auto: the checkpoint's own, float32 on a CPU", "Model", DTYPES)
+    dtype: str = option(
+        "auto", "precision of weights and activations; auto: the checkpoint's own, float32 on a CPU", "Model", DTYPES
+    )
     load_format: str = option("auto", "dummy: random weights of the right shapes, no file read", "Model", LOAD_FORMATS)
-    max_model_len: int | None = option(None, "longest prompt plus answer, in tokens; default: what the model and memory allow", "Model", kind=int)
+    max_model_len: int | None = option(
+        None, "longest prompt plus answer, in tokens; default: what the model and memory allow", "Model", kind=int
+    )
     device: str = option("auto", "cpu, cuda, cuda:1; auto: a GPU if there is one", "Hardware")
     threads: int | None = option(None, "CPU threads of the model; default: one a core", "Hardware", kind=int)
     memory: float = option(0.9, "share of the GPU's memory to use", "Hardware")
-    kv_cache_gib: float | None = option(None, "memory for keys and values, in GiB; default: what is left (GPU), a quarter of what is free up to 4 (CPU)", "Hardware", kind=float)
-    max_sequences: int | None = option(None, "sequences in one step; default: 256 on a GPU, 64 on a CPU", "Batching", kind=int)
-    max_batch_tokens: int | None = option(None, "positions computed in one step, longer prompts go in chunks; default: 8192 on a GPU, 512 on a CPU", "Batching", kind=int)
+    kv_cache_gib: float | None = option(
+        None,
+        "memory for keys and values, in GiB; default: what is left (GPU), a quarter of what is free up to 4 (CPU)",
+        "Hardware",
+        kind=float,
+    )
+    max_sequences: int | None = option(
+        None, "sequences in one step; default: 256 on a GPU, 64 on a CPU", "Batching", kind=int
+    )
+    max_batch_tokens: int | None = option(
+        None,
+        "positions computed in one step, longer prompts go in chunks; default: 8192 on a GPU, 512 on a CPU",
+        "Batching",
+        kind=int,
+    )
     prefix_cache: bool = option(True, "reuse the keys and values of prompts that begin alike", "Batching")
-    block_size: int | None = option(None, "positions a block of the cache holds; default: 64 on a GPU, 16 on a CPU", "Batching", kind=int)
+    block_size: int | None = option(
+        None, "positions a block of the cache holds; default: 64 on a GPU, 16 on a CPU", "Batching", kind=int
+    )
 
     def __post_init__(self) -> None:
         for field in options():
@@ -76,7 +94,16 @@ def from_environment(environ: Mapping[str, str] | None = None) -> tuple[dict[str
 def parse(field: dataclasses.Field[Any], text: str, name: str) -> Any:
     kind = field.metadata["kind"]
     if kind is bool:
-        words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        words = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
         if text.lower() not in words:
             raise ConfigError(f"{name} must be true or false, not {text!r}")
         return words[text.lower()]

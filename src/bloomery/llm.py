@@ -139,7 +139,9 @@ class Front:
     @property
     def words(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise InvalidRequest("text needs a tokenizer and this model was loaded without one: give token ids", "prompt")
+            raise InvalidRequest(
+                "text needs a tokenizer and this model was loaded without one: give token ids", "prompt"
+            )
         return self.tokenizer
 
 

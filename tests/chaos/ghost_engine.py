@@ -46,7 +46,8 @@ class Haunted(Ghost):
         return Capacity(BLOCKS, plan.block_size, plan.max_sequences, plan.max_batch_tokens, MAX_LENGTH, VOCAB)
 
     def submit(self, step: Step) -> Future[StepOutput]:
-        time.sleep(self.arguments.delay)
+        if self.arguments.delay:
+            time.sleep(self.arguments.delay)
         for item in step.items:
             tokens = item.first.tokens if item.first is not None else ()
             if tokens[:5] == POISON:

@@ -125,7 +125,9 @@ def test_prompt_logprobs_do_not_depend_on_the_cache_or_chunks(llm: LLM) -> None:
     for out in (cold, warm, chunked):
         found = out.prompt_logprobs
         assert found is not None and found[0] is None and len(found) == len(out.prompt_token_ids)
-        values = [entry[token].logprob for entry, token in zip(found[1:], out.prompt_token_ids[1:], strict=True) if entry]
+        values = [
+            entry[token].logprob for entry, token in zip(found[1:], out.prompt_token_ids[1:], strict=True) if entry
+        ]
         assert len(values) == len(found) - 1
         if out is cold:
             want = values

@@ -25,7 +25,9 @@ def requests(random: Random, blocks: Blocks, drafts: int) -> deque[Request]:
         if random.random() < 0.1:
             first = plain(request)[len(prompt)]
             if first not in request.stop_ids:
-                request = Request(request.id, request.prompt, request.sampling, request.max_tokens, request.stop_ids, (first,))
+                request = Request(
+                    request.id, request.prompt, request.sampling, request.max_tokens, request.stop_ids, (first,)
+                )
         if len(prompt) + request.max_tokens + drafts <= blocks.count * blocks.size:
             todo.append(request)
     return todo

@@ -1,6 +1,6 @@
 """Writes embedded.json: what transformers, running the embedded GGUF in float32, continues each prompt with.
 
-    python -m tests.golden.make_embedded
+python -m tests.golden.make_embedded
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ class TorchPaged:
     def attend(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: tuple[Group, ...]) -> torch.Tensor:
         out = torch.empty_like(q)
         for group in plan:
-            keys, values = (half[group.slots].to(q.dtype).transpose(1, 2) for half in cache)  # [n, kv heads, longest, dim]
+            keys, values = (
+                half[group.slots].to(q.dtype).transpose(1, 2) for half in cache
+            )  # [n, kv heads, longest, dim]
             n, heads, longest, _ = keys.shape
             queries = q[group.tokens].view(n, group.queries, heads, -1, spec.head_dim)
             width = max(1, SCORES // (n * spec.num_heads * longest))
@@ -88,7 +90,9 @@ class TorchPaged:
         if isinstance(spec.position, Alibi):
             slopes = (alibi_slopes(spec.num_heads, spec.position.max_bias) * spec.position.scale).to(q.device)
             distance = group.k_positions - group.q_positions[:, part, None]
-            bias = slopes.view(1, heads, share, 1, 1) * distance[:, None, None]  # [n, kv heads, share, queries, longest]
+            bias = (
+                slopes.view(1, heads, share, 1, 1) * distance[:, None, None]
+            )  # [n, kv heads, share, queries, longest]
             bias = bias.masked_fill(~mask, -torch.inf)
         folded = q.permute(0, 2, 3, 1, 4).reshape(n, heads, share * queries, dim)
         if self.fused and spec.softcap is None:

@@ -74,9 +74,7 @@ def key_at(word, position, FIRST: tl.constexpr = FIRST, SECOND: tl.constexpr = S
 
 
 @jit
-def bits_at(
-    k0, k1, tokens, FIRST: tl.constexpr = FIRST, SECOND: tl.constexpr = SECOND, GOLDEN: tl.constexpr = GOLDEN
-):
+def bits_at(k0, k1, tokens, FIRST: tl.constexpr = FIRST, SECOND: tl.constexpr = SECOND, GOLDEN: tl.constexpr = GOLDEN):
     x = tokens.to(tl.uint32) * GOLDEN + k0
     x = (x ^ (x >> 16)) * FIRST
     x = (x ^ (x >> 15) ^ k1) * SECOND

@@ -334,9 +334,7 @@ def settled(
     count = 0
     while going:
         own = tl.load(logits + c).to(tl.float32)
-        count, mass, ahead = survey(
-            logits, ids, short, size, ordinal(own), c, vocab, top, heat, floor, k0, k1, SEGMENT
-        )
+        count, mass, ahead = survey(logits, ids, short, size, ordinal(own), c, vocab, top, heat, floor, k0, k1, SEGMENT)
         kept = ((k == 0) | (count < k)) & (relative(own, top, heat) >= floor)
         kept &= (share >= 1.0) | (mass.to(tl.float64) * unit < share * whole)
         going = (ahead < vocab) & (kept == 0)
@@ -345,9 +343,7 @@ def settled(
 
 
 @jit
-def survey(
-    logits, ids, short, size, border, c, vocab, top, heat, floor, k0, k1, SEGMENT: tl.constexpr
-):
+def survey(logits, ids, short, size, border, c, vocab, top, heat, floor, k0, k1, SEGMENT: tl.constexpr):
     """Of the tokens before the place (border, c) in the order that min_p leaves: number, mass, and winner or `vocab`."""
     count, mass = 0, tl.full([], 0, tl.int64)
     best, winner = -float("inf"), vocab

@@ -68,9 +68,7 @@ class Decoder:
         self.spec, self.device, self.dtype = spec, weights.device, weights.dtype
         names, extra, width = weights.names, weights.names.extra, spec.embed_dim or spec.hidden
         self.embed = weights.table(names.embed, spec.vocab, width)
-        self.positions = (
-            weights.table(extra["positions"], spec.positions, spec.hidden) if spec.positions else None
-        )
+        self.positions = weights.table(extra["positions"], spec.positions, spec.hidden) if spec.positions else None
         self.project_in = self.project_out = None
         if spec.embed_dim is not None:
             self.project_in = weights.outside(extra["project_in"], spec.hidden, width)

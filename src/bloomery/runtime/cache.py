@@ -53,7 +53,9 @@ def fit(plan: Plan, model: Model, dtype: torch.dtype, device: torch.device, rese
             f"one sequence of {plan.max_length} tokens needs {need:.2f} GiB for keys and values and {budget / 2**30:.2f} "
             f"are there: lower max_model_len to {max(room, 0)} or raise kv_cache_gib to {need:.2f}"
         )
-    note = f"the cache holds {room} of the model's {plan.max_length} positions; raise kv_cache_gib to {need:.2f} for all"
+    note = (
+        f"the cache holds {room} of the model's {plan.max_length} positions; raise kv_cache_gib to {need:.2f} for all"
+    )
     return Size(blocks, room, blocks * each, note)
 
 

@@ -28,7 +28,13 @@ def buckets(most: int) -> list[int]:
 
 class DecodeStep:
     def __init__(
-        self, decoder: Decoder, backend: Backend, caches: Sequence[torch.Tensor], rows: Rows, block_size: int, pick: Pick
+        self,
+        decoder: Decoder,
+        backend: Backend,
+        caches: Sequence[torch.Tensor],
+        rows: Rows,
+        block_size: int,
+        pick: Pick,
     ):
         self.decoder, self.backend, self.caches, self.rows = decoder, backend, caches, rows
         self.block_size, self.pick = block_size, pick

@@ -54,9 +54,7 @@ class Rows:
 
     def send(self, members: Iterable[Row]) -> None:
         """Tell the device which blocks these rows have gained."""
-        news = [
-            (row.index, place, row.table[place]) for row in members for place in range(row.sent, len(row.table))
-        ]
+        news = [(row.index, place, row.table[place]) for row in members for place in range(row.sent, len(row.table))]
         if not news:
             return
         for row in members:

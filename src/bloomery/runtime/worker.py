@@ -81,9 +81,7 @@ class Worker:
             (count,), (count,), 0, upload([0, count], self.device), upload([count], self.device), numbers, numbers,
             numbers[None, :blocks], plan.block_size,
         )  # fmt: skip
-        hidden = self.decoder(
-            numbers % model.vocab, numbers, numbers, caches, self.backend, self.backend.plan(ragged)
-        )
+        hidden = self.decoder(numbers % model.vocab, numbers, numbers, caches, self.backend, self.backend.plan(ragged))
         self.decoder.logits(hidden[: plan.max_sequences])
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
@@ -137,7 +135,9 @@ class Worker:
             self.rows.last[rows] = draws.tokens.to(self.rows.last.dtype)
         else:  # a sequence with drafts has no other step in flight: its verdict may be waited for
             gained = [tokens for tokens, _ in draws.collect()]
-            self.rows.last[rows] = torch.tensor([tokens[-1] for tokens in gained], device=self.device).to(self.rows.last.dtype)
+            self.rows.last[rows] = torch.tensor([tokens[-1] for tokens in gained], device=self.device).to(
+                self.rows.last.dtype
+            )
             ends = ends + torch.tensor([len(tokens) - 1 for tokens in gained], device=self.device)
         self.rows.positions[rows] = ends.to(self.rows.positions.dtype)
         return draws

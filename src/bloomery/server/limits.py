@@ -61,7 +61,9 @@ async def read_body(receive: Receive, headers: Headers, limit: int, seconds: flo
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
         raise Refusal(415, "send JSON, with the header Content-Type: application/json", "unsupported_media_type")
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise Refusal(415, "send the body as it is, without Content-Encoding", "unsupported_encoding", connection="close")
+        raise Refusal(
+            415, "send the body as it is, without Content-Encoding", "unsupported_encoding", connection="close"
+        )
     too_large = Refusal(413, f"the body is over {limit} bytes", "body_too_large", connection="close")
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:

@@ -178,12 +178,32 @@ class Metrics:
 
     def _distributions(self) -> Iterator[tuple[str, Distribution, tuple[str, ...]]]:
         own, vllm, tgi = "bloomery_", "vllm:", "tgi_request_"
-        yield "time to first token", self.first_token, (own + "time_to_first_token_seconds", vllm + "time_to_first_token_seconds")
+        yield (
+            "time to first token",
+            self.first_token,
+            (own + "time_to_first_token_seconds", vllm + "time_to_first_token_seconds"),
+        )
         yield "time between tokens", self.between, (own + "inter_token_seconds", vllm + "inter_token_latency_seconds")
-        yield "inference time over tokens", self.per_token, (vllm + "request_time_per_output_token_seconds", tgi + "mean_time_per_token_duration")
-        yield "arrival to last token", self.whole, (own + "request_seconds", vllm + "e2e_request_latency_seconds", tgi + "duration")
-        yield "time in the queue", self.queue, (own + "queue_seconds", vllm + "request_queue_time_seconds", tgi + "queue_duration")
-        yield "first step to last token", self.inference, (vllm + "request_inference_time_seconds", tgi + "inference_duration")
+        yield (
+            "inference time over tokens",
+            self.per_token,
+            (vllm + "request_time_per_output_token_seconds", tgi + "mean_time_per_token_duration"),
+        )
+        yield (
+            "arrival to last token",
+            self.whole,
+            (own + "request_seconds", vllm + "e2e_request_latency_seconds", tgi + "duration"),
+        )
+        yield (
+            "time in the queue",
+            self.queue,
+            (own + "queue_seconds", vllm + "request_queue_time_seconds", tgi + "queue_duration"),
+        )
+        yield (
+            "first step to last token",
+            self.inference,
+            (vllm + "request_inference_time_seconds", tgi + "inference_duration"),
+        )
         yield "first step to first token", self.prefill, (vllm + "request_prefill_time_seconds",)
         yield "first token to last", self.decode, (vllm + "request_decode_time_seconds",)
         yield "parsing, checking and tokenizing", self.validation, (tgi + "validation_duration",)
@@ -196,30 +216,74 @@ class Metrics:
         own, vllm, tgi = "bloomery_", "vllm:", "tgi_"
         block = capacity.block_size if capacity else 0
         usage = stats.kv_used / stats.kv_blocks if stats.kv_blocks else 0.0
-        yield "requests in the running batch", "gauge", stats.running, (own + "running", vllm + "num_requests_running", tgi + "batch_current_size")
-        yield "requests in the queue", "gauge", stats.waiting, (own + "waiting", vllm + "num_requests_waiting", tgi + "queue_size")
+        yield (
+            "requests in the running batch",
+            "gauge",
+            stats.running,
+            (own + "running", vllm + "num_requests_running", tgi + "batch_current_size"),
+        )
+        yield (
+            "requests in the queue",
+            "gauge",
+            stats.waiting,
+            (own + "waiting", vllm + "num_requests_waiting", tgi + "queue_size"),
+        )
         yield "share of the KV cache in use", "gauge", usage, (own + "kv_usage_ratio", vllm + "kv_cache_usage_perc")
         yield "tokens held by the running batch", "gauge", stats.kv_used * block, (tgi + "batch_current_max_tokens",)
         yield "tokens that fit the KV cache", "gauge", stats.kv_blocks * block, (tgi + "batch_max_total_tokens",)
-        yield "tokens looked up in the prefix cache", "counter", stats.prefix_queried, (own + "prefix_queried_tokens", vllm + "prefix_cache_queries")
-        yield "tokens found in the prefix cache", "counter", stats.prefix_hit, (own + "prefix_hit_tokens", vllm + "prefix_cache_hits")
+        yield (
+            "tokens looked up in the prefix cache",
+            "counter",
+            stats.prefix_queried,
+            (own + "prefix_queried_tokens", vllm + "prefix_cache_queries"),
+        )
+        yield (
+            "tokens found in the prefix cache",
+            "counter",
+            stats.prefix_hit,
+            (own + "prefix_hit_tokens", vllm + "prefix_cache_hits"),
+        )
         yield "preemptions", "counter", stats.preemptions, (own + "preemptions", vllm + "num_preemptions")
         yield "steps of the engine", "counter", stats.steps, (own + "steps",)
         yield "seconds the steps took", "counter", stats.step_seconds, (own + "step_seconds",)
         yield "prompt tokens", "counter", self.prompt_tokens, (own + "prompt_tokens", vllm + "prompt_tokens")
-        yield "generated tokens", "counter", self.generated_tokens, (own + "generated_tokens", vllm + "generation_tokens")
+        yield (
+            "generated tokens",
+            "counter",
+            self.generated_tokens,
+            (own + "generated_tokens", vllm + "generation_tokens"),
+        )
         yield "requests to generate", "counter", self.requests, (own + "requests", tgi + "request_count")
-        yield "requests answered in full", "counter", self.success, (own + "requests_succeeded", tgi + "request_success")
+        yield (
+            "requests answered in full",
+            "counter",
+            self.success,
+            (own + "requests_succeeded", tgi + "request_success"),
+        )
         yield "engine up and ready", "gauge", self.backend.status.state == "ready", (own + "ready",)
 
     def _labelled(self) -> Iterator[tuple[str, str, list[tuple[dict[str, str], float]]]]:
         failed: list[tuple[dict[str, str], float]] = [({"err": kind}, count) for kind, count in self.failures.items()]
         yield "requests that failed", "bloomery_requests_failed", failed
         yield "requests that failed", "tgi_request_failure", failed
-        yield "sequences by why they ended", "vllm:request_success", [({"finished_reason": reason}, n) for reason, n in self.finished.items()]
-        yield "HTTP responses", "bloomery_responses", [({"route": route, "status": status}, n) for (route, status), n in self.responses.items()]
-        yield "request fields nobody knows", "bloomery_unknown_fields", [({"route": route}, n) for route, n in self.unknown.items()]
-        bands: list[tuple[dict[str, str], float]] = [({"measure": measure, "band": name}, n) for (measure, name), n in self.bands.items()]
+        yield (
+            "sequences by why they ended",
+            "vllm:request_success",
+            [({"finished_reason": reason}, n) for reason, n in self.finished.items()],
+        )
+        yield (
+            "HTTP responses",
+            "bloomery_responses",
+            [({"route": route, "status": status}, n) for (route, status), n in self.responses.items()],
+        )
+        yield (
+            "request fields nobody knows",
+            "bloomery_unknown_fields",
+            [({"route": route}, n) for route, n in self.unknown.items()],
+        )
+        bands: list[tuple[dict[str, str], float]] = [
+            ({"measure": measure, "band": name}, n) for (measure, name), n in self.bands.items()
+        ]
         yield "requests by how long they felt", "bloomery_perceived_requests", bands
 
 
@@ -227,11 +291,15 @@ def band(seconds: float) -> str:
     return next(name for edge, name in BANDS if seconds <= edge)
 
 
-def _metric(name: str, about: str, kind: str, samples: list[tuple[dict[str, str], float]], vllm: dict[str, str]) -> Metric:
+def _metric(
+    name: str, about: str, kind: str, samples: list[tuple[dict[str, str], float]], vllm: dict[str, str]
+) -> Metric:
     """TGI's counters have no _total; the format then wants them untyped."""
     plain = kind == "counter" and name.startswith("tgi_")
     metric = Metric(name, about, "unknown" if plain else kind)
     for labels, value in samples:
         common = vllm if name.startswith("vllm:") else {}
-        metric.add_sample(name + ("_total" if kind == "counter" and not plain else ""), {**common, **labels}, float(value))
+        metric.add_sample(
+            name + ("_total" if kind == "counter" and not plain else ""), {**common, **labels}, float(value)
+        )
     return metric

@@ -20,7 +20,14 @@ from bloomery.server.errors import Malformed
 _MISMATCH = re.compile(r"Expected `(.+)`, got `(.+)`")
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _MISSING = re.compile(r"Object missing required field `(.+)`")
-_WORDS = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list", "object": "an object"}
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
 NOTHING: tuple[Any, ...] = (None, False, [], {}, "")  # values of a refused field that ask for nothing
 
 
@@ -61,7 +68,9 @@ def read(raw: dict[str, Any], kind: type[T]) -> tuple[T, int]:
 def _unknown(raw: dict[str, Any], made: msgspec.Struct) -> int:
     known = {*made.__struct_fields__, *getattr(made, "REFUSED", ())}
     return sum(name not in known for name in raw) + sum(
-        _unknown(inner, struct) for name in made.__struct_fields__ for inner, struct in _pairs(raw.get(name), getattr(made, name))
+        _unknown(inner, struct)
+        for name in made.__struct_fields__
+        for inner, struct in _pairs(raw.get(name), getattr(made, name))
     )
 
 
@@ -88,7 +97,9 @@ def _refuse(said: str) -> Never:
 
 
 def _worded(name: str) -> str:
-    return _WORDS.get({"list": "array", "NoneType": "null", "dict": "object"}.get(name, name), name.replace("NoneType", "null"))
+    return _WORDS.get(
+        {"list": "array", "NoneType": "null", "dict": "object"}.get(name, name), name.replace("NoneType", "null")
+    )
 
 
 def _explain(body: bytes, error: Exception) -> Never:
