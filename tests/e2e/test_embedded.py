@@ -1,4 +1,4 @@
-"""The embedded model through the offline API: what transformers says, and that batching, caching and chunks say the same."""
+"""The embedded model through the offline API: what transformers says; batched, cached and chunked, the same."""
 
 from __future__ import annotations
 

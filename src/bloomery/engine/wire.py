@@ -42,10 +42,10 @@ class WireError(BloomeryError):
     """A frame that cannot be read or may not be sent. The connection it came by is of no more use."""
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message, limit: int = LIMIT) -> bytes:
     body = ENCODER.encode(message)
-    if len(body) > LIMIT:
-        raise WireError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {LIMIT}")
+    if len(body) > limit:
+        raise WireError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {limit}")
     return HEADER.pack(len(body), NUMBERS[type(message)]) + body
 
 
@@ -67,9 +67,10 @@ class Frames:
             body = bytes(memoryview(self.buffer)[HEADER.size : end])
             del self.buffer[:end]
             try:
-                yield DECODERS[kind].decode(body)
-            except msgspec.MsgspecError as error:
+                message = DECODERS[kind].decode(body)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise WireError(f"a {KINDS[kind].__name__} of {length} bytes: {error}") from None
+            yield message
 
 
 class Channel:
@@ -94,6 +95,8 @@ class Channel:
                 data = self.connection.recv(CHUNK, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return found
+            if not data and found:
+                return found  # the end will be met again
             if not data:
                 raise EOFError("the other end has closed the connection")
             found += self.frames.feed(data)

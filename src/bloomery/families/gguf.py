@@ -190,11 +190,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 # ---- from metadata to config.json's words --------------------------------------------------------
 
 
-def unseen(name: str) -> Sequence[float]:
-    raise UnsupportedModel(f"config.json: the divisors in {name} are part of the description, and no one reads them")
-
-
-def describe(metadata: Mapping[str, Any], shapes: Shapes, vector: Vector = unseen) -> Description:
+def describe(metadata: Mapping[str, Any], shapes: Shapes, vector: Vector) -> Description:
     """What a GGUF file says, or an error that names the value we do not know."""
     try:
         return _describe(metadata, shapes, vector)

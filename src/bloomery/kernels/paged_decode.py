@@ -198,7 +198,7 @@ def decode_kernel(
             tl.store(counter, 0)
             combine(
                 scratch, sums, out, b * HEADS + kv_head * (HEADS // KV_HEADS), part * SHARE, splits, used,
-                HEADS // KV_HEADS, DIM, DIM_UP, SHARE, SHARE_TWO, CHUNK,
+                HEADS // KV_HEADS, DIM, DIM_UP, SHARE, SHARE_TWO, 64, CHUNK,
             )  # fmt: skip
 
 
@@ -265,26 +265,22 @@ def attend(
 def combine(
     scratch, sums, out, line, first, splits, used,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, SHARE: tl.constexpr, SHARE_TWO: tl.constexpr,
-    CHUNK: tl.constexpr,
+    MOST: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The splits' results for SHARE of the GROUP heads of a key head, CHUNK splits at a time so that loads overlap."""
-    g, d = tl.arange(0, SHARE_TWO), tl.arange(0, DIM_UP)
+    """The results of at most MOST splits for SHARE of the GROUP heads of a key head, CHUNK splits at a time."""
+    g, d, every = tl.arange(0, SHARE_TWO), tl.arange(0, DIM_UP), tl.arange(0, MOST)[None, :]
     member, head = (g < SHARE) & (first + g < GROUP), line + first + g
-    top = tl.full([SHARE_TWO], -1e30, tl.float32)
-    total = tl.zeros([SHARE_TWO], tl.float32)
+    known = (every < used) & member[:, None]
+    each = tl.load(sums + head[:, None] * splits + every, mask=known, other=-float("inf"), cache_modifier=".cg")
+    top = tl.max(each, 1)
+    whole = top + tl.log2(tl.sum(tl.exp2(each - top[:, None]), 1))
     acc = tl.zeros([SHARE_TWO, DIM_UP], tl.float32)
+    real = member[:, None] & (d < DIM)[None, :]
     for start in range(0, used, CHUNK):
-        i = start + tl.arange(0, CHUNK)
-        here = (i < used)[:, None] & member[None, :]
-        at = head[None, :] * splits + i[:, None]
-        z = tl.load(sums + at, mask=here, other=-float("inf"), cache_modifier=".cg")
+        i = start + tl.arange(0, CHUNK)[None, :]
+        at, here = head[:, None] * splits + i, (i < used) & member[:, None]
         there = here[:, :, None] & (d < DIM)[None, None, :]
         x = tl.load(scratch + at[:, :, None] * DIM + d[None, None, :], mask=there, other=0.0, cache_modifier=".cg")
-        new = tl.maximum(top, tl.max(z, 0))
-        e = tl.exp2(z - new[None, :])
-        fade = tl.exp2(top - new)
-        acc = acc * fade[:, None] + tl.sum(x * e[:, :, None], 0)
-        total = total * fade + tl.sum(e, 0)
-        top = new
-    real = member[:, None] & (d < DIM)[None, :]
-    tl.store(out + head[:, None] * DIM + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+        z = tl.load(sums + at, mask=here, other=-float("inf"), cache_modifier=".cg")
+        acc += tl.sum(x * tl.exp2(z - whole[:, None])[:, :, None], 1)
+    tl.store(out + head[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=real)

@@ -87,7 +87,7 @@ def pick(
     wishes: Wishes,
     scratch: Scratch | None = None,
     restricted: bool = True,
-    scored: bool = True,
+    scored: bool = False,
 ) -> Picked:
     """logits [lines, vocab]; rows and positions (of the tokens to draw) [lines].
 
@@ -123,7 +123,7 @@ def pick_lines(
     wishes: Wishes,
     scratch: Scratch,
     restricted: bool = True,
-    scored: bool = True,
+    scored: bool = False,
 ) -> Picked:
     """The kernels."""
     lines, vocab = logits.shape

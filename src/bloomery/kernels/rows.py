@@ -48,7 +48,10 @@ def fetch_reference(
 
 
 @jit
-def fetch_kernel(rows, last, positions, tables, out, blocks, lines, width, SIZE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def fetch_kernel(
+    rows, last, positions, tables, out, blocks, lines, width,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     begin(PDL)
     wait(PDL)
     line = tl.program_id(0)
@@ -69,7 +72,8 @@ def fetch_kernel(rows, last, positions, tables, out, blocks, lines, width, SIZE:
 def advance(rows: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor, positions: torch.Tensor) -> None:
     """Each row's new last token, one position on; in place."""
     if not fused(rows):
-        return advance_reference(rows, tokens, last, positions)
+        advance_reference(rows, tokens, last, positions)
+        return
     lines = len(rows)
     width = 1 << max(lines - 1, 1).bit_length()
     advance_kernel[(1,)](

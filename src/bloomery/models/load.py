@@ -6,7 +6,6 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
 
 import torch
 

@@ -50,8 +50,8 @@ def fit(plan: Plan, model: Model, dtype: torch.dtype, device: torch.device, rese
     need = longest * each / 2**30
     if plan.length_is_wish or room < plan.block_size * 4:
         raise ConfigError(
-            f"one sequence of {plan.max_length} tokens needs {need:.2f} GiB for keys and values and {budget / 2**30:.2f} "
-            f"are there: lower max_model_len to {max(room, 0)} or raise kv_cache_gib to {need:.2f}"
+            f"one sequence of {plan.max_length} tokens needs {need:.2f} GiB for keys and values, and "
+            f"{budget / 2**30:.2f} are there: lower max_model_len to {max(room, 0)} or raise kv_cache_gib to {need:.2f}"
         )
     note = (
         f"the cache holds {room} of the model's {plan.max_length} positions; raise kv_cache_gib to {need:.2f} for all"

@@ -1,7 +1,7 @@
 """One device's share of the work: rows in, a forward pass, tokens out.
 
-Steps in which every sequence merely goes on by one position run as a DecodeStep; all others as a Batch built by the host.
-Both leave the rows' state on the device as the next step wants it, so neither waits for the other's result.
+Steps in which every sequence merely goes on by one position run as a DecodeStep, all others as a Batch that the host
+builds. Both leave the rows' state on the device as the next step wants it, so neither waits for the other's result.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def goes_on(item: Item, row: Row) -> bool:
 
 
 class Pending:
-    """A step's result, perhaps still on its way from the device. Tokens are sent off at once, so that steps queued later
-    do not delay them."""
+    """A step's result, perhaps still on its way from the device. Tokens are sent off at once: steps queued later do not
+    delay them."""
 
     def __init__(
         self, shares: list[Share], draws: Draws | None, prompts: dict[int, tuple[TokenLogprob, ...]] | None = None

@@ -38,9 +38,8 @@ class Limits:
     bad_words: int = 128
     token_ids: int = 1024  # of stop_token_ids and allowed_token_ids
     label_characters: int = 512  # of user and of a value of metadata
-    best_of: int = 2  # the next three are TGI's
+    best_of: int = 2  # this and the next are TGI's
     top_n_tokens: int = 5
-    client_batch: int = 4
     deadline_seconds: float = 600.0
     stall_seconds: float = 60.0  # how long a client may not read
     keepalive_seconds: float = 15.0
@@ -88,10 +87,10 @@ async def read_body(receive: Receive, headers: Headers, limit: int, seconds: flo
 # ---- what one request may ask for ------------------------------------------------------------------
 
 
-def narrow(params: SamplingParams, limits: Limits) -> SamplingParams:
+def narrow(params: SamplingParams, limits: Limits, hottest: float | None = None) -> SamplingParams:
     """A server's ranges, within those SamplingParams has already checked."""
     counts: tuple[tuple[str, float | None, float], ...] = (
-        ("temperature", params.temperature, limits.temperature),
+        ("temperature", params.temperature, limits.temperature if hottest is None else hottest),
         ("logprobs", params.logprobs, limits.logprobs),
         ("prompt_logprobs", params.prompt_logprobs, limits.logprobs),
     )

@@ -46,7 +46,8 @@ const element = (tag: string, children: Node[], attributes?: Element['attributes
 function block(token: Token): Node {
   switch (token.type) {
     case 'heading':
-      return element(`h${Math.min(6, token.depth + 1)}`, inline(token.tokens))
+      // Below the turn's own heading, which is an h2.
+      return element(`h${Math.min(6, Math.max(3, token.depth + 1))}`, inline(token.tokens), { class: token.depth === 1 ? 'title' : undefined })
     case 'paragraph':
       return element('p', inline(token.tokens))
     case 'blockquote':

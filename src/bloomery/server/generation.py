@@ -1,0 +1,192 @@
+"""The one core: prompts and what is wanted of them in, pieces of answers out, whatever API asked.
+
+A Job is what one HTTP request generates. It submits, detokenizes, times and counts; how an answer looks is the
+route's business.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+from bloomery.errors import InvalidRequest, RequestFailed
+from bloomery.messages import Request, Tokens
+from bloomery.sampling import SamplingParams, choose, requests
+from bloomery.server.call import Call
+from bloomery.server.limits import Ticket
+from bloomery.server.service import Prompt
+from bloomery.server.streaming import Watch
+from bloomery.text.answer import Answer, Delta, Generation
+
+
+@dataclass(frozen=True)
+class Ask:
+    prompt: Prompt
+    params: SamplingParams
+
+
+class Writer(Protocol):
+    """How an API streams an answer: events for what it gains, and for its end."""
+
+    def delta(self, index: int, delta: Delta) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+
+class Job:
+    def __init__(self, call: Call, ticket: Ticket, asks: Sequence[Ask]):
+        self.call, self.ticket, self.asks, self.timings = call, ticket, asks, call.timings
+        self.generations = [self._generation(index, ask) for index, ask in enumerate(asks)]
+        self.silent = False  # the prompt is all that is wanted; what must be generated to get it is not shown
+        self.cached = [0] * len(asks)  # prompt tokens found in the prefix cache
+        self.latest: dict[str, float] = {}  # when a request's last token came
+
+    def _generation(self, index: int, ask: Ask) -> Generation:
+        service = self.call.service
+        try:
+            made = requests(
+                ask.params,
+                ask.prompt.ids,
+                id=f"{self.call.unique}-{index}",
+                entropy=secrets.randbits(64),
+                vocab=service.capacity.vocab,
+                max_length=service.capacity.max_length,
+                eos_ids=service.tokenizer.eos_ids,
+                encode=lambda word: service.tokenizer.encode(word, add_special=False),
+                salt=self.call.salt,
+            )
+        except InvalidRequest as error:
+            if len(self.asks) > 1 and error.field == "prompt":
+                error.field = f"prompt[{index}]"
+            raise
+        return Generation(made[0].id, ask.prompt.text, ask.params, made, service.tokenizer)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [answer.request for generation in self.generations for answer in generation.answers.values()]
+
+    # ---- running it ------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """To the end, unless the client leaves before."""
+        async with Watch(self.call.receive, self.call.deadline), aclosing(self.deltas()) as deltas:
+            async for _ in deltas:
+                pass
+
+    async def stream(self, writer: Writer) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self.deltas()) as deltas:
+            async for index, delta in deltas:
+                if data := writer.delta(index, delta):
+                    yield data
+        if data := writer.end():
+            yield data
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """What each prompt's answers gain, token by token; closing it aborts what is open."""
+        service, made = self.call.service, self.requests
+        owners = {name: index for index, generation in enumerate(self.generations) for name in generation.answers}
+        self.ticket.wait(sum(len(request.prompt) for request in made), service.waiting_tokens, service.prompt_rate)
+        self.timings.submitted = time.monotonic()
+        service.metrics.submit(self.timings, ((len(request.prompt), request.max_tokens) for request in made))
+        stream = cast(AsyncGenerator[Tokens, None], service.backend.stream(made))
+        async with aclosing(stream):
+            async for news in stream:
+                if news.finish in ("error", "abort"):
+                    raise RequestFailed(news.error or "the engine gave the request up")
+                index = owners[news.request]
+                self._note(index, news)
+                for delta in self._take(self.generations[index], news):
+                    yield index, delta
+                    if delta.finish_reason is not None and self.finished:
+                        self._end()
+                        return
+        raise RequestFailed("the engine's news ended before the answer did")
+
+    def _take(self, generation: Generation, news: Tokens) -> Iterator[Delta]:
+        """One delta a token, also where several come at once."""
+        for part in _singles(news):
+            delta, _ = generation.take(part)
+            if delta is not None:
+                yield delta
+
+    def _note(self, index: int, news: Tokens) -> None:
+        now, metrics, timings = time.monotonic(), self.call.service.metrics, self.timings
+        before = self.latest.get(news.request)
+        self.latest[news.request] = now
+        if before is None and news.request == next(iter(self.generations[index].answers)):
+            self.cached[index] = news.cached
+        if not timings.first:
+            timings.first, timings.queued = now, news.queued
+            self.ticket.begin()
+            metrics.first(timings, self.prompt_tokens)
+        for i in range(len(news.ids)):
+            metrics.token(0.0 if i else before and now - before, now)
+
+    def _end(self) -> None:
+        timings = self.timings
+        timings.last = time.monotonic()
+        answers = [answer for generation in self.generations for answer in generation.answers.values()]
+        reasons = [answer.finish_reason or "" for answer in answers]
+        self.call.service.metrics.finish(timings, reasons, [len(answer.token_ids) for answer in answers])
+        self.call.facts |= {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": sum(self.cached),
+            "tokens": self.completion_tokens,
+            "queue": round(timings.queued, 4),
+            "first_token": round(timings.first - timings.arrived, 4),
+            "per_second": round(self.completion_tokens / max(timings.last - timings.begun, 1e-6), 1),
+            "finish": reasons[0],
+        }
+
+    # ---- what became of it -----------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        return all(generation.finished for generation in self.generations)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt once, however many answers it has."""
+        return sum(len(next(iter(g.answers.values())).request.prompt) for g in self.generations)
+
+    @property
+    def completion_tokens(self) -> int:
+        return 0 if self.silent else sum(len(answer.token_ids) for g in self.generations for answer in g.answers.values())
+
+    def answers(self) -> Iterator[tuple[int, Ask, Answer]]:
+        """The answers to return, numbered: n of each prompt, the best of them where best_of asked for more."""
+        for index, (ask, generation) in enumerate(zip(self.asks, self.generations, strict=True)):
+            found = list(generation.answers.values())
+            if ask.params.children > ask.params.n:
+                found = [found[i] for i in choose([answer.cumulative_logprob for answer in found], ask.params.n)]
+            for i, answer in enumerate(found):
+                yield index * ask.params.n + i, ask, answer
+
+    def text(self, answer: Answer) -> str:
+        return answer.stream.text if answer.stream is not None else ""
+
+    def usage(self) -> dict[str, Any]:
+        """As OpenAI counts."""
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached)},
+        }
+
+
+def _singles(news: Tokens) -> Iterator[Tokens]:
+    last = len(news.ids) - 1
+    if last <= 0:
+        yield news
+        return
+    for i, id in enumerate(news.ids):
+        yield replace(
+            news, position=news.position + i, ids=(id,), logprobs=news.logprobs[i : i + 1],
+            prompt_logprobs=news.prompt_logprobs if i == 0 else (), finish=news.finish if i == last else None,
+        )  # fmt: skip

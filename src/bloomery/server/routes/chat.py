@@ -1,0 +1,173 @@
+"""OpenAI's /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from starlette.types import ASGIApp
+
+from bloomery.errors import InvalidRequest
+from bloomery.sampling import SamplingParams
+from bloomery.server.call import Call, Route
+from bloomery.server.errors import openai
+from bloomery.server.generation import Ask, Job
+from bloomery.server.routes.openai import (
+    TOOLS,
+    Envelope,
+    GenerationBody,
+    chat_logprobs,
+    finish_reason,
+    prompt_logprobs,
+    sampling,
+)
+from bloomery.server.service import Prompt
+from bloomery.server.streaming import DONE, event
+from bloomery.text.answer import Answer, Delta
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+Scalar = str | int | float | bool | None
+
+
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+    role: Role
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class ChatBody(GenerationBody):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: Any = None
+    modalities: list[str] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Scalar] | None = None
+
+
+async def chat_completions(call: Call) -> ASGIApp:
+    """Answer a conversation."""
+    return await answer(call, await call.object())
+
+
+async def answer(call: Call, raw: dict[str, Any]) -> ASGIApp:
+    body = call.convert(raw, ChatBody)
+    params = wishes(call, body)
+    ticket = call.admit(params.children)
+    job = Job(call, ticket, [Ask(await prompt(call, body), params)])
+    chat = Chat(job, body)
+    if body.stream:
+        return call.events(job.stream(chat))
+    await job.run()
+    return call.json(chat.whole())
+
+
+def wishes(call: Call, body: ChatBody) -> SamplingParams:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= call.service.limits.logprobs:
+        raise InvalidRequest(f"top_logprobs must be from 0 to {call.service.limits.logprobs}", "top_logprobs")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise InvalidRequest(f"tool_choice is not supported: {TOOLS}", "tool_choice")
+    if set(body.modalities or ()) - {"text"}:
+        raise InvalidRequest("modalities may be text only", "modalities")
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return sampling(call, body, max_tokens=most, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+
+
+async def prompt(call: Call, body: ChatBody) -> Prompt:
+    return await call.service.conversation(
+        conversation(body.messages, call.service.tokenizer.chat_templates),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def conversation(messages: Sequence[Message], templates: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Messages as templates know them: text only, and a developer's as a system's where they know no developer."""
+    if not messages:
+        raise InvalidRequest("messages is empty: a conversation needs at least one", "messages")
+    knows = any("developer" in template for template in templates.values())
+    plain = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if message.tool_calls or message.role in ("tool", "function"):
+            raise InvalidRequest(f"{where} is about a tool: {TOOLS}", f"{where}.role")
+        if message.content is None:
+            raise InvalidRequest(f"{where}.content is missing", f"{where}.content")
+        if isinstance(message.content, list):
+            check_parts(message.content, f"{where}.content")
+        role = "system" if message.role == "developer" and not knows else message.role
+        plain.append({**msgspec.to_builtins(message), "role": role})
+    return plain
+
+
+def check_parts(parts: Sequence[Mapping[str, Any]], where: str, kinds: Sequence[str] = ("text",)) -> None:
+    for index, part in enumerate(parts):
+        if part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            kind = repr(str(part.get("type"))[:64])
+            raise InvalidRequest(f"{where}[{index}] is of type {kind}: the model reads text only", f"{where}[{index}].type")
+
+
+class Chat:
+    """The answer as OpenAI writes it: a role first, then content, then the reason it ended."""
+
+    def __init__(self, job: Job, body: ChatBody):
+        self.job, self.body, self.tokenizer = job, body, job.call.service.tokenizer
+        self.envelope = Envelope(job, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
+        self.silent = not (body.logprobs or body.return_token_ids or self.envelope.always)
+        self.begun: set[int] = set()
+
+    def whole(self) -> dict[str, Any]:
+        more: dict[str, Any] = {}
+        generation = self.job.generations[0]
+        if self.body.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprobs(self.tokenizer, generation.prompt_logprobs)
+        if self.body.return_token_ids:
+            more["prompt_token_ids"] = self.job.requests[0].prompt
+        return self.envelope.whole([self._choice(index, answer) for index, _, answer in self.job.answers()], **more)
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": self.job.text(answer), "refusal": None},
+            "logprobs": self._logprobs(answer),
+            "finish_reason": finish_reason(answer.finish_reason),
+            **({"token_ids": answer.token_ids} if self.body.return_token_ids else {}),
+        }
+
+    def _logprobs(self, gained: Answer | Delta) -> dict[str, Any] | None:
+        return chat_logprobs(self.tokenizer, gained.logprobs, self.body.top_logprobs or 0) if self.body.logprobs else None
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        said = b""
+        if delta.index not in self.begun:
+            self.begun.add(delta.index)
+            prompt = {"prompt_token_ids": self.job.requests[0].prompt} if self.body.return_token_ids else {}
+            said = self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}, **prompt)
+        if delta.text or not self.silent:
+            ids = {"token_ids": delta.token_ids} if self.body.return_token_ids else {}
+            choice = {"index": delta.index, "delta": {"content": delta.text}, "logprobs": self._logprobs(delta), "finish_reason": None}
+            said += event(self.envelope.chunk({**choice, **ids}))
+        if delta.finish_reason is not None:
+            said += self._chunk(delta.index, {}, finish_reason(delta.finish_reason))
+        return said
+
+    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return event(self.envelope.chunk(choice, **more))
+
+    def end(self) -> bytes:
+        return (event(self.envelope.usage()) if self.envelope.counts else b"") + DONE
+
+
+ROUTES = (
+    Route("POST", "/v1/chat/completions", chat_completions, openai, ChatBody, generates=True, media=("application/json", "text/event-stream")),
+)

@@ -1,0 +1,115 @@
+"""Text to tokens and back: TGI's, vLLM's and llama.cpp's /tokenize, told apart by what is in the body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from bloomery.errors import InvalidRequest
+from bloomery.server.call import Call, Route
+from bloomery.server.errors import Refusal, openai, tgi
+from bloomery.server.routes.chat import ChatBody, Message, prompt
+from bloomery.server.routes.generate import Parameters
+from bloomery.server.schema import Body
+
+
+class TokenizeBody(Body):
+    """TGI's inputs, vLLM's prompt or messages, or llama.cpp's content."""
+
+    inputs: str | None = None
+    parameters: Parameters | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    content: str | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: list[int]
+    model: str | None = None
+
+
+async def tokenize(call: Call) -> ASGIApp:
+    """The tokens of a text."""
+    raw = await call.object()
+    if raw.get("inputs") is not None:
+        body = call.convert(raw, TokenizeBody)
+        found = await pieces(call, body.inputs or "", add_special=True)
+        cut = body.parameters.truncate if body.parameters else None
+        return call.json(found[-cut:] if cut else found)
+    call.dialect = openai
+    if raw.get("messages") is not None:
+        chat = call.convert(raw, ChatBody)
+        call.service.check_model(chat.model)
+        return counted(call, list((await prompt(call, chat)).ids), bool(raw.get("return_token_strs")))
+    body = call.convert(raw, TokenizeBody)
+    call.service.check_model(body.model)
+    if body.prompt is not None:
+        ids = (await call.service.encode(body.prompt, body.add_special_tokens is not False)).ids
+        return counted(call, list(ids), bool(body.return_token_strs))
+    if body.content is not None:
+        ids = (await call.service.encode(body.content, bool(body.add_special), "content")).ids
+        return call.json({"tokens": list(ids)})
+    call.dialect = tgi
+    raise InvalidRequest("one of inputs, prompt, messages or content is needed", "inputs")
+
+
+def counted(call: Call, ids: list[int], strings: bool) -> ASGIApp:
+    names = [call.service.tokenizer.token_name(id) for id in ids] if strings else None
+    return call.json(
+        {"count": len(ids), "max_model_len": call.service.capacity.max_length, "tokens": ids, "token_strs": names}
+    )
+
+
+async def chat_tokenize(call: Call) -> ASGIApp:
+    """A conversation as the model reads it, and its tokens."""
+    text = (await prompt(call, await call.read(ChatBody))).text or ""
+    return call.json({"tokenize_response": await pieces(call, text, add_special=False), "templated_text": text})
+
+
+async def pieces(call: Call, text: str, add_special: bool) -> list[dict[str, Any]]:
+    service = call.service
+    service.check_size(len(text), "inputs")
+    found = await service.away(len(text), lambda: service.tokenizer.pieces(text, add_special))
+    return [{"id": piece.id, "text": piece.text, "start": piece.start, "stop": piece.stop} for piece in found]
+
+
+async def detokenize(call: Call) -> ASGIApp:
+    """The text of tokens."""
+    body = await call.read(DetokenizeBody)
+    call.service.check_model(body.model)
+    call.service.check_size(len(body.tokens), "tokens")
+    size = call.service.tokenizer.vocab_size
+    for index, id in enumerate(body.tokens):
+        if not 0 <= id < size:
+            raise InvalidRequest(f"tokens[{index}] must be a token id, from 0 to {size - 1}", "tokens")
+    return call.json({"prompt": call.service.tokenizer.decode(body.tokens, skip_special=False)})
+
+
+async def tokenizer_info(call: Call) -> ASGIApp:
+    """What a client needs to know of the tokenizer: its special tokens and chat template."""
+    tokenizer = call.service.tokenizer
+    templates = tokenizer.chat_templates
+    if tokenizer.special_tokens.get("eos_token") is None:
+        raise Refusal(404, "the model names no end-of-sequence token", "not_found")
+    return call.json(
+        {
+            **dict.fromkeys(("bos_token", "pad_token", "unk_token")),
+            **tokenizer.special_tokens,
+            "chat_template": templates.get("default"),
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": call.service.capacity.max_length,
+        }
+    )
+
+
+ROUTES = (
+    Route("POST", "/tokenize", tokenize, tgi, TokenizeBody),
+    Route("POST", "/chat_tokenize", chat_tokenize, tgi, ChatBody),
+    Route("POST", "/detokenize", detokenize, openai, DetokenizeBody),
+    Route("GET", "/tokenizer_info", tokenizer_info, openai),
+)
