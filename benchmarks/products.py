@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/products.py check   each kernel against its reference in float64
     PYTHONPATH=src python3 benchmarks/products.py bench   time, next to the libraries, and share of what the card allows
-    PYTHONPATH=src python3 benchmarks/products.py tune    how to cut the products of a model, measured in its whole chain
+    PYTHONPATH=src python3 benchmarks/products.py tune    how to cut a model's products, measured in their chain
 
 A word after the verb keeps the cases that have it in their name. Times are medians of replays of one CUDA graph, over
 enough weights to defeat the second-level cache. A chain is every product of a model's decode step, one behind the
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.kernels import BANDWIDTH, DTYPES, PROCESSES, capture, error, microseconds, poisoned, side_by_side
+from benchmarks.kernels import BANDWIDTH, DTYPES, PEAK, PROCESSES, capture, error, microseconds, poisoned, side_by_side
 from bloomery.kernels import experts, gemv, pick
 from bloomery.kernels.gemv import Activation, After, Heads, Norm, Residual, Tiling
 from bloomery.kernels.noise import words
@@ -117,10 +117,10 @@ class Line:
 
 
 def wide(value: object) -> object:
-    """The same in float64; a cache becomes another."""
+    """The same in float64; a cache becomes another. Norms stay, for they are float32 everywhere."""
     if isinstance(value, torch.Tensor):
         return value.double() if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if isinstance(value, tuple) and not isinstance(value, Norm) and hasattr(value, "_fields"):
         return type(value)(*map(wide, value))
     return value
 
@@ -178,7 +178,7 @@ def random_wishes(rows: int, kind: str, device: str) -> pick.Wishes:
 def check_pick(
     lines: int, vocab: int, spread: float, kind: str, dtype: torch.dtype, device: str, **sizes: int
 ) -> float:
-    """The share of lines whose token differs, or whose token's rank or log-probability does; twice, as scratch stays."""
+    """The share of lines whose token differs, or its rank or log-probability does; twice, for the scratch stays."""
     wishes, scratch = random_wishes(lines + 3, kind, device), pick.Scratch.of(lines, vocab, device, **sizes)
     wrong = 0.0
     for scored in (True, False):
@@ -406,29 +406,28 @@ def bench_chains(wish: str) -> None:
 
 
 def bench_picks(wish: str) -> None:
-    vocab = 128256
-    for lines, spread, dtype in ((1, 4.0, torch.float32), (64, 4.0, torch.float32), (256, 4.0, torch.float32),
-                                 (256, 4.0, torch.bfloat16), (1, 0.5, torch.float32), (256, 0.5, torch.float32)):  # fmt: skip
-        many = [(torch.randn(lines, vocab, device="cuda") * spread).to(dtype) for _ in range(2 if lines > 64 else 8)]
-        rows = torch.arange(lines, dtype=torch.int32, device="cuda")
-        scratch = pick.Scratch.of(lines, vocab, "cuda")
-        for kind in ("greedy", "free", "top_p", "top_k", "both"):
-            label = f"pick {lines} {kind} spread {spread} {dtype}"
-            if wish in label:
-                wishes = random_wishes(lines, kind, "cuda")
-                wishes.top_p.copy_(torch.where(wishes.top_p < 1, 0.95, 1.0))
-                wishes.top_k.copy_(torch.where(wishes.top_k > 0, 50, 0))
-                restricted = kind not in ("greedy", "free")
-                us = microseconds(
-                    lambda m=many, w=wishes, r=restricted: (
-                        [pick.pick_lines(logits, rows, rows + i, w, scratch, r, False) for i, logits in enumerate(m)][
-                            -1
-                        ].tokens
-                    ),
-                    len(many),
-                )
-                floor = many[0].nbytes / BANDWIDTH * 1e6
-                print(f"{label:44s} {us:8.2f} us, one pass over the logits takes {floor:.2f}", flush=True)
+    sizes = product((1, 64, 256), (4.0, 0.5), (torch.float32, torch.bfloat16))
+    for (lines, spread, dtype), kind in product(sizes, ("greedy", "free", "top_p", "top_k", "both")):
+        label = f"pick {lines} {kind} spread {spread} {str(dtype)[6:]}"
+        if wish in label and (spread == 4.0 or kind in ("top_p", "both")):
+            bench_pick(label, lines, spread, dtype, kind)
+
+
+def bench_pick(label: str, lines: int, spread: float, dtype: torch.dtype, kind: str, vocab: int = 128256) -> None:
+    many = [(torch.randn(lines, vocab, device="cuda") * spread).to(dtype) for _ in range(2 if lines > 64 else 8)]
+    places = torch.arange(lines + len(many), dtype=torch.int32, device="cuda")
+    wishes, scratch = random_wishes(lines, kind, "cuda"), pick.Scratch.of(lines, vocab, "cuda")
+    wishes.top_p.copy_(torch.where(wishes.top_p < 1, 0.95, 1.0))
+    wishes.top_k.copy_(torch.where(wishes.top_k > 0, 50, 0))
+    restricted = kind not in ("greedy", "free")
+
+    def step() -> torch.Tensor:
+        for i, logits in enumerate(many):
+            found = pick.pick_lines(logits, places[:lines], places[i : i + lines], wishes, scratch, restricted)
+        return found.tokens
+
+    us, floor = microseconds(step, len(many)), many[0].nbytes / BANDWIDTH * 1e6
+    print(f"{label:40s} {us:8.2f} us; one pass over the logits takes {floor:.2f}", flush=True)
 
 
 def loop(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
@@ -454,36 +453,34 @@ def library(
 def bench_experts(wish: str) -> None:
     for (model, (count, k, size, hidden)), tokens in product(SPARSE.items(), (1, 4, 16, 64, 256, 2048, 8192)):
         label = f"experts {model} {tokens}"
-        if wish not in label:
-            continue
-        up = torch.empty(count, 2 * size, hidden, device="cuda", dtype=torch.bfloat16).normal_(0, hidden**-0.5)
-        down = torch.empty(count, hidden, size, device="cuda", dtype=torch.bfloat16).normal_(0, size**-0.5)
-        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-        logits = torch.randn(8, tokens, count, device="cuda")
-        routes = [experts.route(part, k, True) for part in logits]
-        ways: dict[str, Callable] = {"grouped": experts.mix_grouped, "library": library}
-        ways = ({"singly": experts.mix_singly} if tokens <= 16 else {}) | ways
-        times = {}
-        for way, call in ways.items():
-            try:
-                run = lambda c=call, r=routes: [c(x, *route, up, down) for route in r][-1]  # noqa: E731
-                times[way] = microseconds(run, len(routes))
-            except Exception as problem:
-                print(f"{label} {way}: {problem!r}"[:200])
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        loop(x, *routes[0], up, down)
-        start.record()
-        loop(x, *routes[1], up, down)
-        end.record()
-        end.synchronize()
-        visited = sum(len(chosen.unique()) for chosen, _ in routes) / len(routes)
-        moved, flops = visited * 3 * size * hidden * 2, tokens * k * 6 * size * hidden
-        floor = max(moved / BANDWIDTH, flops / 781e12) * 1e6
-        shown = ", ".join(f"{way} {us:.1f} us ({floor / us:.0%})" for way, us in times.items())
-        print(f"{label:24s} floor {floor:8.1f}: {shown}, loop {start.elapsed_time(end) * 1e3:.0f}", flush=True)
-        del up, down
-        torch.cuda.empty_cache()
+        if wish in label:
+            up = torch.empty(count, 2 * size, hidden, device="cuda", dtype=torch.bfloat16).normal_(0, hidden**-0.5)
+            down = torch.empty(count, hidden, size, device="cuda", dtype=torch.bfloat16).normal_(0, size**-0.5)
+            bench_mixes(label, torch.randn(tokens, hidden, device="cuda").bfloat16(), up, down, k)
+            del up, down
+            torch.cuda.empty_cache()
+
+
+def bench_mixes(label: str, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, k: int) -> None:
+    routes = [experts.route(torch.randn(len(x), len(up), device="cuda"), k, True) for _ in range(8)]
+    ways = {"singly": experts.mix_singly} if len(x) <= 16 else {}
+    times = {}
+    for way, call in (ways | {"grouped": experts.mix_grouped, "library": library}).items():
+        try:
+            times[way] = microseconds(lambda c=call: [c(x, *route, up, down) for route in routes][-1], len(routes))
+        except Exception as problem:
+            print(f"{label} {way}: {problem!r}"[:200])
+    loop(x, *routes[0], up, down)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    loop(x, *routes[1], up, down)
+    end.record()
+    end.synchronize()
+    visited = sum(len(chosen.unique()) for chosen, _ in routes) / len(routes) / len(up)
+    moved, flops = visited * (up.nbytes + down.nbytes), 2 * len(x) * k * (up[0].numel() + down[0].numel())
+    floor = max(moved / BANDWIDTH, flops / PEAK) * 1e6
+    shown = ", ".join(f"{way} {us:.1f} us ({floor / us:.0%})" for way, us in times.items())
+    print(f"{label:24s} floor {floor:8.1f}: {shown}, loop {start.elapsed_time(end) * 1e3:.0f}", flush=True)
 
 
 def bench(wish: str) -> None:

@@ -170,8 +170,9 @@ def transformers(path: Path, count: int, given: Sequence[Sequence[int]]) -> list
             do_sample=False,
             pad_token_id=tokenizer.eos_token_id,
         )
-        new = out[0, len(ids) :].tolist()
-        return Answer(own, new, tokenizer.decode(new, skip_special_tokens=True))
+        # A text's first space goes with its first token: the answer is what the whole has more than the prompt.
+        before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (tokens[0], out[0]))
+        return Answer(own, out[0, len(ids) :].tolist(), whole.removeprefix(before))
 
     return [answer(prompt, ids) for prompt, ids in zip(PROMPTS, given, strict=True)]
 

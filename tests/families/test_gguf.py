@@ -258,7 +258,7 @@ def test_experts() -> None:
 def test_refused(arch: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words) as error:
         read(arch, changes)
-    assert str(error.value).startswith("GGUF metadata: ") and "config.json" not in str(error.value)
+    assert str(error.value).startswith("GGUF file: ") and "config.json" not in str(error.value)
 
 
 def test_refused_for_its_tensors() -> None:
@@ -274,6 +274,11 @@ def test_refused_for_its_tensors() -> None:
         read("qwen3moe", EXPERTS | {"expert_feed_forward_length": 99}, routed(0, 1, 2))
     with pytest.raises(UnsupportedModel, match="use_qk_norm"):
         read("cohere2", tensors={"blk.0.attn_q_norm.weight": (4, 8)})
+    with pytest.raises(UnsupportedModel, match=r"tensor blk\.0\.attn_q_norm\.weight is not part of this architecture"):
+        read("mpt", tensors={"blk.0.attn_q_norm.weight": (32,)})
+    for name in ("blk.0.ffn_gate.0.weight", "blk.1.attn_q.scale", "blk.2.attn_sinks.weight", "cls.weight"):
+        with pytest.raises(UnsupportedModel, match=f"tensor {name} is not part of any model"):
+            read("llama", tensors={name: (32,)})
 
 
 def test_keys_without_a_meaning_are_listed() -> None:
@@ -295,4 +300,4 @@ def test_odd_values_are_refused_or_mean_something(arch: str, changes: dict[str, 
     try:
         read(arch, changes)
     except UnsupportedModel as error:
-        assert str(error).startswith("GGUF metadata: ")
+        assert str(error).startswith("GGUF file: ")

@@ -7,6 +7,9 @@ import torch
 
 from benchmarks.kernels import check_activation
 from bloomery.kernels.activation import ACTIVATIONS
+from bloomery.kernels.launch import interpreted
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1")
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from benchmarks.kernels import check_norm
+from bloomery.kernels.launch import interpreted
 from bloomery.kernels.norm import fits
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1")
 
 
 @pytest.mark.parametrize("kind", ["rms", "rms bare", "rms strided", "layer", "layer bias", "layer bare strided"])

@@ -91,7 +91,9 @@ async function scripted(page, ...bodies) {
 await check('the page is served strictly', async (page) => {
   const response = await page.goto(base)
   const policy = response.headers()['content-security-policy'] ?? ''
-  for (const rule of ["default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'"]) assert.ok(policy.includes(rule), `${rule} in “${policy}”`)
+  for (const rule of ["default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'"]) {
+    assert.ok(policy.includes(rule), `${rule} in “${policy}”`)
+  }
   assert.ok(!policy.includes('unsafe'), policy)
   await ready(page)
 })
@@ -168,14 +170,18 @@ await check('a hostile answer stays text', async (page) => {
   await ask(page, 'Attack me.')
   await page.getByText('The end.').waitFor()
   const found = await page.locator('.prose').evaluate((prose) => ({
-    elements: [...prose.querySelectorAll('script, img, iframe, object, embed, form, input, style, link, meta, svg:not(button svg), base')].map((one) => one.outerHTML),
-    attributes: [...prose.querySelectorAll('*')].flatMap((one) => [...one.attributes]).filter((one) => /^(on|style|src)/.test(one.name)).map((one) => one.name),
+    elements: [...prose.querySelectorAll('script, img, iframe, object, embed, form, input, style, link, meta, svg:not(button svg), base')]
+      .map((one) => one.outerHTML),
+    attributes: [...prose.querySelectorAll('*')].flatMap((one) => [...one.attributes].map((attribute) => attribute.name))
+      .filter((name) => /^(on|style|src)/.test(name)),
+    code: prose.querySelector('pre').textContent,
     links: [...prose.querySelectorAll('a')].map((one) => `${one.protocol} ${one.target} ${one.rel}`),
     hacked: globalThis.hacked,
   }))
   assert.deepEqual(found.elements, [])
   assert.deepEqual(found.attributes, [])
   assert.equal(found.hacked, undefined)
+  assert.equal(found.code, /```html\n(.*)\n```/.exec(hostile)[1], 'code is shown as it was written')
   assert.ok(found.links.length > 0)
   for (const link of found.links) assert.match(link, /^(https?|mailto): _blank noopener noreferrer nofollow$/)
 })
@@ -221,9 +227,11 @@ await check('retry, edit, continue and the settings are sent', async (page) => {
   await page.getByText('Third.').waitFor()
   const [first, , third, fourth] = asked
   assert.deepEqual(first.messages, [{ role: 'system', content: 'Be brief.' }, { role: 'user', content: 'One?' }])
-  assert.deepEqual([first.temperature, first.top_k, first.stop, first.stream, first.stream_options], [0.5, 20, ['END'], true, { include_usage: true }])
+  assert.deepEqual([first.temperature, first.top_k, first.stop], [0.5, 20, ['END']])
+  assert.deepEqual([first.stream, first.stream_options], [true, { include_usage: true }])
   assert.ok(!('top_p' in first) && !('seed' in first), 'what is not set is not sent')
-  assert.deepEqual([third.continue_final_message, third.add_generation_prompt, third.messages.at(-1)], [true, false, { role: 'assistant', content: 'First.' }])
+  assert.deepEqual([third.continue_final_message, third.add_generation_prompt], [true, false])
+  assert.deepEqual(third.messages.at(-1), { role: 'assistant', content: 'First.' })
   assert.deepEqual(fourth.messages.at(-1), { role: 'user', content: 'Two?' })
 })
 
@@ -250,7 +258,8 @@ await check('conversations are renamed, exported, deleted and imported', async (
 
 await check('a message written while the model loads is sent when it is ready', async (page) => {
   const asked = await scripted(page, whole('At last.'))
-  await page.route('**/ready', (route) => route.fulfill({ status: 503, json: { state: 'loading', model: 'm', progress: 0.42, detail: 'reading weights' } }))
+  const loading = { state: 'loading', model: 'm', progress: 0.42, detail: 'reading weights' }
+  await page.route('**/ready', (route) => route.fulfill({ status: 503, json: loading }))
   await page.goto(base)
   await page.getByText('Loading 42% · reading weights').waitFor()
   await type(page, 'Early.')
@@ -286,13 +295,16 @@ await check('a key is asked for once and kept', async (page) => {
 })
 
 await check('a phone of 320 pixels shows everything', async (page) => {
-  await scripted(page, whole(`# Wide\n\n\`${'x'.repeat(200)}\`\n\n| a | b | c |\n|---|---|---|\n| ${'long '.repeat(20)} | ${'y'.repeat(60)} | z |\n\n\`\`\`python\n${'z = 1; '.repeat(40)}\n\`\`\`\n`))
+  const table = `| a | b | c |\n|---|---|---|\n| ${'long '.repeat(20)} | ${'y'.repeat(60)} | z |`
+  const code = `\`\`\`python\n${'z = 1; '.repeat(40)}\n\`\`\``
+  await scripted(page, whole(['# Wide', `\`${'x'.repeat(200)}\``, table, code].join('\n\n')))
   for (const view of ['', 'dashboard', 'api']) {
     await page.goto(`${base}/#/${view}`)
     await page.getByLabel('Menu').waitFor()
     if (!view) await ask(page, 'Go wide.')
     await page.waitForTimeout(300)
-    const wide = await page.evaluate(() => [...document.querySelectorAll('body, main, .log, .inside, .composer')].filter((one) => one.scrollWidth > 321).map((one) => one.className || one.tagName))
+    const wide = await page.locator('body, main, .log, .inside, .composer').evaluateAll((found) =>
+      found.filter((one) => one.scrollWidth > 321).map((one) => one.className || one.tagName))
     assert.deepEqual(wide, [], view || 'chat')
   }
   await page.getByLabel('Menu').click()

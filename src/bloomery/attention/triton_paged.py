@@ -22,7 +22,7 @@ from bloomery.spec import Alibi, Attention
 
 WIDEST = 256  # of a head
 COUNTERS = 1 << 14  # of splits that have arrived
-LIBRARY = 4096  # new positions from which the library pays
+LIBRARY, GRAIN = 4096, 256  # new positions from which the library pays; a multiple of what it is given
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,16 @@ class TritonPaged:
         return prompt.whole and plain and near and q.element_size() == 2 and spec.head_dim in (64, 128)
 
     def _library(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, slots: torch.Tensor) -> torch.Tensor:
-        """Of one sequence from its beginning: its keys and values lie at `slots`, for they have just been stored."""
+        """Of one sequence from its beginning: its keys and values lie at `slots`, for they have just been stored.
+
+        Lengths are rounded up, for the library prepares itself for each anew; nobody looks at what is added last.
+        """
+        count, more = len(slots), -len(slots) % GRAIN
+        if more:
+            q, slots = F.pad(q, (0, 0, 0, 0, 0, more)), torch.cat((slots, slots[-1:].expand(more)))
         keys, values = (half.index_select(0, slots).transpose(0, 1)[None] for half in cache)
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
             out = F.scaled_dot_product_attention(
                 q.transpose(0, 1)[None], keys, values, is_causal=True, scale=spec.softmax_scale, enable_gqa=True
             )
-        return out[0].transpose(0, 1).flatten(1)
+        return out[0].transpose(0, 1)[:count].flatten(1)

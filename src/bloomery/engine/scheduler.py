@@ -86,8 +86,10 @@ class Scheduler:
             budget -= count + len(drafts)
         return budget
 
-    def _make_room(self, sequence: Sequence, length: int) -> list[int] | None:
+    def _make_room(self, sequence: Sequence, length: int) -> Collection[int] | None:
         """Blocks for `length` positions, preempting if need be; None if the sequence must sit this step out."""
+        if length <= len(sequence.blocks) * self.blocks.size:
+            return ()
         while (grown := self.blocks.extend(sequence, length, [])) is None:
             victim = self.policy.victim(self.running.values())
             if victim.steps:
@@ -119,9 +121,10 @@ class Scheduler:
     def _place(
         self, sequence: Sequence, count: int, grown: Collection[int], first: Start | None, drafts: list[int]
     ) -> Item:
-        samples = sequence.computed + count == sequence.length
-        item = Item(sequence.id, sequence.computed, count, tuple(grown), first, tuple(drafts), samples)
-        sequence.computed += count
+        start = sequence.computed
+        samples = start + count == sequence.length
+        item = Item(sequence.id, start, count, tuple(grown), first, tuple(drafts), samples)
+        sequence.computed = start + count
         sequence.pending += samples
         sequence.steps += 1
         self.in_flight[sequence.id] = sequence
@@ -160,26 +163,27 @@ class Scheduler:
         return news
 
     def _accept(self, sequence: Sequence, entry: Sampled) -> Tokens:
-        position, request = sequence.produced, sequence.request
-        sequence.computed += len(entry.tokens) - 1  # accepted drafts are already in the cache
-        sequence.drafts.clear()
+        request, ids, tokens = sequence.request, entry.tokens, sequence.tokens
+        position = len(tokens) - len(request.prompt)
+        sequence.computed += len(ids) - 1  # accepted drafts are already in the cache
+        if sequence.drafts:
+            sequence.drafts.clear()
         finish: FinishReason | None = None
-        for token in entry.tokens:
-            sequence.tokens.append(token)
-            if token in request.stop_ids and sequence.produced > request.sampling.min_tokens:
+        for count, token in enumerate(ids, position + 1):
+            tokens.append(token)
+            if token in request.stop_ids and count > request.sampling.min_tokens:
                 finish = "stop"
-            elif sequence.produced >= request.max_tokens:
+            elif count >= request.max_tokens:
                 finish = "length"
             if finish:
+                ids = ids[: count - position]
                 break
-        ids = tuple(sequence.tokens[len(request.prompt) + position :])
         prompt_logprobs = tuple(sequence.prompt_logprobs) if position == len(request.emitted) else ()
         self.blocks.publish(sequence)
         if finish:
             self._finish(sequence, finish)
-        return Tokens(
-            request.id, position, ids, entry.logprobs[: len(ids)], prompt_logprobs, sequence.cached or 0, finish
-        )
+        logprobs = entry.logprobs[: len(ids)]
+        return Tokens(request.id, position, ids, logprobs, prompt_logprobs, sequence.cached or 0, finish)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish = reason

@@ -8,6 +8,7 @@ This file reads no file: it is given metadata, shapes, and a way to see the few 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,6 +81,11 @@ NAMES = Names(
     shared_up=Split(("ffn_gate_shexp", "ffn_up_shexp")),
     shared_down="ffn_down_shexp",
     ignored=("rope_freqs.weight", "rope_factors_*.weight"),  # part of the description
+)
+TENSOR = re.compile(
+    r"((token_embd|output)(_norm)?|position_embd|rope_(freqs|factors_long|factors_short)|blk\.\d+\.("
+    r"attn_(norm|norm_2|q|k|v|qkv|q_norm|k_norm|output|rot_embd)|(post_attention|ffn|post_ffw)_norm"
+    r"|ffn_(gate|up|gate_up|down)(_exps|_shexp)?|ffn_gate_inp(_shexp)?))\.(weight|bias)"
 )
 NORMS = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
 
@@ -195,7 +201,7 @@ def describe(metadata: Mapping[str, Any], shapes: Shapes, vector: Vector) -> Des
     try:
         return _describe(metadata, shapes, vector)
     except UnsupportedModel as error:
-        raise UnsupportedModel(str(error).replace("config.json", "GGUF metadata", 1)) from None
+        raise UnsupportedModel(str(error).replace("config.json", "GGUF file", 1)) from None
 
 
 def _describe(metadata: Mapping[str, Any], shapes: Shapes, vector: Vector) -> Description:
@@ -209,9 +215,9 @@ def _describe(metadata: Mapping[str, Any], shapes: Shapes, vector: Vector) -> De
     c = Reader({key: even(value) if key in PER_LAYER else value for key, value in own.items()}, f"{name}.")
     told = config(c, known, shapes, vector)
     read = families.describe(told)
-    heard(c, told, read.model)
+    heard(c, told, read.model, shapes)
     names = names_of(read.model, shapes)
-    model = as_stored(read.model, names, shapes, known.permuted, c.optional_number("attention.scale"))
+    model = as_converted(read.model, names, shapes, known.permuted, c.optional_number("attention.scale"))
     # Sizes that a family takes for granted are the tensors' own, and checked with them.
     unheard = {key for key, words in WORDS.items() if key not in PER_LAYER and set(words) <= set(read.unread)}
     unread = own.keys() & (own.keys() - c.read - {"vocab_size"} | unheard)
@@ -223,13 +229,19 @@ def even(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
 
 
-def heard(c: Reader, told: Config, model: Model) -> None:
-    """Refuse what a family is deaf to and what would change every token."""
+def heard(c: Reader, told: Config, model: Model, shapes: Shapes) -> None:
+    """Refuse what the family is deaf to and what would change every token."""
+    strange = next((name for name in shapes if not TENSOR.fullmatch(name)), None)
+    if strange is not None:
+        raise UnsupportedModel(f"config.json: tensor {strange} is not part of any model Bloomery knows")
     for layer, kind in zip(model.layers, told["layer_types"]):
-        if (layer.attention.window is None) != (kind == "full_attention"):
+        attention = layer.attention
+        if (attention.window is None) != (kind == "full_attention"):
             raise c.wrong("attention.sliding_window", "is not supported in this architecture")
-        if layer.attention.num_kv_heads != told["num_key_value_heads"]:
+        if attention.num_kv_heads != told["num_key_value_heads"]:
             raise c.wrong("attention.head_count_kv", f"{told['num_key_value_heads']} is not supported here")
+        if attention.qk_norm is None and told["use_qk_norm"]:
+            raise UnsupportedModel("config.json: tensor blk.0.attn_q_norm.weight is not part of this architecture")
 
 
 def head_dim(c: Reader) -> int:
@@ -356,7 +368,7 @@ def names_of(model: Model, shapes: Shapes) -> Names:
     return names
 
 
-def as_stored(model: Model, names: Names, shapes: Shapes, permuted: bool, scale: float | None) -> Model:
+def as_converted(model: Model, names: Names, shapes: Shapes, permuted: bool, scale: float | None) -> Model:
     def norm(spec: Norm | None, name: str) -> Norm | None:
         if spec is None:
             return None

@@ -1,4 +1,4 @@
-"""Many experts, of which each token visits a few: chosen, multiplied and added up without the host knowing who went where.
+"""Many experts, of which each token visits a few: chosen, multiplied and added up while the host knows nothing of it.
 
     route   a router's logits -> the experts a token visits and the weight of each
     mix     activation(gate) * up of the chosen experts, back down, and their weighted sum
@@ -198,7 +198,7 @@ def grouped(
     share: int,
     activation: str | None,
 ) -> None:
-    """With an activation, from tokens (each serving `share` visits) to ordered visits; without, from there to visits."""
+    """With an activation from tokens (`share` visits each) to visits in order; without, from there to the visits."""
     (experts, rows, inputs), visits = weight.shape, len(order)
     outputs = rows // 2 if activation else rows
     width = cut.inputs * 2 // x.element_size()

@@ -171,12 +171,12 @@ def product_rows(
     tokens = tokens if visits is None else 1
     cut = cut or tiling(rows, columns, paired, weight.element_size(), tokens)
     norm = before or Norm("rms", None, None, 0.0)
+    given = (visits, bias, norm.weight, norm.bias)
     end = ends(x, after, rows, (lines, outputs), dtype or x.dtype)
     gemv_kernel[(-(-outputs // cut.outputs), lines if experts else 1)](
-        x, weight, x if visits is None else visits, x if bias is None else bias, x if norm.weight is None else norm.weight,
-        x if norm.bias is None else norm.bias, *end.tensors, norm.eps, *end.numbers,
-        OUTPUTS=outputs, COLUMNS=columns, TOKENS=tokens, TOKENS_UP=power_of_two(tokens),
-        EXPERTS=experts, SHARE=share, BIAS=bias is not None, NORM=None if before is None else norm.kind, NORM_WEIGHT=norm.weight is not None,
+        x, weight, *(x if part is None else part for part in given), *end.tensors, norm.eps, *end.numbers,
+        OUTPUTS=outputs, COLUMNS=columns, TOKENS=tokens, TOKENS_UP=power_of_two(tokens), EXPERTS=experts, SHARE=share,
+        BIAS=bias is not None, NORM=None if before is None else norm.kind, NORM_WEIGHT=norm.weight is not None,
         NORM_BIAS=norm.bias is not None, PAIRED=paired, **end.choices, EACH=16 // weight.element_size(),
         BLOCK_OUT=cut.outputs, BLOCK_IN=cut.inputs, num_warps=cut.warps, **overlap(x.device),
     )  # fmt: skip
@@ -220,10 +220,10 @@ def ends(x: torch.Tensor, after: After, rows: int, shape: tuple[int, ...], dtype
 def gemv_kernel(
     x, weight, visits, bias, norm_weight, norm_bias, other, slots, positions, cos, sin, out, eps, scale, half,
     OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, TOKENS_UP: tl.constexpr,
-    EXPERTS: tl.constexpr, SHARE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, NORM_BIAS: tl.constexpr, PAIRED: tl.constexpr, AFTER: tl.constexpr,
-    ACTIVATION: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TABLES: tl.constexpr, EACH: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
+    EXPERTS: tl.constexpr, SHARE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr,
+    NORM_BIAS: tl.constexpr, PAIRED: tl.constexpr, AFTER: tl.constexpr, ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TABLES: tl.constexpr, EACH: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles are [tokens, outputs, inputs], and [1, 1, inputs] for what they share: all in the weights' own layout.
 

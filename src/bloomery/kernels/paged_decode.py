@@ -17,7 +17,7 @@ from bloomery.kernels.launch import begin, jit, overlap, power_of_two, tl, wait
 
 LOG2E = 1.4426950408889634
 PROGRAMS = 4  # a processor should have so many to hide latency
-MOST_SPLITS = 32
+USUAL_SPLITS, MOST_SPLITS = 32, 64  # putting more together costs more than they gain; what the kernel can take
 EARLY = 32  # sequences up to which reading early pays
 
 
@@ -79,7 +79,7 @@ def tiling(batch: int, heads: int, kv_heads: int, dim: int, item: int, positions
     parts = -(-share // (16 if few or item == 4 else 64))
     tile = max(16, min(64, 16384 // (power_of_two(dim) * item)))
     fill = max(1, processors * PROGRAMS // (batch * kv_heads * parts))
-    splits = min(1 << (fill.bit_length() - 1), power_of_two(-(-positions // tile)), MOST_SPLITS)
+    splits = min(1 << (fill.bit_length() - 1), power_of_two(-(-positions // tile)), USUAL_SPLITS)
     if splits == 1 and share <= 16:
         return Tiling(tile, 2, 3, 1, parts)
     return Tiling(tile, 4, 2, splits, parts)
@@ -111,8 +111,8 @@ def paged_decode(
     dim_up, share_two = max(16, power_of_two(dim)), power_of_two(share)
     scratch = out
     if cut.splits > 1:
-        if batch * kv_heads * cut.parts > arrived.numel():
-            raise ValueError(f"{batch} sequences with {kv_heads} key heads are too many to split: take splits=1")
+        if cut.splits > MOST_SPLITS or batch * kv_heads * cut.parts > arrived.numel():
+            raise ValueError(f"{batch} sequences with {kv_heads} key heads are too many for {cut.splits} splits")
         scratch = torch.empty(batch * heads * cut.splits * (dim + 1), dtype=torch.float32, device=q.device)
     decode_kernel[(kv_heads * cut.parts, batch, cut.splits)](
         q, cache, out, tables, ends, slots, q if scoring.slopes is None else scoring.slopes, scratch, arrived,
@@ -120,7 +120,7 @@ def paged_decode(
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=dim_up, PARTS=cut.parts, SHARE=share, SHARE_TWO=share_two,
         BLOCK=block_size, TILE=cut.tile, WINDOW=scoring.window or 0, CAP=scoring.softcap or 0.0,
         ALIBI=scoring.slopes is not None, SPLIT=cut.splits > 1, DIRECT=cut.direct,
-        CHUNK=min(MOST_SPLITS, max(1, 2048 * cut.warps // (share_two * dim_up))),
+        MOST=MOST_SPLITS, CHUNK=min(MOST_SPLITS, max(1, 2048 * cut.warps // (share_two * dim_up))),
         EARLY=EARLY if early and batch <= EARLY and cut.splits > 1 and cut.tile <= block_size else 0,
         STAGES=cut.stages, num_warps=cut.warps, **overlap(q.device),
     )  # fmt: skip
@@ -132,7 +132,7 @@ def decode_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
     PARTS: tl.constexpr, SHARE: tl.constexpr, SHARE_TWO: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, DIRECT: tl.constexpr,
-    CHUNK: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     if EARLY == 0:
@@ -198,7 +198,7 @@ def decode_kernel(
             tl.store(counter, 0)
             combine(
                 scratch, sums, out, b * HEADS + kv_head * (HEADS // KV_HEADS), part * SHARE, splits, used,
-                HEADS // KV_HEADS, DIM, DIM_UP, SHARE, SHARE_TWO, 64, CHUNK,
+                HEADS // KV_HEADS, DIM, DIM_UP, SHARE, SHARE_TWO, MOST, CHUNK,
             )  # fmt: skip
 
 

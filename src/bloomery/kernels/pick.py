@@ -232,13 +232,13 @@ def scan_kernel(
     floats += line * (3 * SEGMENTS + 4 + SEGMENTS * (SEGMENT // BLOCK))
     ints += line * (SEGMENTS + 4 + LISTED)
     i = segment * SEGMENT + tl.arange(0, SEGMENT)
-    s = tl.load(logits + i, mask=i < vocab, other=-float("inf")).to(tl.float32)
+    s = scores_at(logits + i, i < vocab)
     top = tl.max(s, 0)
     tl.store(floats + segment, top)
     tl.store(ints + segment, winner_of(s, i, i < vocab, top, heat, k0, k1, COLDEST))
     if SCORED:
         tl.store(floats + 2 * SEGMENTS + segment, tl.sum(tl.exp(relative(s, top, 1.0)), 0))
-    if RESTRICTED:
+    if RESTRICTED:  # noqa: SIM102, the one is known when compiling
         if heat >= COLDEST:
             tl.store(floats + SEGMENTS + segment, tl.sum(tl.exp(relative(s, top, heat)), 0))
             b = segment * (SEGMENT // BLOCK) + tl.arange(0, SEGMENT // BLOCK)
@@ -249,7 +249,7 @@ def scan_kernel(
         tops = tl.load(floats + j, mask=here, other=-float("inf"), cache_modifier=".cg")
         ids = tl.load(ints + j, mask=here, other=0, cache_modifier=".cg")
         best = tl.max(tops, 0)
-        leaders = tl.load(logits + ids, mask=here, other=-float("inf")).to(tl.float32)
+        leaders = scores_at(logits + ids, here)
         c = tl.minimum(winner_of(leaders, ids, here, best, heat, k0, k1, COLDEST), vocab - 1)
         own = tl.load(logits + c).to(tl.float32)
         tl.store(out + line, c)
@@ -289,7 +289,7 @@ def verify_kernel(
         for segment in range(tl.program_id(1), tl.cdiv(vocab, SEGMENT), tl.num_programs(1)):
             if ordinal(tl.load(floats + segment)) >= bound:
                 i = segment * SEGMENT + tl.arange(0, SEGMENT)
-                s = tl.load(logits + i, mask=i < vocab, other=-float("inf")).to(tl.float32)
+                s = scores_at(logits + i, i < vocab)
                 fits = (i < vocab) & (ordinal(s) >= bound)
                 place = tl.atomic_add(ints + SEGMENTS + 1, tl.sum(fits.to(tl.int32), 0))
                 place += tl.cumsum(fits.to(tl.int32), 0) - 1
@@ -344,7 +344,7 @@ def settled(
 
 @jit
 def survey(logits, ids, short, size, border, c, vocab, top, heat, floor, k0, k1, SEGMENT: tl.constexpr):
-    """Of the tokens before the place (border, c) in the order that min_p leaves: number, mass, and winner or `vocab`."""
+    """Of the tokens before the place (border, c) in the order, as min_p leaves them: count, mass, winner or `vocab`."""
     count, mass = 0, tl.full([], 0, tl.int64)
     best, winner = -float("inf"), vocab
     for start in range(0, size, SEGMENT):
@@ -367,14 +367,14 @@ def kth_of(logits, ids, short, size, k, SEGMENT: tl.constexpr, LISTED: tl.conste
     last = tl.full([], 0, tl.uint32)
     if k > 0:
         if short:
-            i, s, here = looked_at(logits, ids, short, 0, size, LISTED)
+            _, s, here = looked_at(logits, ids, short, 0, size, LISTED)
             last = kth(tl.where(here, ordinal(s), 0), k)
         else:
             bit = tl.full([], 0x80000000, tl.uint32)
             for _ in range(32):
                 count = 0
                 for start in range(0, size, SEGMENT):
-                    i, s, here = looked_at(logits, ids, short, start, size, SEGMENT)
+                    _, s, here = looked_at(logits, ids, short, start, size, SEGMENT)
                     count += tl.sum((here & (ordinal(s) >= (last | bit))).to(tl.int32), 0)
                 last = tl.where(count >= k, last | bit, last)
                 bit = bit >> 1
@@ -414,7 +414,14 @@ def looked_at(logits, ids, short, start, size, WIDTH: tl.constexpr):
     here = i < size
     if short:
         i = tl.load(ids + i, mask=here, other=0, cache_modifier=".cg")
-    return i, tl.load(logits + i, mask=here, other=-float("inf")).to(tl.float32), here
+    return i, scores_at(logits + i, here), here
+
+
+@jit
+def scores_at(at, here):
+    """In float32; what is no number counts as impossible."""
+    s = tl.load(at, mask=here, other=-float("inf")).to(tl.float32)
+    return tl.where(s == s, s, -float("inf"))
 
 
 @jit

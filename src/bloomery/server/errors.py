@@ -24,6 +24,7 @@ class Tgi(NamedTuple):
     prefix: str = ""
 
 
+PLAIN = Tgi("validation")  # no words of TGI's own
 VALIDATION = Tgi("validation", 422, "Input validation error: ")
 TEMPLATE = Tgi("template_error", 422, "Template error: ")
 GENERATION = Tgi("generation", 424, "Request failed during generation: ")
@@ -34,8 +35,8 @@ class Problem:
     status: int
     message: str
     code: str | None = None
-    field: str | None = None
-    tgi: Tgi = Tgi("validation")
+    param: str | None = None
+    tgi: Tgi = PLAIN
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -103,7 +104,7 @@ Dialect = Callable[[Problem, str], tuple[int, Any]]  # problem, request id -> st
 
 
 def openai(problem: Problem, request_id: str) -> tuple[int, Any]:
-    said = {"message": problem.message, "type": problem.kind, "param": problem.field, "code": problem.code}
+    said = {"message": problem.message, "type": problem.kind, "param": problem.param, "code": problem.code}
     return problem.status, {"error": said}
 
 

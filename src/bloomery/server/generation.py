@@ -155,7 +155,9 @@ class Job:
 
     @property
     def completion_tokens(self) -> int:
-        return 0 if self.silent else sum(len(answer.token_ids) for g in self.generations for answer in g.answers.values())
+        return (
+            0 if self.silent else sum(len(answer.token_ids) for g in self.generations for answer in g.answers.values())
+        )
 
     def answers(self) -> Iterator[tuple[int, Ask, Answer]]:
         """The answers to return, numbered: n of each prompt, the best of them where best_of asked for more."""

@@ -17,6 +17,7 @@ from bloomery.errors import InvalidRequest, PromptTooLong
 from bloomery.messages import Capacity
 from bloomery.sampling import SamplingParams
 from bloomery.server.backend import Backend
+from bloomery.server.conversations import Conversations
 from bloomery.server.errors import Refusal, unavailable
 from bloomery.server.limits import Admission, Limits, Ticket
 from bloomery.server.metrics import Metrics
@@ -50,12 +51,13 @@ class Prompt:
 
 
 class Service:
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, settings: Settings):
-        self.backend, self.tokenizer, self.settings = backend, tokenizer, settings
+    def __init__(self, backend: Backend, tokenizer: Tokenizer, settings: Settings, routes: Sequence[Any] = ()):
+        self.backend, self.tokenizer, self.settings, self.routes = backend, tokenizer, settings, routes
         self.limits = settings.limits
         self.metrics = Metrics(backend, settings.model)
         self.door = Admission(self.limits.requests)
         self.threads = ThreadPoolExecutor(2, "tokenize")
+        self.conversations = Conversations(self.limits.stored_responses, self.limits.stored_characters)
         self.fingerprint = f"bloomery-{__version__}"
         self.started = int(time.time())
         self.defaults = {name: value for name, value in tokenizer.defaults.items() if name in SAMPLING}
@@ -77,7 +79,9 @@ class Service:
             raise unavailable("the server is shutting down", 10, connection="close")
         most = min(self.limits.fan_out, self.limits.requests)
         if sequences > most:
-            raise InvalidRequest(f"{sequences} answers were asked for at once (prompts x n); at most {most} are allowed", "n")
+            raise InvalidRequest(
+                f"{sequences} answers were asked for at once (prompts x n); at most {most} are allowed", "n"
+            )
         try:
             return self.door.enter(sequences, self.prompt_rate)
         except Refusal:
@@ -129,5 +133,5 @@ class Service:
         """Before it is tokenized: no vocabulary packs so many characters into the context."""
         most = self.limits.characters_per_token * self.capacity.max_length
         if characters > most:
-            message = f"the prompt has {characters} characters; the context of {self.capacity.max_length} tokens cannot hold it"
-            raise PromptTooLong(f"{message}. Send at most {most}", field)
+            room = f"a context of {self.capacity.max_length} tokens holds at most {most}"
+            raise PromptTooLong(f"the prompt has {characters} characters: {room}", field)

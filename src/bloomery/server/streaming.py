@@ -40,7 +40,9 @@ class Watch:
         self._listener = asyncio.create_task(self._listen())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._listener.cancel()
         try:
             await self._scope.__aexit__(kind, error, trace)

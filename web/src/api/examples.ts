@@ -17,9 +17,12 @@ export function examples(place: Place): Example[] {
 }
 
 const curl = ({ key }: Place, url: string, body: object, more = '') =>
-  [`curl ${more}${url}`, key && `-H "Authorization: Bearer $BLOOMERY_API_KEY"`, `-H 'Content-Type: application/json'`, `-d '${shell(body)}'`]
-    .filter(Boolean)
-    .join(' \\\n  ')
+  [
+    `curl ${more}${url}`,
+    key && `-H "Authorization: Bearer $BLOOMERY_API_KEY"`,
+    `-H 'Content-Type: application/json'`,
+    `-d '${shell(body)}'`,
+  ].filter(Boolean).join(' \\\n  ')
 const line = (value: unknown) => JSON.stringify(value, null, 1).replace(/\n\s*/g, ' ').replace(/([[{]) | ([\]}])/g, '$1$2')
 const shell = (body: object) =>
   `{\n${Object.entries(body).map(([name, value]) => `    "${name}": ${line(value)}`).join(',\n')}\n  }`.replaceAll("'", String.raw`'\''`)

@@ -9,8 +9,13 @@ interface Usage {
   completion_tokens?: number
   prompt_tokens_details?: { cached_tokens?: number } | null
 }
+interface Delta {
+  content?: string | null
+  reasoning_content?: string | null
+  reasoning?: string | null
+}
 interface Chunk {
-  choices?: { delta?: { content?: string | null; reasoning_content?: string | null; reasoning?: string | null }; finish_reason?: string | null }[]
+  choices?: { delta?: Delta; finish_reason?: string | null }[]
   usage?: Usage | null
   error?: { message?: string } | string
 }

@@ -126,7 +126,11 @@ export function restore(record: unknown): Conversation | null {
   const leaf = turns.find((turn) => turn.id === from.leaf) ?? turns.at(-1)
   return {
     ...create(string(from.system), restoreSampling(from.sampling)),
-    id: from.id, title: string(from.title) || 'Untitled', updated: number(from.updated) ?? Date.now(), turns: orderly(turns), leaf: leaf?.id ?? null,
+    id: from.id,
+    title: string(from.title) || 'Untitled',
+    updated: number(from.updated) ?? Date.now(),
+    turns: orderly(turns),
+    leaf: leaf?.id ?? null,
   }
 }
 

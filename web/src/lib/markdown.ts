@@ -26,28 +26,29 @@ class Grammar extends Tokenizer {
   /** Formulas are shown as written: their backslashes and underscores are not markdown. */
   override escape(source: string) {
     const math = /^\\(?:\(([\s\S]+?)\\\)|\[([\s\S]+?)\\\])/.exec(source)
-    return math ? ({ type: 'math', raw: math[0], text: (math[1] ?? math[2] ?? '').trim() } as unknown as Tokens.Escape) : super.escape(source)
+    if (!math) return super.escape(source)
+    return { type: 'math', raw: math[0], text: (math[1] ?? math[2] ?? '').trim() } as unknown as Tokens.Escape
   }
 }
 
 const options: MarkedOptions = { gfm: true, tokenizer: new Grammar() }
 
-/** The blocks of `text`. Those unchanged since `before` are the same objects, so only the last is drawn anew. */
-export function blocks(text: string, streaming: boolean, before: Block[]): Block[] {
-  const tokens = Lexer.lex(streaming ? healed(text) : text, options).filter((token) => token.type !== 'space' && token.type !== 'def')
+/** The blocks of `text`. While it is unfinished those unchanged since `before` are the same objects: only the last is drawn. */
+export function blocks(text: string, unfinished: boolean, before: Block[]): Block[] {
+  const tokens = Lexer.lex(unfinished ? healed(text) : text, options).filter(visible)
   return tokens.map((token, index) => {
     const known = before[index]
-    return known && streaming && known.source === token.raw ? known : { source: token.raw, nodes: [block(token)] }
+    return known && unfinished && known.source === token.raw ? known : { source: token.raw, nodes: [block(token)] }
   })
 }
 
+const visible = (token: Token) => token.type !== 'space' && token.type !== 'def'
 const element = (tag: string, children: Node[], attributes?: Element['attributes']): Element => ({ tag, children, attributes })
 
 function block(token: Token): Node {
   switch (token.type) {
     case 'heading':
-      // Below the turn's own heading, which is an h2.
-      return element(`h${Math.min(6, Math.max(3, token.depth + 1))}`, inline(token.tokens), { class: token.depth === 1 ? 'title' : undefined })
+      return heading(token as Tokens.Heading)
     case 'paragraph':
       return element('p', inline(token.tokens))
     case 'blockquote':
@@ -70,7 +71,11 @@ function block(token: Token): Node {
   }
 }
 
-const flow = (tokens: Token[] = []): Node[] => tokens.filter((token) => token.type !== 'space' && token.type !== 'def').map(block)
+const flow = (tokens: Token[] = []): Node[] => tokens.filter(visible).map(block)
+
+/** The turn itself is headed by an h2: what it contains lies below. */
+const heading = ({ depth, tokens }: Tokens.Heading) =>
+  element(`h${Math.min(6, Math.max(3, depth + 1))}`, inline(tokens), { class: depth === 1 ? 'title' : undefined })
 
 function table({ header, rows }: Tokens.Table): Node {
   const row = (cells: Tokens.TableCell[], tag: string) =>

@@ -1,4 +1,4 @@
-// One short message at the foot of the page, with at most one thing to do about it.
+// One short message over the page, with at most one thing to do about it.
 
 interface Notice {
   text: string

@@ -38,7 +38,7 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     tool_calls: list[Any] | None = None
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, kw_only=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -113,7 +113,9 @@ def check_parts(parts: Sequence[Mapping[str, Any]], where: str, kinds: Sequence[
     for index, part in enumerate(parts):
         if part.get("type") not in kinds or not isinstance(part.get("text"), str):
             kind = repr(str(part.get("type"))[:64])
-            raise InvalidRequest(f"{where}[{index}] is of type {kind}: the model reads text only", f"{where}[{index}].type")
+            raise InvalidRequest(
+                f"{where}[{index}] is of type {kind}: the model reads text only", f"{where}[{index}].type"
+            )
 
 
 class Chat:
@@ -144,17 +146,24 @@ class Chat:
         }
 
     def _logprobs(self, gained: Answer | Delta) -> dict[str, Any] | None:
-        return chat_logprobs(self.tokenizer, gained.logprobs, self.body.top_logprobs or 0) if self.body.logprobs else None
+        return (
+            chat_logprobs(self.tokenizer, gained.logprobs, self.body.top_logprobs or 0) if self.body.logprobs else None
+        )
 
     def delta(self, index: int, delta: Delta) -> bytes:
         said = b""
         if delta.index not in self.begun:
             self.begun.add(delta.index)
-            prompt = {"prompt_token_ids": self.job.requests[0].prompt} if self.body.return_token_ids else {}
-            said = self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}, **prompt)
+            more: dict[str, Any] = {"prompt_token_ids": self.job.requests[0].prompt} if self.body.return_token_ids else {}
+            said = self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}, **more)
         if delta.text or not self.silent:
             ids = {"token_ids": delta.token_ids} if self.body.return_token_ids else {}
-            choice = {"index": delta.index, "delta": {"content": delta.text}, "logprobs": self._logprobs(delta), "finish_reason": None}
+            choice = {
+                "index": delta.index,
+                "delta": {"content": delta.text},
+                "logprobs": self._logprobs(delta),
+                "finish_reason": None,
+            }
             said += event(self.envelope.chunk({**choice, **ids}))
         if delta.finish_reason is not None:
             said += self._chunk(delta.index, {}, finish_reason(delta.finish_reason))
@@ -169,5 +178,13 @@ class Chat:
 
 
 ROUTES = (
-    Route("POST", "/v1/chat/completions", chat_completions, openai, ChatBody, generates=True, media=("application/json", "text/event-stream")),
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        openai,
+        ChatBody,
+        generates=True,
+        media=("application/json", "text/event-stream"),
+    ),
 )

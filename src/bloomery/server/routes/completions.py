@@ -22,7 +22,7 @@ from bloomery.text.tokenizer import Tokenizer
 WORDS = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(GenerationBody, kw_only=True):
     REFUSED: ClassVar[dict[str, str]] = {
         **GenerationBody.REFUSED,
         "suffix": "this server completes text, it does not fill gaps; leave it out",
@@ -102,7 +102,9 @@ class Completion:
             )
             choice = self._choice(number, index, said)
             if self.body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = prompt_logprobs(self.tokenizer, self.job.generations[number].prompt_logprobs)
+                choice["prompt_logprobs"] = prompt_logprobs(
+                    self.tokenizer, self.job.generations[number].prompt_logprobs
+                )
             choices.append(choice)
         return self.envelope.whole(choices)
 
@@ -127,7 +129,12 @@ class Completion:
         text = delta.text
         if echoed:
             text = self._echo(number, prompt) + text
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason(delta.finish_reason)}
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": finish_reason(delta.finish_reason),
+        }
         if self.body.logprobs is not None:
             before = generation.prompt_logprobs if echoed else ()
             choice["logprobs"] = self._logprobs(index, echoed, [*before, *delta.logprobs])
@@ -173,5 +180,13 @@ def spelled(tokenizer: Tokenizer, token: int) -> str:
 
 
 ROUTES = (
-    Route("POST", "/v1/completions", completions, openai, CompletionBody, generates=True, media=("application/json", "text/event-stream")),
+    Route(
+        "POST",
+        "/v1/completions",
+        completions,
+        openai,
+        CompletionBody,
+        generates=True,
+        media=("application/json", "text/event-stream"),
+    ),
 )

@@ -56,17 +56,17 @@ class Parameters(msgspec.Struct, kw_only=True):
         )
 
 
-class GenerateBody(Body):
+class GenerateBody(Body, kw_only=True):
     inputs: str
     parameters: Parameters | None = None
     stream: bool | None = None
 
 
-class VertexBody(Body):
+class VertexBody(Body, kw_only=True):
     instances: list[dict[str, Any]]
 
 
-class InvocationBody(Body):
+class InvocationBody(Body, kw_only=True):
     """One of the bodies of /generate, /v1/chat/completions and /v1/completions."""
 
     inputs: str | None = None
@@ -294,7 +294,11 @@ class Text:
             one: dict[str, Any] = {"index": self.index, "token": token}
             if self.given.top_n_tokens:
                 one["top_tokens"] = self._top(entry)
-            said += event({**one, "generated_text": None, "details": None} if delta.finish_reason is None else {**one, **self._last()})
+            said += event(
+                {**one, "generated_text": None, "details": None}
+                if delta.finish_reason is None
+                else {**one, **self._last()}
+            )
         return said
 
     def end(self) -> bytes:
@@ -312,7 +316,13 @@ class Text:
         return answer.cumulative_logprob / max(len(answer.logprobs), 1)
 
     def _ending(self, answer: Answer) -> dict[str, Any]:
-        reason = "length" if answer.finish_reason == "length" else "eos_token" if answer.stop_reason is None else "stop_sequence"
+        reason = (
+            "length"
+            if answer.finish_reason == "length"
+            else "eos_token"
+            if answer.stop_reason is None
+            else "stop_sequence"
+        )
         seed = answer.request.sampling.seed if self.given.samples else None
         return {"finish_reason": reason, "generated_tokens": len(answer.token_ids), "seed": seed}
 

@@ -28,7 +28,7 @@ class MessageIn(msgspec.Struct, kw_only=True):
     content: Content
 
 
-class CountBody(Body):
+class CountBody(Body, kw_only=True):
     REFUSED: ClassVar[dict[str, str]] = {"tools": TOOLS, "mcp_servers": TOOLS}
     messages: list[MessageIn]
     model: str | None = None
@@ -36,7 +36,7 @@ class CountBody(Body):
     tool_choice: dict[str, Any] | None = None
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, kw_only=True):
     max_tokens: int
     stream: bool | None = None
     stop_sequences: list[str] | None = None
@@ -136,7 +136,12 @@ class Message:
 
     def _head(self) -> dict[str, Any]:
         call = self.job.call
-        return {"id": f"msg_{call.unique}", "type": "message", "role": "assistant", "model": call.service.settings.model}
+        return {
+            "id": f"msg_{call.unique}",
+            "type": "message",
+            "role": "assistant",
+            "model": call.service.settings.model,
+        }
 
     def _ending(self) -> dict[str, Any]:
         answer = self.answer
@@ -159,6 +164,14 @@ class Message:
 
 
 ROUTES = (
-    Route("POST", "/v1/messages", messages, anthropic, MessagesBody, generates=True, media=("application/json", "text/event-stream")),
+    Route(
+        "POST",
+        "/v1/messages",
+        messages,
+        anthropic,
+        MessagesBody,
+        generates=True,
+        media=("application/json", "text/event-stream"),
+    ),
     Route("POST", "/v1/messages/count_tokens", count_tokens, anthropic, CountBody),
 )

@@ -34,12 +34,14 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(Body, kw_only=True):
     """Fields of every OpenAI route that generates."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("tools", "functions", "function_call"), TOOLS),
-        **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar"), GRAMMAR),
+        **dict.fromkeys(
+            ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar"), GRAMMAR
+        ),
         **dict.fromkeys(("audio", "prediction", "web_search_options", "prompt_embeds"), ELSEWHERE),
         "adapter_id": "this server has no adapters; leave it out",
         "chat_template": "the model's own template is used; leave it out",
@@ -105,7 +107,12 @@ class Envelope:
     def __init__(self, job: Job, body: GenerationBody, id: str, kind: str):
         call = job.call
         self.job, self.body, self.kind = job, body, kind
-        self.head = {"id": f"{id}-{call.unique}", "object": kind, "created": call.created, "model": call.service.settings.model}
+        self.head = {
+            "id": f"{id}-{call.unique}",
+            "object": kind,
+            "created": call.created,
+            "model": call.service.settings.model,
+        }
         self.tail = {"system_fingerprint": call.service.fingerprint}
         options = body.stream_options or StreamOptions()
         self.counts, self.always = bool(options.include_usage), bool(options.continuous_usage_stats)
@@ -136,7 +143,8 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], top: in
         return {"token": spelled.decode("utf-8", "replace"), "logprob": value(logprob), "bytes": list(spelled)}
 
     content = [
-        {**one(entry.token, entry.logprob), "top_logprobs": [one(*pair) for pair in entry.top[:top]]} for entry in entries
+        {**one(entry.token, entry.logprob), "top_logprobs": [one(*pair) for pair in entry.top[:top]]}
+        for entry in entries
     ]
     return {"content": content, "refusal": None}
 

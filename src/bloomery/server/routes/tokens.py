@@ -14,7 +14,7 @@ from bloomery.server.routes.generate import Parameters
 from bloomery.server.schema import Body
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Body, kw_only=True):
     """TGI's inputs, vLLM's prompt or messages, or llama.cpp's content."""
 
     inputs: str | None = None
@@ -28,7 +28,7 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Body, kw_only=True):
     tokens: list[int]
     model: str | None = None
 

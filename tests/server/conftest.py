@@ -1,0 +1,82 @@
+"""Real servers on real sockets: uvicorn in a thread, the application in front of an engine of the tests'."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+
+from bloomery.server.app import create_app
+from bloomery.server.protocol import BoundedProtocol
+from bloomery.server.service import Settings
+from bloomery.text.tokenizer import Tokenizer
+from tests.server.speaker import InProcess, words
+
+
+@dataclass
+class Running:
+    client: httpx2.Client
+    backend: Any
+    address: tuple[str, int]
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+        return self.client.post(path, json=body, **options)
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        return self.client.get(path, **options)
+
+    def raw(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=20)
+
+
+def run(backend: Any, tokenizer: Tokenizer, settings: Settings, exit: ExitStack) -> Running:
+    listener = socket.create_server(("127.0.0.1", 0))
+    exit.callback(listener.close)
+    app = create_app(backend, tokenizer, settings)
+    config = uvicorn.Config(app, http=BoundedProtocol, log_level="critical", access_log=False, lifespan="on")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.should_exit = server.force_exit = True
+        thread.join(10)
+
+    exit.callback(stop)
+    while not server.started:
+        time.sleep(0.005)
+    address = listener.getsockname()
+    client = httpx2.Client(base_url=f"http://127.0.0.1:{address[1]}", timeout=20)
+    exit.callback(client.close)
+    return Running(client, backend, address)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return words()
+
+
+@pytest.fixture
+def serve(tokenizer: Tokenizer) -> Iterator[Callable[..., Running]]:
+    """A server of the test's own: options of the engine by name, settings as given."""
+    with ExitStack() as exit:
+
+        def start(settings: Settings | None = None, **options: Any) -> Running:
+            return run(InProcess(tokenizer, **options), tokenizer, settings or Settings(model="speaker"), exit)
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer: Tokenizer) -> Iterator[Running]:
+    """A server that tests of a module share."""
+    with ExitStack() as exit:
+        yield run(InProcess(tokenizer), tokenizer, Settings(model="speaker", aliases=("org/speaker-1",)), exit)

@@ -1,0 +1,161 @@
+"""A model for tests of the server: the ghost's cache, a vocabulary of words, log-probabilities, and a seed that matters.
+
+What it says is a hash of the prefix read back from the cache, so the same request has the same answer on every machine,
+and a wrong block, a lost token or a mixed-up stream changes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from zlib import crc32
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from bloomery.engine.blocks import Blocks
+from bloomery.engine.loop import Loop
+from bloomery.engine.scheduler import Scheduler
+from bloomery.messages import Capacity, Item, Request, Sampled, Sampling, Start, Stats, Status, Step, StepOutput
+from bloomery.messages import TokenLogprob, Tokens
+from bloomery.text.tokenizer import Extras, Tokenizer
+from tests.ghost.ghost import Ghost
+
+CORPUS = (
+    "Iron ore, charcoal and a draught of air: in the bloomery the ore turns to a bloom of iron and slag. "
+    "The smith takes the bloom from the furnace and hammers the slag out of it while it is hot. "
+    "Steel, fire, anvil, tongs, bellows, ash, heat, clay, stone, water, oil and time. Grüße, naïve café, 火と鉄 🔥."
+)
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' and loop.first %}{{ raise_exception('the first word is not the assistant\\'s') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def words() -> Tokenizer:
+    """A byte-level BPE trained on the spot."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=480, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator([CORPUS] * 4, trainer)
+    named = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
+    return Tokenizer(backend, Extras(1, (2,), named, {"default": TEMPLATE}))
+
+
+class Speaker(Ghost):
+    """An executor that says words of the vocabulary. Some of them are halves of characters."""
+
+    def __init__(self, block_size: int, tokenizer: Tokenizer):
+        super().__init__(block_size)
+        known = range(len(SPECIAL), tokenizer.vocab_size)
+        self.words = [id for id in known if len(tokenizer.token_bytes(id)) > 2] + tokenizer.encode("火🔥é", add_special=False)
+        self.end = tokenizer.eos_ids[0]
+        self.starts: dict[int, Start] = {}
+
+    def run(self, step: Step) -> StepOutput:
+        self.steps += 1
+        for sequence in step.finished:
+            del self.rows[sequence], self.starts[sequence]
+        for item in step.items:
+            if item.first is not None:
+                self.starts[item.sequence] = item.first
+            self.write(item)
+        return StepOutput(tuple(self.speak(item) for item in step.items))
+
+    def speak(self, item: Item) -> Sampled:
+        row, start = self.rows[item.sequence], self.starts[item.sequence]
+        prompt: list[TokenLogprob] = []
+        if start.sampling.prompt_logprobs is not None:
+            for position in range(item.start + 1, min(item.start + item.count + 1, start.prompt_len)):
+                prompt.append(self.scored(row.tokens[:position], row.tokens[position], start.sampling.prompt_logprobs))
+        if not item.samples:
+            return Sampled(item.sequence, prompt_logprobs=tuple(prompt))
+        prefix = self.read(row, row.tokens, item.start + item.count)
+        token = self.choose(prefix, start.sampling, start.stop_ids, len(prefix) - start.prompt_len)
+        row.tokens.append(token)
+        asked = start.sampling.logprobs
+        return Sampled(item.sequence, (token,), () if asked is None else (self.scored(prefix, token, asked),), tuple(prompt))
+
+    def choose(self, prefix: list[int], sampling: Sampling, stop_ids: Sequence[int], produced: int) -> int:
+        number = hashed(prefix, sampling.seed if sampling.temperature else 0)
+        choice = sampling.allowed_token_ids or self.words
+        if number % 29 == 0 and self.end in stop_ids and produced >= sampling.min_tokens and not sampling.allowed_token_ids:
+            return self.end
+        return choice[number // 29 % len(choice)]
+
+    def scored(self, prefix: list[int], token: int, top: int) -> TokenLogprob:
+        number = hashed(prefix, token)
+        others = [self.words[(number // 7 + i) % len(self.words)] for i in range(top + 1)]
+        ranked = [token, *(other for other in others if other != token)][:top]
+        best = -(number % 1000) / 1000 - 0.125
+        return TokenLogprob(token, best, 1, tuple((id, best - i / 2) for i, id in enumerate(ranked)))
+
+
+def hashed(prefix: list[int], seed: int) -> int:
+    return crc32(array("I", prefix).tobytes() + seed.to_bytes(8, "little"))
+
+
+class InProcess:
+    """A Backend whose engine takes its steps between the server's own doings; `pace` seconds apart."""
+
+    def __init__(self, tokenizer: Tokenizer, pace: float = 0.0, blocks: int = 512, context: int = 512, batch: int = 8):
+        self.capacity: Capacity | None = Capacity(blocks, 8, batch, 64, context, tokenizer.vocab_size)
+        self.blocks = Blocks(blocks, 8)
+        self.scheduler = Scheduler(self.blocks, 64, batch)
+        self.loop = Loop(self.scheduler, Speaker(8, tokenizer))
+        self.status = Status("ready", 1.0)
+        self.pace, self.steps = pace, 0
+        self.queues: dict[str, asyncio.Queue[Tokens]] = {}
+        self.runner: asyncio.Task[None] | None = None
+        self.poison: int | None = None  # a token whose appearance in a prompt fails the request
+        self.seen: list[Request] = []
+
+    @property
+    def stats(self) -> Stats:
+        scheduler = self.scheduler
+        used = self.blocks.count - self.blocks.available
+        return Stats(len(scheduler.running), len(scheduler.waiting), used, self.blocks.count, self.steps)
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncIterator[Tokens]:
+        queue: asyncio.Queue[Tokens] = asyncio.Queue()
+        waiting = {request.id for request in requests}
+        for request in requests:
+            self.seen.append(request)
+            self.queues[request.id] = queue
+            self.loop.add(request)
+        if self.runner is None or self.runner.done():
+            self.runner = asyncio.create_task(self.run())
+        try:
+            while waiting:
+                news = await queue.get()
+                if news.finish is not None:
+                    waiting.discard(news.request)
+                yield news
+        finally:
+            for request in requests:
+                self.queues.pop(request.id, None)
+                self.loop.abort(request.id)
+
+    async def run(self) -> None:
+        while self.loop.busy:
+            began = time.monotonic()
+            for news in self.loop.step():
+                if queue := self.queues.get(news.request):
+                    queue.put_nowait(self.spoiled(news))
+            self.steps += 1
+            await asyncio.sleep(max(self.pace - (time.monotonic() - began), 0.0))
+
+    def spoiled(self, news: Tokens) -> Tokens:
+        """A request that was told to fail does so at its third token."""
+        request = next((one for one in reversed(self.seen) if one.id == news.request), None)
+        if request is not None and self.poison in request.prompt and news.position == 2:
+            return Tokens(news.request, news.position, finish="error", error="cosmic ray at 0xdeadbeef in /usr/lib/x.py")
+        return news
