@@ -484,7 +484,8 @@ def bench_mixes(label: str, x: torch.Tensor, up: torch.Tensor, down: torch.Tenso
 
 
 def bench(wish: str) -> None:
-    side_by_side(compile_part, [(model, name, None) for model in MODELS for name in MODELS[model].linears()])
+    jobs = [(model, name, None) for model in MODELS for name in MODELS[model].linears()]
+    side_by_side(compile_part, [job for job in jobs if wish in f"chain {job[0]} product {job[0]} {job[1]}"])
     bench_chains(wish)
     bench_products(wish)
     bench_picks(wish)

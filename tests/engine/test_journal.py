@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from bloomery.engine.journal import PROBATION, Entry, GapError, Journal
+from bloomery.engine.journal import PROBATION, Entry, Journal
+from bloomery.engine.wire import WireError
 from bloomery.errors import InvalidRequest
 from bloomery.messages import Request, Sampling, TokenLogprob, Tokens
 
@@ -38,7 +39,7 @@ def test_only_what_comes_next_is_accepted() -> None:
     journal.accept(Tokens(entry.serial, 1, (99,)))
     journal.accept(Tokens("nobody", 0, (99,)))
     assert list(entry.emitted) == [10, 11]
-    with pytest.raises(GapError, match="ids from 2 to 2 of a request are missing"):
+    with pytest.raises(WireError, match="ids from 2 to 2 of a request are missing"):
         journal.accept(Tokens(entry.serial, 3, (13,)))
 
 

@@ -122,7 +122,9 @@ def test_a_refused_request_is_answered_and_harms_nobody() -> None:
         good = request("good", 1, 2)
         got = driver.tokens(request("vast", 1, tokens=10**6), good)
         assert got["vast"] == [
-            Tokens("vast", 0, finish="error", error="prompt and max_tokens need 1000001 cache positions, there are 2048")
+            Tokens(
+                "vast", 0, finish="error", error="prompt and max_tokens need 1000001 cache positions, there are 2048"
+            )
         ]
         assert [*good.prompt, *(id for tokens in got["good"] for id in tokens.ids)] == plain(good)
 
@@ -145,7 +147,7 @@ def test_an_idle_engine_gives_signs_of_life() -> None:
         driver.ready()
         begun = time.monotonic()
         assert [next(driver.news()).tokens for _ in range(3)] == [(), (), ()]
-        assert 1.5 < time.monotonic() - begun < 8
+        assert 0.8 < time.monotonic() - begun < 8
 
 
 def test_an_abort_frees_the_blocks_within_a_step() -> None:

@@ -241,7 +241,7 @@ def test_experts() -> None:
         ("llama", {"attention.causal": False}, r"llama\.attention\.causal False is not supported"),
         ("llama", {"rope.scaling.type": "ntk"}, r"llama\.rope\.scaling\.type 'ntk' is not known"),
         ("llama", {"rope.scaling.alpha": 2.0}, r"llama\.rope\.scaling\.alpha is not known"),
-        ("llama", {"rope.scaling.type": "longrope"}, "does not go with the divisors in the file"),
+        ("llama", {"rope.scaling.type": "longrope"}, "does not go with the divisors"),
         ("llama", {"rope.scaling.attn_factor": 1.5}, r"llama\.rope\.scaling\.attn_factor is 1\.5"),
         ("qwen2", {"rope.scaling.type": "yarn", "rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor 0.5 is not"),
         ("granite", {"rope.scaling.finetuned": False}, r"granite\.rope\.scaling\.finetuned False"),
@@ -264,8 +264,10 @@ def test_refused(arch: str, changes: dict[str, Any], words: str) -> None:
 def test_refused_for_its_tensors() -> None:
     with pytest.raises(UnsupportedModel, match=r"vocabulary and no model"):
         describe({"general.architecture": "llama"}, {}, {}.__getitem__)
-    with pytest.raises(UnsupportedModel, match="must hold 4 positive numbers"):
+    with pytest.raises(UnsupportedModel, match="does not go with the divisors in rope_freqs.weight"):
         read("llama", rope_freqs=[1.0, 2.0])
+    with pytest.raises(UnsupportedModel, match="must hold 4 positive numbers"):
+        read("llama", rope_freqs=[1.0, 2.0, 0.0, 4.0])
     with pytest.raises(UnsupportedModel, match="does not go with the divisors"):
         read("llama", {"rope.scaling.factor": 2.0}, rope_freqs=[1.0] * 4)
     with pytest.raises(UnsupportedModel, match="does not go with the divisors"):

@@ -1,7 +1,6 @@
 """The API process's hold on the engine: starts it, talks to it, and starts another when it dies or hangs.
 
-Streams outlive engines: the journal has what the next one needs, so all a reader may notice is a pause. An engine
-is a child at the other end of a socket pair; there is no path to find, no port to reach and nothing to clean up.
+Streams outlive engines: the journal has what the next one needs, so all that a reader may notice is a pause.
 Everything here runs in one event loop; this file must not know HTTP, text or devices.
 """
 
@@ -10,22 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
-import subprocess
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 from bloomery.config import Plan
-from bloomery.engine.journal import Entry, GapError, Journal
-from bloomery.engine.wire import Frames, Hello, Message, WireError, encode
+from bloomery.engine.child import Child
+from bloomery.engine.journal import Entry, Journal
+from bloomery.engine.wire import Hello, Message, WireError
 from bloomery.errors import BloomeryError, RequestFailed
 from bloomery.messages import Abort, Admitted, Capacity, News, Request, State, Stats, Status, Tokens
 
 log = logging.getLogger("bloomery.engine")
 
-COMMAND = (sys.executable, "-m", "bloomery.engine_main")  # the socket's descriptor follows
+COMMAND = (sys.executable, "-m", "bloomery.engine_main")
 SUMS = ("steps", "step_seconds", "tokens_in", "tokens_out", "prefix_queried", "prefix_hit", "preemptions")
 PACE = 512  # steps by which an engine's pace is judged
 WARM = 16  # steps before it is judged at all: kernels may still be compiling
@@ -36,7 +34,7 @@ SLOWER = 20  # times the slowest of those steps is no step any more but a hang
 class Patience:
     """How long an engine may be silent, in seconds, and how often it may die."""
 
-    silence: float = 30.0  # between two steps, or two signs of life when idle
+    silence: float = 30.0  # between two steps; an idle engine gives a sign of life twice a second
     first: float = 300.0  # the same before its pace is known
     loading: float = 600.0  # between two reports while it loads
     grace: float = 5.0  # between being asked to end and being killed
@@ -48,65 +46,6 @@ class Patience:
     def for_device(cls, device: str) -> Patience:
         """One step of a large model may take minutes on a small CPU."""
         return cls(silence=300.0) if device == "cpu" else cls()
-
-
-class Child(asyncio.Protocol):
-    """One engine process and the line to it."""
-
-    def __init__(self, hear: Callable[[Child, Message], None]):
-        self.hear, self.frames = hear, Frames()
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.line: asyncio.Transport | None = None
-        self.ready = False
-        self.silent = 0.0  # seconds of watching without a sign of progress
-        self.fault = ""
-
-    async def spawn(self, command: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                # A process group of its own: Ctrl-C in a terminal is for the parent, which then ends the child.
-                self.process = subprocess.Popen(
-                    [*command, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0,
-                )  # fmt: skip
-            except OSError:
-                ours.close()
-                raise
-        self.line, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
-
-    def send(self, message: Message) -> None:
-        if self.line is not None:
-            self.line.write(encode(message))
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in self.frames.feed(data):
-                self.hear(self, message)
-        except (WireError, GapError) as error:
-            self.fault = f"broke the protocol: {error}"
-            if self.line is not None:
-                self.line.abort()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.lost.done():
-            self.lost.set_result(None)
-
-    async def end(self, grace: float = 0.0) -> None:
-        """Have it gone, asked for if there is grace, and reaped."""
-        if self.process is not None:
-            try:
-                if grace:
-                    self.process.terminate()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        await asyncio.to_thread(self.process.wait, grace)
-            finally:
-                self.process.kill()
-            code = await asyncio.to_thread(self.process.wait)
-            self.fault = self.fault or (f"was killed by signal {-code}" if code < 0 else f"exited with status {code}")
-        if self.line is not None:
-            self.line.abort()
 
 
 class Bell:
@@ -167,7 +106,7 @@ class EngineClient:
 
     @property
     def silent(self) -> float:
-        """Seconds since the engine last made progress, or idle, a sign of life: what a truthful health check asks."""
+        """Seconds since the engine last made progress or, idle, gave a sign of life: what a truthful health check asks."""
         return self.child.silent if self.child is not None else 0.0
 
     @property
@@ -177,7 +116,7 @@ class EngineClient:
         return replace(_summed(self.former, self.latest), waiting=waiting)
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
-        """News of the requests until each has finished; of a slow reader's, several come as one.
+        """News of the requests until each has finished; to a slow reader, several come as one.
 
         Leaving the iterator aborts what is open; `contextlib.aclosing` makes that prompt.
         """
@@ -206,7 +145,7 @@ class EngineClient:
         return entry is not None
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """Let open requests finish for so long, end the others with an error, then end the engine."""
+        """Let open requests finish for so long, end the others with an error, then end the engine; again: at once."""
         if self.status.state not in ("failed", "closed"):
             self._become("draining")
             with contextlib.suppress(TimeoutError):
@@ -224,15 +163,13 @@ class EngineClient:
 
     async def _supervise(self) -> None:
         try:
-            while True:
+            while not self.failed.is_set():
                 self.epoch += 1
                 child = self.child = Child(self._hear)
                 await self._run(child)
                 if not self.failed.is_set():
                     self._bury(child)
-                if self.failed.is_set():
-                    return
-                await asyncio.sleep(self.patience.pause * max(len(self.deaths) - 1, 0))
+                    await asyncio.sleep(self.patience.pause * max(len(self.deaths) - 1, 0))
         except Exception:
             log.exception("the engine's supervisor has failed")
             self._fail("the engine's supervisor has failed")
@@ -248,6 +185,9 @@ class EngineClient:
         except asyncio.CancelledError:
             await child.end(self.patience.grace)
             raise
+        if not self.failed.is_set():
+            self.settled.clear()
+            self._become("restarting")
         await child.end()
 
     async def _watch(self, child: Child) -> None:
@@ -280,7 +220,6 @@ class EngineClient:
         if len(self.deaths) > self.patience.restarts:
             self._fail(f"the engine died {len(self.deaths)} times in a row; it {child.fault}")
         else:
-            self.settled.clear()
             self._become("restarting", f"the engine {child.fault}")
 
     def _fail(self, detail: str) -> None:
@@ -291,8 +230,9 @@ class EngineClient:
         self.settled.set()
 
     def _become(self, state: State, detail: str = "") -> None:
-        keep = self.status.state == "draining" and state != "closed"
-        self.status = Status("draining" if keep else state, detail=detail)
+        """Who drains goes on draining until closed."""
+        kept = self.status.state == "draining" and state != "closed"
+        self.status = Status("draining" if kept else state, detail=detail)
 
     # ---- what is said ------------------------------------------------------------------------------------
 

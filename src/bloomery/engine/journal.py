@@ -4,9 +4,9 @@ An entry holds all it takes to begin a request again in another engine, right af
 only if they come next, so a reader sees no gap and no duplicate, whatever happens to engines. A pure state machine:
 no clock, no I/O; it must not know sockets or processes.
 
-Blame. Whoever was in the batch of an engine that died gets a strike; a few ids after its replay wipe it out. A request with
-two strikes is a suspect: suspects go one at a time, nobody new beside them, so at the third strike the culprit is known
-and fails alone.
+Blame. Whoever was in the batch of an engine that died gets a strike; a few ids after its replay wipe it out. A request
+with two strikes is a suspect: suspects go one at a time, nobody new beside them, so at the third strike the culprit is
+known and fails alone.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from bloomery.errors import BloomeryError, InvalidRequest
+from bloomery.engine.wire import WireError
+from bloomery.errors import InvalidRequest
 from bloomery.messages import FinishReason, Request, TokenLogprob, Tokens
 
 STRIKES = 3
 PROBATION = 8  # ids that clear a request; more than an engine has steps in flight
-
-
-class GapError(BloomeryError):
-    """Ids went missing between an engine and its client; the engine cannot be used any more."""
 
 
 class Reader(Protocol):
@@ -114,7 +111,7 @@ class Journal:
         if entry is None or news.position < len(entry.emitted):
             return
         if news.position > len(entry.emitted):
-            raise GapError(f"ids from {len(entry.emitted)} to {news.position - 1} of a request are missing")
+            raise WireError(f"ids from {len(entry.emitted)} to {news.position - 1} of a request are missing")
         entry.emitted.extend(news.ids)
         entry.logprobs += news.logprobs
         entry.prompt_logprobs = entry.prompt_logprobs or news.prompt_logprobs

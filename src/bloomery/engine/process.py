@@ -27,7 +27,7 @@ from bloomery.messages import Abort, Admitted, Capacity, News, Request, Stats, S
 
 log = logging.getLogger("bloomery.engine")
 
-HEARTBEAT = 1.0  # seconds between two signs of life of an idle engine
+HEARTBEAT = 0.5  # seconds between two signs of life of an idle engine
 REPORTS = 0.1  # seconds between two reports while loading
 PR_SET_PDEATHSIG = 1
 
@@ -124,17 +124,16 @@ class Engine:
     def run(self, early: list[Message]) -> None:
         self.channel.send(self.capacity)
         self.take(early)
-        moving = True
         while True:
-            self.take(self.channel.receive(0 if moving else HEARTBEAT))
+            self.take(self.channel.receive(0 if self.loop.busy else HEARTBEAT))
             begun = time.monotonic()
             news = self.loop.step()
             now = time.monotonic()
             steps = self.submitted - len(self.loop.flight)
-            moving = steps > self.stats.steps
-            if moving:
+            moved = steps > self.stats.steps
+            if moved:
                 self.stats = replace(self.stats, steps=steps, step_seconds=self.stats.step_seconds + now - begun)
-            if moving or now - self.told >= HEARTBEAT:
+            if moved or now - self.told >= HEARTBEAT:
                 self.told = now
                 self.tell(tuple(news))
 

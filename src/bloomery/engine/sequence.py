@@ -40,4 +40,6 @@ class Sequence:
     @property
     def ending(self) -> bool:
         """Whether a token in flight is certainly the last."""
-        return self.pending > 0 and len(self.tokens) + self.pending - len(self.request.prompt) >= self.request.max_tokens
+        return (
+            self.pending > 0 and len(self.tokens) + self.pending - len(self.request.prompt) >= self.request.max_tokens
+        )

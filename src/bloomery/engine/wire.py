@@ -39,7 +39,7 @@ ENCODER = msgspec.msgpack.Encoder()
 
 
 class WireError(BloomeryError):
-    """A frame that cannot be read or may not be sent. The connection it came by is of no more use."""
+    """A frame that cannot be read, may not be sent or makes no sense. The connection it came by is of no more use."""
 
 
 def encode(message: Message, limit: int = LIMIT) -> bytes:

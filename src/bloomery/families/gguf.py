@@ -293,7 +293,7 @@ def rotation(c: Reader, shapes: Shapes, vector: Vector) -> Config:
     # A quarter over, because a family rounds its fraction down to whole dimensions.
     fraction = 1.0 if turned == width else (turned + 0.25) / width
     original = c.size("rope.scaling.original_context_length", context)
-    scaling = stretched(c, shapes, vector)
+    scaling = stretched(c, turned // 2, shapes, vector)
     c.get("rope.scaling.finetuned")
     unknown = sorted(key for key in c.values if key.startswith("rope.scaling.") and key not in c.read)
     if unknown:
@@ -305,8 +305,8 @@ def rotation(c: Reader, shapes: Shapes, vector: Vector) -> Config:
     }
 
 
-def stretched(c: Reader, shapes: Shapes, vector: Vector) -> Config:
-    """The scaling of rotary frequencies. Llama 3's is kept as one divisor a frequency, as longrope's are."""
+def stretched(c: Reader, pairs: int, shapes: Shapes, vector: Vector) -> Config:
+    """The scaling of so many rotary frequencies. Llama 3's is kept as one divisor for each, as longrope's are."""
     kinds = ("none", "linear", "yarn", "longrope")
     kind = c.choice("rope.scaling.type", {kind: kind for kind in kinds}, "linear")
     factor = c.number("rope.scaling.factor", c.number("rope.scale_linear", 0.0)) or 1.0
@@ -315,8 +315,8 @@ def stretched(c: Reader, shapes: Shapes, vector: Vector) -> Config:
     if "rope_freqs.weight" in shapes:
         short = long = "rope_freqs.weight"
     if short in shapes or kind == "longrope":
-        if kind == "yarn" or factor != 1.0 or not {short, long} <= shapes.keys():
-            raise c.wrong("rope.scaling.type", f"{kind!r} by {factor} does not go with the divisors in the file")
+        if kind == "yarn" or factor != 1.0 or any(tuple(shapes.get(name, ())) != (pairs,) for name in (short, long)):
+            raise c.wrong("rope.scaling.type", f"{kind!r} by {factor} does not go with the divisors in {short}")
         divisors = {"short_factor": list(vector(short)), "long_factor": list(vector(long))}
         return {"rope_type": "longrope", **divisors, "attention_factor": gain}
     if gain != 1.0:

@@ -83,7 +83,8 @@ TILINGS: Mapping[tuple[int, int], Tiling] = {
 
 
 def tiling(rows: int, columns: int, paired: bool, itemsize: int, tokens: int = 1) -> Tiling:
-    """Without a measurement: four rows at a time, 128 bytes of them a thread, tiles that end where the row does."""
+    """Without a measurement: four rows at a time, 128 bytes of them a thread, tiles that end where the row does. Several
+    tokens need registers for their sums: half as many bytes."""
     if tokens == 1 and itemsize == 2 and (rows, columns) in TILINGS:
         return TILINGS[rows, columns]
     inputs = 8192 // itemsize if tokens == 1 else 2048 // itemsize
@@ -91,7 +92,7 @@ def tiling(rows: int, columns: int, paired: bool, itemsize: int, tokens: int = 1
         inputs //= 2
     if columns % inputs:  # no large power of two divides it: one ragged tile
         inputs = min(power_of_two(columns), 4096 // itemsize)
-    return Tiling(2 if paired else 4, inputs, max(1, inputs * itemsize // 1024))
+    return Tiling(2 if paired else 4, inputs, max(1, inputs * itemsize // (1024 if tokens == 1 else 512)))
 
 
 def pays(tokens: int, weight: torch.Tensor, before: Norm | None = None, after: After = None) -> bool:

@@ -367,14 +367,14 @@ def kth_of(logits, ids, short, size, k, SEGMENT: tl.constexpr, LISTED: tl.conste
     last = tl.full([], 0, tl.uint32)
     if k > 0:
         if short:
-            _, s, here = looked_at(logits, ids, short, 0, size, LISTED)
+            _i, s, here = looked_at(logits, ids, short, 0, size, LISTED)
             last = kth(tl.where(here, ordinal(s), 0), k)
         else:
             bit = tl.full([], 0x80000000, tl.uint32)
             for _ in range(32):
                 count = 0
                 for start in range(0, size, SEGMENT):
-                    _, s, here = looked_at(logits, ids, short, start, size, SEGMENT)
+                    _i, s, here = looked_at(logits, ids, short, start, size, SEGMENT)
                     count += tl.sum((here & (ordinal(s) >= (last | bit))).to(tl.int32), 0)
                 last = tl.where(count >= k, last | bit, last)
                 bit = bit >> 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from bloomery.messages import Capacity, Request, Stats, Status, Tokens
@@ -20,6 +20,10 @@ class Backend(Protocol):
     @property
     def stats(self) -> Stats: ...
 
-    def stream(self, requests: Sequence[Request]) -> AsyncIterator[Tokens]:
-        """News until every request has finished. It is an async generator: aclose() aborts what is still open."""
+    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
+        """News until every request has finished; aclose() aborts what is still open."""
+        ...
+
+    def abort(self, id: str) -> bool:
+        """End one request of a stream; the others go on."""
         ...

@@ -83,7 +83,7 @@ class Call:
     def convert(self, raw: dict[str, Any], kind: type[T]) -> T:
         body, unknown = schema.read(raw, kind)
         if unknown:
-            self.service.metrics.unknown[self.route.path] += unknown
+            self.service.metrics.unknown[(self.route.path,)] += unknown
         return body
 
     @property
@@ -143,7 +143,7 @@ class Call:
             kind = found.tgi.kind.removesuffix("_error")
         self.facts["error"] = kind
         if self.route.generates:
-            self.service.metrics.failures[kind] += 1
+            self.service.metrics.failures[(kind,)] += 1
         if found.status == 500:
             log.error("request %s failed", self.id, exc_info=error)
         return found

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from bloomery.errors import InvalidRequest, RequestFailed
 from bloomery.messages import Request, Tokens
@@ -92,26 +92,26 @@ class Job:
         self.ticket.wait(sum(len(request.prompt) for request in made), service.waiting_tokens, service.prompt_rate)
         self.timings.submitted = time.monotonic()
         service.metrics.submit(self.timings, ((len(request.prompt), request.max_tokens) for request in made))
-        stream = cast(AsyncGenerator[Tokens, None], service.backend.stream(made))
-        async with aclosing(stream):
+        async with aclosing(service.backend.stream(made)) as stream:
             async for news in stream:
+                index = owners[news.request]
+                generation = self.generations[index]
+                if generation.answers[news.request].finish_reason is not None:
+                    continue  # its stop string was found, and this was under way
                 if news.finish in ("error", "abort"):
                     raise RequestFailed(news.error or "the engine gave the request up")
-                index = owners[news.request]
                 self._note(index, news)
-                for delta in self._take(self.generations[index], news):
+                for part in _singles(news):
+                    delta, cut = generation.take(part)
+                    if delta is None:
+                        break
                     yield index, delta
                     if delta.finish_reason is not None and self.finished:
                         self._end()
                         return
+                    if cut:
+                        service.backend.abort(news.request)
         raise RequestFailed("the engine's news ended before the answer did")
-
-    def _take(self, generation: Generation, news: Tokens) -> Iterator[Delta]:
-        """One delta a token, also where several come at once."""
-        for part in _singles(news):
-            delta, _ = generation.take(part)
-            if delta is not None:
-                yield delta
 
     def _note(self, index: int, news: Tokens) -> None:
         now, metrics, timings = time.monotonic(), self.call.service.metrics, self.timings
@@ -183,6 +183,7 @@ class Job:
 
 
 def _singles(news: Tokens) -> Iterator[Tokens]:
+    """One a token, also where several come at once."""
     last = len(news.ids) - 1
     if last <= 0:
         yield news

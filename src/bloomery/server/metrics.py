@@ -24,6 +24,41 @@ BANDS = ((0.1, "100ms"), (1.0, "1s"), (10.0, "10s"), (60.0, "1min"), (math.inf, 
 WINDOW = 5  # seconds a rate is taken over
 RECENT = 4096  # observations percentiles are taken over
 
+# what we call it -> what it is, and its names after bloomery_, vllm: and tgi_
+DISTRIBUTIONS = {
+    "first_token": ("time to first token", "time_to_first_token_seconds", "time_to_first_token_seconds", ""),
+    "between": ("time between tokens", "inter_token_seconds", "inter_token_latency_seconds", ""),
+    "per_token": ("time a token", "", "request_time_per_output_token_seconds", "request_mean_time_per_token_duration"),
+    "whole": ("arrival to last token", "request_seconds", "e2e_request_latency_seconds", "request_duration"),
+    "queue": ("time in the queue", "queue_seconds", "request_queue_time_seconds", "request_queue_duration"),
+    "inference": ("first step to last token", "", "request_inference_time_seconds", "request_inference_duration"),
+    "prefill": ("first step to first token", "", "request_prefill_time_seconds", ""),
+    "decode": ("first token to last", "", "request_decode_time_seconds", ""),
+    "validation": ("parsing, checking and tokenizing", "", "", "request_validation_duration"),
+    "input_length": ("prompt tokens", "", "request_prompt_tokens", "request_input_length"),
+    "output_length": ("generated tokens", "", "request_generation_tokens", "request_generated_tokens"),
+    "asked_length": ("tokens asked for", "", "request_params_max_tokens", "request_max_new_tokens"),
+}
+GAUGES = {
+    "running": ("requests in the running batch", "running", "num_requests_running", "batch_current_size"),
+    "waiting": ("requests in the queue", "waiting", "num_requests_waiting", "queue_size"),
+    "usage": ("share of the KV cache in use", "kv_usage_ratio", "kv_cache_usage_perc", ""),
+    "held": ("tokens held by the running batch", "", "", "batch_current_max_tokens"),
+    "room": ("tokens that fit the KV cache", "", "", "batch_max_total_tokens"),
+    "ready": ("whether requests are answered", "ready", "", ""),
+}
+COUNTERS = {
+    "queried": ("tokens looked up in the prefix cache", "prefix_queried_tokens", "prefix_cache_queries", ""),
+    "hit": ("tokens found in the prefix cache", "prefix_hit_tokens", "prefix_cache_hits", ""),
+    "preemptions": ("preemptions", "preemptions", "num_preemptions", ""),
+    "steps": ("steps of the engine", "steps", "", ""),
+    "step_seconds": ("seconds the steps took", "step_seconds", "", ""),
+    "prompt_tokens": ("prompt tokens", "prompt_tokens", "prompt_tokens", ""),
+    "generated_tokens": ("generated tokens", "generated_tokens", "generation_tokens", ""),
+    "requests": ("requests to generate", "requests", "", "request_count"),
+    "success": ("requests answered in full", "requests_succeeded", "", "request_success"),
+}
+
 
 class Distribution:
     def __init__(self, edges: Sequence[float] = SECONDS):
@@ -43,9 +78,9 @@ class Distribution:
         family = HistogramMetricFamily(name, about, labels=list(labels))
         buckets: list[tuple[str, float]] = []
         total = 0
-        for edge, count in zip((*self.edges, math.inf), self.counts, strict=True):
+        for edge, count in zip((*map(float, self.edges), math.inf), self.counts, strict=True):
             total += count
-            buckets.append((str(float(edge)) if edge < math.inf else "+Inf", total))
+            buckets.append((str(edge).replace("inf", "+Inf"), total))
         family.add_metric(list(labels.values()), buckets, self.sum)
         return family
 
@@ -84,17 +119,13 @@ class Timings:
 class Metrics:
     def __init__(self, backend: Backend, model: str):
         self.backend, self.model, self.started = backend, model, time.monotonic()
-        self.requests = self.prompt_tokens = self.generated_tokens = 0
-        self.finished: Counter[str] = Counter()  # sequences, by reason
-        self.success = 0
-        self.failures: Counter[str] = Counter()  # by TGI's kind
-        self.responses: Counter[tuple[str, str]] = Counter()  # route, status
-        self.unknown: Counter[str] = Counter()  # fields nobody knows, by route
-        self.bands: Counter[tuple[str, str]] = Counter()
-        self.first_token, self.between, self.per_token = Distribution(), Distribution(), Distribution()
-        self.validation, self.queue, self.inference = Distribution(), Distribution(), Distribution()
-        self.prefill, self.decode, self.whole = Distribution(), Distribution(), Distribution()
-        self.input_length, self.output_length, self.asked_length = (Distribution(COUNTS) for _ in range(3))
+        self.seen = {name: Distribution(COUNTS if name.endswith("length") else SECONDS) for name in DISTRIBUTIONS}
+        self.requests = self.success = self.prompt_tokens = self.generated_tokens = 0
+        self.finished: Counter[tuple[str, ...]] = Counter()  # sequences, by reason
+        self.failures: Counter[tuple[str, ...]] = Counter()  # by TGI's kind
+        self.responses: Counter[tuple[str, ...]] = Counter()  # by route and status
+        self.unknown: Counter[tuple[str, ...]] = Counter()  # fields nobody knows, by route
+        self.bands: Counter[tuple[str, ...]] = Counter()  # by measure and band
         self.tokens_in, self.tokens_out = Rate(), Rate()
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -103,35 +134,35 @@ class Metrics:
 
     def submit(self, timings: Timings, lengths: Iterable[tuple[int, int]]) -> None:
         """`lengths`: prompt tokens and longest answer, by sequence."""
-        self.validation.observe(timings.submitted - timings.arrived)
+        self.seen["validation"].observe(timings.submitted - timings.arrived)
         for prompt, answer in lengths:
-            self.input_length.observe(prompt)
-            self.asked_length.observe(answer)
+            self.seen["input_length"].observe(prompt)
+            self.seen["asked_length"].observe(answer)
 
     def first(self, timings: Timings, prompt_tokens: int) -> None:
         self.prompt_tokens += prompt_tokens
         self.tokens_in.add(prompt_tokens, timings.first)
-        self.first_token.observe(timings.first - timings.arrived)
-        self.queue.observe(timings.queued)
-        self.prefill.observe(max(timings.first - timings.begun, 0.0))
+        self.seen["first_token"].observe(timings.first - timings.arrived)
+        self.seen["queue"].observe(timings.queued)
+        self.seen["prefill"].observe(max(timings.first - timings.begun, 0.0))
         self.bands["first_token", band(timings.first - timings.arrived)] += 1
 
     def token(self, gap: float | None, now: float) -> None:
         self.generated_tokens += 1
         self.tokens_out.add(1, now)
         if gap is not None:
-            self.between.observe(gap)
+            self.seen["between"].observe(gap)
 
     def finish(self, timings: Timings, reasons: Iterable[str], lengths: Sequence[int]) -> None:
         inference = max(timings.last - timings.begun, 0.0)
         self.success += 1
-        self.finished.update(reasons)
-        self.whole.observe(timings.last - timings.arrived)
-        self.inference.observe(inference)
-        self.decode.observe(max(timings.last - timings.first, 0.0))
-        self.per_token.observe(inference / max(sum(lengths), 1))
+        self.finished.update((reason,) for reason in reasons)
+        self.seen["whole"].observe(timings.last - timings.arrived)
+        self.seen["inference"].observe(inference)
+        self.seen["decode"].observe(max(timings.last - timings.first, 0.0))
+        self.seen["per_token"].observe(inference / max(sum(lengths), 1))
         for length in lengths:
-            self.output_length.observe(length)
+            self.seen["output_length"].observe(length)
         self.bands["whole", band(timings.last - timings.arrived)] += 1
 
     # ---- read by others --------------------------------------------------------------------------
@@ -147,8 +178,8 @@ class Metrics:
             "waiting": stats.waiting,
             "kv_usage": stats.kv_used / stats.kv_blocks if stats.kv_blocks else None,
             "prefix_hit_rate": stats.prefix_hit / stats.prefix_queried if stats.prefix_queried else None,
-            "ttft": self.first_token.percentiles(),
-            "inter_token": self.between.percentiles(),
+            "ttft": self.seen["first_token"].percentiles(),
+            "inter_token": self.seen["between"].percentiles(),
             "share_of_limit": None,
             "preemptions": stats.preemptions,
             "requests": self.requests,
@@ -163,143 +194,57 @@ class Metrics:
         return []  # the registry asks before anything has happened
 
     def collect(self) -> Iterator[Metric]:
-        vllm = {"model_name": self.model, "engine": "0"}
-        for about, source, names in self._distributions():
-            for name in names:
-                yield source.family(name, about, vllm if name.startswith("vllm:") else {})
-        for about, kind, value, names in self._numbers():
-            for name in names:
-                yield _metric(name, about, kind, [({}, value)], vllm)
-        for about, name, samples in self._labelled():
-            yield _metric(name, about, "counter", samples, vllm)
+        values = self._values()
+        for key, (about, *names) in DISTRIBUTIONS.items():
+            yield from (self.seen[key].family(name, about, self._labels(name)) for name in _full(names))
+        for kind, table in (("gauge", GAUGES), ("counter", COUNTERS)):
+            for key, (about, *names) in table.items():
+                yield from (self._metric(name, about, kind, [({}, values[key])]) for name in _full(names))
+        for name, about, samples in self._labelled():
+            yield self._metric(name, about, "counter", samples)
         if capacity := self.backend.capacity:
-            labels = {"block_size": str(capacity.block_size), "num_gpu_blocks": str(capacity.blocks)}
-            yield _metric("vllm:cache_config_info", "the KV cache", "gauge", [(labels, 1)], vllm)
+            sizes = {"block_size": str(capacity.block_size), "num_gpu_blocks": str(capacity.blocks)}
+            yield self._metric("vllm:cache_config_info", "the KV cache", "gauge", [(sizes, 1)])
 
-    def _distributions(self) -> Iterator[tuple[str, Distribution, tuple[str, ...]]]:
-        own, vllm, tgi = "bloomery_", "vllm:", "tgi_request_"
-        yield (
-            "time to first token",
-            self.first_token,
-            (own + "time_to_first_token_seconds", vllm + "time_to_first_token_seconds"),
-        )
-        yield "time between tokens", self.between, (own + "inter_token_seconds", vllm + "inter_token_latency_seconds")
-        yield (
-            "inference time over tokens",
-            self.per_token,
-            (vllm + "request_time_per_output_token_seconds", tgi + "mean_time_per_token_duration"),
-        )
-        yield (
-            "arrival to last token",
-            self.whole,
-            (own + "request_seconds", vllm + "e2e_request_latency_seconds", tgi + "duration"),
-        )
-        yield (
-            "time in the queue",
-            self.queue,
-            (own + "queue_seconds", vllm + "request_queue_time_seconds", tgi + "queue_duration"),
-        )
-        yield (
-            "first step to last token",
-            self.inference,
-            (vllm + "request_inference_time_seconds", tgi + "inference_duration"),
-        )
-        yield "first step to first token", self.prefill, (vllm + "request_prefill_time_seconds",)
-        yield "first token to last", self.decode, (vllm + "request_decode_time_seconds",)
-        yield "parsing, checking and tokenizing", self.validation, (tgi + "validation_duration",)
-        yield "prompt tokens", self.input_length, (vllm + "request_prompt_tokens", tgi + "input_length")
-        yield "generated tokens", self.output_length, (vllm + "request_generation_tokens", tgi + "generated_tokens")
-        yield "tokens asked for", self.asked_length, (vllm + "request_params_max_tokens", tgi + "max_new_tokens")
-
-    def _numbers(self) -> Iterator[tuple[str, str, float, tuple[str, ...]]]:
+    def _values(self) -> dict[str, float]:
         stats, capacity = self.backend.stats, self.backend.capacity
-        own, vllm, tgi = "bloomery_", "vllm:", "tgi_"
         block = capacity.block_size if capacity else 0
-        usage = stats.kv_used / stats.kv_blocks if stats.kv_blocks else 0.0
-        yield (
-            "requests in the running batch",
-            "gauge",
-            stats.running,
-            (own + "running", vllm + "num_requests_running", tgi + "batch_current_size"),
-        )
-        yield (
-            "requests in the queue",
-            "gauge",
-            stats.waiting,
-            (own + "waiting", vllm + "num_requests_waiting", tgi + "queue_size"),
-        )
-        yield "share of the KV cache in use", "gauge", usage, (own + "kv_usage_ratio", vllm + "kv_cache_usage_perc")
-        yield "tokens held by the running batch", "gauge", stats.kv_used * block, (tgi + "batch_current_max_tokens",)
-        yield "tokens that fit the KV cache", "gauge", stats.kv_blocks * block, (tgi + "batch_max_total_tokens",)
-        yield (
-            "tokens looked up in the prefix cache",
-            "counter",
-            stats.prefix_queried,
-            (own + "prefix_queried_tokens", vllm + "prefix_cache_queries"),
-        )
-        yield (
-            "tokens found in the prefix cache",
-            "counter",
-            stats.prefix_hit,
-            (own + "prefix_hit_tokens", vllm + "prefix_cache_hits"),
-        )
-        yield "preemptions", "counter", stats.preemptions, (own + "preemptions", vllm + "num_preemptions")
-        yield "steps of the engine", "counter", stats.steps, (own + "steps",)
-        yield "seconds the steps took", "counter", stats.step_seconds, (own + "step_seconds",)
-        yield "prompt tokens", "counter", self.prompt_tokens, (own + "prompt_tokens", vllm + "prompt_tokens")
-        yield (
-            "generated tokens",
-            "counter",
-            self.generated_tokens,
-            (own + "generated_tokens", vllm + "generation_tokens"),
-        )
-        yield "requests to generate", "counter", self.requests, (own + "requests", tgi + "request_count")
-        yield (
-            "requests answered in full",
-            "counter",
-            self.success,
-            (own + "requests_succeeded", tgi + "request_success"),
-        )
-        yield "engine up and ready", "gauge", self.backend.status.state == "ready", (own + "ready",)
+        return {
+            "running": stats.running, "waiting": stats.waiting, "held": stats.kv_used * block,
+            "usage": stats.kv_used / max(stats.kv_blocks, 1), "room": stats.kv_blocks * block,
+            "ready": self.backend.status.state == "ready", "queried": stats.prefix_queried, "hit": stats.prefix_hit,
+            "preemptions": stats.preemptions, "steps": stats.steps, "step_seconds": stats.step_seconds,
+            "prompt_tokens": self.prompt_tokens, "generated_tokens": self.generated_tokens,
+            "requests": self.requests, "success": self.success,
+        }  # fmt: skip
 
     def _labelled(self) -> Iterator[tuple[str, str, list[tuple[dict[str, str], float]]]]:
-        failed: list[tuple[dict[str, str], float]] = [({"err": kind}, count) for kind, count in self.failures.items()]
-        yield "requests that failed", "bloomery_requests_failed", failed
-        yield "requests that failed", "tgi_request_failure", failed
-        yield (
-            "sequences by why they ended",
-            "vllm:request_success",
-            [({"finished_reason": reason}, n) for reason, n in self.finished.items()],
-        )
-        yield (
-            "HTTP responses",
-            "bloomery_responses",
-            [({"route": route, "status": status}, n) for (route, status), n in self.responses.items()],
-        )
-        yield (
-            "request fields nobody knows",
-            "bloomery_unknown_fields",
-            [({"route": route}, n) for route, n in self.unknown.items()],
-        )
-        bands: list[tuple[dict[str, str], float]] = [
-            ({"measure": measure, "band": name}, n) for (measure, name), n in self.bands.items()
-        ]
-        yield "requests by how long they felt", "bloomery_perceived_requests", bands
+        def samples(counter: Mapping[tuple[str, ...], int], *labels: str) -> list[tuple[dict[str, str], float]]:
+            return [(dict(zip(labels, key, strict=True)), count) for key, count in counter.items()]
+
+        yield "bloomery_requests_failed", "requests that failed", samples(self.failures, "err")
+        yield "tgi_request_failure", "requests that failed", samples(self.failures, "err")
+        yield "vllm:request_success", "sequences by why they ended", samples(self.finished, "finished_reason")
+        yield "bloomery_responses", "HTTP responses", samples(self.responses, "route", "status")
+        yield "bloomery_unknown_fields", "request fields nobody knows", samples(self.unknown, "route")
+        yield "bloomery_perceived_requests", "requests by how long they felt", samples(self.bands, "measure", "band")
+
+    def _labels(self, name: str) -> dict[str, str]:
+        return {"model_name": self.model, "engine": "0"} if name.startswith("vllm:") else {}
+
+    def _metric(self, name: str, about: str, kind: str, samples: list[tuple[dict[str, str], float]]) -> Metric:
+        """TGI's counters have no _total; the format then wants them untyped."""
+        untyped = kind == "counter" and name.startswith("tgi_")
+        metric = Metric(name, about, "unknown" if untyped else kind)
+        for labels, value in samples:
+            suffix = "_total" if kind == "counter" and not untyped else ""
+            metric.add_sample(name + suffix, {**self._labels(name), **labels}, float(value))
+        return metric
 
 
 def band(seconds: float) -> str:
     return next(name for edge, name in BANDS if seconds <= edge)
 
 
-def _metric(
-    name: str, about: str, kind: str, samples: list[tuple[dict[str, str], float]], vllm: dict[str, str]
-) -> Metric:
-    """TGI's counters have no _total; the format then wants them untyped."""
-    plain = kind == "counter" and name.startswith("tgi_")
-    metric = Metric(name, about, "unknown" if plain else kind)
-    for labels, value in samples:
-        common = vllm if name.startswith("vllm:") else {}
-        metric.add_sample(
-            name + ("_total" if kind == "counter" and not plain else ""), {**common, **labels}, float(value)
-        )
-    return metric
+def _full(names: Iterable[str]) -> Iterator[str]:
+    return (prefix + name for prefix, name in zip(("bloomery_", "vllm:", "tgi_"), names, strict=True) if name)

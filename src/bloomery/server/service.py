@@ -73,10 +73,9 @@ class Service:
 
     def admit(self, sequences: int) -> Ticket:
         state = self.backend.status.state
-        if state in ("loading", "failed"):
-            raise unavailable("the model is being loaded" if state == "loading" else "the engine has failed", 5)
-        if state == "draining":
-            raise unavailable("the server is shutting down", 10, connection="close")
+        if state not in ("ready", "restarting"):
+            why = {"loading": "the model is being loaded", "failed": "the engine has failed"}
+            raise unavailable(why.get(state, "the server is shutting down"), 5, connection="close")
         most = min(self.limits.fan_out, self.limits.requests)
         if sequences > most:
             raise InvalidRequest(

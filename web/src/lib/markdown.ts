@@ -126,16 +126,18 @@ const decoded = (text: string) =>
 
 /** `text` with what is still open at its end closed, so that a half-written **bold** or [link](… does not flash its marks. */
 export function healed(text: string): string {
-  const fences = text.match(/^ {0,3}(```|~~~)/gm)?.length ?? 0
-  if (fences % 2) return text
-  const start = text.lastIndexOf('\n\n') + 1
+  const fences = [...text.matchAll(/^ {0,3}(```|~~~).*$/gm)]
+  const last = fences.at(-1)
+  if (fences.length % 2) return text.replace(/\n[`~]{1,2}$/, '')
+  const start = Math.max(text.lastIndexOf('\n\n') + 1, last ? last.index + last[0].length : 0)
   return text.slice(0, start) + closed(tabled(text.slice(start)))
 }
 
 function closed(tail: string): string {
   const plain = tail.replace(/`[^`\n]+`/g, '')
   if (/`[^`]+$/.test(plain)) return `${tail}\``
-  const shown = tail.replace(/!?\[([^\]\n]*)(\]\([^)\n]*|\])?$/, '$1').replace(/[*_~`]+$/, '')
+  const begun = plain.endsWith('`') ? tail.replace(/`+$/, '') : tail
+  const shown = begun.replace(/!?\[([^\]\n]*)(\]\([^)\n]*|\])?$/, '$1').replace(/[*_~]+$/, '')
   const marks = shown.replace(/`[^`\n]+`/g, '')
   const bold = (marks.match(/\*\*/g)?.length ?? 0) % 2 ? '**' : ''
   const single = marks.replaceAll('**', '')

@@ -154,7 +154,9 @@ class Chat:
         said = b""
         if delta.index not in self.begun:
             self.begun.add(delta.index)
-            more: dict[str, Any] = {"prompt_token_ids": self.job.requests[0].prompt} if self.body.return_token_ids else {}
+            more: dict[str, Any] = (
+                {"prompt_token_ids": self.job.requests[0].prompt} if self.body.return_token_ids else {}
+            )
             said = self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}, **more)
         if delta.text or not self.silent:
             ids = {"token_ids": delta.token_ids} if self.body.return_token_ids else {}

@@ -1,0 +1,73 @@
+"""One engine process as its parent sees it: a child, and the socket pair to it.
+
+No path to find, no port to reach, nothing to clean up: the other end is inherited, and both ends are gone with their
+processes. This file must not know what is said on the line, nor what to do when a child dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+
+from bloomery.engine.wire import Frames, Message, WireError, encode
+
+
+class Child(asyncio.Protocol):
+    def __init__(self, hear: Callable[[Child, Message], None]):
+        self.hear, self.frames = hear, Frames()
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.line: asyncio.Transport | None = None
+        self.ready = False  # it has loaded
+        self.silent = 0.0  # seconds of watching without a sign of progress
+        self.fault = ""  # why it is gone, in words that follow "the engine"
+
+    async def spawn(self, command: Sequence[str]) -> None:
+        """The descriptor of its end follows the command."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                # A process group of its own: Ctrl-C in a terminal is for the parent, which then ends the child.
+                self.process = subprocess.Popen(
+                    [*command, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0,
+                )  # fmt: skip
+            except OSError:
+                ours.close()
+                raise
+        self.line, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+
+    def send(self, message: Message) -> None:
+        if self.line is not None:
+            self.line.write(encode(message))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self.frames.feed(data):
+                self.hear(self, message)
+        except WireError as error:
+            self.fault = f"broke the protocol: {error}"
+            if self.line is not None:
+                self.line.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    async def end(self, grace: float = 0.0) -> None:
+        """Have it gone, asked for if there is grace, and reaped."""
+        if self.process is not None:
+            try:
+                if grace:
+                    self.process.terminate()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        await asyncio.to_thread(self.process.wait, grace)
+            finally:
+                self.process.kill()
+            code = await asyncio.to_thread(self.process.wait)
+            self.fault = self.fault or (f"was killed by signal {-code}" if code < 0 else f"exited with status {code}")
+        if self.line is not None:
+            self.line.abort()

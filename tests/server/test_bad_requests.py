@@ -1,0 +1,429 @@
+"""Requests that must be refused: each with its exact status and field, on OpenAI's and on TGI's routes.
+
+After every one a canary request must have its usual answer, the engine must hold no block and the server must be ready:
+that is what makes a list of statuses a detector of crashes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.server.conftest import Running
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+LEAK = re.compile(r"0x[0-9a-f]{6,}|/(home|tmp|dev/shm|usr|work)/|Traceback|\.py\b")
+HELLO = [{"role": "user", "content": "hi"}]
+DEEP = "[" * 200_000
+NAN = '{"prompt": "a", "temperature": NaN}'
+
+
+def canary(server: Running) -> str:
+    answer = server.post(COMPLETIONS, {"prompt": "The smith", "max_tokens": 8, "temperature": 0})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+@pytest.fixture(scope="module")
+def song(server: Running) -> str:
+    return canary(server)
+
+
+@pytest.fixture(autouse=True)
+def unharmed(server: Running, song: str) -> Any:
+    yield
+    assert canary(server) == song
+    assert server.get("/ready").status_code == 200
+    assert server.backend.blocks.available == server.backend.blocks.count
+    assert not server.backend.loop.busy
+
+
+def refused(answer: httpx2.Response, status: int, tgi: bool) -> Any:
+    assert answer.status_code == status, answer.text[:300]
+    assert not LEAK.search(answer.text), answer.text
+    assert len(answer.text) < 1000
+    assert answer.headers["x-request-id"]
+    body = answer.json()
+    if tgi:
+        assert set(body) == {"error", "error_type"} and all(isinstance(value, str) for value in body.values())
+        return body
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["type"] == ("server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error")
+    return body["error"]
+
+
+# ---- bodies that are no object ---------------------------------------------------------------------------
+
+BODIES = [
+    ("empty", b"", 400, 400),
+    ("blank", b"  \n", 400, 400),
+    ("half an object", b"{", 400, 400),
+    ("a list", b"[]", 400, 422),
+    ("a string", b'"x"', 400, 422),
+    ("null", b"null", 400, 422),
+    ("not UTF-8", b'{"prompt": "\xff", "inputs": "\xff"}', 400, 400),
+    ("half a surrogate pair", b'{"prompt": "\\ud800"}', 400, 400),
+    ("trailing text", b'{"prompt": "a"} x', 400, 400),
+    ("200,000 brackets", DEEP.encode(), 400, 400),
+    ("a pickle", b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94", 400, 400),
+    ("NaN", NAN.encode(), 400, 422),
+    ("Infinity", NAN.replace("NaN", "-Infinity").encode(), 400, 422),
+    ("1e999", NAN.replace("NaN", "1e999").encode(), 400, 422),
+    ("5,000 digits", NAN.replace("NaN", "9" * 5000).encode(), 400, 422),
+]
+
+
+@pytest.mark.parametrize(("body", "openai", "tgi"), [case[1:] for case in BODIES], ids=[case[0] for case in BODIES])
+def test_bodies(server: Running, body: bytes, openai: int, tgi: int) -> None:
+    headers = {"content-type": "application/json"}
+    for path in (CHAT, COMPLETIONS):
+        error = refused(server.client.post(path, content=body, headers=headers), openai, tgi=False)
+        if b"temperature" in body:
+            assert error["param"] == "temperature"
+    refused(server.client.post(GENERATE, content=body, headers=headers), tgi, tgi=True)
+
+
+# ---- OpenAI --------------------------------------------------------------------------------------------
+
+# what is added to a good request -> the field the refusal must name; None: any route's good request takes it
+CHAT_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"model": 5}, "model"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9"}}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[1].role"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 1e12}, "max_tokens"),
+    ({"max_tokens": "ten"}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_tokens"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": "x"}, "logprobs"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "response_format"),
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"a": {"b": 1}}}, "chat_template_kwargs[...]"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"modalities": ["audio"]}, "modalities"),
+]
+COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [[1], "a"]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": [2**63]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [{"a": 1}]}, "prompt"),
+    ({"prompt": [[1, 2], [3, 10**6]]}, "prompt[1]"),
+    ({"prompt": ["a"] * 10_000}, "n"),
+    ({"prompt": ["a"] * 100, "n": 2}, "n"),
+    ({"prompt": [5] * 600}, "prompt"),
+    ({"prompt": "word " * 2000}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1, "echo": True}, "max_tokens"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"suffix": "x"}, "suffix"),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+]  # fmt: skip
+COMMON_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.01}, "top_p"),
+    ({"top_k": -5}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": -1}, "n"),
+    ({"n": 10**9}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": True}, "n"),
+    ({"n": "2"}, "n"),
+    ({"min_tokens": 50, "max_tokens": 5}, "min_tokens"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": "x" * 1_000_000}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": -1}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"user": "x" * 1_000_000}, "user"),
+    ({"metadata": {"a": "x" * 1_000_000}}, "metadata"),
+    ({"metadata": {"a": 5}}, "metadata[...]"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"bad_words": ["x"] * 129}, "bad_words"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"adapter_id": "../../etc/passwd"}, "adapter_id"),
+]
+
+
+def named(case: tuple[dict[str, Any], str]) -> str:
+    return json.dumps(case[0])[:60]
+
+
+@pytest.mark.parametrize(("more", "field"), CHAT_CASES + COMMON_CASES, ids=map(named, CHAT_CASES + COMMON_CASES))
+def test_chat(server: Running, more: dict[str, Any], field: str) -> None:
+    body = {"model": "speaker", "messages": HELLO, "max_tokens": 3, **more}
+    assert refused(server.post(CHAT, body), 400, tgi=False)["param"] == field
+
+
+@pytest.mark.parametrize(("more", "field"), COMPLETION_CASES + COMMON_CASES, ids=map(named, COMPLETION_CASES + COMMON_CASES))
+def test_completions(server: Running, more: dict[str, Any], field: str) -> None:
+    error = refused(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3, **more}), 400, tgi=False)
+    assert error["param"] == field
+    if len(str(more.get("prompt"))) > 1000 and field == "prompt":
+        assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("model", ["gpt-4o", "../../etc/passwd", "x" * 1_000_000])
+def test_a_model_that_is_not_served(server: Running, model: str) -> None:
+    error = refused(server.post(CHAT, {"model": model, "messages": HELLO}), 404, tgi=False)
+    assert error["code"] == "model_not_found" and error["message"].count("x") < 80
+    assert server.get(f"/v1/models/{model[:100]}").status_code == 404
+
+
+@pytest.mark.parametrize("model", ["speaker", "org/speaker-1", "tgi", "dummy", "default", "", None])
+def test_models_that_are(server: Running, model: str | None) -> None:
+    body = {"model": model, "messages": HELLO, "max_tokens": 1}
+    assert server.post(CHAT, body).status_code == 200
+    if model:
+        assert server.get(f"/v1/models/{model}").json()["id"] == model
+
+
+GOOD = [
+    {"temperature": 0}, {"top_p": 1.0}, {"top_k": -1}, {"top_k": 0}, {"max_tokens": 10**6}, {"content": "x"}, {"unheard_of": {"a": 1}},
+    {"stop": None}, {"n": None}, {"stream": None}, {"logit_bias": {}}, {"response_format": {"type": "text"}}, {"seed": 2**64 - 1},
+    {"user": "me"}, {"metadata": {"a": "b"}}, {"tools": []}, {"tool_choice": "none"}, {"functions": None}, {"stream_options": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", GOOD, ids=json.dumps)
+def test_what_is_fine(server: Running, more: dict[str, Any]) -> None:
+    answer = server.post(CHAT, {"messages": [{"role": "user", "content": "a\x00b"}], "max_tokens": 2, **more})
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_limit_beyond_the_room_is_cut_and_says_length(server: Running) -> None:
+    body = {"prompt": [5] * 500, "max_tokens": 1000, "ignore_eos": True}
+    choice = server.post(COMPLETIONS, body).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    for length, status in ((511, 200), (512, 400), (513, 400)):
+        assert server.post(COMPLETIONS, {**body, "prompt": [5] * length}).status_code == status
+
+
+# ---- TGI -----------------------------------------------------------------------------------------------
+
+PREFIX = "Input validation error: "
+TGI_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 0}, "`temperature` must be strictly positive"),
+    ({"temperature": -0.1}, "`temperature` must be strictly positive"),
+    ({"temperature": "hot"}, "parameters.temperature must be a number, not a string"),
+    ({"repetition_penalty": 0}, "`repetition_penalty` must be strictly positive"),
+    ({"frequency_penalty": -2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+    ({"top_p": 0}, "`top_p` must be > 0.0 and < 1.0"),
+    ({"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"),
+    ({"typical_p": 1.0}, "`typical_p` must be > 0.0 and < 1.0"),
+    ({"top_k": 0}, "`top_k` must be strictly positive"),
+    ({"top_k": 1.5}, "parameters.top_k must be a whole number, not a number"),
+    ({"best_of": 3, "do_sample": True}, "`best_of` must be > 0 and <= 2. Given: 3"),
+    ({"best_of": 0}, "`best_of` must be > 0 and <= 2. Given: 0"),
+    ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
+    ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
+    ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+    ({"max_new_tokens": -1}, "`max_new_tokens` must be strictly positive"),
+    ({"max_new_tokens": True}, "parameters.max_new_tokens must be a whole number, not true or false"),
+    ({"max_new_tokens": 512}, "`inputs` tokens + `max_new_tokens` must be <= 512. Given: 1 `inputs` tokens and 512 `max_new_tokens`"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "`stop` supports up to 4 stop sequences. Given: 5"),
+    ({"stop": [""]}, "stop must be a string or a list of strings, none of them empty, not ['']"),
+    ({"stop": ["x" * 1_000_000]}, "an entry of stop may have at most 256 bytes"),
+    ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+    ({"truncate": 0}, "`truncate` must be strictly positive and less than 511. Given: 0"),
+    ({"truncate": 600}, "`truncate` must be strictly positive and less than 511. Given: 600"),
+    ({"seed": 2**64}, None),
+    ({"seed": -1}, None),
+    ({"grammar": {"type": "regex", "value": "("}}, "grammar is not supported"),
+    ({"adapter_id": "x"}, "`adapter_id` is not supported: this server has no adapters"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "message"), TGI_CASES, ids=[json.dumps(case[0])[:60] for case in TGI_CASES])
+def test_generate(server: Running, parameters: dict[str, Any], message: str | None) -> None:
+    for path in (GENERATE, "/", "/invocations", "/generate_stream"):
+        if path == "/generate_stream" and parameters.get("best_of", 1) != 1:
+            message = "`best_of` != 1 is not supported when streaming tokens"
+        body = refused(server.post(path, {"inputs": "a", "parameters": {"max_new_tokens": 3, **parameters}}), 422, tgi=True)
+        assert body["error_type"] == "validation" and body["error"].startswith(PREFIX)
+        if message is not None:
+            assert body["error"] == PREFIX + message
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "inputs is missing"),
+        ({"inputs": ""}, "`inputs` cannot be empty"),
+        ({"inputs": ["a"] * 5}, "inputs must be a string, not a list"),
+        ({"inputs": "a", "stream": "yes"}, "stream must be true or false, not a string"),
+        ({"inputs": "a", "parameters": {"decoder_input_details": True}, "stream": True}, "`decoder_input_details` == true is not supported when streaming tokens"),
+        ({"inputs": "iron " * 600}, None),
+        ({"inputs": "x" * 100_000}, "the prompt has 100000 characters: a context of 512 tokens holds at most 8192"),
+    ],
+)  # fmt: skip
+def test_inputs(server: Running, body: dict[str, Any], message: str | None) -> None:
+    error = refused(server.post("/", body), 422, tgi=True)["error"]
+    assert error == PREFIX + message if message else error.startswith(PREFIX)
+
+
+def test_a_template_that_refuses(server: Running) -> None:
+    body = {"messages": [{"role": "assistant", "content": "x"}]}
+    error = refused(server.post("/chat_tokenize", body), 422, tgi=True)
+    assert error == {"error": "Template error: the first word is not the assistant's", "error_type": "template_error"}
+
+
+def test_markdown_images_are_plain_text(server: Running) -> None:
+    body = {"inputs": "![](http://127.0.0.1:1/x.png)", "parameters": {"max_new_tokens": 2}}
+    assert server.post(GENERATE, body).status_code == 200
+
+
+# ---- HTTP ----------------------------------------------------------------------------------------------
+
+
+def test_routes_and_methods(server: Running) -> None:
+    refused(server.post("/v1/nope", {}), 404, tgi=False)
+    refused(server.post("/nope", {}), 404, tgi=True)
+    for path in (CHAT, GENERATE):
+        answer = server.get(path)
+        refused(answer, 405, tgi=path == GENERATE)
+        assert answer.headers["allow"] == "POST"
+    assert server.client.request("DELETE", "/health").headers["allow"] == "GET"
+    assert server.client.head("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": ""},
+        {"content-type": "application/json", "content-encoding": "gzip"},
+    ],
+)
+def test_what_is_not_plain_json(server: Running, headers: dict[str, str]) -> None:
+    for path in (CHAT, GENERATE):
+        refused(server.client.post(path, content=b"{}", headers=headers), 415, tgi=path == GENERATE)
+
+
+def exchange(server: Running, data: bytes) -> bytes:
+    """What comes back before the connection is closed."""
+    with server.raw() as connection:
+        connection.sendall(data)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    return answer
+
+
+def test_a_large_body_is_refused_before_it_is_read(server: Running) -> None:
+    head = "POST {} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n"
+    for path, size in ((CHAT, 8 << 20), (GENERATE, 2 << 20)):
+        answer = exchange(server, head.format(path, size + 1).encode() + b"{")
+        assert answer.startswith(b"HTTP/1.1 413") and b"connection: close" in answer
+        chunked = head.format(path, 0).replace("content-length: 0", "transfer-encoding: chunked").encode()
+        with server.raw() as connection:
+            connection.sendall(chunked)
+            chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+            try:
+                for _ in range(200):
+                    connection.sendall(chunk)
+            except OSError:
+                pass  # it has hung up on us, as it should
+            assert connection.recv(12) == b"HTTP/1.1 413"
+
+
+def test_many_or_large_headers(server: Running) -> None:
+    head = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+    assert exchange(server, head + b"".join(b"x-%d: y\r\n" % i for i in range(300)) + b"\r\n").startswith(b"HTTP/1.1 431")
+    assert exchange(server, head + b"x: " + b"y" * 70_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 431")
+    endless = head + b"x: " + b"y" * 66_000  # and no end
+    assert exchange(server, endless).startswith(b"HTTP/1.1 431")
+
+
+def test_two_lengths_are_one_too_many(server: Running) -> None:
+    smuggled = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    assert exchange(server, smuggled).startswith(b"HTTP/1.1 400")
+
+
+def test_request_ids_are_echoed_if_they_are_harmless(server: Running) -> None:
+    assert server.get("/health", headers={"x-request-id": "abc-1.2:3"}).headers["x-request-id"] == "abc-1.2:3"
+    for bad in ("a b", "x" * 200, "\x1b[31m", "é"):
+        given = server.get("/health", headers={"x-request-id": bad.encode("utf-8")}).headers["x-request-id"]
+        assert given.startswith("req_")
+
+
+def test_bad_requests_to_anthropics_routes(server: Running) -> None:
+    good = {"messages": HELLO, "max_tokens": 3}
+    cases = [
+        ({"max_tokens": None}, 400), ({"messages": []}, 400), ({"temperature": 1.5}, 400), ({"model": "x"}, 404),
+        ({"tools": [{}]}, 400), ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400),
+    ]  # fmt: skip
+    for more, status in cases:
+        answer = server.post("/v1/messages", {**good, **more})
+        assert answer.status_code == status
+        body = answer.json()
+        assert body["type"] == "error" and set(body["error"]) == {"type", "message"}
+        assert body["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+        assert not LEAK.search(answer.text)
+
+
+def test_bad_requests_to_responses(server: Running) -> None:
+    cases = [
+        ({"input": None}, "input"), ({"input": 5}, "input"), ({"input": [{"type": "item_reference"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"), ({"tools": [{}]}, "tools"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"), ({"max_output_tokens": 0}, "max_tokens"),
+        ({"background": True}, "background"), ({"input": []}, "messages"),
+    ]  # fmt: skip
+    for more, field in cases:
+        assert refused(server.post("/v1/responses", {"input": "hi", **more}), 400, tgi=False)["param"] == field
