@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: serve test format clean help
+.PHONY: serve test format clean help web
 help:
 	@echo "make serve   chat with the embedded model (sets everything up on first use)"
 	@echo "make test    format, lint, types, layering and all tests"
 	@echo "make format  let ruff mend what it can"
+	@echo "make web     build the web page from web/ (needs Node; its assets are in the package already)"
 
 # What runs, and the embedded model (its own dependencies are not needed and take minutes to build).
 $(VENV)/.run: pyproject.toml
@@ -38,3 +39,7 @@ format: $(VENV)/.dev
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The web page: built assets are committed, so only who changes web/ needs Node.
+web:
+	cd web && npm ci && npm run build

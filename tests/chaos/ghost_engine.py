@@ -1,7 +1,9 @@
-"""A real engine process around a ghost: `python ghost_engine.py [--delay S] [--load S] [--refuse] [--quick] DESCRIPTOR`.
+"""A real engine process around a ghost: `python ghost_engine.py [OPTIONS] DESCRIPTOR`.
 
-A prompt that begins with POISON kills it in the step that computes it, one that begins with STALL makes that step endless.
+A prompt that begins with POISON kills it in the step that computes it; one that begins with STALL makes that step
+endless. Run by path, so it finds the tests by itself.
 """
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[0] = str(ROOT)
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
 
 from bloomery.config import Plan
 from bloomery.engine.process import Report, serve

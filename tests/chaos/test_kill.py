@@ -16,7 +16,7 @@ import pytest
 from bloomery.engine.client import EngineClient, Patience
 from bloomery.messages import Request, Sampling, Tokens
 from tests.chaos.ghost_engine import POISON, ROOT, STALL, command, plan
-from tests.ghost.ghost import VOCAB, plain
+from tests.ghost.ghost import plain
 
 OFTEN = Patience(restarts=10**6, pause=0.0)
 
@@ -24,13 +24,12 @@ OFTEN = Patience(restarts=10**6, pause=0.0)
 def requests(random: Random, count: int, tokens: int) -> list[Request]:
     """Of many lengths, some with a stop id, some that share a beginning."""
     stem = [random.randrange(5) for _ in range(20)]
-    return [
-        Request(
-            str(number), (*stem[: random.choice([0, 20])], *(random.randrange(5) for _ in range(random.randrange(1, 30)))),
-            Sampling(min_tokens=tokens // 2), random.randrange(tokens // 2, tokens), random.choice([(), (3,)]),
-        )
-        for number in range(count)
-    ]  # fmt: skip
+    made = []
+    for number in range(count):
+        prompt = stem[: random.choice([0, 20])] + [random.randrange(5) for _ in range(random.randrange(1, 30))]
+        length, stop = random.randrange(tokens // 2, tokens), random.choice([(), (3,)])
+        made.append(Request(str(number), tuple(prompt), Sampling(min_tokens=tokens // 2), length, stop))
+    return made
 
 
 async def read(client: EngineClient, request: Request) -> Tokens:

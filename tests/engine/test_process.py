@@ -185,8 +185,10 @@ def test_it_ends_on_sigterm_but_not_on_an_interrupt() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n", encode(Abort("a"))[:-1] + b"\xff", encode(Status("ready"))], ids=["noise", "bad", "misplaced"]
-)  # fmt: skip
+    "said",
+    [b"GET / HTTP/1.1\r\n\r\n", encode(Abort("a"))[:-1] + b"\xff", encode(Status("ready"))],
+    ids=["noise", "bad", "misplaced"],
+)
 @pytest.mark.parametrize("loaded", [False, True])
 def test_it_ends_on_a_frame_it_cannot_read(said: bytes, loaded: bool) -> None:
     with engine() as driver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import types
@@ -68,19 +69,15 @@ def test_messages_survive_any_cut(said: list[Message], sizes: list[int]) -> None
 def test_a_changed_byte_is_a_message_or_a_wire_error(message: Message, at: int, change: int) -> None:
     data = bytearray(encode(message))
     data[at % len(data)] ^= change
-    try:
+    with contextlib.suppress(WireError):
         for heard in Frames().feed(bytes(data)):
             assert isinstance(heard, KINDS)
-    except WireError:
-        pass
 
 
 @given(noise=st.binary(max_size=200))
 def test_noise_never_raises_anything_else(noise: bytes) -> None:
-    try:
+    with contextlib.suppress(WireError):
         list(Frames().feed(noise))
-    except WireError:
-        pass
 
 
 def frame(kind: int, body: bytes) -> bytes:

@@ -39,6 +39,7 @@ class Running:
 
 def run(backend: Any, tokenizer: Tokenizer, settings: Settings, exit: ExitStack) -> Running:
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # so that it does not take megabytes to fill one
     exit.callback(listener.close)
     app = create_app(backend, tokenizer, settings)
     config = uvicorn.Config(app, http=BoundedProtocol, log_level="critical", access_log=False, lifespan="on")

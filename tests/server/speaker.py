@@ -7,13 +7,12 @@ and a wrong block, a lost token or a mixed-up stream changes it.
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from zlib import crc32
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import Loop
@@ -23,11 +22,6 @@ from bloomery.messages import TokenLogprob, Tokens
 from bloomery.text.tokenizer import Extras, Tokenizer
 from tests.ghost.ghost import Ghost
 
-CORPUS = (
-    "Iron ore, charcoal and a draught of air: in the bloomery the ore turns to a bloom of iron and slag. "
-    "The smith takes the bloom from the furnace and hammers the slag out of it while it is hot. "
-    "Steel, fire, anvil, tongs, bellows, ash, heat, clay, stone, water, oil and time. Grüße, naïve café, 火と鉄 🔥."
-)
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'assistant' and loop.first %}{{ raise_exception('the first word is not the assistant\\'s') }}{% endif %}"
@@ -38,14 +32,8 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def words() -> Tokenizer:
-    """A byte-level BPE trained on the spot."""
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=480, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    backend.train_from_iterator([CORPUS] * 4, trainer)
+    """A byte-level BPE of 406 tokens, trained on a few sentences about iron; golden answers are in its words."""
+    backend = Backend.from_file(str(Path(__file__).parent / "words.json"))
     named = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
     return Tokenizer(backend, Extras(1, (2,), named, {"default": TEMPLATE}))
 
@@ -124,7 +112,7 @@ class InProcess:
         used = self.blocks.count - self.blocks.available
         return Stats(len(scheduler.running), len(scheduler.waiting), used, self.blocks.count, self.steps)
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncIterator[Tokens]:
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
         queue: asyncio.Queue[Tokens] = asyncio.Queue()
         waiting = {request.id for request in requests}
         for request in requests:
@@ -146,12 +134,16 @@ class InProcess:
 
     async def run(self) -> None:
         while self.loop.busy:
-            began = time.monotonic()
+            await asyncio.sleep(self.pace)
             for news in self.loop.step():
                 if queue := self.queues.get(news.request):
                     queue.put_nowait(self.spoiled(news))
             self.steps += 1
-            await asyncio.sleep(max(self.pace - (time.monotonic() - began), 0.0))
+
+    def abort(self, id: str) -> bool:
+        if queue := self.queues.get(id):
+            queue.put_nowait(Tokens(id, 0, finish="abort"))
+        return self.loop.abort(id)
 
     def spoiled(self, news: Tokens) -> Tokens:
         """A request that was told to fail does so at its third token."""

@@ -67,7 +67,7 @@ def test_chat_deltas_add_up(server: Running) -> None:
 
 
 def test_completion_deltas_add_up(server: Running) -> None:
-    body = {"prompt": ["The iron", [290, 291, 292]], "max_tokens": 12, "temperature": 0, "n": 2, "echo": True, "logprobs": 1}
+    body = {"prompt": [[295, 359], [290, 291, 292]], "max_tokens": 12, "temperature": 0, "n": 2, "echo": True, "logprobs": 1}
     whole = server.post(COMPLETIONS, body).json()
     events = parse(server.post(COMPLETIONS, {**body, "stream": True}).text)
     assert events.pop() == "[DONE]"
@@ -160,28 +160,26 @@ def test_a_client_that_leaves_frees_its_blocks(serve: Callable[..., Running], pa
 
 
 def test_a_slow_reader_gets_everything(serve: Callable[..., Running]) -> None:
-    server = serve(context=4000)
-    body = {"prompt": "The iron", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 5}
-    connection = opened(server, COMPLETIONS, body, buffer=4096)
-    assert until(lambda: idle(server), 30), "the engine does not wait for the reader"
-    time.sleep(0.2)
+    server = serve(context=1100)
+    body = {"prompt": "The iron", "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 5}
     data = b""
-    while not data.endswith(b"0\r\n\r\n"):
-        data += connection.recv(65536)
-        time.sleep(0.0005)
+    with opened(server, COMPLETIONS, body, buffer=4096) as connection:
+        assert until(lambda: idle(server), 60), "the engine does not wait for the reader"
+        while not data.endswith(b"0\r\n\r\n"):
+            data += connection.recv(65536)
+            time.sleep(0.0005)
     assert data.count(b'"finish_reason":"length"') == 1 and data.count(b"[DONE]") == 1
-    assert data.count(b"token_logprobs") == 3000
+    assert data.count(b"token_logprobs") == 1000
 
 
 def test_a_reader_that_stops_is_dropped(serve: Callable[..., Running]) -> None:
-    server = serve(Settings(model="speaker", limits=Limits(stall_seconds=0.3)), context=20_000, blocks=2600, pace=0.001)
-    body = {"prompt": "The iron", "max_tokens": 19_000, "ignore_eos": True, "stream": True, "logprobs": 20}
-    connection = opened(server, COMPLETIONS, body, buffer=4096)
-    assert until(lambda: server.backend.loop.busy)
-    assert until(lambda: idle(server), 20)
-    assert 'err="dropped"' in server.get("/metrics").text
-    assert len(server.backend.seen) == 1
-    connection.close()
+    server = serve(Settings(model="speaker", limits=Limits(stall_seconds=0.3)), pace=0.005)
+    body = {"prompt": "The iron", "max_tokens": 500, "n": 8, "ignore_eos": True, "stream": True, "logprobs": 20}
+    with opened(server, COMPLETIONS, body, buffer=4096):
+        assert until(lambda: server.backend.loop.busy)
+        assert until(lambda: idle(server), 20)
+        assert server.backend.steps < 490, "it was not waited for to the end"
+        assert 'err="dropped"' in server.get("/metrics").text
 
 
 def test_silence_is_filled_with_comments(serve: Callable[..., Running]) -> None:

@@ -102,11 +102,13 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        return self.child.process.pid if self.child is not None and self.child.process is not None else None
+        """Of the engine of now, if it has not been buried yet."""
+        process = self.child.process if self.child is not None else None
+        return process.pid if process is not None and process.returncode is None else None
 
     @property
     def silent(self) -> float:
-        """Seconds since the engine last made progress or, idle, gave a sign of life: what a truthful health check asks."""
+        """Seconds since the engine last made progress or, idle, gave a sign of life: what a true health check asks."""
         return self.child.silent if self.child is not None else 0.0
 
     @property
@@ -191,7 +193,7 @@ class EngineClient:
         await child.end()
 
     async def _watch(self, child: Child) -> None:
-        """Until it is gone, or silent for too long; counted in ticks, so that nobody dies of a stall of this process."""
+        """Until it is gone or silent for too long; counted in ticks, so that nobody dies of a stall of this process."""
         while not child.lost.done():
             limit = self._limit(child)
             tick = min(limit / 20, 1.0)

@@ -74,8 +74,8 @@ class Service:
     def admit(self, sequences: int) -> Ticket:
         state = self.backend.status.state
         if state not in ("ready", "restarting"):
-            why = {"loading": "the model is being loaded", "failed": "the engine has failed"}
-            raise unavailable(why.get(state, "the server is shutting down"), 5, connection="close")
+            why = {"loading": "the model is being loaded", "failed": "the engine has failed"}.get(state)
+            raise unavailable(why, 5) if why else unavailable("the server is shutting down", 10, connection="close")
         most = min(self.limits.fan_out, self.limits.requests)
         if sequences > most:
             raise InvalidRequest(

@@ -1,7 +1,7 @@
 // The server as the page knows it: whether it is ready, which models it has, and how to call it with the key it asks for.
 import { remembered } from './browser'
 
-export type State = 'connecting' | 'loading' | 'ready' | 'draining' | 'restarting' | 'unreachable'
+export type State = 'connecting' | 'loading' | 'ready' | 'draining' | 'restarting' | 'failed' | 'unreachable'
 export interface Model {
   id: string
   max_model_len?: number
@@ -17,7 +17,7 @@ const storedKey = remembered('key')
 const storedModel = remembered('model')
 const address = (path: string) => new URL(path, document.baseURI).href
 const pause = (milliseconds: number) => new Promise((resolve) => setTimeout(resolve, milliseconds))
-const STATES: State[] = ['loading', 'ready', 'draining', 'restarting']
+const STATES: State[] = ['loading', 'ready', 'draining', 'restarting', 'failed']
 
 class Server {
   state = $state<State>('connecting')

@@ -124,6 +124,8 @@ async def instance(call: Call, raw: dict[str, Any]) -> Ask:
         prompt = await chat.prompt(call, body)
     else:
         given = call.convert(raw, GenerateBody)
+        if given.parameters is not None and given.parameters.do_sample is None:
+            given.parameters.do_sample = True
         params = wishes(call, given, stream=False)
         prompt = await tokenized(call, given, params)
     if params.children > 1:

@@ -149,11 +149,11 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], top: in
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], top: int) -> list[dict[str, Any] | None]:
     """As vLLM writes them: by token id, nothing for the first."""
 
     def one(entry: TokenLogprob) -> dict[str, Any]:
-        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
+        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top[:top], 1)}
         ranked.setdefault(entry.token, (entry.logprob, entry.rank))
         return {
             str(token): {"logprob": value(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token)}
