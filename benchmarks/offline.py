@@ -98,12 +98,21 @@ def floor(llm, prompts: list[list[int]], outs: list[int], copy: float, product: 
     return total
 
 
+def number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("work", nargs="+")
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for LLM(...), a whole number or text")
+    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for LLM(...)")
     args = parser.parse_args()
     import torch
 
@@ -114,7 +123,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp()) / args.shape
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
-    options = {k: int(v) if v.isdigit() else v for k, v in (pair.split("=", 1) for pair in args.option)}
+    options = {name: number(value) for name, value in (pair.split("=", 1) for pair in args.option)}
     begun = time.time()
     llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, **options)
     print(json.dumps({"shape": args.shape, "startup_s": round(time.time() - begun, 1)}), flush=True)

@@ -40,6 +40,7 @@ class Config:
     device: str = option("auto", "cpu, cuda, cuda:1; auto: a GPU if there is one", "Hardware")
     threads: int | None = option(None, "CPU threads of the model; default: one a core", "Hardware", kind=int)
     memory: float = option(0.9, "share of the GPU's memory to use", "Hardware")
+    cuda_graphs: bool = option(True, "capture decode steps as CUDA graphs", "Hardware")
     kv_cache_gib: float | None = option(
         None,
         "memory for keys and values, in GiB; default: what is left (GPU), a quarter of what is free up to 4 (CPU)",
@@ -56,6 +57,9 @@ class Config:
         kind=int,
     )
     prefix_cache: bool = option(True, "reuse the keys and values of prompts that begin alike", "Batching")
+    steps_in_flight: int | None = option(
+        None, "steps queued on the device; default: 2 on a GPU, 1 on a CPU", "Batching", kind=int
+    )
     block_size: int | None = option(
         None, "positions a block of the cache holds; default: 64 on a GPU, 16 on a CPU", "Batching", kind=int
     )
@@ -137,6 +141,7 @@ class Plan:
     memory: float
     kv_bytes: int | None
     prefix_cache: bool
+    graphs: bool
     depth: int  # steps in flight
 
 
@@ -168,5 +173,6 @@ def resolve(config: Config, *, name: str, path: str, kind: str, dtype: str, devi
         memory=config.memory,
         kv_bytes=None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30),
         prefix_cache=config.prefix_cache,
-        depth=1 if cpu else 2,
+        graphs=config.cuda_graphs and not cpu,
+        depth=config.steps_in_flight or (1 if cpu else 2),
     )

@@ -6,8 +6,8 @@
 A visit is a (token, choice) pair. Visits are put in order of their experts, so that an expert's weights are read once
 for all who chose it; each expert's visits are cut into blocks, and a launch has as many programs as there could be
 blocks, of which those beyond the last leave at once. All shapes are known beforehand, so a step can be captured. The
-sum over a token's choices runs in their order: nothing depends on who else is in the batch. For a few tokens, whose
-experts seldom coincide, each visit is a product of its own (kernels/gemv) instead.
+sum over a token's choices runs in their order: nothing depends on who else is in the batch. Visits so few that they
+seldom share an expert are products of their own (kernels/gemv) instead.
 
 An expert outside the range, as a line that only pads a batch may have, is visited by nobody and adds nothing.
 """
@@ -23,8 +23,6 @@ import torch.nn.functional as F
 from bloomery.kernels.activation import activated, gate_reference
 from bloomery.kernels.gemv import Activation, possible, product_rows
 from bloomery.kernels.launch import begin, fused, jit, overlap, power_of_two, tl, wait
-
-FEW = 4  # tokens that take the products one by one
 
 
 class Blocks(NamedTuple):
@@ -120,7 +118,8 @@ def mix(
     """
     call = mix_reference
     if fused(x):
-        call = mix_singly if len(x) <= FEW and possible(up[0]) and possible(down[0]) else mix_grouped
+        seldom = chosen.numel() <= max(chosen.shape[1], len(up) // 4)
+        call = mix_singly if seldom and possible(up) and possible(down) else mix_grouped
     return call(x, chosen, weights, up, down, activation, residual, scale)
 
 
@@ -135,7 +134,9 @@ def mix_reference(
     scale: float = 1.0,
 ) -> torch.Tensor:
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(len(up)):
+    for expert in chosen.unique().tolist():
+        if not 0 <= expert < len(up):
+            continue
         token, place = (chosen == expert).nonzero(as_tuple=True)
         h = gate_reference(F.linear(x[token], up[expert]), activation)
         y.index_add_(0, token, F.linear(h, down[expert]).float() * weights[token, place, None].float())

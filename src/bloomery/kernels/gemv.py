@@ -83,8 +83,10 @@ TILINGS: Mapping[tuple[int, int], Tiling] = {
 
 
 def tiling(rows: int, columns: int, paired: bool, itemsize: int, tokens: int = 1) -> Tiling:
-    """Without a measurement: four rows at a time, 128 bytes of them a thread, tiles that end where the row does. Several
-    tokens need registers for their sums: half as many bytes."""
+    """Without a measurement: four rows at a time, 128 bytes of them a thread, tiles that end where the row does.
+
+    Several tokens need registers for their sums: half as many bytes.
+    """
     if tokens == 1 and itemsize == 2 and (rows, columns) in TILINGS:
         return TILINGS[rows, columns]
     inputs = 8192 // itemsize if tokens == 1 else 2048 // itemsize

@@ -118,14 +118,19 @@ class Decoder:
         angles = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self.ropes.items()}
         return Context(backend, plan, slots, angles, None)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, vocab] in float32; call it only for positions that are asked for."""
+    def logits(self, hidden: torch.Tensor, wide: bool = True) -> torch.Tensor:
+        """[n, hidden] -> [n, vocab]; call it only for positions that are asked for.
+
+        In float32, unless not `wide` and nothing is left to compute: then as the product gives them.
+        """
         if self.project_out is not None:
             hidden = self.project_out(hidden)
-        logits = self.head(hidden).float()
+        logits, cap = self.head(hidden), self.spec.logit_softcap
+        if not wide and self.spec.logit_scale == 1.0 and cap is None:
+            return logits
+        logits = logits.float()
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
-        cap = self.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 

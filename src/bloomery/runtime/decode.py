@@ -47,7 +47,7 @@ class DecodeStep:
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self.sizes: list[int] = []
 
-    def capture(self, done: Callable[[int], None] = lambda size: None) -> None:
+    def capture(self, done: Callable[[], None] = lambda: None) -> None:
         """One graph a batch size, largest first, all in one pool of memory."""
         pool = torch.cuda.graph_pool_handle()
         self.sizes = buckets(self.rows.count)
@@ -58,7 +58,7 @@ class DecodeStep:
                 with torch.cuda.graph(graph, pool=pool):
                     self.forward(size, sampled)
                 self.graphs[size, sampled] = graph
-            done(size)
+            done()
 
     def forward(self, size: int, sampled: bool) -> None:
         """The work of one step over the first `size` lines; with `sampled` up to the tokens, else up to the logits."""
@@ -70,11 +70,10 @@ class DecodeStep:
         )  # fmt: skip
         plan = self.backend.plan(ragged)
         hidden = self.decoder(inputs.ids, inputs.positions, inputs.slots, self.caches, self.backend, plan)
-        logits = self.decoder.logits(hidden)
         if not sampled:
-            self.logits[:size] = logits
+            self.logits[:size] = self.decoder.logits(hidden)
             return
-        tokens = self.pick(logits, lines, inputs.ends)
+        tokens = self.pick(self.decoder.logits(hidden, wide=False), lines, inputs.ends)
         self.tokens[:size] = tokens
         advance(lines, tokens, self.rows.last, self.rows.positions)
 

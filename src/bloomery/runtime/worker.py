@@ -19,7 +19,8 @@ from bloomery.messages import Capacity, Item, Sampled, Step, StepOutput, TokenLo
 from bloomery.models.load import load
 from bloomery.runtime.batch import Batch, Share
 from bloomery.runtime.cache import allocate, fit
-from bloomery.runtime.decode import DecodeStep, upload
+from bloomery.runtime.decode import DecodeStep, buckets, upload
+from bloomery.runtime.progress import bar
 from bloomery.runtime.picker import Picker
 from bloomery.runtime.rows import Row, Rows
 from bloomery.runtime.sampler import Draws, Sampler
@@ -62,9 +63,13 @@ class Worker:
             notes=tuple(filter(None, (*loaded.notes, size.note))),
         )
 
-        if self.device.type == "cuda":
-            with torch.inference_mode():
-                self.decode.capture()
+        if plan.graphs:
+            self._capture(progress)
+
+    @torch.inference_mode()
+    def _capture(self, progress: bool) -> None:
+        with bar("graphs", len(buckets(self.rows.count)), progress) as advance:
+            self.decode.capture(advance)
 
     @torch.inference_mode()
     def _largest_step(self, plan: Plan, dtype: torch.dtype) -> int:

@@ -30,6 +30,7 @@ from bloomery.server.streaming import EventStream, encode, event
 
 log = logging.getLogger("bloomery.server")
 T = TypeVar("T", bound=schema.Body)
+JSON, EVENTS = ("application/json",), ("text/event-stream",)
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -43,7 +44,7 @@ class Route:
     open: bool = False  # without a key
     generates: bool = False
     quiet: bool = False  # logged only when debugging
-    media: tuple[str, ...] = ("application/json",)
+    media: tuple[str, ...] = JSON
 
     @property
     def about(self) -> str:

@@ -111,7 +111,9 @@ class EventStream:
     def _arm(self, watch: Watch) -> None:
         """One timer a stream, not one a token: it looks how long ago something happened and comes back when due."""
         due, now = self.touched + (self.stall if self.sending else self.keepalive), self.loop.time()
-        self.timer = self.loop.call_at(max(min(due, now + self.keepalive, now + self.stall), now + 0.001), self._look, watch)
+        self.timer = self.loop.call_at(
+            max(min(due, now + self.keepalive, now + self.stall), now + 0.001), self._look, watch
+        )
 
     def _look(self, watch: Watch) -> None:
         quiet = self.loop.time() - self.touched

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import Call, Route
+from bloomery.server.call import EVENTS, JSON, Call, Route
 from bloomery.server.errors import openai
 from bloomery.server.generation import Ask, Job
 from bloomery.server.routes.openai import (
@@ -112,10 +112,8 @@ def conversation(messages: Sequence[Message], templates: Mapping[str, str]) -> l
 def check_parts(parts: Sequence[Mapping[str, Any]], where: str, kinds: Sequence[str] = ("text",)) -> None:
     for index, part in enumerate(parts):
         if part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            kind = repr(str(part.get("type"))[:64])
-            raise InvalidRequest(
-                f"{where}[{index}] is of type {kind}: the model reads text only", f"{where}[{index}].type"
-            )
+            at, kind = f"{where}[{index}]", str(part.get("type"))[:64]
+            raise InvalidRequest(f"{at} is of type {kind!r}: the model reads text only", f"{at}.type")
 
 
 class Chat:
@@ -128,65 +126,50 @@ class Chat:
         self.begun: set[int] = set()
 
     def whole(self) -> dict[str, Any]:
+        scores, generation = self.body.prompt_logprobs, self.job.generations[0]
         more: dict[str, Any] = {}
-        generation = self.job.generations[0]
-        if self.body.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_logprobs(self.tokenizer, generation.prompt_logprobs)
+        if scores is not None:
+            more["prompt_logprobs"] = prompt_logprobs(self.tokenizer, generation.prompt_logprobs, scores)
         if self.body.return_token_ids:
             more["prompt_token_ids"] = self.job.requests[0].prompt
-        return self.envelope.whole([self._choice(index, answer) for index, _, answer in self.job.answers()], **more)
-
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": self.job.text(answer), "refusal": None},
-            "logprobs": self._logprobs(answer),
-            "finish_reason": finish_reason(answer.finish_reason),
-            **({"token_ids": answer.token_ids} if self.body.return_token_ids else {}),
-        }
-
-    def _logprobs(self, gained: Answer | Delta) -> dict[str, Any] | None:
-        return (
-            chat_logprobs(self.tokenizer, gained.logprobs, self.body.top_logprobs or 0) if self.body.logprobs else None
-        )
+        choices = []
+        for index, _, answer in self.job.answers():
+            message = {"role": "assistant", "content": self.job.text(answer), "refusal": None}
+            choices.append(self._choice(index, {"message": message}, answer, answer.finish_reason))
+        return self.envelope.whole(choices, **more)
 
     def delta(self, index: int, delta: Delta) -> bytes:
         said = b""
         if delta.index not in self.begun:
-            self.begun.add(delta.index)
-            more: dict[str, Any] = (
-                {"prompt_token_ids": self.job.requests[0].prompt} if self.body.return_token_ids else {}
+            more = (
+                {}
+                if self.begun or not self.body.return_token_ids
+                else {"prompt_token_ids": self.job.requests[0].prompt}
             )
-            said = self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}, **more)
+            self.begun.add(delta.index)
+            opening = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+            said = event(self.envelope.chunk(self._choice(delta.index, opening), **more))
         if delta.text or not self.silent:
-            ids = {"token_ids": delta.token_ids} if self.body.return_token_ids else {}
-            choice = {
-                "index": delta.index,
-                "delta": {"content": delta.text},
-                "logprobs": self._logprobs(delta),
-                "finish_reason": None,
-            }
-            said += event(self.envelope.chunk({**choice, **ids}))
+            said += event(self.envelope.chunk(self._choice(delta.index, {"delta": {"content": delta.text}}, delta)))
         if delta.finish_reason is not None:
-            said += self._chunk(delta.index, {}, finish_reason(delta.finish_reason))
+            ending = self._choice(delta.index, {"delta": {}}, None, delta.finish_reason)
+            said += event(self.envelope.chunk(ending))
         return said
 
-    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-        return event(self.envelope.chunk(choice, **more))
+    def _choice(
+        self, index: int, part: dict[str, Any], gained: Answer | Delta | None = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        logprobs, ids = None, {}
+        if gained is not None and self.body.logprobs:
+            logprobs = chat_logprobs(self.tokenizer, gained.logprobs, self.body.top_logprobs or 0)
+        if gained is not None and self.body.return_token_ids:
+            ids = {"token_ids": gained.token_ids}
+        return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason(reason), **ids}
 
     def end(self) -> bytes:
         return (event(self.envelope.usage()) if self.envelope.counts else b"") + DONE
 
 
 ROUTES = (
-    Route(
-        "POST",
-        "/v1/chat/completions",
-        chat_completions,
-        openai,
-        ChatBody,
-        generates=True,
-        media=("application/json", "text/event-stream"),
-    ),
+    Route("POST", "/v1/chat/completions", chat_completions, openai, ChatBody, generates=True, media=JSON + EVENTS),
 )

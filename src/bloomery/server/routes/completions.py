@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from bloomery.errors import InvalidRequest
 from bloomery.messages import TokenLogprob
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import Call, Route
+from bloomery.server.call import EVENTS, JSON, Call, Route
 from bloomery.server.errors import openai
 from bloomery.server.generation import Ask, Job
 from bloomery.server.routes.openai import Envelope, GenerationBody, finish_reason, prompt_logprobs, sampling, value
@@ -92,25 +92,18 @@ class Completion:
     def whole(self) -> dict[str, Any]:
         choices = []
         for index, _, answer in self.job.answers():
-            silent, number = self.job.silent, index // (self.body.n or 1)
-            said = Delta(
-                answer.index,
-                "" if silent else self.job.text(answer),
-                () if silent else tuple(answer.token_ids),
-                () if silent else tuple(answer.logprobs),
-                answer.finish_reason,
+            number, scores = index // (self.body.n or 1), self.body.prompt_logprobs
+            gained = Delta(
+                index, self.job.text(answer), tuple(answer.token_ids), tuple(answer.logprobs), answer.finish_reason
             )
-            choice = self._choice(number, index, said)
-            if self.body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = prompt_logprobs(
-                    self.tokenizer, self.job.generations[number].prompt_logprobs
-                )
+            choice = self._choice(number, index, gained)
+            if scores is not None:
+                known = self.job.generations[number].prompt_logprobs
+                choice["prompt_logprobs"] = prompt_logprobs(self.tokenizer, known, scores)
             choices.append(choice)
         return self.envelope.whole(choices)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        if self.job.silent:
-            delta = Delta(delta.index, "", (), (), delta.finish_reason)
         choice = index * (self.body.n or 1) + delta.index
         begins = self.body.echo and choice not in self.offsets
         if not delta.text and not begins and self.quiet and delta.finish_reason is None:
@@ -120,27 +113,23 @@ class Completion:
     def end(self) -> bytes:
         return (event(self.envelope.usage()) if self.envelope.counts else b"") + DONE
 
-    def _choice(self, number: int, index: int, delta: Delta) -> dict[str, Any]:
+    def _choice(self, number: int, index: int, gained: Delta) -> dict[str, Any]:
         """What a choice gains: all of it, or one chunk."""
+        if self.job.silent:
+            gained = Delta(gained.index, "", (), (), gained.finish_reason)
         first, generation = index not in self.offsets, self.job.generations[number]
         prompt = next(iter(generation.answers.values())).request.prompt
         echoed = prompt if first and self.body.echo else ()
         self.offsets.setdefault(index, 0)
-        text = delta.text
-        if echoed:
-            text = self._echo(number, prompt) + text
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": text,
-            "logprobs": None,
-            "finish_reason": finish_reason(delta.finish_reason),
-        }
+        text = self._echo(number, prompt) + gained.text if echoed else gained.text
+        logprobs, ids = None, {}
         if self.body.logprobs is not None:
             before = generation.prompt_logprobs if echoed else ()
-            choice["logprobs"] = self._logprobs(index, echoed, [*before, *delta.logprobs])
+            logprobs = self._logprobs(index, echoed, [*before, *gained.logprobs])
         if self.body.return_token_ids:
-            choice |= {"token_ids": delta.token_ids, **({"prompt_token_ids": prompt} if first else {})}
-        return choice
+            ids = {"token_ids": gained.token_ids, **({"prompt_token_ids": prompt} if first else {})}
+        reason = finish_reason(gained.finish_reason)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **ids}
 
     def _echo(self, number: int, prompt: Sequence[int]) -> str:
         text = self.job.asks[number].prompt.text
@@ -179,14 +168,4 @@ def spelled(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-ROUTES = (
-    Route(
-        "POST",
-        "/v1/completions",
-        completions,
-        openai,
-        CompletionBody,
-        generates=True,
-        media=("application/json", "text/event-stream"),
-    ),
-)
+ROUTES = (Route("POST", "/v1/completions", completions, openai, CompletionBody, generates=True, media=JSON + EVENTS),)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from bloomery.errors import InvalidRequest
 from bloomery.messages import TokenLogprob
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import Call, Route
+from bloomery.server.call import EVENTS, JSON, Call, Route
 from bloomery.server.errors import openai, tgi
 from bloomery.server.generation import Ask, Job
 from bloomery.server.limits import Limits, narrow
@@ -354,11 +354,10 @@ class Text:
         return [self._token(id, self.tokenizer.token_text(id), logprob) for id, logprob in best]
 
 
-BOTH = ("application/json", "text/event-stream")
 ROUTES = (
-    Route("POST", "/", compatible, tgi, GenerateBody, generates=True, media=BOTH),
+    Route("POST", "/", compatible, tgi, GenerateBody, generates=True, media=JSON + EVENTS),
     Route("POST", "/generate", generate, tgi, GenerateBody, generates=True),
-    Route("POST", "/generate_stream", generate_stream, tgi, GenerateBody, generates=True, media=BOTH[1:]),
-    Route("POST", "/invocations", invocations, tgi, InvocationBody, generates=True, media=BOTH),
+    Route("POST", "/generate_stream", generate_stream, tgi, GenerateBody, generates=True, media=EVENTS),
+    Route("POST", "/invocations", invocations, tgi, InvocationBody, generates=True, media=JSON + EVENTS),
     Route("POST", "/vertex", vertex, tgi, VertexBody, generates=True),
 )

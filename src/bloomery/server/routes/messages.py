@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import Call, Route
+from bloomery.server.call import EVENTS, JSON, Call, Route
 from bloomery.server.errors import Problem, anthropic
 from bloomery.server.generation import Ask, Job
 from bloomery.server.limits import narrow
@@ -164,14 +164,6 @@ class Message:
 
 
 ROUTES = (
-    Route(
-        "POST",
-        "/v1/messages",
-        messages,
-        anthropic,
-        MessagesBody,
-        generates=True,
-        media=("application/json", "text/event-stream"),
-    ),
+    Route("POST", "/v1/messages", messages, anthropic, MessagesBody, generates=True, media=JSON + EVENTS),
     Route("POST", "/v1/messages/count_tokens", count_tokens, anthropic, CountBody),
 )

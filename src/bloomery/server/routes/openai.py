@@ -6,6 +6,7 @@ By OpenAI's own rules; fields beyond them are those people know from vLLM.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import msgspec
@@ -22,11 +23,8 @@ from bloomery.text.tokenizer import Tokenizer
 TOOLS = "this server does not call tools yet; leave it out"
 GRAMMAR = "this server does not constrain its output yet; leave it out"
 ELSEWHERE = "this server generates text only; leave it out"
-FIELDS = (
-    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "bad_words", "allowed_token_ids", "skip_special_tokens", "truncate_prompt_tokens",
-)  # fmt: skip
+APART = {"max_tokens", "logprobs", "prompt_logprobs", "logit_bias"}  # read by each route in its own way
+FIELDS = {field.name for field in fields(SamplingParams)} - APART
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):

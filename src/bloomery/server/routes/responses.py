@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import Call, Route
+from bloomery.server.call import EVENTS, JSON, Call, Route
 from bloomery.server.errors import Problem, openai
 from bloomery.server.generation import Ask, Job
 from bloomery.server.limits import check_labels, narrow
@@ -201,14 +201,4 @@ class Response:
         }
 
 
-ROUTES = (
-    Route(
-        "POST",
-        "/v1/responses",
-        responses,
-        openai,
-        ResponseBody,
-        generates=True,
-        media=("application/json", "text/event-stream"),
-    ),
-)
+ROUTES = (Route("POST", "/v1/responses", responses, openai, ResponseBody, generates=True, media=JSON + EVENTS),)
