@@ -45,7 +45,9 @@ def check(name: str) -> tuple[str, str, float, float]:
             del llm
         scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
         out = LLM(folder, dtype="bfloat16", **common).generate(prompts[:1], scored, use_tqdm=False)[0]
-        ours = torch.tensor([entry[t].logprob for entry, t in zip(out.prompt_logprobs[1:], prompts[0][1:], strict=True)])
+        ours = torch.tensor(
+            [entry[t].logprob for entry, t in zip(out.prompt_logprobs[1:], prompts[0][1:], strict=True)]
+        )
         exact = own_logprobs(model, prompts[0])
         theirs = own_logprobs(model.bfloat16(), prompts[0])
     return name, ", ".join(wrong), float((ours - exact).abs().max()), float((theirs - exact).abs().max())

@@ -141,8 +141,8 @@ class Plan:
     memory: float
     kv_bytes: int | None
     prefix_cache: bool
-    graphs: bool
     depth: int  # steps in flight
+    graphs: bool = False  # decode steps captured
 
 
 def resolve(config: Config, *, name: str, path: str, kind: str, dtype: str, device: str, context: int) -> Plan:

@@ -15,13 +15,14 @@ import socket
 import sys
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from bloomery.config import Plan
+from bloomery.config import Config, Plan, resolve
 from bloomery.engine.process import Report, serve
 from bloomery.errors import CheckpointError
 from bloomery.messages import Capacity, Item, Sampled, Step, StepOutput
@@ -43,7 +44,7 @@ class Haunted(Ghost):
         if self.arguments.refuse:
             raise CheckpointError("model.safetensors: 12 bytes are missing")
         for part in range(5):
-            self.report(part, 5)
+            self.report("ectoplasm", part, 5)
             time.sleep(self.arguments.load / 5)
         self.size = plan.block_size
         return Capacity(BLOCKS, plan.block_size, plan.max_sequences, plan.max_batch_tokens, MAX_LENGTH, VOCAB)
@@ -77,13 +78,10 @@ def command(*options: str) -> tuple[str, ...]:
 
 
 def plan(**changes: object) -> Plan:
-    """A plan as a ghost needs it."""
-    facts: dict[str, object] = dict(
-        name="ghost", path="", kind="folder", load_format="dummy", dtype="float32", device="cpu", threads=1,
-        max_length=MAX_LENGTH, length_is_wish=False, block_size=4, max_sequences=16, max_batch_tokens=64, memory=0.9,
-        kv_bytes=None, prefix_cache=True, depth=2,
-    )  # fmt: skip
-    return Plan(**{**facts, **changes})  # type: ignore[arg-type]
+    """A plan as a ghost needs it: small blocks, two steps in flight."""
+    config = Config(load_format="dummy", threads=1, block_size=4, max_sequences=16, max_batch_tokens=64)
+    made = resolve(config, name="ghost", path="", kind="folder", dtype="float32", device="cpu", context=MAX_LENGTH)
+    return replace(made, **{"depth": 2, **changes})  # type: ignore[arg-type]
 
 
 def main() -> int:

@@ -146,7 +146,11 @@ def test_a_stall_of_our_own_process_kills_nobody() -> None:
         await client.ready()
         readers = [asyncio.create_task(read(client, one)) for one in requests(Random(6), 4, 100)]
         await asyncio.sleep(0.1)
-        time.sleep(4.0)  # the event loop hears nothing meanwhile
+        os.kill(client.pid or 0, signal.SIGSTOP)
+        time.sleep(3.0)  # nobody watches meanwhile
+        await asyncio.sleep(0.3)
+        assert 0 < client.silent < 2
+        os.kill(client.pid or 0, signal.SIGCONT)
         await asyncio.gather(*readers)
         assert client.epoch == 1
         await client.close()

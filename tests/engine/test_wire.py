@@ -139,7 +139,10 @@ def test_a_channel_waits_looks_and_notices_the_end() -> None:
             left = left[ours.send(left) :]
             heard += channel.receive(0)
         assert heard == [long]
+        ours.setblocking(True)
+        ours.sendall(encode(Abort("last")))
         ours.close()
+        assert channel.receive(None) == [Abort("last")]
         with pytest.raises(EOFError):
             channel.receive(None)
 

@@ -6,7 +6,9 @@ from typing import Any
 
 IRON = {"inputs": "The iron"}
 HELLO = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is slag?"}]}
-PARTS = {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "slag?"}]}]}
+PARTS = {
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "slag?"}]}]
+}
 ASKED = {"messages": [{"role": "user", "content": "What is slag?"}], "max_tokens": 8}
 
 # name -> method, path, body, headers

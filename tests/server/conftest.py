@@ -37,11 +37,32 @@ class Running:
         return socket.create_connection(self.address, timeout=20)
 
 
-def run(backend: Any, tokenizer: Tokenizer, settings: Settings, exit: ExitStack) -> Running:
+class Attended:
+    """The application with what must be done in its event loop before the first request and after the last."""
+
+    def __init__(self, app: Any, before: Any, after: Any):
+        self.app, self.before, self.after = app, before, after
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def say(message: Any) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                await self.before()
+            if message["type"] == "lifespan.shutdown.complete":
+                await self.after()
+            await send(message)
+
+        await self.app(scope, receive, say if scope["type"] == "lifespan" else send)
+
+
+def run(
+    backend: Any, tokenizer: Tokenizer, settings: Settings, exit: ExitStack, before: Any = None, after: Any = None
+) -> Running:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # so that it does not take megabytes to fill one
     exit.callback(listener.close)
-    app = create_app(backend, tokenizer, settings)
+    app: Any = create_app(backend, tokenizer, settings)
+    if before:
+        app = Attended(app, before, after)
     config = uvicorn.Config(app, http=BoundedProtocol, log_level="critical", access_log=False, lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

@@ -44,7 +44,9 @@ class Speaker(Ghost):
     def __init__(self, block_size: int, tokenizer: Tokenizer):
         super().__init__(block_size)
         known = range(len(SPECIAL), tokenizer.vocab_size)
-        self.words = [id for id in known if len(tokenizer.token_bytes(id)) > 2] + tokenizer.encode("火🔥é", add_special=False)
+        self.words = [id for id in known if len(tokenizer.token_bytes(id)) > 2] + tokenizer.encode(
+            "火🔥é", add_special=False
+        )
         self.end = tokenizer.eos_ids[0]
         self.starts: dict[int, Start] = {}
 
@@ -70,12 +72,19 @@ class Speaker(Ghost):
         token = self.choose(prefix, start.sampling, start.stop_ids, len(prefix) - start.prompt_len)
         row.tokens.append(token)
         asked = start.sampling.logprobs
-        return Sampled(item.sequence, (token,), () if asked is None else (self.scored(prefix, token, asked),), tuple(prompt))
+        return Sampled(
+            item.sequence, (token,), () if asked is None else (self.scored(prefix, token, asked),), tuple(prompt)
+        )
 
     def choose(self, prefix: list[int], sampling: Sampling, stop_ids: Sequence[int], produced: int) -> int:
         number = hashed(prefix, sampling.seed if sampling.temperature else 0)
         choice = sampling.allowed_token_ids or self.words
-        if number % 29 == 0 and self.end in stop_ids and produced >= sampling.min_tokens and not sampling.allowed_token_ids:
+        if (
+            number % 29 == 0
+            and self.end in stop_ids
+            and produced >= sampling.min_tokens
+            and not sampling.allowed_token_ids
+        ):
             return self.end
         return choice[number // 29 % len(choice)]
 
@@ -149,5 +158,7 @@ class InProcess:
         """A request that was told to fail does so at its third token."""
         request = next((one for one in reversed(self.seen) if one.id == news.request), None)
         if request is not None and self.poison in request.prompt and news.position == 2:
-            return Tokens(news.request, news.position, finish="error", error="cosmic ray at 0xdeadbeef in /usr/lib/x.py")
+            return Tokens(
+                news.request, news.position, finish="error", error="cosmic ray at 0xdeadbeef in /usr/lib/x.py"
+            )
         return news

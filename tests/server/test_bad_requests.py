@@ -52,7 +52,9 @@ def refused(answer: httpx2.Response, status: int, tgi: bool) -> Any:
         assert set(body) == {"error", "error_type"} and all(isinstance(value, str) for value in body.values())
         return body
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["type"] == ("server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error")
+    assert body["error"]["type"] == (
+        "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    )
     return body["error"]
 
 
@@ -99,7 +101,14 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9"}}]}]}, "messages[0].content[0].type"),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9"}}]}
+            ]
+        },
+        "messages[0].content[0].type",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].type"),
     ({"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[1].role"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
@@ -210,7 +219,9 @@ def test_chat(server: Running, more: dict[str, Any], field: str) -> None:
     assert refused(server.post(CHAT, body), 400, tgi=False)["param"] == field
 
 
-@pytest.mark.parametrize(("more", "field"), COMPLETION_CASES + COMMON_CASES, ids=map(named, COMPLETION_CASES + COMMON_CASES))
+@pytest.mark.parametrize(
+    ("more", "field"), COMPLETION_CASES + COMMON_CASES, ids=map(named, COMPLETION_CASES + COMMON_CASES)
+)
 def test_completions(server: Running, more: dict[str, Any], field: str) -> None:
     error = refused(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3, **more}), 400, tgi=False)
     assert error["param"] == field
@@ -275,7 +286,10 @@ TGI_CASES: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
     ({"max_new_tokens": -1}, "`max_new_tokens` must be strictly positive"),
     ({"max_new_tokens": True}, "parameters.max_new_tokens must be a whole number, not true or false"),
-    ({"max_new_tokens": 512}, "`inputs` tokens + `max_new_tokens` must be <= 512. Given: 1 `inputs` tokens and 512 `max_new_tokens`"),
+    (
+        {"max_new_tokens": 512},
+        "`inputs` tokens + `max_new_tokens` must be <= 512. Given: 1 `inputs` tokens and 512 `max_new_tokens`",
+    ),
     ({"stop": ["a", "b", "c", "d", "e"]}, "`stop` supports up to 4 stop sequences. Given: 5"),
     ({"stop": [""]}, "stop must be a string or a list of strings, none of them empty, not ['']"),
     ({"stop": ["x" * 1_000_000]}, "an entry of stop may have at most 256 bytes"),
@@ -294,7 +308,9 @@ def test_generate(server: Running, parameters: dict[str, Any], message: str | No
     for path in (GENERATE, "/", "/invocations", "/generate_stream"):
         if path == "/generate_stream" and parameters.get("best_of", 1) != 1:
             message = "`best_of` != 1 is not supported when streaming tokens"
-        body = refused(server.post(path, {"inputs": "a", "parameters": {"max_new_tokens": 3, **parameters}}), 422, tgi=True)
+        body = refused(
+            server.post(path, {"inputs": "a", "parameters": {"max_new_tokens": 3, **parameters}}), 422, tgi=True
+        )
         assert body["error_type"] == "validation" and body["error"].startswith(PREFIX)
         if message is not None:
             assert body["error"] == PREFIX + message
@@ -384,7 +400,9 @@ def test_a_large_body_is_refused_before_it_is_read(server: Running) -> None:
 
 def test_many_or_large_headers(server: Running) -> None:
     head = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
-    assert exchange(server, head + b"".join(b"x-%d: y\r\n" % i for i in range(300)) + b"\r\n").startswith(b"HTTP/1.1 431")
+    assert exchange(server, head + b"".join(b"x-%d: y\r\n" % i for i in range(300)) + b"\r\n").startswith(
+        b"HTTP/1.1 431"
+    )
     assert exchange(server, head + b"x: " + b"y" * 70_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 431")
     endless = head + b"x: " + b"y" * 66_000  # and no end
     assert exchange(server, endless).startswith(b"HTTP/1.1 431")

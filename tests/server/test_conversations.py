@@ -12,9 +12,15 @@ from tests.server.conftest import Running
 
 def test_a_response_goes_on_with_another(serve: Callable[..., Running]) -> None:
     server = serve()
-    first = server.post("/v1/responses", {"input": "What is slag?", "temperature": 0, "max_output_tokens": 4, "instructions": "Be brief."}).json()
+    first = server.post(
+        "/v1/responses",
+        {"input": "What is slag?", "temperature": 0, "max_output_tokens": 4, "instructions": "Be brief."},
+    ).json()
     said = first["output"][0]["content"][0]["text"]
-    second = server.post("/v1/responses", {"input": "And ash?", "temperature": 0, "max_output_tokens": 4, "previous_response_id": first["id"]}).json()
+    second = server.post(
+        "/v1/responses",
+        {"input": "And ash?", "temperature": 0, "max_output_tokens": 4, "previous_response_id": first["id"]},
+    ).json()
     talk = [
         {"role": "user", "content": "What is slag?"},
         {"role": "assistant", "content": said},
@@ -38,7 +44,12 @@ def test_what_is_not_stored_or_is_anothers_is_not_known(serve: Callable[..., Run
 def test_the_oldest_are_forgotten(serve: Callable[..., Running]) -> None:
     server = serve(Settings(model="speaker", limits=Limits(stored_responses=2)))
     ids = [server.post("/v1/responses", {"input": "hi", "max_output_tokens": 1}).json()["id"] for _ in range(3)]
-    status = [server.post("/v1/responses", {"input": "hi", "max_output_tokens": 1, "store": False, "previous_response_id": id}).status_code for id in ids]
+    status = [
+        server.post(
+            "/v1/responses", {"input": "hi", "max_output_tokens": 1, "store": False, "previous_response_id": id}
+        ).status_code
+        for id in ids
+    ]
     assert status == [400, 200, 200]
 
 

@@ -32,7 +32,16 @@ def test_every_route_but_the_open_ones_needs_a_key(locked: Running) -> None:
         denied = (route.method, route.path) not in {("GET", path) for path in OPEN}
         assert (status == 401) == denied, (route.method, path, status)
     assert {route.path for route in table(Settings(model="m")) if route.open} == OPEN
-    for path in ("/nope", "/v1/nope", "/health/", "//health", "/health%2f..%2fmetrics", "/assets", "/HEALTH", "/./health"):
+    for path in (
+        "/nope",
+        "/v1/nope",
+        "/health/",
+        "//health",
+        "/health%2f..%2fmetrics",
+        "/assets",
+        "/HEALTH",
+        "/./health",
+    ):
         with locked.raw() as connection:
             connection.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
             assert connection.recv(12) == b"HTTP/1.1 401", path
@@ -61,7 +70,10 @@ def test_bad_keys(locked: Running, headers: dict[str, str]) -> None:
     assert locked.post("/v1/messages", {}, headers=headers).json()["error"]["type"] == "authentication_error"
 
 
-@pytest.mark.parametrize("headers", [{"authorization": "Bearer second-key"}, {"x-api-key": "first-key"}, {"Authorization": "bearer first-key"}])
+@pytest.mark.parametrize(
+    "headers",
+    [{"authorization": "Bearer second-key"}, {"x-api-key": "first-key"}, {"Authorization": "bearer first-key"}],
+)
 def test_good_keys(locked: Running, headers: dict[str, str]) -> None:
     assert locked.post("/v1/completions", BODY, headers=headers).status_code == 200
     assert locked.get("/nope", headers=headers).status_code == 404
@@ -81,7 +93,9 @@ def test_one_key_is_one_tenant() -> None:
     from starlette.datastructures import Headers
 
     assert Keys(["a"]).check(Headers({"x-api-key": "a"})) == ""
-    assert Keys(["a", "b"]).check(Headers({"x-api-key": "a"})) != Keys(["a", "b"]).check(Headers({"x-api-key": "b"})) != ""
+    assert (
+        Keys(["a", "b"]).check(Headers({"x-api-key": "a"})) != Keys(["a", "b"]).check(Headers({"x-api-key": "b"})) != ""
+    )
 
 
 def test_metrics_may_be_open(serve: Callable[..., Running]) -> None:
@@ -115,7 +129,9 @@ def test_cors_only_where_asked_for(serve: Callable[..., Running], server: Runnin
     ask = {"origin": "http://page.example", "access-control-request-method": "POST"}
     assert server.client.options("/generate", headers=ask).status_code == 405
     shared = serve(Settings(model="speaker", keys=("k",), cors_origins=("http://page.example",)))
-    assert shared.client.options("/generate", headers=ask).headers["access-control-allow-origin"] == "http://page.example"
+    assert (
+        shared.client.options("/generate", headers=ask).headers["access-control-allow-origin"] == "http://page.example"
+    )
     assert shared.post("/generate", {"inputs": "a"}, headers={"origin": "http://page.example"}).status_code == 401
 
 
@@ -177,7 +193,10 @@ def test_too_many_tokens_in_the_queue(serve: Callable[..., Running]) -> None:
     server = serve(Settings(model="speaker", limits=Limits(waiting_tokens=500)), pace=0.05, batch=1)
     body = {"prompt": [5] * 300, "max_tokens": 30, "ignore_eos": True}
     statuses: list[int] = []
-    threads = [threading.Thread(target=lambda: statuses.append(server.post("/v1/completions", body).status_code)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: statuses.append(server.post("/v1/completions", body).status_code))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
         time.sleep(0.03)

@@ -26,7 +26,17 @@ from tests.server.speaker import InProcess, words
 
 FOLDER = Path(__file__).parent.parent / "golden" / "http"
 SETTINGS = Settings(model="speaker", aliases=("org/speaker-1",))
-VARIES = {"created", "created_at", "time", "uptime", "tokens_per_second", "prompt_tokens_per_second", "p50", "p90", "p99"}
+VARIES = {
+    "created",
+    "created_at",
+    "time",
+    "uptime",
+    "tokens_per_second",
+    "prompt_tokens_per_second",
+    "p50",
+    "p90",
+    "p99",
+}
 CLOCKS = re.compile(r"x-(compute|total|validation|queue|inference)-time|x-time-per-token")
 
 
@@ -47,8 +57,16 @@ def answer(server: Running, name: str) -> dict[str, Any]:
     method, path, body, headers = CASES[name]
     got = server.client.request(method, path, json=body, headers=headers) if body else server.get(path, headers=headers)
     kept = {"content-type", "retry-after", "allow", "cache-control", "connection", "x-accel-buffering"}
-    shown = {n: "<time>" if CLOCKS.match(n) else v for n, v in got.headers.items() if n in kept or (n.startswith("x-") and n != "x-request-id")}
-    whole: dict[str, Any] = {"request": {"method": method, "path": path, "body": body}, "status": got.status_code, "headers": shown}
+    shown = {
+        n: "<time>" if CLOCKS.match(n) else v
+        for n, v in got.headers.items()
+        if n in kept or (n.startswith("x-") and n != "x-request-id")
+    }
+    whole: dict[str, Any] = {
+        "request": {"method": method, "path": path, "body": body},
+        "status": got.status_code,
+        "headers": shown,
+    }
     whole |= content(got)
     if name == "generate_best_of":  # two seeds of the server's choosing: only the shape is the same
         whole["body"] = shape(whole["body"])
@@ -61,7 +79,9 @@ def content(got: httpx2.Response) -> dict[str, Any]:
         return {"events": normal(parse(got.text))}
     if kind.startswith("application/json"):
         return {"body": normal(got.json())}
-    return {"text": sorted({line.partition("{")[0].partition(" ")[0] for line in got.text.splitlines() if line[0] != "#"})}
+    return {
+        "text": sorted({line.partition("{")[0].partition(" ")[0] for line in got.text.splitlines() if line[0] != "#"})
+    }
 
 
 def shape(value: Any) -> Any:

@@ -53,7 +53,10 @@ def test_figures_add_up(serve: Callable[..., Running]) -> None:
     assert value(server, "bloomery_unknown_fields_total", route="/generate") == 1
     assert value(server, "vllm:request_success_total", finished_reason="length") == 3
     assert value(server, "bloomery_responses_total", route="/generate", status="422") == 1
-    bands = [value(server, "bloomery_perceived_requests_total", measure="whole", band=name) for name in ("100ms", "1s", "10s")]
+    bands = [
+        value(server, "bloomery_perceived_requests_total", measure="whole", band=name)
+        for name in ("100ms", "1s", "10s")
+    ]
     assert sum(bands) == 3
 
 
@@ -96,4 +99,11 @@ def test_distributions_and_rates() -> None:
     for second in range(100):
         rate.add(10, second + 0.5)
     assert rate.value(100.4) == 10 and rate.value(200) == 0
-    assert [band(seconds) for seconds in (0.05, 0.1, 0.5, 9, 59, 61)] == ["100ms", "100ms", "1s", "10s", "1min", "longer"]
+    assert [band(seconds) for seconds in (0.05, 0.1, 0.5, 9, 59, 61)] == [
+        "100ms",
+        "100ms",
+        "1s",
+        "10s",
+        "1min",
+        "longer",
+    ]

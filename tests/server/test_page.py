@@ -20,7 +20,10 @@ BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 def test_browsers_get_the_page_and_others_health(server: Running) -> None:
     page = server.get("/", headers=BROWSER)
     assert page.headers["content-type"].startswith("text/html") and "Bloomery" in page.text
-    assert "default-src 'self'" in page.headers["content-security-policy"] and "script-src" not in page.headers["content-security-policy"]
+    assert (
+        "default-src 'self'" in page.headers["content-security-policy"]
+        and "script-src" not in page.headers["content-security-policy"]
+    )
     assert server.get("/").content == b""
     named = re.findall(r'(?:src|href)="\./([^"]+)"', page.text)
     assert len(named) >= 2
@@ -33,7 +36,16 @@ def test_browsers_get_the_page_and_others_health(server: Running) -> None:
         assert kind in asset.headers["content-type"]
 
 
-@pytest.mark.parametrize("path", ["/assets/nothing.js", "/assets/../index.html", "/assets/..%2f..%2fapp.py", "/assets/%2fetc%2fpasswd", "/assets/a%00b"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/assets/nothing.js",
+        "/assets/../index.html",
+        "/assets/..%2f..%2fapp.py",
+        "/assets/%2fetc%2fpasswd",
+        "/assets/a%00b",
+    ],
+)
 def test_no_other_file_is_served(server: Running, path: str) -> None:
     with server.raw() as connection:
         connection.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
@@ -73,7 +85,12 @@ def test_docs_need_nothing_from_elsewhere(server: Running) -> None:
 def test_one_line_a_request_and_never_a_prompt(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bloomery.server")
     secret = "canary-in-the-forge"
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": secret}], "max_tokens": 3, "user": secret, "stop": [secret]}
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": secret}],
+        "max_tokens": 3,
+        "user": secret,
+        "stop": [secret],
+    }
     server.post("/v1/chat/completions", body, headers={"authorization": f"Bearer {secret}", "x-request-id": "mine"})
     server.post("/v1/chat/completions", {**body, "messages": secret})
     server.post(f"/{secret}", body)
@@ -82,5 +99,7 @@ def test_one_line_a_request_and_never_a_prompt(server: Running, caplog: pytest.L
     assert len(lines) == 3
     assert not any(secret in record.getMessage() or secret in str(vars(record)) for record in lines)
     fields = lines[0].fields  # type: ignore[attr-defined]
-    assert fields["request"] == "mine" and fields["status"] == 200 and fields["tokens"] == 3 and fields["first_token"] > 0
+    assert (
+        fields["request"] == "mine" and fields["status"] == 200 and fields["tokens"] == 3 and fields["first_token"] > 0
+    )
     assert lines[1].fields["error"] == "validation" and lines[2].fields["path"] == "unknown"  # type: ignore[attr-defined]

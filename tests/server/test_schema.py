@@ -86,7 +86,15 @@ NAMES = sorted({name for route in POSTS if route.body for name in route.body.__s
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_body_is_the_servers_fault(server: Running, route: Any, body: dict[str, Any], data: st.DataObject) -> None:
     """Real routes, fields by their real names, values of any kind: never a 5xx, never a hang."""
-    body = {"max_tokens": 2, "inputs": "a", "prompt": "a", "input": "a", "messages": [{"role": "user", "content": "a"}], "parameters": {"max_new_tokens": 2}, **body}
+    body = {
+        "max_tokens": 2,
+        "inputs": "a",
+        "prompt": "a",
+        "input": "a",
+        "messages": [{"role": "user", "content": "a"}],
+        "parameters": {"max_new_tokens": 2},
+        **body,
+    }
     text = json.dumps(body).encode("utf-8", "surrogatepass")
     answer = server.client.post(route.path, content=text, headers={"content-type": "application/json"}, timeout=10)
     assert answer.status_code in (200, 400, 404, 422), (route.path, text, answer.text)

@@ -53,12 +53,17 @@ def test_chat_deltas_add_up(server: Running) -> None:
     events = parse(server.post(CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}}).text)
     assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
     assert events[-2]["choices"] == []
-    counts = [{name: value for name, value in one["usage"].items() if name != "prompt_tokens_details"} for one in (events[-2], whole)]
+    counts = [
+        {name: value for name, value in one["usage"].items() if name != "prompt_tokens_details"}
+        for one in (events[-2], whole)
+    ]
     assert counts[0] == counts[1]
     assert all(chunk["usage"] is None for chunk in events[:-2])
     for choice in whole["choices"]:
         chunks = [c for event in events[:-2] for c in event["choices"] if c["index"] == choice["index"]]
-        assert [c["delta"]["role"] for c in chunks if "role" in c["delta"]] == ["assistant"] and "role" in chunks[0]["delta"]
+        assert [c["delta"]["role"] for c in chunks if "role" in c["delta"]] == ["assistant"] and "role" in chunks[0][
+            "delta"
+        ]
         assert "".join(c["delta"].get("content", "") for c in chunks) == choice["message"]["content"]
         assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == [choice["finish_reason"]]
         assert chunks[-1]["finish_reason"] and chunks[-1]["delta"] == {}
@@ -67,7 +72,14 @@ def test_chat_deltas_add_up(server: Running) -> None:
 
 
 def test_completion_deltas_add_up(server: Running) -> None:
-    body = {"prompt": [[295, 359], [290, 291, 292]], "max_tokens": 12, "temperature": 0, "n": 2, "echo": True, "logprobs": 1}
+    body = {
+        "prompt": [[295, 359], [290, 291, 292]],
+        "max_tokens": 12,
+        "temperature": 0,
+        "n": 2,
+        "echo": True,
+        "logprobs": 1,
+    }
     whole = server.post(COMPLETIONS, body).json()
     events = parse(server.post(COMPLETIONS, {**body, "stream": True}).text)
     assert events.pop() == "[DONE]"
@@ -98,7 +110,11 @@ def test_tgi_events_add_up(server: Running) -> None:
 
 def test_usage_on_every_chunk(server: Running) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    events = parse(server.post(CHAT, {"messages": HELLO, "max_tokens": 5, "temperature": 0, "stream": True, "stream_options": options}).text)
+    events = parse(
+        server.post(
+            CHAT, {"messages": HELLO, "max_tokens": 5, "temperature": 0, "stream": True, "stream_options": options}
+        ).text
+    )
     counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
     assert counts[0] == 1 and counts == sorted(counts) and counts[-1] == 5
     for none in ({}, None):
@@ -161,7 +177,14 @@ def test_a_client_that_leaves_frees_its_blocks(serve: Callable[..., Running], pa
 
 def test_a_slow_reader_gets_everything(serve: Callable[..., Running]) -> None:
     server = serve(context=1100)
-    body = {"prompt": "The iron", "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 5}
+    body = {
+        "prompt": "The iron",
+        "max_tokens": 1000,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 5,
+    }
     data = b""
     with opened(server, COMPLETIONS, body, buffer=4096) as connection:
         assert until(lambda: idle(server), 60), "the engine does not wait for the reader"
@@ -211,7 +234,9 @@ def test_tgis_error_in_the_middle(serve: Callable[..., Running], tokenizer: Any)
     body = {"inputs": "bellows", "parameters": {"max_new_tokens": 9}}
     events = parse(server.post("/generate_stream", body).text)
     assert [event.get("index") for event in events] == [1, 2, None]
-    assert events[-1]["error_type"] == "generation" and events[-1]["error"].startswith("Request failed during generation")
+    assert events[-1]["error_type"] == "generation" and events[-1]["error"].startswith(
+        "Request failed during generation"
+    )
     whole = server.post("/generate", body)
     assert whole.status_code == 424 and whole.json()["error_type"] == "generation"
     messages = {"messages": [{"role": "user", "content": "bellows"}], "max_tokens": 9, "temperature": 0, "stream": True}

@@ -31,7 +31,7 @@ HEARTBEAT = 0.5  # seconds between two signs of life of an idle engine
 REPORTS = 0.1  # seconds between two reports while loading
 PR_SET_PDEATHSIG = 1
 
-Report = Callable[[int, int], None]  # bytes of weights read so far, bytes in all
+Report = Callable[[str, int, int], None]  # what is being loaded, how much is done, how much there is
 
 
 def serve(connection: socket.socket, make_executor: Callable[[Report], Executor]) -> int:
@@ -81,13 +81,12 @@ def die_with_parent() -> None:
 def reporter(channel: Channel) -> Report:
     told = 0.0
 
-    def report(done: int, total: int) -> None:
+    def report(what: str, done: int, total: int) -> None:
         nonlocal told
         now = time.monotonic()
         if now - told >= REPORTS:
             told = now
-            detail = f"weights: {done / 1e9:.2f} of {total / 1e9:.2f} GB"
-            channel.send(Status("loading", min(done / max(total, 1), 1.0), detail))
+            channel.send(Status("loading", min(done / max(total, 1), 1.0), what))
 
     return report
 

@@ -12,15 +12,28 @@ WIDEST = 32768  # a row is held in registers
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     if fused(x) and fits(x, weight, None):
-        return norm_rows(x, weight, None, eps, centered=False)
+        return norm_rows(x, weight, None, eps, centered=False)[1]
     return rms_norm_reference(x, weight, eps)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """A weight of more than one axis, as [heads, dim], norms the last axis and scales each head by its own row."""
     if fused(x) and fits(x, weight, bias):
-        return norm_rows(x, weight, bias, eps, centered=True)
+        return norm_rows(x, weight, bias, eps, centered=True)[1]
     return layer_norm_reference(x, weight, bias, eps)
+
+
+def add_norm(
+    residual: torch.Tensor, y: torch.Tensor, scale: float, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    eps: float, centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """residual + scale * y, and its norm: one pass over both."""
+    if fused(y) and fits(y, weight, bias) and residual.is_contiguous() and y.is_contiguous():
+        return norm_rows(y, weight, bias, eps, centered, residual, scale)
+    total = torch.add(residual, y, alpha=scale)
+    if centered:
+        return total, layer_norm_reference(total, weight, bias, eps)
+    return total, rms_norm_reference(total, weight, eps)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -46,10 +59,17 @@ def fits(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
 
 
 def norm_rows(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centered: bool
-) -> torch.Tensor:
-    """The kernel; `centered` subtracts the mean."""
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centered: bool,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel; `centered` subtracts the mean. What was normed, x or its sum with a residual, and its norm."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(out)
     width = x.shape[-1]
     block = power_of_two(width)
     norm_kernel[(x.numel() // width,)](
@@ -57,8 +77,12 @@ def norm_rows(
         x if weight is None else weight,
         x if bias is None else bias,
         out,
+        x if residual is None else residual,
+        total,
         x.stride(0) if x.dim() == 2 else width,
         eps,
+        scale,
+        ADD=residual is not None,
         WIDTH=width,
         BLOCK=block,
         CENTERED=centered,
@@ -67,13 +91,13 @@ def norm_rows(
         num_warps=min(max(block // 512, 1), 16),
         **overlap(x.device),
     )
-    return out
+    return total, out
 
 
 @jit
 def norm_kernel(
-    x, weight, bias, out, stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    x, weight, bias, out, residual, total, stride, eps, factor,
+    ADD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
@@ -86,6 +110,11 @@ def norm_kernel(
         shift = tl.load(bias + i, mask=here, other=0.0).to(tl.float32)
     wait(PDL)
     wide = tl.load(x + row * stride + i, mask=here, other=0.0).to(tl.float32)
+    if ADD:
+        wide = tl.load(residual + row * WIDTH + i, mask=here, other=0.0).to(tl.float32) + factor * wide
+        wide = wide.to(out.dtype.element_ty)  # what is handed on is what is normed
+        tl.store(total + row * WIDTH + i, wide, mask=here)
+        wide = wide.to(tl.float32)
     if CENTERED:
         wide = tl.where(here, wide - tl.sum(wide, 0) / WIDTH, 0.0)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from bloomery.attention.base import Backend
-from bloomery.kernels.gemv import Heads, Norm, Residual
+from bloomery.kernels.gemv import Heads, Norm
 from bloomery.kernels.store import Turn
-from bloomery.layers.linear import Linear, finish
-from bloomery.layers.norm import normalize
+from bloomery.layers.linear import Add, Linear, finish
+from bloomery.layers.norm import Stream, normalize
 from bloomery.spec import Attention, Rope
 
 Angles = Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
@@ -39,15 +39,16 @@ class AttentionBlock:
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: Stream,
         cache: torch.Tensor,
         context: Context,
         before: Norm | None = None,
-        after: Residual | None = None,
-    ) -> torch.Tensor:
+        after: Add | None = None,
+    ) -> Stream:
         heads = Heads(cache, context.slots, self._turn(context))
         q = finish(self._normed(self.qkv(x, before)), heads) if self.apart else self.qkv(x, before, heads)
-        return self.out(context.backend.attend(q, cache, self.spec, context.plan), after=after)
+        attended = context.backend.attend(q, cache, self.spec, context.plan)
+        return self.out(attended) if after is None else self.out(attended, None, after)
 
     def _turn(self, context: Context) -> Turn:
         rope, q_norm, k_norm = self.spec.position, self.q_norm, self.k_norm

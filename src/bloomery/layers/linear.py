@@ -8,14 +8,22 @@ at hand takes it; otherwise the phrase is spoken word by word. Which it is never
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, overload
 
 import torch
 
 from bloomery.kernels.activation import activate, gate
-from bloomery.kernels.gemv import Activation, After, Heads, Norm, Residual
+from bloomery.kernels.gemv import Activation, Heads, Norm, Residual
 from bloomery.kernels.store import turn_and_store
-from bloomery.layers.norm import normalize
+from bloomery.layers.norm import Stream, Sum, normalize, value
 from bloomery.quant.base import Ready
+
+
+class Add(NamedTuple):
+    """residual + scale * y"""
+
+    residual: Stream
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -23,20 +31,34 @@ class Linear:
     matrix: Ready
     bias: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor, before: Norm | None = None, after: After = None) -> torch.Tensor:
-        y = self.matrix.phrase(x, self.bias, before, after)
-        if y is not None:
-            return y
-        x = normalize(x, before)
-        if isinstance(after, Residual) and (y := self.matrix.added(x, self.bias, after)) is not None:
-            return y
-        return finish(self.matrix.linear(x, self.bias), after)
+    @overload
+    def __call__(self, x: Stream, before: Norm | None, after: Add) -> Stream: ...
+    @overload
+    def __call__(
+        self, x: Stream, before: Norm | None = None, after: Activation | Heads | None = None
+    ) -> torch.Tensor: ...
+    def __call__(self, x: Stream, before: Norm | None = None, after: Add | Activation | Heads | None = None) -> Stream:
+        if isinstance(x, torch.Tensor):
+            phrase = Residual(value(after.residual), after.scale) if isinstance(after, Add) else after
+            y = self.matrix.phrase(x, self.bias, before, phrase)
+            if y is not None:
+                return y
+            if isinstance(after, Heads) and (y := self.matrix.phrase(x, self.bias, before, None)) is not None:
+                return finish(y, after)
+        return finish(self.matrix.linear(normalize(x, before), self.bias), after)
 
 
-def finish(y: torch.Tensor, after: After) -> torch.Tensor:
+@overload
+def finish(y: torch.Tensor, after: Add) -> Stream: ...
+@overload
+def finish(y: torch.Tensor, after: Activation | Heads | None) -> torch.Tensor: ...
+@overload
+def finish(y: torch.Tensor, after: Add | Activation | Heads | None) -> Stream: ...
+def finish(y: torch.Tensor, after: Add | Activation | Heads | None) -> Stream:
     match after:
-        case Residual(tensor, scale):
-            return torch.add(tensor, y, alpha=scale)
+        case Add(residual, scale):
+            total = Sum(value(residual), y, scale)
+            return total if y.is_cuda else total.value()
         case Activation(name, gated):
             return gate(y, name) if gated else activate(y, name)
         case Heads(cache, slots, turn):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
-from bloomery.kernels.gemv import Activation, Norm, Residual
-from bloomery.layers.linear import Linear
+from bloomery.kernels.gemv import Activation, Norm
+from bloomery.layers.linear import Add, Linear
+from bloomery.layers.norm import Stream
 from bloomery.spec import Mlp
 
 
@@ -14,5 +13,6 @@ class MlpBlock:
         self.up, self.down = up, down
         self.activation = Activation(spec.activation, spec.gated)
 
-    def __call__(self, x: torch.Tensor, before: Norm | None = None, after: Residual | None = None) -> torch.Tensor:
-        return self.down(self.up(x, before, self.activation), after=after)
+    def __call__(self, x: Stream, before: Norm | None = None, after: Add | None = None) -> Stream:
+        up = self.up(x, before, self.activation)
+        return self.down(up) if after is None else self.down(up, None, after)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from bloomery.attention.base import Backend
-from bloomery.kernels.gemv import Norm, Residual
+from bloomery.kernels.gemv import Norm
 from bloomery.layers.attention import AttentionBlock, Context
-from bloomery.layers.linear import Linear
+from bloomery.layers.linear import Add, Linear, finish
 from bloomery.layers.mlp import MlpBlock
 from bloomery.layers.moe import MoeBlock
-from bloomery.layers.norm import normalize
+from bloomery.layers.norm import Stream, normalize, value
 from bloomery.layers.rope import table
 from bloomery.models.weights import Weights
 from bloomery.quant.dense import DenseReady
@@ -37,30 +37,29 @@ class DecoderLayer:
     attn_sum_norm: Norm | None
     mlp_sum_norm: Norm | None
 
-    def __call__(self, x: torch.Tensor, cache: torch.Tensor, context: Context) -> torch.Tensor:
+    def __call__(self, x: Stream, cache: torch.Tensor, context: Context) -> Stream:
         if self.spec.parallel:
             return self._parallel(x, cache, context)
+        add = Add(x, self.spec.residual_scale)
         if self.attn_post_norm is None:
-            x = self.attention(x, cache, context, self.attn_norm, Residual(x, self.spec.residual_scale))
+            x = self.attention(x, cache, context, self.attn_norm, add)
         else:
-            x = self._add(x, normalize(self.attention(x, cache, context, self.attn_norm), self.attn_post_norm))
-        x = normalize(x, self.attn_sum_norm)
+            x = finish(normalize(self.attention(x, cache, context, self.attn_norm), self.attn_post_norm), add)
+        x = x if self.attn_sum_norm is None else normalize(x, self.attn_sum_norm)
+        add = Add(x, self.spec.residual_scale)
         if self.mlp_post_norm is None:
-            x = self.mlp(x, self.mlp_norm, Residual(x, self.spec.residual_scale))
+            x = self.mlp(x, self.mlp_norm, add)
         else:
-            x = self._add(x, normalize(self.mlp(x, self.mlp_norm), self.mlp_post_norm))
-        return normalize(x, self.mlp_sum_norm)
+            x = finish(normalize(self.mlp(x, self.mlp_norm), self.mlp_post_norm), add)
+        return x if self.mlp_sum_norm is None else normalize(x, self.mlp_sum_norm)
 
-    def _add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.add(x, y, alpha=self.spec.residual_scale)
-
-    def _parallel(self, x: torch.Tensor, cache: torch.Tensor, context: Context) -> torch.Tensor:
+    def _parallel(self, x: Stream, cache: torch.Tensor, context: Context) -> Stream:
         """Both blocks read the same input and add to the same residual."""
         if self.mlp_norm is not None:
-            summed = self.attention(x, cache, context, self.attn_norm, Residual(x))
-            return self.mlp(x, self.mlp_norm, Residual(summed))
+            summed = self.attention(x, cache, context, self.attn_norm, Add(x))
+            return self.mlp(value(x), self.mlp_norm, Add(summed))
         normed = normalize(x, self.attn_norm)
-        return self.mlp(normed, None, Residual(self.attention(normed, cache, context, None, Residual(x))))
+        return self.mlp(normed, None, Add(self.attention(normed, cache, context, None, Add(x))))
 
 
 class Decoder:
@@ -68,6 +67,8 @@ class Decoder:
         self.spec, self.device, self.dtype = spec, weights.device, weights.dtype
         names, extra, width = weights.names, weights.names.extra, spec.embed_dim or spec.hidden
         self.embed = weights.table(names.embed, spec.vocab, width)
+        # In the model's own precision: Gemma was trained with a rounded factor.
+        self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         self.positions = weights.table(extra["positions"], spec.positions, spec.hidden) if spec.positions else None
         self.project_in = self.project_out = None
         if spec.embed_dim is not None:
@@ -98,14 +99,11 @@ class Decoder:
         plan: Any,
     ) -> torch.Tensor:
         """tokens, positions, slots [n] -> hidden states [n, hidden], normed and ready for `logits`."""
-        x = self.embed[tokens]
-        if self.spec.embed_scale != 1.0:
-            # In the model's own precision: Gemma was trained with a rounded factor.
-            x = x * torch.tensor(self.spec.embed_scale, dtype=x.dtype, device=x.device)
+        x: Stream = self.embed[tokens] if self.embed_scale == 1.0 else self.embed[tokens] * self.embed_scale
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:
-            x = x + self.positions[positions + self.spec.position_offset]
+            x = value(x) + self.positions[positions + self.spec.position_offset]
         x = normalize(x, self.embed_norm)
         context = self._context(positions, slots, backend, plan)
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -183,28 +181,23 @@ def mlp_block(
     prefix: str,
     up: str | Split | Fused | None = None,
     down: str | None = None,
-    expert: int | None = None,
 ) -> MlpBlock:
     names, parts = weights.names, [spec.size] * (2 if spec.gated else 1)
     return MlpBlock(
         spec,
-        weights.linear(prefix, up or names.mlp_up, parts, hidden, spec.bias, expert=expert),
-        weights.linear(prefix, down or names.mlp_down, [hidden], spec.size, spec.bias, expert=expert),
+        weights.linear(prefix, up or names.mlp_up, parts, hidden, spec.bias),
+        weights.linear(prefix, down or names.mlp_down, [hidden], spec.size, spec.bias),
     )
 
 
 def moe_block(spec: Moe, hidden: int, weights: Weights, prefix: str) -> MoeBlock:
-    names = weights.names
-
-    def expert(e: int) -> MlpBlock:
-        at, stacked = prefix + names.experts.format(e=e), e if names.stacked_experts else None
-        return mlp_block(spec.mlp, hidden, weights, at, names.expert_up, names.expert_down, stacked)
-
-    experts = [expert(e) for e in range(spec.experts)]
+    names, places = weights.names, range(spec.experts)
+    up = weights.experts(prefix, names.expert_up, places, [spec.mlp.size] * 2, hidden)
+    down = weights.experts(prefix, names.expert_down, places, [hidden], spec.mlp.size)
     shared = gate = None
     if spec.shared is not None:
         shared = mlp_block(spec.shared, hidden, weights, prefix, names.shared_up, names.shared_down)
     if spec.shared_gate:
         gate = weights.linear(prefix, names.extra["shared_gate"], [1], hidden, False)
     router = weights.linear(prefix, names.extra["router"], [spec.experts], hidden, False)
-    return MoeBlock(spec, router, experts, shared, gate)
+    return MoeBlock(spec, router, up, down, shared, gate)

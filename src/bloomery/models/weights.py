@@ -66,14 +66,27 @@ class Weights:
         inputs: int,
         bias: bool,
         heads: Attention | None = None,
-        expert: int | None = None,
     ) -> Linear:
         """The product whose outputs are `parts`, in that order, however the checkpoint keeps them."""
-        weight = Dense(self._stored(prefix, stored, "weight", parts, inputs, heads, expert))
-        vector = self._stored(prefix, stored, "bias", parts, None, heads, expert) if bias else None
+        weight = Dense(self._stored(prefix, stored, "weight", parts, inputs, heads))
+        vector = self._stored(prefix, stored, "bias", parts, None, heads) if bias else None
         return Linear(
             weight.prepare(self.dtype, self.device), None if vector is None else vector.load(self.dtype, self.device)
         )
+
+    def experts(
+        self, prefix: str, stored: str | Split | Fused, experts: Sequence[int], parts: Sequence[int], inputs: int
+    ) -> torch.Tensor:
+        """One product an expert, stacked: [experts, sum of parts, inputs]."""
+        names = self.names
+        first, *others = (
+            self._stored(
+                prefix + names.experts.format(e=e), stored, "weight", parts, inputs,
+                expert=e if names.stacked_experts else None,
+            )
+            for e in experts
+        )  # fmt: skip
+        return first.cat(others).load(self.dtype, self.device).unflatten(0, (len(experts), -1))
 
     def _stored(
         self,
@@ -82,8 +95,8 @@ class Weights:
         kind: str,
         parts: Sequence[int],
         inputs: int | None,
-        heads: Attention | None,
-        expert: int | None,
+        heads: Attention | None = None,
+        expert: int | None = None,
     ) -> Stored:
         def pull(name: str, rows: int) -> Stored:
             shape = (rows,) if inputs is None else (rows, inputs)

@@ -18,7 +18,7 @@ from typing import Protocol, Self
 
 import torch
 
-from bloomery.kernels.gemv import After, Norm, Residual
+from bloomery.kernels.gemv import After, Norm
 
 Range = tuple[int, int]
 
@@ -34,10 +34,6 @@ class Ready(Protocol):
         self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
     ) -> torch.Tensor | None:
         """The product with all that surrounds it in one kernel; None where there is none, or it does not pay."""
-        ...
-
-    def added(self, x: torch.Tensor, bias: torch.Tensor | None, residual: Residual) -> torch.Tensor | None:
-        """residual + scale * product in one call; None where there is none."""
         ...
 
 

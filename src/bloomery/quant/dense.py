@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels.gemv import After, Norm, Residual, pays, product_rows
+from bloomery.kernels.gemv import After, Norm, pays, product_rows
 from bloomery.quant.base import Range, Stored
 
 
@@ -49,9 +49,3 @@ class DenseReady:
         self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
     ) -> torch.Tensor | None:
         return product_rows(x, self.weight, bias, before, after) if pays(len(x), self.weight, before, after) else None
-
-    def added(self, x: torch.Tensor, bias: torch.Tensor | None, residual: Residual) -> torch.Tensor | None:
-        """The matrix library adds as it writes, which saves a pass on a GPU."""
-        if bias is not None or not x.is_cuda:
-            return None
-        return torch.addmm(residual.tensor, x, self.weight.t(), alpha=residual.scale)

@@ -15,6 +15,8 @@ def bar(what: str, total: int, show: bool) -> Iterator[Callable[[], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    with Progress(what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as drawn:
+    with Progress(
+        what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+    ) as drawn:
         task = drawn.add_task("", total=total)
         yield lambda: drawn.advance(task)
