@@ -17,7 +17,7 @@ def local(report: Report) -> Executor:
     """Torch is imported here: after the process has tied its life to its parent's."""
     from bloomery.executors.local import Local
 
-    return Local()
+    return Local(report=report)
 
 
 def main() -> int:

@@ -194,14 +194,15 @@ class LLM:
         made = [self.front.generation(prompt, one) for prompt, one in zip(asked, params, strict=True)]
         for generation in made:
             self._submit(generation)
+        ours = {generation.id for generation in made}
         try:
             with bar(len(made), use_tqdm) as advance:
-                waiting = set(made)
-                while waiting:
-                    tokens = self._step()
-                    done = {generation for generation in waiting if generation.finished}
-                    waiting -= done
-                    advance(len(done), tokens)
+                left = len(made)
+                while left:
+                    done, tokens = self._step()
+                    ended = len(done & ours)
+                    left -= ended
+                    advance(ended, tokens)
         finally:
             for generation in made:
                 self._drop(generation)
@@ -244,19 +245,23 @@ class LLM:
             self.arrivals[name] = generation, ready
         return ready
 
-    def _step(self) -> int:
-        """One step of the loop, its news handed to whom they concern; how many tokens came."""
-        count = 0
+    def _step(self) -> tuple[set[str], int]:
+        """One step of the loop, its news handed to whom they concern; which generations ended, how many tokens came."""
+        count, ended = 0, set()
         for news in self.loop.step():
             count += len(news.ids)
-            if news.request in self.arrivals:
-                generation, ready = self.arrivals[news.request]
-                delta, cut = generation.take(news)
-                if delta is not None:
-                    ready.append(delta)
-                if cut:
-                    self.loop.abort(news.request)
-        return count
+            found = self.arrivals.get(news.request)
+            if found is None:
+                continue
+            generation, ready = found
+            delta, cut = generation.take(news)
+            if delta is not None:
+                ready.append(delta)
+                if delta.finish_reason is not None and generation.finished:
+                    ended.add(generation.id)
+            if cut:
+                self.loop.abort(news.request)
+        return ended, count
 
     def _drop(self, generation: Generation) -> None:
         for name in generation.answers:

@@ -1,4 +1,4 @@
-"""A model for tests of the server: the ghost's cache, a vocabulary of words, log-probabilities, and a seed that matters.
+"""A model for tests of the server: the ghost's cache, a vocabulary of words, log-probabilities, seeds that matter.
 
 What it says is a hash of the prefix read back from the cache, so the same request has the same answer on every machine,
 and a wrong block, a lost token or a mixed-up stream changes it.
@@ -17,14 +17,27 @@ from tokenizers import Tokenizer as Backend
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
-from bloomery.messages import Capacity, Item, Request, Sampled, Sampling, Start, Stats, Status, Step, StepOutput
-from bloomery.messages import TokenLogprob, Tokens
+from bloomery.messages import (
+    Capacity,
+    Item,
+    Request,
+    Sampled,
+    Sampling,
+    Start,
+    Stats,
+    Status,
+    Step,
+    StepOutput,
+    TokenLogprob,
+    Tokens,
+)
 from bloomery.text.tokenizer import Extras, Tokenizer
 from tests.ghost.ghost import Ghost
 
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message.role == 'assistant' and loop.first %}{{ raise_exception('the first word is not the assistant\\'s') }}{% endif %}"
+    "{% if message.role == 'assistant' and loop.first %}"
+    "{{ raise_exception('the first word is not the assistant\\'s') }}{% endif %}"
     "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

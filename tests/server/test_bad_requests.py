@@ -160,7 +160,7 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"suffix": "x"}, "suffix"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
-]  # fmt: skip
+]
 COMMON_CASES: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
@@ -245,10 +245,26 @@ def test_models_that_are(server: Running, model: str | None) -> None:
 
 
 GOOD = [
-    {"temperature": 0}, {"top_p": 1.0}, {"top_k": -1}, {"top_k": 0}, {"max_tokens": 10**6}, {"content": "x"}, {"unheard_of": {"a": 1}},
-    {"stop": None}, {"n": None}, {"stream": None}, {"logit_bias": {}}, {"response_format": {"type": "text"}}, {"seed": 2**64 - 1},
-    {"user": "me"}, {"metadata": {"a": "b"}}, {"tools": []}, {"tool_choice": "none"}, {"functions": None}, {"stream_options": None},
-]  # fmt: skip
+    {"temperature": 0},
+    {"top_p": 1.0},
+    {"top_k": -1},
+    {"top_k": 0},
+    {"max_tokens": 10**6},
+    {"content": "x"},
+    {"unheard_of": {"a": 1}},
+    {"stop": None},
+    {"n": None},
+    {"stream": None},
+    {"logit_bias": {}},
+    {"response_format": {"type": "text"}},
+    {"seed": 2**64 - 1},
+    {"user": "me"},
+    {"metadata": {"a": "b"}},
+    {"tools": []},
+    {"tool_choice": "none"},
+    {"functions": None},
+    {"stream_options": None},
+]
 
 
 @pytest.mark.parametrize("more", GOOD, ids=json.dumps)
@@ -323,11 +339,14 @@ def test_generate(server: Running, parameters: dict[str, Any], message: str | No
         ({"inputs": ""}, "`inputs` cannot be empty"),
         ({"inputs": ["a"] * 5}, "inputs must be a string, not a list"),
         ({"inputs": "a", "stream": "yes"}, "stream must be true or false, not a string"),
-        ({"inputs": "a", "parameters": {"decoder_input_details": True}, "stream": True}, "`decoder_input_details` == true is not supported when streaming tokens"),
+        (
+            {"inputs": "a", "parameters": {"decoder_input_details": True}, "stream": True},
+            "`decoder_input_details` == true is not supported when streaming tokens",
+        ),
         ({"inputs": "iron " * 600}, None),
         ({"inputs": "x" * 100_000}, "the prompt has 100000 characters: a context of 512 tokens holds at most 8192"),
     ],
-)  # fmt: skip
+)
 def test_inputs(server: Running, body: dict[str, Any], message: str | None) -> None:
     error = refused(server.post("/", body), 422, tgi=True)["error"]
     assert error == PREFIX + message if message else error.startswith(PREFIX)
@@ -409,7 +428,8 @@ def test_many_or_large_headers(server: Running) -> None:
 
 
 def test_two_lengths_are_one_too_many(server: Running) -> None:
-    smuggled = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    lengths = b"content-length: 4\r\ntransfer-encoding: chunked\r\n"
+    smuggled = b"POST /generate HTTP/1.1\r\nhost: localhost\r\n" + lengths + b"\r\n0\r\n\r\n"
     assert exchange(server, smuggled).startswith(b"HTTP/1.1 400")
 
 
@@ -424,9 +444,13 @@ def test_request_ids_are_echoed_if_they_are_harmless(server: Running) -> None:
 def test_bad_requests_to_anthropics_routes(server: Running) -> None:
     good = {"messages": HELLO, "max_tokens": 3}
     cases = [
-        ({"max_tokens": None}, 400), ({"messages": []}, 400), ({"temperature": 1.5}, 400), ({"model": "x"}, 404),
-        ({"tools": [{}]}, 400), ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400),
-    ]  # fmt: skip
+        ({"max_tokens": None}, 400),
+        ({"messages": []}, 400),
+        ({"temperature": 1.5}, 400),
+        ({"model": "x"}, 404),
+        ({"tools": [{}]}, 400),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400),
+    ]
     for more, status in cases:
         answer = server.post("/v1/messages", {**good, **more})
         assert answer.status_code == status
@@ -438,11 +462,16 @@ def test_bad_requests_to_anthropics_routes(server: Running) -> None:
 
 def test_bad_requests_to_responses(server: Running) -> None:
     cases = [
-        ({"input": None}, "input"), ({"input": 5}, "input"), ({"input": [{"type": "item_reference"}]}, "input[0]"),
+        ({"input": None}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"type": "item_reference"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"previous_response_id": "resp_x"}, "previous_response_id"), ({"tools": [{}]}, "tools"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format"), ({"max_output_tokens": 0}, "max_tokens"),
-        ({"background": True}, "background"), ({"input": []}, "messages"),
-    ]  # fmt: skip
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"tools": [{}]}, "tools"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"background": True}, "background"),
+        ({"input": []}, "messages"),
+    ]
     for more, field in cases:
         assert refused(server.post("/v1/responses", {"input": "hi", **more}), 400, tgi=False)["param"] == field

@@ -105,9 +105,19 @@ def test_metrics_may_be_open(serve: Callable[..., Running]) -> None:
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("localhost:8000", 200), ("127.0.0.1", 200), ("127.1.2.3:80", 200), ("[::1]:8000", 200), ("evil.com", 421), ("evil.com:8000", 421),
-     ("localhost.evil.com", 421), ("127.0.0.1.evil.com", 421), ("", 421), ("a/../health", 421)],
-)  # fmt: skip
+    [
+        ("localhost:8000", 200),
+        ("127.0.0.1", 200),
+        ("127.1.2.3:80", 200),
+        ("[::1]:8000", 200),
+        ("evil.com", 421),
+        ("evil.com:8000", 421),
+        ("localhost.evil.com", 421),
+        ("127.0.0.1.evil.com", 421),
+        ("", 421),
+        ("a/../health", 421),
+    ],
+)
 def test_a_server_on_the_loopback_answers_to_local_names(server: Running, host: str, status: int) -> None:
     assert server.get("/health", headers={"host": host}).status_code == status
     assert server.post("/generate", {"inputs": "a"}, headers={"host": host}).status_code == status
@@ -204,3 +214,22 @@ def test_too_many_tokens_in_the_queue(serve: Callable[..., Running]) -> None:
         thread.join()
     assert sorted(set(statuses)) == [200, 429]
     assert server.post("/v1/completions", BODY).status_code == 200
+
+
+def test_long_texts_are_tokenized_beside_the_event_loop(serve: Callable[..., Running]) -> None:
+    server = serve(context=60_000, blocks=8000)
+    took: list[float] = []
+
+    def tokenize() -> None:
+        began = time.monotonic()
+        assert server.post("/tokenize", {"inputs": "Iron, ash and slag! " * 40_000}).status_code == 200
+        took.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=tokenize)
+    thread.start()
+    waits = []
+    while thread.is_alive():
+        began = time.monotonic()
+        assert server.get("/live").status_code == 200
+        waits.append(time.monotonic() - began)
+    assert len(waits) > 5 and sorted(waits)[len(waits) * 9 // 10] < took[0] / 5

@@ -1,4 +1,4 @@
-"""The whole way: HTTP, the engine in a process of its own, the embedded model. What it says is what transformers says."""
+"""The whole way: HTTP, the engine in a process of its own, the embedded model. It says what transformers says."""
 
 from __future__ import annotations
 

@@ -38,14 +38,28 @@ def test_figures_add_up(serve: Callable[..., Running]) -> None:
     server.post("/v1/chat/completions", {"messages": [{"role": "assistant", "content": "x"}]})
     prompt = 2 * first["prompt_tokens"] + 2
     for name, expected in {
-        "bloomery_requests_total": 5, "tgi_request_count": 5, "bloomery_requests_succeeded_total": 3, "tgi_request_success": 3,
-        "bloomery_prompt_tokens_total": prompt, "vllm:prompt_tokens_total": prompt, "bloomery_generated_tokens_total": 16,
-        "vllm:generation_tokens_total": 16, "vllm:time_to_first_token_seconds_count": 3, "bloomery_time_to_first_token_seconds_count": 3,
-        "bloomery_inter_token_seconds_count": 13, "vllm:inter_token_latency_seconds_count": 13, "tgi_request_duration_count": 3,
-        "vllm:e2e_request_latency_seconds_count": 3, "tgi_request_generated_tokens_sum": 16, "tgi_request_input_length_sum": prompt,
-        "tgi_request_max_new_tokens_sum": 16, "bloomery_running": 0, "tgi_queue_size": 0, "bloomery_ready": 1,
+        "bloomery_requests_total": 5,
+        "tgi_request_count": 5,
+        "bloomery_requests_succeeded_total": 3,
+        "tgi_request_success": 3,
+        "bloomery_prompt_tokens_total": prompt,
+        "vllm:prompt_tokens_total": prompt,
+        "bloomery_generated_tokens_total": 16,
+        "vllm:generation_tokens_total": 16,
+        "vllm:time_to_first_token_seconds_count": 3,
+        "bloomery_time_to_first_token_seconds_count": 3,
+        "bloomery_inter_token_seconds_count": 13,
+        "vllm:inter_token_latency_seconds_count": 13,
+        "tgi_request_duration_count": 3,
+        "vllm:e2e_request_latency_seconds_count": 3,
+        "tgi_request_generated_tokens_sum": 16,
+        "tgi_request_input_length_sum": prompt,
+        "tgi_request_max_new_tokens_sum": 16,
+        "bloomery_running": 0,
+        "tgi_queue_size": 0,
+        "bloomery_ready": 1,
         "tgi_batch_max_total_tokens": 512 * 8,
-    }.items():  # fmt: skip
+    }.items():
         assert value(server, name) == expected, name
     assert value(server, "tgi_request_failure", err="validation") == 1
     assert value(server, "tgi_request_failure", err="template") == 1

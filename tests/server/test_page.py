@@ -88,6 +88,7 @@ def test_one_line_a_request_and_never_a_prompt(server: Running, caplog: pytest.L
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": secret}],
         "max_tokens": 3,
+        "ignore_eos": True,
         "user": secret,
         "stop": [secret],
     }

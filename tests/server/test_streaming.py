@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 
+from bloomery.server.errors import Stalled
 from bloomery.server.limits import Limits
 from bloomery.server.service import Settings
+from bloomery.server.streaming import EventStream
 from tests.server.conftest import Running
 from tests.server.events import parse
 
@@ -39,8 +43,8 @@ def opened(server: Running, path: str, body: dict[str, Any], buffer: int | None 
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     connection.settimeout(20)
     connection.connect(server.address)
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
+    kind = f"content-type: application/json\r\ncontent-length: {len(data)}\r\n"
+    connection.sendall(f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{kind}\r\n".encode() + data)
     return connection
 
 
@@ -200,14 +204,45 @@ def test_a_reader_that_stops_is_dropped(serve: Callable[..., Running]) -> None:
     body = {"prompt": "The iron", "max_tokens": 500, "n": 8, "ignore_eos": True, "stream": True, "logprobs": 20}
     with opened(server, COMPLETIONS, body, buffer=4096):
         assert until(lambda: server.backend.loop.busy)
+        sockets = len(os.listdir("/proc/self/fd"))
         assert until(lambda: idle(server), 20)
+        assert until(lambda: len(os.listdir("/proc/self/fd")) < sockets), "the connection is dropped, not merely left"
         assert server.backend.steps < 490, "it was not waited for to the end"
         assert 'err="dropped"' in server.get("/metrics").text
 
 
+@pytest.mark.parametrize("stuck", [2, 3], ids=["at an event", "at the end"])
+def test_a_reader_that_stops_holds_nothing_for_long(stuck: int) -> None:
+    closed, sent = [], []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"data: 1\n\n"
+            yield b"data: 2\n\n"
+        finally:
+            closed.append(True)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if len(sent) == stuck:
+            await asyncio.Event().wait()
+        sent.append(message)
+
+    async def respond() -> None:
+        deadline = asyncio.get_running_loop().time() + 9
+        stream = EventStream(events(), lambda _: b"", deadline=deadline, keepalive=5, stall=0.1, headers={})
+        with pytest.raises(Stalled):
+            await asyncio.wait_for(stream({}, receive, send), 3)
+
+    asyncio.run(respond())
+    assert closed == [True] and len(sent) == stuck
+
+
 def test_silence_is_filled_with_comments(serve: Callable[..., Running]) -> None:
     server = serve(Settings(model="speaker", limits=Limits(keepalive_seconds=0.1)), pace=0.35)
-    answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 3, "stream": True})
+    answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 3, "ignore_eos": True, "stream": True})
     assert answer.text.startswith(": keep-alive\n\n") and answer.text.count(": keep-alive") >= 4
     assert parse(answer.text)[-1] == "[DONE]"
 

@@ -29,6 +29,7 @@ from bloomery.models.gguf import Decoder, decoder
 from bloomery.quant.base import Piece, Range, Stored
 
 Advance = Callable[[int], None]
+Report = Callable[[str, int, int], None]  # what is being loaded, how much is done, how much there is
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -266,6 +267,8 @@ class FileSource:
             hint = f"; the nearest names are {', '.join(near)}" if near else ""
             raise CheckpointError(f"{self.origin}: no tensor {name!r}, which the model needs{hint}")
         found = entry.shape if expert is None else entry.shape[1:]
+        if shape[0] == 1 and found == shape[1:]:  # quantisers drop the one row of a shared expert's gate
+            found = shape
         if found != shape or (expert is not None and expert >= entry.shape[0]):
             wanted = list(shape) if expert is None else ["experts", *shape]
             raise CheckpointError(
@@ -356,6 +359,21 @@ def progress(source: Source, stream: TextIO) -> Iterator[None]:
     with _bar(source.nbytes, stream) if stream.isatty() else _lines(source.nbytes, stream) as advance:
         source.report(advance)
         yield
+    source.report(lambda count: None)
+
+
+@contextmanager
+def reported(source: Source, report: Report) -> Iterator[None]:
+    """Tell `report` how many bytes of the source are read."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        report("weights", done, source.nbytes)
+
+    source.report(advance)
+    yield
     source.report(lambda count: None)
 
 

@@ -14,7 +14,7 @@ from bloomery.artifacts.files import strict_json
 from bloomery.artifacts.locate import Artifact
 from bloomery.families import Description, as_stored, describe
 from bloomery.families.gguf import describe as describe_gguf
-from bloomery.models.checkpoint import FileSource, checkpoint_dtype, open_source, progress
+from bloomery.models.checkpoint import FileSource, Report, checkpoint_dtype, open_source, progress, reported
 from bloomery.models.decoder import Decoder
 from bloomery.models.weights import Weights
 
@@ -49,17 +49,23 @@ def native_dtype(artifact: Artifact, load_format: str) -> torch.dtype:
 
 
 def load(
-    artifact: Artifact, load_format: str, dtype: torch.dtype, device: torch.device, show_progress: bool = False
+    artifact: Artifact,
+    load_format: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    show_progress: bool = False,
+    report: Report | None = None,
 ) -> Loaded:
     found = description(artifact)
     source = open_source(artifact, load_format)
-    with progress(source, sys.stderr) if show_progress and source.nbytes else nullcontext():
+    shown = progress(source, sys.stderr) if show_progress and source.nbytes else nullcontext()
+    with reported(source, report) if report is not None else shown:
         names = as_stored(found.names, source.names())
         weights = Weights(source, names, dtype, device)
         decoder = Decoder(found.model, weights)
     notes = []
     if found.unread:
-        notes.append(f"config.json: keys without a meaning here: {', '.join(found.unread)}")
+        notes.append(f"the model's description has keys without a meaning here: {', '.join(found.unread)}")
     unused = [name for name in source.unused() if not any(fnmatch(name, pattern) for pattern in names.ignored)]
     if unused:
         notes.append(f"{len(unused)} tensors of the checkpoint are not part of the model: {', '.join(unused[:4])} ...")

@@ -228,6 +228,8 @@ class Draws:
     def collect(self) -> list[tuple[tuple[int, ...], tuple[TokenLogprob, ...]]]:
         """What each row gained: its drafts while they equal the tokens drawn in their place, and one token more."""
         tokens = self.tokens.tolist()
+        if self.scored is None and len(tokens) == len(self.drafts):
+            return [((token,), ()) for token in tokens]
         logprobs = dict(zip(self.counts, self.scored.read(tuple(self.counts.values())))) if self.scored else {}
         gains, line = [], 0
         for drafts in self.drafts:

@@ -16,6 +16,7 @@ from bloomery.attention.base import Ragged
 from bloomery.attention.choose import choose
 from bloomery.config import Plan
 from bloomery.messages import Capacity, Item, Sampled, Step, StepOutput, TokenLogprob
+from bloomery.models.checkpoint import Report
 from bloomery.models.load import load
 from bloomery.runtime.batch import Batch, Share
 from bloomery.runtime.cache import allocate, fit
@@ -30,12 +31,12 @@ GRAPHS = 1 << 30  # bytes kept for captured steps and what libraries take behind
 
 
 class Worker:
-    def __init__(self, plan: Plan, progress: bool = False):
+    def __init__(self, plan: Plan, progress: bool = False, report: Report | None = None):
         self.device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
         if self.device.type == "cpu":
             torch.set_num_threads(plan.threads)
         artifact = Artifact(plan.name, "gguf" if plan.kind == "gguf" else "folder", Path(plan.path), "plan")
-        loaded = load(artifact, plan.load_format, dtype, self.device, progress)
+        loaded = load(artifact, plan.load_format, dtype, self.device, progress, report)
         self.decoder, model = loaded.decoder, loaded.decoder.spec
         self.backend = choose((layer.attention for layer in model.layers), dtype, self.device)
         self.block_size = plan.block_size
@@ -64,11 +65,11 @@ class Worker:
         )
 
         if plan.graphs:
-            self._capture(progress)
+            self._capture(progress, report)
 
     @torch.inference_mode()
-    def _capture(self, progress: bool) -> None:
-        with bar("graphs", len(buckets(self.rows.count)), progress) as advance:
+    def _capture(self, progress: bool, report: Report | None) -> None:
+        with bar("graphs", len(buckets(self.rows.count)), progress, report) as advance:
             self.decode.capture(advance)
 
     @torch.inference_mode()
@@ -99,23 +100,26 @@ class Worker:
         """Queue the step's work; nothing here waits for the device unless a draft's verdict is wanted."""
         for sequence in step.finished:
             self.sampler.release(self.rows.release(sequence).index)
-        placed = [(item, self.rows.place(item)) for item in step.items]
-        for item, row in placed:
+        place, going = self.rows.place, self.device.type == "cuda"
+        placed = []
+        for item in step.items:
+            row = place(item)
+            placed.append((item, row))
             if item.first is not None:
                 self.sampler.admit(row.index, item.first)
-        if self.device.type == "cuda" and all(goes_on(item, row) for item, row in placed):
-            return self._go_on(placed)
-        return self._compute(Batch.of(placed, self.rows.last, self.block_size))
+            going = going and item.count == 1 and not item.drafts and not row.knows(item.start)
+        return self._go_on(placed) if going else self._compute(Batch.of(placed, self.rows.last, self.block_size))
 
     def _go_on(self, placed: list[tuple[Item, Row]]) -> Pending:
         """Every sequence by one position, from what the device already holds."""
-        shares = [Share(item, row, i) for i, (item, row) in enumerate(placed)]
         members = [row for _, row in placed]
         picked = all(row.plain for row in members)
         count = self.decode.run(members, picked)
+        sequences = [item.sequence for item, _ in placed]
         if picked:
-            return Pending(shares, Draws(self.decode.tokens[:count], ((),) * count))
-        return Pending(shares, self._draw(shares, self.decode.logits[:count]))
+            return Pending(sequences, Draws(self.decode.tokens[:count], ((),) * count))
+        shares = [Share(item, row, i) for i, (item, row) in enumerate(placed)]
+        return Pending(sequences, self._draw(shares, self.decode.logits[:count]))
 
     def _compute(self, batch: Batch) -> Pending:
         ragged = batch.ragged
@@ -129,7 +133,7 @@ class Worker:
             return Pending([], None, prompts)
         lines = [line for share in shares for line in share.lines]
         logits = self.decoder.logits(hidden if len(lines) == len(hidden) else hidden[lines])
-        return Pending(shares, self._draw(shares, logits), prompts)
+        return Pending([share.item.sequence for share in shares], self._draw(shares, logits), prompts)
 
     def _draw(self, shares: list[Share], logits: torch.Tensor) -> Draws:
         """One token a line; each row's last token stays on the device, where the next step looks for it."""
@@ -163,19 +167,14 @@ class Worker:
         return tuple(found)
 
 
-def goes_on(item: Item, row: Row) -> bool:
-    """Whether an item computes the one position of the token its row drew last."""
-    return item.count == 1 and not item.drafts and not row.knows(item.start)
-
-
 class Pending:
     """A step's result, perhaps still on its way from the device. Tokens are sent off at once: steps queued later do not
     delay them."""
 
     def __init__(
-        self, shares: list[Share], draws: Draws | None, prompts: dict[int, tuple[TokenLogprob, ...]] | None = None
+        self, sequences: list[int], draws: Draws | None, prompts: dict[int, tuple[TokenLogprob, ...]] | None = None
     ):
-        self.shares, self.draws, self.prompts = shares, draws, prompts or {}
+        self.sequences, self.draws, self.prompts = sequences, draws, prompts or {}
         self.sent: torch.cuda.Event | None = None
         if draws is not None and draws.tokens.is_cuda:
             host = torch.empty(draws.tokens.shape, dtype=draws.tokens.dtype, pin_memory=True)
@@ -188,8 +187,8 @@ class Pending:
             self.sent.synchronize()
         gains = self.draws.collect() if self.draws is not None else []
         samples = [
-            Sampled(share.item.sequence, *gain, self.prompts.pop(share.item.sequence, ()))
-            for share, gain in zip(self.shares, gains, strict=True)
+            Sampled(sequence, tokens, logprobs, self.prompts.pop(sequence, ()) if self.prompts else ())
+            for sequence, (tokens, logprobs) in zip(self.sequences, gains, strict=True)
         ]
         silent = (Sampled(sequence, prompt_logprobs=found) for sequence, found in self.prompts.items())
         return StepOutput((*samples, *silent))

@@ -19,11 +19,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from bloomery.server.auth import Hosts, Keys
 from bloomery.server.backend import Backend
 from bloomery.server.call import Call, Route, request_id
-from bloomery.server.errors import ClientGone, Dialect, Refusal, dialect_of, problem
+from bloomery.server.errors import ClientGone, Dialect, Refusal, Stalled, dialect_of, problem
 from bloomery.server.limits import check_headers
 from bloomery.server.routes import table
 from bloomery.server.service import Service, Settings
-from bloomery.server.streaming import EventStream, encode
+from bloomery.server.streaming import HANG_UP, EventStream, encode
 from bloomery.text.tokenizer import Tokenizer
 
 log = logging.getLogger("bloomery.server")
@@ -119,6 +119,8 @@ class Application:
                 return response.status_code
         except ClientGone as error:
             call.fail(error)
+            if isinstance(error, Stalled) and (line := call.scope.get("extensions", {}).get(HANG_UP)):
+                line["now"]()
             return 499
         except Exception as error:
             call.fail(error)
@@ -134,21 +136,11 @@ class Application:
     def _log(
         self, route: Route | None, scope: Scope, id: str, status: int, began: float, facts: dict[str, Any]
     ) -> None:
-        """One line a request. The path is the table's own where there is one: what a client wrote may not be a line."""
-        path = route.path if route else "unknown"
+        """One line a request. The path is the table's own, never what a client wrote: that may not be a line."""
+        path, seconds = route.path if route else "unknown", round(time.monotonic() - began, 4)
         self.service.metrics.responses[path, str(status)] += 1
-        seconds = time.monotonic() - began
         level = logging.DEBUG if route and route.quiet and status < 400 else logging.INFO
-        if not log.isEnabledFor(level):
-            return
-        said = " ".join(f"{name}={value}" for name, value in facts.items())
-        fields = {
-            "request": id,
-            "method": scope["method"],
-            "path": path,
-            "status": status,
-            "seconds": round(seconds, 4),
-        }
-        log.log(
-            level, "%s %s %d %.3fs %s", scope["method"], path, status, seconds, said, extra={"fields": fields | facts}
-        )
+        if log.isEnabledFor(level):
+            head = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
+            said = " ".join([*map(str, head.values()), *(f"{name}={value}" for name, value in facts.items())])
+            log.log(level, said, extra={"fields": {"request": id, **head, **facts}})

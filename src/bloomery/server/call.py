@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope
 
-from bloomery.errors import InvalidRequest
+from bloomery.errors import InvalidRequest, RequestFailed
 from bloomery.server import schema
 from bloomery.server.errors import ClientGone, Dialect, Problem, problem
 from bloomery.server.limits import Ticket, read_body
@@ -31,6 +31,9 @@ from bloomery.server.streaming import EventStream, encode, event
 log = logging.getLogger("bloomery.server")
 T = TypeVar("T", bound=schema.Body)
 JSON, EVENTS = ("application/json",), ("text/event-stream",)
+STREAMED = {
+    "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no",
+}  # fmt: skip
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -127,12 +130,7 @@ class Call:
             deadline=self.deadline,
             keepalive=limits.keepalive_seconds,
             stall=limits.stall_seconds,
-            headers={
-                "content-type": "text/event-stream; charset=utf-8",
-                "cache-control": "no-cache",
-                "x-accel-buffering": "no",
-                **(headers or {}),
-            },
+            headers=STREAMED | dict(headers or {}),
         )
 
     def fail(self, error: BaseException) -> Problem:
@@ -146,7 +144,8 @@ class Call:
         if self.route.generates:
             self.service.metrics.failures[(kind,)] += 1
         if found.status == 500:
-            log.error("request %s failed", self.id, exc_info=error)
+            known = isinstance(error, RequestFailed)
+            log.error("request %s failed: %s", self.id, error, exc_info=None if known else error)
         return found
 
 

@@ -78,9 +78,7 @@ class Service:
             raise unavailable(why, 5) if why else unavailable("the server is shutting down", 10, connection="close")
         most = min(self.limits.fan_out, self.limits.requests)
         if sequences > most:
-            raise InvalidRequest(
-                f"{sequences} answers were asked for at once (prompts x n); at most {most} are allowed", "n"
-            )
+            raise InvalidRequest(f"{sequences} answers (prompts x n) were asked for, at most {most} are allowed", "n")
         try:
             return self.door.enter(sequences, self.prompt_rate)
         except Refusal:

@@ -21,6 +21,7 @@ from bloomery.server.errors import ClientGone, Late, Stalled
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+HANG_UP = "bloomery.hang_up"  # an ASGI extension: {"now": a function that drops the connection}
 
 
 def event(data: Any, name: str | None = None) -> bytes:
@@ -80,25 +81,32 @@ class EventStream:
         self.status_code = 200
         self.started = self.sending = False
         self.touched = 0.0  # when the last write began or ended
+        self.comment: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.send, self.loop = send, asyncio.get_running_loop()
         self.touched = self.loop.time()
+        last = b""
         try:
             async with Watch(receive, self.deadline) as watch, aclosing(self.events) as events:
                 self._arm(watch)
-                try:
-                    async for data in events:
-                        await self._write(data)
-                finally:
-                    self.timer.cancel()
+                async for data in events:
+                    await self._write(data)
         except ClientGone:
             raise
         except Exception as error:
             if not self.started:
                 raise
-            await self._write(self.failed(error))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = self.failed(error)
+        finally:
+            self.timer.cancel()
+            if self.comment is not None:
+                self.comment.cancel()
+        try:
+            async with asyncio.timeout(self.stall):
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+        except TimeoutError:
+            raise Stalled from None
 
     async def _write(self, data: bytes) -> None:
         if not self.started:
@@ -121,6 +129,6 @@ class EventStream:
             watch.end(Stalled())
             return
         if not self.sending and quiet >= self.keepalive:
-            self.comment = self.loop.create_task(self._write(KEEP_ALIVE))  # kept, or it could vanish unfinished
+            self.comment = self.loop.create_task(self._write(KEEP_ALIVE))
             self.touched = self.loop.time()
         self._arm(watch)

@@ -116,7 +116,7 @@ class Completion:
     def _choice(self, number: int, index: int, gained: Delta) -> dict[str, Any]:
         """What a choice gains: all of it, or one chunk."""
         if self.job.silent:
-            gained = Delta(gained.index, "", (), (), gained.finish_reason)
+            gained = Delta(gained.index, "", (), (), gained.finish_reason and "length")
         first, generation = index not in self.offsets, self.job.generations[number]
         prompt = next(iter(generation.answers.values())).request.prompt
         echoed = prompt if first and self.body.echo else ()

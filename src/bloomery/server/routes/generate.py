@@ -140,15 +140,15 @@ async def either(call: Call, body: GenerateBody) -> ASGIApp:
 async def whole(call: Call, body: GenerateBody, as_list: bool = False) -> ASGIApp:
     job = await prepared(call, body, stream=False)
     await job.run()
-    answer = Text(job, body).whole()
-    return call.json([answer] if as_list else answer, headers(job, body))
+    text = Text(job, body)
+    best, *others = text.ranked()
+    answer = text.whole(best, others)
+    return call.json([answer] if as_list else answer, origin(job, body) | account(job, len(best.token_ids)))
 
 
 async def streamed(call: Call, body: GenerateBody) -> ASGIApp:
     job = await prepared(call, body, stream=True)
-    about = headers(job, body)
-    kept = {name: about[name] for name in ("x-compute-type", "x-compute-characters")}
-    return call.events(job.stream(Text(job, body)), kept)
+    return call.events(job.stream(Text(job, body)), origin(job, body))
 
 
 async def prepared(call: Call, body: GenerateBody, stream: bool) -> Job:
@@ -157,23 +157,24 @@ async def prepared(call: Call, body: GenerateBody, stream: bool) -> Job:
     return Job(call, ticket, [Ask(await tokenized(call, body, params), params)])
 
 
-def headers(job: Job, body: GenerateBody) -> dict[str, str]:
-    timings, tokens = job.timings, max(job.completion_tokens, 1)
-    total, inference = timings.last - timings.arrived, max(timings.last - timings.begun, 0.0)
-    milliseconds = {
-        "x-total-time": total,
-        "x-validation-time": timings.submitted - timings.arrived,
-        "x-queue-time": timings.queued,
-        "x-inference-time": inference,
-        "x-time-per-token": inference / tokens,
-    }
+def origin(job: Job, body: GenerateBody) -> dict[str, str]:
+    device = job.call.service.capacity.device.partition(":")[0]
+    return {"x-compute-type": device, "x-compute-characters": str(len(body.inputs))}
+
+
+def account(job: Job, tokens: int) -> dict[str, str]:
+    """What an answer of so many tokens took: seconds in all, milliseconds in part."""
+    timings = job.timings
+    total, inference = timings.last - timings.arrived, timings.last - timings.begun
+    parts = {
+        "total-time": total, "validation-time": timings.submitted - timings.arrived, "queue-time": timings.queued,
+        "inference-time": inference, "time-per-token": inference / max(tokens, 1),
+    }  # fmt: skip
     return {
-        "x-compute-type": job.call.service.capacity.device.partition(":")[0],
-        "x-compute-time": f"{max(total, 0.0):.6f}",
-        "x-compute-characters": str(len(body.inputs)),
-        **{name: str(int(max(seconds, 0.0) * 1000)) for name, seconds in milliseconds.items()},
+        "x-compute-time": f"{total:.6f}",
+        **{f"x-{name}": str(int(max(seconds, 0.0) * 1000)) for name, seconds in parts.items()},
         "x-prompt-tokens": str(job.prompt_tokens),
-        "x-generated-tokens": str(job.completion_tokens),
+        "x-generated-tokens": str(tokens),
     }
 
 
@@ -264,6 +265,9 @@ async def tokenized(call: Call, body: GenerateBody, params: SamplingParams) -> P
 # ---- the answer ------------------------------------------------------------------------------------
 
 
+UNFINISHED = {"generated_text": None, "details": None}
+
+
 class Text:
     """The answer as TGI writes it: whole, with details on request, or an event a token numbered from 1."""
 
@@ -278,14 +282,19 @@ class Text:
         """Tokens read one by one; unlike the text, with special ones and nothing held back."""
         return Detokenizer(self.tokenizer, self.job.requests[0].prompt, skip_special=False)
 
-    def whole(self) -> dict[str, Any]:
-        answers = sorted((answer for _, _, answer in self.job.answers()), key=self._mean, reverse=True)
-        said: dict[str, Any] = {"generated_text": self._text(answers[0])}
+    def ranked(self) -> list[Answer]:
+        """By mean log-probability, the best first."""
+        answers = (answer for _, _, answer in self.job.answers())
+        return sorted(answers, key=lambda answer: -answer.cumulative_logprob / max(len(answer.logprobs), 1))
+
+    def whole(self, best: Answer, others: Sequence[Answer]) -> dict[str, Any]:
+        said: dict[str, Any] = {"generated_text": self._text(best)}
         if self.given.details or self.given.decoder_input_details:
-            said["details"] = self._details(answers[0])
-            if len(answers) > 1:
-                others = [{"generated_text": self._text(answer), **self._details(answer)} for answer in answers[1:]]
-                said["details"]["best_of_sequences"] = others
+            said["details"] = self._details(best)
+            if others:
+                said["details"]["best_of_sequences"] = [
+                    {"generated_text": self._text(answer), **self._details(answer)} for answer in others
+                ]
         return said
 
     def delta(self, index: int, delta: Delta) -> bytes:
@@ -296,11 +305,7 @@ class Text:
             one: dict[str, Any] = {"index": self.index, "token": token}
             if self.given.top_n_tokens:
                 one["top_tokens"] = self._top(entry)
-            said += event(
-                {**one, "generated_text": None, "details": None}
-                if delta.finish_reason is None
-                else {**one, **self._last()}
-            )
+            said += event({**one, **(UNFINISHED if delta.finish_reason is None else self._last())})
         return said
 
     def end(self) -> bytes:
@@ -314,17 +319,10 @@ class Text:
     def _text(self, answer: Answer) -> str:
         return (self.inputs if self.given.return_full_text else "") + self.job.text(answer)
 
-    def _mean(self, answer: Answer) -> float:
-        return answer.cumulative_logprob / max(len(answer.logprobs), 1)
-
     def _ending(self, answer: Answer) -> dict[str, Any]:
-        reason = (
-            "length"
-            if answer.finish_reason == "length"
-            else "eos_token"
-            if answer.stop_reason is None
-            else "stop_sequence"
-        )
+        reason = "eos_token" if answer.stop_reason is None else "stop_sequence"
+        if answer.finish_reason == "length":
+            reason = "length"
         seed = answer.request.sampling.seed if self.given.samples else None
         return {"finish_reason": reason, "generated_tokens": len(answer.token_ids), "seed": seed}
 

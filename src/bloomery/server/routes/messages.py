@@ -63,6 +63,7 @@ async def count_tokens(call: Call) -> ASGIApp:
     """How many tokens a conversation has."""
     body = await call.read(CountBody)
     call.service.check_model(body.model)
+    call.admit(1)
     return call.json({"input_tokens": len((await prompt(call, body)).ids)})
 
 

@@ -104,7 +104,7 @@ class Envelope:
 
     def __init__(self, job: Job, body: GenerationBody, id: str, kind: str):
         call = job.call
-        self.job, self.body, self.kind = job, body, kind
+        self.job, self.body = job, body
         self.head = {
             "id": f"{id}-{call.unique}",
             "object": kind,

@@ -36,6 +36,7 @@ class DetokenizeBody(Body, kw_only=True):
 async def tokenize(call: Call) -> ASGIApp:
     """The tokens of a text."""
     raw = await call.object()
+    call.admit(1)
     if raw.get("inputs") is not None:
         body = call.convert(raw, TokenizeBody)
         found = await pieces(call, body.inputs or "", add_special=True)
@@ -67,7 +68,9 @@ def counted(call: Call, ids: list[int], strings: bool) -> ASGIApp:
 
 async def chat_tokenize(call: Call) -> ASGIApp:
     """A conversation as the model reads it, and its tokens."""
-    text = (await prompt(call, await call.read(ChatBody))).text or ""
+    body = await call.read(ChatBody)
+    call.admit(1)
+    text = (await prompt(call, body)).text or ""
     return call.json({"tokenize_response": await pieces(call, text, add_special=False), "templated_text": text})
 
 
