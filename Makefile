@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 
 .PHONY: serve test format clean help web
 help:
-	@echo "make serve   chat with the embedded model (sets everything up on first use)"
+	@echo "make serve   serve the embedded model with its web page (sets everything up on first use)"
 	@echo "make test    format, lint, types, layering and all tests"
 	@echo "make format  let ruff mend what it can"
 	@echo "make web     build the web page from web/ (needs Node; its assets are in the package already)"
@@ -24,14 +24,24 @@ $(VENV)/.dev: $(VENV)/.run pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-serve: $(VENV)/.run
-	@$(BIN)/bloomery chat
+# A browser for the page's test, where it can be had; the test says so where it cannot.
+$(VENV)/.browser:
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	  && echo "Installing chromium for the page's test ..." && apt-get -qq update && apt-get -qq install -y chromium >/dev/null; } \
+	  || echo "No chromium here: the page's test will be skipped."
+	@command -v npm >/dev/null && npm --prefix web ci --silent --no-audit --no-fund >/dev/null \
+	  || echo "No Node packages here: the page's test will be skipped."
+	@touch $@
 
-test: $(VENV)/.dev
+serve: $(VENV)/.run
+	@$(BIN)/bloomery serve
+
+test: $(VENV)/.dev $(VENV)/.browser
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m browser tests/e2e/test_page.py
+	$(BIN)/python -m pytest -n 2
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format src tests benchmarks

@@ -84,7 +84,7 @@ def median(run: Callable[[], float], rounds: int) -> float:
 
 
 def measure(engine: Ours | Theirs, rounds: int) -> dict[str, float]:
-    """Tokens a second. Decode is the difference between a long and a short answer, so that the prompt's cost drops out."""
+    """Tokens a second. Decode is a long answer less a short one: the prompt's cost drops out."""
     engine.run([PROMPT], 4)
 
     def decode(batch: int) -> float:

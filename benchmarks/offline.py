@@ -24,7 +24,8 @@ LLAMA = {
 SHAPES = {
     "llama-8b": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     "llama-1b": LLAMA
-    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64, "tie_word_embeddings": True},
+    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    | {"head_dim": 64, "tie_word_embeddings": True},
     "octocoder": {
         "architectures": ["GPTBigCodeForCausalLM"], "model_type": "gpt_bigcode", "n_embd": 6144, "n_inner": 24576,
         "n_layer": 40, "n_head": 48, "n_positions": 8192, "vocab_size": 49152, "multi_query": True,
@@ -75,8 +76,6 @@ def rates() -> tuple[float, float]:
     copy = 2 * a.nbytes / seconds(lambda: b.copy_(a))
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     product = 2 * 8192**3 / seconds(lambda: x @ x)
-    del a, b, x
-    torch.cuda.empty_cache()
     return copy, product
 
 
@@ -84,11 +83,11 @@ def floor(llm, prompts: list[list[int]], outs: list[int], copy: float, product: 
     """Seconds: each prompt position's operations, then a pass over weights and cache for every step."""
     decoder = llm.front.stack.executor.worker.decoder
     spec, capacity = decoder.spec, llm.front.stack.capacity
-    per_token = sum(2 * l.attention.num_kv_heads * l.attention.head_dim * 2 for l in spec.layers)  # noqa: E741
+    per_token = sum(2 * l.attention.num_kv_heads * l.attention.head_dim * 2 for l in spec.layers)
     embed = 0 if spec.tied else spec.vocab * spec.hidden * 2
     weights = capacity.weights_bytes - embed
     body = capacity.weights_bytes / 2 - spec.vocab * spec.hidden * (1 if spec.tied else 2)
-    attention = sum(4 * l.attention.num_heads * l.attention.head_dim for l in spec.layers)  # noqa: E741
+    attention = sum(4 * l.attention.num_heads * l.attention.head_dim for l in spec.layers)
     total = sum(2 * body * len(p) + attention * len(p) ** 2 / 2 for p in prompts) / product
     for step in range(1, max(outs)):
         alive = [len(p) + step for p, out in zip(prompts, outs, strict=True) if out > step]
@@ -119,6 +118,7 @@ def main() -> None:
     from bloomery import LLM, SamplingParams
 
     copy, product = rates()
+    torch.cuda.empty_cache()
     print(f"{args.shape}: copies at {copy / 1e12:.2f} TB/s, multiplies at {product / 1e12:.0f} TFLOP/s", flush=True)
     folder = Path(tempfile.mkdtemp()) / args.shape
     folder.mkdir()

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "bloomery"
 FILES = sorted(SOURCE.rglob("*.py"))
 COMPUTE = {"kernels", "parallel", "quant", "attention", "layers", "models", "runtime", "executors", "cli", "llm"}
-OPTIONAL_TORCH = {"cli", "llm", "executors"}
 
 
 def table() -> dict[str, set[str]]:

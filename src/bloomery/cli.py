@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from bloomery import __version__
-from bloomery.config import Config, from_environment, options, parse
+from bloomery.config import Config, Options, ServerConfig, from_environment, options, parse
 from bloomery.errors import BloomeryError
 from bloomery.sampling import SamplingParams
 
@@ -55,20 +55,23 @@ def parser() -> argparse.ArgumentParser:
     generate_verb.add_argument("-p", "--prompt", help="text to complete; default: standard input")
     generate_verb.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
     sampling_flags(generate_verb)
+    verb(verbs, "serve", serve, "serve a model over HTTP, with a web page", ServerConfig)
     chat_verb = verb(verbs, "chat", chat, "talk to a model in the terminal")
     chat_verb.add_argument("--system", help="system prompt")
     sampling_flags(chat_verb)
     return top
 
 
-def verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+def verb(
+    verbs: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, *more: Options
+) -> argparse.ArgumentParser:
     made: argparse.ArgumentParser = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
     made.set_defaults(run=run)
     made.add_argument(
         "model", nargs="?", metavar="MODEL", help="folder, .gguf file or Hub id; default: the embedded model"
     )
     groups: dict[str, Any] = {}
-    for field in options():
+    for field in options(*more, Config):
         group = groups.setdefault(field.metadata["group"], None) or made.add_argument_group(field.metadata["group"])
         groups[field.metadata["group"]] = group
         flag = "--" + field.name.replace("_", "-")
@@ -99,18 +102,19 @@ def sampling_flags(to: argparse.ArgumentParser) -> None:
     )
 
 
-def configuration(args: argparse.Namespace) -> Config:
+def configuration(args: argparse.Namespace, kind: Options = Config) -> Any:
     """Flags over variables over defaults."""
-    values, warnings = from_environment()
-    for warning in warnings:
-        logging.warning(warning)
-    for field in options():
+    values, warnings = from_environment(of=kind)
+    if kind is Config:
+        values["model"] = args.model
+        for warning in warnings:
+            logging.warning(warning)
+    for field in options(kind):
         given = getattr(args, field.name)
         if given is not None:
-            values[field.name] = (
-                parse(field, given, f"--{field.name.replace('_', '-')}") if isinstance(given, str) else given
-            )
-    return Config(args.model, **values)
+            flag = f"--{field.name.replace('_', '-')}"
+            values[field.name] = parse(field, given, flag) if isinstance(given, str) else given
+    return kind(**values)
 
 
 def sampling(args: argparse.Namespace, default: SamplingParams) -> SamplingParams:
@@ -127,6 +131,12 @@ def load(args: argparse.Namespace) -> Any:
     config = configuration(args)
     wishes = {field.name: getattr(config, field.name) for field in options() if field.name != "prefix_cache"}
     return LLM(config.model, enable_prefix_caching=config.prefix_cache, progress=True, **wishes)
+
+
+def serve(args: argparse.Namespace) -> int:
+    from bloomery.serve import serve as run
+
+    return run(configuration(args), configuration(args, ServerConfig))
 
 
 def generate(args: argparse.Namespace) -> int:

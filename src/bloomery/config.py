@@ -17,6 +17,7 @@ from bloomery.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
+LOG_FORMATS = ("auto", "human", "json")
 PREFIX = "BLOOMERY_"
 
 
@@ -24,6 +25,17 @@ def option(default: Any, help: str, group: str, choices: tuple[str, ...] | None 
     """A field that is also a flag and a variable."""
     kind = kind or (type(default) if default is not None else str)
     return dataclasses.field(default=default, metadata={"help": help, "group": group, "choices": choices, "kind": kind})
+
+
+def check(config: Any) -> None:
+    for field in dataclasses.fields(config):
+        if not field.metadata:
+            continue
+        value, choices = getattr(config, field.name), field.metadata["choices"]
+        if choices and value not in choices:
+            raise ConfigError(f"{field.name} {value!r} is not one of {', '.join(choices)}")
+        if field.metadata["kind"] in (int, float) and value is not None and not value > 0:
+            raise ConfigError(f"{field.name} must be positive, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -65,32 +77,68 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for field in options():
-            value, choices = getattr(self, field.name), field.metadata["choices"]
-            if choices and value not in choices:
-                raise ConfigError(f"{field.name} {value!r} is not one of {', '.join(choices)}")
-            if field.metadata["kind"] in (int, float) and value is not None and not value > 0:
-                raise ConfigError(f"{field.name} must be positive, not {value!r}")
+        check(self)
         if self.memory > 1:
             raise ConfigError(f"memory is a share of the device, at most 1, not {self.memory!r}")
 
 
-def options() -> Iterator[dataclasses.Field[Any]]:
-    return (field for field in dataclasses.fields(Config) if field.metadata)
+@dataclass(frozen=True)
+class ServerConfig:
+    """What `bloomery serve` needs beside the model. Lists are separated by commas."""
+
+    host: str = option("127.0.0.1", "address to listen on; a public one needs an API key", "Server")
+    port: int = option(8000, "port to listen on", "Server")
+    api_key: str | None = option(None, "keys that let clients in", "Server")
+    served_model_name: str | None = option(
+        None, "names the model answers to; the first is the one it is listed under", "Server"
+    )
+    allowed_hosts: str | None = option(None, "names clients may call the server by, beside the local ones", "Server")
+    cors_origins: str | None = option(None, "pages of other origins that may use the API", "Server")
+    open_metrics: bool = option(False, "/metrics without a key", "Server")
+    log_format: str = option(
+        "auto", "one line a request: for people, or as JSON; auto: JSON unless on a terminal", "Server", LOG_FORMATS
+    )
+    drain_seconds: float = option(30.0, "how long running answers may go on after a signal to stop", "Server")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not is_local(self.host) and not self.api_key:
+            raise ConfigError(
+                f"host {self.host} can be reached from other machines, and there is no API key: anybody could use this "
+                "server. Set --api-key (or BLOOMERY_API_KEY), or listen on 127.0.0.1"
+            )
+
+    @staticmethod
+    def items(text: str | None) -> tuple[str, ...]:
+        return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def from_environment(environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], list[str]]:
+def is_local(host: str) -> bool:
+    return host in ("127.0.0.1", "localhost", "::1") or host.startswith("127.")
+
+
+Options = type[Config] | type[ServerConfig]
+
+
+def options(*of: Options) -> Iterator[dataclasses.Field[Any]]:
+    return (field for kind in of or (Config,) for field in dataclasses.fields(kind) if field.metadata)
+
+
+def from_environment(
+    environ: Mapping[str, str] | None = None, of: Options = Config
+) -> tuple[dict[str, Any], list[str]]:
     """Values of BLOOMERY_* variables by field, and warnings about variables nobody reads."""
     environ = os.environ if environ is None else environ
-    known = {PREFIX + field.name.upper(): field for field in options()}
+    every = {PREFIX + field.name.upper(): field for field in options(Config, ServerConfig)}
+    known = {PREFIX + field.name.upper(): field for field in options(of)}
     values: dict[str, Any] = {}
     warnings = []
     for variable in sorted(name for name in environ if name.startswith(PREFIX)):
-        field = known.get(variable)
-        if field is None:
-            near = difflib.get_close_matches(variable, known, 1)
+        if variable not in every:
+            near = difflib.get_close_matches(variable, every, 1)
             warnings.append(f"{variable} has no meaning" + (f"; did you mean {near[0]}?" if near else ""))
-        else:
+        elif variable in known:
+            field = known[variable]
             values[field.name] = parse(field, environ[variable], variable)
     return values, warnings
 

@@ -22,7 +22,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from bloomery.config import Config, Plan, resolve
+from bloomery.config import Config, Plan
+from bloomery.describe import plan_for
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.executor import Executor
 from bloomery.engine.loop import Loop
@@ -57,23 +58,9 @@ class Stack:
 
 def build(config: Config, tokenizer: bool = True, progress: bool = False) -> Stack:
     """Locate, plan, load. Torch is imported here and no earlier."""
-    from bloomery.artifacts.locate import locate
     from bloomery.executors.local import Local
-    from bloomery.models.load import description, native_dtype
-    from bloomery.runtime.device import choose
 
-    dummy = config.load_format == "dummy"
-    artifact = locate(config.model, config.revision, weights=not dummy)
-    device = choose(config.device)
-    plan = resolve(
-        config,
-        name=artifact.name,
-        path=str(artifact.path),
-        kind=artifact.kind,
-        dtype=str(native_dtype(artifact, config.load_format)).removeprefix("torch."),
-        device=device,
-        context=description(artifact).model.context,
-    )
+    plan, artifact = plan_for(config)
     words = load_tokenizer(artifact) if tokenizer else None
     executor = Local(progress)
     capacity = executor.start(plan)

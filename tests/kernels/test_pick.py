@@ -67,6 +67,7 @@ def test_ties_and_the_end_of_the_vocabulary() -> None:
     for wishes in (
         Wishes(torch.zeros(1), torch.ones(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64), seeds),
         Wishes(torch.full((1,), 1e-4), torch.full((1,), 0.5), torch.zeros(1), torch.ones(1, dtype=torch.int64), seeds),
+        Wishes(torch.ones(1), torch.ones(1), torch.full((1,), 0.5), torch.ones(1, dtype=torch.int64), seeds),
     ):
         rows = torch.zeros(3, dtype=torch.int32)
         got = pick_lines(logits, rows, rows, wishes, Scratch.of(3, 5, "cpu", segment=8, block=4, listed=4))

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from bloomery.artifacts.locate import Artifact, locate
-from bloomery.errors import CheckpointError, UnsupportedModel
+from bloomery.errors import CheckpointError
 from bloomery.models import checkpoint
-from bloomery.models.checkpoint import DummySource, FileSource, checkpoint_dtype, open_source, progress
+from bloomery.models.checkpoint import DummySource, FileSource, open_source, progress
 
 CPU = torch.device("cpu")
 
@@ -166,17 +166,6 @@ def test_plain_lines_say_how_long_it_will_take():
         time.sleep(0.01)
         advance(25 * 10**7)
     assert re.search(r"0\.25 of 1\.00 GB, \d+ s left", stream.getvalue())
-
-
-def test_dtype_is_what_the_files_say(tmp_path):
-    files = source(tmp_path, a=torch.zeros(100).half(), b=torch.zeros(10), c=torch.zeros(1000, dtype=torch.int32))
-    assert checkpoint_dtype({"torch_dtype": "bfloat16"}, files) == torch.bfloat16
-    assert checkpoint_dtype({"dtype": "torch.float32"}, files) == torch.float32
-    assert checkpoint_dtype({"torch_dtype": None}, files) == torch.float16
-    assert checkpoint_dtype({"torch_dtype": "auto"}, files) == torch.float16
-    assert checkpoint_dtype({}, DummySource()) == torch.float32
-    with pytest.raises(UnsupportedModel, match="float31"):
-        checkpoint_dtype({"torch_dtype": "float31"}, files)
 
 
 def test_open_source_by_kind(tmp_path):

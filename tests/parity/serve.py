@@ -11,12 +11,13 @@ from bloomery.artifacts.locate import locate
 from bloomery.attention.base import Ragged, cache_shape
 from bloomery.attention.torch_paged import TorchPaged
 from bloomery.config import Config, Plan, resolve
+from bloomery.describe import description
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.executors.local import Local
 from bloomery.messages import Request, Sampling, Tokens
-from bloomery.models.load import description, load
+from bloomery.models.load import load
 
 
 def plan(model: Path | str | None, length: int, **wishes: Any) -> Plan:

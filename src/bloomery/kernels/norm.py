@@ -97,8 +97,8 @@ def norm_rows(
 @jit
 def norm_kernel(
     x, weight, bias, out, residual, total, stride, eps, factor,
-    ADD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    ADD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)

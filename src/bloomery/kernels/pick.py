@@ -299,8 +299,7 @@ def verify_kernel(
             heat, k0, k1 = drawn_with(row, line, temperature, step, seeds, positions)
             k, least = tl.load(top_k + row).to(tl.int32), tl.load(min_p + row * step).to(tl.float32)
             share = tl.load(top_p + row * step).to(tl.float64)
-            listed = tl.load(ints + SEGMENTS + 1, cache_modifier=".cg")
-            tl.store(ints + SEGMENTS + 1, 0)
+            listed = tl.atomic_xchg(ints + SEGMENTS + 1, 0)  # all threads must know the same: no load, then a store
             size = tl.where(listed <= LISTED, listed, vocab)
             top, whole = tl.load(floats + 3 * SEGMENTS), tl.load(floats + 3 * SEGMENTS + 1).to(tl.float64)
             c, count = settled(
@@ -328,6 +327,7 @@ def settled(
     if (k > 0) | (least > 0.0):
         last = kth_of(logits, ids, short, size, k, SEGMENT, LISTED)
         count, mass, c = survey(logits, ids, short, size, last, vocab, vocab, top, heat, floor, k0, k1, SEGMENT)
+        c = tl.minimum(c, vocab - 1)  # where nothing is a number, nothing is left
         spare = tl.where(k > 0, tl.maximum(count - k, 0), 0).to(tl.int64)
         whole = (mass - spare * weight(relative(score(last), top, heat))).to(tl.float64) * unit
     going = True

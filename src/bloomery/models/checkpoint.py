@@ -12,19 +12,18 @@ import hashlib
 import mmap
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 import torch
 
 from bloomery.artifacts import gguf, safetensors
 from bloomery.artifacts.locate import Artifact
-from bloomery.errors import CheckpointError, UnsupportedModel
+from bloomery.errors import CheckpointError
 from bloomery.models.gguf import Decoder, decoder
 from bloomery.quant.base import Piece, Range, Stored
 
@@ -74,10 +73,6 @@ class Source(Protocol):
         """Names nobody has asked for."""
         ...
 
-    def dtype(self) -> torch.dtype | None:
-        """The floating type most of the values are in."""
-        ...
-
     def report(self, advance: Advance) -> None:
         """From now on call `advance(n)` for every n bytes read."""
         ...
@@ -89,18 +84,6 @@ def open_source(artifact: Artifact, load_format: str = "auto") -> Source:
     if artifact.kind == "gguf":
         return FileSource.gguf(gguf.read(artifact.path))
     return FileSource.safetensors(artifact.path)
-
-
-def checkpoint_dtype(config: Mapping[str, Any], source: Source) -> torch.dtype:
-    """What config.json states, or else what most of the tensors are."""
-    stated = config.get("dtype", config.get("torch_dtype"))
-    if stated in (None, "auto"):
-        return source.dtype() or torch.float32
-    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    dtype = known.get(str(stated).removeprefix("torch."))
-    if dtype is None:
-        raise UnsupportedModel(f"config.json: dtype {stated!r} is not known. Known: {', '.join(known)}")
-    return dtype
 
 
 # ---- tensors in files ----------------------------------------------------------------------------
@@ -250,13 +233,6 @@ class FileSource:
     def unused(self) -> tuple[str, ...]:
         return tuple(sorted(self.entries.keys() - self.used))
 
-    def dtype(self) -> torch.dtype | None:
-        count: Counter[torch.dtype] = Counter()
-        for entry in self.entries.values():
-            if entry.readable and entry.dtype.is_floating_point and entry.dtype.itemsize > 1:
-                count[entry.dtype] += prod(entry.shape)
-        return max(count, key=lambda dtype: count[dtype], default=None)
-
     def report(self, advance: Advance) -> None:
         self._advance = advance
 
@@ -322,9 +298,6 @@ class DummySource:
 
     def unused(self) -> tuple[str, ...]:
         return ()
-
-    def dtype(self) -> torch.dtype | None:
-        return None
 
     def report(self, advance: Advance) -> None:
         pass

@@ -11,17 +11,15 @@ import torch
 from bloomery.errors import ConfigError
 
 
-def choose(wish: str) -> str:
-    """A device by name; `auto` is a GPU if there is one."""
-    if wish == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wish != "cpu" and not re.fullmatch(r"cuda(:\d+)?", wish):
-        raise ConfigError(f"device {wish!r} is not known: say cpu, cuda or cuda:N")
-    if wish != "cpu":
+def check(name: str) -> torch.device:
+    """The device of that name, or an error that says what there is."""
+    if name != "cpu" and not re.fullmatch(r"cuda(:\d+)?", name):
+        raise ConfigError(f"device {name!r} is not known: say cpu, cuda or cuda:N")
+    if name != "cpu":
         found = torch.cuda.device_count()
-        if int(wish.partition(":")[2] or 0) >= found:
-            raise ConfigError(f"device {wish!r} is not there: torch sees {found} GPU(s)")
-    return wish
+        if int(name.partition(":")[2] or 0) >= found:
+            raise ConfigError(f"device {name!r} is not there: torch sees {found} GPU(s)")
+    return torch.device(name)
 
 
 def free_memory(device: torch.device) -> int:

@@ -21,8 +21,9 @@ from bloomery.models.load import load
 from bloomery.runtime.batch import Batch, Share
 from bloomery.runtime.cache import allocate, fit
 from bloomery.runtime.decode import DecodeStep, buckets, upload
-from bloomery.runtime.progress import bar
+from bloomery.runtime.device import check
 from bloomery.runtime.picker import Picker
+from bloomery.runtime.progress import bar
 from bloomery.runtime.rows import Row, Rows
 from bloomery.runtime.sampler import Draws, Sampler
 
@@ -32,7 +33,7 @@ GRAPHS = 1 << 30  # bytes kept for captured steps and what libraries take behind
 
 class Worker:
     def __init__(self, plan: Plan, progress: bool = False, report: Report | None = None):
-        self.device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+        self.device, dtype = check(plan.device), getattr(torch, plan.dtype)
         if self.device.type == "cpu":
             torch.set_num_threads(plan.threads)
         artifact = Artifact(plan.name, "gguf" if plan.kind == "gguf" else "folder", Path(plan.path), "plan")

@@ -10,6 +10,8 @@ from bloomery.text.tokenizer import Tokenizer
 
 
 def load_tokenizer(artifact: Artifact) -> Tokenizer:
-    if artifact.kind == "gguf":
-        return from_gguf(gguf.read(artifact.path).metadata)
-    return from_folder(artifact.path)
+    if artifact.kind == "folder":
+        return from_folder(artifact.path)
+    tokenizer = from_gguf(gguf.read(artifact.path).metadata)
+    tokenizer.defaults = {**dict(artifact.sampling), **tokenizer.defaults}
+    return tokenizer

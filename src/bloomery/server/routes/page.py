@@ -20,8 +20,8 @@ from bloomery.server.errors import Refusal, tgi
 from bloomery.server.routes import status
 
 POLICY = (
-    "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; object-src 'none'; "
-    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 GUARDS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 FOREVER = "public, max-age=31536000, immutable"  # an asset's name holds a hash of what is in it

@@ -1,0 +1,91 @@
+"""What a model is and where it would run, before any weight is read. No torch: the API process plans with it.
+
+The engine process, which has torch, is handed the resulting plan and finds out if it was wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from importlib import metadata
+from math import prod
+
+import numpy as np
+
+from bloomery.artifacts import gguf, safetensors
+from bloomery.artifacts.files import strict_json
+from bloomery.artifacts.locate import Artifact, locate
+from bloomery.config import Config, Plan, resolve
+from bloomery.errors import UnsupportedModel
+from bloomery.families import Description, describe
+from bloomery.families.gguf import describe as describe_gguf
+
+DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
+STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def description(artifact: Artifact) -> Description:
+    if artifact.kind == "folder":
+        path = artifact.path / "config.json"
+        return describe(strict_json(path.read_bytes(), str(path)))
+    file = gguf.read(artifact.path)
+
+    def vector(name: str) -> list[float]:
+        """Divisors of rotary frequencies, which are part of the description and always F32."""
+        tensor = file.tensors[name]
+        if tensor.type != "F32":
+            raise UnsupportedModel(f"{artifact.path}: tensor {name!r} is {tensor.type}, not F32")
+        return np.fromfile(artifact.path, "<f4", prod(tensor.shape), offset=tensor.start).tolist()  # type: ignore[no-any-return]
+
+    return describe_gguf(file.metadata, {name: tensor.shape for name, tensor in file.tensors.items()}, vector)
+
+
+def native_dtype(artifact: Artifact, dummy: bool = False) -> str:
+    """The precision the checkpoint was made for; quantised GGUF values fit in bfloat16."""
+    if artifact.kind == "gguf":
+        return "bfloat16"
+    path = artifact.path / "config.json"
+    config = strict_json(path.read_bytes(), str(path))
+    config = {**(config.get("text_config") or {}), **config}
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
+    if stated in DTYPES:
+        return stated
+    if stated != "auto":
+        raise UnsupportedModel(f"config.json: dtype {stated!r} is not known. Known: {', '.join(DTYPES)}")
+    if dummy:
+        return "bfloat16"
+    count: Counter[str] = Counter()
+    for _, entry in safetensors.index(artifact.path).values():
+        if entry.dtype in STORED:
+            count[STORED[entry.dtype]] += prod(entry.shape)
+    return max(count, key=lambda name: count[name], default="float32")
+
+
+def device(wish: str) -> str:
+    """`auto` is a GPU if the driver has one and torch was built for it."""
+    if wish != "auto":
+        return wish
+    try:
+        if "+cpu" in metadata.version("torch"):
+            return "cpu"
+        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+        found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    except (OSError, AttributeError, metadata.PackageNotFoundError):
+        return "cpu"
+    return "cuda" if found and count.value > 0 else "cpu"
+
+
+def plan_for(config: Config) -> tuple[Plan, Artifact]:
+    """Locate, describe, resolve."""
+    dummy = config.load_format == "dummy"
+    artifact = locate(config.model, config.revision, weights=not dummy)
+    plan = resolve(
+        config,
+        name=artifact.name,
+        path=str(artifact.path),
+        kind=artifact.kind,
+        dtype=native_dtype(artifact, dummy),
+        device=device(config.device),
+        context=description(artifact).model.context,
+    )
+    return plan, artifact

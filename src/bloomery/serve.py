@@ -1,0 +1,167 @@
+"""`bloomery serve`: the API process. Plans, starts the engine process, listens; usable while the model loads.
+
+A composition root without torch: the weights are the engine's affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from bloomery.config import Config, Plan, ServerConfig
+from bloomery.describe import plan_for
+from bloomery.engine.client import EngineClient
+from bloomery.errors import BloomeryError
+from bloomery.server.app import create_app
+from bloomery.server.protocol import BoundedProtocol
+from bloomery.server.service import Settings
+from bloomery.text.load import load_tokenizer
+
+log = logging.getLogger("bloomery")
+
+
+def serve(config: Config, wishes: ServerConfig) -> int:
+    logs(wishes.log_format)
+    plan, artifact = plan_for(config)
+    names = wishes.items(wishes.served_model_name) or (artifact.name,)
+    settings = Settings(
+        model=names[0],
+        aliases=tuple(name for name in (*names[1:], artifact.name) if name != names[0]),
+        keys=wishes.items(wishes.api_key),
+        host=wishes.host,
+        allowed_hosts=wishes.items(wishes.allowed_hosts),
+        cors_origins=wishes.items(wishes.cors_origins),
+        open_metrics=wishes.open_metrics,
+        revision=artifact.revision,
+    )
+    tell(plan, artifact.found)
+    client = EngineClient(plan)
+    app = create_app(client, load_tokenizer(artifact), settings)
+    return asyncio.Runner(loop_factory=new_loop).run(run(client, app, wishes))
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, leaving signals to us: it would raise them again in the end, and a wanted stop is no failure."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        """First no new connections, and answers may end; asked again, at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+async def run(client: EngineClient, app: Any, wishes: ServerConfig) -> int:
+    """Until a signal, or until there will be no engine any more."""
+    server = Server(
+        uvicorn.Config(
+            app, wishes.host, wishes.port, http=BoundedProtocol, lifespan="on", access_log=False, server_header=False,
+            timeout_keep_alive=75, log_config=None, timeout_graceful_shutdown=int(wishes.drain_seconds) + 1,
+        )
+    )  # fmt: skip
+    for name in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(name, server.stop)
+    await client.start()
+    url = f"http://{wishes.host}:{wishes.port}"
+    watch = asyncio.create_task(loading(client, url))
+    failure = asyncio.create_task(client.wait_failed())
+    serving = asyncio.create_task(server.serve())
+    try:
+        await asyncio.wait((serving, failure), return_when=asyncio.FIRST_COMPLETED)
+        if failure.done() and not server.should_exit:
+            log.error("%s", failure.result())
+            server.should_exit = True
+        await serving
+    finally:
+        watch.cancel()
+        await client.close(0 if failure.done() or server.force_exit else wishes.drain_seconds)
+        failed = failure.done()
+        failure.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(watch, failure, return_exceptions=True)
+    return 1 if failed or not server.started else 0
+
+
+async def loading(client: EngineClient, url: str) -> None:
+    """A bar while weights are read, then where to go."""
+    begun = time.monotonic()
+    settled = asyncio.create_task(client.settled.wait())
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("loading", total=1.0)
+            while not settled.done():
+                bar.update(task, completed=client.status.progress or 0.0, description=client.status.detail or "loading")
+                await asyncio.wait((settled,), timeout=0.1)
+    await settled
+    try:
+        capacity = await client.ready()
+    except BloomeryError:
+        return  # the owner is told by wait_failed
+    for note in capacity.notes:
+        log.warning(note)
+    log.info(
+        "ready in %.1f s: cache for %d tokens, %d sequences at once, up to %d tokens each",
+        time.monotonic() - begun, capacity.blocks * capacity.block_size, capacity.max_sequences, capacity.max_length,
+    )  # fmt: skip
+    log.info("open %s to chat; clients: OpenAI at %s/v1, TGI at %s; docs at %s/docs", url, url, url, url)
+
+
+def tell(plan: Plan, found: str) -> None:
+    log.info(
+        "%s (%s): %s on %s, %s, at most %d tokens, %d sequences and %d positions a step, prefix cache %s",
+        plan.name, found, plan.dtype, plan.device, f"{plan.threads} threads" if plan.device == "cpu" else "GPU",
+        plan.max_length, plan.max_sequences, plan.max_batch_tokens, "on" if plan.prefix_cache else "off",
+    )  # fmt: skip
+
+
+# ---- logs --------------------------------------------------------------------------------------------
+
+
+class Lines(logging.Formatter):
+    """For people: the message, behind the time."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        return f"{self.formatTime(record, '%H:%M:%S')} {level}{super().format(record)}"
+
+
+class Json(logging.Formatter):
+    """For machines: one object a line, with the fields of a request's timings."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said = {"time": round(record.created, 3), "level": record.levelname.lower(), "logger": record.name}
+        fields = getattr(record, "fields", {})
+        text = super().format(record)
+        return json.dumps({**said, "message": text, **fields}, default=str)
+
+
+def logs(format: str) -> None:
+    human = format == "human" or (format == "auto" and sys.stderr.isatty())
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Lines() if human else Json())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    for noisy in ("uvicorn", "uvicorn.error", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

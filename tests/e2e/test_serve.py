@@ -1,0 +1,89 @@
+"""`bloomery serve` as a person starts it: a real process, its engine killed under it, stopped by a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "embedded.json").read_text(encoding="utf-8"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[httpx2.Client, subprocess.Popen[str]]]:
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bloomery", "serve", "--port", str(port), "--threads", "1", "--kv-cache-gib", "0.2"],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    client = httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+    end = time.monotonic() + 120
+    while True:
+        try:
+            if client.get("/ready").status_code == 200:
+                break
+        except httpx2.HTTPError:
+            pass
+        assert time.monotonic() < end and process.poll() is None, "the server does not get ready"
+        time.sleep(0.2)
+    yield client, process
+    client.close()
+    process.kill()
+    process.wait(30)
+    assert process.stderr is not None
+    process.stderr.close()
+
+
+def engine_of(process: subprocess.Popen[str]) -> int:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return next(int(pid) for pid in children if "engine_main" in Path(f"/proc/{pid}/cmdline").read_text())
+
+
+def test_a_stream_outlives_its_engine_and_a_signal_ends_the_server(server: tuple) -> None:
+    client, process = server
+    entry = GOLDEN[2]
+    body = {"prompt": entry["prompt"], "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
+    ids: list[int] = []
+    killed = False
+    with client.stream("POST", "/v1/completions", json=body | {"return_token_ids": True}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                ids += json.loads(line[6:])["choices"][0].get("token_ids") or []
+            if len(ids) >= 10 and not killed:
+                os.kill(engine_of(process), signal.SIGKILL)
+                killed = True
+    assert killed
+    assert ids == entry["ids"][:60], "a gap, a repeat or another text"
+    page = client.get("/", headers={"accept": "text/html"})
+    assert page.status_code == 200 and "<title>" in page.text
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert process.stderr is not None
+    logs = process.stderr.read()
+    assert entry["prompt"] not in logs
+    assert re.search(r"killed by signal 9", logs)
+    assert "Traceback" not in logs
+
+
+def test_a_public_address_without_a_key_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bloomery", "serve", "--host", "0.0.0.0"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "there is no API key" in done.stderr
