@@ -9,8 +9,8 @@ import logging
 import socket
 import sys
 
-from bloomery.engine.executor import Executor
-from bloomery.engine.process import Report, serve
+from bloomery.engine.executor import Executor, Report
+from bloomery.engine.process import serve
 
 
 def local(report: Report) -> Executor:

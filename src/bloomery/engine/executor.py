@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from bloomery.messages import Capacity, Step, StepOutput
+
+
+Report = Callable[[str, int, int], None]  # what is being loaded, how much is done, how much there is
 
 
 class Result(Protocol):

@@ -31,8 +31,6 @@ HEARTBEAT = 0.5  # seconds between two signs of life of an idle engine
 REPORTS = 0.1  # seconds between two reports while loading
 PR_SET_PDEATHSIG = 1
 
-Report = Callable[[str, int, int], None]  # what is being loaded, how much is done, how much there is
-
 
 def serve(connection: socket.socket, make_executor: Callable[[Report], Executor]) -> int:
     """Greet, load, and step until the other end is gone; the process's exit status."""

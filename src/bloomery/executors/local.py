@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bloomery.config import Plan
-from bloomery.engine.process import Report
+from bloomery.engine.executor import Report
 from bloomery.messages import Capacity, Step
 from bloomery.runtime.worker import Pending, Worker
 

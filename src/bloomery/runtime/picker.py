@@ -17,8 +17,7 @@ def plain(start: Start) -> bool:
     s = start.sampling
     edited = s.allowed_token_ids or s.logit_bias or s.bad_words or s.watermark or (s.min_tokens and start.stop_ids)
     penalised = s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
-    cut = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 or s.typical_p < 1.0)
-    return not edited and not penalised and not cut and s.logprobs is None
+    return not edited and not penalised and s.typical_p >= 1.0 and s.logprobs is None
 
 
 class Picker:
@@ -29,4 +28,4 @@ class Picker:
 
     def __call__(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """logits [lines, vocab]; rows and positions of the tokens to pick [lines] -> tokens [lines]."""
-        return pick(logits, rows, positions, self.wishes, self.scratch, restricted=False).tokens
+        return pick(logits, rows, positions, self.wishes, self.scratch).tokens
