@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from bloomery.messages import Capacity, Step, StepOutput
 
-
 Report = Callable[[str, int, int], None]  # what is being loaded, how much is done, how much there is
 
 

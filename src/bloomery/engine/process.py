@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from bloomery.engine.blocks import Blocks
-from bloomery.engine.executor import Executor, Result
+from bloomery.engine.executor import Executor, Report, Result
 from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.engine.wire import Channel, Hello, Message, WireError
