@@ -104,4 +104,3 @@ def test_embedded_model_equals_the_package():
             stored, raw = stored.rows([(rows[0] - top, rows[0])]), raw[rows[0] - top :]
         want = dequantize(np.array(raw), gguf.GGMLQuantizationType[entry.type])
         assert same_bits(stored.load(torch.float32, CPU), want.reshape(stored.shape))
-    assert source.dtype() == torch.float32

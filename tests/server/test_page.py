@@ -20,10 +20,8 @@ BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 def test_browsers_get_the_page_and_others_health(server: Running) -> None:
     page = server.get("/", headers=BROWSER)
     assert page.headers["content-type"].startswith("text/html") and "Bloomery" in page.text
-    assert (
-        "default-src 'self'" in page.headers["content-security-policy"]
-        and "script-src" not in page.headers["content-security-policy"]
-    )
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
     assert server.get("/").content == b""
     named = re.findall(r'(?:src|href)="\./([^"]+)"', page.text)
     assert len(named) >= 2
