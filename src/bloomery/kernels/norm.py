@@ -37,9 +37,10 @@ def add_norm(
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    if weight is None or weight.dim() == 1:
+        return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide if weight is None else wide * weight).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 def layer_norm_reference(

@@ -10,9 +10,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     turned = 2 * cos.shape[-1]
     wide = x[..., :turned].float()
     cos, sin = cos[:, None], sin[:, None]
-    if interleaved:
-        a, b = wide[..., ::2], wide[..., 1::2]
-        out = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    if interleaved:  # a pair is a complex number, and turning it a product
+        pairs = torch.view_as_complex(wide.reshape(*wide.shape[:-1], -1, 2))
+        out = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
     else:
         a, b = wide.chunk(2, -1)
         out = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)

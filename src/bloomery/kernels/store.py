@@ -57,6 +57,11 @@ def turn_and_store_reference(qkv: torch.Tensor, cache: torch.Tensor, slots: torc
     kv_heads, dim = cache.shape[2:]
     x = (qkv if turn.clip is None else qkv.clamp(-turn.clip, turn.clip)).unflatten(-1, (-1, dim))
     q, k, v = x.split((x.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
+    if turn.norm is None:  # nothing tells queries and keys apart: turn them together
+        both = turned(x[:, : x.shape[1] - kv_heads], None)
+        q, k = both.split((both.shape[1] - kv_heads, kv_heads), 1)
+        store(k, v, cache, slots)
+        return q
     q_weight, k_weight = turn.weights or (None, None)
     store(turned(k, k_weight), v, cache, slots)
     return turned(q, q_weight)

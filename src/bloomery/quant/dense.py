@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from bloomery.kernels.gemv import After, Norm, pays, product_rows
 from bloomery.quant.base import Range, Stored
 
+FEW = 48  # tokens up to which a CPU's matrix library is a quarter faster with the weights on the left
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -43,6 +45,9 @@ class DenseReady:
     weight: torch.Tensor  # [out, in]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.device.type == "cpu" and 1 < len(x) <= FEW:
+            y = (self.weight @ x.t()).t()
+            return y.contiguous() if bias is None else y + bias
         return F.linear(x, self.weight, bias)
 
     def phrase(
