@@ -46,8 +46,14 @@ def logprobs(out: RequestOutput) -> list[float]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"enable_prefix_caching": False}, {"max_batch_tokens": 16}, {"max_sequences": 1}, {"block_size": 8}],
-    ids=["uncached", "chunked", "alone", "blocks of 8"],
+    [
+        {"enable_prefix_caching": False},
+        {"max_batch_tokens": 16},
+        {"max_sequences": 1},
+        {"block_size": 8},
+        {"steps_in_flight": 3},
+    ],
+    ids=["uncached", "chunked", "alone", "blocks of 8", "steps in flight"],
 )
 def test_batched_cached_and_chunked_say_the_same(llm: LLM, options: dict) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
