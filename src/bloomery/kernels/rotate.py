@@ -11,7 +11,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     wide = x[..., :turned].float()
     cos, sin = cos[:, None], sin[:, None]
     if interleaved:  # a pair is a complex number, and turning it a product
-        pairs = torch.view_as_complex(wide.reshape(*wide.shape[:-1], -1, 2))
+        pairs = torch.view_as_complex(wide.contiguous().unflatten(-1, (-1, 2)))
         out = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
     else:
         a, b = wide.chunk(2, -1)

@@ -47,7 +47,7 @@ class DenseReady:
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if x.device.type == "cpu" and 1 < len(x) <= FEW:
             y = (self.weight @ x.t()).t()
-            return y.contiguous() if bias is None else y + bias
+            return (y if bias is None else y + bias).contiguous()
         return F.linear(x, self.weight, bias)
 
     def phrase(
