@@ -136,7 +136,7 @@ def main() -> None:
     floor = speed / ours.weights
     table = {engine.name: measure(engine, args.rounds) for engine in (ours, theirs)}
     print(f"\nSmolLM2-135M-Instruct, float32, {args.threads} threads, tokens/s; reads at {speed / 1e9:.1f} GB/s,")
-    print(f"weights {ours.weights / 1e6:.0f} MB: a step takes {1000 / floor:.1f} ms, {floor:.0f} a second\n")
+    print(f"weights {ours.weights / 1e6:.0f} MB: the floor of a step is {1000 / floor:.1f} ms, {floor:.0f} a second\n")
     print(f"{'':20}{'bloomery':>12}{'transformers':>14}{'ratio':>8}{'of floor':>10}")
     for row, value in table[ours.name].items():
         other = table[theirs.name][row]
