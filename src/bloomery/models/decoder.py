@@ -21,7 +21,7 @@ from bloomery.layers.moe import MoeBlock
 from bloomery.layers.norm import Stream, normalize, value
 from bloomery.layers.rope import table
 from bloomery.models.weights import Weights
-from bloomery.quant.dense import DenseReady
+from bloomery.quant.base import Ready
 from bloomery.spec import Attention, Fused, Layer, Mlp, Model, Moe, Rope, Split
 
 
@@ -66,7 +66,7 @@ class Decoder:
     def __init__(self, spec: Model, weights: Weights):
         self.spec, self.device, self.dtype = spec, weights.device, weights.dtype
         names, extra, width = weights.names, weights.names.extra, spec.embed_dim or spec.hidden
-        self.embed = weights.table(names.embed, spec.vocab, width)
+        self.embed = weights.outside(names.embed, spec.vocab, width).matrix
         # In the model's own precision: Gemma was trained with a rounded factor.
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         self.positions = weights.table(extra["positions"], spec.positions, spec.hidden) if spec.positions else None
@@ -99,7 +99,8 @@ class Decoder:
         plan: Any,
     ) -> torch.Tensor:
         """tokens, positions, slots [n] -> hidden states [n, hidden], normed and ready for `logits`."""
-        x: Stream = self.embed[tokens] if self.embed_scale == 1.0 else self.embed[tokens] * self.embed_scale
+        embedded = self.embed.gather(tokens)
+        x: Stream = embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:
@@ -132,13 +133,13 @@ class Decoder:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def head(spec: Model, weights: Weights, embed: torch.Tensor) -> Linear:
+def head(spec: Model, weights: Weights, embed: Ready) -> Linear:
     """A checkpoint that says tied and stores a head all the same means the one it stores."""
     name, width = weights.names.head, spec.embed_dim or spec.hidden
     if not spec.tied or f"{name}.weight" in weights.source.names():
         return weights.outside(name, spec.vocab, width, spec.head_bias)
     bias = weights.vector(f"{name}.bias", spec.vocab).to(weights.dtype) if spec.head_bias else None
-    return Linear(DenseReady(embed), bias)
+    return Linear(embed, bias)
 
 
 def decoder_layer(spec: Layer, hidden: int, weights: Weights, prefix: str) -> DecoderLayer:

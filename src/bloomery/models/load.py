@@ -20,7 +20,7 @@ from bloomery.models.weights import Weights
 @dataclass(frozen=True)
 class Loaded:
     decoder: Decoder
-    bytes: int  # of weights in memory, as good as
+    bytes: int  # of weights in memory
     notes: tuple[str, ...]  # what was found and left alone
 
 
@@ -45,4 +45,4 @@ def load(
     unused = [name for name in source.unused() if not any(fnmatch(name, pattern) for pattern in names.ignored)]
     if unused:
         notes.append(f"{len(unused)} tensors of the checkpoint are not part of the model: {', '.join(unused[:4])} ...")
-    return Loaded(decoder, weights.parameters * dtype.itemsize, tuple(notes))
+    return Loaded(decoder, weights.bytes, tuple(notes))

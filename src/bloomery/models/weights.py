@@ -6,36 +6,50 @@ not, experts one by one or stacked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self, TypeVar
 
 import torch
 
 from bloomery.kernels.gemv import Norm as NormWeights
 from bloomery.layers.linear import Linear
 from bloomery.models.checkpoint import Source
-from bloomery.quant.base import Range, Stored
-from bloomery.quant.dense import Dense
+from bloomery.quant.base import Format, Matrix, Product, Range, Ready, Stored
+from bloomery.quant.dense import DenseFormat
 from bloomery.spec import Attention, Fused, Names, Norm, Split
 
 
 class Weights:
-    def __init__(self, source: Source, names: Names, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        source: Source,
+        names: Names,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: Format | None = None,
+    ):
         self.source, self.names, self.dtype, self.device = source, names, dtype, device
-        self.parameters = 0  # values pulled so far
+        self.format = format or DenseFormat()
+        self.bytes = 0  # of what has been loaded
 
     def vector(self, name: str, size: int | tuple[int, int]) -> torch.Tensor:
         """A norm's weight or a bias; small, so in float32."""
         shape = (size,) if isinstance(size, int) else size
-        return self._pull(name, shape).load(torch.float32, self.device)
+        return self._loaded(self.source.tensor(name, shape), torch.float32)
 
     def table(self, name: str, rows: int, cols: int) -> torch.Tensor:
-        """An embedding."""
-        return self._pull(f"{name}.weight", (rows, cols)).load(self.dtype, self.device)
+        """Learned positions."""
+        return self._loaded(self.source.tensor(f"{name}.weight", (rows, cols)), self.dtype)
 
-    def _pull(self, name: str, shape: tuple[int, ...], transposed: bool = False, expert: int | None = None) -> Stored:
-        self.parameters += prod(shape)
-        return self.source.tensor(name, shape, transposed, expert)
+    def _loaded(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+        loaded = stored.load(dtype, self.device)
+        self.bytes += loaded.nbytes
+        return loaded
+
+    def _prepared(self, matrix: Matrix) -> Ready:
+        ready = matrix.prepare(self.dtype, self.device)
+        self.bytes += ready.nbytes
+        return ready
 
     def norm(self, spec: Norm | None, name: str, size: int | tuple[int, int]) -> NormWeights | None:
         if spec is None:
@@ -53,10 +67,10 @@ class Weights:
         return torch.stack([self.vector(name.format(h=h), size[1]) for h in range(size[0])])
 
     def outside(self, name: str, outputs: int, inputs: int, bias: bool = False) -> Linear:
-        """A product that is not part of a layer; never transposed."""
-        weight = Dense(self._pull(f"{name}.weight", (outputs, inputs)))
-        vector = self._pull(f"{name}.bias", (outputs,)).load(self.dtype, self.device) if bias else None
-        return Linear(weight.prepare(self.dtype, self.device), vector)
+        """An embedding, or a product that is not part of a layer; never transposed."""
+        matrix = self.format.matrix(self.source, Product(name, (outputs, inputs), inside=False))
+        vector = self._loaded(self.source.tensor(f"{name}.bias", (outputs,)), self.dtype) if bias else None
+        return Linear(self._prepared(matrix), vector)
 
     def linear(
         self,
@@ -68,11 +82,8 @@ class Weights:
         heads: Attention | None = None,
     ) -> Linear:
         """The product whose outputs are `parts`, in that order, however the checkpoint keeps them."""
-        weight = Dense(self._stored(prefix, stored, "weight", parts, inputs, heads))
-        vector = self._stored(prefix, stored, "bias", parts, None, heads) if bias else None
-        return Linear(
-            weight.prepare(self.dtype, self.device), None if vector is None else vector.load(self.dtype, self.device)
-        )
+        vector = self._bias(prefix, stored, parts, heads) if bias else None
+        return Linear(self._prepared(self._matrix(prefix, stored, parts, inputs, heads)), vector)
 
     def experts(
         self, prefix: str, stored: str | Split | Fused, experts: Sequence[int], parts: Sequence[int], inputs: int
@@ -80,36 +91,58 @@ class Weights:
         """One product an expert, stacked: [experts, sum of parts, inputs]."""
         names = self.names
         first, *others = (
-            self._stored(
-                prefix + names.experts.format(e=e), stored, "weight", parts, inputs,
-                expert=e if names.stacked_experts else None,
+            self._matrix(
+                prefix + names.experts.format(e=e), stored, parts, inputs, expert=e if names.stacked_experts else None
             )
             for e in experts
-        )  # fmt: skip
-        return first.cat(others).load(self.dtype, self.device).unflatten(0, (len(experts), -1))
+        )
+        loaded = first.cat(others).dense(self.dtype, self.device)
+        self.bytes += loaded.nbytes
+        return loaded.unflatten(0, (len(experts), -1))
 
-    def _stored(
+    def _matrix(
         self,
         prefix: str,
         stored: str | Split | Fused,
-        kind: str,
         parts: Sequence[int],
-        inputs: int | None,
+        inputs: int,
         heads: Attention | None = None,
         expert: int | None = None,
-    ) -> Stored:
-        def pull(name: str, rows: int) -> Stored:
-            shape = (rows,) if inputs is None else (rows, inputs)
-            transposed = self.names.transposed and kind == "weight"
-            return self._pull(f"{prefix}{name}.{kind}", shape, transposed, expert)
+    ) -> Matrix:
+        def pull(name: str, rows: int) -> Matrix:
+            product = Product(f"{prefix}{name}", (rows, inputs), self.names.transposed, expert)
+            return self.format.matrix(self.source, product)
 
-        if isinstance(stored, Split):
-            first, *others = map(pull, stored.names, parts)
-            return first.cat(others)
-        tensor = pull(stored.name if isinstance(stored, Fused) else stored, sum(parts))
-        if isinstance(stored, Fused) and stored.grouped and heads is not None:
-            tensor = tensor.rows(grouped_ranges(heads))
-        return tensor
+        return arranged(pull, stored, parts, heads)
+
+    def _bias(
+        self, prefix: str, stored: str | Split | Fused, parts: Sequence[int], heads: Attention | None
+    ) -> torch.Tensor:
+        def pull(name: str, rows: int) -> Stored:
+            return self.source.tensor(f"{prefix}{name}.bias", (rows,))
+
+        return self._loaded(arranged(pull, stored, parts, heads), self.dtype)
+
+
+class Arrangeable(Protocol):
+    """What a matrix and a bias have in common."""
+
+    def rows(self, ranges: Sequence[Range]) -> Self: ...
+    def cat(self, others: Sequence[Self]) -> Self: ...
+
+
+T = TypeVar("T", bound=Arrangeable)
+
+
+def arranged(
+    pull: Callable[[str, int], T], stored: str | Split | Fused, parts: Sequence[int], heads: Attention | None
+) -> T:
+    """`parts` one after another, pulled by name and number of rows from wherever they lie."""
+    if isinstance(stored, Split):
+        first, *others = map(pull, stored.names, parts)
+        return first.cat(others)
+    whole = pull(stored.name if isinstance(stored, Fused) else stored, sum(parts))
+    return whole.rows(grouped_ranges(heads)) if isinstance(stored, Fused) and stored.grouped and heads else whole
 
 
 def grouped_ranges(spec: Attention) -> list[Range]:

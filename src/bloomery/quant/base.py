@@ -6,15 +6,16 @@ A stored matrix knows three moves, and every layout and shard is built of them:
     cols(a, b)     keep these input columns                (row-parallel)
     cat(parts)     stack on the output axis                (q|k|v, gate|up)
 
-A format is one file: a class with these three moves and `prepare`, and the class with `linear` that it becomes.
-Nothing else knows about it. The moves touch no data: they work on Stored tensors, so a rank reads only its slices.
+A format is one file: a class with these three moves and `prepare`, the class with `linear` that it becomes, and a
+Format that finds such matrices in a checkpoint. Nothing else knows about it. The moves touch no data: they work on
+Stored tensors, so a rank reads only its slices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -25,6 +26,12 @@ Range = tuple[int, int]
 
 class Ready(Protocol):
     """A matrix on its device, ready to multiply."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """These rows in full precision: [n] -> [n, in]. An embedding is nothing else."""
+        ...
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [tokens, in] -> [tokens, out]."""
@@ -48,6 +55,39 @@ class Matrix(Protocol):
     def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
         """Read what is wanted, onto the device, in the layout the kernels like."""
         ...
+
+    def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The same numbers in full precision, [out, in]: what every format is compared with."""
+        ...
+
+
+class Tensors(Protocol):
+    """What a format sees of a checkpoint."""
+
+    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None) -> Stored:
+        """The vector [out] or matrix [out, in] of that name, which must be of that shape.
+
+        `transposed`: the file has it as [in, out]. `expert`: the file has a stack of them, and this one is meant.
+        """
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+
+class Product(NamedTuple):
+    """A matrix as the model asks for it."""
+
+    name: str  # in the checkpoint, without `.weight`
+    shape: tuple[int, int]
+    transposed: bool = False
+    expert: int | None = None
+    inside: bool = True  # of a layer; otherwise an embedding, the head or a projection beside them
+
+
+class Format(Protocol):
+    """How the products of a checkpoint are kept."""
+
+    def matrix(self, tensors: Tensors, product: Product) -> Matrix: ...
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from bloomery.kernels.gemv import After, Norm, pays, product_rows
-from bloomery.quant.base import Range, Stored
+from bloomery.quant.base import Product, Range, Stored, Tensors
 
 FEW = 48  # tokens up to which a CPU's matrix library is a quarter faster with the weights on the left
 
@@ -35,7 +35,18 @@ class Dense:
         return Dense(self.weight.cat([other.weight for other in others]))
 
     def prepare(self, dtype: torch.dtype, device: torch.device) -> DenseReady:
-        return DenseReady(self.weight.load(dtype, device))
+        return DenseReady(self.dense(dtype, device))
+
+    def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.weight.load(dtype, device)
+
+
+class DenseFormat:
+    """A tensor a product, as `name.weight`."""
+
+    def matrix(self, tensors: Tensors, product: Product) -> Dense:
+        name, shape, transposed, expert, _ = product
+        return Dense(tensors.tensor(f"{name}.weight", shape, transposed, expert))
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,13 @@ class DenseReady:
     """Weights on the device."""
 
     weight: torch.Tensor  # [out, in]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.weight[rows]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if x.device.type == "cpu" and 1 < len(x) <= FEW:
