@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: serve test format clean help web
+.PHONY: serve test sanitize format clean help web
 help:
 	@echo "make serve   serve the embedded model with its web page (sets everything up on first use)"
 	@echo "make test    format, lint, types, layering and all tests"
+	@echo "make sanitize  the native kernels' tests under address and undefined-behaviour checks"
 	@echo "make format  let ruff mend what it can"
 	@echo "make web     build the web page from web/ (needs Node; its assets are in the package already)"
 
@@ -42,6 +43,11 @@ test: $(VENV)/.dev $(VENV)/.browser
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m browser tests/e2e/test_page.py
 	$(BIN)/python -m pytest -n 2
+
+# The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize: $(VENV)/.dev
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" NATIVE_CHECKS=1 \
+	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:cacheprovider tests/native/test_kernels.py tests/native/test_record.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format src tests benchmarks

@@ -1,6 +1,9 @@
 """Every family on the GPU against transformers on the same GPU: one table, in float32 and bfloat16.
 
-    PYTHONPATH=src:. python3 benchmarks/gpu_parity.py [WORD]      a word keeps the cases that have it in their name
+    PYTHONPATH=src:. python3 benchmarks/gpu_parity.py [WORD] [--times 16]
+
+A word keeps the cases that have it in their name; --times makes their models so many times as wide, which gives heads
+of 64 to 256 dimensions and products of the sizes that have kernels of their own.
 
 float32: 24 greedy tokens of four prompts, with graphs, without, and with one step in flight, must all be transformers'
 own. bfloat16: log-probabilities of a prompt's tokens, largest difference from transformers in float32, beside
@@ -9,6 +12,7 @@ transformers' own in bfloat16.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -18,7 +22,7 @@ from pathlib import Path
 WORKERS, TOKENS = 10, 24
 
 
-def check(name: str) -> tuple[str, str, float, float]:
+def check(name: str, times: int) -> tuple[str, str, float, float]:
     import torch
     import transformers
 
@@ -32,7 +36,7 @@ def check(name: str) -> tuple[str, str, float, float]:
     count = min(TOKENS, case.length - case.prompt)
     prompts = [torch.randint(3, VOCAB, (case.prompt,), generator=generator).tolist() for _ in range(4)]
     with tempfile.TemporaryDirectory() as folder:
-        model = make_checkpoint(case, Path(folder)).cuda()
+        model = make_checkpoint(case, Path(folder), times).cuda()
         common = {"skip_tokenizer_init": True, "max_sequences": 4, "kv_cache_gib": 0.02, "max_model_len": case.length}
         want = [greedy(model, prompt, count) for prompt in prompts]
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
@@ -77,11 +81,15 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
 def main() -> int:
     from tests.parity.cases import CASES
 
-    names = [case.name for case in CASES if len(sys.argv) < 2 or sys.argv[1] in case.name]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("word", nargs="?", default="")
+    parser.add_argument("--times", type=int, default=1)
+    args = parser.parse_args()
+    names = [case.name for case in CASES if args.word in case.name]
     bad = 0
     print(f"{'case':26}{'float32, greedy':>28}{'bf16, ours':>12}{'theirs':>9}")
     with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
-        for name, future in [(name, pool.submit(check, name)) for name in names]:
+        for name, future in [(name, pool.submit(check, name, args.times)) for name in names]:
             try:
                 _, wrong, ours, theirs = future.result()
             except Exception as error:

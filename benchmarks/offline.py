@@ -3,7 +3,9 @@
     PYTHONPATH=src python3 benchmarks/offline.py llama-8b fixed:1:32:256 fixed:64:128:256 mixed:256 prefill:8192
 
 fixed:BATCH:IN:OUT, mixed:N (in and out uniform 100..1024), prefill:N (one prompt, one token). ms/step is all the time
-over the output length, prompts included. Floor: bytes of the weights and of the keys and values each step reads, over
+over the output length, prompts included. --quantize FORMAT rounds the weights while loading; peak_gib is read with
+--option kv_cache_gib=0.5, or the cache takes what there is.
+Floor: bytes of the weights and of the keys and values each step reads, over
 the rate at which this card copies, or operations over the rate of a large product, both measured in the same run.
 """
 
@@ -34,6 +36,10 @@ SHAPES = {
     "bloom-7b": {
         "architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 4096, "n_layer": 30, "n_head": 32,
         "vocab_size": 250880, "layer_norm_epsilon": 1e-5, "torch_dtype": "bfloat16", "seq_length": 2048,
+    },
+    "bloom-176b": {
+        "architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 14336, "n_layer": 70,
+        "n_head": 112, "vocab_size": 250880, "layer_norm_epsilon": 1e-5, "torch_dtype": "bfloat16", "seq_length": 2048,
     },
 }  # fmt: skip
 
@@ -81,12 +87,15 @@ def rates() -> tuple[float, float]:
 
 def floor(llm, prompts: list[list[int]], outs: list[int], copy: float, product: float) -> float:
     """Seconds: each prompt position's operations, then a pass over weights and cache for every step."""
+    from bloomery.roofline import parameters
+
     decoder = llm.front.stack.executor.worker.decoder
     spec, capacity = decoder.spec, llm.front.stack.capacity
     per_token = sum(2 * l.attention.num_kv_heads * l.attention.head_dim * 2 for l in spec.layers)
-    embed = 0 if spec.tied else spec.vocab * spec.hidden * 2
+    embed = 0 if spec.tied else decoder.embed.matrix.nbytes
     weights = capacity.weights_bytes - embed
-    body = capacity.weights_bytes / 2 - spec.vocab * spec.hidden * (1 if spec.tied else 2)
+    count = parameters(spec)
+    body = count.matrices + count.experts
     attention = sum(4 * l.attention.num_heads * l.attention.head_dim for l in spec.layers)
     total = sum(2 * body * len(p) + attention * len(p) ** 2 / 2 for p in prompts) / product
     for step in range(1, max(outs)):
@@ -111,6 +120,7 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("work", nargs="+")
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--quantize", default="auto")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for LLM(...)")
     args = parser.parse_args()
     import torch
@@ -123,10 +133,18 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp()) / args.shape
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
-    options = {name: number(value) for name, value in (pair.split("=", 1) for pair in args.option)}
+    options: dict[str, int | float | str] = {"quantize": args.quantize}
+    options |= {name: number(value) for name, value in (pair.split("=", 1) for pair in args.option)}
     begun = time.time()
     llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, **options)
-    print(json.dumps({"shape": args.shape, "startup_s": round(time.time() - begun, 1)}), flush=True)
+    capacity = llm.front.stack.capacity
+    print(
+        json.dumps(
+            {"shape": args.shape, "quantize": args.quantize, "startup_s": round(time.time() - begun, 1)}
+            | {"weights_gib": round(capacity.weights_bytes / 2**30, 2)}
+        ),
+        flush=True,
+    )
 
     def run(prompts: list[list[int]], outs: list[int]) -> tuple[float, int]:
         params = [SamplingParams(temperature=0.0, max_tokens=o, ignore_eos=True, detokenize=False) for o in outs]
@@ -140,7 +158,8 @@ def main() -> None:
         spent, count = min((run(prompts, outs) for _ in range(args.repeat)), key=lambda pair: pair[0])
         least = floor(llm, prompts, outs, copy, product)
         row = {
-            "shape": args.shape, "work": name, "s": round(spent, 4), "tok_s": round(count / spent, 1),
+            "shape": args.shape, "quantize": args.quantize, "work": name,
+            "s": round(spent, 4), "tok_s": round(count / spent, 1),
             "ms_step": round(1000 * spent / max(outs), 3), "floor_ms_step": round(1000 * least / max(outs), 3),
             "share": round(least / spent, 3), "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         }  # fmt: skip

@@ -83,6 +83,7 @@ class Line:
     before: Norm | None
     kind: str
     cache: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
 
     @classmethod
     def of(cls, rows: int, columns: int, before: str, after: str, bias: bool, dtype: torch.dtype, device: str) -> Line:
@@ -93,6 +94,8 @@ class Line:
         line = cls(
             weight, torch.randn(rows, device=device).to(dtype) if bias else None, norm if before else None, after
         )
+        if norm.kind == "layer" and before:
+            line.shift = gemv.shifts(weight, norm)
         if after.startswith("heads"):
             _, kv_heads, dim, _ = map(int, after.split()[1:5])
             line.cache = torch.zeros(2, 40, kv_heads, dim, dtype=dtype, device=device)
@@ -346,7 +349,9 @@ class Stack:
         x = self.x
 
         def go(name: str, line: Line, x: torch.Tensor, after: After) -> torch.Tensor:
-            return gemv.product_rows(x, line.weight, line.bias, line.before, after, cut=cuts.get(name))
+            return gemv.product_rows(
+                x, line.weight, line.bias, line.before, after, cut=cuts.get(name), shift=line.shift
+            )
 
         for layer in self.layers:
             q = go("qkv", layer["qkv"], x, Heads(layer["qkv"].cache, *self.turns))
@@ -374,7 +379,7 @@ def bench_products(wish: str) -> None:
                 then = [line.after(tokens, torch.bfloat16) for line in lines]
                 ours = microseconds(
                     lambda x=x, t=then, ls=lines: [
-                        gemv.product_rows(x, a.weight, a.bias, a.before, b) for a, b in zip(ls, t)
+                        gemv.product_rows(x, a.weight, a.bias, a.before, b, shift=a.shift) for a, b in zip(ls, t)
                     ][-1],
                     len(lines),
                 )
@@ -519,7 +524,7 @@ def compile_part(part: int, jobs: list[tuple[str, str, Tiling | None]]) -> None:
             x = torch.randn(tokens, columns, device="cuda").bfloat16()
             then = line.after(tokens, torch.bfloat16)
             try:
-                gemv.product_rows(x, line.weight, line.bias, line.before, then, cut=cut)
+                gemv.product_rows(x, line.weight, line.bias, line.before, then, cut=cut, shift=line.shift)
                 torch.cuda.synchronize()
             except Exception as problem:
                 print(f"{model} {name} {cut}: {problem!r}"[:300], flush=True)

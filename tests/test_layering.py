@@ -15,7 +15,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "bloomery"
 FILES = sorted(SOURCE.rglob("*.py"))
-COMPUTE = {"kernels", "parallel", "quant", "attention", "layers", "models", "runtime", "executors", "cli", "llm"}
+COMPUTE = {
+    "native",
+    "kernels",
+    "parallel",
+    "quant",
+    "attention",
+    "layers",
+    "models",
+    "runtime",
+    "executors",
+    "cli",
+    "llm",
+    "profile",
+}
 
 
 def table() -> dict[str, set[str]]:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bloomery import __version__
+from bloomery import __version__, profile, quantize
+from bloomery.bench import command as bench
 from bloomery.config import Config, Options, ServerConfig, from_environment, options, parse
 from bloomery.errors import BloomeryError
+from bloomery.plan import command as plan
 from bloomery.sampling import SamplingParams
 
 CHAT_HELP = """\
@@ -59,7 +61,18 @@ def parser() -> argparse.ArgumentParser:
     chat_verb = verb(verbs, "chat", chat, "talk to a model in the terminal")
     chat_verb.add_argument("--system", help="system prompt")
     sampling_flags(chat_verb)
+    instrument(verbs, "plan", plan, "what a model needs, where it fits and how fast it could be; reads no weights")
+    instrument(verbs, "bench", bench, "put load on a server and measure what its users would feel")
+    profile.flags(verb(verbs, "profile", profiled, "show where a step's time goes, by torch's profiler"))
+    instrument(verbs, "quantize", quantize, "write a checkpoint again in fewer bits")
     return top
+
+
+def instrument(verbs: Any, name: str, module: Any, help: str) -> None:
+    """A command that measures or foretells: a module with `flags` of its own, and `run`."""
+    made: argparse.ArgumentParser = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    made.set_defaults(run=module.run)
+    module.flags(made)
 
 
 def verb(
@@ -125,12 +138,12 @@ def sampling(args: argparse.Namespace, default: SamplingParams) -> SamplingParam
 # ---- commands ----------------------------------------------------------------------------------------
 
 
-def load(args: argparse.Namespace) -> Any:
+def load(args: argparse.Namespace, **more: Any) -> Any:
     from bloomery.llm import LLM
 
     config = configuration(args)
     wishes = {field.name: getattr(config, field.name) for field in options() if field.name != "prefix_cache"}
-    return LLM(config.model, enable_prefix_caching=config.prefix_cache, progress=True, **wishes)
+    return LLM(config.model, enable_prefix_caching=config.prefix_cache, progress=True, **wishes, **more)
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -147,6 +160,10 @@ def generate(args: argparse.Namespace) -> int:
         show(piece.text)
     print()
     return 0
+
+
+def profiled(args: argparse.Namespace) -> int:
+    return profile.run(load(args, skip_tokenizer_init=True), args)
 
 
 def chat(args: argparse.Namespace) -> int:

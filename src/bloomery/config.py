@@ -11,14 +11,21 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bloomery.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+QUANTIZE = ("auto", "int8", "int4", "int4-64", "int3", "int2", "nf4", "fp4", "fp8", "w8a8")
 LOAD_FORMATS = ("auto", "dummy")
+EXECUTORS = ("auto", "ray")
+KV_DTYPES = ("auto", "fp8", "int8")
+POLICIES = ("auto", "fair", "first-come")
 LOG_FORMATS = ("auto", "human", "json")
 PREFIX = "BLOOMERY_"
+# Set by Nsight Systems and Compute, by torch's profiler when driven from outside, and by samplers of Python.
+PROFILERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "KINETO_USE_DAEMON", "VIZTRACER_ENABLED")
 
 
 def option(default: Any, help: str, group: str, choices: tuple[str, ...] | None = None, kind: Any = None) -> Any:
@@ -45,19 +52,36 @@ class Config:
     dtype: str = option(
         "auto", "precision of weights and activations; auto: the checkpoint's own, float32 on a CPU", "Model", DTYPES
     )
+    quantize: str = option(
+        "auto", "round the products of any checkpoint to fewer bits while loading; auto: as stored", "Model", QUANTIZE
+    )
     load_format: str = option("auto", "dummy: random weights of the right shapes, no file read", "Model", LOAD_FORMATS)
     max_model_len: int | None = option(
         None, "longest prompt plus answer, in tokens; default: what the model and memory allow", "Model", kind=int
     )
     device: str = option("auto", "cpu, cuda, cuda:1; auto: a GPU if there is one", "Hardware")
-    threads: int | None = option(None, "CPU threads of the model; default: one a core", "Hardware", kind=int)
+    threads: int | None = option(None, "CPU threads of the model, or of each rank; default: one a core", "Hardware", kind=int)
+    native: bool = option(
+        True, "CPU kernels compiled on this machine; without: torch alone, and GGUF's blocks expanded", "Hardware"
+    )
     memory: float = option(0.9, "share of the GPU's memory to use", "Hardware")
     cuda_graphs: bool = option(True, "capture decode steps as CUDA graphs", "Hardware")
+    tp: int = option(1, "ranks that share every layer (tensor parallel): shorter steps, much traffic", "Hardware")
+    pp: int = option(1, "stages of layers (pipeline parallel): more steps at once, little traffic", "Hardware")
+    executor: str = option(
+        "auto", "where ranks live: processes of this machine, or actors of a Ray cluster; auto: here", "Hardware", EXECUTORS
+    )
+    interface: str | None = option(
+        None, "network interface by which ranks of several machines talk; default: that of Ray's address", "Hardware"
+    )
     kv_cache_gib: float | None = option(
         None,
         "memory for keys and values, in GiB; default: what is left (GPU), a quarter of what is free up to 4 (CPU)",
         "Hardware",
         kind=float,
+    )
+    kv_dtype: str = option(
+        "auto", "keys and values in 8 bits with a scale a head: half the memory; auto: as dtype", "Hardware", KV_DTYPES
     )
     max_sequences: int | None = option(
         None, "sequences in one step; default: 256 on a GPU, 64 on a CPU", "Batching", kind=int
@@ -69,8 +93,26 @@ class Config:
         kind=int,
     )
     prefix_cache: bool = option(True, "reuse the keys and values of prompts that begin alike", "Batching")
+    deterministic: bool = option(
+        False, "the same tokens alone and in any batch, chunked, cached or replayed; costs speed", "Batching"
+    )
     steps_in_flight: int | None = option(
-        None, "steps queued on the device; default: 2 on a GPU, 1 on a CPU", "Batching", kind=int
+        None, "steps queued on the device; default: 2 on a GPU, 1 on a CPU, at least one a stage", "Batching", kind=int
+    )
+    policy: str = option(
+        "auto",
+        "fair: short requests never wait for long ones; auto: fair, but first-come for offline batches",
+        "Batching",
+        POLICIES,
+    )
+    target_inter_token_ms: float | None = option(
+        None,
+        "time between two tokens of a stream, kept while prompts are computed; default: by the measured step",
+        "Batching",
+        kind=float,
+    )
+    short_request_ms: float | None = option(
+        None, "a request that takes no longer alone is short; default: 64 measured steps", "Batching", kind=float
     )
     block_size: int | None = option(
         None, "positions a block of the cache holds; default: 64 on a GPU, 16 on a CPU", "Batching", kind=int
@@ -88,7 +130,7 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; a public one needs an API key", "Server")
     port: int = option(8000, "port to listen on", "Server")
-    api_key: str | None = option(None, "keys that let clients in", "Server")
+    api_key: str | None = option(None, "keys that let clients in, or @FILE that has them", "Server")
     served_model_name: str | None = option(
         None, "names the model answers to; the first is the one it is listed under", "Server"
     )
@@ -98,6 +140,12 @@ class ServerConfig:
     log_format: str = option(
         "auto", "one line a request: for people, or as JSON; auto: JSON unless on a terminal", "Server", LOG_FORMATS
     )
+    limits: str | None = option(None, "what clients may ask for, as name=value; GET /info lists all names", "Server")
+    otlp_endpoint: str | None = option(
+        None, "where traces go, by OpenTelemetry's HTTP protocol; needs pip install 'bloomery[otel]'", "Server"
+    )
+    otlp_service_name: str = option("bloomery", "what traces call this server", "Server")
+    replicas: int = option(1, "engines behind this one door, each with the whole model", "Server")
     drain_seconds: float = option(30.0, "how long running answers may go on after a signal to stop", "Server")
 
     def __post_init__(self) -> None:
@@ -107,6 +155,18 @@ class ServerConfig:
                 f"host {self.host} can be reached from other machines, and there is no API key: anybody could use this "
                 "server. Set --api-key (or BLOOMERY_API_KEY), or listen on 127.0.0.1"
             )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The API keys; from a file, one a line, where its name stands behind an @: nobody can read that in a process
+        list."""
+        found: list[str] = []
+        for item in self.items(self.api_key):
+            try:
+                found += Path(item[1:]).read_text().split() if item.startswith("@") else [item]
+            except OSError as error:
+                raise ConfigError(f"api_key: {item[1:]} cannot be read: {error.strerror}") from None
+        return tuple(found)
 
     @staticmethod
     def items(text: str | None) -> tuple[str, ...]:
@@ -143,6 +203,21 @@ def from_environment(
     return values, warnings
 
 
+def variables() -> Mapping[str, str]:
+    """All there are: for the launcher, whose names are another project's."""
+    return os.environ
+
+
+def use_interface(name: str) -> None:
+    """What this process's communication libraries bind to and listen on; before they are first used."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+
+
+def child_environment() -> dict[str, str]:
+    """What a process that we start inherits: everything but secrets, which it has no use for."""
+    return {name: value for name, value in os.environ.items() if name != f"{PREFIX}API_KEY"}
+
+
 def parse(field: dataclasses.Field[Any], text: str, name: str) -> Any:
     kind = field.metadata["kind"]
     if kind is bool:
@@ -163,6 +238,12 @@ def parse(field: dataclasses.Field[Any], text: str, name: str) -> Any:
         return kind(text)
     except ValueError:
         raise ConfigError(f"{name} must be {'a whole number' if kind is int else 'a number'}, not {text!r}") from None
+
+
+def profiler_variable(environ: Mapping[str, str] | None = None) -> str | None:
+    """The variable by which a profiler attached itself to this process and its children, if one did."""
+    environ = os.environ if environ is None else environ
+    return next((name for name in PROFILERS if environ.get(name)), None)
 
 
 def cores() -> int:
@@ -191,11 +272,23 @@ class Plan:
     prefix_cache: bool
     depth: int  # steps in flight
     graphs: bool = False  # decode steps captured
+    native: bool = False  # CPU kernels of our own
+    policy: str = "first-come"
+    target_inter_token: float | None = None  # seconds; None: by the measured step
+    short_request: float | None = None
+    deterministic: bool = False
+    quantize: str = "auto"
+    kv_dtype: str = "auto"
+    tp: int = 1
+    pp: int = 1
+    executor: str = "auto"
+    interface: str | None = None
+    first_device: int = 0  # where `device` names no single one: the first GPU of this engine
 
 
 def resolve(config: Config, *, name: str, path: str, kind: str, dtype: str, device: str, context: int) -> Plan:
     """`dtype` is the checkpoint's own, `device` the one found, `context` the model's limit."""
-    cpu = device == "cpu"
+    cpu, ranks = device == "cpu", config.tp * config.pp
     if config.max_model_len is not None and config.max_model_len > context:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is beyond the {context} positions {name} was made for; "
@@ -212,7 +305,7 @@ def resolve(config: Config, *, name: str, path: str, kind: str, dtype: str, devi
         load_format=config.load_format,
         dtype=dtype,
         device=device,
-        threads=config.threads or cores(),
+        threads=config.threads or max(cores() // ranks, 1),
         max_length=config.max_model_len or context,
         length_is_wish=config.max_model_len is not None,
         block_size=config.block_size or (16 if cpu else 64),
@@ -222,5 +315,16 @@ def resolve(config: Config, *, name: str, path: str, kind: str, dtype: str, devi
         kv_bytes=None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30),
         prefix_cache=config.prefix_cache,
         graphs=config.cuda_graphs and not cpu,
-        depth=config.steps_in_flight or (1 if cpu else 2),
+        native=config.native and cpu,
+        policy="fair" if config.policy == "auto" else config.policy,
+        target_inter_token=None if config.target_inter_token_ms is None else config.target_inter_token_ms / 1000,
+        short_request=None if config.short_request_ms is None else config.short_request_ms / 1000,
+        deterministic=config.deterministic,
+        quantize=config.quantize,
+        kv_dtype=config.kv_dtype,
+        depth=config.steps_in_flight or max(config.pp, 1 if cpu else 2),
+        tp=config.tp,
+        pp=config.pp,
+        executor=config.executor,
+        interface=config.interface,
     )

@@ -12,11 +12,12 @@ from math import prod
 
 import numpy as np
 
+from bloomery import layout
 from bloomery.artifacts import gguf, safetensors
 from bloomery.artifacts.files import strict_json
 from bloomery.artifacts.locate import Artifact, locate
 from bloomery.config import Config, Plan, resolve
-from bloomery.errors import UnsupportedModel
+from bloomery.errors import ConfigError, UnsupportedModel
 from bloomery.families import Description, describe
 from bloomery.families.gguf import describe as describe_gguf
 
@@ -47,7 +48,9 @@ def native_dtype(artifact: Artifact, dummy: bool = False) -> str:
     path = artifact.path / "config.json"
     config = strict_json(path.read_bytes(), str(path))
     config = {**(config.get("text_config") or {}), **config}
-    stated = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
+    packed = config.get("quantization_config") or {}
+    words = (config.get("dtype"), config.get("torch_dtype"), packed.get("bnb_4bit_compute_dtype"), "auto")
+    stated = str(next(word for word in words if word)).removeprefix("torch.")
     if stated in DTYPES:
         return stated
     if stated != "auto":
@@ -79,6 +82,13 @@ def plan_for(config: Config) -> tuple[Plan, Artifact]:
     """Locate, describe, resolve."""
     dummy = config.load_format == "dummy"
     artifact = locate(config.model, config.revision, weights=not dummy)
+    found = description(artifact)
+    if found.quantization is not None and config.quantize != "auto" and not dummy:
+        raise ConfigError(
+            f"quantize {config.quantize!r}: {artifact.name} is packed by {found.quantization.method} already; leave "
+            "quantize out, or take the checkpoint in full precision"
+        )
+    layout.check(found.model, config.tp, config.pp)
     plan = resolve(
         config,
         name=artifact.name,
@@ -86,6 +96,6 @@ def plan_for(config: Config) -> tuple[Plan, Artifact]:
         kind=artifact.kind,
         dtype=native_dtype(artifact, dummy),
         device=device(config.device),
-        context=description(artifact).model.context,
+        context=found.model.context,
     )
     return plan, artifact

@@ -11,18 +11,17 @@ import sys
 
 from bloomery.engine.executor import Executor, Report
 from bloomery.engine.process import serve
+from bloomery.executors.chosen import Chosen
 
 
-def local(report: Report) -> Executor:
-    """Torch is imported here: after the process has tied its life to its parent's."""
-    from bloomery.executors.local import Local
-
-    return Local(report=report)
+def chosen(report: Report) -> Executor:
+    """Torch is imported later, if at all: after the process has tied its life to its parent's."""
+    return Chosen(report=report)
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="engine: %(message)s", stream=sys.stderr)
-    return serve(socket.socket(fileno=int(sys.argv[1])), local)
+    return serve(socket.socket(fileno=int(sys.argv[1])), chosen)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ import itertools
 import logging
 import queue
 import secrets
+import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from bloomery.config import Config, Plan
@@ -27,10 +28,12 @@ from bloomery.describe import plan_for
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.executor import Executor
 from bloomery.engine.loop import Loop
+from bloomery.engine.policy import policy_for
 from bloomery.engine.scheduler import Scheduler
+from bloomery.executors.chosen import Chosen
 from bloomery.errors import BloomeryError, ConfigError, InvalidRequest, RequestFailed, TemplateError
-from bloomery.messages import Capacity, Request, Tokens
-from bloomery.sampling import SamplingParams, requests
+from bloomery.messages import Capacity, Pooling, Request, Tokens
+from bloomery.sampling import SamplingParams, embedding_request, requests
 from bloomery.text.answer import Delta, Generation, RequestOutput
 from bloomery.text.chat import render
 from bloomery.text.load import load_tokenizer
@@ -38,8 +41,11 @@ from bloomery.text.tokenizer import Tokenizer
 
 log = logging.getLogger("bloomery")
 
+SWITCH = 5e-4  # seconds the event loop may keep the interpreter when the engine's thread, back from the device, wants it
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+# What peers call some options.
+PEERS = {"quantization": "quantize", "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}
 
 
 # ---- putting the towers together ---------------------------------------------------------------------
@@ -58,22 +64,22 @@ class Stack:
 
 def build(config: Config, tokenizer: bool = True, progress: bool = False) -> Stack:
     """Locate, plan, load. Torch is imported here and no earlier."""
-    from bloomery.executors.local import Local
-
     plan, artifact = plan_for(config)
     words = load_tokenizer(artifact) if tokenizer else None
-    executor = Local(progress)
+    executor = Chosen(progress)
     capacity = executor.start(plan)
     for note in capacity.notes:
         log.warning(note)
     blocks = Blocks(capacity.blocks, capacity.block_size, plan.prefix_cache)
-    scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences)
+    policy = policy_for(plan, capacity)
+    scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, capacity.stages)
     return Stack(plan, capacity, words, executor, Loop(scheduler, executor, plan.depth))
 
 
 def configure(model: str | None, enable_prefix_caching: bool, options: Mapping[str, Any]) -> Config:
+    named = {PEERS.get(name, name): value for name, value in options.items()}
     try:
-        return Config(model, prefix_cache=enable_prefix_caching, **options)
+        return Config(model, prefix_cache=enable_prefix_caching, **named)
     except TypeError as error:
         raise ConfigError(f"{error}; the options are those of `bloomery generate --help`") from None
 
@@ -107,6 +113,11 @@ class Front:
             encode=(lambda word: tokenizer.encode(word, add_special=False)) if tokenizer else None,
         )
         return Generation(name, text, params, made, tokenizer)
+
+    def embedding(self, prompt: Prompt, pooling: Pooling) -> Request:
+        capacity = self.stack.capacity
+        name, (_, ids) = str(next(self.numbers)), self._ids(prompt)
+        return embedding_request(ids, pooling, id=name, vocab=capacity.vocab, max_length=capacity.max_length)
 
     def _ids(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
@@ -154,9 +165,12 @@ class LLM:
     ):
         """`model` is a folder, a .gguf file, a Hub id or None for the embedded one; options are Config's fields."""
         config = configure(model, enable_prefix_caching, options)
+        if config.policy == "auto":
+            config = replace(config, policy="first-come")  # all prompts are there, and nobody watches one of them
         self.front = Front(build(config, not skip_tokenizer_init, progress))
         self.loop = self.front.stack.loop
         self.arrivals: dict[str, tuple[Generation, deque[Delta]]] = {}  # by request
+        self.embedded: dict[str, list[float]] = {}  # by request
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -209,6 +223,20 @@ class LLM:
         prompts = [self.front.conversation(one, **template) for one in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
+        """A vector of length 1 each: the mean of a prompt's final hidden states, or its last token's."""
+        made = [self.front.embedding(prompt, pooling) for prompt in many(prompts)]
+        try:
+            for request in made:
+                self.loop.add(request)
+            while any(request.id not in self.embedded for request in made):
+                self._step()
+            return [self.embedded[request.id] for request in made]
+        finally:
+            for request in made:
+                self.loop.abort(request.id)
+                self.embedded.pop(request.id, None)
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """The answer piece by piece. Closing the iterator stops it; several may run side by side."""
         generation = self.front.generation(prompt, sampling_params or self.default_params)
@@ -237,6 +265,8 @@ class LLM:
         count, ended = 0, set()
         for news in self.loop.step():
             count += len(news.ids)
+            if news.embedding:
+                self.embedded[news.request] = list(news.embedding)
             found = self.arrivals.get(news.request)
             if found is None:
                 continue
@@ -310,6 +340,7 @@ class AsyncLLM:
         self.listeners: dict[str, asyncio.Queue[Tokens | BaseException]] = {}
         self.events: asyncio.AbstractEventLoop | None = None
         self.failure: BaseException | None = None
+        sys.setswitchinterval(SWITCH)
         self.thread = threading.Thread(target=self._run, name="bloomery-engine", daemon=True)
         self.thread.start()
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]  # stop: a stop id, or a stop string found in the text
-State = Literal["loading", "ready", "restarting", "draining", "failed", "closed"]
+# stop: a stop id, or a stop string found in the text; deadline: the request's own time was up
+FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
+Pooling = Literal["mean", "last"]  # over the final hidden states of a prompt
+State = Literal["loading", "ready", "stalled", "restarting", "draining", "failed", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,10 @@ class Request:
     stop_ids: tuple[int, ...] = ()  # end of sequence and stop token ids
     emitted: tuple[int, ...] = ()  # ids a client already has, when a request is replayed
     salt: str = ""  # prefix-cache blocks are shared among equal salts only
+    pooling: Pooling | None = None  # an embedding of the prompt is wanted, and no token
+    priority: int = 0  # lower is earlier
+    deadline: float | None = None  # seconds it has left when it is handed over; clocks differ between processes
+    tenant: str = ""  # tenants are served in equal shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ class Start:
     prompt_len: int
     sampling: Sampling
     stop_ids: tuple[int, ...]
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +105,28 @@ class Sampled:
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the positions after this item's own
+    embedding: tuple[float, ...] = ()  # with the last item of a request that asked for one
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time of some steps went: sums, in seconds. Of device and idle together, the floor could not be saved."""
+
+    steps: int = 0
+    floor: float = 0.0  # what the hardware cannot beat
+    expected: float = 0.0  # what our code was planned to take
+    device: float = 0.0  # from a step's beginning to its end, on the device
+    idle: float = 0.0  # from one step's end to the next one's beginning: the host was late
+    host: float = 0.0  # spent on queueing steps, mostly while the device was busy
+    sampling: float = 0.0  # of device: choosing tokens, where it is no part of a captured step
+    padding: float = 0.0  # of device: lines that only fill up a captured step, at the least
+    communication: float = 0.0  # of device: messages between ranks, as the links' rates say
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     samples: tuple[Sampled, ...]
+    timing: Timing | None = None  # of steps that have ended by now
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +142,7 @@ class Tokens:
     finish: FinishReason | None = None
     error: str | None = None
     queued: float = 0.0  # seconds between its arrival and its first step, where a queue is kept
+    embedding: tuple[float, ...] = ()  # of length 1, and then all there is to tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +159,7 @@ class Capacity:
     kv_bytes: int = 0
     device: str = "cpu"
     notes: tuple[str, ...] = field(default=())  # what the operator should know, one line each
+    stages: int = 1  # of a pipeline: so many groups of sequences take turns, none of them twice in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +186,12 @@ class Stats:
     prefix_queried: int = 0  # tokens looked up in the prefix cache when a sequence was admitted, and found there
     prefix_hit: int = 0
     preemptions: int = 0
+    sequences: int = 0  # in a step, summed over steps
+    positions: int = 0  # computed
+    prompt_steps: int = 0  # steps that computed positions of a prompt
+    tax_seconds: float = 0.0  # that long requests gave for the sake of short ones
+    timing: Timing = Timing()
+    share: float | None = None  # of the limit, over the last seconds: the floor over what it took
 
 
 @dataclass(frozen=True, slots=True)

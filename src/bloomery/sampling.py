@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Never
+from typing import Any, Never, get_args
 
 from bloomery.errors import InvalidRequest, PromptTooLong
-from bloomery.messages import Request, Sampling
+from bloomery.messages import Pooling, Request, Sampling
 
 POSITIVE = 5e-324  # the least number above 0
 LARGEST = 3.4e38  # what float32 holds
@@ -38,9 +38,11 @@ WHOLES: tuple[tuple[str, int, int, str], ...] = (
     ("logprobs", 0, COUNT, "a whole number, at least 0, or None for no log-probabilities"),
     ("prompt_logprobs", 0, COUNT, "a whole number, at least 0, or None for no log-probabilities"),
     ("truncate_prompt_tokens", 1, COUNT, "a whole number, at least 1, or None to keep the whole prompt"),
+    ("priority", -100, 100, "a whole number from -100 to 100; lower is earlier"),
+    ("deadline_ms", 1, COUNT, "a whole number of milliseconds, at least 1, or None for no deadline"),
 )
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "watermark", "detokenize", "skip_special_tokens")
-OPTIONAL = {"best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
+OPTIONAL = {"best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "deadline_ms"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None  # keep only the last so many
     detokenize: bool = True
     skip_special_tokens: bool = True
+    priority: int = 0  # lower is earlier: one less is worth ten seconds of waiting
+    deadline_ms: int | None = None  # after so long it is ended where it is, be it in the queue
 
     def __post_init__(self) -> None:
         for name, least, most, words in NUMBERS:
@@ -144,6 +148,7 @@ def requests(
     eos_ids: Sequence[int] = (),
     encode: Callable[[str], Sequence[int]] | None = None,
     salt: str = "",
+    tenant: str = "",
 ) -> tuple[Request, ...]:
     """One prompt as `params.children` requests, named `id`, or `id-0`, `id-1` ... if there are several.
 
@@ -176,9 +181,27 @@ def requests(
             max_tokens=limit,
             stop_ids=stop_ids,
             salt=salt,
+            priority=params.priority,
+            deadline=None if params.deadline_ms is None else params.deadline_ms / 1000,
+            tenant=tenant,
         )
         for child in range(params.children)
     )
+
+
+def embedding_request(
+    prompt: Sequence[int], pooling: Pooling, *, id: str, vocab: int, max_length: int, salt: str = ""
+) -> Request:
+    """One prompt as a request for its embedding; unlike a prompt to be completed it may fill the context."""
+    if pooling not in get_args(Pooling):
+        _refuse("pooling", pooling, " or ".join(get_args(Pooling)))
+    if not len(prompt):
+        raise InvalidRequest("the input has no tokens: give at least one", field="input")
+    _check_ids("input", prompt, vocab)
+    if len(prompt) > max_length:
+        message = f"the input has {len(prompt)} tokens, but the context holds {max_length}: shorten it"
+        raise PromptTooLong(message, field="input")
+    return Request(id, tuple(prompt), Sampling(temperature=0.0), 0, salt=salt, pooling=pooling)
 
 
 def child_seed(seed: int, child: int) -> int:

@@ -12,18 +12,22 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
 
 from bloomery.config import Config, Plan, ServerConfig
 from bloomery.describe import plan_for
-from bloomery.engine.client import EngineClient
+from bloomery.engine.client import EngineClient, Patience
+from bloomery.engine.replicas import Replicas, share
 from bloomery.errors import BloomeryError
 from bloomery.server.app import create_app
+from bloomery.server.limits import Limits
 from bloomery.server.protocol import BoundedProtocol
 from bloomery.server.service import Settings
+from bloomery.server.tracing import traces_to
 from bloomery.text.load import load_tokenizer
 
 log = logging.getLogger("bloomery")
@@ -36,17 +40,30 @@ def serve(config: Config, wishes: ServerConfig) -> int:
     settings = Settings(
         model=names[0],
         aliases=tuple(name for name in (*names[1:], artifact.name) if name != names[0]),
-        keys=wishes.items(wishes.api_key),
+        keys=wishes.keys,
         host=wishes.host,
         allowed_hosts=wishes.items(wishes.allowed_hosts),
         cors_origins=wishes.items(wishes.cors_origins),
         open_metrics=wishes.open_metrics,
         revision=artifact.revision,
+        limits=Limits.of(wishes.limits),
+        warm=True,
     )
     tell(plan, artifact.found)
-    client = EngineClient(plan)
-    app = create_app(client, load_tokenizer(artifact), settings)
-    return asyncio.Runner(loop_factory=new_loop).run(run(client, app, wishes))
+    limits = settings.limits
+    patience = replace(
+        Patience.for_device(plan.device, limits.step_seconds), queue=limits.queue_seconds, restarts=limits.restarts
+    )
+    client = engines(plan, wishes.replicas, patience)
+    traces = traces_to(wishes.otlp_endpoint, wishes.otlp_service_name) if wishes.otlp_endpoint else None
+    app = create_app(client, load_tokenizer(artifact), settings, traces)
+    return asyncio.Runner(loop_factory=new_loop).run(run(client, app, wishes, int(limits.idle_seconds)))
+
+
+def engines(plan: Plan, count: int, patience: Patience) -> EngineClient | Replicas:
+    if count == 1:
+        return EngineClient(plan, patience=patience)
+    return Replicas([EngineClient(share(plan, number, count), patience=patience) for number in range(count)])
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -64,22 +81,23 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    def stop(self) -> None:
-        """First no new connections, and answers may end; asked again, at once."""
+    def stop(self, close: Callable[[float], Coroutine[Any, Any, None]], seconds: float) -> None:
+        """First nothing new, and answers may end within so many seconds; asked again, at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
+        self.closing = asyncio.create_task(close(0 if self.force_exit else seconds))
 
 
-async def run(client: EngineClient, app: Any, wishes: ServerConfig) -> int:
+async def run(client: EngineClient | Replicas, app: Any, wishes: ServerConfig, idle_seconds: int = 75) -> int:
     """Until a signal, or until there will be no engine any more."""
     server = Server(
         uvicorn.Config(
             app, wishes.host, wishes.port, http=BoundedProtocol, lifespan="on", access_log=False, server_header=False,
-            timeout_keep_alive=75, log_config=None, timeout_graceful_shutdown=int(wishes.drain_seconds) + 1,
+            timeout_keep_alive=idle_seconds, log_config=None, timeout_graceful_shutdown=int(wishes.drain_seconds) + 5,
         )
     )  # fmt: skip
     for name in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(name, server.stop)
+        asyncio.get_running_loop().add_signal_handler(name, server.stop, client.close, wishes.drain_seconds)
     await client.start()
     url = f"http://{wishes.host}:{wishes.port}"
     watch = asyncio.create_task(loading(client, url))
@@ -93,7 +111,7 @@ async def run(client: EngineClient, app: Any, wishes: ServerConfig) -> int:
         await serving
     finally:
         watch.cancel()
-        await client.close(0 if failure.done() or server.force_exit else wishes.drain_seconds)
+        await client.close()
         failed = failure.done()
         failure.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -101,10 +119,10 @@ async def run(client: EngineClient, app: Any, wishes: ServerConfig) -> int:
     return 1 if failed or not server.started else 0
 
 
-async def loading(client: EngineClient, url: str) -> None:
+async def loading(client: EngineClient | Replicas, url: str) -> None:
     """A bar while weights are read, then where to go."""
     begun = time.monotonic()
-    settled = asyncio.create_task(client.settled.wait())
+    ready = asyncio.create_task(client.ready())
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -112,12 +130,11 @@ async def loading(client: EngineClient, url: str) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("loading", total=1.0)
-            while not settled.done():
+            while not ready.done():
                 bar.update(task, completed=client.status.progress or 0.0, description=client.status.detail or "loading")
-                await asyncio.wait((settled,), timeout=0.1)
-    await settled
+                await asyncio.wait((ready,), timeout=0.1)
     try:
-        capacity = await client.ready()
+        capacity = await ready
     except BloomeryError:
         return  # the owner is told by wait_failed
     for note in capacity.notes:
@@ -132,7 +149,9 @@ async def loading(client: EngineClient, url: str) -> None:
 def tell(plan: Plan, found: str) -> None:
     log.info(
         "%s (%s): %s on %s, %s, at most %d tokens, %d sequences and %d positions a step, prefix cache %s",
-        plan.name, found, plan.dtype, plan.device, f"{plan.threads} threads" if plan.device == "cpu" else "GPU",
+        plan.name, found, plan.dtype, plan.device,
+        f"tp {plan.tp} x pp {plan.pp}" if plan.tp * plan.pp > 1
+        else f"{plan.threads} threads" if plan.device == "cpu" else "GPU",
         plan.max_length, plan.max_sequences, plan.max_batch_tokens, "on" if plan.prefix_cache else "off",
     )  # fmt: skip
 

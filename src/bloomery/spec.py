@@ -85,6 +85,8 @@ class Rope:
 class Alibi:
     scale: float = 1.0  # Falcon scales its slopes with the logits
     max_bias: float = 8.0
+    first: int = 0  # where a rank has some of the model's heads: its first, of how many; 0: all are here
+    heads: int = 0
 
 
 # ---- the blocks of a layer -----------------------------------------------------------------------
@@ -211,3 +213,11 @@ class Names:
     prefixes: tuple[str, ...] = ()
     # Patterns (fnmatch) of tensors that may lie unused in the checkpoint: causal masks, rotary tables, a vision tower.
     ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Who packed a checkpoint's products; which of them, and how, their tensors say."""
+
+    method: Literal["bitsandbytes", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4"]
+    first_zero: int = 0  # what GPTQ's zeros count from: 1 in the first version of the format

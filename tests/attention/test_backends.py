@@ -108,15 +108,19 @@ def test_backend_equals_the_definition(spec: Attention, backend: Backend, monkey
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1")
-@pytest.mark.parametrize("counts", [[40], [1, 40, 20, 33, 50]], ids=["alone", "among others"])
-def test_long_prompts_may_go_to_the_library(counts: list[int]) -> None:
-    """The same numbers, whether a prompt from its beginning is read from pages or gathered."""
-    spec, lengths, torch_rng = Attention(4, 2, 64), [*counts[:-1], counts[-1] + 10], torch.manual_seed(0)
-    tables = torch.randperm(40, generator=torch_rng).view(-1, 4)[: len(counts)].tolist()
-    step = ragged(Random(0), tables, lengths if len(counts) > 1 else counts, counts, 16)
-    cache, q = torch.randn(cache_shape(spec, 40, 16)).half(), torch.randn(sum(counts), 4, 64).half()
+@pytest.mark.parametrize(
+    ("counts", "before", "taken"),
+    [([40], 0, 1), ([1, 40, 20, 33, 50], 10, 2), ([1, 20, 40], 256, 1)],
+    ids=["alone", "among others", "behind a chunk"],
+)
+def test_long_prompts_may_go_to_the_library(counts: list[int], before: int, taken: int) -> None:
+    """The same numbers, read from pages or gathered; `before` of the last sequence are in the cache already."""
+    spec, lengths, torch_rng = Attention(4, 2, 64), [*counts[:-1], counts[-1] + before], torch.manual_seed(0)
+    tables = torch.randperm(100, generator=torch_rng).view(-1, 20)[: len(counts)].tolist()
+    step = ragged(Random(0), tables, lengths, counts, 16)
+    cache, q = torch.randn(cache_shape(spec, 100, 16)).half(), torch.randn(sum(counts), 4, 64).half()
     mine, library = TritonPaged(library=None), TritonPaged(library=30)
-    assert [prompt.whole for prompt in library.plan(step).prompts].count(True) == (2 if len(counts) > 1 else 1)
+    assert [prompt.whole for prompt in library.plan(step).prompts].count(True) == taken
     want = mine.attend(q, cache, spec, mine.plan(step))
     torch.testing.assert_close(library.attend(q, cache, spec, library.plan(step)), want, rtol=2e-3, atol=2e-3)
 

@@ -1,7 +1,7 @@
 """A real engine process around a ghost: `python ghost_engine.py [OPTIONS] DESCRIPTOR`.
 
 A prompt that begins with POISON kills it in the step that computes it; one that begins with STALL makes that step
-endless. Run by path, so it finds the tests by itself.
+endless; not so where the ghost speaks in words. Run by path, so it finds the tests by itself.
 """
 # ruff: noqa: E402
 
@@ -32,12 +32,12 @@ POISON, STALL = (6, 6, 6, 6, 6), (5, 5, 5, 5, 5)
 BLOCKS, MAX_LENGTH = 512, 2048
 
 
-class Haunted(Ghost):
+class Haunted:
     """A ghost with a pace, a load time and weaknesses."""
 
     def __init__(self, arguments: argparse.Namespace, report: Report):
-        super().__init__(0)
         self.arguments, self.report = arguments, report
+        self.ghost: Ghost = Ghost(0)
 
     def start(self, plan: object) -> Capacity:
         assert isinstance(plan, Plan)
@@ -46,22 +46,34 @@ class Haunted(Ghost):
         for part in range(5):
             self.report("ectoplasm", part, 5)
             time.sleep(self.arguments.load / 5)
-        self.size = plan.block_size
-        return Capacity(BLOCKS, plan.block_size, plan.max_sequences, plan.max_batch_tokens, MAX_LENGTH, VOCAB)
+        vocab = VOCAB
+        if self.arguments.speaker:
+            from tests.server.speaker import Speaker, words
+
+            tokenizer = words()
+            self.ghost, vocab = Speaker(plan.block_size, tokenizer), tokenizer.vocab_size
+        else:
+            self.ghost = (Quick if self.arguments.quick else Ghost)(plan.block_size)
+        blocks = self.arguments.blocks
+        length = self.arguments.context
+        return Capacity(blocks, plan.block_size, plan.max_sequences, plan.max_batch_tokens, length, vocab)
 
     def submit(self, step: Step) -> Future[StepOutput]:
         if self.arguments.delay:
             time.sleep(self.arguments.delay)
         for item in step.items:
-            tokens = item.first.tokens if item.first is not None else ()
+            tokens = item.first.tokens if item.first is not None and not self.arguments.speaker else ()
             if tokens[:5] == POISON:
                 os.kill(os.getpid(), signal.SIGSEGV)
             while tokens[:5] == STALL:
                 time.sleep(1)
-        return super().submit(step)
+        return self.ghost.submit(step)
+
+    def close(self) -> None:
+        self.ghost.close()
 
 
-class Quick(Haunted):
+class Quick(Ghost):
     """Tokens for nothing: what remains is the cost of the engine and of the way to it."""
 
     def write(self, item: Item) -> None: ...
@@ -90,11 +102,13 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=0.0)
     parser.add_argument("--refuse", action="store_true")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--speaker", action="store_true")
+    parser.add_argument("--blocks", type=int, default=BLOCKS)
+    parser.add_argument("--context", type=int, default=MAX_LENGTH)
     parser.add_argument("descriptor", type=int)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
-    kind = Quick if arguments.quick else Haunted
-    return serve(socket.socket(fileno=arguments.descriptor), lambda report: kind(arguments, report))
+    return serve(socket.socket(fileno=arguments.descriptor), lambda report: Haunted(arguments, report))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM(None, threads=1, kv_cache_gib=0.5)
+    made = LLM(None, native=False, threads=1, kv_cache_gib=0.5)
     yield made
     made.close()
 
@@ -61,7 +61,7 @@ def test_batched_cached_and_chunked_say_the_same(llm: LLM, options: dict) -> Non
     want = ask(llm, prompts, params)
     again = ask(llm, prompts, params)
     assert all(out.num_cached_tokens > 0 for out in again if len(out.prompt_token_ids) > 16)
-    other = LLM(None, threads=1, kv_cache_gib=0.1, max_model_len=512, **options)
+    other = LLM(None, native=False, threads=1, kv_cache_gib=0.1, max_model_len=512, **options)
     for outs in (again, ask(other, prompts, params)):
         for one, two in zip(want, outs, strict=True):
             assert one.outputs[0].token_ids == two.outputs[0].token_ids
@@ -125,7 +125,7 @@ def test_prompt_logprobs_do_not_depend_on_the_cache_or_chunks(llm: LLM) -> None:
     prompt = " ".join(["The capital of France is Paris."] * 12)
     cold = ask(llm, [prompt], params)[0]
     warm = ask(llm, [prompt], params)[0]
-    small = LLM(None, threads=1, kv_cache_gib=0.1, max_model_len=512, max_batch_tokens=7)
+    small = LLM(None, native=False, threads=1, kv_cache_gib=0.1, max_model_len=512, max_batch_tokens=7)
     chunked = ask(small, [prompt], params)[0]
     small.close()
     for out in (cold, warm, chunked):
@@ -160,7 +160,7 @@ def test_bad_input_is_refused_by_name_and_harms_nobody(llm: LLM) -> None:
 
 
 def test_asyncio_streams_side_by_side(llm: LLM) -> None:
-    engine = AsyncLLM(None, threads=1, kv_cache_gib=0.2, max_model_len=1024)
+    engine = AsyncLLM(None, native=False, threads=1, kv_cache_gib=0.2, max_model_len=1024)
 
     async def one(prompt: str) -> list[int]:
         found: list[int] = []

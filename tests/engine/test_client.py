@@ -75,7 +75,7 @@ async def life() -> None:
     got = await collect(client, one, two, three)
     for asked in (one, two, three):
         assert [*asked.prompt, *ids(got[asked.id])] == plain(asked)
-        assert got[asked.id][-1].finish == "length" and got[asked.id][0].queued > 0
+        assert got[asked.id][-1].finish == "length" and got[asked.id][0].queued >= 0
     assert ids((await early)["early"])
     stats = await idle(client)
     assert stats.tokens_out == 12 + 12 + 20 + 3 and stats.tokens_in == 2 + 2 + 1 + 3 and stats.kv_blocks == BLOCKS

@@ -61,13 +61,13 @@ def test_a_replay_goes_on_where_the_ids_end() -> None:
     request = Request("a", (1, 2), Sampling(seed=9, prompt_logprobs=1), 50, (0,), (7,), "salt")
     entry = journal.open(request, Reader(), 0.0)
     assert journal.due() == [entry]
-    first = entry.replay()
+    first = entry.replay(0.0)
     assert (first.prompt, first.emitted, first.sampling.prompt_logprobs, first.salt) == ((1, 2), (7,), 1, "salt")
     journal.accept(Tokens(entry.serial, 1, (8, 9), cached=16))
     assert entry.take() == Tokens("a", 1, (8, 9), cached=16)
     journal.crash()
     assert journal.due() == [entry]
-    again = entry.replay()
+    again = entry.replay(0.0)
     assert (again.emitted, again.max_tokens, again.sampling) == ((7, 8, 9), 50, Sampling(seed=9))
     journal.accept(Tokens(entry.serial, 3, (1,), cached=99))  # what a replay finds cached is not the client's affair
     assert entry.take() == Tokens("a", 3, (1,), cached=16)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import Loop
+from bloomery.engine.policy import Aims, Fair, FirstCome
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import Request, Sampling
 from tests.ghost.ghost import VOCAB, Ghost, plain
@@ -23,11 +26,14 @@ class Engine(RuleBasedStateMachine):
         tokens=st.integers(1, 12),
         sequences=st.integers(1, 4),
         depth=st.integers(1, 3),
+        fair=st.booleans(),
     )
-    def start(self, blocks: int, size: int, tokens: int, sequences: int, depth: int) -> None:
+    def start(self, blocks: int, size: int, tokens: int, sequences: int, depth: int, fair: bool) -> None:
         self.blocks = Blocks(blocks, size)
-        self.scheduler = Scheduler(self.blocks, tokens, sequences)
-        self.loop = Loop(self.scheduler, Ghost(size), depth)
+        policy = Fair(sequences, blocks, Aims(short=0.02)) if fair else FirstCome()
+        self.scheduler = Scheduler(self.blocks, tokens, sequences, policy)
+        ticks = itertools.count()
+        self.loop = Loop(self.scheduler, Ghost(size), depth, lambda: 0.01 * next(ticks))
         self.asked: dict[str, Request] = {}
         self.got: dict[str, list[int]] = {}
         self.ended: set[str] = set()

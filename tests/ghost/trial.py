@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import replace
 from random import Random
 
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import Loop
+from bloomery.engine.policy import Aims, Fair, FirstCome
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import Request, Sampling
 from tests.ghost.ghost import VOCAB, Ghost, next_token, plain
@@ -21,13 +23,12 @@ def requests(random: Random, blocks: Blocks, drafts: int) -> deque[Request]:
         request = Request(
             str(number), tuple(prompt), Sampling(min_tokens=random.choice([0, 0, 4])), random.randrange(2, 12),
             stop_ids=random.choice([(), (3,), (1, 3)]), salt=random.choice(["", "", "other"]),
+            priority=random.choice([0, 0, -1, 2]), tenant=random.choice(["", "guest"]),
         )  # fmt: skip
         if random.random() < 0.1:
             first = plain(request)[len(prompt)]
             if first not in request.stop_ids:
-                request = Request(
-                    request.id, request.prompt, request.sampling, request.max_tokens, request.stop_ids, (first,)
-                )
+                request = replace(request, emitted=(first,), salt="")
         if len(prompt) + request.max_tokens + drafts <= blocks.count * blocks.size:
             todo.append(request)
     return todo
@@ -37,9 +38,14 @@ class Trial:
     def __init__(self, seed: int):
         self.random = random = Random(seed)
         self.blocks = Blocks(random.choice([12, 24, 60]), random.choice([1, 2, 4, 8]), random.random() < 0.9)
-        self.scheduler = Scheduler(self.blocks, random.choice([3, 8, 40]), random.choice([1, 3, 8]))
+        tokens, rows = random.choice([3, 8, 40]), random.choice([1, 3, 8])
+        policy = random.choice(
+            [FirstCome(), Fair(rows, self.blocks.count, Aims(short=random.choice([1e-3, 0.02, 0.1])))]
+        )
+        self.scheduler = Scheduler(self.blocks, tokens, rows, policy)
         self.ghost = Ghost(self.blocks.size)
-        self.loop = Loop(self.scheduler, self.ghost, depth=random.choice([1, 2, 3]))
+        self.time = 0.0
+        self.loop = Loop(self.scheduler, self.ghost, random.choice([1, 2, 3]), self.clock)
         self.drafts = random.choice([0, 0, 1, 3])
         self.aborts = random.choice([0.0, 0.0, 0.1])
         self.todo = requests(random, self.blocks, self.drafts)
@@ -49,6 +55,10 @@ class Trial:
         self.alive: set[str] = set()
         self.aborted: set[str] = set()
         self.stats: Counter[str] = Counter()
+
+    def clock(self) -> float:
+        self.time += self.random.choice([0.0, 0.001, 0.02])
+        return self.time
 
     def run(self) -> Counter[str]:
         quiet = 0

@@ -220,15 +220,35 @@ CASES = [
 ]
 
 
-def make_checkpoint(case: Case, folder: Path) -> Any:
-    """The case's model with seeded random weights, saved as safetensors and ready to answer."""
+WIDTHS = (
+    "hidden_size", "intermediate_size", "n_embd", "n_inner", "d_model", "ffn_dim", "word_embed_proj_dim", "head_dim",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "rotary_dim", "query_pre_attn_scalar",
+)  # fmt: skip
+
+
+def widened(config: Any, times: int) -> Any:
+    """The same mechanisms in a wider model."""
+    widths = {name: getattr(config, name, None) for name in WIDTHS}  # some are two names of one number
+    for name, width in widths.items():
+        if isinstance(width, int) and not isinstance(getattr(type(config), name, None), property):
+            setattr(config, name, times * width)
+    for values in (getattr(config, "rope_parameters", None) or {}, getattr(config, "rope_scaling", None) or {}):
+        for name in ("short_factor", "long_factor"):
+            if isinstance(values.get(name), list) and len(values[name]) < 16:
+                values[name] = values[name] * times
+    return config
+
+
+def make_checkpoint(case: Case, folder: Path, times: int = 1) -> Any:
+    """The case's model with seeded random weights, saved as safetensors and ready to answer; `times` as wide."""
     generator = torch.Generator().manual_seed(0)
+    config = widened(case.config(), times) if times > 1 else case.config()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = tf.AutoModelForCausalLM.from_config(case.config(), attn_implementation=case.attention).eval()
+        model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=case.attention).eval()
     with torch.no_grad():
         for weight in model.parameters():  # so that no norm is all ones and no bias zero
-            weight.add_(0.2 * torch.randn(weight.shape, generator=generator))
+            weight.add_(0.2 / times**0.5 * torch.randn(weight.shape, generator=generator))
     model.save_pretrained(folder)
     return model
 

@@ -17,6 +17,7 @@ from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.executors.local import Local
 from bloomery.messages import Request, Sampling, Tokens
+from bloomery.models.decoder import Decoder
 from bloomery.models.load import load
 
 
@@ -55,10 +56,14 @@ def ids(news: list[Tokens]) -> list[int]:
     return [token for entry in news for token in entry.ids]
 
 
-@torch.inference_mode()
 def logits(model: Path | None, tokens: list[int], length: int) -> torch.Tensor:
     """Every position's logits, the whole prompt in one pass over a fresh cache."""
     decoder = load(locate(str(model) if model else None), "auto", torch.float32, torch.device("cpu")).decoder
+    return decoder_logits(decoder, tokens, length)
+
+
+@torch.inference_mode()
+def decoder_logits(decoder: Decoder, tokens: list[int], length: int) -> torch.Tensor:
     decoder.reach(length)
     n, size, backend = len(tokens), 16, TorchPaged()
     blocks = -(-n // size)

@@ -10,12 +10,53 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bloomery.errors import UnsupportedModel
+from bloomery.families.quantization import quantization
+from bloomery.families.reader import Reader
 from bloomery.models.weights import grouped_ranges
-from bloomery.quant.base import Matrix, Range, Stored
-from bloomery.quant.dense import Dense
+from bloomery.quant.base import Format, Matrix, Product, Range, Stored
+from bloomery.quant.choose import ON_LOAD, choose
+from bloomery.quant.dense import DenseFormat
 from bloomery.spec import Attention
+from tests.quant.packers import CASES
 
-FORMATS: dict[str, Callable[[torch.Tensor], Matrix]] = {"dense": lambda weight: Dense(Stored.of(weight))}
+
+class Held:
+    """A checkpoint in memory."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self.tensors = {name: tensor.reshape(1) if tensor.dim() == 0 else tensor for name, tensor in tensors.items()}
+
+    def tensor(self, name: str, shape: object, transposed: bool = False, expert: int | None = None) -> Stored:
+        found = self.tensors[name].T if transposed else self.tensors[name]
+        assert tuple(found.shape) == tuple(shape), name  # type: ignore[call-overload]
+        return Stored.of(found)
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+
+def stored(form: Format, parts: dict[str, torch.Tensor], shape: tuple[int, ...]) -> Matrix:
+    return form.matrix(Held({f"m.{name}": part for name, part in parts.items()}), Product("m", shape))  # type: ignore[arg-type]
+
+
+def on_load(name: str) -> Callable[[torch.Tensor], Matrix]:
+    return lambda weight: stored(ON_LOAD[name], {"weight": weight}, tuple(weight.shape))
+
+
+def ready_made(name: str) -> Callable[[torch.Tensor], Matrix]:
+    form = choose(quantization(Reader({"quantization_config": CASES[name].config})))
+    return lambda weight: stored(form, CASES[name].pack(weight)[0], tuple(weight.shape))
+
+
+FORMATS: dict[str, Callable[[torch.Tensor], Matrix]] = {
+    "dense": lambda weight: stored(DenseFormat(), {"weight": weight}, tuple(weight.shape)),
+    **{name: on_load(name) for name in ON_LOAD},
+    **{name: ready_made(name) for name in CASES},
+}
 CPU = torch.device("cpu")
 
 
@@ -41,10 +82,11 @@ def quantize(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], Matrix]
 def test_columns_of_ranks_add_up_to_the_whole(quantize: Callable, kv_heads: int, world: int) -> None:
     torch.manual_seed(0)
     spec = Attention(8, kv_heads, 16)
-    stored, x = torch.randn((8 + 2 * kv_heads) * 16, 64), torch.randn(5, 64)
+    weight, x = torch.randn((8 + 2 * kv_heads) * 16, 64), torch.randn(5, 64)
     sizes = [8 * 16, kv_heads * 16, kv_heads * 16]
     for grouped in (False, True):
-        whole = quantize(stored).rows(grouped_ranges(spec)) if grouped else quantize(stored)
+        matrix = quantize(weight)
+        whole = matrix.rows(grouped_ranges(spec)) if grouped else matrix
         want = times(whole, x).split(sizes, -1)
         ranks = [times(whole.rows(shard(spec, rank, world)), x) for rank in range(world)]
         parts = [part.split([size // world for size in sizes], -1) for part in ranks]
@@ -55,8 +97,8 @@ def test_columns_of_ranks_add_up_to_the_whole(quantize: Callable, kv_heads: int,
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_rows_of_ranks_sum_to_the_whole(quantize: Callable, world: int) -> None:
     torch.manual_seed(1)
-    matrix, x = quantize(torch.randn(64, 128)), torch.randn(5, 128)
-    width = 128 // world
+    matrix, x = quantize(torch.randn(64, 512)), torch.randn(5, 512)
+    width = 512 // world
     parts = [
         times(matrix.cols(rank * width, (rank + 1) * width), x[:, rank * width : (rank + 1) * width])
         for rank in range(world)
@@ -70,6 +112,42 @@ def test_cat_stacks_outputs(quantize: Callable) -> None:
     together = parts[0].cat(parts[1:])
     assert together.shape == (192, 64)
     torch.testing.assert_close(times(together, x), torch.cat([times(part, x) for part in parts], -1))
+
+
+def test_all_ways_agree(quantize: Callable) -> None:
+    """The product, rows gathered as an embedding does, and the numbers in full."""
+    torch.manual_seed(3)
+    matrix, x = quantize(torch.randn(160, 256)), torch.randn(3, 256)
+    values, ready = matrix.dense(torch.float32, CPU), matrix.prepare(torch.float32, CPU)
+    torch.testing.assert_close(ready.linear(x, torch.ones(160)), x @ values.T + 1, rtol=1e-5, atol=1e-4)
+    some = torch.tensor([7, 0, 159, 130, 7])
+    assert torch.equal(ready.gather(some), values[some])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_those_that_were_packed(name: str) -> None:
+    torch.manual_seed(4)
+    weight = torch.randn(96, 256)
+    parts, values = CASES[name].pack(weight)
+    form = choose(quantization(Reader({"quantization_config": CASES[name].config})))
+    got = stored(form, parts, (96, 256)).dense(torch.float32, CPU)
+    torch.testing.assert_close(got, values, rtol=1e-6, atol=1e-7)
+
+
+def test_a_shard_that_cuts_what_belongs_together_is_told_what_would_fit() -> None:
+    matrix = FORMATS["int4"](torch.randn(64, 384))
+    with pytest.raises(UnsupportedModel, match="columns 0:100 of 384 .* evenly among 1, 2, 3, 4, 6, 8, 12, 24 devices"):
+        matrix.cols(0, 100).prepare(torch.float32, CPU)
+    with pytest.raises(UnsupportedModel, match="columns 0:192 of 384 cut through 128 .* among 1, 3 devices"):
+        FORMATS["fp8-squares"](torch.randn(256, 384)).cols(0, 192).prepare(torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("int8", 8), ("int4", 4.25), ("int4-64", 4.5), ("int3", 3.5), ("int2", 2.5), ("nf4", 4.25)]
+)
+def test_takes_the_bits_it_says(name: str, bits: float) -> None:
+    ready = FORMATS[name](torch.randn(512, 1024)).prepare(torch.float32, CPU)
+    assert ready.nbytes * 8 / (512 * 1024) == pytest.approx(bits, abs=0.05)
 
 
 def test_grouped_rows_are_found_where_they_lie() -> None:

@@ -217,6 +217,14 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
         {"input": "What is slag?", "max_output_tokens": 3, "temperature": 0, "stream": True},
         {},
     ),
+    "embeddings": ("POST", "/v1/embeddings", {"input": "The iron"}, {}),
+    "embeddings_several": (
+        "POST",
+        "/v1/embeddings",
+        {"input": [[295, 359], [295]], "pooling": "last", "encoding_format": "base64", "model": "speaker"},
+        {},
+    ),
+    "embeddings_refused": ("POST", "/v1/embeddings", {"input": "The iron", "dimensions": 2}, {}),
     "models": ("GET", "/v1/models", None, {}),
     "model": ("GET", "/v1/models/org/speaker-1", None, {}),
     # Anthropic

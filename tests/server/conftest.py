@@ -55,22 +55,33 @@ class Attended:
 
 
 def run(
-    backend: Any, tokenizer: Tokenizer, settings: Settings, exit: ExitStack, before: Any = None, after: Any = None
+    backend: Any,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    exit: ExitStack,
+    before: Any = None,
+    after: Any = None,
+    traces: Any = None,
 ) -> Running:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # so that it does not take megabytes to fill one
     exit.callback(listener.close)
-    app: Any = create_app(backend, tokenizer, settings)
+    app: Any = create_app(backend, tokenizer, settings, traces)
+    apart = getattr(app, "app", app).service.apart
     if before:
         app = Attended(app, before, after)
-    config = uvicorn.Config(app, http=BoundedProtocol, log_level="critical", access_log=False, lifespan="on")
+    config = uvicorn.Config(
+        app, http=BoundedProtocol, log_level="critical", access_log=False, lifespan="on", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
 
     def stop() -> None:
-        server.should_exit = server.force_exit = True
-        thread.join(10)
+        server.should_exit, server.force_exit = True, not before  # a forced exit skips what must be done after
+        thread.join(20)
+        assert not thread.is_alive(), "the server does not end"
+        apart.close()  # which a forced exit leaves to the end of the process
 
     exit.callback(stop)
     while not server.started:

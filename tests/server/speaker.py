@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from zlib import crc32
 
@@ -82,6 +82,8 @@ class Speaker(Ghost):
         if not item.samples:
             return Sampled(item.sequence, prompt_logprobs=tuple(prompt))
         prefix = self.read(row, row.tokens, item.start + item.count)
+        if start.pooling is not None:
+            return Sampled(item.sequence, embedding=self.embedded(prefix, start.pooling))
         token = self.choose(prefix, start.sampling, start.stop_ids, len(prefix) - start.prompt_len)
         row.tokens.append(token)
         asked = start.sampling.logprobs
@@ -108,6 +110,16 @@ class Speaker(Ghost):
         best = -(number % 1000) / 1000 - 0.125
         return TokenLogprob(token, best, 1, tuple((id, best - i / 2) for i, id in enumerate(ranked)))
 
+    def embedded(self, prefix: list[int], pooling: str) -> tuple[float, ...]:
+        """Four numbers: hashes of the last token's prefix, or the mean of those of every position."""
+        states = [
+            [hashed(prefix[:end], seed) / 2**32 - 0.5 for seed in range(4)]
+            for end in range(1 if pooling == "mean" else len(prefix), len(prefix) + 1)
+        ]
+        pooled = [sum(column) for column in zip(*states, strict=True)]
+        length = sum(number**2 for number in pooled) ** 0.5
+        return tuple(number / length for number in pooled)
+
 
 def hashed(prefix: list[int], seed: int) -> int:
     return crc32(array("I", prefix).tobytes() + seed.to_bytes(8, "little"))
@@ -127,6 +139,10 @@ class InProcess:
         self.runner: asyncio.Task[None] | None = None
         self.poison: int | None = None  # a token whose appearance in a prompt fails the request
         self.seen: list[Request] = []
+        self.watchers: list[Callable[[Stats, Stats], None]] = []
+
+    def observe(self, watcher: Callable[[Stats, Stats], None]) -> None:
+        self.watchers.append(watcher)
 
     @property
     def stats(self) -> Stats:
@@ -157,10 +173,13 @@ class InProcess:
     async def run(self) -> None:
         while self.loop.busy:
             await asyncio.sleep(self.pace)
+            before = self.stats
             for news in self.loop.step():
                 if queue := self.queues.get(news.request):
                     queue.put_nowait(self.spoiled(news))
             self.steps += 1
+            for watcher in self.watchers:
+                watcher(before, self.stats)
 
     def abort(self, id: str) -> bool:
         if queue := self.queues.get(id):

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from bloomery.spec import Attention
+from bloomery.kernels.alibi import alibi_slopes
+from bloomery.spec import Alibi, Attention
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class Backend(Protocol):
     def attend(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: Any) -> torch.Tensor:
         """q [tokens, heads, dim] -> [tokens, heads * dim], over what the cache holds up to each token."""
         ...
+
+
+def slopes(spec: Attention, alibi: Alibi) -> torch.Tensor:
+    """[heads] float32: of the heads that are here."""
+    every = alibi_slopes(alibi.heads or spec.num_heads, alibi.max_bias) * alibi.scale
+    return every[alibi.first : alibi.first + spec.num_heads]
 
 
 def cache_shape(spec: Attention, blocks: int, block_size: int) -> tuple[int, ...]:

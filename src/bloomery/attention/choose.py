@@ -7,16 +7,22 @@ from collections.abc import Iterable
 import torch
 
 from bloomery.attention.base import Backend
+from bloomery.attention.native_paged import NativePaged
 from bloomery.attention.torch_paged import TorchPaged
 from bloomery.attention.triton_paged import TritonPaged
 from bloomery.errors import UnsupportedModel
 from bloomery.spec import Attention
 
 
-def choose(specs: Iterable[Attention], dtype: torch.dtype, device: torch.device) -> Backend:
+def choose(
+    specs: Iterable[Attention], dtype: torch.dtype, device: torch.device, alone: bool = False, native: bool = False
+) -> Backend:
+    """`alone`: a sequence's result may not depend on the others in its step. `native`: by CPU kernels, if they can."""
     specs = list(dict.fromkeys(specs))
     reasons = []
-    for backend in (TritonPaged(), TorchPaged()) if device.type == "cuda" else (TorchPaged(),):
+    plain = TorchPaged(alone=alone)
+    fast = (TritonPaged(),) if device.type == "cuda" else (NativePaged(),) if native else ()
+    for backend in (*fast, plain):
         refused = next((reason for spec in specs if (reason := backend.refuses(spec, dtype, device))), None)
         if refused is None:
             return backend

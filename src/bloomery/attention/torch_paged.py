@@ -13,8 +13,8 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from bloomery.attention.base import Ragged
-from bloomery.kernels.alibi import alibi_slopes
+from bloomery.attention.base import Ragged, slopes
+from bloomery.kernels.rounded_cache import read
 from bloomery.spec import Alibi, Attention
 
 SCORES = 1 << 22  # elements of a score matrix held at once
@@ -42,16 +42,18 @@ class Group:
 
 
 class TorchPaged:
-    def __init__(self, fused: bool = True):
+    def __init__(self, fused: bool = True, alone: bool = False):
         self.fused = fused  # off: every score by the plain formula, the oracle's oracle
+        self.alone = alone  # no two sequences attend together: no result depends on a neighbour's length
 
     def refuses(self, spec: Attention, dtype: torch.dtype, device: torch.device) -> str | None:
         return None
 
     def plan(self, ragged: Ragged) -> tuple[Group, ...]:
         starts = [0, *accumulate(ragged.counts)]
-        groups = [self._group(ragged, starts, [i]) for i in range(ragged.singles, len(ragged.counts))]
-        if ragged.singles:
+        first = 0 if self.alone else ragged.singles
+        groups = [self._group(ragged, starts, [i]) for i in range(first, len(ragged.counts))]
+        if first:
             groups.append(self._group(ragged, starts, list(range(ragged.singles))))
         return tuple(groups)
 
@@ -67,9 +69,8 @@ class TorchPaged:
     def attend(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: tuple[Group, ...]) -> torch.Tensor:
         out = torch.empty_like(q)
         for group in plan:
-            keys, values = (
-                half[group.slots].to(q.dtype).transpose(1, 2) for half in cache
-            )  # [n, kv heads, longest, dim]
+            # [n, kv heads, longest, dim]
+            keys, values = (half.transpose(1, 2) for half in read(cache, group.slots, q.dtype))
             n, heads, longest, _ = keys.shape
             queries = q[group.tokens].view(n, group.queries, heads, -1, spec.head_dim)
             width = max(1, SCORES // (n * spec.num_heads * longest))
@@ -88,11 +89,9 @@ class TorchPaged:
         mask = group.mask(spec.window, part)[:, None, None]  # [n, 1, 1, queries, longest]
         bias = None
         if isinstance(spec.position, Alibi):
-            slopes = (alibi_slopes(spec.num_heads, spec.position.max_bias) * spec.position.scale).to(q.device)
+            each = slopes(spec, spec.position).to(q.device)
             distance = group.k_positions - group.q_positions[:, part, None]
-            bias = (
-                slopes.view(1, heads, share, 1, 1) * distance[:, None, None]
-            )  # [n, kv heads, share, queries, longest]
+            bias = each.view(1, heads, share, 1, 1) * distance[:, None, None]  # [n, kv heads, share, queries, longest]
             bias = bias.masked_fill(~mask, -torch.inf)
         folded = q.permute(0, 2, 3, 1, 4).reshape(n, heads, share * queries, dim)
         if self.fused and spec.softcap is None:

@@ -1,8 +1,9 @@
 """Paged attention in Triton: the path on a GPU, for steps the host knows and for steps captured in a graph.
 
-Sequences with one new position go through kernels/paged_decode, the others through kernels/paged_prefill. A long prompt
-from its beginning may go to the library instead (cuDNN, by way of torch), which is faster there and knows no pages.
-Nothing here waits for the device. A captured step has no host copy of counts and lengths: it is all single positions.
+Sequences with one new position go through kernels/paged_decode, the others through kernels/paged_prefill. A long
+prompt, or a long chunk of one, may go to the library instead (cuDNN, by way of torch), which is faster there and knows
+no pages. Nothing here waits for the device. A captured step has no host copy of counts and lengths: it is all single
+positions.
 """
 
 from __future__ import annotations
@@ -12,28 +13,29 @@ from itertools import accumulate, groupby
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bloomery.attention.base import Ragged
+from bloomery.attention.base import Ragged, slopes
 from bloomery.kernels import launch, paged_decode, paged_prefill
-from bloomery.kernels.alibi import alibi_slopes
+from bloomery.kernels.merge import merge
 from bloomery.kernels.paged_decode import Scoring
+from bloomery.kernels.rounded_cache import read
 from bloomery.spec import Alibi, Attention
 
 WIDEST = 256  # of a head
 COUNTERS = 1 << 14  # of splits that have arrived
-LIBRARY, GRAIN = 4096, 256  # new positions from which the library pays; a multiple of what it is given
+LIBRARY, GRAIN = 2048, 256  # new positions from which the library pays; a multiple of what it is given
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Neighbouring sequences of several new positions, or one that starts at its beginning and is long."""
+    """Neighbouring sequences of several new positions, or one with many."""
 
     first: int  # sequence
     count: int
     longest: int  # new positions
     tokens: slice
-    whole: bool  # one sequence from its beginning, long enough for the library
+    whole: bool  # one sequence, its new positions enough for the library
+    before: int  # positions of a whole one that are in the cache already
 
 
 @dataclass(frozen=True)
@@ -88,23 +90,24 @@ class TritonPaged:
             for group in [[i] for i in members] if whole else [members]:
                 longest = max(ragged.counts[i] for i in group)
                 tokens = slice(starts[group[0]], starts[group[-1] + 1])
-                prompts.append(Prompt(group[0], len(group), longest, tokens, whole))
+                before = ragged.lengths[group[0]] - ragged.counts[group[0]]
+                prompts.append(Prompt(group[0], len(group), longest, tokens, whole, before))
         return Plan(ragged, tuple(prompts), self.arrived)
 
     def _whole(self, count: int, length: int) -> bool:
-        return self.library is not None and count == length >= self.library
+        return self.library is not None and count >= self.library and (length - count) % GRAIN == 0
 
     def attend(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: Plan) -> torch.Tensor:
         ragged, scoring = plan.ragged, self.scoring(spec, q.device)
         if len(plan.prompts) == 1 and not ragged.singles and self._by_library(plan.prompts[0], spec, q):
-            return self._library(q, cache, spec, ragged.slots)
+            return self._library(q, cache, spec, plan.prompts[0], ragged)
         q = q.contiguous()
         out = torch.empty_like(q)
         if ragged.singles:
             self._decode(q, cache, out, spec, scoring, plan)
         for prompt in plan.prompts:
             if self._by_library(prompt, spec, q):
-                found = self._library(q[prompt.tokens], cache, spec, ragged.slots[prompt.tokens])
+                found = self._library(q[prompt.tokens], cache, spec, prompt, ragged)
                 out[prompt.tokens] = found.view(-1, spec.num_heads, spec.head_dim)
                 continue
             rows = prompt.longest * (spec.num_heads // spec.num_kv_heads)
@@ -133,31 +136,62 @@ class TritonPaged:
         )  # fmt: skip
 
     def scoring(self, spec: Attention, device: torch.device) -> Scoring:
-        slopes = None
+        found = None
         if isinstance(spec.position, Alibi):
             key = spec.num_heads, spec.position
             if key not in self.slopes:
-                slopes = alibi_slopes(spec.num_heads, spec.position.max_bias) * spec.position.scale
-                self.slopes[key] = slopes.to(device)
-            slopes = self.slopes[key]
-        return Scoring(spec.softmax_scale, spec.window, spec.softcap, slopes)
+                self.slopes[key] = slopes(spec, spec.position).to(device)
+            found = self.slopes[key]
+        return Scoring(spec.softmax_scale, spec.window, spec.softcap, found)
 
     def _by_library(self, prompt: Prompt, spec: Attention, q: torch.Tensor) -> bool:
         plain = spec.softcap is None and not isinstance(spec.position, Alibi)
-        near = spec.window is None or prompt.longest <= spec.window
+        near = spec.window is None or prompt.before + prompt.longest <= spec.window
         return prompt.whole and plain and near and q.element_size() == 2 and spec.head_dim in (64, 128)
 
-    def _library(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, slots: torch.Tensor) -> torch.Tensor:
-        """Of one sequence from its beginning: its keys and values lie at `slots`, for they have just been stored.
+    def _library(
+        self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, prompt: Prompt, ragged: Ragged
+    ) -> torch.Tensor:
+        """Of one sequence: its new positions over themselves, and over what was in the cache before, made one.
 
         Lengths are rounded up, for the library prepares itself for each anew; nobody looks at what is added last.
         """
+        slots, before, size = ragged.slots[prompt.tokens], prompt.before, ragged.block_size
         count, more = len(slots), -len(slots) % GRAIN
         if more:
             q, slots = F.pad(q, (0, 0, 0, 0, 0, more)), torch.cat((slots, slots[-1:].expand(more)))
-        keys, values = (half.index_select(0, slots).transpose(0, 1)[None] for half in cache)
-        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-            out = F.scaled_dot_product_attention(
-                q.transpose(0, 1)[None], keys, values, is_causal=True, scale=spec.softmax_scale, enable_gqa=True
-            )
-        return out[0].transpose(0, 1)[:count].flatten(1)
+        if before:
+            table = ragged.tables[prompt.first, : -(-before // size), None] * size
+            former = (table + torch.arange(size, device=table.device, dtype=table.dtype)).flatten()[:before]
+            slots = torch.cat((former, slots))
+        keys, values = (half.transpose(0, 1)[None] for half in read(cache, slots, q.dtype))
+        asked = q.transpose(0, 1)[None]
+        scale = spec.softmax_scale
+        out, sums = library(asked, keys[:, :, before:], values[:, :, before:], scale, causal=True, summed=before > 0)
+        if before:
+            other = library(asked, keys[:, :, :before], values[:, :, :before], scale, causal=False, summed=True)
+            out = merge(out, other[0], sums, other[1])
+        return out[:count].flatten(1)
+
+
+def library(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, summed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q, k, v [1, heads, positions, dim] -> [positions, heads, dim], and its sums' logarithms [heads, positions].
+
+    Without `summed` the logarithms mean nothing; the library is a good deal faster then.
+    """
+    if not q.is_cuda:
+        return library_reference(q, k, v, scale, causal)
+    out, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, summed, 0.0, causal, scale=scale)
+    return out[0].transpose(0, 1), sums[0].view(out.shape[1], -1) if summed else sums
+
+
+def library_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = (half[0].repeat_interleave(q.shape[1] // half.shape[1], 0).float() for half in (k, v))
+    scores = q[0].float() @ k.transpose(1, 2) * scale
+    if causal:
+        scores += torch.full(scores.shape[1:], -torch.inf).triu(1)
+    return (scores.softmax(-1) @ v).transpose(0, 1).to(q.dtype), scores.logsumexp(-1)

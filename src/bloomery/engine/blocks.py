@@ -37,7 +37,9 @@ class Blocks:
     def match(self, sequence: Sequence) -> list[int]:
         """Blocks of the longest cached prefix, never of the whole sequence: its last token must be computed."""
         found: list[int] = []
-        if not self.prefix_cache or sequence.request.sampling.prompt_logprobs is not None:
+        request = sequence.request
+        every = request.sampling.prompt_logprobs is not None or request.pooling == "mean"  # position must be computed
+        if not self.prefix_cache or every:
             return found
         parent = self._root(sequence.request.salt)
         for tokens in self._full(sequence, 0, len(sequence.tokens) - 1):

@@ -12,6 +12,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Sequence
 
+from bloomery.config import child_environment
 from bloomery.engine.wire import Frames, Message, WireError, encode
 
 
@@ -33,7 +34,7 @@ class Child(asyncio.Protocol):
                 # A process group of its own: Ctrl-C in a terminal is for the parent, which then ends the child.
                 self.process = subprocess.Popen(
                     [*command, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0,
+                    stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0, env=child_environment(),
                 )  # fmt: skip
             except OSError:
                 ours.close()

@@ -11,12 +11,13 @@ import contextlib
 import logging
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bloomery.config import Plan
 from bloomery.engine.child import Child
 from bloomery.engine.journal import Entry, Journal
+from bloomery.engine.loop import total
 from bloomery.engine.wire import Hello, Message, WireError
 from bloomery.errors import BloomeryError, RequestFailed
 from bloomery.messages import Abort, Admitted, Capacity, News, Request, State, Stats, Status, Tokens
@@ -24,8 +25,12 @@ from bloomery.messages import Abort, Admitted, Capacity, News, Request, State, S
 log = logging.getLogger("bloomery.engine")
 
 COMMAND = (sys.executable, "-m", "bloomery.engine_main")
-SUMS = ("steps", "step_seconds", "tokens_in", "tokens_out", "prefix_queried", "prefix_hit", "preemptions")
+SUMS = (
+    "steps", "step_seconds", "tokens_in", "tokens_out", "prefix_queried", "prefix_hit", "preemptions", "tax_seconds",
+    "sequences", "positions", "prompt_steps",
+)  # fmt: skip
 PACE = 512  # steps by which an engine's pace is judged
+DOUBT = 5.0  # seconds without progress after which it is not called ready any more, or four steps if that is longer
 WARM = 16  # steps before it is judged at all: kernels may still be compiling
 SLOWER = 20  # times the slowest of those steps is no step any more but a hang
 
@@ -38,14 +43,15 @@ class Patience:
     first: float = 300.0  # the same before its pace is known
     loading: float = 600.0  # between two reports while it loads
     grace: float = 5.0  # between being asked to end and being killed
+    queue: float = 60.0  # a request may wait to be begun
     restarts: int = 5  # so many within `window`, and without limit in time while none gets ready
     window: float = 60.0
     pause: float = 0.5  # before the second restart in a row; then twice, three times that
 
     @classmethod
-    def for_device(cls, device: str) -> Patience:
+    def for_device(cls, device: str, step: float = 30.0) -> Patience:
         """One step of a large model may take minutes on a small CPU."""
-        return cls(silence=300.0) if device == "cpu" else cls()
+        return cls(silence=10 * step if device == "cpu" else step)
 
 
 class Bell:
@@ -68,11 +74,17 @@ class Bell:
 
 
 class EngineClient:
-    def __init__(self, plan: Plan, command: Sequence[str] = COMMAND, patience: Patience | None = None):
-        self.plan, self.command = plan, command
+    def __init__(
+        self,
+        plan: Plan,
+        command: Sequence[str] = COMMAND,
+        patience: Patience | None = None,
+        birth: Callable[[Callable[[Child, Message], None]], Child] = Child,
+    ):
+        self.plan, self.command, self.birth = plan, command, birth
         self.patience = patience or Patience.for_device(plan.device)
         self.journal = Journal()
-        self.status = Status("loading")
+        self.said = Status("loading")
         self.capacity: Capacity | None = None
         self.epoch = 0  # engines started so far
         self.child: Child | None = None
@@ -81,6 +93,7 @@ class EngineClient:
         self.pace: deque[float] = deque(maxlen=PACE)
         self.latest, self.former = Stats(), Stats()  # of the engine of now, sums of those before
         self.settled, self.failed = asyncio.Event(), asyncio.Event()
+        self.watchers: list[Callable[[Stats, Stats], None]] = []
 
     # ---- for the server --------------------------------------------------------------------------------
 
@@ -91,14 +104,25 @@ class EngineClient:
     async def ready(self) -> Capacity:
         """What the engine can hold, once it is loaded, or loaded again."""
         await self.settled.wait()
-        if self.status.state not in ("ready", "draining") or self.capacity is None:
-            raise BloomeryError(f"the engine is not available: {self.status.detail or self.status.state}")
+        if self.said.state not in ("ready", "draining") or self.capacity is None:
+            raise BloomeryError(f"the engine is not available: {self.said.detail or self.said.state}")
         return self.capacity
+
+    def observe(self, watcher: Callable[[Stats, Stats], None]) -> None:
+        """Have it told of every step: an engine's figures before and after."""
+        self.watchers.append(watcher)
 
     async def wait_failed(self) -> str:
         """Returns, with the reason, when there will be no engine any more; time for the owner to exit."""
         await self.failed.wait()
-        return self.status.detail
+        return self.said.detail
+
+    @property
+    def status(self) -> Status:
+        """Ready is an engine that makes progress with what it was given, not one that merely exists."""
+        if self.said.state == "ready" and self.child is not None and self.child.silent > self._doubt():
+            return Status("stalled", detail=f"the engine has made no progress for {self.child.silent:.0f} seconds")
+        return self.said
 
     @property
     def pid(self) -> int | None:
@@ -122,8 +146,8 @@ class EngineClient:
 
         Leaving the iterator aborts what is open; `contextlib.aclosing` makes that prompt.
         """
-        if self.status.state in ("draining", "failed", "closed"):
-            raise RequestFailed(f"the engine takes no more requests: it is {self.status.state}")
+        if self.said.state in ("draining", "failed", "closed"):
+            raise RequestFailed(f"the engine takes no more requests: it is {self.said.state}")
         bell, entries = Bell(), list[Entry]()
         try:
             now = asyncio.get_running_loop().time()
@@ -148,7 +172,7 @@ class EngineClient:
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Let open requests finish for so long, end the others with an error, then end the engine; again: at once."""
-        if self.status.state not in ("failed", "closed"):
+        if self.said.state not in ("failed", "closed"):
             self._become("draining")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._drained(), drain_seconds)
@@ -157,7 +181,7 @@ class EngineClient:
             self.supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self.supervisor
-        if self.status.state != "failed":
+        if self.said.state != "failed":
             self._become("closed")
         self.settled.set()
 
@@ -167,7 +191,7 @@ class EngineClient:
         try:
             while not self.failed.is_set():
                 self.epoch += 1
-                child = self.child = Child(self._hear)
+                child = self.child = self.birth(self._hear)
                 await self._run(child)
                 if not self.failed.is_set():
                     self._bury(child)
@@ -199,6 +223,7 @@ class EngineClient:
             tick = min(limit / 20, 1.0)
             await asyncio.wait([child.lost], timeout=tick)
             child.silent += tick
+            self._expire()
             if child.silent > limit and not child.lost.done():
                 child.fault = f"made no progress for {limit:.0f} seconds"
                 return
@@ -209,6 +234,12 @@ class EngineClient:
         if len(self.pace) < WARM:
             return max(self.patience.first, self.patience.silence)
         return max(self.patience.silence, SLOWER * max(self.pace))
+
+    def _doubt(self) -> float:
+        """Idle, an engine gives signs of life; at work it is judged by its steps, once there were some."""
+        idle = not any(entry.sent for entry in self.journal.entries.values())
+        slowest = 0.0 if idle else max(self.pace) if len(self.pace) >= WARM else self.patience.first
+        return max(min(DOUBT, self.patience.silence / 2), 4 * slowest)
 
     def _bury(self, child: Child) -> None:
         """Count the death, blame the batch, and see whether there shall be another engine."""
@@ -225,7 +256,7 @@ class EngineClient:
             self._become("restarting", f"the engine {child.fault}")
 
     def _fail(self, detail: str) -> None:
-        self.status = Status("failed", detail=detail)
+        self.said = Status("failed", detail=detail)
         log.critical("%s", detail)
         self._end_all("the engine has failed")
         self.failed.set()
@@ -233,8 +264,8 @@ class EngineClient:
 
     def _become(self, state: State, detail: str = "") -> None:
         """Who drains goes on draining until closed."""
-        kept = self.status.state == "draining" and state != "closed"
-        self.status = Status("draining" if kept else state, detail=detail)
+        kept = self.said.state == "draining" and state != "closed"
+        self.said = Status("draining" if kept else state, detail=detail)
 
     # ---- what is said ------------------------------------------------------------------------------------
 
@@ -255,7 +286,7 @@ class EngineClient:
         elif isinstance(message, Status):
             child.silent = 0.0
             if message.state != "failed":
-                self.status = replace(message, state=self.status.state)
+                self.said = replace(message, state=self.said.state)
             elif self.capacity is None:
                 self._fail(message.detail)
             else:  # what could be loaded before may be loaded again
@@ -268,8 +299,10 @@ class EngineClient:
         moved = self.latest.steps > before.steps
         if moved:
             self.pace.append(self.latest.step_seconds - before.step_seconds)
-        if moved or not (self.latest.running or self.latest.waiting):
-            child.silent = 0.0
+            for watcher in self.watchers:
+                watcher(before, self.latest)
+        if moved or (child.ready and not any(entry.sent for entry in self.journal.entries.values())):
+            child.silent = 0.0  # an engine that is idle while we wait for it has lost something
         for tokens in news.tokens:
             self.journal.accept(tokens)
         self._send_due()
@@ -278,9 +311,10 @@ class EngineClient:
         child = self.child
         if child is None or not child.ready or child.lost.done():
             return
+        now = asyncio.get_running_loop().time()
         for entry in self.journal.due():
             try:
-                child.send(entry.replay())
+                child.send(entry.replay(now))
             except WireError as error:
                 self.journal.end(entry, "error", str(error))
 
@@ -290,6 +324,11 @@ class EngineClient:
             if entry.sent and self.child is not None:
                 self.child.send(Abort(entry.serial))
             self._send_due()
+
+    def _expire(self) -> None:
+        for entry in self.journal.expire(asyncio.get_running_loop().time(), self.patience.queue):
+            if entry.sent and self.child is not None:
+                self.child.send(Abort(entry.serial))
 
     def _end_all(self, error: str) -> None:
         for entry in list(self.journal.entries.values()):
@@ -301,4 +340,5 @@ class EngineClient:
 
 
 def _summed(former: Stats, latest: Stats) -> Stats:
-    return replace(latest, **{name: getattr(former, name) + getattr(latest, name) for name in SUMS})
+    sums = {name: getattr(former, name) + getattr(latest, name) for name in SUMS}
+    return replace(latest, timing=total(former.timing, latest.timing), **sums)

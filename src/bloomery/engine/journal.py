@@ -20,6 +20,7 @@ from bloomery.errors import InvalidRequest
 from bloomery.messages import FinishReason, Request, TokenLogprob, Tokens
 
 STRIKES = 3
+GRACE = 1.0  # seconds that an engine may be late with the end of a request
 PROBATION = 8  # ids that clear a request; more than an engine has steps in flight
 
 
@@ -41,16 +42,19 @@ class Entry:
     queued: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)  # not taken yet
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: tuple[float, ...] = ()
     finish: FinishReason | None = None
     error: str | None = None
     sent: bool = False  # to the engine of now
     admitted: bool = False  # to a batch of the engine of now
+    begun: bool = False  # it was in a batch, be it of a former engine
     fresh: int = 0  # ids from the engine of now
     strikes: int = 0
 
-    def replay(self) -> Request:
+    def replay(self, now: float) -> Request:
         """The request as an engine must get it now."""
-        request = replace(self.request, id=self.serial, emitted=tuple(self.emitted))
+        left = None if self.request.deadline is None else max(self.request.deadline - (now - self.arrived), 0.0)
+        request = replace(self.request, id=self.serial, emitted=tuple(self.emitted), deadline=left)
         if len(self.emitted) > len(self.request.emitted):  # log-probabilities of the prompt came with the first id
             request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
         return request
@@ -60,7 +64,7 @@ class Entry:
         position, ids = self.taken, tuple(self.emitted[self.taken :])
         news = Tokens(
             self.request.id, position, ids, tuple(self.logprobs), self.prompt_logprobs,
-            self.cached or 0, self.finish, self.error, self.queued,
+            self.cached or 0, self.finish, self.error, self.queued, self.embedding,
         )  # fmt: skip
         self.taken += len(ids)
         self.logprobs.clear()
@@ -102,8 +106,21 @@ class Journal:
     def admit(self, serial: str, now: float) -> None:
         entry = self.entries.get(serial)
         if entry is not None:
-            entry.admitted = True
-            entry.queued = entry.queued or now - entry.arrived
+            entry.queued = entry.queued if entry.begun else now - entry.arrived
+            entry.admitted = entry.begun = True
+
+    def expire(self, now: float, patience: float) -> list[Entry]:
+        """End whose time is up, and who has waited for so long and was in no batch yet; the caller tells the engine."""
+        late = []
+        for entry in list(self.entries.values()):
+            waited = now - entry.arrived
+            if waited > patience and not entry.begun:
+                late.append(entry)
+                self.end(entry, "deadline", f"waited {patience:.0f} s in the queue")
+            elif entry.request.deadline is not None and waited > entry.request.deadline + GRACE:
+                late.append(entry)  # an engine that lives does this itself
+                self.end(entry, "deadline", "its deadline has passed")
+        return late
 
     def accept(self, news: Tokens) -> None:
         """Fold in what an engine says; of requests that are closed, and what was said before, nothing."""
@@ -115,6 +132,7 @@ class Journal:
         entry.emitted.extend(news.ids)
         entry.logprobs += news.logprobs
         entry.prompt_logprobs = entry.prompt_logprobs or news.prompt_logprobs
+        entry.embedding = news.embedding
         entry.cached = news.cached if entry.cached is None else entry.cached
         entry.fresh += len(news.ids)
         if entry.fresh >= PROBATION:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 
 from bloomery.engine.executor import Executor, Result
 from bloomery.engine.scheduler import Scheduler
-from bloomery.messages import Request, Step, Tokens
+from bloomery.messages import Request, Step, Timing, Tokens
 
 
 class Loop:
-    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int = 1):
-        self.scheduler, self.executor, self.depth = scheduler, executor, depth
-        self.flight: deque[tuple[Step, Result]] = deque()
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        depth: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.scheduler, self.executor, self.depth, self.clock = scheduler, executor, depth, clock
+        self.flight: deque[tuple[Step, Result, float]] = deque()  # with the time it was begun
+        self.latest = 0.0  # when a result last came in
+        self.timing = Timing()  # of all steps
 
     def add(self, request: Request) -> None:
-        self.scheduler.add(request)
+        self.scheduler.add(request, self.clock())
 
     def abort(self, request_id: str) -> bool:
         return self.scheduler.abort(request_id)
@@ -26,9 +36,20 @@ class Loop:
 
     def step(self) -> list[Tokens]:
         """Keep `depth` steps in flight, wait for the oldest, and tell what it brought."""
-        while len(self.flight) < self.depth and (step := self.scheduler.schedule()) is not None:
-            self.flight.append((step, self.executor.submit(step)))
+        now = self.clock()
+        news = self.scheduler.expire(now)
+        while len(self.flight) < self.depth and (step := self.scheduler.schedule(now)) is not None:
+            self.flight.append((step, self.executor.submit(step), now))
         if not self.flight:
-            return []
-        step, pending = self.flight.popleft()
-        return self.scheduler.update(step, pending.result())
+            return news
+        step, pending, begun = self.flight.popleft()
+        output = pending.result()
+        now = self.clock()
+        seconds, self.latest = now - max(begun, self.latest), now
+        if output.timing is not None:
+            self.timing = total(self.timing, output.timing)
+        return news + self.scheduler.update(step, output, seconds)
+
+
+def total(one: Timing, other: Timing) -> Timing:
+    return Timing(*(getattr(one, name) + getattr(other, name) for name in Timing.__slots__))

@@ -13,13 +13,16 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.executor import Executor, Report, Result
+from bloomery.engine.gauge import Gauge
 from bloomery.engine.loop import Loop
+from bloomery.engine.policy import policy_for
 from bloomery.engine.scheduler import Scheduler
 from bloomery.engine.wire import Channel, Hello, Message, WireError
 from bloomery.errors import BloomeryError
@@ -89,6 +92,13 @@ def reporter(channel: Channel) -> Report:
     return report
 
 
+class Line(Protocol):
+    """An engine's way to its client, as far as stepping needs it."""
+
+    def send(self, message: Message) -> None: ...
+    def receive(self, seconds: float | None) -> list[Message]: ...
+
+
 class Announced:
     """An executor whose every step is announced before it runs."""
 
@@ -109,30 +119,56 @@ class Announced:
 class Engine:
     """The loop, and what is told of it."""
 
-    def __init__(self, channel: Channel, hello: Hello, executor: Executor, capacity: Capacity):
-        self.channel, self.epoch, self.capacity = channel, hello.epoch, capacity
+    def __init__(
+        self,
+        channel: Line,
+        hello: Hello,
+        executor: Executor,
+        capacity: Capacity,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.channel, self.epoch, self.capacity, self.clock = channel, hello.epoch, capacity, clock
         self.blocks = Blocks(capacity.blocks, capacity.block_size, hello.plan.prefix_cache)
-        self.scheduler = Scheduler(self.blocks, capacity.max_batch_tokens, capacity.max_sequences)
-        self.loop = Loop(self.scheduler, Announced(executor, self.announce), hello.plan.depth)
-        self.stats = Stats(kv_blocks=capacity.blocks)
+        policy = policy_for(hello.plan, capacity)
+        self.scheduler = Scheduler(
+            self.blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, capacity.stages
+        )
+        self.loop = Loop(self.scheduler, Announced(executor, self.announce), hello.plan.depth, clock)
+        self.stats, self.gauge = Stats(kv_blocks=capacity.blocks), Gauge()
         self.submitted = 0
+        self.shapes: deque[tuple[int, int, bool]] = deque()  # of steps in flight: sequences, positions, any of a prompt
         self.told = 0.0
 
     def run(self, early: list[Message]) -> None:
         self.channel.send(self.capacity)
         self.take(early)
         while True:
-            self.take(self.channel.receive(0 if self.loop.busy else HEARTBEAT))
-            begun = time.monotonic()
-            news = self.loop.step()
-            now = time.monotonic()
-            steps = self.submitted - len(self.loop.flight)
-            moved = steps > self.stats.steps
-            if moved:
-                self.stats = replace(self.stats, steps=steps, step_seconds=self.stats.step_seconds + now - begun)
-            if moved or now - self.told >= HEARTBEAT:
-                self.told = now
-                self.tell(tuple(news))
+            self.turn()
+
+    def turn(self) -> None:
+        """What has arrived, one step, and what there is to tell."""
+        self.take(self.channel.receive(0 if self.loop.busy else HEARTBEAT))
+        begun = self.clock()
+        news = self.loop.step()
+        now = self.clock()
+        steps = self.submitted - len(self.loop.flight)
+        moved = steps > self.stats.steps
+        if moved:
+            self.count(steps, now - begun)
+        if moved or news or now - self.told >= HEARTBEAT:
+            self.told = now
+            self.tell(tuple(news))
+
+    def count(self, steps: int, seconds: float) -> None:
+        ended = [self.shapes.popleft() for _ in range(steps - self.stats.steps)]
+        self.stats = replace(
+            self.stats,
+            steps=steps,
+            step_seconds=self.stats.step_seconds + seconds,
+            sequences=self.stats.sequences + sum(sequences for sequences, _, _ in ended),
+            positions=self.stats.positions + sum(positions for _, positions, _ in ended),
+            prompt_steps=self.stats.prompt_steps + sum(prompts for _, _, prompts in ended),
+        )
 
     def take(self, messages: list[Message]) -> None:
         for message in messages:
@@ -144,7 +180,9 @@ class Engine:
                 raise WireError(f"a {type(message).__name__} is not for an engine")
 
     def add(self, request: Request) -> None:
-        """A request that is refused, for whatever reason, harms nobody else."""
+        """A request that is refused, for whatever reason, harms nobody else; one that is known was said twice."""
+        if request.id in self.scheduler.by_request:
+            return
         try:
             self.loop.add(request)
         except Exception as error:
@@ -159,6 +197,9 @@ class Engine:
 
     def announce(self, step: Step) -> None:
         self.submitted += 1
+        counts = [item.count for item in step.items]
+        prompts = any(item.first is not None or item.count > 1 for item in step.items)
+        self.shapes.append((len(counts), sum(counts), prompts))
         begun = [(item, item.first) for item in step.items if item.first is not None]
         if not begun:
             return
@@ -178,5 +219,8 @@ class Engine:
             kv_used=self.blocks.count - self.blocks.available,
             tokens_out=self.stats.tokens_out + sum(len(entry.ids) for entry in tokens),
             preemptions=self.scheduler.preemptions,
+            tax_seconds=self.scheduler.policy.tax,
+            timing=self.loop.timing,
+            share=self.gauge.look(self.loop.timing, self.clock()),
         )
         self.channel.send(News(self.epoch, self.stats, tokens))

@@ -1,44 +1,68 @@
 """Which positions of which sequences the next step computes. A pure state machine: no clock, no I/O, no torch.
 
 There is no prefill phase and no decode phase: `computed` catches up with `length`, at most `max_batch_tokens`
-positions a step. Running sequences come first, in order of admission; what is left of the budget admits others.
+positions a step. The policy says who of the running sequences takes part and how much of prompts; what is left of that
+admits others. Times are those of the caller's clock.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from collections.abc import Collection
 
 from bloomery.engine.blocks import Blocks
-from bloomery.engine.policy import FirstCome, Policy
+from bloomery.engine.pace import Work
+from bloomery.engine.policy import FirstCome, Policy, Portion
 from bloomery.engine.sequence import Sequence
 from bloomery.errors import InvalidRequest
 from bloomery.messages import FinishReason, Item, Request, Sampled, Start, Step, StepOutput, Tokens
 
 
 class Scheduler:
-    def __init__(self, blocks: Blocks, max_batch_tokens: int, max_sequences: int, policy: Policy | None = None):
+    def __init__(
+        self,
+        blocks: Blocks,
+        max_batch_tokens: int,
+        max_sequences: int,
+        policy: Policy | None = None,
+        stages: int = 1,
+    ):
+        """`stages` of a pipeline are all busy when as many groups of sequences take turns."""
         self.blocks, self.max_batch_tokens, self.max_sequences = blocks, max_batch_tokens, max_sequences
+        self.stages = stages
         self.policy = policy or FirstCome()
         self.waiting: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
         self.by_request: dict[str, Sequence] = {}
         self.in_flight: dict[int, Sequence] = {}  # held by a step whose result is not in, finished ones too
         self.retired: list[int] = []
-        self.next_id = 0
+        self.leaving: Sequence | None = None  # gives way as soon as no step in flight holds it
+        self.expiring: list[tuple[float, int, Sequence]] = []  # those with a deadline, the earliest first
+        self.scheduled: deque[tuple[Portion, Work]] = deque()  # steps in flight
+        self.next_id = self.turn = 0
         self.preemptions = 0
 
     # ---- arrivals and departures -----------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, now: float = 0.0) -> None:
         length = len(request.prompt) + request.max_tokens
         room = self.blocks.count * self.blocks.size
         if length > room:
             raise InvalidRequest(f"prompt and max_tokens need {length} cache positions, there are {room}", "max_tokens")
         if request.id in self.by_request:
             raise InvalidRequest(f"request id {request.id!r} is already in use", "id")
-        sequence = Sequence.of(self.next_id, request)
+        sequence = Sequence.of(self.next_id, request, now)
         self.next_id += 1
-        self.waiting[sequence.id] = self.by_request[request.id] = sequence
+        self.by_request[request.id] = sequence
+        if request.deadline is not None:
+            heapq.heappush(self.expiring, (now + request.deadline, sequence.id, sequence))
+        self._queue(sequence, now)
+
+    def _queue(self, sequence: Sequence, now: float) -> None:
+        sequence.waiting = True
+        self.waiting[sequence.id] = sequence
+        self.policy.enqueue(sequence, now)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request at any moment; its blocks come back as soon as no step in flight writes to them."""
@@ -48,75 +72,134 @@ class Scheduler:
         self._finish(sequence, "abort")
         return True
 
+    def expire(self, now: float) -> list[Tokens]:
+        """End whom its deadline has overtaken, in the queue or in the middle of its answer."""
+        news = []
+        while self.expiring and self.expiring[0][0] <= now:
+            sequence = heapq.heappop(self.expiring)[2]
+            if sequence.finish is None:
+                where = "in the queue" if sequence.waiting else f"after {sequence.produced} tokens"
+                self._finish(sequence, "deadline")
+                why = f"the deadline of {1000 * (sequence.request.deadline or 0):.0f} ms passed {where}"
+                news.append(Tokens(sequence.request.id, sequence.produced, finish="deadline", error=why))
+        return news
+
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
     # ---- the next step ---------------------------------------------------------------------------
 
-    def schedule(self) -> Step | None:
+    def schedule(self, now: float = 0.0) -> Step | None:
         """The next step, or None when nothing can be computed until a result comes in."""
         items: list[Item] = []
         preemptions = self.preemptions
-        budget = self._continue(items, self.max_batch_tokens)
+        self._let_go(now)
+        self.turn += 1
+        portion = self.policy.compose(self.running, self.max_batch_tokens, now)
+        budget, chunk = self._continue(items, portion, now)
         if preemptions == self.preemptions:
-            self._admit(items, budget)
+            self._admit(items, min(budget, chunk), now)
         if not items:
             return None
+        self.scheduled.append((portion, work_of(items)))
         step = Step(tuple(items), tuple(self.retired))
         self.retired.clear()
         return step
 
-    def _continue(self, items: list[Item], budget: int) -> int:
-        for sequence in list(self.running.values()):
-            if budget <= 0:
+    def _continue(self, items: list[Item], portion: Portion, now: float) -> tuple[int, int]:
+        """What is left of the step's positions, and of those for prompts."""
+        budget, chunk = self.max_batch_tokens, portion.chunk
+        share = -(-len(self.running) // self.stages)
+        for sequence in portion.order:
+            if budget <= 0 or len(items) >= share:
                 break
+            if self.stages > 1 and sequence.pending:  # its token is at the pipeline's end, and wanted at its beginning
+                continue
             # A sequence with drafts waits for its verdict; one preempted just now is in `running` no more.
-            if sequence.ending or (sequence.drafts and sequence.steps) or sequence.id not in self.running:
+            if sequence.ending or (sequence.drafts and sequence.steps) or sequence.leaving or sequence.waiting:
                 continue
             behind = sequence.length - sequence.computed
             drafts = sequence.drafts[: budget - 1] if behind == 1 and not sequence.pending else []
             count = min(behind, budget - len(drafts))
+            if behind > 1:
+                count = min(count, chunk if sequence.short else chunk - portion.kept)
             if count <= 0:
                 continue
-            grown = self._make_room(sequence, sequence.computed + count + len(drafts))
+            grown = self._make_room(sequence, sequence.computed + count + len(drafts), now)
             if grown is None:
                 continue
             items.append(self._place(sequence, count, grown, None, drafts))
             budget -= count + len(drafts)
-        return budget
+            if behind > 1:
+                chunk -= count
+        return budget, chunk
 
-    def _make_room(self, sequence: Sequence, length: int) -> Collection[int] | None:
+    def _make_room(self, sequence: Sequence, length: int, now: float) -> Collection[int] | None:
         """Blocks for `length` positions, preempting if need be; None if the sequence must sit this step out."""
         if length <= len(sequence.blocks) * self.blocks.size:
             return ()
         while (grown := self.blocks.extend(sequence, length, [])) is None:
-            victim = self.policy.victim(self.running.values())
-            if victim.steps:
-                return None  # let the pipeline drain, then preempt
-            self._preempt(victim)
-            if victim is sequence:
+            if not self._displace(sequence, now) or sequence.waiting:
                 return None
         return grown
 
-    def _admit(self, items: list[Item], budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.max_sequences:
-            sequence = self.policy.next(self.waiting.values())
+    def _displace(self, claimant: Sequence, now: float) -> bool:
+        """Make room for it. False if that takes until the pipeline has drained, or nobody shall give way."""
+        if self.leaving is not None:
+            return False
+        victim = self.policy.victim(self.running.values(), claimant, now)
+        if victim is None:
+            return False
+        if victim.steps:
+            self.leaving, victim.leaving = victim, True
+            return False
+        self._preempt(victim, now)
+        return True
+
+    def _let_go(self, now: float) -> None:
+        victim = self.leaving
+        if victim is not None and (victim.finish is not None or not victim.steps):
+            self.leaving, victim.leaving = None, False
+            if victim.finish is None:
+                self._preempt(victim, now)
+
+    def _admit(self, items: list[Item], budget: int, now: float) -> None:
+        while self.waiting and budget > 0:
+            rows = self.max_sequences - len(self.running)
+            sequence = self.policy.next(rows)
+            if sequence is None:
+                return
             shared = self.blocks.match(sequence)
+            if rows <= 0 or (grown := self._enter(sequence, shared, budget)) is None:
+                if self.running:
+                    self._displace(sequence, now)
+                return
             hit = len(shared) * self.blocks.size
             count = min(sequence.length - hit, budget)
-            grown = self.blocks.extend(sequence, hit + count, shared)
-            if grown is None:
-                return
             del self.waiting[sequence.id]
+            sequence.waiting = False
             self.running[sequence.id] = sequence
             sequence.computed = hit
             if sequence.cached is None:
                 sequence.cached = hit
             request = sequence.request
-            start = Start(tuple(sequence.tokens), len(request.prompt), request.sampling, request.stop_ids)
+            start = Start(
+                tuple(sequence.tokens), len(request.prompt), request.sampling, request.stop_ids, request.pooling
+            )
             items.append(self._place(sequence, count, grown, start, []))
             budget -= count
+
+    def _enter(self, sequence: Sequence, shared: list[int], budget: int) -> list[int] | None:
+        """The blocks of its first chunk on top of the shared ones, if the policy lets it in and they are there."""
+        size, length, request = self.blocks.size, sequence.length, sequence.request
+        hit = len(shared)
+        whole = -(-length // size)
+        free = self.blocks.available - (whole - hit) - sum(self.blocks.refs[block] == 0 for block in shared)
+        growth = -(-(length + request.max_tokens - sequence.produced) // size) - whole
+        if not self.policy.admit(sequence, free, growth, not self.running):
+            return None
+        return self.blocks.extend(sequence, min(length, hit * size + budget), shared)
 
     def _place(
         self, sequence: Sequence, count: int, grown: Collection[int], first: Start | None, drafts: list[int]
@@ -127,24 +210,29 @@ class Scheduler:
         sequence.computed = start + count
         sequence.pending += samples
         sequence.steps += 1
+        sequence.turn = self.turn
         self.in_flight[sequence.id] = sequence
         self.blocks.publish(sequence)
         return item
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """As if it had never run: on return it is a new request with a longer prompt, first in the queue."""
+    def _preempt(self, sequence: Sequence, now: float) -> None:
+        """As if it had never run: on return it is a new request with a longer prompt."""
         del self.running[sequence.id]
         self.blocks.release(sequence)
         sequence.drafts.clear()
         sequence.prompt_logprobs.clear()
         self.retired.append(sequence.id)
-        self.waiting = {sequence.id: sequence, **self.waiting}
         self.preemptions += 1
+        sequence.losses += 1
+        self._queue(sequence, now)
 
     # ---- a step's result -------------------------------------------------------------------------
 
-    def update(self, step: Step, output: StepOutput) -> list[Tokens]:
-        """Fold one step's result back in; steps must come back in the order they were scheduled."""
+    def update(self, step: Step, output: StepOutput, seconds: float = 0.0) -> list[Tokens]:
+        """Fold one step's result back in; steps must come back in the order they were scheduled. It took `seconds`
+        since the one before, or since it was begun."""
+        portion, work = self.scheduled.popleft()
+        self.policy.observe(portion, work, seconds)
         sampled = {entry.sequence: entry for entry in output.samples}
         news: list[Tokens] = []
         for item in step.items:
@@ -164,6 +252,9 @@ class Scheduler:
 
     def _accept(self, sequence: Sequence, entry: Sampled) -> Tokens:
         request, ids, tokens = sequence.request, entry.tokens, sequence.tokens
+        if request.pooling is not None:
+            self._finish(sequence, "stop")
+            return Tokens(request.id, 0, cached=sequence.cached or 0, finish="stop", embedding=entry.embedding)
         position = len(tokens) - len(request.prompt)
         sequence.computed += len(ids) - 1  # accepted drafts are already in the cache
         if sequence.drafts:
@@ -189,7 +280,23 @@ class Scheduler:
         sequence.finish = reason
         del self.by_request[sequence.request.id]
         self.waiting.pop(sequence.id, None)
+        sequence.waiting = False
         if self.running.pop(sequence.id, None):
             self.retired.append(sequence.id)
         if not sequence.steps:
             self.blocks.release(sequence)
+
+
+def work_of(items: Collection[Item]) -> Work:
+    tokens = attended = 0
+    pairs = 0.0
+    for item in items:
+        count = item.count
+        if count == 1 and not item.drafts:
+            tokens += 1
+            attended += item.start
+        else:
+            count += len(item.drafts)
+            tokens += count
+            pairs += count * (item.start + count / 2)
+    return Work(tokens, attended, pairs)

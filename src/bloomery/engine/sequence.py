@@ -23,10 +23,20 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)  # guesses for the next tokens
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
+    arrived: float = 0.0  # on the clock of whoever drives the scheduler, as all times here
+    waiting: bool = False  # in the queue
+    leaving: bool = False  # to be preempted once no step in flight holds it
+    losses: int = 0  # times it was preempted
+    turn: int = 0  # the last step it was part of
+    # what a policy thinks of it
+    short: bool = False
+    cost: float = 0.0  # seconds it takes alone, until they are charged
+    due: float = 0.0  # when a short one should be done
+    promise: float = 0.0  # its place in the queue
 
     @classmethod
-    def of(cls, id: int, request: Request) -> Sequence:
-        return cls(id, request, [*request.prompt, *request.emitted])
+    def of(cls, id: int, request: Request, now: float = 0.0) -> Sequence:
+        return cls(id, request, [*request.prompt, *request.emitted], arrived=now)
 
     @property
     def length(self) -> int:

@@ -1,4 +1,4 @@
-"""How messages look between the API process and the engine: frames of msgpack over a socket.
+"""How messages look between the API process, the engine and its ranks: frames of msgpack over a socket.
 
 A frame is its body's length, its kind and its body: one message. Only the kinds below exist and each body is checked
 against its type, so nothing that arrives can name a class, a method or a file. This file knows no request and no time.
@@ -16,7 +16,7 @@ import msgspec
 
 from bloomery.config import Plan
 from bloomery.errors import BloomeryError
-from bloomery.messages import Abort, Admitted, Capacity, News, Request, Status
+from bloomery.messages import Abort, Admitted, Capacity, News, Request, Status, Step, StepOutput
 
 HEADER = struct.Struct(">IB")  # length of the body, kind
 LIMIT = 1 << 28  # bytes of a body; the largest prompt with its log-probabilities stays far below
@@ -31,8 +31,28 @@ class Hello:
     plan: Plan
 
 
-Message = Hello | Request | Abort | Status | Capacity | Admitted | News
-KINDS: tuple[type[Message], ...] = (Hello, Request, Abort, Status, Capacity, Admitted, News)
+@dataclass(frozen=True, slots=True)
+class Join:
+    """An executor's first words to a rank: what to load, who it is, and where the others are met."""
+
+    plan: Plan
+    rank: int
+    meeting: str  # a file, or host:port
+    interface: str  # of the network: what ranks say to each other goes by no other
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A step for all ranks, and the last tokens of its sequences where they were drawn by another stage."""
+
+    step: Step
+    drawn: tuple[tuple[int, int], ...] = ()
+
+
+Message = Hello | Request | Abort | Status | Capacity | Admitted | News | Join | Order | StepOutput
+KINDS: tuple[type[Message], ...] = (
+    Hello, Request, Abort, Status, Capacity, Admitted, News, Join, Order, StepOutput,
+)  # fmt: skip
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 DECODERS: tuple[msgspec.msgpack.Decoder[Message], ...] = tuple(msgspec.msgpack.Decoder(kind) for kind in KINDS)
 ENCODER = msgspec.msgpack.Encoder()

@@ -13,8 +13,9 @@ from functools import cache
 from typing import Any
 
 from bloomery.errors import UnsupportedModel
+from bloomery.families.quantization import quantization
 from bloomery.families.reader import Reader
-from bloomery.spec import Model, Moe, Names, Rope
+from bloomery.spec import Dynamic, Model, Moe, Names, Quantization, Rope
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Description:
     model: Model
     names: Names
     unread: tuple[str, ...] = ()  # keys of config.json nobody asked for; logged, never obeyed
+    quantization: Quantization | None = None
 
 
 @cache
@@ -49,9 +51,16 @@ def describe(config: Mapping[str, Any]) -> Description:
         )
     reader = Reader(config, defaults=family.defaults)
     names = family.names(reader) if callable(family.names) else family.names
-    model = family.model(reader)
+    model = stretched(family.model(reader))
     check(model)
-    return Description(model, names, reader.unread())
+    return Description(model, names, reader.unread(), quantization(reader))
+
+
+def stretched(model: Model) -> Model:
+    """A base that grows with the position is there to serve lengths beyond those the model was trained for."""
+    scalings = (getattr(layer.attention.position, "scaling", None) for layer in model.layers)
+    reach = [int(found.factor * found.original) for found in scalings if isinstance(found, Dynamic)]
+    return replace(model, context=max([model.context, *reach]))
 
 
 def check(model: Model) -> None:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from bloomery.kernels.launch import begin, fused, jit, overlap, tl, wait
+from bloomery.native import ops
+from bloomery.native.team import team
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -20,10 +22,14 @@ BLOCK = 1024
 
 def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """[tokens, gate | up] -> activation(gate) * up."""
+    if team().takes(x):
+        return ops.elements(ops.GATED, x, activation=activation)
     return activate_rows(x, activation, gated=True) if fused(x) else gate_reference(x, activation)
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    if team().takes(x):
+        return ops.elements(ops.ACTIVATED, x, activation=activation)
     return activate_rows(x, activation, gated=False) if fused(x) else ACTIVATIONS[activation](x)
 
 

@@ -119,7 +119,8 @@ def possible(weight: torch.Tensor, after: After = None) -> bool:
         return False
     if isinstance(after, Heads):
         plain = after.turn.norm is None and after.turn.clip is None
-        return plain and after.cache.shape[-1] % 2 == 0 and after.cache[0].is_contiguous()
+        whole = after.cache[0].is_contiguous() and after.cache.element_size() > 1  # 8 bits need a head's largest number
+        return plain and after.cache.shape[-1] % 2 == 0 and whole
     return True
 
 
@@ -171,9 +172,13 @@ def product_rows(
     dtype: torch.dtype | None = None,
     cut: Tiling | None = None,
     visits: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The kernel. With `visits`, numbers of experts, weight is [experts, out, in]: visit i multiplies its own expert by
-    line i of x, or by the line of its token, and makes line i of the result; `after` is an Activation or nothing."""
+    """The kernel. `shift` is what `shifts` gives, for whoever keeps it.
+
+    With `visits`, numbers of experts, weight is [experts, out, in]: visit i multiplies its own expert by line i of x,
+    or by the line of its token, and makes line i of the result; `after` is an Activation or nothing.
+    """
     x = x.contiguous()
     (tokens, columns), rows = x.shape, weight.shape[-2]
     lines = tokens if visits is None else visits.numel()
@@ -183,16 +188,26 @@ def product_rows(
     tokens = tokens if visits is None else 1
     cut = cut or tiling(rows, columns, paired, weight.element_size(), tokens)
     norm = before or Norm("rms", None, None, 0.0)
-    given = (visits, bias, norm.weight, norm.bias)
+    if norm.kind == "layer" and shift is None:
+        shift = shifts(weight, norm)
+    given = (visits, bias, norm.weight, shift)
     end = ends(x, after, rows, (lines, outputs), dtype or x.dtype)
     gemv_kernel[(-(-outputs // cut.outputs), lines if experts else 1)](
         x, weight, *(x if part is None else part for part in given), *end.tensors, norm.eps, *end.numbers,
         OUTPUTS=outputs, COLUMNS=columns, TOKENS=tokens, TOKENS_UP=power_of_two(tokens), EXPERTS=experts, SHARE=share,
         BIAS=bias is not None, NORM=None if before is None else norm.kind, NORM_WEIGHT=norm.weight is not None,
-        NORM_BIAS=norm.bias is not None, PAIRED=paired, **end.choices, EACH=16 // weight.element_size(),
+        PAIRED=paired, ROWS=rows, **end.choices, EACH=16 // weight.element_size(),
         BLOCK_OUT=cut.outputs, BLOCK_IN=cut.inputs, num_warps=cut.warps, **overlap(x.device),
     )  # fmt: skip
     return end.tensors[-1]
+
+
+def shifts(weight: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """What a layer norm's weight and bias add to a product whatever its input: [2, rows], W @ w and W @ b."""
+    columns = weight.shape[-1]
+    ones = torch.ones(columns, device=weight.device) if norm.weight is None else norm.weight.float()
+    vectors = torch.stack((ones, torch.zeros_like(ones) if norm.bias is None else norm.bias.float()), 1)
+    return torch.cat([panel.float() @ vectors for panel in weight.split(4096)]).t().contiguous()
 
 
 class Ends(NamedTuple):
@@ -230,17 +245,18 @@ def ends(x: torch.Tensor, after: After, rows: int, shape: tuple[int, ...], dtype
 
 @jit
 def gemv_kernel(
-    x, weight, visits, bias, norm_weight, norm_bias, other, slots, positions, cos, sin, out, eps, scale, half,
+    x, weight, visits, bias, norm_weight, shift, other, slots, positions, cos, sin, out, eps, scale, half,
     OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, TOKENS_UP: tl.constexpr,
     EXPERTS: tl.constexpr, SHARE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr,
-    NORM_BIAS: tl.constexpr, PAIRED: tl.constexpr, AFTER: tl.constexpr, ACTIVATION: tl.constexpr,
+    PAIRED: tl.constexpr, ROWS: tl.constexpr, AFTER: tl.constexpr, ACTIVATION: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
     TABLES: tl.constexpr, EACH: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles are [tokens, outputs, inputs], and [1, 1, inputs] for what they share: all in the weights' own layout.
 
-    An rms norm costs nothing: the sum of squares comes along, and the sums are scaled at the end. A layer norm needs
-    its statistics first; one pass, for float32 has digits to spare unless the mean is hundreds of deviations.
+    A norm costs next to nothing, for its statistics come along and are applied to the sums: with mean m and deviation d
+    of x, W @ ((x - m) / d * w + b) = (W @ (x * w) - m * (W @ w)) / d + W @ b, of which W @ w and W @ b are known
+    beforehand. Float32 has digits to spare for the difference unless the mean is hundreds of deviations.
     """
     begin(PDL)
     if EXPERTS > 0:
@@ -267,8 +283,7 @@ def gemv_kernel(
     y = tl.zeros([TOKENS_UP, BLOCK_OUT, BLOCK_IN // EACH], tl.float32)
     z = y
     square = tl.zeros([TOKENS_UP, 1, BLOCK_IN // EACH], tl.float32)
-    if NORM == "layer":
-        mean, root = statistics(at_x, k, eps, COLUMNS, TOKENS_UP, BLOCK_IN, EACH)
+    total = square
     for k0 in tl.static_range(0, COLUMNS, BLOCK_IN):
         a_now, b_now = a.to(tl.float32), b.to(tl.float32)
         if k0 + BLOCK_IN < COLUMNS:
@@ -276,14 +291,12 @@ def gemv_kernel(
             if PAIRED:
                 b = tile(at_second, k0 + BLOCK_IN, k, COLUMNS, BLOCK_IN, "evict_first")
         v = tile(at_x, k0, k, COLUMNS, BLOCK_IN, "").to(tl.float32)
-        if NORM == "rms":
+        if NORM is not None:
             square += folded(v * v, TOKENS_UP, 1, BLOCK_IN, EACH)
-        elif NORM == "layer":
-            v = (v - mean) * root
+        if NORM == "layer":
+            total += folded(v, TOKENS_UP, 1, BLOCK_IN, EACH)
         if NORM_WEIGHT:
             v *= tile(norm_weight + k, k0, k, COLUMNS, BLOCK_IN, "")
-        if NORM_BIAS:
-            v += tile(norm_bias + k, k0, k, COLUMNS, BLOCK_IN, "")
         y += folded(a_now * v, TOKENS_UP, BLOCK_OUT, BLOCK_IN, EACH)
         if PAIRED:
             z += folded(b_now * v, TOKENS_UP, BLOCK_OUT, BLOCK_IN, EACH)
@@ -291,9 +304,29 @@ def gemv_kernel(
     if NORM == "rms":
         root = tl.rsqrt(tl.sum(square, 2) / COLUMNS + eps)
         y, z = y * root, z * root
+    if NORM == "layer":
+        mean = tl.sum(total, 2) / COLUMNS
+        root = tl.rsqrt(tl.maximum(tl.sum(square, 2) / COLUMNS - mean * mean, 0.0) + eps)
+        y = (y - mean * tl.load(shift + first)[None, :]) * root + tl.load(shift + ROWS + first)[None, :]
+        if PAIRED:
+            z = (z - mean * tl.load(shift + second)[None, :]) * root + tl.load(shift + ROWS + second)[None, :]
     if BIAS:
         y += tl.load(bias + first)[None, :].to(tl.float32)
         z += tl.load(bias + second)[None, :].to(tl.float32)
+    finish(
+        y, z, p, m, other, slots, positions, cos, sin, out, scale, half, OUTPUTS, TOKENS, PAIRED, AFTER, ACTIVATION,
+        HEADS, KV_HEADS, DIM, TURNED, INTERLEAVED, TABLES,
+    )  # fmt: skip
+
+
+@jit
+def finish(
+    y, z, p, m, other, slots, positions, cos, sin, out, scale, half,
+    OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, PAIRED: tl.constexpr, AFTER: tl.constexpr, ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TABLES: tl.constexpr,
+):  # fmt: skip
+    """What stands behind the sums y (and z, where rows pair up) [tokens m, results p], and the storing of it."""
     here = (m < TOKENS)[:, None] & (p < OUTPUTS)[None, :]
     if AFTER == "heads":
         turned_and_stored(
@@ -341,23 +374,6 @@ def tile(at, k0: tl.constexpr, k, COLUMNS: tl.constexpr, BLOCK_IN: tl.constexpr,
 def folded(t, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, EACH: tl.constexpr):
     """[A, B, C] summed over the EACH neighbours that one thread holds: no exchange between threads."""
     return tl.sum(tl.reshape(t, (A, B, C // EACH, EACH)), 3)
-
-
-@jit
-def statistics(
-    at_x, k, eps,
-    COLUMNS: tl.constexpr, TOKENS_UP: tl.constexpr, BLOCK_IN: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
-    """Mean and 1 / deviation of each token, [tokens, 1, 1]."""
-    total = tl.zeros([TOKENS_UP, 1, BLOCK_IN // EACH], tl.float32)
-    square = total
-    for k0 in tl.static_range(0, COLUMNS, BLOCK_IN):
-        v = tile(at_x, k0, k, COLUMNS, BLOCK_IN, "").to(tl.float32)
-        total += folded(v, TOKENS_UP, 1, BLOCK_IN, EACH)
-        square += folded(v * v, TOKENS_UP, 1, BLOCK_IN, EACH)
-    mean = tl.sum(total, 2) / COLUMNS
-    variance = tl.maximum(tl.sum(square, 2) / COLUMNS - mean * mean, 0.0)
-    return mean[:, :, None], tl.rsqrt(variance + eps)[:, :, None]
 
 
 @jit

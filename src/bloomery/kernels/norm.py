@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from bloomery.kernels.launch import begin, fused, jit, overlap, power_of_two, tl, wait
+from bloomery.native import ops
+from bloomery.native.team import team
 
 WIDEST = 32768  # a row is held in registers
 
@@ -13,6 +15,8 @@ WIDEST = 32768  # a row is held in registers
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     if fused(x) and fits(x, weight, None):
         return norm_rows(x, weight, None, eps, centered=False)[1]
+    if team().takes(x, weight):
+        return ops.norm(x, "rms", weight, None, eps)
     return rms_norm_reference(x, weight, eps)
 
 
@@ -20,6 +24,8 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
     """A weight of more than one axis, as [heads, dim], norms the last axis and scales each head by its own row."""
     if fused(x) and fits(x, weight, bias):
         return norm_rows(x, weight, bias, eps, centered=True)[1]
+    if team().takes(x, weight, bias):
+        return ops.norm(x, "layer", weight, bias, eps)
     return layer_norm_reference(x, weight, bias, eps)
 
 

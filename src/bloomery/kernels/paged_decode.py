@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 
 from bloomery.kernels.launch import begin, jit, overlap, power_of_two, tl, wait
+from bloomery.kernels.rounded_cache import bits, plain, read, scales
 
 LOG2E = 1.4426950408889634
 PROGRAMS = 4  # a processor should have so many to hide latency
@@ -59,7 +60,7 @@ def attention_reference(
         place = torch.arange(end, device=q.device)
         slots = tables[i].long()[place // block_size] * block_size + place % block_size
         share = q.shape[1] // cache.shape[2]
-        k, v = (half[slots].float().repeat_interleave(share, 1) for half in cache)
+        k, v = (half.repeat_interleave(share, 1) for half in read(cache, slots, torch.float32))
         scores = torch.einsum("qhd,khd->hqk", q[new].float(), k) * scoring.scale
         if scoring.softcap is not None:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
@@ -114,25 +115,27 @@ def paged_decode(
         if cut.splits > MOST_SPLITS or batch * kv_heads * cut.parts > arrived.numel():
             raise ValueError(f"{batch} sequences with {kv_heads} key heads are too many for {cut.splits} splits")
         scratch = torch.empty(batch * heads * cut.splits * (dim + 1), dtype=torch.float32, device=q.device)
+    by = scales(cache)
     decode_kernel[(kv_heads * cut.parts, batch, cut.splits)](
-        q, cache, out, tables, ends, slots, q if scoring.slopes is None else scoring.slopes, scratch, arrived,
-        cache.stride(0), tables.stride(0), scoring.scale * LOG2E,
+        q, bits(cache), q if by is None else by, out, tables, ends, slots, q if scoring.slopes is None else scoring.slopes, scratch, arrived,
+        cache.stride(0), cache.shape[1], tables.stride(0), scoring.scale * LOG2E,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=dim_up, PARTS=cut.parts, SHARE=share, SHARE_TWO=share_two,
         BLOCK=block_size, TILE=cut.tile, WINDOW=scoring.window or 0, CAP=scoring.softcap or 0.0,
         ALIBI=scoring.slopes is not None, SPLIT=cut.splits > 1, DIRECT=cut.direct,
         MOST=MOST_SPLITS, CHUNK=min(MOST_SPLITS, max(1, 2048 * cut.warps // (share_two * dim_up))),
         EARLY=EARLY if early and batch <= EARLY and cut.splits > 1 and cut.tile <= block_size else 0,
-        STAGES=cut.stages, num_warps=cut.warps, **overlap(q.device),
+        SCALED=by is not None, STAGES=cut.stages, num_warps=cut.warps, **overlap(q.device),
     )  # fmt: skip
 
 
 @jit(do_not_specialize=["tables", "ends", "slots", "width"])
 def decode_kernel(
-    q, cache, out, tables, ends, slots, slopes, scratch, arrived, half, width, scale,
+    q, cache, scales, out, tables, ends, slots, slopes, scratch, arrived, half, places, width, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
     PARTS: tl.constexpr, SHARE: tl.constexpr, SHARE_TWO: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, DIRECT: tl.constexpr,
-    MOST: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     if EARLY == 0:
@@ -157,7 +160,7 @@ def decode_kernel(
     if EARLY > 0:
         # What earlier steps stored is read while the query is still being computed; what this step stores, again below.
         near = tl.minimum(first, last - 1) * TILE
-        k, v = load_tile(cache, half, row, near, end, kv_head, True, KV_HEADS, DIM, DIM_UP, BLOCK, TILE)
+        k, v = load_tile(cache, scales, half, places, row, near, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE)
         i = tl.arange(0, EARLY)
         new = tl.load(slots + i, mask=i < tl.num_programs(1), other=-BLOCK) // BLOCK
         stale = tl.max((new == tl.load(row + near // BLOCK)).to(tl.int32), 0) > 0
@@ -176,11 +179,11 @@ def decode_kernel(
     at = g * 0 + (end - 1)
     if EARLY > 0:
         if stale:
-            k, v = load_tile(cache, half, row, near, end, kv_head, True, KV_HEADS, DIM, DIM_UP, BLOCK, TILE)
+            k, v = load_tile(cache, scales, half, places, row, near, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE)
         top, total, acc = attend(queries, k, v, top, total, acc, near + n, at, slope, scale, WINDOW, CAP, ALIBI, True)
         first += 1
     for t in tl.range(first, last, num_stages=STAGES):
-        k, v = load_tile(cache, half, row, t * TILE, end, kv_head, True, KV_HEADS, DIM, DIM_UP, BLOCK, TILE)
+        k, v = load_tile(cache, scales, half, places, row, t * TILE, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE)
         top, total, acc = attend(
             queries, k, v, top, total, acc, t * TILE + n, at, slope, scale, WINDOW, CAP, ALIBI, True
         )
@@ -204,7 +207,7 @@ def decode_kernel(
 
 @jit
 def load_tile(
-    cache, half, row, at, end, head, MASK: tl.constexpr,
+    cache, scales, half, places, row, at, end, head, MASK: tl.constexpr, SCALED: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Keys and values [TILE, dim] of positions from `at` on, a multiple of TILE.
@@ -229,6 +232,10 @@ def load_tile(
     else:
         k = tl.load(keys, cache_modifier=".cg")
         v = tl.load(keys + half, cache_modifier=".cg")
+    if SCALED:
+        by = scales + slot * KV_HEADS + head
+        k = plain(k) * tl.load(by, cache_modifier=".cg")[:, None]
+        v = plain(v) * tl.load(by + places * KV_HEADS, cache_modifier=".cg")[:, None]
     return k, v
 
 

@@ -14,6 +14,7 @@ import torch
 
 from bloomery.kernels.launch import begin, jit, overlap, power_of_two, tl, wait
 from bloomery.kernels.paged_decode import LOG2E, Scoring, attend, load_tile
+from bloomery.kernels.rounded_cache import bits, scales
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,23 @@ def paged_prefill(
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[2]
     share = heads // kv_heads
+    by = scales(cache)
     prefill_kernel[(kv_heads, -(-longest * share // cut.rows), count)](
-        q, cache, out, tables, starts, ends, q if scoring.slopes is None else scoring.slopes,
-        cache.stride(0), tables.stride(0), first, scoring.scale * LOG2E,
+        q, bits(cache), q if by is None else by, out, tables, starts, ends,
+        q if scoring.slopes is None else scoring.slopes, cache.stride(0), cache.shape[1], tables.stride(0), first,
+        scoring.scale * LOG2E,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=max(16, power_of_two(dim)), BLOCK=block_size, ROWS=cut.rows,
         TILE=cut.tile, WINDOW=scoring.window or 0, CAP=scoring.softcap or 0.0, ALIBI=scoring.slopes is not None,
-        STAGES=cut.stages, num_warps=cut.warps, **overlap(q.device),
+        SCALED=by is not None, STAGES=cut.stages, num_warps=cut.warps, **overlap(q.device),
     )  # fmt: skip
 
 
 @jit(do_not_specialize=["tables", "starts", "ends", "width", "first"])
 def prefill_kernel(
-    q, cache, out, tables, starts, ends, slopes, half, width, first, scale,
+    q, cache, scales, out, tables, starts, ends, slopes, half, places, width, first, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     wait(PDL)
@@ -101,28 +104,31 @@ def prefill_kernel(
         tile = tl.maximum(low - WINDOW + 1, 0) // TILE
         seen = tl.minimum(tl.cdiv(tl.maximum(high - WINDOW + 1, 0), TILE), whole)
         top, total, acc = over_tiles(
-            queries, top, total, acc, tile, seen, at, end, cache, half, row, kv_head, slope, scale,
-            KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, STAGES,
+            queries, top, total, acc, tile, seen, at, end, cache, scales, half, places, row, kv_head, slope, scale,
+            KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, SCALED, STAGES,
         )  # fmt: skip
     top, total, acc = over_tiles(
-        queries, top, total, acc, seen, whole, at, end, cache, half, row, kv_head, slope, scale,
-        KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, False, STAGES,
+        queries, top, total, acc, seen, whole, at, end, cache, scales, half, places, row, kv_head, slope, scale,
+        KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, False, SCALED, STAGES,
     )  # fmt: skip
     top, total, acc = over_tiles(
-        queries, top, total, acc, whole, last, at, end, cache, half, row, kv_head, slope, scale,
-        KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, STAGES,
+        queries, top, total, acc, whole, last, at, end, cache, scales, half, places, row, kv_head, slope, scale,
+        KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, SCALED, STAGES,
     )  # fmt: skip
     tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
 
 
 @jit
 def over_tiles(
-    q, top, total, acc, first, last, at, end, cache, half, row, kv_head, slope, scale,
+    q, top, total, acc, first, last, at, end, cache, scales, half, places, row, kv_head, slope, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, TILE)
     for t in tl.range(first, last, num_stages=STAGES):
-        k, v = load_tile(cache, half, row, t * TILE, end, kv_head, MASK, KV_HEADS, DIM, DIM_UP, BLOCK, TILE)
+        k, v = load_tile(
+            cache, scales, half, places, row, t * TILE, end, kv_head, MASK, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
+        )
         top, total, acc = attend(q, k, v, top, total, acc, t * TILE + n, at, slope, scale, WINDOW, CAP, ALIBI, MASK)
     return top, total, acc

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 
 from bloomery.kernels.launch import begin, fused, jit, overlap, tl, wait
+from bloomery.native import ops
+from bloomery.native.team import team
 
 
 class Inputs(NamedTuple):
@@ -25,6 +27,8 @@ def fetch(
     rows: torch.Tensor, last: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, block_size: int
 ) -> Inputs:
     """rows [lines] -> the inputs of a step that computes each row's next position."""
+    if team().active and not rows.is_cuda:
+        return Inputs(*ops.fetch(rows, last, positions, tables, block_size))
     if not fused(rows):
         return fetch_reference(rows, last, positions, tables, block_size)
     lines, width = len(rows), tables.shape[1]
@@ -71,6 +75,9 @@ def fetch_kernel(
 
 def advance(rows: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor, positions: torch.Tensor) -> None:
     """Each row's new last token, one position on; in place."""
+    if team().active and not rows.is_cuda:
+        ops.advance(rows, tokens, last, positions)
+        return
     if not fused(rows):
         advance_reference(rows, tokens, last, positions)
         return

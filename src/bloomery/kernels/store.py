@@ -14,6 +14,9 @@ import torch
 from bloomery.kernels.launch import begin, fused, jit, overlap, power_of_two, tl, wait
 from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
 from bloomery.kernels.rotate import rotate
+from bloomery.kernels.rounded_cache import bits, narrowed, scales, write
+from bloomery.native import ops
+from bloomery.native.team import team
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 LINES = 8  # heads a program takes
@@ -34,12 +37,16 @@ class Turn:
 
 def store(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """k, v [tokens, kv heads, dim] -> cache [2, slots, kv heads, dim] at `slots` [tokens]."""
-    cache[0].index_copy_(0, slots.long(), k.to(cache.dtype))
-    cache[1].index_copy_(0, slots.long(), v.to(cache.dtype))
+    write(k, 0, cache, slots)
+    write(v, 1, cache, slots)
 
 
 def turn_and_store(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn: Turn) -> torch.Tensor:
     """qkv [tokens, (heads + 2 kv heads) * dim] -> q [tokens, heads, dim]; k and v go to `cache` at `slots`."""
+    if team().takes(qkv, cache, *(turn.weights or ()), *(turn.angles or ())) and slots.dtype == torch.int64:
+        return ops.turn_and_store(
+            qkv, cache, slots, turn.angles, turn.positions, turn.interleaved, turn.norm, turn.weights, turn.eps, turn.clip
+        )
     return (turn_rows if fused(qkv) else turn_and_store_reference)(qkv, cache, slots, turn)
 
 
@@ -75,13 +82,15 @@ def turn_rows(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn:
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     cos, sin = turn.angles or (q, q)
     q_weight, k_weight = turn.weights or (q, q)
+    by = scales(cache)
     turn_kernel[(tokens, -(-lines // LINES))](
-        qkv, q, cache, slots, slots if turn.positions is None else turn.positions, cos, sin, q_weight, k_weight,
-        qkv.stride(0), cache.stride(0), turn.eps, turn.clip or 0.0,
+        qkv, q, bits(cache), q if by is None else by, slots, slots if turn.positions is None else turn.positions, cos,
+        sin, q_weight, k_weight, qkv.stride(0), cache.stride(0), cache.shape[1], turn.eps, turn.clip or 0.0,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=power_of_two(dim),
         TURNED=2 * cos.shape[-1] if turn.angles else 0, INTERLEAVED=turn.interleaved,
         TABLES=turn.positions is not None, NORM=turn.norm, WEIGHT=turn.weights is not None,
-        EACH=turn.weights is not None and q_weight.dim() > 1, CLIP=turn.clip is not None, LINES=LINES,
+        EACH=turn.weights is not None and q_weight.dim() > 1, CLIP=turn.clip is not None,
+        SCALED=by is not None, LINES=LINES,
         num_warps=2, **overlap(qkv.device),
     )  # fmt: skip
     return q
@@ -89,10 +98,10 @@ def turn_rows(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn:
 
 @jit(do_not_specialize=["slots", "positions"])
 def turn_kernel(
-    qkv, q, cache, slots, positions, cos, sin, q_weight, k_weight, stride, half, eps, clip,
+    qkv, q, cache, scales, slots, positions, cos, sin, q_weight, k_weight, stride, half, places, eps, clip,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, TURNED: tl.constexpr,
     INTERLEAVED: tl.constexpr, TABLES: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, EACH: tl.constexpr,
-    CLIP: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    CLIP: tl.constexpr, SCALED: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program takes LINES heads of one token, queries, keys and values alike.
 
@@ -136,7 +145,14 @@ def turn_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     k_head, v_head = h - HEADS, h - HEADS - KV_HEADS
     place = cache + slot * (KV_HEADS * DIM) + d[None, :]
-    y = y.to(cache.dtype.element_ty)
+    if SCALED:
+        wide = y.to(tl.float32)
+        y, by = narrowed(wide, tl.max(tl.where(here, tl.abs(wide), 0.0), 1), cache.dtype.element_ty)
+        own = scales + slot * KV_HEADS
+        tl.store(own + k_head, by, mask=(k_head >= 0) & (k_head < KV_HEADS))
+        tl.store(own + places * KV_HEADS + v_head, by, mask=(v_head >= 0) & (v_head < KV_HEADS))
+    else:
+        y = y.to(cache.dtype.element_ty)
     tl.store(place + k_head[:, None] * DIM, y, mask=here & turns & (k_head >= 0)[:, None])
     tl.store(place + half + v_head[:, None] * DIM, y, mask=here & (v_head >= 0)[:, None])
 

@@ -12,7 +12,8 @@ from bloomery.attention.base import Backend
 from bloomery.kernels.gemv import Heads, Norm
 from bloomery.kernels.store import Turn
 from bloomery.layers.linear import Add, Linear, finish
-from bloomery.layers.norm import Stream, normalize
+from bloomery.layers.norm import Stream, normalize, value
+from bloomery.layout import Layout, spans_heads
 from bloomery.spec import Attention, Rope
 
 Angles = Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
@@ -27,15 +28,30 @@ class Context:
     slots: torch.Tensor  # [tokens] where the new keys and values go
     angles: Angles  # cos and sin: at this step's positions, or of all, to be looked up
     positions: torch.Tensor | None  # [tokens] where to look them up
+    keep: torch.Tensor | None = None  # in the last layer: the tokens that go on once keys and values are stored
+
+    def kept(self, x: Stream) -> Stream:
+        return x if self.keep is None else value(x)[self.keep]
 
 
 class AttentionBlock:
     def __init__(
-        self, spec: Attention, qkv: Linear, out: Linear, q_norm: Norm | None = None, k_norm: Norm | None = None
+        self,
+        whole: Attention,
+        qkv: Linear,
+        out: Linear,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        layout: Layout = Layout(),  # noqa: B008  # frozen
     ):
-        self.spec, self.qkv, self.out, self.q_norm, self.k_norm = spec, qkv, out, q_norm, k_norm
+        """`whole` is the model's attention; the products have what the layout leaves of it here."""
+        spec = self.spec = layout.attention(whole)
+        self.qkv, self.out, self.q_norm, self.k_norm = qkv, out, q_norm, k_norm
         # A norm over all heads at once, or one with a bias, is not part of the turn.
         self.apart = q_norm is not None and (spec.qk_norm_over == "all" or q_norm.bias is not None)
+        normed = whole if spans_heads(whole) else spec  # for such a norm all of q and k are computed here
+        self.widths = [n * spec.head_dim for n in (normed.num_heads, normed.num_kv_heads, spec.num_kv_heads)]
+        self.own = [slice(first * spec.head_dim, end * spec.head_dim) for first, end in layout.heads(whole)]
 
     def __call__(
         self,
@@ -48,6 +64,8 @@ class AttentionBlock:
         heads = Heads(cache, context.slots, self._turn(context))
         q = finish(self._normed(self.qkv(x, before)), heads) if self.apart else self.qkv(x, before, heads)
         attended = context.backend.attend(q, cache, self.spec, context.plan)
+        if context.keep is not None:
+            attended = attended[context.keep]
         return self.out(attended) if after is None else self.out(attended, None, after)
 
     def _turn(self, context: Context) -> Turn:
@@ -60,11 +78,10 @@ class AttentionBlock:
         return Turn(angles, context.positions, interleaved, q_norm.kind, weights, q_norm.eps, self.spec.clip)
 
     def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
-        spec = self.spec
-        kv = spec.num_kv_heads * spec.head_dim
-        q, k, v = qkv.split((spec.num_heads * spec.head_dim, kv, kv), -1)
-        if spec.qk_norm_over == "all":
-            return torch.cat((normalize(q, self.q_norm), normalize(k, self.k_norm), v), -1)
-        heads = (-1, spec.head_dim)
+        q, k, v = qkv.split(self.widths, -1)
+        if self.spec.qk_norm_over == "all":
+            q, k = normalize(q, self.q_norm)[:, self.own[0]], normalize(k, self.k_norm)[:, self.own[1]]
+            return torch.cat((q, k, v), -1)
+        heads = (-1, self.spec.head_dim)
         q = normalize(q.unflatten(-1, heads), self.q_norm).flatten(1)
         return torch.cat((q, normalize(k.unflatten(-1, heads), self.k_norm).flatten(1), v), -1)

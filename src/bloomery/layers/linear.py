@@ -16,6 +16,7 @@ from bloomery.kernels.activation import activate, gate
 from bloomery.kernels.gemv import Activation, Heads, Norm, Residual
 from bloomery.kernels.store import turn_and_store
 from bloomery.layers.norm import Stream, Sum, normalize, value
+from bloomery.parallel.groups import ALONE, Group
 from bloomery.quant.base import Ready
 
 
@@ -30,6 +31,7 @@ class Add(NamedTuple):
 class Linear:
     matrix: Ready
     bias: torch.Tensor | None = None
+    group: Group = ALONE  # ranks that hold the other inputs: their results are added before anything follows
 
     @overload
     def __call__(self, x: Stream, before: Norm | None, after: Add) -> Stream: ...
@@ -38,6 +40,8 @@ class Linear:
         self, x: Stream, before: Norm | None = None, after: Activation | Heads | None = None
     ) -> torch.Tensor: ...
     def __call__(self, x: Stream, before: Norm | None = None, after: Add | Activation | Heads | None = None) -> Stream:
+        if self.group.size > 1:
+            return finish(self.group.sum(Linear(self.matrix, self.bias)(x, before)), after)
         if isinstance(x, torch.Tensor):
             phrase = Residual(value(after.residual), after.scale) if isinstance(after, Add) else after
             y = self.matrix.phrase(x, self.bias, before, phrase)
@@ -45,7 +49,10 @@ class Linear:
                 return y
             if isinstance(after, Heads) and (y := self.matrix.phrase(x, self.bias, before, None)) is not None:
                 return finish(y, after)
-        return finish(self.matrix.linear(normalize(x, before), self.bias), after)
+        normed = normalize(x, before)
+        if isinstance(after, Activation) and (y := self.matrix.phrase(normed, self.bias, None, after)) is not None:
+            return y
+        return finish(self.matrix.linear(normed, self.bias), after)
 
 
 @overload

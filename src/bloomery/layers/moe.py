@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from bloomery.kernels.experts import mix, route
+from bloomery.kernels.experts import route
 from bloomery.kernels.gemv import Norm
 from bloomery.layers.linear import Add, Linear, finish
 from bloomery.layers.mlp import MlpBlock
 from bloomery.layers.norm import Stream, normalize, value
+from bloomery.parallel.groups import ALONE, Group
+from bloomery.quant.base import Ready
+from bloomery.quant.experts import mixed
 from bloomery.spec import Moe
 
 
@@ -17,19 +20,20 @@ class MoeBlock:
         self,
         spec: Moe,
         router: Linear,
-        up: torch.Tensor,  # [experts, gate | up, hidden]
-        down: torch.Tensor,  # [experts, hidden, size]
+        up: Ready,  # [experts * (gate | up), hidden]
+        down: Ready,  # [experts * hidden, size]
         shared: MlpBlock | None = None,
         shared_gate: Linear | None = None,
+        group: Group = ALONE,  # ranks that hold other parts of every expert
     ):
         self.spec, self.router, self.up, self.down = spec, router, up, down
-        self.shared, self.shared_gate = shared, shared_gate
+        self.shared, self.shared_gate, self.group = shared, shared_gate, group
 
     def __call__(self, x: Stream, before: Norm | None = None, after: Add | None = None) -> Stream:
         x = normalize(x, before)
         chosen, weights = route(self.router(x), self.spec.top_k, self.spec.renormalize)
-        y = mix(x, chosen, weights, self.up, self.down, self.spec.mlp.activation)
+        y = mixed(x, chosen, weights, self.up, self.down, self.spec.experts, self.spec.mlp.activation)
         if self.shared is not None:
             common = value(self.shared(x))
             y = y + (common if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * common)
-        return finish(y, after)
+        return finish(self.group.sum(y), after)

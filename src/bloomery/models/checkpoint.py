@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -25,7 +25,7 @@ from bloomery.artifacts import gguf, safetensors
 from bloomery.artifacts.locate import Artifact
 from bloomery.errors import CheckpointError
 from bloomery.models.gguf import Decoder, decoder
-from bloomery.quant.base import Piece, Range, Stored
+from bloomery.quant.base import Coded, Piece, Range, Stored
 
 Advance = Callable[[int], None]
 Report = Callable[[str, int, int], None]  # what is being loaded, how much is done, how much there is
@@ -68,6 +68,10 @@ class Source(Protocol):
         ...
 
     def has(self, name: str) -> bool: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As the file has it."""
+        ...
+
     def names(self) -> Collection[str]: ...
     def unused(self) -> tuple[str, ...]:
         """Names nobody has asked for."""
@@ -133,14 +137,17 @@ class Entry:
         values, size = self.block
         return cols[0] // values * size, -(-cols[1] // values) * size
 
+    def bytes(self, rows: Range) -> torch.Tensor:
+        """uint8 [rows, bytes of a row], a view of the file."""
+        start, end = (self.start + row * self.row_bytes for row in rows)
+        return window(self.file, start, end).view(rows[1] - rows[0], self.row_bytes)
+
     def values(self, rows: Range, cols: Range, device: torch.device) -> torch.Tensor:
         """[rows, cols], decoded on `device`, or a view of the file where there is nothing to decode."""
-        height = rows[1] - rows[0]
-        start, end = (self.start + row * self.row_bytes for row in rows)
-        raw = window(self.file, start, end).view(height, self.row_bytes)
+        height, raw = rows[1] - rows[0], self.bytes(rows)
         a, b = self.column_bytes(cols)
         if self.decode is None:
-            aligned = raw if start % self.dtype.itemsize == 0 else raw.clone()
+            aligned = raw if raw.data_ptr() % self.dtype.itemsize == 0 else raw.clone()
             return aligned[:, a:b].view(self.dtype)
         values, size = self.block
         decoded = self.decode(raw[:, a:b].to(device).reshape(-1, size)).view(height, -1)
@@ -175,10 +182,21 @@ class _Matrix:
             part = (row, min(row + step, rows[1]))
             out[part[0] - rows[0] : part[1] - rows[0]].copy_(self._values(part, cols, out.device))
 
+    def bytes(self, rows: Range) -> torch.Tensor:
+        """As the file has them: uint8 [rows, bytes of a row]."""
+        self.advance((rows[1] - rows[0]) * self.entry.row_bytes)
+        return self.entry.bytes((self.first + rows[0], self.first + rows[1]))
+
     def _values(self, rows: Range, cols: Range, device: torch.device) -> torch.Tensor:
         a, b = self.entry.column_bytes(cols)
         self.advance((rows[1] - rows[0]) * (b - a))
         return self.entry.values((self.first + rows[0], self.first + rows[1]), cols, device)
+
+
+def _safetensor(file: Path, found: safetensors.TensorEntry) -> Entry:
+    dtype, known = DTYPES.get(found.dtype, torch.uint8), found.dtype in DTYPES
+    size, block = found.end - found.start, (1, dtype.itemsize)
+    return Entry(file, found.dtype, found.shape or (1,), found.start, size, dtype, block, readable=known)
 
 
 class FileSource:
@@ -191,12 +209,12 @@ class FileSource:
 
     @classmethod
     def safetensors(cls, folder: Path) -> FileSource:
-        def entry(file: Path, found: safetensors.TensorEntry) -> Entry:
-            dtype, known = DTYPES.get(found.dtype, torch.uint8), found.dtype in DTYPES
-            size, block = found.end - found.start, (1, dtype.itemsize)
-            return Entry(file, found.dtype, found.shape or (1,), found.start, size, dtype, block, readable=known)
+        return cls(folder, {name: _safetensor(*where) for name, where in safetensors.index(folder).items()})
 
-        return cls(folder, {name: entry(*where) for name, where in safetensors.index(folder).items()})
+    def over(self, file: Path) -> FileSource:
+        """The same with a shard on top, whose tensors take precedence."""
+        shard = {name: _safetensor(file, found) for name, found in safetensors.read_header(file).items()}
+        return FileSource(self.origin, {**self.entries, **shard})
 
     @classmethod
     def gguf(cls, file: gguf.Gguf) -> FileSource:
@@ -222,10 +240,15 @@ class FileSource:
         # Whoever listens when it is read, not when it is asked for.
         matrix = _Matrix(entry, height * (expert or 0), transposed, lambda count: self._advance(count))
         rows, *cols = shape
-        return Stored((Piece(matrix.read, (0, rows), (0, cols[0]) if cols else None, matrix.fill),), entry.dtype)
+        coded = Coded(entry.kind, *entry.block, matrix.bytes) if entry.decode is not None and not transposed else None
+        whole = Piece(matrix.read, (0, rows), (0, cols[0]) if cols else None, matrix.fill, coded)
+        return Stored((whole,), entry.dtype)
 
     def has(self, name: str) -> bool:
         return name in self.entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._found(name).shape
 
     def names(self) -> Collection[str]:
         return self.entries.keys()
@@ -236,13 +259,21 @@ class FileSource:
     def report(self, advance: Advance) -> None:
         self._advance = advance
 
-    def _entry(self, name: str, shape: tuple[int, ...], expert: int | None) -> Entry:
+    def _found(self, name: str) -> Entry:
         entry = self.entries.get(name)
         if entry is None:
             near = difflib.get_close_matches(name, self.entries, 2)
             hint = f"; the nearest names are {', '.join(near)}" if near else ""
             raise CheckpointError(f"{self.origin}: no tensor {name!r}, which the model needs{hint}")
+        return entry
+
+    def _entry(self, name: str, shape: tuple[int, ...], expert: int | None) -> Entry:
+        entry = self._found(name)
         found = entry.shape if expert is None else entry.shape[1:]
+        if len(shape) == 2 and len(found) > 2:  # blocks of a row one by one
+            merged = prod(found[1:])
+            entry = replace(entry, shape=(*entry.shape[: -len(found) + 1], merged))
+            found = (found[0], merged)
         if shape[0] == 1 and found == shape[1:]:  # quantisers drop the one row of a shared expert's gate
             found = shape
         if found != shape or (expert is not None and expert >= entry.shape[0]):
@@ -292,6 +323,9 @@ class DummySource:
     def has(self, name: str) -> bool:
         """Plain weights always are; parts of a quantised format never."""
         return name.endswith((".weight", ".bias"))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise CheckpointError(f"{name}: made-up weights have no shape of their own")
 
     def names(self) -> Collection[str]:
         return ()

@@ -13,7 +13,9 @@ import torch
 
 from bloomery.kernels.gemv import Norm as NormWeights
 from bloomery.layers.linear import Linear
+from bloomery.layout import WHOLE, Layout, Part
 from bloomery.models.checkpoint import Source
+from bloomery.parallel.groups import ALONE, Group
 from bloomery.quant.base import Format, Matrix, Product, Range, Ready, Stored
 from bloomery.quant.dense import DenseFormat
 from bloomery.spec import Attention, Fused, Names, Norm, Split
@@ -27,9 +29,10 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         format: Format | None = None,
+        layout: Layout = Layout(),  # noqa: B008  # frozen
     ):
         self.source, self.names, self.dtype, self.device = source, names, dtype, device
-        self.format = format or DenseFormat()
+        self.format, self.layout = format or DenseFormat(), layout
         self.bytes = 0  # of what has been loaded
 
     def vector(self, name: str, size: int | tuple[int, int]) -> torch.Tensor:
@@ -51,26 +54,35 @@ class Weights:
         self.bytes += ready.nbytes
         return ready
 
-    def norm(self, spec: Norm | None, name: str, size: int | tuple[int, int]) -> NormWeights | None:
+    def norm(
+        self, spec: Norm | None, name: str, size: int | tuple[int, int], heads: Range = (0, 0)
+    ) -> NormWeights | None:
+        """A norm of which each head has its own is that of these heads."""
         if spec is None:
             return None
-        weight = self._each(f"{name}.weight", size) if spec.weight else None
+        weight = self._each(f"{name}.weight", size, heads) if spec.weight else None
         if weight is not None and spec.unit_offset:
             weight = 1 + weight
-        bias = self._each(f"{name}.bias", size) if spec.bias else None
+        bias = self._each(f"{name}.bias", size, heads) if spec.bias else None
         return NormWeights(spec.kind, weight, bias, spec.eps)
 
-    def _each(self, name: str, size: int | tuple[int, int]) -> torch.Tensor:
+    def _each(self, name: str, size: int | tuple[int, int], heads: Range) -> torch.Tensor:
         """A norm's vector; one with {h} in its name is kept head by head."""
-        if "{h}" not in name or isinstance(size, int):
+        if isinstance(size, int):
             return self.vector(name, size)
-        return torch.stack([self.vector(name.format(h=h), size[1]) for h in range(size[0])])
+        if "{h}" not in name:
+            return self.vector(name, size)[slice(*heads)]
+        return torch.stack([self.vector(name.format(h=h), size[1]) for h in range(*heads)])
 
-    def outside(self, name: str, outputs: int, inputs: int, bias: bool = False) -> Linear:
+    def outside(self, name: str, outputs: int, inputs: int, bias: bool = False, part: Part = WHOLE) -> Linear:
         """An embedding, or a product that is not part of a layer; never transposed."""
         matrix = self.format.matrix(self.source, Product(name, (outputs, inputs), inside=False))
-        vector = self._loaded(self.source.tensor(f"{name}.bias", (outputs,)), self.dtype) if bias else None
-        return Linear(self._prepared(matrix), vector)
+        vector = self.bias(f"{name}.bias", outputs, part) if bias else None
+        return Linear(self._prepared(kept(matrix, part)), vector)
+
+    def bias(self, name: str, size: int, part: Part = WHOLE) -> torch.Tensor:
+        """A bias beside a product, in the product's own precision."""
+        return self._loaded(of_rows(self.source.tensor(name, (size,)), part), self.dtype)
 
     def linear(
         self,
@@ -80,25 +92,36 @@ class Weights:
         inputs: int,
         bias: bool,
         heads: Attention | None = None,
+        part: Part = WHOLE,
+        group: Group = ALONE,
     ) -> Linear:
-        """The product whose outputs are `parts`, in that order, however the checkpoint keeps them."""
-        vector = self._bias(prefix, stored, parts, heads) if bias else None
-        return Linear(self._prepared(self._matrix(prefix, stored, parts, inputs, heads)), vector)
+        """The product whose outputs are `parts`, in that order, however the checkpoint keeps them.
+
+        `part` is what this rank keeps of it, `group` those with whom its results must be added up.
+        """
+        vector = self._bias(prefix, stored, parts, heads, part) if bias and part.bias else None
+        matrix = kept(self._matrix(prefix, stored, parts, inputs, heads), part)
+        return Linear(self._prepared(matrix), vector, group)
 
     def experts(
-        self, prefix: str, stored: str | Split | Fused, experts: Sequence[int], parts: Sequence[int], inputs: int
-    ) -> torch.Tensor:
-        """One product an expert, stacked: [experts, sum of parts, inputs]."""
+        self,
+        prefix: str,
+        stored: str | Split | Fused,
+        experts: Sequence[int],
+        parts: Sequence[int],
+        inputs: int,
+        part: Part = WHOLE,
+    ) -> Ready:
+        """One product an expert, stacked: [experts * sum of parts, inputs]; of each what this rank keeps."""
         names = self.names
-        first, *others = (
+        every = (
             self._matrix(
                 prefix + names.experts.format(e=e), stored, parts, inputs, expert=e if names.stacked_experts else None
             )
             for e in experts
         )
-        loaded = first.cat(others).dense(self.dtype, self.device)
-        self.bytes += loaded.nbytes
-        return loaded.unflatten(0, (len(experts), -1))
+        first, *others = (kept(matrix, part) for matrix in every)
+        return self._prepared(first.cat(others))
 
     def _matrix(
         self,
@@ -110,18 +133,19 @@ class Weights:
         expert: int | None = None,
     ) -> Matrix:
         def pull(name: str, rows: int) -> Matrix:
-            product = Product(f"{prefix}{name}", (rows, inputs), self.names.transposed, expert)
+            precise = name in (self.names.extra.get("router"), self.names.extra.get("shared_gate"))
+            product = Product(f"{prefix}{name}", (rows, inputs), self.names.transposed, expert, precise=precise)
             return self.format.matrix(self.source, product)
 
         return arranged(pull, stored, parts, heads)
 
     def _bias(
-        self, prefix: str, stored: str | Split | Fused, parts: Sequence[int], heads: Attention | None
+        self, prefix: str, stored: str | Split | Fused, parts: Sequence[int], heads: Attention | None, part: Part
     ) -> torch.Tensor:
         def pull(name: str, rows: int) -> Stored:
             return self.source.tensor(f"{prefix}{name}.bias", (rows,))
 
-        return self._loaded(arranged(pull, stored, parts, heads), self.dtype)
+        return self._loaded(of_rows(arranged(pull, stored, parts, heads), part), self.dtype)
 
 
 class Arrangeable(Protocol):
@@ -132,6 +156,16 @@ class Arrangeable(Protocol):
 
 
 T = TypeVar("T", bound=Arrangeable)
+
+
+def of_rows(whole: T, part: Part) -> T:
+    return whole if part.rows is None else whole.rows(part.rows)
+
+
+def kept(matrix: Matrix, part: Part) -> Matrix:
+    """What a rank keeps of a matrix."""
+    matrix = of_rows(matrix, part)
+    return matrix if part.cols is None else matrix.cols(*part.cols)
 
 
 def arranged(

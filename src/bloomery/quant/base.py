@@ -72,6 +72,9 @@ class Tensors(Protocol):
         ...
 
     def has(self, name: str) -> bool: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As the file has it; packed tensors say by it how they are packed."""
+        ...
 
 
 class Product(NamedTuple):
@@ -82,12 +85,22 @@ class Product(NamedTuple):
     transposed: bool = False
     expert: int | None = None
     inside: bool = True  # of a layer; otherwise an embedding, the head or a projection beside them
+    precise: bool = False  # a router: never rounded
 
 
 class Format(Protocol):
     """How the products of a checkpoint are kept."""
 
     def matrix(self, tensors: Tensors, product: Product) -> Matrix: ...
+
+
+class Coded(NamedTuple):
+    """The same tensor in the bits of its file."""
+
+    kind: str  # the format's own name of the type
+    values: int  # of a block
+    bytes: int
+    read: Callable[[Range], torch.Tensor]  # rows as uint8 [rows, bytes of a row], without a copy
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,7 @@ class Piece:
     cols: Range | None  # None: a vector
     # The same into memory that is already where it belongs, for sources that can go without a copy beside it.
     fill: Callable[[torch.Tensor, Range, Range | None], None] | None = None
+    blocks: Coded | None = None
 
     @property
     def height(self) -> int:

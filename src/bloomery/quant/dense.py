@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels.gemv import After, Norm, pays, product_rows
+from bloomery.kernels.cpu import phrase
+from bloomery.kernels.gemv import Activation, After, Norm, pays, product_rows, shifts
+from bloomery.native import ops
+from bloomery.native.team import team
 from bloomery.quant.base import Product, Range, Stored, Tensors
 
+GELU, MANY = Activation("gelu_tanh", gated=False), 256  # which the GPU's library puts behind a product of many tokens
+NATIVE = 4  # tokens up to which our own kernel reads the weights fastest; a recorded step has no other
 FEW = 48  # tokens up to which a CPU's matrix library is a quarter faster with the weights on the left
 
 
@@ -35,7 +40,8 @@ class Dense:
         return Dense(self.weight.cat([other.weight for other in others]))
 
     def prepare(self, dtype: torch.dtype, device: torch.device) -> DenseReady:
-        return DenseReady(self.dense(dtype, device))
+        weight = self.dense(dtype, device)
+        return DenseReady(weight, ops.Matrix.dense(weight) if team().takes(weight) else None)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.weight.load(dtype, device)
@@ -45,8 +51,8 @@ class DenseFormat:
     """A tensor a product, as `name.weight`."""
 
     def matrix(self, tensors: Tensors, product: Product) -> Dense:
-        name, shape, transposed, expert, _ = product
-        return Dense(tensors.tensor(f"{name}.weight", shape, transposed, expert))
+        weight = f"{product.name}.weight"
+        return Dense(tensors.tensor(weight, product.shape, product.transposed, product.expert))
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class DenseReady:
     """Weights on the device."""
 
     weight: torch.Tensor  # [out, in]
+    native: ops.Matrix | None = None  # the same for a CPU's own kernels
+    shifts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)  # by the norm in front of the product
 
     @property
     def nbytes(self) -> int:
@@ -63,6 +71,8 @@ class DenseReady:
         return self.weight[rows]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.native is not None and (y := self.phrase(x, bias, None, None)) is not None:
+            return y
         if x.device.type == "cpu" and 1 < len(x) <= FEW:
             y = (self.weight @ x.t()).t()
             return (y if bias is None else y + bias).contiguous()
@@ -71,4 +81,15 @@ class DenseReady:
     def phrase(
         self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
     ) -> torch.Tensor | None:
-        return product_rows(x, self.weight, bias, before, after) if pays(len(x), self.weight, before, after) else None
+        if self.native is not None and (len(x) <= NATIVE or team().arena is not None):
+            return phrase(self.native, x, bias, before, after)
+        if before is None and bias is not None and after == GELU and x.is_cuda and len(x) > MANY:
+            return torch._addmm_activation(bias, x, self.weight.t(), use_gelu=True)
+        if not pays(len(x), self.weight, before, after):
+            return None
+        shift = None
+        if before is not None and before.kind == "layer":
+            if id(before) not in self.shifts:
+                self.shifts[id(before)] = shifts(self.weight, before)
+            shift = self.shifts[id(before)]
+        return product_rows(x, self.weight, bias, before, after, shift=shift)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from bloomery.attention.base import Ragged
 from bloomery.messages import Item
+from bloomery.runtime.device import upload
 from bloomery.runtime.rows import Row
 
 
@@ -38,8 +41,6 @@ class Batch:
         """`last` [rows] has the tokens that only the device knows."""
         placed = sorted(placed, key=lambda pair: pair[0].count + len(pair[0].drafts) > 1)  # single positions first
         ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
         unknown: list[tuple[int, int]] = []  # (place in the batch, row)
         shares = []
         for item, row in placed:
@@ -51,30 +52,38 @@ class Batch:
                 unknown.append((len(ids), row.index))
                 ids.append(0)
             ids += item.drafts
-            for position in range(item.start, end + len(item.drafts)):
-                positions.append(position)
-                slots.append(row.table[position // block_size] * block_size + position % block_size)
         counts = [item.count + len(item.drafts) for item, _ in placed]
-        lengths = [item.start + count for (item, _), count in zip(placed, counts, strict=True)]
-        widest = max(len(row.table) for _, row in placed)
-        kind = torch.int64 if last.device.type == "cpu" else torch.int32
-
-        def tensor(values: list) -> torch.Tensor:
-            return torch.tensor(values, dtype=kind, device=last.device)
-
+        begins = [item.start for item, _ in placed]
+        places = layout(counts, begins, placed, block_size)
+        starts = [0, *accumulate(counts)]
+        lengths = [begin + count for begin, count in zip(begins, counts, strict=True)]
+        kind, device = torch.int64 if last.device.type == "cpu" else torch.int32, last.device
+        parts = (ids, places.positions, places.slots, starts, lengths, places.tables.ravel())
+        sent = upload(torch.from_numpy(np.concatenate(parts)), device, kind)  # one copy for all
+        fed, positions, slots, firsts, ends, flat = sent.split([len(part) for part in parts])
         ragged = Ragged(
-            counts=tuple(counts),
-            lengths=tuple(lengths),
-            singles=counts.count(1),
-            starts=tensor([0, *accumulate(counts)]),
-            ends=tensor(lengths),
-            positions=tensor(positions),
-            slots=tensor(slots),
-            tables=tensor([row.table + [0] * (widest - len(row.table)) for _, row in placed]),
-            block_size=block_size,
-        )
-        fed = tensor(ids)
+            tuple(counts), tuple(lengths), counts.count(1), firsts, ends, positions, slots,
+            flat.view(places.tables.shape), block_size,
+        )  # fmt: skip
         if unknown:
-            places, rows = tensor(unknown).unbind(1)
-            fed[places] = last[rows].to(kind)
+            lines, rows = upload(unknown, device).unbind(1)
+            fed[lines] = last[rows].to(kind)
         return cls(fed, ragged, tuple(shares))
+
+
+class Places(NamedTuple):
+    """Of every new position its place in its sequence and in the cache; and the sequences' tables, padded."""
+
+    positions: np.ndarray  # [tokens]
+    slots: np.ndarray  # [tokens]
+    tables: np.ndarray  # [sequences, blocks]
+
+
+def layout(counts: list[int], begins: list[int], placed: list[tuple[Item, Row]], block_size: int) -> Places:
+    """In numpy: torch would wake its threads for these few numbers."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    shift = np.array(begins) - np.cumsum([0, *counts[:-1]])
+    positions = np.arange(len(owner)) + shift[owner]
+    widest = max(len(row.table) for _, row in placed)
+    tables = np.array([row.table + [0] * (widest - len(row.table)) for _, row in placed])
+    return Places(positions, tables[owner, positions // block_size] * block_size + positions % block_size, tables)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import torch
@@ -11,6 +10,8 @@ import torch
 from bloomery.attention.base import cache_shape
 from bloomery.config import Plan
 from bloomery.errors import ConfigError
+from bloomery.kernels.rounded_cache import cache_bytes, of_memory
+from bloomery.parallel.mesh import Mesh
 from bloomery.runtime.device import free_memory
 from bloomery.spec import Model
 
@@ -25,29 +26,43 @@ class Size:
     note: str | None = None
 
 
+def kv_dtype(wish: str, dtype: torch.dtype) -> torch.dtype:
+    """What keys and values are kept in: the model's own, or 8 bits."""
+    return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(wish, dtype)
+
+
 def block_bytes(model: Model, block_size: int, dtype: torch.dtype) -> int:
-    return sum(prod(cache_shape(layer.attention, 1, block_size)) for layer in model.layers) * dtype.itemsize
+    return sum(cache_bytes(cache_shape(layer.attention, 1, block_size), dtype) for layer in model.layers)
 
 
-def fit(plan: Plan, model: Model, dtype: torch.dtype, device: torch.device, reserve: int = 0) -> Size:
+def fit(
+    plan: Plan,
+    model: Model,
+    dtype: torch.dtype,
+    device: torch.device,
+    reserve: int = 0,
+    mesh: Mesh = Mesh(),  # noqa: B008  # frozen
+) -> Size:
     """As many blocks as memory allows and the batch can use; a length nobody asked for gives way to memory.
 
-    `reserve` is what the largest step takes beside weights and cache.
+    `reserve` is what the largest step takes beside weights and cache. `model` is what this rank of the mesh has; all
+    ranks have the same blocks, each its own layers and heads of them.
     """
     each = block_bytes(model, plan.block_size, dtype)
     if plan.kv_bytes is not None:
-        budget = plan.kv_bytes
+        budget = plan.kv_bytes // mesh.size
     elif device.type == "cpu":
-        budget = min(int(free_memory(device) * CPU_SHARE), CPU_MOST)
+        budget = min(int(free_memory(device) * CPU_SHARE), CPU_MOST) // mesh.size
     else:
         total = torch.cuda.mem_get_info(device)[1]
         budget = free_memory(device) - int(total * (1 - plan.memory)) - reserve
+        budget = budget // mesh.size if mesh.shared else budget
     longest = -(-plan.max_length // plan.block_size)
-    blocks = min(max(budget, 0) // each, longest * plan.max_sequences)
+    blocks = mesh.least(min(max(budget, 0) // each, longest * plan.max_sequences))
     room = blocks * plan.block_size
     if room >= plan.max_length:
         return Size(blocks, plan.max_length, blocks * each)
-    need = longest * each / 2**30
+    need, budget = longest * each * mesh.size / 2**30, budget * mesh.size
     if plan.length_is_wish or room < plan.block_size * 4:
         raise ConfigError(
             f"one sequence of {plan.max_length} tokens needs {need:.2f} GiB for keys and values, and "
@@ -64,7 +79,11 @@ def allocate(
 ) -> list[torch.Tensor]:
     """One tensor a layer. Zeros, so that what masked positions read is finite."""
     shapes = [cache_shape(layer.attention, blocks, block_size) for layer in model.layers]
-    if device.type != "cpu":
-        return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-    # numpy's zeros come from the operating system page by page, when first touched; torch's are written at once.
-    return [torch.from_numpy(np.zeros((*shape, dtype.itemsize), np.uint8)).view(dtype).squeeze(-1) for shape in shapes]
+    return [of_memory(zeros(cache_bytes(shape, dtype), device), shape, dtype) for shape in shapes]
+
+
+def zeros(count: int, device: torch.device) -> torch.Tensor:
+    """Bytes. numpy's come from the operating system page by page, when first touched; torch's are written at once."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(count, np.uint8))
+    return torch.zeros(count, dtype=torch.uint8, device=device)

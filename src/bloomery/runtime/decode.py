@@ -8,49 +8,59 @@ row, whose table is the reserved block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
-from bloomery.attention.base import Backend, Ragged
+from bloomery.attention.base import Ragged
 from bloomery.kernels.rows import advance, fetch
-from bloomery.models.decoder import Decoder
+from bloomery.native.arena import Arena
+from bloomery.native.record import Unrecordable, record
+from bloomery.runtime.device import upload
+from bloomery.runtime.forward import Forward
 from bloomery.runtime.rows import Row, Rows
 
+ROOM = 256 << 20  # bytes of an arena beside logits; only what is touched is taken
 Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # logits, rows, positions -> tokens
 
 
-def buckets(most: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, then steps of 8, and of 16 from 128 on."""
-    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, most + 16, 16)]
+def buckets(most: int, grain: int = 1) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, then steps of 8, and of 16 from 128 on; or multiples of the grain."""
+    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, most + 16, 16)] if grain == 1 else range(grain, most, grain)
     return [size for size in sizes if size < most] + [most]
+
+
+class Replayable(Protocol):
+    """A CUDA graph, or the CPU's counterpart."""
+
+    def replay(self) -> None: ...
 
 
 class DecodeStep:
     def __init__(
         self,
-        decoder: Decoder,
-        backend: Backend,
-        caches: Sequence[torch.Tensor],
+        model: Forward,
+        vocab: int,
         rows: Rows,
         block_size: int,
         pick: Pick,
     ):
-        self.decoder, self.backend, self.caches, self.rows = decoder, backend, caches, rows
-        self.block_size, self.pick = block_size, pick
+        self.model, self.rows, self.block_size, self.pick = model, rows, block_size, pick
         most, device = rows.count, rows.last.device
         self.lines = torch.full((most,), most, dtype=torch.int32, device=device)  # nobody
         self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self.logits = torch.zeros(most, decoder.spec.vocab, dtype=torch.float32, device=device)
+        self.logits = torch.zeros(most, vocab, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self.members: list[int] = []
-        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, bool], Replayable] = {}
         self.sizes: list[int] = []
+        self.arena: Arena | None = None  # results of recorded steps
 
     def capture(self, done: Callable[[], None] = lambda: None) -> None:
         """One graph a batch size, largest first, all in one pool of memory."""
         pool = torch.cuda.graph_pool_handle()
-        self.sizes = buckets(self.rows.count)
+        self.sizes = buckets(self.rows.count, self.model.grain)
         for size in reversed(self.sizes):
             for sampled in (True, False):
                 self.forward(size, sampled)  # compiles what is missing, outside of the capture
@@ -60,6 +70,22 @@ class DecodeStep:
                 self.graphs[size, sampled] = graph
             done()
 
+    def record(self) -> str | None:
+        """On a CPU: from now on steps are recorded, each size when it first comes. Why not, where one cannot be."""
+        most, vocab = self.logits.shape
+        self.arena = Arena(ROOM + 12 * most * vocab)
+        try:
+            self._recorded(1, True), self._recorded(1, False)
+        except Unrecordable as reason:
+            self.arena = None
+            return str(reason)
+        return None
+
+    def _recorded(self, size: int, sampled: bool) -> Replayable | None:
+        if self.arena is not None:
+            self.graphs[size, sampled] = record(lambda: self.forward(size, sampled), self.arena)
+        return self.graphs.get((size, sampled))
+
     def forward(self, size: int, sampled: bool) -> None:
         """The work of one step over the first `size` lines; with `sampled` up to the tokens, else up to the logits."""
         lines = self.lines[:size]
@@ -68,12 +94,11 @@ class DecodeStep:
             (), (), size, self.starts[: size + 1], inputs.ends, inputs.positions, inputs.slots, inputs.tables,
             self.block_size,
         )  # fmt: skip
-        plan = self.backend.plan(ragged)
-        hidden = self.decoder(inputs.ids, inputs.positions, inputs.slots, self.caches, self.backend, plan)
+        hidden = self.model.hidden(inputs.ids, ragged)
         if not sampled:
-            self.logits[:size] = self.decoder.logits(hidden)
+            self.logits[:size] = self.model.logits(hidden)
             return
-        tokens = self.pick(self.decoder.logits(hidden, wide=False), lines, inputs.ends)
+        tokens = self.pick(self.model.logits(hidden, wide=False), lines, inputs.ends)
         self.tokens[:size] = tokens
         advance(lines, tokens, self.rows.last, self.rows.positions)
 
@@ -86,17 +111,11 @@ class DecodeStep:
         if wanted != self.members or size != count:
             padded = wanted + [self.rows.count] * (size - count)
             if padded != self.members:
-                self.lines[:size] = upload(padded, self.lines.device)
+                self.lines[:size] = upload(padded, self.lines.device, torch.int32)
                 self.members = padded
-        graph = self.graphs.get((size, sampled))
+        graph = self.graphs.get((size, sampled)) or self._recorded(size, sampled)
         if graph is not None:
             graph.replay()
         else:
             self.forward(size, sampled)
         return count
-
-
-def upload(values: Iterable, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """Host numbers to the device without waiting for it."""
-    found = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return found.to(device, non_blocking=True)

@@ -1,9 +1,10 @@
-"""What this machine has: which device to run on, and how much memory is free."""
+"""What this machine has: which device to run on, how much memory is free, and how numbers get there."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,3 +33,11 @@ def free_memory(device: torch.device) -> int:
         if found:
             return int(found[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def upload(
+    values: Sequence[object] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Host numbers to the device without waiting for it: from ordinary memory a copy waits for all queued work."""
+    found = values.to(dtype) if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

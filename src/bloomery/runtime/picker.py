@@ -9,6 +9,8 @@ import torch
 
 from bloomery.kernels.pick import Scratch, Wishes, pick
 from bloomery.messages import Start
+from bloomery.native import ops
+from bloomery.native.team import team
 from bloomery.runtime.sampler import Sampler
 
 
@@ -22,10 +24,14 @@ def plain(start: Start) -> bool:
 
 class Picker:
     def __init__(self, sampler: Sampler):
-        temperature, top_p, min_p = sampler.numbers[:, :3].unbind(1)
+        self.numbers = sampler.numbers
+        temperature, top_p, min_p = self.numbers[:, :3].unbind(1)
         self.wishes = Wishes(temperature, top_p, min_p, sampler.top_k, sampler.seeds)
         self.scratch = Scratch.of(len(sampler.top_k), sampler.vocab, sampler.device)
 
     def __call__(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """logits [lines, vocab]; rows and positions of the tokens to pick [lines] -> tokens [lines]."""
+        if team().takes(logits):
+            stride = self.numbers.stride(0)
+            return ops.pick(logits, rows, positions, self.numbers, stride, self.wishes.top_k, self.wishes.seeds)
         return pick(logits, rows, positions, self.wishes, self.scratch).tokens

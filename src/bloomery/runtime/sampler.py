@@ -23,15 +23,11 @@ from bloomery.kernels.noise import gumbel, keys, words
 from bloomery.kernels.order import ordered
 from bloomery.kernels.truncate import kept
 from bloomery.messages import Sampling, Start, TokenLogprob
+from bloomery.runtime.device import upload
 
 COLDEST = 1e-5  # below it the noise cannot matter: greedy
 NARROW = 512  # candidates tried before a whole line is sorted
 CHUNK = 1 << 22  # logits held in float32 at once while prompts are scored
-
-
-def upload(numbers: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """To the device without waiting for it."""
-    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 # ---- what few rows ask for ---------------------------------------------------------------------------
@@ -155,10 +151,10 @@ class Scored:
         ]
 
 
-def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Scored:
+def score(logits: torch.Tensor, tokens: torch.Tensor, count: int, together: int = 1) -> Scored:
     """Raw logits [lines, vocab] and a token for each line. Equal logits rank by id, as they do among the best."""
     logits = logits.float()
-    total = logits.logsumexp(-1, keepdim=True)
+    total = torch.cat([lines.logsumexp(-1, keepdim=True) for lines in logits.split(together)])
     own = logits.gather(-1, tokens.unsqueeze(-1))
     lower = torch.arange(logits.shape[-1], device=logits.device) < tokens.unsqueeze(-1)
     ranks = 1 + ((logits > own) | ((logits == own) & lower)).sum(-1)
@@ -176,6 +172,14 @@ class Row:
     number: int
     sampling: Sampling
     edits: tuple[Edit, ...]
+    prompt_len: int
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What the device knows of it, in the order `_parameters` reads."""
+        s = self.sampling
+        penalties = (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
+        return (s.temperature, s.top_p, s.min_p, s.typical_p, *penalties)
 
     @property
     def penalised(self) -> bool:
@@ -242,35 +246,49 @@ class Draws:
 
 
 class Sampler:
-    def __init__(self, rows: int, vocab: int, device: torch.device | str = "cpu"):
+    def __init__(self, rows: int, vocab: int, device: torch.device | str = "cpu", alone: bool = False):
+        """`alone`: no result may depend on how many lines there are."""
         self.vocab, self.device = vocab, torch.device(device)
         self.rows: dict[int, Row] = {}
+        self.newcomers: list[int] = []  # rows whose parameters the device does not know yet
         self.numbers = torch.zeros(rows, 7, dtype=torch.float64, device=self.device)  # read by _parameters
         self.top_k = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.seeds = torch.zeros(rows, 2, dtype=torch.int32, device=self.device)
         self.prompt_len = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.history = torch.zeros(rows, 0, dtype=torch.int32, device=self.device)  # widens on demand
-        self.together = 1 if self.device.type == "cpu" else rows  # whole lines handled at once: one stays in the cache
+        self.together = (
+            1 if alone or self.device.type == "cpu" else rows
+        )  # whole lines handled at once: one stays in cache
         self.all_ids = torch.arange(vocab, dtype=torch.int32, device=self.device)
 
     def admit(self, row: int, start: Start) -> None:
         """Start or resume: `start.tokens` is the prompt and whatever output the sequence already has."""
-        s = start.sampling
-        self.rows[row] = Row(row, s, edits(start, self.device))
-        penalties = (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
-        numbers = (s.temperature, s.top_p, s.min_p, s.typical_p, *penalties)
-        self.numbers[row] = upload(numbers, self.device, torch.float64)
-        self.top_k[row] = s.top_k if 0 < s.top_k < self.vocab else 0
-        self.seeds[row] = upload(words(s.seed), self.device, torch.int32)
-        self.prompt_len[row] = start.prompt_len
+        self.rows[row] = Row(row, start.sampling, edits(start, self.device), start.prompt_len)
+        self.newcomers.append(row)
         if self.rows[row].remembers:
             self._remember(row, 0, start.tokens)
 
+    def settle(self) -> None:
+        """Tell the device what newcomers ask for: once a step, before it draws."""
+        if not self.newcomers:
+            return
+        rows = [self.rows[row] for row in self.newcomers]
+        at = upload([row.number for row in rows], self.device)
+        self.numbers[at] = upload([row.numbers for row in rows], self.device, torch.float64)
+        self.seeds[at] = upload([words(row.sampling.seed) for row in rows], self.device, torch.int32)
+        limits = [row.sampling.top_k if 0 < row.sampling.top_k < self.vocab else 0 for row in rows]
+        self.top_k[at] = upload(limits, self.device)
+        self.prompt_len[at] = upload([row.prompt_len for row in rows], self.device)
+        self.newcomers.clear()
+
     def release(self, row: int) -> None:
         del self.rows[row]
+        if row in self.newcomers:
+            self.newcomers.remove(row)
 
     def sample(self, logits: torch.Tensor, asked: Sequence[tuple[int, int, Sequence[int]]]) -> Draws:
         """asked: (row, position of the token to draw, drafts); each has 1 + len(drafts) lines of logits, in order."""
+        self.settle()
         for row, position, drafts in asked:
             if drafts and self.rows[row].remembers:
                 self._remember(row, position, drafts)
@@ -288,13 +306,17 @@ class Sampler:
         if not counts:
             return Draws(tokens, every)
         at, _ = lines.some(list(counts))
-        return Draws(tokens, every, score(raw[at], tokens[at], max(counts.values())), counts)
+        return Draws(tokens, every, score(raw[at], tokens[at], max(counts.values()), self.together), counts)
 
     def prompt_logprobs(self, logits: torch.Tensor, next_tokens: Sequence[int], count: int) -> list[TokenLogprob]:
         """logits [lines, vocab] of prompt positions and the token that follows each; a few lines at a time."""
         lines = max(1, CHUNK // self.vocab)
         parts = zip(logits.split(lines), upload(next_tokens, self.device).split(lines))
-        return [entry for part, tokens in parts for entry in score(part, tokens, count).read([count] * len(tokens))]
+        return [
+            entry
+            for part, tokens in parts
+            for entry in score(part, tokens, count, self.together).read([count] * len(tokens))
+        ]
 
     # ---- tokens so far ----
 

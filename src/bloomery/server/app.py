@@ -6,6 +6,7 @@ error becomes the API's own words, and one line is logged. The line has times an
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -24,21 +25,22 @@ from bloomery.server.limits import check_headers
 from bloomery.server.routes import table
 from bloomery.server.service import Service, Settings
 from bloomery.server.streaming import HANG_UP, EventStream, encode
+from bloomery.server.tracing import Traces
 from bloomery.text.tokenizer import Tokenizer
 
 log = logging.getLogger("bloomery.server")
 
 
-def create_app(backend: Backend, tokenizer: Tokenizer, settings: Settings) -> ASGIApp:
-    app: ASGIApp = Application(Service(backend, tokenizer, settings, table(settings)))
+def create_app(backend: Backend, tokenizer: Tokenizer, settings: Settings, traces: Traces | None = None) -> ASGIApp:
+    app: ASGIApp = Application(Service(backend, tokenizer, settings, table(settings)), traces)
     if settings.cors_origins:
         app = CORSMiddleware(app, settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
 class Application:
-    def __init__(self, service: Service):
-        self.service, settings = service, service.settings
+    def __init__(self, service: Service, traces: Traces | None = None):
+        self.service, self.traces, settings = service, traces, service.settings
         self.keys, self.hosts = Keys(settings.keys), Hosts(settings.host, settings.allowed_hosts)
         self.exact: dict[str, dict[str, Route]] = {}
         self.open_ended: dict[str, dict[str, Route]] = {}  # by what stands before the {parameter}
@@ -57,8 +59,12 @@ class Application:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
             kind = (await receive())["type"]
+            if kind == "lifespan.startup" and self.service.settings.warm:
+                self.service.apart.warm()
             if kind == "lifespan.shutdown":
-                self.service.threads.shutdown(wait=False, cancel_futures=True)
+                self.service.apart.close()
+                if self.traces is not None:
+                    await asyncio.to_thread(self.traces.close)
             await send({"type": f"{kind}.complete"})
             if kind == "lifespan.shutdown":
                 return
@@ -84,6 +90,8 @@ class Application:
         call = Call(self.service, route, scope, receive, headers, id, salt, parameter)
         with call.cleanup:
             status = await self._answer(call, send)
+        if self.traces is not None and route.generates:
+            self.traces.record(call, status)
         self._log(route, scope, id, status, began, call.facts)
 
     def _find(self, path: str) -> tuple[Mapping[str, Route], str]:

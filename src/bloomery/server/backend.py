@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from bloomery.messages import Capacity, Request, Stats, Status, Tokens
@@ -19,6 +19,10 @@ class Backend(Protocol):
 
     @property
     def stats(self) -> Stats: ...
+
+    def observe(self, watcher: Callable[[Stats, Stats], None]) -> None:
+        """Have it told of every step: the figures before and after."""
+        ...
 
     def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
         """News until every request has finished; aclose() aborts what is still open."""

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope
 
 from bloomery.errors import InvalidRequest, RequestFailed
+from bloomery.sampling import SamplingParams
 from bloomery.server import schema
 from bloomery.server.errors import ClientGone, Dialect, Problem, problem
 from bloomery.server.limits import Ticket, read_body
@@ -48,6 +49,7 @@ class Route:
     generates: bool = False
     quiet: bool = False  # logged only when debugging
     media: tuple[str, ...] = JSON
+    answer: Any = "object"  # its shape, see shapes.py
 
     @property
     def about(self) -> str:
@@ -66,6 +68,7 @@ class Call:
     parameter: str = ""  # what stands for {parameter} in the path
     cleanup: ExitStack = field(default_factory=ExitStack)
     facts: dict[str, Any] = field(default_factory=dict)  # for the log: counts and times, never text
+    params: SamplingParams | None = None  # of its first prompt, once it is known
 
     def __post_init__(self) -> None:
         self.dialect = self.route.dialect
@@ -102,7 +105,7 @@ class Call:
 
     def admit(self, sequences: int) -> Ticket:
         """A place for so many sequences, given back when the call ends; asked for before any costly work."""
-        ticket = self.service.admit(sequences)
+        ticket = self.service.admit(sequences, self.salt)
         self.cleanup.callback(ticket.leave)
         return ticket
 

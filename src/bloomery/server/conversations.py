@@ -25,6 +25,10 @@ class Conversations:
         while len(self.kept) > self.count or self.held > self.characters:
             self.held -= _size(self.kept.popitem(last=False)[1])
 
+    def clear(self) -> None:
+        self.kept.clear()
+        self.held = 0
+
 
 def _size(messages: Sequence[Message]) -> int:
     return sum(len(message["content"]) for message in messages)

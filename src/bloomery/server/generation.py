@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest, RequestFailed
 from bloomery.messages import Request, Tokens
 from bloomery.sampling import SamplingParams, choose, requests
 from bloomery.server.call import Call
+from bloomery.server.errors import Late, Problem
 from bloomery.server.limits import Ticket
 from bloomery.server.service import Prompt
 from bloomery.server.streaming import Watch
@@ -37,10 +40,17 @@ class Writer(Protocol):
     def end(self) -> bytes: ...
 
 
+class Author(Writer, Protocol):
+    """How an API says an answer, streamed or whole."""
+
+    def whole(self) -> dict[str, Any]: ...
+
+
 class Job:
     def __init__(self, call: Call, ticket: Ticket, asks: Sequence[Ask]):
         self.call, self.ticket, self.asks, self.timings = call, ticket, asks, call.timings
         self.generations = [self._generation(index, ask) for index, ask in enumerate(asks)]
+        call.params = asks[0].params
         self.silent = False  # the prompt is all that is wanted; what must be generated to get it is not shown
         self.cached = [0] * len(asks)  # prompt tokens found in the prefix cache
         self.latest: dict[str, float] = {}  # when a request's last token came
@@ -58,6 +68,7 @@ class Job:
                 eos_ids=service.tokenizer.eos_ids,
                 encode=lambda word: service.tokenizer.encode(word, add_special=False),
                 salt=self.call.salt,
+                tenant=self.call.salt,
             )
         except InvalidRequest as error:
             if len(self.asks) > 1 and error.field == "prompt":
@@ -77,6 +88,15 @@ class Job:
             async for _ in deltas:
                 pass
 
+    async def answer(
+        self, author: Author, stream: bool | None, failed: Callable[[Problem], bytes] | None = None
+    ) -> ASGIApp:
+        """As the client asked for it; `failed` words an error after the first event."""
+        if stream:
+            return self.call.events(self.stream(author), failed=failed)
+        await self.run()
+        return self.call.json(author.whole())
+
     async def stream(self, writer: Writer) -> AsyncGenerator[bytes, None]:
         async with aclosing(self.deltas()) as deltas:
             async for index, delta in deltas:
@@ -91,13 +111,16 @@ class Job:
         owners = {name: index for index, generation in enumerate(self.generations) for name in generation.answers}
         self.ticket.wait(sum(len(request.prompt) for request in made), service.waiting_tokens, service.prompt_rate)
         self.timings.submitted = time.monotonic()
-        service.metrics.submit(self.timings, ((len(request.prompt), request.max_tokens) for request in made))
+        lengths = [(len(request.prompt), request.max_tokens) for request in made]
+        service.metrics.submit(self.timings, lengths, self.asks[0].params.n)
         async with aclosing(service.backend.stream(made)) as stream:
             async for news in stream:
                 index = owners[news.request]
                 generation = self.generations[index]
                 if generation.answers[news.request].finish_reason is not None:
                     continue  # its stop string was found, and this was under way
+                if news.finish == "deadline":
+                    raise Late
                 if news.finish in ("error", "abort"):
                     raise RequestFailed(news.error or "the engine gave the request up")
                 self._note(index, news)
@@ -122,7 +145,7 @@ class Job:
         if not timings.first:
             timings.first, timings.queued = now, news.queued
             self.ticket.begin()
-            metrics.first(timings, self.prompt_tokens)
+            metrics.first(timings, self.prompt_tokens, news.cached)
         for i in range(len(news.ids)):
             metrics.token(0.0 if i else before and now - before, now)
 

@@ -1,20 +1,24 @@
 """How much of everything a client may ask for, and the door that counts who is inside.
 
-All numbers are here. What is counted is counted before work is done for it: a request that will be refused costs
-nothing but its parsing.
+All numbers are here; `--limits name=value,...` changes them and /info tells them. What is counted is counted before
+work is done for it: a request that will be refused costs nothing but its parsing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from mmap import PAGESIZE as PAGE
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
-from bloomery.errors import InvalidRequest
+from bloomery.config import ServerConfig
+from bloomery.errors import ConfigError, InvalidRequest
 from bloomery.sampling import SamplingParams
 from bloomery.server.errors import ClientGone, Refusal, overloaded
 
@@ -27,7 +31,8 @@ class Limits:
     tgi_body_bytes: int = 2 << 20
     body_seconds: float = 30.0
     characters_per_token: int = 16  # a text with more characters than this many a position of the context is too long
-    requests: int = 1024  # sequences asked for and not finished
+    requests: int = 1024  # sequences asked for and not finished, of all keys
+    greed: int = 3  # where there are several keys, one may hold so many times what is still free
     waiting_tokens: int | None = None  # prompt tokens of sequences not begun; None: 8 x context x sequences in a step
     fan_out: int = 128  # sequences of one request: n x prompts
     temperature: float = 2.0
@@ -40,11 +45,37 @@ class Limits:
     label_characters: int = 512  # of user and of a value of metadata
     best_of: int = 2  # this and the next are TGI's
     top_n_tokens: int = 5
+    queue_seconds: float = 60.0  # how long a request may wait to be begun
     deadline_seconds: float = 600.0
     stall_seconds: float = 60.0  # how long a client may not read
-    keepalive_seconds: float = 15.0
+    keepalive_seconds: float = 5.0  # between two signs of life on a silent stream
+    idle_seconds: float = 75.0  # of a connection without a request
+    text_processes: int = 2  # for templates and long texts
+    template_seconds: float = 1.0  # of processor time, for a template
+    text_seconds: float = 10.0  # the same, for a text to tokenize
+    text_bytes: int = 1 << 30  # of memory, beside the tokenizer
+    memory_bytes: int = 2 << 30  # of this process: from 80 % on stores are emptied, from 90 % on nobody is let in
+    step_seconds: float = 30.0  # a step that takes longer, and twenty times longer than others, is a hang
+    restarts: int = 5  # of the engine within a minute
     stored_responses: int = 1000  # conversations kept for previous_response_id
     stored_characters: int = 32 << 20
+
+    @classmethod
+    def of(cls, text: str | None) -> Limits:
+        """As `--limits` has them: name=value, separated by commas."""
+        kinds = {field.name: float if isinstance(field.default, float) else int for field in fields(cls)}
+        found: dict[str, Any] = {}
+        for part in ServerConfig.items(text):
+            name, _, value = (word.strip() for word in part.partition("="))
+            if name not in kinds:
+                raise ConfigError(f"limits: there is no {name!r}; there are {', '.join(kinds)}")
+            try:
+                found[name] = kinds[name](value)
+            except ValueError:
+                raise ConfigError(f"limits: {name} must be a number, not {value!r}") from None
+            if not 0 < found[name] < 2**63:
+                raise ConfigError(f"limits: {name} must be positive, not {value}")
+        return cls(**found)
 
 
 def check_headers(raw: Iterable[tuple[bytes, bytes]], limits: Limits) -> None:
@@ -126,17 +157,24 @@ def check_labels(user: str | None, metadata: dict[str, str] | None, limits: Limi
 
 
 class Admission:
-    """Sequences inside, and the prompt tokens of those that have not begun. Nobody waits here: in, or 429."""
+    """Sequences inside, and the prompt tokens of those that have not begun. Nobody waits here: in, or 429.
 
-    def __init__(self, requests: int):
-        self.requests, self.inside, self.waiting = requests, 0, 0
+    Where there are several keys nobody fills the house: a key may hold `greed` times what would be left free, so one
+    alone leaves a quarter to a newcomer (greed 3), and two that want all get equal parts. All of it is a lone key's.
+    """
 
-    def enter(self, sequences: int, rate: float) -> Ticket:
+    def __init__(self, requests: int, greed: int | None = None):
+        self.requests, self.greed, self.inside, self.waiting = requests, greed, 0, 0
+        self.held: Counter[str] = Counter()  # by key
+
+    def enter(self, sequences: int, rate: float, key: str = "") -> Ticket:
         """`rate`: prompt tokens a second the engine takes in at present."""
-        if self.inside + sequences > self.requests:
+        free = self.requests - self.inside - sequences
+        if free < 0 or (self.greed is not None and self.held[key] + sequences > self.greed * (free + 1)):
             raise overloaded(self.retry_after(rate))
         self.inside += sequences
-        return Ticket(self, sequences)
+        self.held[key] += sequences
+        return Ticket(self, sequences, key)
 
     def retry_after(self, rate: float) -> int:
         """About when the backlog will be gone; jittered, so that those refused together do not return together."""
@@ -144,8 +182,8 @@ class Admission:
 
 
 class Ticket:
-    def __init__(self, door: Admission, sequences: int):
-        self.door, self.sequences, self.tokens = door, sequences, 0
+    def __init__(self, door: Admission, sequences: int, key: str):
+        self.door, self.sequences, self.key, self.tokens = door, sequences, key, 0
 
     def wait(self, tokens: int, most: int, rate: float) -> None:
         """From now on these prompt tokens wait to be computed."""
@@ -161,4 +199,36 @@ class Ticket:
     def leave(self) -> None:
         self.begin()
         self.door.inside -= self.sequences
+        self.door.held[self.key] -= self.sequences
+        if not self.door.held[self.key]:
+            del self.door.held[self.key]
         self.sequences = 0
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+
+class Memory:
+    """This process's own, in steps: first what is kept for convenience goes, then nobody new comes in.
+
+    Looked at once a second at most, when somebody comes to the door.
+    """
+
+    def __init__(self, limit: int, measure: Callable[[], int] | None = None):
+        self.limit, self.measure = limit, measure or resident
+        self.looked, self.used = 0.0, 0
+
+    def pressure(self, now: float) -> float:
+        """The share of the limit in use."""
+        if now - self.looked >= 1.0:
+            self.looked, self.used = now, self.measure()
+        return self.used / self.limit
+
+
+def resident() -> int:
+    """Bytes of memory this process holds; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * PAGE
+    except OSError:
+        return 0

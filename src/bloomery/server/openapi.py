@@ -10,21 +10,45 @@ from typing import Any
 import msgspec
 
 from bloomery import __version__
-from bloomery.server.call import Route
-from bloomery.server.errors import anthropic, openai
+from bloomery.sampling import NUMBERS, WHOLES
+from bloomery.server.call import EVENTS, JSON, Route
+from bloomery.server.errors import Dialect, anthropic, openai, tgi
+from bloomery.server.limits import Limits
+from bloomery.server.shapes import schema
 
+RANGES: dict[str, dict[str, float]] = {
+    name: {"minimum": least, "maximum": most} for name, least, most, _ in (*NUMBERS, *WHOLES)
+} | {
+    "temperature": {"minimum": 0, "maximum": Limits().temperature},
+    **{name: {"minimum": 0, "maximum": Limits().logprobs} for name in ("logprobs", "prompt_logprobs", "top_logprobs")},
+    **{name: {"minimum": 0} for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
+}
+TGI_RANGES: dict[str, dict[str, float]] = {
+    **{name: {"exclusiveMinimum": 0} for name in ("temperature", "repetition_penalty")},
+    **{name: {"exclusiveMinimum": 0, "exclusiveMaximum": 1} for name in ("top_p", "typical_p")},
+    **{name: {"minimum": 1} for name in ("top_k", "max_new_tokens", "truncate")},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "best_of": {"minimum": 1, "maximum": Limits().best_of},
+    "top_n_tokens": {"minimum": 0, "maximum": Limits().top_n_tokens},
+    "seed": {"minimum": 0, "maximum": 2**64 - 1},
+}
 ERRORS: dict[str, dict[str, Any]] = {
-    "OpenAiError": {"error": {"message": "string", "type": "string", "param": "string", "code": "string"}},
+    "OpenAiError": {"error": {"message": "string", "type": "string", "param": "string?", "code": "string?"}},
     "AnthropicError": {"type": "string", "error": {"type": "string", "message": "string"}, "request_id": "string"},
     "TgiError": {"error": "string", "error_type": "string"},
 }
+
+EVENT = {"event?": "string", "data": "string"}  # of a stream: JSON, or [DONE]
+NAMES: dict[Dialect, str] = {openai: "OpenAiError", anthropic: "AnthropicError", tgi: "TgiError"}
 
 
 def document(routes: Sequence[Route], keyed: bool) -> dict[str, Any]:
     bodies = list(dict.fromkeys(route.body for route in routes if route.body is not None))
     references, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     reference = dict(zip(bodies, references, strict=True))
-    schemas |= {name: _shape(fields) for name, fields in ERRORS.items()}
+    for name, found in schemas.items():
+        _narrow(found, TGI_RANGES if name == "Parameters" else RANGES)
+    schemas |= {name: schema(shape) for name, shape in ERRORS.items()}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, reference, keyed)
@@ -42,15 +66,22 @@ def document(routes: Sequence[Route], keyed: bool) -> dict[str, Any]:
 
 
 def _operation(route: Route, reference: Mapping[Any, Any], keyed: bool) -> dict[str, Any]:
-    error = "OpenAiError" if route.dialect is openai else "AnthropicError" if route.dialect is anthropic else "TgiError"
+    dialects = [tgi, openai] if isinstance(route.answer, tuple) else [route.dialect]  # several APIs share such a route
+    errors = [{"$ref": f"#/components/schemas/{NAMES[dialect]}"} for dialect in dialects]
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method}{route.path}").strip("_").lower(),
         "summary": route.about,
         "responses": {
-            "200": {"description": "the answer", "content": {media: {} for media in route.media}},
+            "200": {
+                "description": "the answer",
+                "content": {
+                    media: {"schema": schema(route.answer if media in JSON else EVENT if media in EVENTS else "string")}
+                    for media in route.media
+                },
+            },
             "default": {
                 "description": "what went wrong",
-                "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}},
+                "content": {"application/json": {"schema": errors[0] if len(errors) == 1 else {"anyOf": errors}}},
             },
         },
     }
@@ -66,14 +97,12 @@ def _operation(route: Route, reference: Mapping[Any, Any], keyed: bool) -> dict[
     return operation
 
 
-def _shape(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {
-            name: _shape(inner) if isinstance(inner, dict) else {"type": [inner, "null"]}
-            for name, inner in fields.items()
-        },
-    }
+def _narrow(struct: dict[str, Any], ranges: Mapping[str, Mapping[str, float]]) -> None:
+    """The range of each number that has one, and no more than that: fields nobody declared are welcome."""
+    for name, field in struct.get("properties", {}).items():
+        for option in field.get("anyOf", [field]):
+            if option.get("type") in ("integer", "number") and name in ranges:
+                option.update(ranges[name])
 
 
 # ---- for people --------------------------------------------------------------------------------------

@@ -66,12 +66,13 @@ def read(raw: dict[str, Any], kind: type[T]) -> tuple[T, int]:
 
 
 def _unknown(raw: dict[str, Any], made: msgspec.Struct) -> int:
-    known = {*made.__struct_fields__, *getattr(made, "REFUSED", ())}
-    return sum(name not in known for name in raw) + sum(
-        _unknown(inner, struct)
-        for name in made.__struct_fields__
-        for inner, struct in _pairs(raw.get(name), getattr(made, name))
-    )
+    refused, count = getattr(made, "REFUSED", ()), 0
+    for name, value in raw.items():
+        if name not in made.__struct_fields__:
+            count += name not in refused
+        elif isinstance(value, dict | list):
+            count += sum(_unknown(inner, struct) for inner, struct in _pairs(value, getattr(made, name)))
+    return count
 
 
 def _pairs(raw: Any, made: Any) -> Iterator[tuple[dict[str, Any], msgspec.Struct]]:

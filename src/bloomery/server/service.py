@@ -5,12 +5,10 @@ Text becomes token ids here, away from the event loop when it is long. Nothing h
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from bloomery import __version__
 from bloomery.errors import InvalidRequest, PromptTooLong
@@ -18,16 +16,16 @@ from bloomery.messages import Capacity
 from bloomery.sampling import SamplingParams
 from bloomery.server.backend import Backend
 from bloomery.server.conversations import Conversations
-from bloomery.server.errors import Refusal, unavailable
-from bloomery.server.limits import Admission, Limits, Ticket
+from bloomery.server.errors import Refusal, overloaded, unavailable
+from bloomery.server.limits import Admission, Limits, Memory, Ticket
 from bloomery.server.metrics import Metrics
-from bloomery.text.chat import render
-from bloomery.text.tokenizer import Tokenizer
+from bloomery.text.apart import Apart
+from bloomery.text.tokenizer import Piece, Tokenizer
 
-LONG = 1000  # characters: a longer text is tokenized in a thread
+EMPTY, FULL = 0.8, 0.9  # of the memory this process may have: drop what is kept, let nobody in
+LONG = 1000  # characters: a longer text is tokenized apart
 RESERVED = ("", "tgi", "dummy", "default")  # what clients send where they know of no model
 SAMPLING = {field.name for field in fields(SamplingParams)} - {"max_tokens"}
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +40,7 @@ class Settings:
     open_metrics: bool = False  # /metrics without a key
     revision: str | None = None  # of the model
     limits: Limits = field(default_factory=Limits)
+    warm: bool = False  # processes for text are started before they are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,12 @@ class Service:
         self.backend, self.tokenizer, self.settings, self.routes = backend, tokenizer, settings, routes
         self.limits = settings.limits
         self.metrics = Metrics(backend, settings.model)
-        self.door = Admission(self.limits.requests)
-        self.threads = ThreadPoolExecutor(2, "tokenize")
+        self.door = Admission(self.limits.requests, self.limits.greed if len(settings.keys) > 1 else None)
+        self.memory = Memory(self.limits.memory_bytes)
+        limits = self.limits
+        self.apart = Apart(
+            tokenizer, limits.text_processes, limits.template_seconds, limits.text_seconds, limits.text_bytes
+        )
         self.conversations = Conversations(self.limits.stored_responses, self.limits.stored_characters)
         self.fingerprint = f"bloomery-{__version__}"
         self.started = int(time.time())
@@ -71,16 +74,21 @@ class Service:
             raise unavailable("the model is being loaded", 5)
         return self.backend.capacity
 
-    def admit(self, sequences: int) -> Ticket:
+    def admit(self, sequences: int, key: str = "") -> Ticket:
         state = self.backend.status.state
-        if state not in ("ready", "restarting"):
+        if state not in ("ready", "stalled", "restarting"):
             why = {"loading": "the model is being loaded", "failed": "the engine has failed"}.get(state)
             raise unavailable(why, 5) if why else unavailable("the server is shutting down", 10, connection="close")
         most = min(self.limits.fan_out, self.limits.requests)
         if sequences > most:
             raise InvalidRequest(f"{sequences} answers (prompts x n) were asked for, at most {most} are allowed", "n")
+        pressure = self.memory.pressure(time.monotonic())
+        if pressure > EMPTY:
+            self.conversations.clear()
         try:
-            return self.door.enter(sequences, self.prompt_rate)
+            if pressure > FULL:
+                raise overloaded(self.door.retry_after(self.prompt_rate))
+            return self.door.enter(sequences, self.prompt_rate, key)
         except Refusal:
             if state == "restarting":
                 raise unavailable("the engine is restarting and its queue is full", 5) from None
@@ -103,32 +111,33 @@ class Service:
 
     # ---- text to ids ---------------------------------------------------------------------------
 
-    async def away(self, size: int, work: Callable[[], R]) -> R:
-        """Work of a length in characters: here if it is short, in a thread if not."""
-        if size <= LONG:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
-
     async def encode(self, text: str, add_special: bool = True, field: str = "prompt") -> Prompt:
+        """Here if it is short, in a process that can be killed if not."""
         self.check_size(len(text), field)
-        ids = await self.away(len(text), lambda: self.tokenizer.encode(text, add_special))
-        return Prompt(ids, text)
+        if len(text) <= LONG:
+            return Prompt(self.tokenizer.encode(text, add_special), text)
+        return Prompt(await self.apart.encode(text, add_special, field), text)
+
+    async def pieces(self, text: str, add_special: bool, field: str) -> list[Piece]:
+        self.check_size(len(text), field)
+        if len(text) <= LONG:
+            return self.tokenizer.pieces(text, add_special)
+        return await self.apart.pieces(text, add_special, field)
 
     async def conversation(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """Messages as the model's chat template writes them down, tokenized."""
         size = sum(len(str(message.get("content"))) for message in messages)
         self.check_size(size, "messages")
+        text, ids = await self.apart.conversation(messages, options, self.most_characters)
+        return Prompt(ids, text)
 
-        def work() -> Prompt:
-            text = render(self.tokenizer, messages, **options)
-            self.check_size(len(text), "messages")
-            return Prompt(self.tokenizer.encode(text, add_special=False), text)
-
-        return await self.away(size, work)
+    @property
+    def most_characters(self) -> int:
+        """No vocabulary packs so many into the context."""
+        return self.limits.characters_per_token * self.capacity.max_length
 
     def check_size(self, characters: int, field: str) -> None:
-        """Before it is tokenized: no vocabulary packs so many characters into the context."""
-        most = self.limits.characters_per_token * self.capacity.max_length
-        if characters > most:
-            room = f"a context of {self.capacity.max_length} tokens holds at most {most}"
+        """Before it is tokenized."""
+        if characters > self.most_characters:
+            room = f"a context of {self.capacity.max_length} tokens holds at most {self.most_characters}"
             raise PromptTooLong(f"the prompt has {characters} characters: {room}", field)

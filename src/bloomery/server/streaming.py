@@ -34,7 +34,7 @@ class Watch:
 
     def __init__(self, receive: Receive, deadline: float):
         self._receive, self._scope = receive, asyncio.timeout_at(deadline)
-        self._reason: Exception = Late()
+        self._reason: Exception | None = None  # None: its time is up
 
     async def __aenter__(self) -> Self:
         await self._scope.__aenter__()
@@ -48,7 +48,7 @@ class Watch:
         try:
             await self._scope.__aexit__(kind, error, trace)
         except TimeoutError:
-            raise self._reason from None
+            raise self._reason or Late() from None
 
     def end(self, reason: Exception) -> None:
         if not self._scope.expired():

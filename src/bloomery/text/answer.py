@@ -15,7 +15,7 @@ from bloomery.sampling import SamplingParams, choose
 from bloomery.text.detokenizer import TextStream
 from bloomery.text.tokenizer import Tokenizer
 
-Reason = Literal["stop", "length", "abort", "error"]
+Reason = Literal["stop", "length", "abort", "error", "deadline"]
 
 
 @dataclass(frozen=True, slots=True)

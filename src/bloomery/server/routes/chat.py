@@ -18,12 +18,14 @@ from bloomery.server.routes.openai import (
     Envelope,
     GenerationBody,
     chat_logprobs,
+    check_tools,
     finish_reason,
     prompt_logprobs,
     sampling,
 )
 from bloomery.server.service import Prompt
-from bloomery.server.streaming import DONE, event
+from bloomery.server.shapes import CHAT
+from bloomery.server.streaming import event
 from bloomery.text.answer import Answer, Delta
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -60,11 +62,7 @@ async def answer(call: Call, raw: dict[str, Any]) -> ASGIApp:
     params = wishes(call, body)
     ticket = call.admit(params.children)
     job = Job(call, ticket, [Ask(await prompt(call, body), params)])
-    chat = Chat(job, body)
-    if body.stream:
-        return call.events(job.stream(chat))
-    await job.run()
-    return call.json(chat.whole())
+    return await job.answer(Chat(job, body), body.stream)
 
 
 def wishes(call: Call, body: ChatBody) -> SamplingParams:
@@ -72,8 +70,7 @@ def wishes(call: Call, body: ChatBody) -> SamplingParams:
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= call.service.limits.logprobs:
         raise InvalidRequest(f"top_logprobs must be from 0 to {call.service.limits.logprobs}", "top_logprobs")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest(f"tool_choice is not supported: {TOOLS}", "tool_choice")
+    check_tools(body.tool_choice)
     if set(body.modalities or ()) - {"text"}:
         raise InvalidRequest("modalities may be text only", "modalities")
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -167,9 +164,18 @@ class Chat:
         return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason(reason), **ids}
 
     def end(self) -> bytes:
-        return (event(self.envelope.usage()) if self.envelope.counts else b"") + DONE
+        return self.envelope.end()
 
 
 ROUTES = (
-    Route("POST", "/v1/chat/completions", chat_completions, openai, ChatBody, generates=True, media=JSON + EVENTS),
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        openai,
+        ChatBody,
+        generates=True,
+        media=JSON + EVENTS,
+        answer=CHAT,
+    ),
 )

@@ -15,11 +15,12 @@ from bloomery.server.errors import openai
 from bloomery.server.generation import Ask, Job
 from bloomery.server.routes.openai import Envelope, GenerationBody, finish_reason, prompt_logprobs, sampling, value
 from bloomery.server.service import Prompt, Service
-from bloomery.server.streaming import DONE, event
+from bloomery.server.shapes import COMPLETION
+from bloomery.server.streaming import event
 from bloomery.text.answer import Delta
 from bloomery.text.tokenizer import Tokenizer
 
-WORDS = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+WORDS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -47,11 +48,7 @@ async def answer(call: Call, raw: dict[str, Any]) -> ASGIApp:
     asks = [Ask(await ids_of(call.service, prompt, body.add_special_tokens), params) for prompt in prompts]
     job = Job(call, ticket, asks)
     job.silent = body.max_tokens == 0
-    completion = Completion(job, body)
-    if body.stream:
-        return call.events(job.stream(completion))
-    await job.run()
-    return call.json(completion.whole())
+    return await job.answer(Completion(job, body), body.stream)
 
 
 def wishes(call: Call, body: CompletionBody) -> SamplingParams:
@@ -64,19 +61,19 @@ def wishes(call: Call, body: CompletionBody) -> SamplingParams:
     return sampling(call, body, max_tokens=most, logprobs=body.logprobs, prompt_logprobs=max(prompt, default=None))
 
 
-def several(prompt: str | list[Any]) -> list[str | list[Any]]:
+def several(prompt: str | list[Any], field: str = "prompt") -> list[str | list[Any]]:
     if isinstance(prompt, str) or (prompt and not isinstance(prompt[0], str | list)):
         return [prompt]
     kind = type(prompt[0]) if prompt else None
     if kind is None or not all(isinstance(one, kind) for one in prompt):
-        raise InvalidRequest(WORDS, "prompt")
+        raise InvalidRequest(f"{field} {WORDS}", field)
     return prompt
 
 
-async def ids_of(service: Service, prompt: str | list[Any], add_special: bool | None) -> Prompt:
+async def ids_of(service: Service, prompt: str | list[Any], add_special: bool | None, field: str = "prompt") -> Prompt:
     if isinstance(prompt, str):
-        return await service.encode(prompt, add_special is not False)
-    service.check_size(len(prompt), "prompt")
+        return await service.encode(prompt, add_special is not False, field)
+    service.check_size(len(prompt), field)
     return Prompt(prompt)
 
 
@@ -111,7 +108,7 @@ class Completion:
         return event(self.envelope.chunk(self._choice(index, choice, delta)))
 
     def end(self) -> bytes:
-        return (event(self.envelope.usage()) if self.envelope.counts else b"") + DONE
+        return self.envelope.end()
 
     def _choice(self, number: int, index: int, gained: Delta) -> dict[str, Any]:
         """What a choice gains: all of it, or one chunk."""
@@ -168,4 +165,9 @@ def spelled(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-ROUTES = (Route("POST", "/v1/completions", completions, openai, CompletionBody, generates=True, media=JSON + EVENTS),)
+ROUTES = (
+    Route(
+        "POST", "/v1/completions", completions, openai, CompletionBody, generates=True, media=JSON + EVENTS,
+        answer=COMPLETION,
+    ),
+)  # fmt: skip

@@ -23,6 +23,7 @@ from bloomery.server.limits import Limits, narrow
 from bloomery.server.routes import chat, completions
 from bloomery.server.schema import Body
 from bloomery.server.service import Prompt
+from bloomery.server.shapes import CHAT, COMPLETION, GENERATED
 from bloomery.server.streaming import event
 from bloomery.text.answer import Answer, Delta
 from bloomery.text.detokenizer import Detokenizer
@@ -48,6 +49,8 @@ class Parameters(msgspec.Struct, kw_only=True):
     top_n_tokens: int | None = None
     grammar: Any = None
     adapter_id: str | None = None
+    priority: int | None = None
+    deadline_ms: int | None = None
 
     @property
     def samples(self) -> bool:
@@ -190,7 +193,8 @@ def wishes(call: Call, body: GenerateBody, stream: bool) -> SamplingParams:
     if not body.inputs:
         raise InvalidRequest("`inputs` cannot be empty", "inputs")
     said: dict[str, Any] = {
-        name: found for name in ("top_k", "top_p", "typical_p", "repetition_penalty", "frequency_penalty", "seed")
+        name: found for name in ("top_k", "top_p", "typical_p", "repetition_penalty", "frequency_penalty", "seed",
+                                 "priority", "deadline_ms")
         if (found := getattr(given, name)) is not None
     }  # fmt: skip
     params = SamplingParams(
@@ -353,9 +357,18 @@ class Text:
 
 
 ROUTES = (
-    Route("POST", "/", compatible, tgi, GenerateBody, generates=True, media=JSON + EVENTS),
-    Route("POST", "/generate", generate, tgi, GenerateBody, generates=True),
+    Route("POST", "/", compatible, tgi, GenerateBody, generates=True, media=JSON + EVENTS, answer=[GENERATED]),
+    Route("POST", "/generate", generate, tgi, GenerateBody, generates=True, answer=GENERATED),
     Route("POST", "/generate_stream", generate_stream, tgi, GenerateBody, generates=True, media=EVENTS),
-    Route("POST", "/invocations", invocations, tgi, InvocationBody, generates=True, media=JSON + EVENTS),
-    Route("POST", "/vertex", vertex, tgi, VertexBody, generates=True),
+    Route(
+        "POST",
+        "/invocations",
+        invocations,
+        tgi,
+        InvocationBody,
+        generates=True,
+        media=JSON + EVENTS,
+        answer=([GENERATED], CHAT, COMPLETION),
+    ),
+    Route("POST", "/vertex", vertex, tgi, VertexBody, generates=True, answer={"predictions": ["string"]}),
 )

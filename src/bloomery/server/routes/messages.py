@@ -12,11 +12,11 @@ from bloomery.sampling import SamplingParams
 from bloomery.server.call import EVENTS, JSON, Call, Route
 from bloomery.server.errors import Problem, anthropic
 from bloomery.server.generation import Ask, Job
-from bloomery.server.limits import narrow
 from bloomery.server.routes.chat import check_parts
-from bloomery.server.routes.openai import TOOLS
+from bloomery.server.routes.openai import TOOLS, wished
 from bloomery.server.schema import Body
 from bloomery.server.service import Prompt
+from bloomery.server.shapes import MESSAGE
 from bloomery.server.streaming import event
 from bloomery.text.answer import Answer, Delta
 
@@ -52,11 +52,8 @@ async def messages(call: Call) -> ASGIApp:
     params = wishes(call, body)
     ticket = call.admit(1)
     job = Job(call, ticket, [Ask(await prompt(call, body), params)])
-    writer = Message(job)
-    if body.stream:
-        return call.events(job.stream(writer), failed=writer.failed)
-    await job.run()
-    return call.json(writer.whole())
+    message = Message(job)
+    return await job.answer(message, body.stream, message.failed)
 
 
 async def count_tokens(call: Call) -> ASGIApp:
@@ -71,11 +68,8 @@ def wishes(call: Call, body: MessagesBody) -> SamplingParams:
     call.service.check_model(body.model)
     if body.temperature is not None and not 0 <= body.temperature <= 1:
         raise InvalidRequest("temperature must be from 0 to 1", "temperature")
-    said = {name: value for name in ("temperature", "top_k", "top_p") if (value := getattr(body, name)) is not None}
-    params = SamplingParams(
-        **{**call.service.defaults, **said, "max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
-    )
-    return narrow(params, call.service.limits)
+    fields = ("temperature", "top_k", "top_p")
+    return wished(call, body, fields, max_tokens=body.max_tokens, stop=body.stop_sequences or None)
 
 
 async def prompt(call: Call, body: CountBody) -> Prompt:
@@ -165,6 +159,8 @@ class Message:
 
 
 ROUTES = (
-    Route("POST", "/v1/messages", messages, anthropic, MessagesBody, generates=True, media=JSON + EVENTS),
-    Route("POST", "/v1/messages/count_tokens", count_tokens, anthropic, CountBody),
+    Route(
+        "POST", "/v1/messages", messages, anthropic, MessagesBody, generates=True, media=JSON + EVENTS, answer=MESSAGE
+    ),
+    Route("POST", "/v1/messages/count_tokens", count_tokens, anthropic, CountBody, answer={"input_tokens": "integer"}),
 )

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp
 
 from bloomery.server.call import Call, Route
 from bloomery.server.errors import openai
+from bloomery.server.shapes import MODEL, MODELS
 
 
 async def models(call: Call) -> ASGIApp:
@@ -35,6 +36,6 @@ def about(call: Call, name: str) -> dict[str, Any]:
 
 
 ROUTES = (
-    Route("GET", "/v1/models", models, openai),
-    Route("GET", "/v1/models/{model}", model, openai),
+    Route("GET", "/v1/models", models, openai, answer=MODELS),
+    Route("GET", "/v1/models/{model}", model, openai, answer=MODEL),
 )

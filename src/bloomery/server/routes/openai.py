@@ -5,7 +5,7 @@ By OpenAI's own rules; fields beyond them are those people know from vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from bloomery.server.call import Call
 from bloomery.server.generation import Job
 from bloomery.server.limits import check_labels, narrow
 from bloomery.server.schema import Body
+from bloomery.server.streaming import DONE, event
 from bloomery.text.tokenizer import Tokenizer
 
 TOOLS = "this server does not call tools yet; leave it out"
@@ -71,6 +72,8 @@ class GenerationBody(Body, kw_only=True):
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    priority: int | None = None
+    deadline_ms: int | None = None
     response_format: dict[str, Any] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -87,10 +90,20 @@ def sampling(call: Call, body: GenerationBody, **more: Any) -> SamplingParams:
         raise InvalidRequest("stream_options may be given only with stream: true", "stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs cannot be streamed: leave out one of the two", "prompt_logprobs")
-    said = {name: value for name in FIELDS if (value := getattr(body, name, None)) is not None}
     if body.logit_bias:
-        said["logit_bias"] = {_token_id(name): bias for name, bias in body.logit_bias.items()}
+        more["logit_bias"] = {_token_id(name): bias for name, bias in body.logit_bias.items()}
+    return wished(call, body, FIELDS, **more)
+
+
+def wished(call: Call, body: Body, fields: Iterable[str], **more: Any) -> SamplingParams:
+    """The checkpoint's defaults under those fields of the body that are there, and under `more`."""
+    said = {name: value for name in fields if (value := getattr(body, name, None)) is not None}
     return narrow(SamplingParams(**{**call.service.defaults, **said, **more}), call.service.limits)
+
+
+def check_tools(choice: Any) -> None:
+    if choice not in (None, "none", "auto"):
+        raise InvalidRequest(f"tool_choice is not supported: {TOOLS}", "tool_choice")
 
 
 def _token_id(name: str) -> int:
@@ -122,8 +135,9 @@ class Envelope:
         usage = {"usage": self.job.usage() if self.always else None} if self.counts or self.always else {}
         return {**self.head, **self.tail, "choices": [choice], **usage, **more}
 
-    def usage(self) -> dict[str, Any]:
-        return {**self.head, **self.tail, "choices": [], "usage": self.job.usage()}
+    def end(self) -> bytes:
+        usage = {**self.head, **self.tail, "choices": [], "usage": self.job.usage()} if self.counts else None
+        return (event(usage) if usage else b"") + DONE
 
 
 def finish_reason(reason: str | None) -> str | None:

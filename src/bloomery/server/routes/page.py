@@ -84,7 +84,7 @@ async def docs(call: Call) -> ASGIApp:
 
 
 ROUTES = (
-    Route("GET", "/", root, tgi, open=True, quiet=True, media=("text/html", "application/json")),
+    Route("GET", "/", root, tgi, open=True, quiet=True, media=()),
     Route("GET", "/assets/{file}", asset, tgi, open=True, quiet=True, media=("*/*",)),
     Route("GET", "/docs", docs, tgi, quiet=True, media=("text/html",)),
     Route("GET", "/openapi.json", document, tgi, quiet=True),

@@ -12,11 +12,12 @@ from bloomery.sampling import SamplingParams
 from bloomery.server.call import EVENTS, JSON, Call, Route
 from bloomery.server.errors import Problem, openai
 from bloomery.server.generation import Ask, Job
-from bloomery.server.limits import check_labels, narrow
+from bloomery.server.limits import check_labels
 from bloomery.server.routes.chat import Message as ChatMessage
 from bloomery.server.routes.chat import check_parts, conversation
-from bloomery.server.routes.openai import ELSEWHERE, GRAMMAR, TOOLS
+from bloomery.server.routes.openai import ELSEWHERE, GRAMMAR, TOOLS, check_tools, wished
 from bloomery.server.schema import Body
+from bloomery.server.shapes import RESPONSE
 from bloomery.server.streaming import event
 from bloomery.text.answer import Answer, Delta
 
@@ -55,11 +56,8 @@ async def responses(call: Call) -> ASGIApp:
     opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
     known = conversation([ChatMessage(**message) for message in opening + said], call.service.tokenizer.chat_templates)
     job = Job(call, ticket, [Ask(await call.service.conversation(known), params)])
-    writer = Response(job, body, said)
-    if body.stream:
-        return call.events(job.stream(writer), failed=writer.failed)
-    await job.run()
-    return call.json(writer.finish())
+    response = Response(job, body, said)
+    return await job.answer(response, body.stream, response.failed)
 
 
 def wishes(call: Call, body: ResponseBody) -> SamplingParams:
@@ -68,11 +66,8 @@ def wishes(call: Call, body: ResponseBody) -> SamplingParams:
     kind = ((body.text or {}).get("format") or {}).get("type", "text")
     if kind != "text":
         raise InvalidRequest(f"text.format {str(kind)[:64]!r} is not supported: {GRAMMAR}", "text.format")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest(f"tool_choice is not supported: {TOOLS}", "tool_choice")
-    said = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
-    params = SamplingParams(**{**call.service.defaults, **said, "max_tokens": body.max_output_tokens})
-    return narrow(params, call.service.limits)
+    check_tools(body.tool_choice)
+    return wished(call, body, ("temperature", "top_p"), max_tokens=body.max_output_tokens)
 
 
 def messages(call: Call, body: ResponseBody) -> list[dict[str, Any]]:
@@ -114,7 +109,7 @@ class Response:
     def answer(self) -> Answer:
         return next(self.job.answers())[2]
 
-    def finish(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """The whole response, remembered unless the client asked not to."""
         if self.body.store is not False:
             answer = {"role": "assistant", "content": self.job.text(self.answer)}
@@ -131,7 +126,7 @@ class Response:
         return said
 
     def end(self) -> bytes:
-        text, whole = self.job.text(self.answer), self.finish()
+        text, whole = self.job.text(self.answer), self.whole()
         said = self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
         said += self._event("response.content_part.done", **self._place(), part=self._part(text))
         said += self._event("response.output_item.done", output_index=0, item=self._message("completed"))
@@ -201,4 +196,8 @@ class Response:
         }
 
 
-ROUTES = (Route("POST", "/v1/responses", responses, openai, ResponseBody, generates=True, media=JSON + EVENTS),)
+ROUTES = (
+    Route(
+        "POST", "/v1/responses", responses, openai, ResponseBody, generates=True, media=JSON + EVENTS, answer=RESPONSE
+    ),
+)

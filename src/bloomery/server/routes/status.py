@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from bloomery import __version__
+from bloomery.config import profiler_variable
 from bloomery.server.call import Call, Route
 from bloomery.server.errors import tgi
+from bloomery.server.shapes import INFO, READY
 
 
 async def health(call: Call) -> ASGIApp:
@@ -55,6 +59,8 @@ async def info(call: Call) -> ASGIApp:
             "version": __version__,
             "sha": None,
             "docker_label": None,
+            "limits": asdict(limits),
+            **({"profiling": under} if (under := profiler_variable()) else {}),  # so that nobody publishes its figures
         }
     )
 
@@ -76,12 +82,12 @@ async def metrics(call: Call) -> ASGIApp:
 
 def routes(open_metrics: bool) -> tuple[Route, ...]:
     return (
-        Route("GET", "/health", health, tgi, open=True, quiet=True),
-        Route("GET", "/ping", health, tgi, open=True, quiet=True),
-        Route("GET", "/ready", ready, tgi, open=True, quiet=True),
-        Route("GET", "/live", live, tgi, open=True, quiet=True),
-        Route("GET", "/info", info, tgi),
-        Route("GET", "/version", version, tgi),
+        Route("GET", "/health", health, tgi, open=True, quiet=True, media=()),
+        Route("GET", "/ping", health, tgi, open=True, quiet=True, media=()),
+        Route("GET", "/ready", ready, tgi, open=True, quiet=True, answer=READY),
+        Route("GET", "/live", live, tgi, open=True, quiet=True, answer={"live": "boolean"}),
+        Route("GET", "/info", info, tgi, answer=INFO),
+        Route("GET", "/version", version, tgi, answer={"version": "string"}),
         Route("GET", "/stats", stats, tgi, quiet=True),
         Route("GET", "/metrics", metrics, tgi, open=open_metrics, quiet=True, media=("text/plain",)),
     )

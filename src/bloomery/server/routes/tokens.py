@@ -12,6 +12,7 @@ from bloomery.server.errors import Refusal, openai, tgi
 from bloomery.server.routes.chat import ChatBody, Message, prompt
 from bloomery.server.routes.generate import Parameters
 from bloomery.server.schema import Body
+from bloomery.server.shapes import PIECES, TOKENS
 
 
 class TokenizeBody(Body, kw_only=True):
@@ -75,9 +76,7 @@ async def chat_tokenize(call: Call) -> ASGIApp:
 
 
 async def pieces(call: Call, text: str, add_special: bool) -> list[dict[str, Any]]:
-    service = call.service
-    service.check_size(len(text), "inputs")
-    found = await service.away(len(text), lambda: service.tokenizer.pieces(text, add_special))
+    found = await call.service.pieces(text, add_special, "inputs")
     return [{"id": piece.id, "text": piece.text, "start": piece.start, "stop": piece.stop} for piece in found]
 
 
@@ -111,8 +110,15 @@ async def tokenizer_info(call: Call) -> ASGIApp:
 
 
 ROUTES = (
-    Route("POST", "/tokenize", tokenize, tgi, TokenizeBody),
-    Route("POST", "/chat_tokenize", chat_tokenize, tgi, ChatBody),
-    Route("POST", "/detokenize", detokenize, openai, DetokenizeBody),
+    Route("POST", "/tokenize", tokenize, tgi, TokenizeBody, answer=(PIECES, TOKENS, {"tokens": ["integer"]})),
+    Route(
+        "POST",
+        "/chat_tokenize",
+        chat_tokenize,
+        tgi,
+        ChatBody,
+        answer={"tokenize_response": PIECES, "templated_text": "string"},
+    ),
+    Route("POST", "/detokenize", detokenize, openai, DetokenizeBody, answer={"prompt": "string"}),
     Route("GET", "/tokenizer_info", tokenizer_info, openai),
 )

@@ -1,0 +1,64 @@
+"""What the live meter costs: the same decode steps with and without it, in turn.
+
+    PYTHONPATH=src python3 benchmarks/meter.py llama-1b         # a GPU, random weights
+    PYTHONPATH=src python3 benchmarks/meter.py embedded         # the embedded model on the CPU
+
+Prints for each batch the medians with and without, their difference, and the meter's own words on its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from offline import SHAPES, number
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=[*SHAPES, "embedded"])
+    parser.add_argument("--batch", type=int, action="append")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for LLM(...)")
+    args = parser.parse_args()
+    from bloomery import LLM, SamplingParams
+    from bloomery.engine.gauge import words
+    from bloomery.messages import Timing
+
+    options = {name: number(value) for name, value in (pair.split("=", 1) for pair in args.option)}
+    model = None
+    if args.shape != "embedded":
+        folder = Path(tempfile.mkdtemp()) / args.shape
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
+        model, options = str(folder), {"load_format": "dummy", "max_model_len": 4096, **options}
+    llm = LLM(model, skip_tokenizer_init=True, enable_prefix_caching=False, **options)
+    worker, loop = llm.front.stack.executor.executor.worker, llm.front.stack.loop
+    meter = worker.meter
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
+
+    def run(batch: int, metered: bool) -> float:
+        worker.meter = meter if metered else None
+        begun = time.perf_counter()
+        llm.generate([{"prompt_token_ids": [11 + i] * 16} for i in range(batch)], params, use_tqdm=False)
+        return (time.perf_counter() - begun) / args.tokens
+
+    for batch in args.batch or (1, 64):
+        run(batch, True)
+        loop.timing = Timing()
+        taken = {True: [], False: []}
+        for turn in range(2 * args.rounds):
+            metered = turn % 2 == 0
+            taken[metered].append(run(batch, metered))
+        on, off = (1e3 * statistics.median(taken[metered]) for metered in (True, False))
+        print(f"{args.shape}, batch {batch}: {on:.3f} ms a step with, {off:.3f} without: {100 * (on / off - 1):+.2f} %")
+        print(f"  {words(loop.timing)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Short requests among long ones, at the engine's async API: who waits how long? Fair beside first come, first served.
+
+    PYTHONPATH=src python3 benchmarks/mixed_latency.py llama-8b --plot mixed.svg     # a GPU, random weights
+    PYTHONPATH=src python3 benchmarks/mixed_latency.py embedded --plot mixed.svg     # two cores, scaled down
+
+Long requests in a closed loop (2,000 in, 512 out, 256 at once), short ones (32 in, 16 out) arriving at random, 5 a
+second. Each policy is a process of its own, one after the other: an engine keeps its memory for itself. The plot has
+every short request's time, in order, and every gap between two tokens of a long one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from offline import SHAPES, number
+
+
+@dataclass(frozen=True)
+class Load:
+    longs: int
+    long: tuple[int, int]  # tokens in, tokens out
+    short: tuple[int, int]
+    rate: float  # short ones a second
+
+
+GPU = Load(256, (2000, 512), (32, 16), 5.0)
+TWO_CORES = Load(6, (160, 48), (8, 6), 0.4)
+TARGETS = {"short_p99_x": 4.0, "long_tok_s": 4636, "long_gap_p99": 0.065}  # on an H200, for the 8B shape
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+
+
+async def drive(shape: str, policy: str, load: Load, seconds: float, options: dict) -> dict:
+    from bloomery import AsyncLLM, SamplingParams
+
+    model = None
+    if shape != "embedded":
+        folder = Path(tempfile.mkdtemp()) / shape
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+        model, options = str(folder), {"load_format": "dummy", "max_model_len": 8192, **options}
+    engine = AsyncLLM(model, skip_tokenizer_init=True, enable_prefix_caching=False, policy=policy, **options)
+    stack, chance = engine.front.stack, random.Random(1)
+    vocab = stack.capacity.vocab
+    gaps: list[float] = []
+
+    async def one(lengths: tuple[int, int], between: list[float] | None = None) -> tuple[float, float, int]:
+        prompt = [chance.randrange(10, vocab - 10) for _ in range(lengths[0])]
+        params = SamplingParams(temperature=0.0, max_tokens=lengths[1], ignore_eos=True, detokenize=False)
+        begun = last = time.perf_counter()
+        first = count = 0.0
+        async for piece in engine.stream({"prompt_token_ids": prompt}, params):
+            now = time.perf_counter()
+            count += len(piece.token_ids)
+            if not first:
+                first = now - begun
+            elif between is not None:
+                between.append(now - last)
+            last = now
+        return first, last - begun, int(count)
+
+    for _ in range(3):
+        await one(load.short)
+    solo = statistics.median([(await one(load.short))[1] for _ in range(10)])
+    begun, tokens, shorts, first_long = time.perf_counter(), 0, [], []
+
+    async def long() -> None:
+        nonlocal tokens
+        while time.perf_counter() < begun + seconds:
+            first, _, count = await one(load.long, gaps)
+            tokens += count
+            first_long.append(first)
+
+    async def short() -> None:
+        shorts.append(await one(load.short))
+
+    tasks = [asyncio.create_task(long()) for _ in range(load.longs)]
+    while time.perf_counter() < begun + seconds:
+        await asyncio.sleep(chance.expovariate(load.rate))
+        tasks.append(asyncio.create_task(short()))
+    await asyncio.gather(*tasks)
+    wall = time.perf_counter() - begun
+    whole = [end for _, end, _ in shorts]
+    from bloomery.engine.gauge import words
+
+    found = {
+        "shape": shape, "policy": policy, "longs": load.longs, "seconds": round(wall, 1), "solo_s": round(solo, 4),
+        "shorts": len(shorts), "short_p50": percentile(whole, 0.5), "short_p90": percentile(whole, 0.9),
+        "short_p99": percentile(whole, 0.99), "short_p99_x": percentile(whole, 0.99) / solo,
+        "short_first_p99": percentile([first for first, _, _ in shorts], 0.99), "long_tok_s": tokens / wall,
+        "long_gap_p50": percentile(gaps, 0.5), "long_gap_p99": percentile(gaps, 0.99), "long_gap_max": max(gaps),
+        "long_first_p99": percentile(first_long, 0.99), "tax": stack.loop.scheduler.policy.tax / wall,
+        "preemptions": stack.loop.scheduler.preemptions, "meter": words(stack.loop.timing),
+    }  # fmt: skip
+    if policy == "fair":
+        found["prices"] = stack.loop.scheduler.policy.pace.prices
+    found = {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
+    points = {"short": sorted(whole), "gaps": sorted(gaps)[:: max(len(gaps) // 2000, 1)]}
+    engine.close()
+    return {"found": found, "points": points}
+
+
+def plot(runs: dict[str, dict], solo: float) -> str:
+    """Both distributions, as the share of requests or gaps that took no longer."""
+    from bloomery.plot import Series, chart
+
+    def shares(values: list[float]) -> list[tuple[float, float]]:
+        return [(1000 * value, 100 * (i + 1) / len(values)) for i, value in enumerate(values)]
+
+    shorts = [Series(name, shares(run["points"]["short"])) for name, run in runs.items()]
+    shorts.append(Series("alone", [(1000 * solo, 0.0), (1000 * solo, 100.0)], dashed=True))
+    gaps = [Series(name, shares(run["points"]["gaps"])) for name, run in runs.items()]
+    upper = chart("Short requests, whole answer", "ms", "% done within", shorts, log_x=True)
+    lower = chart("Long requests, between two tokens", "ms", "% within", gaps, log_x=True)
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 770">'
+        f'<g>{upper}</g><g transform="translate(0 390)">{lower}</g></svg>'
+    )
+
+
+def verdict(runs: dict[str, dict], shape: str) -> None:
+    columns = ("short_p50", "short_p99", "short_p99_x", "long_tok_s", "long_gap_p50", "long_gap_p99", "tax")
+    print(f"\n{'':12}" + "".join(f"{column:>14}" for column in columns))
+    for name, run in runs.items():
+        print(f"{name:12}" + "".join(f"{run['found'][column]:14.4g}" for column in columns))
+    if shape == "llama-8b":
+        print(f"to reach: {TARGETS}, and long_tok_s within 7 % of first-come")
+    if {"fair", "first-come"} <= runs.keys():
+        ratio = runs["fair"]["found"]["long_tok_s"] / runs["first-come"]["found"]["long_tok_s"]
+        print(f"long requests: {100 * (ratio - 1):+.1f} % of tokens a second against first come, first served")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=[*SHAPES, "embedded"])
+    parser.add_argument("--policy", choices=("fair", "first-come"), action="append")
+    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--longs", type=int)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for AsyncLLM(...)")
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # one policy's figures, for the command that asked
+    args = parser.parse_args()
+    load = TWO_CORES if args.shape == "embedded" else GPU
+    if args.longs:
+        load = Load(args.longs, load.long, load.short, load.rate)
+    if args.into:
+        options = {name: number(value) for name, value in (pair.split("=", 1) for pair in args.option)}
+        run = asyncio.run(drive(args.shape, args.policy[0], load, args.seconds, options))
+        args.into.write_text(json.dumps(run))
+        return
+    runs = {}
+    for policy in args.policy or ("fair", "first-come"):
+        with tempfile.TemporaryDirectory() as folder:
+            into = Path(folder) / "run.json"
+            more = [f"--option={option}" for option in args.option] + ([f"--longs={args.longs}"] if args.longs else [])
+            command = [sys.executable, __file__, args.shape, f"--policy={policy}", f"--seconds={args.seconds}", *more]
+            subprocess.run([*command, f"--into={into}"], check=True)
+            runs[policy] = json.loads(into.read_text())
+        print(json.dumps(runs[policy]["found"]), flush=True)
+    verdict(runs, args.shape)
+    if args.plot:
+        args.plot.write_text(plot(runs, next(iter(runs.values()))["found"]["solo_s"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Policies against a crowd in virtual time: the real scheduler, steps that take what a model of a GPU says, no device.
+
+    PYTHONPATH=src python3 benchmarks/policy.py                     # the mixed load of mixed_latency.py, both policies
+    PYTHONPATH=src python3 benchmarks/policy.py --steps 1000000     # a rough crowd: does anybody starve?
+
+Every figure is of the simulation. What a step takes is a given: a pass over the weights or the arithmetic of its
+positions, whichever is longer, then keys and values of those it attends to, and jitter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from bloomery.engine.blocks import Blocks
+from bloomery.engine.pace import Work
+from bloomery.engine.policy import Aims, Fair, FirstCome, Policy
+from bloomery.engine.scheduler import Scheduler, work_of
+from bloomery.messages import Request, Sampled, Sampling, Step, StepOutput
+
+
+@dataclass(frozen=True)
+class Device:
+    """By default an 8B model in 16 bits on an H200, as measured."""
+
+    weights: float = 4.1e-3  # seconds to read them
+    token: float = 24e-6  # of arithmetic
+    start: float = 0.5e-3  # what every step costs beside
+    host: float = 18e-3  # what a step with chunks cannot go below: it is not captured, and its kernels start one by one
+    key: float = 131072 / 3.6e12
+    pair: float = 0.6e-9
+    jitter: float = 0.05
+
+    def seconds(self, work: Work, chance: random.Random) -> float:
+        products = max(self.weights, self.token * work.tokens)
+        exact = self.start + products + self.key * work.attended + self.pair * work.pairs
+        exact = max(exact, self.host) if work.pairs else exact
+        return exact * chance.uniform(1 - self.jitter, 1 + self.jitter)
+
+
+H200 = Device()
+
+
+@dataclass
+class Life:
+    kind: str
+    arrived: float
+    first: float = 0.0
+    last: float = 0.0
+    count: int = 0
+    asked: int = 0
+    gaps: list[float] = field(default_factory=list)
+
+
+Arrival = tuple[float, str, int, int, str, int]  # when, kind, prompt, answer, tenant, priority
+
+
+class Crowd:
+    """Requests of a trace, and of people who ask again as soon as they are answered."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        arrivals: Iterator[Arrival],
+        again: Callable[[str, float], Arrival | None] = lambda kind, now: None,
+        *,
+        device: Device = H200,
+        rows: int = 256,
+        blocks: int = 12000,
+        size: int = 64,
+        tokens: int = 8192,
+        depth: int = 2,
+        seed: int = 0,
+    ):
+        self.policy, self.device, self.chance, self.depth = policy, device, random.Random(seed), depth
+        self.blocks = Blocks(blocks, size, prefix_cache=False)
+        self.scheduler = Scheduler(self.blocks, tokens, rows, policy)
+        self.arrivals, self.again = arrivals, again
+        self.coming: list[tuple[float, int, Arrival]] = []
+        self.lives: dict[str, Life] = {}
+        self.open: set[str] = set()
+        self.flight: deque[tuple[Step, float, float]] = deque()
+        self.now = self.free = self.latest = 0.0  # the host's time, when the device is done, when a result came
+        self.steps = self.computed = self.number = 0
+        self._pull()
+
+    def _pull(self) -> None:
+        arrival = next(self.arrivals, None)
+        if arrival is not None:
+            self._expect(arrival)
+
+    def _expect(self, arrival: Arrival) -> None:
+        self.number += 1
+        heapq.heappush(self.coming, (arrival[0], self.number, arrival))
+
+    def run(self, steps: int, until: float = float("inf")) -> None:
+        while self.steps < steps and self.now < until:
+            self._arrive()
+            while len(self.flight) < self.depth and (step := self.scheduler.schedule(self.now)) is not None:
+                begun = max(self.free, self.now)
+                self.free = begun + self.device.seconds(work_of(step.items), self.chance)
+                self.flight.append((step, self.now, self.free))
+                self.computed += sum(item.count for item in step.items)
+            if self.flight:
+                self._finish(*self.flight.popleft())
+            elif self.coming:
+                self.now = max(self.now, self.coming[0][0])
+            else:
+                return
+
+    def _arrive(self) -> None:
+        while self.coming and self.coming[0][0] <= self.now:
+            when, number, (_, kind, prompt, answer, tenant, priority) = heapq.heappop(self.coming)
+            name = f"{kind}-{number}"
+            self.lives[name] = Life(kind, when, asked=answer)
+            self.open.add(name)
+            request = Request(name, (1,) * prompt, Sampling(), answer, priority=priority, tenant=tenant)
+            self.scheduler.add(request, when)
+            if kind != "again":
+                self._pull()
+
+    def _finish(self, step: Step, submitted: float, end: float) -> None:
+        self.steps += 1
+        self.now = max(self.now, end)
+        output = StepOutput(tuple(Sampled(item.sequence, (2,)) for item in step.items if item.samples))
+        seconds, self.latest = self.now - max(submitted, self.latest), self.now
+        for news in self.scheduler.update(step, output, seconds):
+            life = self.lives[news.request]
+            if life.first:
+                life.gaps.append(self.now - life.last)
+            else:
+                life.first = self.now
+            life.last, life.count = self.now, life.count + len(news.ids)
+            if news.finish:
+                self.open.remove(news.request)
+                if (arrival := self.again(life.kind, self.now)) is not None:
+                    self._expect(arrival)
+
+    def done(self, kind: str) -> list[Life]:
+        return [life for name, life in self.lives.items() if life.kind == kind and name not in self.open]
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+
+
+# ---- the mixed load ------------------------------------------------------------------------------------
+
+
+def mixed(policy: Policy, seconds: float = 60.0, longs: int = 256, rate: float = 5.0, **options: object) -> Crowd:
+    """People with long requests (2,000 in, 512 out) who ask again, and short ones (32 in, 16 out) now and then."""
+    chance = random.Random(1)
+
+    def shorts() -> Iterator[Arrival]:
+        now = 0.0
+        while True:
+            now += chance.expovariate(rate)
+            yield now, "short", 32, 16, "", 0
+
+    def again(kind: str, now: float) -> Arrival | None:
+        return (now, "long", 2000, 512, "", 0) if kind == "long" else None
+
+    crowd = Crowd(policy, shorts(), again, **options)  # type: ignore[arg-type]
+    for _ in range(longs):
+        crowd._expect((0.0, "long", 2000, 512, "", 0))
+    crowd.run(10**9, seconds)
+    return crowd
+
+
+def alone(policy: Policy, prompt: int, answer: int, **options: object) -> float:
+    crowd = Crowd(policy, iter([(0.0, "one", prompt, answer, "", 0)]), **options)  # type: ignore[arg-type]
+    crowd.run(10**6)
+    life = crowd.done("one")[0]
+    return life.last - life.arrived
+
+
+def report(name: str, crowd: Crowd) -> None:
+    single = alone(FirstCome(), 32, 16, device=crowd.device)
+    shorts = [life.last - life.arrived for life in crowd.done("short")]
+    gaps = [gap for life in crowd.lives.values() if life.kind == "long" for gap in life.gaps]
+    tokens = sum(life.count for life in crowd.lives.values() if life.kind == "long")
+    lost = 1 - sum(life.count + 2000 for life in crowd.done("long")) / max(crowd.computed, 1)
+    print(
+        f"{name:12} short p50 {percentile(shorts, 0.5):.3f} p99 {percentile(shorts, 0.99):.3f} s "
+        f"({percentile(shorts, 0.99) / single:.1f}x alone), {len(shorts)} done; long {tokens / crowd.now:.0f} tok/s, "
+        f"between tokens p50 {1e3 * percentile(gaps, 0.5):.0f} p99 {1e3 * percentile(gaps, 0.99):.0f} ms; "
+        f"{crowd.scheduler.preemptions} preemptions, {crowd.steps} steps"
+        + (f", tax {crowd.policy.tax / crowd.now:.1%}" if isinstance(crowd.policy, Fair) else "")
+        + (f", {lost:.0%} not (yet) of use" if lost > 0.2 else "")
+    )
+
+
+# ---- a rough crowd -------------------------------------------------------------------------------------
+
+
+def rough(policy: Policy, steps: int, seed: int = 0, load: float = 1.5, rows: int = 16, blocks: int = 400) -> Crowd:
+    """All lengths, bursts, three tenants, priorities and a cache that is too small for everybody at once."""
+    chance = random.Random(seed)
+    kinds = (("short", 4, 60, 1, 12), ("middle", 20, 400, 20, 120), ("long", 500, 2000, 100, 600))
+
+    def arrivals() -> Iterator[Arrival]:
+        now = 0.0
+        while True:
+            now += chance.expovariate(load * 4.0) if chance.random() < 0.9 else chance.expovariate(load / 5)
+            for _ in range(1 if chance.random() < 0.95 else 12):
+                kind, least, most, shortest, longest = chance.choices(kinds, (6, 3, 2))[0]
+                tenant, priority = chance.choice(("", "a", "b")), chance.choice((0, 0, 0, 1, -1))
+                lengths = chance.randint(least, most), chance.randint(shortest, longest)
+                yield now, kind, *lengths, tenant, priority
+
+    crowd = Crowd(policy, arrivals(), rows=rows, blocks=blocks, size=16, tokens=2048, seed=seed)
+    crowd.run(steps)
+    return crowd
+
+
+def waits(crowd: Crowd) -> dict[str, tuple[int, float, float]]:
+    """By kind: how many were answered, and the median and the longest time to the first token, open ones included."""
+    found = {}
+    for kind in ("short", "middle", "long"):
+        lives = [life for life in crowd.lives.values() if life.kind == kind]
+        times = [(life.first or crowd.now) - life.arrived for life in lives]
+        found[kind] = len(crowd.done(kind)), percentile(times, 0.5), max(times, default=0.0)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, help="simulate a rough crowd for so many steps")
+    parser.add_argument("--seconds", type=float, default=60.0, help="virtual, of the mixed load")
+    parser.add_argument("--tax", type=float, default=Aims().tax)
+    args = parser.parse_args()
+    if args.steps is None:
+        for name, policy in (("first-come", FirstCome()), ("fair", Fair(256, 12000, Aims(tax=args.tax)))):
+            report(name, mixed(policy, args.seconds))
+        return
+    for name, policy in (("first-come", FirstCome()), ("fair", Fair(16, 400, Aims(tax=args.tax)))):
+        crowd = rough(policy, args.steps)
+        print(f"{name}: {crowd.steps} steps, {crowd.now:.0f} s, {len(crowd.lives)} requests, {len(crowd.open)} open,")
+        print(f"  {crowd.scheduler.preemptions} preemptions, tax {getattr(policy, 'tax', 0.0) / crowd.now:.1%}")
+        for kind, (count, median, longest) in waits(crowd).items():
+            print(f"  {kind:7} {count:7} answered; first token after {median:.3f} s at p50, {longest:.2f} s at most")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""`bloomery bench URL`: flags, a run, its JSON, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bloomery.errors import ConfigError
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", nargs="?", metavar="URL", help="an OpenAI- or TGI-speaking server: http://host:port")
+    parser.add_argument("--api", choices=("auto", "chat", "completions", "tgi"), default="auto")
+    parser.add_argument("--model", metavar="NAME", help="default: the first the server lists")
+    parser.add_argument("--api-key", metavar="KEY")
+    parser.add_argument(
+        "--pattern", default="closed:8",
+        help="closed:CLIENTS, poisson:RATE, burst:SIZE:SECONDS, chat:RATE:TURNS or a trace file (default closed:8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths", default="128:64", help="IN:OUT in tokens, ranges as 100-1024:64, or sharegpt (default 128:64)"
+    )
+    parser.add_argument("-n", "--requests", type=int, default=64, metavar="N", help="how many in all (default 64)")
+    parser.add_argument("--warmup", type=int, default=8, metavar="N", help="requests before the clock runs (default 8)")
+    parser.add_argument(
+        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="answers of full length"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--first-token-ms", type=float, default=1000.0, metavar="X", help="goodput: the target (1000)")
+    parser.add_argument("--per-token-ms", type=float, default=100.0, metavar="X", help="goodput: the target (100)")
+    parser.add_argument("--label", default="", help="what the run is called in the report")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--report", type=Path, nargs="+", metavar="JSON", help="no load: earlier runs on one page")
+    parser.add_argument("-o", "--out", type=Path, metavar="HTML", help="write the one-page report here")
+
+
+def run(args: argparse.Namespace) -> int:
+    from bloomery.bench.report import page
+    from bloomery.bench.summary import table
+
+    if args.report:
+        runs = [read(path) for path in args.report]
+        if not args.out:
+            raise ConfigError("--report needs -o FILE.html")
+    elif args.url:
+        runs = [measured(args)]
+        if args.json:
+            args.json.write_text(json.dumps(runs[0], indent=1))
+    else:
+        raise ConfigError("give the URL of a server, or --report with the JSON of earlier runs")
+    if args.out:
+        args.out.write_text(page(runs))
+    print(table({str(found["label"] or f"run {i}"): found for i, found in enumerate(runs, 1)}))
+    for found in runs:
+        for why, count in found["errors"].items():
+            print(f"{found['label']}: {count} x {why}", file=sys.stderr)
+    return 0 if all(found["answered"] == found["requests"] for found in runs) else 1
+
+
+def read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict) or "curves" not in found:
+            raise ValueError("not written by `bloomery bench --json`")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return {**found, "label": found.get("label") or path.stem}
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    from bloomery.bench import load
+    from bloomery.bench.drive import drive, target_of
+    from bloomery.bench.summary import Targets
+
+    trace = Path(args.pattern)
+    known = load.read(trace) if trace.suffix == ".jsonl" else None
+    arrivals = known or load.pattern(args.pattern, args.requests, load.lengths(args.lengths), args.seed)
+    targets = Targets(args.first_token_ms / 1e3, args.per_token_ms / 1e3)
+
+    async def all_of_it() -> dict[str, Any]:
+        target = await target_of(args.url.rstrip("/"), args.api, args.model, args.api_key, ignore_eos=args.ignore_eos)
+        found = await drive(target, arrivals, targets, args.warmup, args.seed)
+        return {"label": args.label, "url": target.url, "api": target.api, "model": target.model, **found}
+
+    about = {
+        "pattern": args.pattern, "lengths": "of the trace" if known else args.lengths, "seed": args.seed,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }  # fmt: skip
+    with asyncio.Runner(loop_factory=_loop) as runner:
+        return runner.run(all_of_it()) | about
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

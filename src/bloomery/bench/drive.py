@@ -1,0 +1,183 @@
+"""Drives a load on a server in real time and shows how it goes. Refuses to publish what a profiler has slowed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from bloomery.bench.client import Client, Target
+from bloomery.bench.load import Arrival
+from bloomery.bench.summary import Record, Targets, percentile, summarise
+from bloomery.config import profiler_variable
+from bloomery.errors import ConfigError
+
+# Words of one token each in most vocabularies.
+WORDS = (  # noqa: SIM905
+    "river stone green walk table seven cloud paper north glass field light music train plant house voice night water "
+    "bread chair coast cover dance dream earth event final floor force front fruit grand guard heart horse human image "
+    "issue judge large layer level local lunch major march metal model money month motor mouth novel ocean order panel "
+    "party peace phone piece pilot place plain plane point power press price pride prize proof queen radio range reply"
+).split()
+
+
+class Driver:
+    """Sends every arrival at its time, sessions in order, and keeps the records."""
+
+    def __init__(self, client: Client, arrivals: Sequence[Arrival], seed: int = 0):
+        self.client, self.arrivals = client, arrivals
+        self.records = [Record(0.0, arrival.prompt) for arrival in arrivals]
+        self.chance = random.Random(seed)
+        self.begun = 0.0
+        self.flying = self.over = 0
+
+    async def run(self) -> list[Record]:
+        lines: dict[str, list[int]] = defaultdict(list)
+        for i, arrival in enumerate(self.arrivals):
+            lines[arrival.session or f" {i}"].append(i)
+        self.begun = time.perf_counter()
+        await asyncio.gather(*(self._line(line) for line in lines.values()))
+        return self.records
+
+    async def _line(self, line: Sequence[int]) -> None:
+        """One session: each request at its time, or after the former's answer."""
+        said: list[tuple[str, str]] = []
+        for i in line:
+            arrival = self.arrivals[i]
+            if arrival.arrival is not None:
+                await asyncio.sleep(self.begun + arrival.arrival - time.perf_counter())
+            elif arrival.after:
+                await asyncio.sleep(arrival.after)
+            new = max(1, arrival.prompt - arrival.prefix)
+            asked = ("user", " ".join(self.chance.choices(WORDS, k=new)))
+            said = [*said, asked] if arrival.prefix else [asked]
+            self.flying += 1
+            answer = await self.client.send(said, arrival.output, self.records[i], arrival.priority)
+            self.flying -= 1
+            self.over += 1
+            said.append(("assistant", answer))
+
+
+async def target_of(url: str, api: str, model: str | None, key: str | None, **more: Any) -> Target:
+    """What the server speaks and what its model is called, asked of itself."""
+    client = Client(Target(url, "chat", "", key))
+    status, body = await client.get("/v1/models")
+    if status == 0:
+        raise ConfigError(f"nobody answers at {url}; is the server up?")
+    if api == "auto":
+        api = "chat" if status == 200 else "tgi"
+    if model is None and status == 200 and api != "tgi":
+        try:
+            model = str(msgspec.json.decode(body)["data"][0]["id"])
+        except (msgspec.DecodeError, KeyError, IndexError, TypeError):
+            raise ConfigError(f"{url}/v1/models names no model; give --model") from None
+    return Target(url, api, model or "default", key, **more)
+
+
+async def profiled(client: Client) -> str | None:
+    """Why figures taken now would not count: a profiler here, or one the server admits to."""
+    if sys.getprofile() is not None or sys.gettrace() is not None:
+        return "this process runs under a profiler or a tracer"
+    if variable := profiler_variable():
+        return f"this process was started by a profiler ({variable} is set)"
+    status, body = await client.get("/info")
+    if status == 200:
+        try:
+            about = msgspec.json.decode(body)
+        except msgspec.DecodeError:
+            about = {}
+        if isinstance(about, dict) and about.get("profiling"):
+            return f"the server says that it is being profiled ({about['profiling']})"
+    return None
+
+
+# ---- a run -----------------------------------------------------------------------------------------
+
+
+async def drive(
+    target: Target, arrivals: Sequence[Arrival], targets: Targets, warmup: int, seed: int
+) -> dict[str, Any]:
+    client = Client(target)
+    if why := await profiled(client):
+        raise ConfigError(f"{why}: numbers taken so are not numbers. Stop the profiler and run again")
+    if warmup:
+        warm = [Arrival(0.0, arrival.prompt, min(8, arrival.output)) for arrival in arrivals[:warmup]]
+        await Driver(client, warm, seed + 1).run()
+    driver = Driver(client, arrivals, seed)
+    before, begun = _spent(), time.perf_counter()
+    view = asyncio.create_task(show(driver)) if sys.stderr.isatty() else None
+    records = await driver.run()
+    if view:
+        view.cancel()
+    share = (_spent() - before) / (time.perf_counter() - begun)
+    why = await profiled(client)
+    client.close()
+    if why:
+        raise ConfigError(f"{why}: numbers taken so are not numbers. Stop the profiler and run again")
+    result = summarise(records, targets)
+    return result | {"client_cpu_share": round(share, 3), "curves": curves(records)}
+
+
+def _spent() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def curves(records: Sequence[Record]) -> dict[str, list[list[float]]]:
+    """What the report draws: distributions as (ms, percent), and tokens by second."""
+    good = [record for record in records if record.answered]
+    found = {
+        "first_token": [record.first for record in good],
+        "between_tokens": [gap for record in good for gap in record.gaps()],
+        "end_to_end": [record.done - record.sent for record in good],
+    }
+    drawn = {}
+    for name, values in found.items():
+        ordered = sorted(values)
+        drawn[name] = (
+            [[round((percentile(ordered, p) or 0.0) * 1e3, 3), p] for p in range(0, 101, 2)] if ordered else []
+        )
+    origin = min((record.sent for record in records), default=0.0)
+    per_second: dict[int, float] = defaultdict(float)
+    for record in good:
+        for stamp in record.stamps:
+            per_second[int(stamp - origin)] += record.tokens / len(record.stamps)
+    drawn["tokens_by_second"] = [[float(second), round(per_second[second], 1)] for second in sorted(per_second)]
+    return drawn
+
+
+async def show(driver: Driver) -> None:
+    """The live view: a bar, and what the last second brought."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    def frame(rate: float) -> Table:
+        recent = driver.records[max(0, driver.over - 256) : driver.over + driver.flying]
+        firsts = sorted(record.first for record in recent if len(record.stamps))
+        middle, tail = percentile(firsts, 50) or 0.0, percentile(firsts, 99) or 0.0
+        failed = sum(record.error is not None for record in driver.records)
+        table = Table.grid(padding=(0, 2))
+        table.add_row(
+            ProgressBar(len(driver.arrivals), driver.over, width=30),
+            f"{driver.over}/{len(driver.arrivals)} done, {driver.flying} open, {failed} failed",
+            f"{rate:,.0f} pieces/s",
+            f"first token {middle * 1e3:,.0f} ms, p99 {tail * 1e3:,.0f}",
+        )
+        return table
+
+    seen = 0
+    with Live(frame(0.0), console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+        while True:
+            await asyncio.sleep(0.5)
+            pieces = sum(len(record.stamps) for record in driver.records)
+            live.update(frame((pieces - seen) / 0.5), refresh=True)
+            seen = pieces

@@ -1,0 +1,95 @@
+"""How long a step takes, learnt from the steps that were measured: plain least squares, no clock, no torch.
+
+A step costs something by itself (weights are read, kernels start); something a position, more beyond each of two knees,
+for products turn from reading weights to arithmetic somewhere there; something a key that a single position attends to,
+and something a pair of query and key within a chunk. Prices are never below zero; they are fitted to the relative error
+and forget slowly, so that one stall changes little and a slower machine is noticed within a few hundred steps.
+
+A step with chunks that takes no more than a few lone steps teaches nothing: that is the host's time to start kernels
+one by one, which a larger chunk hides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+KNEES = (128, 256)
+UNITS = (1.0, 1e2, 1e2, 1e2, 1e5, 1e6)  # of the prices: keeps them of one size
+GUESS = (5e-3, 1e-4, 1e-3, 1e-3, 5e-3, 1e-3)  # before anything was measured
+TRUST = 1e-2  # weight of the guess, far below that of one measured step
+MEMORY = 0.998  # what an observation still counts one step later
+SWEEPS = 4
+STARTING = 5  # lone steps that starting kernels one by one may take
+
+
+class Work(NamedTuple):
+    tokens: int = 0  # positions computed
+    attended: int = 0  # keys that sequences of one new position attend to
+    pairs: float = 0.0  # queries times keys, of sequences of several
+
+
+class Pace:
+    def __init__(self) -> None:
+        count = len(UNITS)
+        self.prices = list(GUESS)
+        self.gram = [[TRUST * (i == j) for j in range(count)] for i in range(count)]
+        self.moment = [TRUST * guess for guess in GUESS]
+        self.steps = 0
+
+    def seconds(self, work: Work) -> float:
+        step, *_, key, pair = self.prices
+        return step + self._positions(work.tokens) + key * 1e-5 * work.attended + pair * 1e-6 * work.pairs
+
+    def _positions(self, tokens: int) -> float:
+        token, first, second = self.prices[1:4]
+        low, high = KNEES
+        found = token * tokens
+        if tokens > low:
+            found += first * (tokens - low) + (second * (tokens - high) if tokens > high else 0.0)
+        return found * 1e-2
+
+    @property
+    def lone(self) -> float:
+        """A step of one sequence that goes on by one."""
+        return self.seconds(Work(1))
+
+    def marginal(self, context: int = 0) -> float:
+        """One more position of a chunk, in a step that is bound by arithmetic, after `context` others."""
+        return max(sum(self.prices[1:4]) * 1e-2 + self.prices[5] * 1e-6 * context, 1e-9)
+
+    def fixed(self, tokens: int) -> float:
+        """What a step of so many positions costs beyond their marginal price: lost where it is split off another.
+
+        A difference of large numbers, so no more than a lone step's, less what is hidden behind arithmetic."""
+        found = self.prices[0] + self._positions(tokens) - tokens * self.marginal()
+        return min(max(found, 0.1 * self.lone), self.lone * max(1 - tokens / KNEES[1], 0.1))
+
+    def room(self, work: Work, seconds: float, context: int) -> int:
+        """Positions of chunks that may join the work before the step takes longer than that."""
+        spare, tokens = seconds - self.seconds(work), work.tokens
+        price = self.prices[1] * 1e-2 + self.prices[5] * 1e-6 * context
+        for knee, more in zip(KNEES, self.prices[2:4], strict=True):
+            cheap = max(knee - tokens, 0)
+            if spare <= price * cheap:
+                break
+            spare, tokens = spare - price * cheap, tokens + cheap
+            price += more * 1e-2
+        return tokens - work.tokens + max(int(spare / max(price, 1e-9)), 0)
+
+    def learn(self, work: Work, seconds: float) -> None:
+        small = work.pairs and seconds < STARTING * self.lone
+        if seconds <= 0 or small:
+            return
+        tokens, attended, pairs = work
+        raw = (1.0, tokens, *(max(tokens - knee, 0) for knee in KNEES), attended, pairs)
+        features = [value / unit / seconds for value, unit in zip(raw, UNITS, strict=True)]
+        gram, moment, prices = self.gram, self.moment, self.prices
+        for i, feature in enumerate(features):
+            moment[i] = MEMORY * moment[i] + feature
+            gram[i] = [MEMORY * known + feature * other for known, other in zip(gram[i], features, strict=True)]
+        for _ in range(SWEEPS):  # coordinate descent, from where the last step left off
+            for i, line in enumerate(gram):
+                if line[i] > 1e-12:
+                    rest = sum([a * b for a, b in zip(line, prices, strict=True)]) - line[i] * prices[i]
+                    prices[i] = max((moment[i] - rest) / line[i], 0.0)
+        self.steps += 1

@@ -1,0 +1,43 @@
+"""What every owner of ranks must do: add up what they hold, and carry tokens from a pipeline's end to its beginning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bloomery.errors import BloomeryError
+from bloomery.messages import Capacity, Step, StepOutput
+
+
+class RankLost(BloomeryError):
+    """A rank is gone; the others cannot go on."""
+
+
+class Drawn:
+    """Tokens go with the next order that needs them. No step of a sequence is begun before the token of its former one
+    is known here, so nothing waits for this detour."""
+
+    def __init__(self, wanted: bool = False) -> None:
+        self.wanted = wanted  # there is more than one stage
+        self.last: dict[int, int] = {}  # by sequence
+
+    def note(self, output: StepOutput) -> None:
+        if self.wanted:
+            self.last.update((entry.sequence, entry.tokens[-1]) for entry in output.samples if entry.tokens)
+
+    def of(self, step: Step) -> tuple[tuple[int, int], ...]:
+        """Last tokens of the step's sequences, none of those that begin: these bring their own."""
+        if not self.wanted:
+            return ()
+        for sequence in step.finished:
+            self.last.pop(sequence, None)
+        going = (item.sequence for item in step.items if item.first is None)
+        return tuple((sequence, self.last[sequence]) for sequence in going if sequence in self.last)
+
+
+def total(capacities: list[Capacity], speaker: Capacity) -> Capacity:
+    """What all ranks hold together."""
+    weights = sum(capacity.weights_bytes for capacity in capacities)
+    kv = sum(capacity.kv_bytes for capacity in capacities)
+    notes = tuple(dict.fromkeys(note for capacity in capacities for note in capacity.notes))
+    device = f"{len(capacities)} x {speaker.device.partition(':')[0]}"
+    return replace(speaker, weights_bytes=weights, kv_bytes=kv, notes=notes, device=device)

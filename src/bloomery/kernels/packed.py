@@ -1,0 +1,114 @@
+"""Matrices of fewer bits, as they lie on the device, and what they mean.
+
+    Grid      steps of an even grid: (code - zero) * scale, a scale for every group of columns or for a whole row
+    Codebook  sixteen values of a table, times the largest of their block
+    Fp8       8-bit floats, times a scale for all, for a row or for a square block
+
+Codes of 4 bits lie two a byte, the even column in the low half. `dequantize` is the reference of every kernel that reads
+them. This file must not know where codes come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Grid:
+    codes: torch.Tensor  # [out, in * bits / 8] uint8; of 8 bits also int8, centred already
+    scale: torch.Tensor  # [out, in / group], floating; a group of all columns is a row
+    zero: torch.Tensor | None = None  # [out, in / group], floating; None: the middle of the range
+    bits: int = 4
+    order: torch.Tensor | None = None  # [in] int32: column i of the codes belongs to column order[i] of the input
+    both: bool = False  # the input may be rounded to 8 bits as well, where that is faster
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, width = self.codes.shape
+        return rows, width * 8 // self.bits
+
+    @property
+    def group(self) -> int:
+        return self.shape[1] // self.scale.shape[1]
+
+    @property
+    def middle(self) -> int:
+        return 0 if self.codes.dtype == torch.int8 else 1 << (self.bits - 1)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[out, in], its columns where the input has them."""
+        zero = self.middle if self.zero is None else spread(self.zero.float(), self.group)
+        values = (unpack(self.codes, self.bits).float() - zero) * spread(self.scale.float(), self.group)
+        if self.order is not None:
+            values = torch.empty_like(values).index_copy_(1, self.order.long(), values)
+        return values.to(dtype)
+
+
+@dataclass(frozen=True)
+class Codebook:
+    codes: torch.Tensor  # [out, in / 2] uint8
+    table: torch.Tensor  # [16] float32
+    absmax: torch.Tensor  # [out, in / block], floating
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, width = self.codes.shape
+        return rows, width * 2
+
+    @property
+    def block(self) -> int:
+        return self.shape[1] // self.absmax.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        values = self.table.float()[unpack(self.codes, 4).long()]
+        return (values * spread(self.absmax.float(), self.block)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Fp8:
+    codes: torch.Tensor  # [out, in] float8_e4m3fn
+    scale: torch.Tensor  # [1], [out, 1] or [out / 128, in / 128] (rounded up), floating
+    both: bool = True  # the input may be rounded to 8 bits as well, where that is faster
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    @property
+    def blocks(self) -> bool:
+        return self.scale.numel() not in (1, len(self.codes)) or self.scale.shape[-1] > 1
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        scale, (rows, columns) = self.scale.float(), self.shape
+        if self.blocks:
+            scale = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+        return (self.codes.float() * scale).to(dtype)
+
+
+BLOCK = 128  # rows and columns that share a scale of Fp8
+Packed = Grid | Codebook | Fp8
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """[out, in] numbers below 2 ** bits -> [out, in * bits / 8] uint8."""
+    codes = codes.to(torch.uint8)
+    each = 8 // bits
+    out = codes[:, ::each].clone()
+    for place in range(1, each):
+        out |= codes[:, place::each] << (bits * place)
+    return out
+
+
+def unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """[out, in * bits / 8] -> [out, in]; 8 bits stay as they are."""
+    if bits == 8:
+        return codes
+    parts = [(codes >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, -1).flatten(1)
+
+
+def spread(values: torch.Tensor, each: int) -> torch.Tensor:
+    return values.repeat_interleave(each, 1) if values.shape[1] > 1 else values

@@ -1,0 +1,419 @@
+"""A product of few tokens with a matrix of fewer bits, and what stands around it: kernels/gemv for packed weights.
+
+The fewer the bytes, the more the unpacking counts: a memory that delivers 4.2 TB/s brings eight and a half thousand billion
+4-bit codes a second, and a card has about four instructions for each. So no code is ever converted: masked where it
+stands, its bits are a float below the least normal one, the code times a power of two that its place gives, and the
+tokens' numbers come multiplied by the rest. 8-bit floats need their bits moved only, for what is wrong with the exponent
+is a factor. A codebook's values lie in the lanes of a warp, and a code is the lane to ask.
+
+A thread reads 16 bytes of a row at once and all numbers of a token that belong to them; nothing passes between threads
+before the last sum. Scales are applied to the sums of those 16 bytes, or to the whole sum where a row has but one.
+
+This file must not know layers, formats or what a model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from bloomery.kernels.gemv import Activation, After, Heads, Norm, ends, finish, rows_of
+from bloomery.kernels.launch import begin, jit, overlap, power_of_two, tl, wait
+from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed
+
+
+class Tiling(NamedTuple):
+    """A program makes `outputs` results (from twice as many rows where rows pair up) and reads `chunks` of 16 bytes of
+    each row at once: 32 chunks a warp."""
+
+    outputs: int
+    chunks: int
+    warps: int
+    ahead: bool = False  # tokens are read one turn ahead, which takes registers
+
+
+# Measured (benchmarks/packed.py tune); (rows, bytes of a row) -> the best cut.
+TILINGS: Mapping[tuple[int, int], Tiling] = {
+    (6400, 3072): Tiling(4, 64, 2, True),
+    (6144, 3072): Tiling(8, 64, 2, True),
+    (24576, 3072): Tiling(8, 64, 2),
+    (6144, 12288): Tiling(8, 128, 4, True),
+    (6144, 2048): Tiling(8, 128, 4),
+    (4096, 2048): Tiling(4, 128, 4),
+    (28672, 2048): Tiling(8, 128, 4),
+    (4096, 7168): Tiling(8, 128, 4, True),
+    (6400, 6144): Tiling(4, 128, 4),
+    (6144, 6144): Tiling(4, 128, 4),
+    (24576, 6144): Tiling(4, 64, 2),
+    (6144, 24576): Tiling(4, 128, 4),
+    (6144, 4096): Tiling(8, 64, 2),
+    (4096, 4096): Tiling(4, 128, 4),
+    (28672, 4096): Tiling(4, 64, 2),
+    (4096, 14336): Tiling(16, 256, 8),
+}
+
+
+class Layout(NamedTuple):
+    """What the kernel is told of a packed matrix."""
+
+    kind: str  # grid, codebook or fp8
+    bits: int
+    codes: torch.Tensor  # [out, in * bits / 32] int32
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    table: torch.Tensor | None
+    group: int  # columns that share a scale
+    tall: int  # rows that do
+    signed: bool
+
+
+def layout(packed: Packed) -> Layout:
+    codes, columns = packed.codes.view(torch.int32), packed.shape[1]
+    match packed:
+        case Grid():
+            signed = packed.codes.dtype == torch.int8
+            return Layout("grid", packed.bits, codes, packed.scale, packed.zero, None, packed.group, 1, signed)
+        case Codebook():
+            return Layout("codebook", 4, codes, packed.absmax, None, packed.table, packed.block, 1, False)
+        case Fp8():
+            whole = packed.shape[0] if packed.scale.numel() == 1 else 1
+            tall, group = (BLOCK, BLOCK) if packed.blocks else (whole, columns)
+            return Layout("fp8", 8, codes, packed.scale, None, None, group, tall, False)
+
+
+def possible(packed: Packed, after: After = None) -> bool:
+    """Whether the kernel can: rows of whole 16 bytes, none of which straddles two scales."""
+    if isinstance(packed, Grid) and (packed.order is not None or packed.bits not in (4, 8)):
+        return False
+    codes, columns = packed.codes, packed.shape[1]
+    each = 16 * columns // max(codes.shape[1], 1)
+    group = BLOCK if isinstance(packed, Fp8) else packed.block if isinstance(packed, Codebook) else packed.group
+    if codes.shape[1] % 16 or not codes.is_contiguous() or (group < columns and group % each):
+        return False
+    if isinstance(after, Heads):
+        plain = after.turn.norm is None and after.turn.clip is None
+        whole = after.cache[0].is_contiguous() and after.cache.element_size() > 1  # 8 bits need a head's largest number
+        return plain and after.cache.shape[-1] % 2 == 0 and whole
+    return True
+
+
+def tiling(rows: int, width: int, paired: bool, tokens: int = 1) -> Tiling:
+    """Without a measurement, for rows of `width` bytes."""
+    if tokens == 1 and (rows, width) in TILINGS:
+        return TILINGS[rows, width]
+    chunks = width // 16
+    size = 128 if chunks >= 512 or chunks == 128 else 64
+    while size > 32 and chunks < size:
+        size //= 2
+    outputs = 4 if paired and chunks > size else 8
+    return Tiling(outputs, size, size // 32, tokens == 1 and chunks > size and rows < 16384)
+
+
+def packed_rows(
+    x: torch.Tensor,
+    packed: Packed,
+    bias: torch.Tensor | None = None,
+    before: Norm | None = None,
+    after: After = None,
+    cut: Tiling | None = None,
+) -> torch.Tensor:
+    """The kernel: after(before(x) @ matrix.T + bias); `before` is an RMS norm, if anything."""
+    x = x.contiguous()
+    (tokens, columns), rows, how = x.shape, packed.shape[0], layout(packed)
+    paired = isinstance(after, Heads) or (isinstance(after, Activation) and after.gated)
+    outputs = rows // 2 if paired else rows
+    cut = cut or tiling(rows, how.codes.shape[1] * 4, paired, tokens)
+    end = ends(x, after, rows, (tokens, outputs), x.dtype)
+    weight = None if before is None else before.weight
+    given = (how.zero, how.table, bias, weight)
+    packed_gemv_kernel[(-(-outputs // cut.outputs),)](
+        x, how.codes, how.scale, *(x if part is None else part for part in given), *end.tensors,
+        0.0 if before is None else before.eps, *end.numbers,
+        OUTPUTS=outputs, COLUMNS=columns, TOKENS=tokens, TOKENS_UP=power_of_two(tokens),
+        KIND=how.kind, BITS=how.bits, GROUP=how.group, TALL=how.tall, ZERO=how.zero is not None, SIGNED=how.signed,
+        BIAS=bias is not None, NORM=before is not None, NORM_WEIGHT=weight is not None, PAIRED=paired, **end.choices,
+        LANES=x.is_cuda, AHEAD=cut.ahead, BLOCK_OUT=cut.outputs, BLOCK_IN=cut.chunks, num_warps=cut.warps, **overlap(x.device),
+    )  # fmt: skip
+    return end.tensors[-1]
+
+
+@jit
+def packed_gemv_kernel(
+    x, codes, scale, zero, table, bias, norm_weight, other, slots, positions, cos, sin, out, eps, factor, half,
+    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, TOKENS_UP: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, ZERO: tl.constexpr,
+    SIGNED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, PAIRED: tl.constexpr,
+    AFTER: tl.constexpr, ACTIVATION: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TABLES: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Tiles are [chunks, tokens, outputs], which puts a warp along the chunks; one is 16 bytes of a row, EACH columns."""
+    begin(PDL)
+    EACH: tl.constexpr = 128 // BITS
+    CHUNKS: tl.constexpr = COLUMNS // EACH
+    GROUPED: tl.constexpr = GROUP < COLUMNS
+    p = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    first, second = rows_of(tl.minimum(p, OUTPUTS - 1), OUTPUTS, DIM, TURNED, INTERLEAVED, AFTER)
+    m, c = tl.arange(0, TOKENS_UP), tl.arange(0, BLOCK_IN)
+    i = c[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    at_first = codes + first.to(tl.int64)[None, None, :, None] * (CHUNKS * 4) + i
+    at_second = codes + second.to(tl.int64)[None, None, :, None] * (CHUNKS * 4) + i
+    a = chunk(at_first, 0, c, CHUNKS)
+    b = a
+    a_scale, a_zero = scales(scale, zero, first, 0, c, COLUMNS, EACH, GROUP, TALL, ZERO)
+    b_scale, b_zero = a_scale, a_zero
+    if PAIRED:
+        b = chunk(at_second, 0, c, CHUNKS)
+        b_scale, b_zero = scales(scale, zero, second, 0, c, COLUMNS, EACH, GROUP, TALL, ZERO)
+    values = c[:, None, None]
+    if KIND == "codebook":
+        values = tl.load(table + c % 16)[:, None, None]
+    wait(PDL)
+    at_x = x + tl.minimum(m, TOKENS - 1)[None, :, None, None] * COLUMNS
+    at_x += c[:, None, None, None] * EACH + tl.arange(0, 8)[None, None, None, :]
+    if AHEAD:
+        x0, x1, x2, x3 = tokens_of(at_x, 0, c, COLUMNS, EACH)
+    y = tl.zeros([BLOCK_IN, TOKENS_UP, BLOCK_OUT], tl.float32)
+    z = y
+    square = tl.zeros([BLOCK_IN, TOKENS_UP, 1], tl.float32)
+    plain = square  # the sum of x: over all chunks without groups
+    for c0 in tl.range(0, CHUNKS, BLOCK_IN, num_stages=1):
+        a_now, b_now, a_by, b_by, a_less, b_less = a, b, a_scale, b_scale, a_zero, b_zero
+        if AHEAD:
+            now0, now1, now2, now3 = x0, x1, x2, x3
+            x0, x1, x2, x3 = tokens_of(at_x, c0 + BLOCK_IN, c, COLUMNS, EACH)
+        else:
+            now0, now1, now2, now3 = tokens_of(at_x, c0, c, COLUMNS, EACH)
+        a = chunk(at_first, c0 + BLOCK_IN, c, CHUNKS)
+        if GROUPED:
+            a_scale, a_zero = scales(scale, zero, first, c0 + BLOCK_IN, c, COLUMNS, EACH, GROUP, TALL, ZERO)
+        if PAIRED:
+            b = chunk(at_second, c0 + BLOCK_IN, c, CHUNKS)
+            if GROUPED:
+                b_scale, b_zero = scales(scale, zero, second, c0 + BLOCK_IN, c, COLUMNS, EACH, GROUP, TALL, ZERO)
+        a0, a1, a2, a3 = four(a_now, BLOCK_OUT, BLOCK_IN, SIGNED)
+        b0, b1, b2, b3 = four(b_now, BLOCK_OUT, BLOCK_IN, SIGNED)
+        if GROUPED:
+            y_part = tl.zeros([BLOCK_IN, TOKENS_UP, BLOCK_OUT], tl.float32)
+            z_part = y_part
+            plain = tl.zeros([BLOCK_IN, TOKENS_UP, 1], tl.float32)
+        else:
+            y_part, z_part = y, z
+        for piece in tl.static_range(EACH // 8):
+            v = eight(pick4(now0, now1, now2, now3, piece), TOKENS_UP, BLOCK_IN)
+            if NORM:
+                square += v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]
+                square += v[4] * v[4] + v[5] * v[5] + v[6] * v[6] + v[7] * v[7]
+            if NORM_WEIGHT:
+                at = norm_weight + (c0 + c)[:, None, None, None] * EACH + tl.arange(0, 8)[None, None, None, :]
+                inside = ((c0 + c) * EACH < COLUMNS)[:, None, None, None]
+                v = times(v, eight(tl.load(at + piece * 8, mask=inside, other=0.0), 1, BLOCK_IN))
+            if KIND == "grid":
+                plain += (v[0] + v[1] + v[2] + v[3]) + (v[4] + v[5] + v[6] + v[7])
+                v = placed(v, BITS)
+            if BITS == 4:
+                y_part = eight4(y_part, pick4(a0, a1, a2, a3, piece), v, values, table, KIND, LANES)
+                if PAIRED:
+                    z_part = eight4(z_part, pick4(b0, b1, b2, b3, piece), v, values, table, KIND, LANES)
+            else:
+                left, right = pick4(a0, a1, a2, a3, 2 * piece), pick4(a0, a1, a2, a3, 2 * piece + 1)
+                y_part = eight8(y_part, left, right, v, KIND)
+                if PAIRED:
+                    left, right = pick4(b0, b1, b2, b3, 2 * piece), pick4(b0, b1, b2, b3, 2 * piece + 1)
+                    z_part = eight8(z_part, left, right, v, KIND)
+        if GROUPED:
+            y += a_by * centred(y_part, plain, a_less, KIND, BITS, ZERO)
+            if PAIRED:
+                z += b_by * centred(z_part, plain, b_less, KIND, BITS, ZERO)
+        else:
+            y, z = y_part, z_part
+    y, z = tl.sum(y, 0), tl.sum(z, 0)
+    if not GROUPED:
+        plain = tl.sum(plain, 0)
+        a_scale, a_zero = whole(scale, zero, first, TALL, ZERO)
+        y = a_scale * centred(y, plain, a_zero, KIND, BITS, ZERO)
+        if PAIRED:
+            b_scale, b_zero = whole(scale, zero, second, TALL, ZERO)
+            z = b_scale * centred(z, plain, b_zero, KIND, BITS, ZERO)
+    if NORM:
+        root = tl.rsqrt(tl.sum(square, 0) / COLUMNS + eps)
+        y, z = y * root, z * root
+    if BIAS:
+        y += tl.load(bias + first)[None, :].to(tl.float32)
+        z += tl.load(bias + second)[None, :].to(tl.float32)
+    finish(
+        y, z, p, m, other, slots, positions, cos, sin, out, factor, half, OUTPUTS, TOKENS, PAIRED, AFTER, ACTIVATION,
+        HEADS, KV_HEADS, DIM, TURNED, INTERLEAVED, TABLES,
+    )  # fmt: skip
+
+
+@jit
+def chunk(at, c0, c, CHUNKS: tl.constexpr):
+    """[chunks, 1, outputs, 4 words] from chunk c0 on; zeros past the end of the row."""
+    inside = (c0 + c < CHUNKS)[:, None, None, None]
+    return tl.load(at + c0 * 4, mask=inside, other=0, eviction_policy="evict_first")
+
+
+@jit
+def four(words, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, SIGNED: tl.constexpr):
+    """The four words of every chunk, each [chunks, 1, outputs]. Signed bytes become those of 128 more."""
+    if SIGNED:
+        words = words ^ -2139062144
+    even, odd = tl.split(tl.reshape(words, (BLOCK_IN, 1, BLOCK_OUT, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@jit
+def pick4(a, b, c, d, i: tl.constexpr):
+    if i == 0:
+        return a
+    elif i == 1:
+        return b
+    elif i == 2:
+        return c
+    else:
+        return d
+
+
+@jit
+def tokens_of(at, c0, c, COLUMNS: tl.constexpr, EACH: tl.constexpr):
+    """The numbers of every chunk from c0 on, eight at a time, each [chunks, tokens, 1, 8]; zeros past the end."""
+    inside = ((c0 + c) * EACH < COLUMNS)[:, None, None, None]
+    first = tl.load(at + c0 * EACH, mask=inside, other=0.0)
+    second = tl.load(at + c0 * EACH + 8, mask=inside, other=0.0)
+    if EACH == 32:
+        third = tl.load(at + c0 * EACH + 16, mask=inside, other=0.0)
+        return first, second, third, tl.load(at + c0 * EACH + 24, mask=inside, other=0.0)
+    else:
+        return first, second, c, c
+
+
+@jit
+def eight(v, TOKENS_UP: tl.constexpr, BLOCK_IN: tl.constexpr):
+    """[chunks, tokens, 1, 8] as eight of [chunks, tokens, 1] in float32."""
+    even, odd = tl.split(tl.reshape(v.to(tl.float32), (BLOCK_IN, TOKENS_UP, 1, 2, 2, 2)))
+    even_low, even_high = tl.split(even)  # columns 0 4, 2 6
+    odd_low, odd_high = tl.split(odd)  # 1 5, 3 7
+    v0, v4 = tl.split(even_low)
+    v2, v6 = tl.split(even_high)
+    v1, v5 = tl.split(odd_low)
+    v3, v7 = tl.split(odd_high)
+    return v0, v1, v2, v3, v4, v5, v6, v7
+
+
+@jit
+def times(v, g):
+    return v[0] * g[0], v[1] * g[1], v[2] * g[2], v[3] * g[3], v[4] * g[4], v[5] * g[5], v[6] * g[6], v[7] * g[7]
+
+
+@jit
+def placed(v, BITS: tl.constexpr):
+    """Multiplied by what makes up for the place of their codes: a code that starts at bit b of a word is 2 ** (b - 149)
+    times itself when read as a float; the product is left with 2 ** -45. What starts at bit 24 is read at 16."""
+    ONE: tl.constexpr = 2.0**104
+    if BITS == 4:
+        return (
+            v[0] * ONE, v[1] * (ONE / 2**4), v[2] * (ONE / 2**8), v[3] * (ONE / 2**12), v[4] * (ONE / 2**16),
+            v[5] * (ONE / 2**20), v[6] * (ONE / 2**16), v[7] * (ONE / 2**20),
+        )  # fmt: skip
+    else:
+        return (
+            v[0] * ONE, v[1] * (ONE / 2**8), v[2] * (ONE / 2**16), v[3] * (ONE / 2**16),
+            v[4] * ONE, v[5] * (ONE / 2**8), v[6] * (ONE / 2**16), v[7] * (ONE / 2**16),
+        )  # fmt: skip
+
+
+@jit
+def masked(w, mask: tl.constexpr):
+    """As a float: below the least normal one, or in its binade, where numbers are as far apart."""
+    return (w & mask).to(tl.float32, bitcast=True)
+
+
+@jit
+def eight4(acc, w, v, values, table, KIND: tl.constexpr, LANES: tl.constexpr):
+    """The eight codes of w, times v."""
+    if KIND == "grid":
+        for j in tl.static_range(6):
+            acc += masked(w, 15 << (4 * j)) * v[j]
+        w = w >> 8
+        acc += masked(w, 15 << 16) * v[6]
+        acc += masked(w, 15 << 20) * v[7]
+    else:
+        for j in tl.static_range(8):
+            acc += looked_up(w >> (4 * j), values, table, LANES) * v[j]
+    return acc
+
+
+@jit
+def looked_up(w, values, table, LANES: tl.constexpr):
+    """The table's value for the lowest four bits. Lane l of every half warp holds value l: `values` by chunks."""
+    if LANES:
+        return tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 0x101f, 0xffffffff;", "=f,f,r", [values, w], tl.float32, True, 1
+        )
+    else:
+        return tl.load(table + (w & 15))
+
+
+@jit
+def eight8(acc, left, right, v, KIND: tl.constexpr):
+    """The four bytes of each word, times v."""
+    for j in tl.static_range(4):
+        acc += byte(left, j, KIND) * v[j]
+    for j in tl.static_range(4):
+        acc += byte(right, j, KIND) * v[4 + j]
+    return acc
+
+
+@jit
+def byte(w, j: tl.constexpr, KIND: tl.constexpr):
+    """Byte j as a float: as `placed` has it, or 2 ** -120 of what an 8-bit float means."""
+    if KIND == "fp8":
+        return (((w << (24 - 8 * j)) >> 4) & -2014314496).to(tl.float32, bitcast=True)
+    elif j < 3:
+        return masked(w, 255 << (8 * j))
+    else:
+        return masked(w >> 8, 255 << 16)
+
+
+@jit
+def centred(sums, plain, zero, KIND: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr):
+    """Sums of values, from sums of codes as they were read, and the sum of x."""
+    if KIND == "fp8":
+        return sums * (2.0**120)
+    elif KIND == "codebook":
+        return sums
+    elif ZERO:
+        return sums * (2.0**45) - plain * zero
+    else:
+        return sums * (2.0**45) - plain * (1 << (BITS - 1))
+
+
+@jit
+def scales(
+    scale, zero, rows, c0, c,
+    COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """Of every chunk from c0 on, [chunks, 1, outputs]."""
+    groups: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP
+    g = tl.minimum((c0 + c) * EACH // GROUP, groups - 1)
+    at = (rows // TALL)[None, None, :] * groups + g[:, None, None]
+    s = tl.load(scale + at).to(tl.float32)
+    if ZERO:
+        return s, tl.load(zero + at).to(tl.float32)
+    else:
+        return s, s
+
+
+@jit
+def whole(scale, zero, rows, TALL: tl.constexpr, ZERO: tl.constexpr):
+    """Of whole rows, [1, outputs]."""
+    s = tl.load(scale + rows // TALL)[None, :].to(tl.float32)
+    if ZERO:
+        return s, tl.load(zero + rows)[None, :].to(tl.float32)
+    else:
+        return s, s

@@ -1,0 +1,293 @@
+"""A checkpoint written again in fewer bits, a layer at a time: one shard a layer, each complete or not there.
+
+An interruption costs the layer it happened in: the same command goes on with the next one. GPTQ wants to know what
+reaches each product; calibration text runs through the layers as they are finished, from the shards just written, so a
+conversion that was resumed is the same as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from bloomery.artifacts.files import strict_json
+from bloomery.artifacts.locate import Artifact
+from bloomery.artifacts.safetensors import read_header
+from bloomery.attention.base import Ragged, cache_shape
+from bloomery.attention.choose import choose
+from bloomery.describe import description
+from bloomery.errors import ConfigError
+from bloomery.families import as_stored
+from bloomery.kernels.gemv import After, Norm
+from bloomery.models.checkpoint import FileSource
+from bloomery.models.decoder import Decoder
+from bloomery.models.weights import Weights
+from bloomery.parallel.groups import ALONE
+from bloomery.quant.base import Format, Product, Range, Ready, Tensors
+from bloomery.quant.dense import Dense, DenseFormat, DenseReady
+from bloomery.quant.gptq import Gptq
+from bloomery.quant.solve import solve
+from bloomery.quant.write import WRITERS, Written, configuration, gptq_tensors
+from bloomery.spec import Model, Names
+
+BLOCK = 16  # positions a block of the calibration's cache holds
+STATE = "unfinished.json"
+BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")  # what goes with the weights
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Wish:
+    form: str  # gptq, int4, int8, fp8 or nf4
+    bits: int = 4  # of gptq
+    group: int = 128  # of gptq and int4
+    act_order: bool = False
+    damping: float = 0.01
+
+
+def convert(
+    artifact: Artifact,
+    out: Path,
+    wish: Wish,
+    samples: Sequence[Sequence[int]],
+    dtype: str = "float32",
+    device: str = "cpu",
+    advance: Callable[[], None] = lambda: None,
+) -> None:
+    """`samples`: calibration for gptq, as token ids. `advance` is called after each shard: a layer, or all the rest."""
+    found = description(artifact)
+    source = FileSource.safetensors(artifact.path)
+    names = as_stored(found.names, source.names())
+    texts = [torch.tensor(sample) for sample in samples]
+    job = Job(found.model, names, source, wish, getattr(torch, dtype), torch.device(device), texts)
+    count = len(found.model.layers)
+    shards = [out / f"model-{i + 1:05}-of-{count + 1:05}.safetensors" for i in range(count + 1)]
+    begin(out, wish, samples)
+    whole = [names.head] if names.head else []
+    for i, shard in enumerate(shards[:-1]):
+        prefix = names.layer.format(i=i)
+        products = job.products(i)
+        whole += [product.name for product in products if product.precise]
+        if not shard.exists():
+            packed = job.packed(i, [product for product in products if not product.precise])
+            others = [name for name in source.names() if name.startswith(prefix) and name not in packed.replaced]
+            save(shard, packed.tensors | raw(source, others))
+        job.pass_on(i, shard)
+        advance()
+    layers = tuple(names.layer.format(i=i) for i in range(count))
+    save(shards[-1], raw(source, [name for name in source.names() if not name.startswith(layers)]))
+    finish(artifact.path, out, shards, configuration(wish.form, wish.group, wish.bits, wish.act_order, whole))
+    advance()
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def begin(out: Path, wish: Wish, samples: Sequence[Sequence[int]]) -> None:
+    """A new folder, or one that the same conversion left unfinished."""
+    text = blake2b(json.dumps([list(sample) for sample in samples]).encode(), digest_size=8).hexdigest()
+    state = {**asdict(wish), "calibration": text}
+    if out.exists() and any(out.iterdir()):
+        if not (out / STATE).is_file() or strict_json((out / STATE).read_bytes(), str(out / STATE)) != state:
+            raise ConfigError(f"{out}: is not empty, and not what this conversion left unfinished; name another folder")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / STATE).write_text(json.dumps(state))
+
+
+def raw(source: FileSource, names: Sequence[str]) -> Written:
+    """As the files have them."""
+    found: Written = {}
+    for name in names:
+        with safe_open(source.entries[name].file, "pt") as file:
+            found[name] = file.get_tensor(name)
+    return found
+
+
+def save(shard: Path, tensors: Written) -> None:
+    """Complete or not there."""
+    unfinished = shard.with_suffix(".part")
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, unfinished, {"format": "pt"})
+    unfinished.replace(shard)
+
+
+def finish(origin: Path, out: Path, shards: Sequence[Path], quantization: Mapping[str, Any]) -> None:
+    headers = {shard.name: read_header(shard) for shard in shards}
+    places = {tensor: shard for shard, header in headers.items() for tensor in header}
+    total = sum(entry.end - entry.start for header in headers.values() for entry in header.values())
+    listing = {"metadata": {"total_size": total}, "weight_map": places}
+    for pattern in BESIDE:
+        for file in origin.glob(pattern):
+            if file.is_file() and not file.name.endswith(".safetensors.index.json"):
+                shutil.copyfile(file, out / file.name)
+    (out / "model.safetensors.index.json").write_text(json.dumps(listing, indent=1))
+    config = strict_json((origin / "config.json").read_bytes(), str(origin / "config.json"))
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}, indent=1))
+    (out / STATE).unlink()
+
+
+# ---- a layer at a time ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watching:
+    """A product that remembers what went into it."""
+
+    matrix: DenseReady
+    products: tuple[Product, ...]
+    hessian: torch.Tensor  # [in, in] float32: the sum of x xT
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.matrix.gather(rows)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        self.hessian.addmm_(x.float().T, x.float())
+        return self.matrix.linear(x, bias)
+
+    def phrase(
+        self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
+    ) -> torch.Tensor | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A dense matrix that knows of which products it was made."""
+
+    matrix: Dense
+    products: tuple[Product, ...]
+    watched: list[Watching] | None  # where to put what it becomes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape
+
+    def rows(self, ranges: Sequence[Range]) -> Noted:
+        return Noted(self.matrix.rows(ranges), self.products, self.watched)
+
+    def cols(self, start: int, end: int) -> Noted:
+        return Noted(self.matrix.cols(start, end), self.products, self.watched)
+
+    def cat(self, others: Sequence[Noted]) -> Noted:
+        products = sum((other.products for other in others), self.products)
+        return Noted(self.matrix.cat([other.matrix for other in others]), products, self.watched)
+
+    def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
+        if device == META:
+            return DenseReady(torch.empty(self.shape, dtype=dtype, device=device))
+        dense = self.matrix.prepare(dtype, device)
+        if self.watched is None:
+            return dense
+        width = self.shape[1]
+        self.watched.append(Watching(dense, self.products, torch.zeros(width, width, device=device)))
+        return self.watched[-1]
+
+    def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.matrix.dense(dtype, device)
+
+
+@dataclass(frozen=True)
+class Noting:
+    """Full precision; keeps a list of what was asked for. `experts` stands in the names of those nobody watches."""
+
+    experts: str = ""
+    products: list[Product] = field(default_factory=list)
+    watched: list[Watching] = field(default_factory=list)
+
+    def matrix(self, tensors: Tensors, product: Product) -> Noted:
+        self.products.append(product)
+        watched = None if product.precise or (self.experts and self.experts in product.name) else self.watched
+        return Noted(DenseFormat().matrix(tensors, product), (product,), watched if product.inside else None)
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    tensors: Written
+    replaced: set[str]  # tensors they stand for
+
+
+@dataclass(frozen=True)
+class Job:
+    model: Model
+    names: Names
+    source: FileSource
+    wish: Wish
+    dtype: torch.dtype
+    device: torch.device
+    samples: list[torch.Tensor]
+    states: dict[int, torch.Tensor] = field(default_factory=dict)  # of a sample, as the next layer gets it
+
+    def decoder(self, i: int, source: FileSource, form: Format, device: torch.device) -> Decoder:
+        weights = Weights(source, self.names, self.dtype, device, form)
+        return Decoder(self.model, weights, ALONE, range(i, i + 1))
+
+    def products(self, i: int) -> list[Product]:
+        noting = Noting()
+        self.decoder(i, self.source, noting, META)
+        return [product for product in noting.products if product.inside]
+
+    def packed(self, i: int, products: Sequence[Product]) -> PackedLayer:
+        hessians = self._hessians(i) if self.wish.form == "gptq" else {}
+        tensors: Written = {}
+        for product in products:
+            weight = DenseFormat().matrix(self.source, product).dense(torch.float32, self.device)
+            for part, tensor in self._packed(product, weight, hessians.get(product.name)).items():
+                tensors[f"{product.name}.{part}"] = tensor
+        return PackedLayer(tensors, {f"{product.name}.weight" for product in products})
+
+    def _packed(self, product: Product, weight: torch.Tensor, hessian: torch.Tensor | None) -> Written:
+        wish, width = self.wish, product.shape[1]
+        if wish.form in ("gptq", "int4") and width % wish.group:
+            fitting = [group for group in (256, 128, 64, 32, 16) if width % group == 0]
+            raise ConfigError(
+                f"{product.name}: {width} columns are not groups of {wish.group}; try --group {fitting[0]}"
+            )
+        if wish.form != "gptq":
+            return WRITERS[wish.form](weight, wish.group)
+        # Experts see too little of any text: as if each of their inputs mattered alike.
+        seen = torch.eye(width, device=weight.device) if hessian is None else hessian
+        return gptq_tensors(solve(weight, seen, wish.bits, wish.group, wish.act_order, wish.damping), wish.bits)
+
+    @torch.inference_mode()
+    def _hessians(self, i: int) -> dict[str, torch.Tensor]:
+        noting = Noting(self.names.experts.partition("{e}")[0])
+        decoder = self.decoder(i, self.source, noting, self.device)
+        for number in range(len(self.samples)):
+            self._run(decoder, number)
+        return {product.name: watching.hessian for watching in noting.watched for product in watching.products}
+
+    @torch.inference_mode()
+    def pass_on(self, i: int, shard: Path) -> None:
+        """Each sample through the finished layer."""
+        if self.wish.form != "gptq" or i + 1 == len(self.model.layers):
+            return
+        decoder = self.decoder(i, self.source.over(shard), Gptq(1), self.device)
+        for number in range(len(self.samples)):
+            self.states[number] = self._run(decoder, number)
+
+    def _run(self, decoder: Decoder, number: int) -> torch.Tensor:
+        tokens = self.samples[number].to(self.device)
+        count, kind = len(tokens), torch.int64 if self.device.type == "cpu" else torch.int32
+        every = torch.arange(count, dtype=kind, device=self.device)
+        blocks = -(-count // BLOCK)
+        starts, ends = (torch.tensor(part, dtype=kind, device=self.device) for part in ([0, count], [count]))
+        step = Ragged((count,), (count,), int(count == 1), starts, ends, every, every, every[None, :blocks], BLOCK)
+        spec = decoder.spec.layers[0].attention
+        cache = torch.zeros(cache_shape(spec, blocks, BLOCK), dtype=self.dtype, device=self.device)
+        backend = choose([spec], self.dtype, self.device)
+        decoder.reach(count)
+        hidden = self.states.get(number)
+        return decoder(tokens, every, every, [cache], backend, backend.plan(step), hidden=hidden)

@@ -1,0 +1,94 @@
+"""Ranks that share every layer, and what they do together. A layer gets its group as an argument and asks no more.
+
+`Alone` is a group of one: every model runs in a group, so there is one path. On GPUs messages go by NCCL, short ones
+by symmetric memory where the cards can reach each other's; between CPUs by gloo. Ranks that share one card, which only
+a test does, talk by gloo through the host.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Group(Protocol):
+    rank: int
+    size: int
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, width] added up over the ranks; x itself may be overwritten."""
+        ...
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, width] of all ranks side by side: [tokens, size * width]."""
+        ...
+
+
+class Alone:
+    rank, size = 0, 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+ALONE = Alone()
+
+
+class Ranks:
+    """A group of torch.distributed; its messages can be part of a captured graph."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        every = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(every.unbind(0)), x.contiguous(), group=self.group)
+        return every.transpose(0, 1).flatten(1)
+
+
+class Hosted:
+    """The same for GPU tensors whose messages go through the host: slow, and never part of a graph."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.ranks = Ranks(group)
+        self.rank, self.size = self.ranks.rank, self.ranks.size
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ranks.sum(x.cpu()).to(x.device)
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ranks.join(x.cpu()).to(x.device)
+
+
+class OneShot:
+    """Short sums in one go: every rank reads what all others have laid in memory that each can reach."""
+
+    MOST = 256 << 10  # bytes; beyond it reading everything everywhere costs more than NCCL's ring
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device):
+        import torch.distributed._symmetric_memory as symmetric
+
+        self.ranks = Ranks(group)
+        self.rank, self.size, self.name = self.ranks.rank, self.ranks.size, group.group_name
+        self.shared = symmetric.empty(self.MOST // dtype.itemsize, dtype=dtype, device=device)
+        symmetric.rendezvous(self.shared, self.name)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() > self.shared.numel() or x.dtype != self.shared.dtype:
+            return self.ranks.sum(x)
+        mine = self.shared[: x.numel()].view(x.shape)
+        mine.copy_(x)
+        return torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self.name)
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ranks.join(x)

@@ -1,0 +1,255 @@
+"""Floors and expectations laid out: what fits on how many devices of a kind, how they share the work, how fast it goes.
+
+Arithmetic only: roofline.py says what a step costs, this file asks about all the steps a person would ask about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import Any
+
+from bloomery.errors import ConfigError
+from bloomery.plan.subject import Subject
+from bloomery.roofline import (
+    MACHINES,
+    PRECISIONS,
+    Machine,
+    Precision,
+    Roofline,
+    activation_bytes,
+    kv_bytes,
+    kv_bytes_per_token,
+    parameters,
+    scores_bytes,
+    weights_bytes,
+)
+from bloomery.spec import Model
+
+READING = 10.0  # tokens a second a person reads
+USED = 0.9  # share of a device's memory that is ours, as --memory has it
+GRAPHS = 1 << 30  # bytes a GPU keeps for captured steps
+NODE = 8  # devices that one machine's links join; tensor parallelism does not leave it
+BATCHES = (1, 8, 64)
+COUNTS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    replicas: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp * self.replicas
+
+    def __str__(self) -> str:
+        parts = [f"{kind} {n}" for kind, n in (("TP", self.tp), ("PP", self.pp)) if n > 1]
+        each = " x ".join(parts) or "one device"
+        return f"{self.replicas} replicas of {each}" if self.replicas > 1 else each
+
+
+@dataclass(frozen=True)
+class Row:
+    batch: int  # sequences of one replica
+    context: int
+    floor_ms: float
+    expected_ms: float
+    tokens_per_second: float  # of all replicas, as expected
+    fits: bool
+    bound: str  # what the floor is made of, mostly
+    cost: float | None = None  # of a million tokens
+
+
+class Placed:
+    """A model at a precision on so many devices."""
+
+    def __init__(self, model: Model, machine: Machine, precision: Precision, kv_bits: float, layout: Layout):
+        self.model, self.machine, self.precision, self.kv_bits, self.layout = model, machine, precision, kv_bits, layout
+        self.roofline = Roofline(
+            model, machine, precision.bits, kv_bits, layout.tp, layout.pp, precision.outer, precision.compute
+        )
+
+    @cached_property
+    def room(self) -> float:
+        """Bytes left on each device for keys and values."""
+        cpu = self.machine.cpu
+        tokens = 512 if cpu else 8192
+        step = activation_bytes(self.model, min(tokens, self.model.context), 64 if cpu else 256) / self.layout.tp
+        weights = weights_bytes(self.model, self.precision) / (self.layout.tp * self.layout.pp)
+        return self.machine.memory * USED - weights - step - (0 if cpu else GRAPHS)
+
+    def sequence_bytes(self, context: int) -> float:
+        """Keys and values of one sequence on each device; heads that cannot be split are kept by every rank."""
+        attention = self.model.layers[0].attention
+        share = ceil(attention.num_kv_heads / self.layout.tp) / attention.num_kv_heads
+        return kv_bytes(self.model, context, self.kv_bits) * share / self.layout.pp
+
+    def largest(self, context: int) -> int:
+        return max(0, int(self.room // self.sequence_bytes(context)))
+
+    def longest(self) -> int:
+        """Positions of one sequence that fit, at most what the model was made for."""
+        low, high = 0, self.model.context
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.largest(middle) else (low, middle - 1)
+        return low
+
+    def expected(self, batch: int, context: int) -> float:
+        """Seconds a token: in a pipeline the batch goes in as many groups as there are stages."""
+        group = ceil(batch / self.layout.pp)
+        return self.roofline.expected(group, group * context, group)
+
+    def row(self, batch: int, context: int, price: float | None = None) -> Row:
+        group = ceil(batch / self.layout.pp)
+        floor = self.roofline.floor(group, group * context, group)
+        expected = self.expected(batch, context)
+        speed = batch / expected * self.layout.replicas
+        work, cache = floor.operations / self.roofline.rate, group * self.sequence_bytes(context) * self.layout.pp
+        kinds = {
+            "computing": work,
+            "cache": cache / self.machine.bandwidth,
+            "weights": floor.bytes / self.roofline.bandwidth - cache / self.machine.bandwidth,
+        }
+        cost = price * self.layout.devices / (speed * 3600) * 1e6 if price else None
+        fits = batch <= self.largest(context)
+        return Row(batch, context, floor.ms, expected * 1e3, speed, fits, max(kinds, key=lambda k: kinds[k]), cost)
+
+    def users(self, context: int) -> int:
+        """Sequences of all replicas that each get READING tokens a second."""
+        low, high = 0, self.largest(context)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.expected(middle, context) <= 1 / READING else (low, middle - 1)
+        return low * self.layout.replicas
+
+    def prefill(self, length: int) -> tuple[float, float]:
+        """Seconds of one prompt, floor and expected, in steps of 8,192."""
+        floor = expected = 0.0
+        for start in range(0, length, 8192):
+            end = min(start + 8192, length)
+            pairs = (end * (end + 1) - start * (start + 1)) // 2
+            floor += self.roofline.step(end - start, end, int(end == length), pairs)
+            expected += self.roofline.expected(end - start, end, int(end == length), pairs)
+        return floor, expected
+
+
+def layouts(model: Model, devices: int) -> Iterator[Layout]:
+    """Ways to use so many devices: ranks must share the heads evenly and a node's links, stages need a layer each."""
+    for tp in (n for n in range(1, min(devices, NODE) + 1) if devices % n == 0):
+        if any(layer.attention.num_heads % tp for layer in set(model.layers)):
+            continue
+        for pp in (n for n in range(1, devices // tp + 1) if devices // tp % n == 0):
+            if pp <= len(model.layers):
+                yield Layout(tp, pp, devices // tp // pp)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user said about the machine and the goal."""
+
+    machine: Machine
+    precision: Precision
+    kv_bits: float = 16
+    context: int = 1024
+    goal: str = "latency"
+    devices: int | None = None
+    layout: Layout | None = None
+    price: float | None = None
+
+
+class Forecast:
+    """Everything the command says, computed once."""
+
+    def __init__(self, subject: Subject, wish: Wish):
+        self.subject, self.wish, self.model = subject, wish, subject.model
+        self.context = min(wish.context, self.model.context)
+        self.needed = self.devices_for(wish.machine, wish.precision)
+        count = wish.layout.devices if wish.layout else wish.devices or self.needed or COUNTS[-1]
+        self.options = [self.placed(layout) for layout in layouts(self.model, count)]
+        self.fitting = [option for option in self.options if option.largest(self.context)]
+        if wish.layout:
+            if wish.layout not in [option.layout for option in self.options]:
+                heads, layers = self.model.layers[0].attention.num_heads, len(self.model.layers)
+                known = "; ".join(str(option.layout) for option in self.options)
+                raise ConfigError(
+                    f"{wish.layout}: {heads} heads, {layers} layers cannot be shared so. With {count} devices: {known}"
+                )
+            self.chosen = self.placed(wish.layout)
+        else:
+            self.chosen = self.best(wish.goal) if self.fitting else self.options[-1]
+
+    def placed(self, layout: Layout, machine: Machine | None = None, precision: Precision | None = None) -> Placed:
+        wish = self.wish
+        return Placed(self.model, machine or wish.machine, precision or wish.precision, wish.kv_bits, layout)
+
+    def devices_for(self, machine: Machine, precision: Precision) -> int | None:
+        """The fewest devices on which one sequence of the context fits."""
+        for count in COUNTS:
+            if any(self.placed(way, machine, precision).largest(self.context) for way in layouts(self.model, count)):
+                return count
+        return None
+
+    def best(self, goal: str) -> Placed:
+        if goal == "latency":
+            return min(self.fitting, key=lambda placed: (placed.expected(1, self.context), placed.layout.pp))
+        return max(self.fitting, key=self.throughput)
+
+    def throughput(self, placed: Placed) -> float:
+        """Tokens a second of all replicas, the batch as large as fits, requests half prompt and half answer. The stages
+        of a pipeline read the next prompts meanwhile."""
+        half, batch = max(self.context // 2, 1), max(placed.largest(self.context), 1)
+        prompt = placed.prefill(half)[1] / placed.layout.pp
+        return placed.layout.replicas * half / (prompt + half * placed.expected(batch, self.context) / batch)
+
+    def rows(self, contexts: Sequence[int]) -> list[Row]:
+        fitting = [context for context in sorted(set(contexts)) if context <= self.model.context]
+        return [
+            self.chosen.row(batch, context, self.wish.price)
+            for context in fitting
+            for batch in sorted({*BATCHES, self.chosen.largest(context)} - {0})
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        wish, chosen, model = self.wish, self.chosen, self.model
+        floor, expected = chosen.prefill(self.context)
+        return {
+            "model": self.subject.name,
+            "parameters": parameters(model).total,
+            "precision": wish.precision.name,
+            "weights_bytes": round(weights_bytes(model, wish.precision)),
+            "weights_bytes_by_precision": {p.name: round(weights_bytes(model, p)) for p in self.precisions()},
+            "kv_bytes_per_token": round(kv_bytes_per_token(model, wish.kv_bits)),
+            "activation_bytes": round(activation_bytes(model, min(8192, model.context), 256)),
+            "scores_bytes": round(scores_bytes(model.layers[0].attention.num_heads, self.context)),
+            "machine": asdict(replace(wish.machine, rates=dict(wish.machine.rates))),
+            "devices": chosen.layout.devices,
+            "layout": asdict(chosen.layout),
+            "context": self.context,
+            "longest_context": chosen.longest(),
+            "largest_batch": chosen.largest(self.context),
+            "users": chosen.users(self.context),
+            "prefill": {"tokens": self.context, "floor_ms": floor * 1e3, "expected_ms": expected * 1e3},
+            "communication_ms": chosen.roofline.communication(1, 1) * 1e3,
+            "rows": [asdict(row) for row in self.rows((256, 1024, 8192, self.context))],
+            "fits": {
+                name: {p.name: self.devices_for(known, p) for p in self.precisions()}
+                for name, known in MACHINES.items()
+            },
+            "options": [
+                {
+                    **asdict(option.layout),
+                    "latency_ms": option.expected(1, self.context) * 1e3,
+                    "tokens_per_second": self.throughput(option),
+                }
+                for option in self.fitting
+            ],
+        }
+
+    def precisions(self) -> list[Precision]:
+        named = [PRECISIONS[name] for name in ("bf16", "fp8", "int8", "int4", "nf4")]
+        return named if self.wish.precision in named else [self.wish.precision, *named]

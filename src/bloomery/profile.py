@@ -1,0 +1,156 @@
+"""`bloomery profile MODEL`: where a step's time goes, by torch's profiler; and, apart from it, how long steps take.
+
+A profile gives insight and no measurement: times in it are not published. `--record` measures the same engine with no
+profiler in sight, steps of many sizes, as `bloomery plan --simulate TRACE --calibration FILE` wants them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bloomery.engine.executor import Executor, Result
+from bloomery.engine.loop import Loop
+from bloomery.errors import ConfigError
+from bloomery.messages import Capacity, Request, Sampling, Step
+from bloomery.roofline import work
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=16, metavar="N", help="decode steps to profile (default 16)")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences in each (default 8)")
+    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="their prompts (default 128)")
+    parser.add_argument("--trace", type=Path, default=Path("trace.json"), metavar="FILE", help="for chrome://tracing")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="no profiler: measured steps, as JSON lines")
+
+
+def run(llm: Any, args: argparse.Namespace) -> int:
+    loop, capacity = llm.front.stack.loop, llm.front.stack.capacity
+    if args.record:
+        rows = list(recorded(loop, capacity))
+        args.record.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{len(rows)} sizes of step in {args.record}")
+        return 0
+    print(profile(loop, capacity, args.batch, args.prompt_tokens, args.steps, args.trace))
+    print(f"\nThe trace is in {args.trace}. Under a profiler everything is slower: never publish times from here.")
+    return 0
+
+
+def start(loop: Loop, capacity: Capacity, batch: int, prompt: int, output: int) -> list[str]:
+    """Put a batch into the engine, and run until everybody has a first token."""
+    if batch > capacity.max_sequences or prompt + output > capacity.max_length:
+        raise ConfigError(
+            f"{batch} sequences of {prompt + output} tokens: this engine takes {capacity.max_sequences} of at most "
+            f"{capacity.max_length}"
+        )
+    names = [f"profile {i}" for i in range(batch)]
+    for i, name in enumerate(names):
+        ids = tuple((37 * i + 11 * k) % (capacity.vocab - 20) + 10 for k in range(prompt))
+        loop.add(
+            Request(name, ids, GREEDY, output, salt=f"{name}, sequence {loop.scheduler.next_id}")
+        )  # no prefix hits
+    without = set(names)
+    while without:
+        without -= {news.request for news in loop.step() if news.ids}
+    return names
+
+
+def stop(loop: Loop, names: list[str]) -> None:
+    for name in names:
+        loop.abort(name)
+    while loop.busy:
+        loop.step()
+
+
+def profile(loop: Loop, capacity: Capacity, batch: int, prompt: int, steps: int, trace: Path) -> str:
+    """The kernel table of so many decode steps; the trace goes to a file."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    names = start(loop, capacity, batch, prompt, steps + 16)
+    cuda = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    for _ in range(3):
+        loop.step()
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        for _ in range(steps):
+            loop.step()
+        if cuda:
+            torch.cuda.synchronize()
+    stop(loop, names)
+    profiler.export_chrome_trace(str(trace))
+    order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+    return str(profiler.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
+
+
+# ---- steps measured ----------------------------------------------------------------------------------
+
+
+class Remembering:
+    """An executor that keeps the steps it was handed, oldest first."""
+
+    def __init__(self, executor: Executor):
+        self.executor = executor
+        self.steps: deque[Step] = deque()
+
+    def start(self, plan: Any) -> Capacity:
+        return self.executor.start(plan)
+
+    def submit(self, step: Step) -> Result:
+        self.steps.append(step)
+        return self.executor.submit(step)
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def recorded(loop: Loop, capacity: Capacity, repeat: int = 8) -> Iterator[dict[str, float]]:
+    """Prompts alone and batches decoding, each size once; the median of several like steps."""
+    executor = Remembering(loop.executor)
+    ours = Loop(loop.scheduler, executor, loop.depth)
+    longest = capacity.max_length - repeat - 8
+    for length in sorted({min(length, longest, capacity.max_batch_tokens) for length in (64, 256, 1024, 4096)}):
+        times = []
+        for _ in range(3):
+            executor.steps.clear()
+            begun = time.perf_counter()
+            names = start(ours, capacity, 1, length, 1)
+            times.append(time.perf_counter() - begun)
+            step = executor.steps[0]
+            stop(ours, names)
+        yield {**work(step.items)._asdict(), "seconds": statistics.median(times)}
+    batches = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= capacity.max_sequences]
+    room = capacity.blocks * capacity.block_size
+    for batch in batches:
+        for length in (32, 512):
+            short = batch * length <= 8 * capacity.max_batch_tokens  # minutes of prompts teach nothing
+            if short and length + 16 <= longest and batch * (length + repeat + 16 + capacity.block_size) <= room:
+                yield decoding(ours, executor, capacity, batch, length, repeat)
+
+
+def decoding(
+    loop: Loop, executor: Remembering, capacity: Capacity, batch: int, length: int, repeat: int
+) -> dict[str, float]:
+    names = start(loop, capacity, batch, length, repeat + 16)
+    loop.step()
+    while len(executor.steps) > len(loop.flight):
+        executor.steps.popleft()
+    times = []
+    last = time.perf_counter()
+    for _ in range(repeat):
+        loop.step()
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    step = executor.steps[repeat // 2]
+    stop(loop, names)
+    executor.steps.clear()
+    return {**work(step.items)._asdict(), "seconds": statistics.median(times)}

@@ -1,0 +1,64 @@
+"""8-bit floats: a scale for each row when we round ourselves; for all, for a row or for a square in checkpoints.
+
+Rounding the input as well is the format's own way, and what makes large batches faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bloomery.errors import UnsupportedModel
+from bloomery.kernels.packed import BLOCK, Fp8
+from bloomery.quant.base import Product, Range, Stored, Tensors
+from bloomery.quant.packed import PackedMatrix, claim, kept, narrow, rows_of
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FLOAT8).max
+
+
+def fp8(weight: torch.Tensor) -> Fp8:
+    scale = (weight.abs().amax(1, keepdim=True) / LARGEST).clamp_(min=1e-12)
+    return Fp8((weight / scale).to(FLOAT8), scale)
+
+
+class Fp8Format:
+    """`weight` in 8-bit floats with `weight_scale_inv` a square (DeepSeek, Qwen) or `weight_scale` for a row or all."""
+
+    def matrix(self, tensors: Tensors, product: Product) -> PackedMatrix:
+        name = product.name
+        for scale in (f"{name}.weight_scale_inv", f"{name}.weight_scale"):
+            if tensors.has(scale):
+                return floats(tensors, product, scale)
+        return kept(tensors, product)
+
+
+def floats(tensors: Tensors, product: Product, scale_name: str) -> PackedMatrix:
+    (rows, width), name = product.shape, f"{product.name}.weight"
+    weight = tensors.tensor(name, product.shape, expert=product.expert)
+    if weight.dtype != FLOAT8:
+        raise UnsupportedModel(f"{name}: {weight.dtype} with a scale is not known; 8-bit floats here are {FLOAT8}")
+    claim(tensors, product.name, "input_scale", "input_scale_ub", "weight_zero_point")
+    found = tensors.shape(scale_name)
+    squares = (-(-rows // BLOCK), -(-width // BLOCK))
+    square = found == squares and found != (rows, 1)
+    wanted = found if found in ((rows, 1), (rows,), (1,), (1, 1)) else squares
+    scale = tensors.tensor(scale_name, wanted)
+
+    def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Fp8:
+        codes = rows_of(weight, ranges, device)
+        return narrow(Fp8(codes, scales(scale, wanted, ranges, square, len(codes), device)))
+
+    return PackedMatrix.whole(product, read, square)
+
+
+def scales(
+    stored: Stored, shape: Sequence[int], ranges: Sequence[Range], square: bool, rows: int, device: torch.device
+) -> torch.Tensor:
+    """[rows, 1], or one a square of those that the one range of rows touches."""
+    if square:
+        ranges = [(start // BLOCK, -(-end // BLOCK)) for start, end in ranges]
+    elif shape[0] == 1:
+        return stored.load(torch.float32, device).expand(rows, 1).contiguous()
+    return stored.rows(ranges).load(torch.float32, device).view(-1, shape[1] if square else 1)

@@ -1,0 +1,88 @@
+"""GPTQ: codes of 2, 3, 4 or 8 bits along the input, a scale and a zero for groups of it, perhaps in another order.
+
+Bits and groups are what the tensors' shapes say, so checkpoints that give some modules more bits need no rules here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bloomery.errors import CheckpointError
+from bloomery.kernels.packed import Grid, pack
+from bloomery.quant.base import Product, Range, Tensors
+from bloomery.quant.packed import Held, PackedMatrix, Scattered, kept, rows_of
+
+HOST = torch.device("cpu")
+BITS = (2, 3, 4, 8)
+
+
+@dataclass(frozen=True)
+class Gptq:
+    first_zero: int  # what is added to stored zeros: 1 in the first version of the format
+
+    def matrix(self, tensors: Tensors, product: Product) -> PackedMatrix:
+        (rows, width), name = product.shape, product.name
+        if not tensors.has(f"{name}.qweight"):
+            return kept(tensors, product)
+        found = tensors.shape(f"{name}.qweight")
+        bits, groups = found[0] * 32 // width, tensors.shape(f"{name}.scales")[0]
+        if bits not in BITS or found[0] * 32 != width * bits or rows * bits % 32:
+            raise CheckpointError(
+                f"{name}.qweight: {list(found)} words do not hold {rows} x {width} codes of 2, 3, 4 or 8 bits"
+            )
+        # Rows first; a row's words follow one another as a stream of bits.
+        codes = tensors.tensor(f"{name}.qweight", (rows, width * bits // 32), transposed=True)
+        scales = tensors.tensor(f"{name}.scales", (rows, groups), transposed=True)
+        zeros = tensors.tensor(f"{name}.qzeros", (groups, rows * bits // 32))
+        index = self._index(tensors, name, width, groups)
+
+        def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Held:
+            scale = rows_of(scales, ranges, device)
+            zero = streamed(rows_of(zeros, [(0, groups)], device), bits).T.to(scale.dtype) + self.first_zero
+            zero = torch.cat([zero[start:end] for start, end in ranges])
+            return grid(rows_of(codes, ranges, device), bits, scale, zero, None if index is None else index.to(device))
+
+        return PackedMatrix.whole(product, read)
+
+    def _index(self, tensors: Tensors, name: str, width: int, groups: int) -> torch.Tensor | None:
+        """The group of each column; None where they follow one another."""
+        group = -(-width // groups)
+        plain = torch.arange(width) // group
+        if not tensors.has(f"{name}.g_idx"):
+            return None if width % groups == 0 else plain
+        index = tensors.tensor(f"{name}.g_idx", (width,)).load(torch.int64, HOST)
+        if not ((index >= 0) & (index < groups)).all():
+            raise CheckpointError(
+                f"{name}.g_idx: names groups beyond the {groups} there are; the checkpoint is damaged"
+            )
+        return None if width % groups == 0 and torch.equal(index, plain) else index
+
+
+def streamed(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """[lines, words] int32 as a stream of bits, lowest first -> [lines, numbers] uint8."""
+    if bits in (4, 8, 2):
+        octets = words.contiguous().view(torch.uint8)
+        return torch.stack([octets >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1).flatten(1)
+    wide = words.unflatten(1, (-1, bits)).long() & 0xFFFFFFFF  # 32 numbers in as many words as they have bits
+    starts = torch.arange(32, device=words.device) * bits
+    word, offset = starts // 32, starts % 32
+    pairs = wide[..., word] | wide[..., (word + 1).clamp(max=bits - 1)] << 32
+    return (pairs >> offset & (1 << bits) - 1).to(torch.uint8).flatten(1)
+
+
+def grid(words: torch.Tensor, bits: int, scale: torch.Tensor, zero: torch.Tensor, index: torch.Tensor | None) -> Held:
+    """Streams of codes [rows, words] as kernels read them: 2 and 3 bits lie in 4. `index`: the group of each column, if
+    they are not in turn."""
+    held = max(4, bits)
+    centred = None if bool((zero == 1 << held - 1).all()) else zero
+    if index is None:
+        codes = words.contiguous().view(torch.uint8) if held == bits else pack(streamed(words, bits), held)
+        return Grid(codes, scale, centred, held)
+    codes, order = streamed(words, bits), index.argsort(stable=True)
+    in_turn = torch.arange(len(index), device=index.device) // -(-len(index) // scale.shape[1])
+    if len(index) % scale.shape[1] == 0 and torch.equal(index[order], in_turn):
+        return Grid(pack(codes[:, order], held), scale, centred, held, order.int())
+    return Scattered(codes, scale, zero, index)

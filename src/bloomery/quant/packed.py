@@ -1,0 +1,438 @@
+"""Products of fewer bits: the one matrix, and the one Ready, of every format that packs.
+
+A format only says how rows of a stored product are read as kernels.packed knows them. The moves are arithmetic on row
+and column numbers; what was read is stacked where it is alike and kept side by side where it is not, so q in four bits
+may stand beside k in full precision. On a CPU a product unpacks a panel of rows at a time: no dense copy is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TypeGuard
+
+import torch
+import torch.nn.functional as F
+
+from bloomery.errors import UnsupportedModel
+from bloomery.kernels.gemv import After, Norm
+from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed, unpack
+from bloomery.kernels.packed_linear import packed_linear, packed_phrase
+from bloomery.quant.base import Product, Range, Ready, Stored, Tensors
+from bloomery.quant.dense import DenseFormat, DenseReady
+
+PANEL = 1 << 18  # values a CPU unpacks at once: what its caches hold
+STREAMED = 1 << 24  # the same on a GPU, where no kernel reads them packed
+FINEST = 16  # columns of the smallest group that kernels read
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A grid whose columns belong to any group: what act-order leaves when the columns of a product are shared out."""
+
+    codes: torch.Tensor  # [out, in] uint8, a byte each
+    scale: torch.Tensor  # [out, groups]
+    zero: torch.Tensor  # [out, groups]
+    index: torch.Tensor  # [in] int64: the group of a column
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        scale, zero = (part.float()[:, self.index] for part in (self.scale, self.zero))
+        return ((self.codes.float() - zero) * scale).to(dtype)
+
+
+@dataclass(frozen=True)
+class ThreeBits(Grid):
+    """Eight codes in three bytes, the first lowest."""
+
+    bits: int = 3
+
+    @classmethod
+    def pack(cls, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> ThreeBits:
+        """codes [out, in] below 8."""
+        places = torch.arange(0, 24, 3, device=codes.device)
+        words = (codes.unflatten(1, (-1, 8)).int() << places).sum(-1)
+        octets = torch.stack([words >> shift & 255 for shift in (0, 8, 16)], -1).flatten(1)
+        return cls(octets.to(torch.uint8), scale, zero)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        octets = self.codes.unflatten(1, (-1, 3)).int()
+        words = octets[..., 0] | octets[..., 1] << 8 | octets[..., 2] << 16
+        codes = (words[..., None] >> torch.arange(0, 24, 3, device=words.device) & 7).flatten(1).to(torch.uint8)
+        return Grid(codes, self.scale, self.zero, 8).dequantize(dtype)
+
+
+Held = Packed | Scattered | torch.Tensor
+Read = Callable[[Sequence[Range], torch.dtype, torch.device], Held]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows and columns of one stored product, not read yet. `read` gives whole rows."""
+
+    name: str
+    read: Read
+    ranges: tuple[Range, ...]
+    width: int  # of the stored product
+    cols: Range
+    square: bool = False  # rows share scales by the BLOCK
+
+    @property
+    def height(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> Iterator[Held]:
+        together = list(self.ranges)
+        for ranges in [[part] for part in split(together)] if self.square else [together]:
+            held = self.read(ranges, dtype, device)
+            yield held if self.cols == (0, self.width) else cut(held, *self.cols, self.name)
+
+
+def split(ranges: Sequence[Range]) -> Iterator[Range]:
+    """At the end of the first block where a range begins inside of one."""
+    for start, end in ranges:
+        middle = min(end, -(-start // BLOCK) * BLOCK)
+        yield from (part for part in ((start, middle), (middle, end)) if part[0] < part[1])
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def whole(cls, product: Product, read: Read, square: bool = False) -> PackedMatrix:
+        rows, width = product.shape
+        return cls((Part(product.name, read, ((0, rows),), width, (0, width), square),))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        start, end = self.parts[0].cols
+        return sum(part.height for part in self.parts), end - start
+
+    def rows(self, ranges: Sequence[Range]) -> PackedMatrix:
+        picked: list[Part] = []
+        for start, end in ranges:
+            if not 0 <= start < end <= self.shape[0]:
+                raise IndexError(f"rows {start}:{end} of a matrix with {self.shape[0]}")
+            offset = 0
+            for part in self.parts:
+                a, b = max(start - offset, 0), min(end - offset, part.height)
+                if a < b:
+                    found = tuple(within(part.ranges, a, b))
+                    if picked and picked[-1].read is part.read:  # one reading for all that is wanted of a product
+                        picked[-1] = replace(picked[-1], ranges=(*picked[-1].ranges, *found))
+                    else:
+                        picked.append(replace(part, ranges=found))
+                offset += part.height
+        return PackedMatrix(tuple(picked))
+
+    def cols(self, start: int, end: int) -> PackedMatrix:
+        return PackedMatrix(
+            tuple(replace(part, cols=(part.cols[0] + start, part.cols[0] + end)) for part in self.parts)
+        )
+
+    def cat(self, others: Sequence[PackedMatrix]) -> PackedMatrix:
+        return PackedMatrix(sum((other.parts for other in others), self.parts))
+
+    def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
+        held = stacked(part for whole in self.parts for part in whole.load(dtype, device))
+        ready = tuple(DenseReady(one) if isinstance(one, torch.Tensor) else PackedReady(one, dtype) for one in held)
+        return ready[0] if len(ready) == 1 else SideBySide(ready)
+
+    def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.cat([values(held, dtype) for part in self.parts for held in part.load(dtype, device)])
+
+
+def within(ranges: Sequence[Range], start: int, end: int) -> Iterator[Range]:
+    """Rows start:end of those that `ranges` picks, as ranges of the stored product."""
+    offset = 0
+    for first, last in ranges:
+        a, b = max(start - offset, 0), min(end - offset, last - first)
+        if a < b:
+            yield first + a, first + b
+        offset += last - first
+
+
+def kept(tensors: Tensors, product: Product) -> PackedMatrix:
+    """A product the format leaves in full precision."""
+    weight = DenseFormat().matrix(tensors, product).weight
+
+    def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return weight.rows(ranges).load(dtype, device)
+
+    return PackedMatrix.whole(product, read)
+
+
+def claim(tensors: Tensors, name: str, *suffixes: str) -> None:
+    """Parts of a format that need not be read: they are not strangers in the checkpoint."""
+    for part in (f"{name}.{suffix}" for suffix in suffixes):
+        if tensors.has(part):
+            tensors.tensor(part, tensors.shape(part))
+
+
+def rows_of(stored: Stored, ranges: Sequence[Range], device: torch.device) -> torch.Tensor:
+    """As the file has them."""
+    return stored.rows(ranges).load(stored.dtype, device)
+
+
+# ---- what has been read --------------------------------------------------------------------------
+
+
+def values(held: Held, dtype: torch.dtype) -> torch.Tensor:
+    return held if isinstance(held, torch.Tensor) else held.dequantize(dtype)
+
+
+def cut(held: Held, start: int, end: int, name: str) -> Held:
+    """These columns. Groups that are cut are made smaller: more scales, the same numbers."""
+    match held:
+        case torch.Tensor():
+            return held[:, start:end].contiguous()
+        case Scattered():
+            return replace(held, codes=held.codes[:, start:end].contiguous(), index=held.index[start:end])
+        case Grid(order=torch.Tensor()):
+            return cut(scattered(held), start, end, name)
+        case Grid(bits=bits, scale=scale, zero=zero):
+            each = 8 // gcd(8, bits)  # columns of whole bytes
+            if scale.shape[1] > 1:
+                group = finer(held.group, start, end, held.shape[1], name)
+                scale = regroup(scale, held.group, group, start, end)
+                zero = None if zero is None else regroup(zero, held.group, group, start, end)
+            elif start % each or end % each:
+                raise uneven(name, start, end, held.shape[1], each)
+            codes = held.codes[:, start * bits // 8 : end * bits // 8].contiguous()
+            return replace(held, codes=codes, scale=scale, zero=zero)
+        case Codebook():
+            block = finer(held.block, start, end, held.shape[1], name)
+            absmax = regroup(held.absmax, held.block, block, start, end)
+            return replace(held, codes=held.codes[:, start // 2 : end // 2].contiguous(), absmax=absmax)
+        case Fp8(scale=scale):
+            if scale.shape[1] > 1:
+                if start % BLOCK or (end % BLOCK and end != held.shape[1]):
+                    raise uneven(name, start, end, held.shape[1], BLOCK)
+                scale = scale[:, start // BLOCK : -(-end // BLOCK)].contiguous()
+            return narrow(replace(held, codes=held.codes[:, start:end].contiguous(), scale=scale))
+
+
+def narrow(held: Fp8) -> Fp8:
+    """Squares one beside no other are rows."""
+    if held.scale.shape[1] > 1 or len(held.scale) == len(held.codes):
+        return held
+    return replace(held, scale=held.scale.repeat_interleave(BLOCK, 0)[: len(held.codes)])
+
+
+def finer(group: int, start: int, end: int, width: int, name: str) -> int:
+    """The largest group that begins and ends where the columns do."""
+    found = gcd(group, start, end)
+    if found < min(FINEST, group):
+        raise uneven(name, start, end, width, FINEST)
+    return found
+
+
+def regroup(scales: torch.Tensor, group: int, smaller: int, start: int, end: int) -> torch.Tensor:
+    return scales.repeat_interleave(group // smaller, 1)[:, start // smaller : end // smaller].contiguous()
+
+
+def uneven(name: str, start: int, end: int, width: int, grain: int) -> UnsupportedModel:
+    fitting = [str(count) for count in range(1, 65) if width % (count * grain) == 0]
+    return UnsupportedModel(
+        f"{name}: columns {start}:{end} of {width} cut through {grain} that belong together; this product can be "
+        f"shared out evenly among {', '.join(fitting) or '1'} devices"
+    )
+
+
+def scattered(grid: Grid) -> Scattered:
+    """The columns of an act-order grid where the input has them."""
+    assert grid.order is not None
+    order = grid.order.long()
+    codes = torch.empty(grid.shape, dtype=torch.uint8, device=order.device)
+    codes[:, order] = unpack(grid.codes, grid.bits)
+    index = torch.empty_like(order)
+    index[order] = torch.arange(len(order), device=order.device) // grid.group
+    zero = torch.full_like(grid.scale, grid.middle) if grid.zero is None else grid.zero
+    return Scattered(codes, grid.scale, zero, index)
+
+
+def stacked(helds: Iterator[Held]) -> list[Held]:
+    """Neighbours of the same kind become one."""
+    runs: list[list[Held]] = []
+    for held in helds:
+        if runs and alike(runs[-1], held):
+            runs[-1].append(held)
+        else:
+            runs.append([held])
+    return [run[0] if len(run) == 1 else joined(run) for run in runs]
+
+
+def alike(run: list[Held], other: Held) -> bool:
+    match run[0], other:
+        case torch.Tensor(), torch.Tensor():
+            return True
+        case Grid() as one, Grid() as two:
+            same = (one.bits, one.codes.dtype, one.group, one.both) == (two.bits, two.codes.dtype, two.group, two.both)
+            orders = one.order is two.order or (
+                one.order is not None and two.order is not None and torch.equal(one.order, two.order)
+            )
+            return same and orders and (one.zero is None) == (two.zero is None)
+        case Codebook() as one, Codebook() as two:
+            return one.block == two.block and torch.equal(one.table, two.table)
+        case Fp8() as one, Fp8() as two:
+            if one.both != two.both or one.blocks != two.blocks:
+                return False
+            return not one.blocks or sum(len(held.codes) for held in run if isinstance(held, Fp8)) % BLOCK == 0
+        case Scattered() as one, Scattered() as two:
+            return torch.equal(one.index, two.index)
+    return False
+
+
+def joined(run: list[Held]) -> Held:
+    def each(field: str) -> torch.Tensor:
+        return torch.cat([getattr(held, field) for held in run])
+
+    match run[0]:
+        case torch.Tensor():
+            return torch.cat([held for held in run if isinstance(held, torch.Tensor)])
+        case Grid() as first:
+            zero = None if first.zero is None else each("zero")
+            return replace(first, codes=each("codes"), scale=each("scale"), zero=zero)
+        case Scattered() as first:
+            return replace(first, codes=each("codes"), scale=each("scale"), zero=each("zero"))
+        case Codebook() as first:
+            return replace(first, codes=each("codes"), absmax=each("absmax"))
+        case Fp8() as first:
+            codes = torch.cat([held.codes.view(torch.uint8) for held in run if isinstance(held, Fp8)])
+            return replace(first, codes=codes.view(first.codes.dtype), scale=each("scale"))
+
+
+def some(held: Packed | Scattered, rows: slice | torch.Tensor) -> Packed | Scattered:
+    """These rows; a view where they are a slice. Those of squares begin with a square."""
+    match held:
+        case Codebook():
+            return replace(held, codes=held.codes[rows], absmax=held.absmax[rows])
+        case Fp8():
+            if held.blocks and isinstance(rows, slice):
+                squares = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+                return replace(held, codes=held.codes[rows], scale=held.scale[squares])
+            codes = held.codes.view(torch.uint8)[rows].view(held.codes.dtype)
+            return replace(held, codes=codes, scale=held.scale[rows])
+        case Scattered():
+            return replace(held, codes=held.codes[rows], scale=held.scale[rows], zero=held.zero[rows])
+        case Grid():
+            zero = None if held.zero is None else held.zero[rows]
+            return replace(held, codes=held.codes[rows], scale=held.scale[rows], zero=zero)
+
+
+# ---- ready to multiply ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PackedReady:
+    """Packed weights on the device."""
+
+    packed: Packed | Scattered
+    dtype: torch.dtype  # of what comes out of it
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in vars(self.packed).values() if isinstance(part, torch.Tensor))
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        packed = self.packed
+        if isinstance(packed, Fp8) and packed.blocks:
+            scale = packed.scale.float()[rows // BLOCK].repeat_interleave(BLOCK, 1)[:, : packed.shape[1]]
+            codes = packed.codes.view(torch.uint8)[rows].view(packed.codes.dtype)
+            return (codes.float() * scale).to(self.dtype)
+        return some(packed, rows).dequantize(self.dtype)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.is_cuda and has_kernels(self.packed):
+            return packed_linear(x, self.packed, bias)
+        return linear_in_panels(x, self.packed, bias)
+
+    def phrase(
+        self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
+    ) -> torch.Tensor | None:
+        return packed_phrase(x, self.packed, bias, before, after) if x.is_cuda and has_kernels(self.packed) else None
+
+
+def has_kernels(packed: Packed | Scattered) -> TypeGuard[Packed]:
+    return not isinstance(packed, Scattered) and not (isinstance(packed, Grid) and packed.bits not in (4, 8))
+
+
+def by_row(packed: Packed | Scattered) -> TypeGuard[Grid]:
+    whole = isinstance(packed, Grid) and packed.zero is None and packed.scale.shape[1] == 1
+    return whole and packed.codes.dtype == torch.int8
+
+
+def linear_in_panels(x: torch.Tensor, packed: Packed | Scattered, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [tokens, in] -> [tokens, out], unpacking a panel of rows at a time: the reference, and good for any device."""
+    rows, width = packed.shape
+    step = max(1, (PANEL if x.device.type == "cpu" else STREAMED) // width // BLOCK) * BLOCK
+    y = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
+    if by_row(packed):  # a scale that is all of a row's can wait for the sum
+        for row in range(0, rows, step):
+            torch.mm(x, packed.codes[row : row + step].to(x.dtype).T, out=y[:, row : row + step])
+        y *= packed.scale.T
+        return y if bias is None else y.add_(bias)
+    for row in range(0, rows, step):
+        end = min(row + step, rows)
+        panel = some(packed, slice(row, end)).dequantize(x.dtype)
+        y[:, row:end] = F.linear(x, panel, None if bias is None else bias[row:end])
+    return y
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Matrices of different kinds whose outputs follow one another."""
+
+    parts: tuple[Ready, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return slab(self, 0, height(self))[rows]
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = torch.cat([part.linear(x) for part in self.parts], -1)
+        return y if bias is None else y + bias
+
+    def phrase(
+        self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
+    ) -> torch.Tensor | None:
+        return None
+
+
+def height(ready: Ready) -> int:
+    match ready:
+        case SideBySide(parts):
+            return sum(map(height, parts))
+        case PackedReady(packed):
+            return packed.shape[0]
+        case DenseReady(weight):
+            return len(weight)
+    raise TypeError(f"{type(ready).__name__} does not say how many rows it has")
+
+
+def slab(ready: Ready, start: int, end: int) -> torch.Tensor:
+    """Rows start:end in full precision."""
+    match ready:
+        case DenseReady(weight):
+            return weight[start:end]
+        case PackedReady(packed, dtype) if start % BLOCK == 0 or not (isinstance(packed, Fp8) and packed.blocks):
+            return some(packed, slice(start, end)).dequantize(dtype)
+        case SideBySide(parts):
+            found, offset = [], 0
+            for part in parts:
+                a, b = max(start - offset, 0), min(end - offset, height(part))
+                if a < b:
+                    found.append(slab(part, a, b))
+                offset += height(part)
+            return torch.cat(found)
+    device = ready.packed.codes.device if isinstance(ready, PackedReady) else None
+    return ready.gather(torch.arange(start, end, device=device))

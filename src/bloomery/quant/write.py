@@ -1,0 +1,132 @@
+"""Packed products as the tensors of a checkpoint, and the quantization_config that goes with them.
+
+gptq          GPTQ, first version: symmetric, so its zeros are the same in all versions
+int4, fp8     compressed-tensors: groups of four bits with zeros; 8-bit floats with a scale a row
+int8, nf4     bitsandbytes
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bloomery.errors import ConfigError
+from bloomery.kernels.packed import Codebook, unpack
+from bloomery.quant.fp8 import fp8
+from bloomery.quant.int4 import whole_zeros
+from bloomery.quant.int8 import int8
+from bloomery.quant.nf4 import BLOCK, NF4, codebook, nearest
+from bloomery.quant.solve import Solved
+
+Written = dict[str, torch.Tensor]
+NESTED = 256  # largest magnitudes that share one
+
+
+def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """[lines, numbers] -> [lines, words] int32: a stream of bits, lowest first, in whole words."""
+    each = torch.arange(bits, device=numbers.device, dtype=torch.uint8)
+    stream = (numbers.to(torch.uint8)[..., None] >> each & 1).flatten(1)
+    stream = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 32)).unflatten(1, (-1, 8))
+    places = torch.arange(8, device=numbers.device, dtype=torch.uint8)
+    return (stream << places).sum(-1, dtype=torch.uint8).contiguous().view(torch.int32)
+
+
+def gptq_tensors(solved: Solved, bits: int) -> Written:
+    groups, rows = solved.scale.shape[1], len(solved.scale)
+    zeros = torch.full((groups, rows), (1 << bits - 1) - 1, device=solved.codes.device)
+    return {
+        "qweight": words(solved.codes, bits).T.contiguous(),
+        "qzeros": words(zeros, bits),
+        "scales": solved.scale.T.contiguous().half(),
+        "g_idx": solved.groups,
+    }
+
+
+def int4_tensors(weight: torch.Tensor, group: int) -> Written:
+    packed = whole_zeros(weight, 4, group)
+    assert packed.zero is not None
+    return {
+        "weight_packed": packed.codes.view(torch.int32),
+        "weight_scale": packed.scale.contiguous(),
+        "weight_zero_point": words(packed.zero.T, 4).T.contiguous(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def fp8_tensors(weight: torch.Tensor, group: int) -> Written:
+    packed = fp8(weight)
+    return {"weight": packed.codes, "weight_scale": packed.scale}
+
+
+def int8_tensors(weight: torch.Tensor, group: int) -> Written:
+    packed = int8(weight)
+    largest = (packed.scale * 127).flatten()
+    return {"weight": packed.codes, "SCB": largest, "weight_format": torch.zeros((), dtype=torch.uint8)}
+
+
+def nf4_tensors(weight: torch.Tensor, group: int, dtype: str = "bfloat16") -> Written:
+    """Largest magnitudes are codes themselves, of a table that is fine near zero, less their mean."""
+    if weight.numel() % BLOCK:
+        raise ConfigError(f"{list(weight.shape)} weights are not blocks of {BLOCK}; choose another format than nf4")
+    packed = codebook(weight.reshape(1, -1), NF4, torch.float32)  # blocks do not mind where a row ends
+    assert isinstance(packed, Codebook)
+    numbers = unpack(packed.codes, 4)
+    largest = packed.absmax.flatten()
+    mean, table = largest.mean(), dynamic().to(weight.device)
+    blocks = torch.nn.functional.pad(largest - mean, (0, -len(largest) % NESTED)).unflatten(0, (-1, NESTED))
+    outer = blocks.abs().amax(1)
+    inner = nearest(table, (blocks / outer.clamp(min=1e-38)[:, None]).clamp_(-1, 1)).flatten()[: len(largest)]
+    state = {
+        "quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype, "shape": list(weight.shape),
+        "nested_blocksize": NESTED, "nested_dtype": "float32", "nested_offset": float(mean),
+    }  # fmt: skip
+    return {
+        "weight": (numbers[:, ::2] << 4 | numbers[:, 1::2]).reshape(-1, 1),
+        "weight.absmax": inner.to(torch.uint8),
+        "weight.quant_map": packed.table,
+        "weight.nested_absmax": outer,
+        "weight.nested_quant_map": table,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+
+
+def dynamic() -> torch.Tensor:
+    """256 values from -1 to 1: seven decades, the larger the finer divided, and 0 and 1."""
+    found = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1)
+        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
+        found += [sign * value for sign in (1, -1) for value in middles]
+    return torch.tensor(sorted(found))
+
+
+WRITERS = {"int4": int4_tensors, "int8": int8_tensors, "fp8": fp8_tensors, "nf4": nf4_tensors}
+
+
+def configuration(form: str, group: int, bits: int, act_order: bool, kept: Sequence[str]) -> Mapping[str, Any]:
+    """`kept`: products in full precision."""
+    if form == "gptq":
+        return {
+            "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": True,
+            "lm_head": False, "checkpoint_format": "gptq",
+        }  # fmt: skip
+    if form in ("int8", "nf4"):
+        four = form == "nf4"
+        wide = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
+        return {
+            "quant_method": "bitsandbytes", "load_in_8bit": not four, "load_in_4bit": four,
+            "llm_int8_skip_modules": list(kept), "llm_int8_threshold": 6.0,
+        } | (wide if four else {})  # fmt: skip
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": group}
+    inputs = None
+    if form == "fp8":
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+        inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    scheme = {"targets": ["Linear"], "weights": {**weights, "dynamic": False}, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized" if form == "int4" else "float-quantized",
+        "quantization_status": "compressed", "ignore": list(kept), "config_groups": {"group_0": scheme},
+    }  # fmt: skip

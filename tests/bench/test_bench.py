@@ -1,0 +1,149 @@
+"""`bloomery bench` against a server whose every figure is known, and against our own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.cli import main
+from tests.bench.metronome import Metronome, ticking
+
+
+def measured(url: str, path: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert main(["bench", url, "--json", str(path), "--warmup", "0", *arguments]) == code
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("api", ["chat", "completions", "tgi"])
+def test_figures_are_those_of_the_server(api: str, tmp_path: Path) -> None:
+    """Waiting and pace as the server keeps them; a busy machine may only make them longer."""
+    with ticking(Metronome()) as server:
+        found = measured(server.url, tmp_path / "a.json", "--api", api, "--pattern", "closed:4", "-n", "12",
+                         "--lengths", "20:16")  # fmt: skip
+    assert found["answered"] == found["requests"] == 12 and found["errors"] == {}
+    assert found["output_tokens"] == 12 * 16 and found["tokens_per_piece"] == 1
+    assert 60 <= found["first_token_ms"]["p50"] < 200
+    assert 9 < found["per_token_ms"]["p50"] < 40
+    assert found["between_tokens_ms"]["n"] == 12 * 15
+    assert 205 <= found["end_to_end_ms"]["p50"] < 900
+    assert found["tokens_per_second"] == pytest.approx(12 * 16 / found["seconds"], rel=1e-3)
+    assert found["first_token_bands"]["instant"] + found["first_token_bands"]["fast"] == 12
+    assert sum(tokens for _, tokens in found["curves"]["tokens_by_second"]) == pytest.approx(12 * 16, abs=1)
+
+
+def test_the_dialect_and_the_model_are_asked_for(tmp_path: Path) -> None:
+    with ticking(Metronome(first=0.0, gap=0.0)) as server:
+        found = measured(server.url, tmp_path / "a.json", "-n", "1", "--lengths", "5:2")
+        assert (found["api"], found["model"]) == ("chat", "clock") and server.asked[0]["ignore_eos"] is True
+    with ticking(Metronome(first=0.0, gap=0.0, models=False)) as server:
+        assert measured(server.url, tmp_path / "b.json", "-n", "1")["api"] == "tgi"
+    assert main(["bench", server.url]) == 1  # nobody there any more
+
+
+def test_connections_are_kept_and_conversations_grow(tmp_path: Path) -> None:
+    with ticking(Metronome(first=0.01, gap=0.0)) as server:
+        trace = tmp_path / "talk.jsonl"
+        turns = [{"arrival": 0, "prompt": 5, "output": 3, "session": "a"}]
+        turns += [{"after": 0.01, "prompt": 5 + 8 * i, "output": 3, "session": "a", "prefix": 8 * i} for i in (1, 2)]
+        trace.write_text("\n".join(map(json.dumps, turns)))
+        assert measured(server.url, tmp_path / "a.json", "--pattern", str(trace))["answered"] == 3
+        assert [len(asked["messages"]) for asked in server.asked] == [1, 3, 5]
+        assert server.asked[2]["messages"][1] == {"role": "assistant", "content": " tick tick tick"}
+        assert server.asked[2]["messages"][:3] == server.asked[1]["messages"]
+        assert server.connections <= 1 + 3  # one for all three requests; the questions before and after take their own
+
+
+def test_failures_are_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ticking(Metronome(first=0.0, gap=0.001, fail_every=4)) as server:
+        found = measured(server.url, tmp_path / "a.json", "-n", "8", "--pattern", "closed:2", code=1)
+        assert found["answered"] == 6 and list(found["errors"].values()) == [2]
+        assert "HTTP 503" in capsys.readouterr().err
+    with ticking(Metronome(first=0.0, gap=0.001, drop_every=3)) as server:
+        found = measured(server.url, tmp_path / "b.json", "-n", "6", "--pattern", "closed:1", code=1)
+        assert found["answered"] == 4 and "connection was lost" in next(iter(found["errors"]))
+
+
+def test_open_arrivals_do_not_wait_for_answers(tmp_path: Path) -> None:
+    """A burst of twelve on a server that takes its time: all are open at once."""
+    with ticking(Metronome(first=0.3, gap=0.0)) as server:
+        found = measured(server.url, tmp_path / "a.json", "--pattern", "burst:12:1", "-n", "12", "--lengths", "4:2")
+        assert found["seconds"] < 3 * 0.3 + 1 and server.connections >= 12
+
+
+def test_nothing_is_published_from_under_a_profiler(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    with ticking(Metronome(first=0.0, gap=0.0, profiling="nsys")) as server:
+        assert main(["bench", server.url, "-n", "1", "--json", str(path)]) == 1
+        assert "profiled (nsys)" in capsys.readouterr().err
+    with ticking(Metronome(first=0.0, gap=0.0)) as server:
+        sys.setprofile(lambda *_: None)
+        try:
+            assert main(["bench", server.url, "-n", "1", "--json", str(path)]) == 1
+        finally:
+            sys.setprofile(None)
+        monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+        assert main(["bench", server.url, "-n", "1", "--json", str(path)]) == 1
+        assert "NSYS_PROFILING_SESSION_ID" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_runs_side_by_side_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    for path, pace in zip(paths, (0.0, 0.005), strict=True):
+        with ticking(Metronome(first=0.0, gap=pace)) as server:
+            measured(server.url, path, "-n", "4", "--label", "<b>&" if pace else "")
+    page = tmp_path / "report.html"
+    assert main(["bench", "--report", *map(str, paths), "-o", str(page)]) == 0
+    text = page.read_text()
+    assert text.count("<svg") == 4 and "first" in text
+    assert "&lt;b&gt;&amp;" in text and "<b>&<" not in text  # names are data
+    assert "<script" not in text and "http://www.w3.org" in text
+    assert "first token, ms p99" in capsys.readouterr().out
+    assert main(["bench", "--report", str(page), "-o", str(page)]) == 1  # not a run's JSON
+    assert main(["bench"]) == 1
+
+
+def test_our_own_server(tmp_path: Path) -> None:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "bloomery",
+        "serve",
+        "--port",
+        str(port),
+        "--threads",
+        "1",
+        "--kv-cache-gib",
+        "0.2",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"BLOOMERY_MAX_SEQUENCES": "8"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            try:
+                with urllib.request.urlopen(f"{url}/ready", timeout=5):
+                    break
+            except OSError:
+                time.sleep(0.1)
+        for api in ("chat", "completions", "tgi"):
+            found = measured(url, tmp_path / f"{api}.json", "--api", api, "-n", "2", "--pattern", "closed:2",
+                             "--lengths", "12:6")  # fmt: skip
+            assert found["answered"] == 2 and found["errors"] == {}
+            assert found["output_tokens"] == 12 or api == "tgi"  # TGI's dialect has no way to forbid an early end
+    finally:
+        process.terminate()
+        process.wait(30)

@@ -1,0 +1,97 @@
+"""Clients too heavy for `make test`, each in an environment of its own, against a real server on the embedded model.
+
+    python -m tests.clients.run_heavy [GROUP...]      all groups, or those named
+    --folder F     where environments are kept between runs; default: build/clients
+
+Prints a line a group; the exit status is the number of groups that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+
+from tests.e2e.test_serve import free_port
+
+HERE = Path(__file__).parent / "heavy"
+MODEL = "smollm2"
+# group -> what is installed, what is run
+GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
+    "text-generation": (("text-generation==0.7.0",), "with_text_generation.py"),
+    "litellm": (("litellm==1.106.2",), "with_litellm.py"),
+    "langchain": (("langchain-openai>=1.7",), "with_langchain.py"),
+    "llm": (("llm>=0.36",), "with_llm.sh"),
+    "lm-eval": (("lm-eval[api]==0.4.13",), "with_lm_eval.sh"),
+    "ai": (("ai@7", "@ai-sdk/openai-compatible@3"), "with_ai.mjs"),
+}
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "bloomery", "serve", "--port", str(port), "--served-model-name", MODEL]
+    process = subprocess.Popen([*command, "--kv-cache-gib", "0.3"], stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 120
+        while not is_ready(url):
+            if time.monotonic() > end or process.poll() is not None:
+                raise SystemExit("the server does not get ready")
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/ready").status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+def prepared(folder: Path, packages: tuple[str, ...], script: str) -> list[str]:
+    """The command that runs the script, in an environment made if it is not there."""
+    if script.endswith(".mjs"):
+        if not (folder / "node_modules").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund", *packages], cwd=folder, check=True)
+        (folder / script).write_text((HERE / script).read_text())  # Node looks for packages beside the script
+        return ["node", str(folder / script)]
+    if not (folder / "bin").exists():
+        venv.create(folder, with_pip=True)
+        subprocess.run([folder / "bin" / "pip", "install", "--quiet", *packages], check=True)
+    return [str(folder / "bin" / "python") if script.endswith(".py") else "sh", str(HERE / script)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(GROUPS))
+    parser.add_argument("--folder", type=Path, default=Path("build/clients"))
+    arguments = parser.parse_args()
+    failed = []
+    with served() as url:
+        for name in arguments.groups or GROUPS:
+            folder = (arguments.folder / name).resolve()
+            command = prepared(folder, *GROUPS[name])
+            path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+            environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PATH": path}
+            done = subprocess.run([*command, url, MODEL], env=environ, capture_output=True, text=True, timeout=600)
+            lines = (done.stdout if done.returncode == 0 else done.stdout + done.stderr[-4000:]).strip().splitlines()
+            print(lines[-1] if done.returncode == 0 and lines else "\n".join([f"{name}: FAILED", *lines]), flush=True)
+            failed += [name] if done.returncode else []
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

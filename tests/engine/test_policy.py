@@ -1,0 +1,165 @@
+"""Fair: what it promises to short requests, what it takes from long ones, and that nobody starves. All in virtual time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.policy import Arrival, Crowd, alone, mixed, percentile, rough, waits
+from bloomery.engine.blocks import Blocks
+from bloomery.engine.pace import Pace, Work
+from bloomery.engine.policy import Aims, Fair, FirstCome
+from bloomery.engine.scheduler import Scheduler
+from bloomery.messages import Request, Sampled, Sampling, StepOutput
+
+MIXED = {"longs": 32, "rows": 32, "blocks": 2000, "seconds": 25.0, "rate": 3.0}
+
+
+def test_pace_learns_what_steps_take() -> None:
+    chance, pace = random.Random(0), Pace()
+    for _ in range(3000):
+        streams = chance.randint(1, 200)
+        chunk = chance.choice([0, 0, 100, 400, 1500])
+        work = Work(streams + chunk, streams * chance.randint(100, 3000), chunk * chance.randint(50, 2000))
+        pace.learn(work, truth(work) * chance.uniform(0.95, 1.05))
+    for work in (Work(1, 500), Work(64, 64_000), Work(200, 400_000), Work(1200, 100_000, 1e6)):
+        assert pace.seconds(work) == pytest.approx(truth(work), rel=0.15)
+    room = pace.room(Work(100, 100_000), 0.03, 1000)
+    assert truth(Work(100 + room, 100_000, room * 1000)) == pytest.approx(0.03, rel=0.15)
+
+
+def truth(work: Work) -> float:
+    return 1e-3 + max(4e-3, 24e-6 * work.tokens) + 3e-8 * work.attended + 6e-10 * work.pairs
+
+
+def test_pace_survives_stalls_and_follows_a_slower_machine() -> None:
+    pace = Pace()
+    for i in range(400):
+        pace.learn(Work(8, 800), 30.0 if i % 50 == 49 else 0.01)
+    assert pace.seconds(Work(8, 800)) == pytest.approx(0.01, rel=0.1)
+    for _ in range(2000):
+        pace.learn(Work(8, 800), 0.03)
+    assert pace.seconds(Work(8, 800)) == pytest.approx(0.03, rel=0.1)
+
+
+def test_short_requests_among_long_ones() -> None:
+    """The rows are all taken and the queue is long: short ones are answered in a few times what they take alone, long
+    ones keep their pace, and what they give is within the bound."""
+    fair = Fair(32, 2000)
+    crowds = {"fair": mixed(fair, **MIXED), "first-come": mixed(FirstCome(), **MIXED)}  # type: ignore[arg-type]
+    single = alone(FirstCome(), 32, 16)
+    short = {name: [life.last - life.arrived for life in crowd.done("short")] for name, crowd in crowds.items()}
+    assert percentile(short["fair"], 0.99) < 4 * single < 20 * single < percentile(short["first-come"], 0.9)
+    tokens = {
+        name: sum(life.count for life in crowd.lives.values() if life.kind == "long") for name, crowd in crowds.items()
+    }
+    assert tokens["fair"] > 0.9 * tokens["first-come"]
+    assert 0 < fair.tax / crowds["fair"].now <= fair.aims.tax
+    gaps = [gap for life in crowds["fair"].lives.values() if life.kind == "long" for gap in life.gaps]
+    assert percentile(gaps, 0.99) < 2 * fair.aims.target(fair.pace.lone)
+
+
+def test_streams_keep_their_pace_while_long_prompts_arrive() -> None:
+    def arrivals() -> list[Arrival]:
+        streams = [(0.0, "stream", 50, 3000, "", 0)] * 32
+        return [*streams, *((2.0 + 0.5 * i, "prompt", 8000, 4, "", 0) for i in range(20))]  # type: ignore[list-item]
+
+    fair = Fair(64, 4000)
+    crowd = Crowd(fair, iter(arrivals()), rows=64, blocks=4000)
+    crowd.run(10**6, until=12.0)
+    gaps = [gap for life in crowd.lives.values() if life.kind == "stream" for gap in life.gaps]
+    assert len(crowd.done("prompt")) == 20
+    assert percentile(gaps, 0.99) < 2 * fair.aims.target(fair.pace.lone)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nobody_starves_in_a_rough_crowd(seed: int) -> None:
+    """benchmarks/policy.py --steps 1000000 is the long form."""
+    crowd = rough(Fair(16, 400), 12_000, seed)
+    found = waits(crowd)
+    assert all(count > 20 for count, _, _ in found.values())
+    assert found["short"][2] < 2.0 and max(longest for _, _, longest in found.values()) < 30.0
+    assert crowd.policy.tax / crowd.now < 0.05
+    assert crowd.scheduler.preemptions < len(crowd.lives) / 4
+
+
+def test_a_full_house_makes_room_for_a_short_one() -> None:
+    """Every row is taken by a long one and none is kept: the one with least to lose gives way, once, and comes back."""
+    arrivals: list[Arrival] = [(0.0, "long", 300, 400, "", 0), (0.0, "long", 100, 400, "", 0)]
+    arrivals += [(3.0 + i, "short", 10, 5, "", 0) for i in range(3)]
+    crowd = Crowd(Fair(2, 400), iter(arrivals), rows=2, blocks=400)
+    assert crowd.scheduler.policy.spare_rows == 0  # type: ignore[attr-defined]
+    crowd.run(10**6)
+    assert not crowd.open and all(life.count == life.asked for life in crowd.lives.values())
+    assert crowd.scheduler.preemptions == 1
+    first = crowd.done("short")[0]
+    assert first.first - first.arrived < 0.2
+
+
+class Drive:
+    """A scheduler and a worker that needs no time; the test says what time it is."""
+
+    def __init__(self, rows: int = 8, tokens: int = 64, aims: Aims | None = None):
+        self.scheduler = Scheduler(Blocks(64, 16), tokens, rows, Fair(rows, 64, aims))
+        self.order: list[str] = []
+
+    def step(self, now: float) -> list[str]:
+        """Who was admitted."""
+        begun = [news for news in self.scheduler.expire(now)]
+        step = self.scheduler.schedule(now)
+        assert step is not None
+        names = [self.scheduler.running[item.sequence].request.id for item in step.items if item.first is not None]
+        output = StepOutput(tuple(Sampled(item.sequence, (1,)) for item in step.items if item.samples))
+        news = [*begun, *self.scheduler.update(step, output, 0.01)]
+        self.order += [entry.request for entry in news if entry.finish]
+        return names
+
+
+def asked(name: str, length: int = 600, **more: object) -> Request:
+    return replace(Request(name, (1,) * length, Sampling(), 50), **more)  # type: ignore[arg-type]
+
+
+def test_priority_is_worth_seconds_of_waiting() -> None:
+    drive = Drive(rows=1)
+    drive.scheduler.add(asked("first"), 0.0)
+    drive.scheduler.add(asked("late", priority=1), 0.0)
+    drive.scheduler.add(asked("early", priority=-1), 15.0)
+    drive.scheduler.add(asked("plain"), 15.0)
+    admitted: list[str] = []
+    for i in range(400):
+        if drive.scheduler.busy:
+            admitted += drive.step(15.0 + 0.01 * i)
+    assert admitted == ["early", "first", "late", "plain"]
+
+
+def test_tenants_share_equally() -> None:
+    drive = Drive(rows=1)
+    for i in range(6):
+        drive.scheduler.add(asked(f"a{i}", tenant="a"), 0.0)
+    for i in range(2):
+        drive.scheduler.add(asked(f"b{i}", tenant="b"), 0.1)
+    admitted: list[str] = []
+    for i in range(900):
+        if drive.scheduler.busy:
+            admitted += drive.step(0.2 + 0.01 * i)
+    assert admitted == ["a0", "b0", "a1", "b1", "a2", "a3", "a4", "a5"]
+
+
+def test_deadlines_end_requests_wherever_they_are() -> None:
+    drive = Drive(rows=1)
+    drive.scheduler.add(asked("running", deadline=1.0), 0.0)
+    drive.scheduler.add(asked("queued", deadline=0.5), 0.0)
+    drive.scheduler.add(asked("patient"), 0.0)
+    for i in range(20):
+        drive.step(0.01 * i)
+    (queued,) = drive.scheduler.expire(0.6)
+    assert (queued.request, queued.finish) == ("queued", "deadline")
+    assert queued.error == "the deadline of 500 ms passed in the queue"
+    (running,) = drive.scheduler.expire(2.0)
+    assert running.request == "running" and running.error is not None and "tokens" in running.error
+    assert drive.step(2.0) == ["patient"]
+    assert drive.scheduler.blocks.available < 64  # only the patient one holds blocks
+    drive.scheduler.abort("patient")
+    assert drive.scheduler.blocks.available == 64

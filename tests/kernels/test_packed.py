@@ -1,0 +1,109 @@
+"""Products with matrices of fewer bits, every way and format, under the interpreter, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.packed import KINDS, MORE, check_quantize, check_rows, check_way, made
+from benchmarks.products import LIMITS, MODELS
+from bloomery.kernels import packed_gemm, packed_gemv
+from bloomery.kernels.gemv import Heads
+from bloomery.kernels.packed import Codebook, Fp8, Grid, pack, unpack
+from bloomery.kernels.packed_linear import packed_linear, packed_linear_reference, packed_phrase, way
+from bloomery.kernels.quantize_rows import quantize_rows_reference
+from bloomery.kernels.store import Turn
+
+HALF, FULL = torch.float16, torch.float32
+EVERY = (*KINDS.values(), *MORE)
+
+
+def test_codes_are_what_they_mean() -> None:
+    codes = torch.randint(16, (3, 64))
+    assert torch.equal(unpack(pack(codes, 4), 4), codes.byte())
+    assert pack(torch.tensor([[1, 2]]), 4).item() == 0x21, "the even column is the low half"
+    grid = Grid(pack(codes, 4), torch.full((3, 2), 0.5), torch.full((3, 2), 3.0))
+    assert grid.shape == (3, 64) and grid.group == 32
+    assert torch.equal(grid.dequantize(), (codes - 3) * 0.5)
+    assert torch.equal(Grid(pack(codes, 4), torch.ones(3, 1)).dequantize(), codes - 8.0), "no zero: the middle"
+    order = torch.randperm(64).int()
+    x = torch.randn(2, 64)
+    moved = Grid(grid.codes, grid.scale, grid.zero, 4, order)
+    torch.testing.assert_close(x @ moved.dequantize().t(), x[:, order.long()] @ grid.dequantize().t())
+    book = Codebook(pack(codes, 4), torch.arange(16) / 4, torch.full((3, 1), 2.0))
+    assert torch.equal(book.dequantize(), codes / 2)
+    blocks = Fp8(torch.ones(130, 256).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert blocks.dequantize()[129, 255] == 4 and blocks.dequantize()[0, 128] == 2 and blocks.blocks
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EVERY if "order" not in kind])
+@pytest.mark.parametrize(("tokens", "before", "after", "dtype"), [(1, "rms", "gate silu", FULL), (3, "", "add", HALF)])
+def test_few_tokens_equal_the_reference(kind: str, tokens: int, before: str, after: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(len(kind) + tokens)
+    cut = packed_gemv.Tiling(4, 32, 1)  # 768 columns of 4 bits end inside a tile
+    assert check_rows(kind, tokens, 20, 768, before, after, dtype, "cpu", cut) < LIMITS[dtype]
+
+
+def test_heads_are_turned_and_stored() -> None:
+    torch.manual_seed(0)
+    cut = packed_gemv.Tiling(4, 32, 1)
+    found = check_rows("int4 128 zero", 2, 40, 512, "rms", "heads 3 1 8 8 tables", FULL, "cpu", cut)
+    assert found < LIMITS[FULL]
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_dozens_of_tokens_equal_the_reference(kind: str) -> None:
+    torch.manual_seed(len(kind))
+    splits = 1 + len(kind) % 2
+    assert check_way("product", kind, 20, 70, 384, HALF, "cpu", packed_gemm.Tiling(16, 64, 4, 2, splits)) < LIMITS[HALF]
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_unpacking_equals_the_reference(kind: str) -> None:
+    torch.manual_seed(len(kind))
+    assert check_way("scratch", kind, 3, 70, 384, HALF, "cpu") < LIMITS[HALF]
+
+
+@pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.int8])
+def test_rows_are_rounded_like_the_reference(to: torch.dtype) -> None:
+    torch.manual_seed(3)
+    assert check_quantize(5, 100, HALF, to, "cpu") < 0.03, "the interpreter rounds 8-bit floats towards zero"
+    x = torch.randn(4, 64)
+    codes, scale = quantize_rows_reference(x, to)
+    step = scale * (0.5 if to == torch.int8 else codes.float().abs().clamp(min=2**-6) / 8)
+    assert bool(((codes.float() * scale - x).abs() <= step * 1.01).all())
+
+
+def test_ways_go_by_shape() -> None:
+    grid, both = made("int4 128 zero", 64, 512, "cpu"), made("int8 row signed both", 64, 512, "cpu")
+    assert way(1, grid, HALF) == "rows"
+    assert way(64, grid, HALF) == "product"
+    assert way(64, made("nf4 64", 64, 512, "cpu"), HALF) == "scratch"
+    assert way(64, grid, FULL) == way(5000, grid, HALF) == "scratch"
+    assert way(2, both, HALF) == "rows" and way(200, both, HALF) == "rounded"
+    assert way(1, made("int4 128 zero order", 64, 512, "cpu"), HALF) == "product", "which puts the columns in order"
+    assert way(3, Grid(pack(torch.zeros(4, 48), 4), torch.ones(4, 3)), HALF) == "scratch", "groups of 16"
+
+
+def test_possible() -> None:
+    cache, slots = torch.zeros(2, 4, 1, 8), torch.zeros(1, dtype=torch.int32)
+    grid = made("int4 64 zero", 24, 512, "cpu")
+    assert packed_gemv.possible(grid, Heads(cache, slots, Turn()))
+    assert not packed_gemv.possible(grid, Heads(cache, slots, Turn(clip=1.0)))
+    assert not packed_gemv.possible(Grid(pack(torch.zeros(4, 48), 4), torch.ones(4, 1))), "rows of 24 bytes"
+    assert not packed_gemm.possible(made("int4 row", 24, 576, "cpu")), "blocks of 128 columns"
+
+
+def test_every_shape_has_a_cut() -> None:
+    for rows, columns, *_ in [line for model in MODELS.values() for line in model.linears().values()]:
+        for width, paired, tokens in ((columns // 2, False, 1), (columns, True, 4)):
+            cut = packed_gemv.tiling(rows, width, paired, tokens)
+            assert all(number & (number - 1) == 0 for number in cut[:3]) and cut.chunks == 32 * cut.warps
+        cut = packed_gemm.tiling(48, rows, columns, 1, 132)
+        assert cut.tokens == 64 and 1 <= cut.splits <= 8
+
+
+def test_without_a_kernel_the_reference_answers() -> None:
+    x, grid = torch.randn(2, 512), made("int4 128 zero", 8, 512, "cpu")
+    assert torch.equal(packed_linear(x, grid), packed_linear_reference(x, grid))
+    assert packed_phrase(x, grid, None, None, None) is None

@@ -1,0 +1,68 @@
+"""Every format of weights over two ranks gives the tokens it gives in one process: rounded while loading, ready made,
+and as GGUF."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import transformers as tf
+from gguf import GGMLQuantizationType as Kind
+
+from bloomery.engine.blocks import Blocks
+from bloomery.engine.loop import Loop
+from bloomery.engine.scheduler import Scheduler
+from bloomery.executors.local import Local
+from bloomery.executors.processes import Processes
+from bloomery.quant.choose import ON_LOAD
+from tests.parity.cases import SPECIAL, VOCAB, Case, make_checkpoint
+from tests.parity.gguf_writer import write
+from tests.parity.serve import greedy, ids, plan, run
+from tests.quant.packers import CASES as READY_MADE
+from tests.quant.packers import repack
+
+SIZES = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+PROMPT = [5, 17, 80, 41, 3, 99, 23, 8, 64, 12]
+BLOCKS = {kind.name: kind for kind in (Kind.Q8_0, Kind.Q4_0, Kind.Q5_1)}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make_checkpoint(Case("llama", lambda: tf.LlamaConfig(**SIZES, **HEADS, **SPECIAL)), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    crew = Processes()
+    yield crew
+    crew.close()
+
+
+def answer(executor: Local | Processes, model: Path, **wishes: object) -> list[int]:
+    wanted = plan(model, 48, block_size=4, max_batch_tokens=7, max_sequences=2, kv_cache_gib=0.01, **wishes)
+    capacity = executor.start(wanted)
+    blocks = Blocks(capacity.blocks, capacity.block_size, wanted.prefix_cache)
+    scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences)
+    return ids(run(Loop(scheduler, executor, wanted.depth), [greedy("0", PROMPT, 16)])["0"])
+
+
+@pytest.mark.parametrize("name", ON_LOAD)
+def test_rounded_while_loading(name: str, llama: Path, ranks: Processes) -> None:
+    assert answer(ranks, llama, quantize=name, tp=2) == answer(Local(), llama, quantize=name)
+
+
+@pytest.mark.parametrize("name", READY_MADE)
+def test_ready_made(name: str, llama: Path, tmp_path: Path, ranks: Processes) -> None:
+    packed, meant = tmp_path / "packed", tmp_path / "meant"
+    repack(llama, packed, meant, READY_MADE[name], lambda module: ".layers." in module)
+    assert answer(ranks, packed, tp=2) == answer(Local(), packed)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_gguf(name: str, llama: Path, tmp_path: Path, ranks: Processes) -> None:
+    write(tf.AutoModelForCausalLM.from_pretrained(llama), tmp_path / "model.gguf", BLOCKS[name])
+    assert answer(ranks, tmp_path / "model.gguf", tp=2) == answer(Local(), tmp_path / "model.gguf")

@@ -1,0 +1,76 @@
+"""What ranks say to each other: at most two sums a layer, one where both blocks share a residual, and no more bytes
+read from the checkpoint than a rank keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bloomery.artifacts.locate import locate
+from bloomery.attention.base import Ragged, cache_shape
+from bloomery.attention.torch_paged import TorchPaged
+from bloomery.describe import description
+from bloomery.families import as_stored
+from bloomery.layout import Layout
+from bloomery.models.checkpoint import open_source
+from bloomery.models.decoder import Decoder
+from bloomery.models.weights import Weights
+from tests.parity.cases import CASES, Case, make_checkpoint
+
+
+class Counting:
+    """A rank that hears only itself, and counts what it would have said."""
+
+    def __init__(self, size: int):
+        self.rank, self.size, self.sums, self.joins = 0, size, 0, 0
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        return x
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        self.joins += 1
+        return torch.cat([x] * self.size, -1)
+
+
+def part_of(folder: Path, group: Counting) -> tuple[Decoder, int, int]:
+    """A rank's part of a model, how many bytes were read for it, and how many there are."""
+    artifact = locate(str(folder))
+    found, source = description(artifact), open_source(artifact)
+    read: list[int] = []
+    source.report(read.append)
+    names = as_stored(found.names, source.names())
+    weights = Weights(source, names, torch.float32, torch.device("cpu"), layout=Layout(group.rank, group.size))
+    return Decoder(found.model, weights, group), sum(read), source.nbytes
+
+
+@torch.inference_mode()
+def forward(decoder: Decoder) -> None:
+    decoder.reach(16)
+    backend, n = TorchPaged(), 4
+    caches = [torch.zeros(cache_shape(layer.attention, 1, 16)) for layer in decoder.spec.layers]
+    every = torch.arange(n)
+    step = Ragged((n,), (n,), 0, torch.tensor([0, n]), torch.tensor([n]), every, every, torch.zeros(1, 1).long(), 16)
+    decoder.logits(decoder(every, every, every, caches, backend, backend.plan(step)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_two_sums_a_layer_and_one_where_blocks_are_parallel(case: Case, tmp_path: Path) -> None:
+    make_checkpoint(case, tmp_path)
+    group = Counting(2)
+    decoder, _, _ = part_of(tmp_path, group)
+    forward(decoder)
+    layers = sum(1 if layer.parallel else 2 for layer in decoder.spec.layers)
+    assert (group.sums, group.joins) == (1 + layers, 1)  # one for the embedding
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "mixtral", "falcon-40b", "gpt2"])
+def test_a_rank_reads_only_its_slices(name: str, tmp_path: Path) -> None:
+    make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
+    _, all_of_it, stored = part_of(tmp_path, Counting(1))
+    assert all_of_it <= stored
+    _, half, _ = part_of(tmp_path, Counting(2))
+    vectors = 0.15  # norms, biases and routers are small, and everybody's
+    assert all_of_it / 2 <= half <= all_of_it * (0.5 + vectors)

@@ -1,0 +1,210 @@
+"""`bloomery plan` as a person and as a program use it, and what it promises about memory and layouts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.cli import main
+from bloomery.machines import here, named, recall, remember
+from bloomery.plan.forecast import Forecast, Layout, Placed, Wish, layouts
+from bloomery.plan.subject import subject
+from bloomery.plan.words import advice
+from bloomery.roofline import MACHINES, PRECISIONS, machine
+
+SHAPES = Path(__file__).parent.parent / "benchmarks" / "shapes"
+BF16 = PRECISIONS["bf16"]
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing remembered on this machine may change a figure, and no test may leave anything behind."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def shape(name: str) -> str:
+    return str(SHAPES / f"{name}.json")
+
+
+# ---- figures ---------------------------------------------------------------------------------------
+
+
+def test_json_has_what_programs_ask_for(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, shape("llama-8b"), "--gpu", "h200", "--price", "4", "--context", "512")
+    assert plan["weights_bytes"] == 2 * plan["parameters"] == 16_060_522_496
+    assert plan["kv_bytes_per_token"] == 131_072
+    assert {1, 8, 64} <= {row["batch"] for row in plan["rows"]}
+    for row in plan["rows"]:
+        assert 0 < row["floor_ms"] < row["expected_ms"]
+        assert row["cost"] == pytest.approx(4 / 3600 / row["tokens_per_second"] * 1e6)
+    assert 512 in {row["context"] for row in plan["rows"]}
+    assert plan["largest_batch"] > 1000 and 0 < plan["users"] <= plan["largest_batch"]
+
+
+# milliseconds a step over a whole run, as benchmarks/LOG.md has them
+MEASURED = [
+    ("llama-8b", 1, 3.959),
+    ("llama-8b", 8, 4.752),
+    ("llama-8b", 64, 6.254),
+    ("llama-1b", 1, 0.824),
+    ("llama-1b", 64, 1.516),
+    ("octocoder", 1, 8.283),
+]
+
+
+@pytest.mark.parametrize("name, batch, ms", MEASURED)
+def test_expectations_are_near_what_was_measured(name: str, batch: int, ms: float) -> None:
+    placed = Placed(subject(shape(name)).model, machine("h200"), BF16, 16, Layout())
+    assert placed.expected(batch, 256) * 1e3 == pytest.approx(ms, rel=0.15)
+
+
+def test_bloom_as_the_talk_had_it(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, shape("bloom-176b"), "--gpu", "a100-80", "--context", "1")
+    assert plan["devices"] == 8 and plan["layout"]["tp"] == 8
+    assert plan["rows"][0]["floor_ms"] == pytest.approx(21.6, abs=0.05)
+    assert plan["fits"]["a100-40"]["bf16"] == 16
+    assert "good for latency" in plan["advice"][0]
+    assert plan["fits"]["h200"]["int4"] == 1
+
+
+def test_a_gguf_counts_its_real_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    """The embedded model: bytes of the plan are the bytes of its tensors."""
+    from bloomery.artifacts.gguf import read
+    from bloomery.artifacts.locate import locate
+
+    plan = planned(capsys, "--gpu", "l4")
+    stored = sum(tensor.nbytes for tensor in read(locate(None).path).tensors.values())
+    assert plan["weights_bytes"] == pytest.approx(stored, rel=0.01)
+
+
+COMPRESSED = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32, "type": "int"}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "packed, bits",
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4 + 20 / 128),
+        ({"quant_method": "gptq", "bits": 3, "group_size": -1}, 3),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
+        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "mxfp4"}, 4.25),
+        (COMPRESSED, 4.625),
+        (None, 16),
+    ],
+)  # fmt: skip
+def test_quantised_checkpoints_say_so(packed: dict[str, Any] | None, bits: float, tmp_path: Path) -> None:
+    config = json.loads((SHAPES / "llama-8b.json").read_text())
+    path = tmp_path / "packed.json"
+    path.write_text(json.dumps({**config, "quantization_config": packed} if packed else config))
+    assert subject(str(path)).stored.bits == bits
+
+
+def test_no_torch_and_quick() -> None:
+    code = (
+        "import sys\nfrom bloomery.cli import main\n"
+        f"assert main(['plan', {shape('llama-8b')!r}, '--gpu', 'h200']) == 0\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "expected ms" in done.stdout and "16.06 GB" in done.stdout
+
+
+# ---- memory and layouts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "bloom-176b", "octocoder"])
+@pytest.mark.parametrize("kind", ["h200", "a100-40", "l4"])
+def test_what_fits_fits(name: str, kind: str) -> None:
+    model, device = subject(shape(name)).model, MACHINES[kind]
+    for layout in layouts(model, 8):
+        placed = Placed(model, device, BF16, 16, layout)
+        most = placed.largest(1024)
+        assert most == 0 or most * placed.sequence_bytes(1024) <= placed.room < (most + 1) * placed.sequence_bytes(1024)
+        longest = placed.longest()
+        assert longest == model.context or placed.largest(longest + 1) == 0
+        users = placed.users(1024) // layout.replicas
+        assert users <= most
+        if users:
+            assert placed.expected(users, 1024) <= 0.1
+
+
+def test_goals_choose_differently_where_links_are_slow() -> None:
+    about = subject(shape("llama-8b"))
+    plans = {
+        goal: Forecast(about, Wish(machine("l4"), BF16, goal=goal, devices=8)) for goal in ("latency", "throughput")
+    }
+    assert plans["latency"].chosen.layout.tp > plans["throughput"].chosen.layout.tp
+    for plan in plans.values():
+        assert plan.chosen.layout.devices == 8
+    assert plans["throughput"].throughput(plans["throughput"].chosen) >= plans["latency"].throughput(
+        plans["latency"].chosen
+    )
+
+
+def test_tensor_parallelism_cuts_latency_and_stages_do_not() -> None:
+    about = subject(shape("bloom-176b"))
+    plan = Forecast(about, Wish(machine("a100-80"), BF16, devices=8))
+    alone = {str(option.layout): option.expected(1, 1024) for option in plan.fitting}
+    assert alone["PP 8"] > 2 * alone["TP 4 x PP 2"] > 2 * alone["TP 8"]
+    assert any("PP 8 is good for throughput" in line for line in advice(Forecast(about, Wish(
+        machine("a100-80"), BF16, layout=Layout(1, 8)
+    ))))  # fmt: skip
+
+
+def test_impossible_wishes_are_refused_with_what_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", shape("bloom-176b"), "--gpu", "h200", "--tp", "3"]) == 1
+    assert "PP 3" in capsys.readouterr().err
+    assert main(["plan", shape("bloom-176b"), "--gpu", "t4", "--devices", "1"]) == 0
+    assert "does not fit 1 x NVIDIA T4" in capsys.readouterr().out
+    assert main(["plan", shape("llama-8b"), "--gpu", "nothing"]) == 1
+    assert main(["plan", shape("llama-8b"), "--gpu", "h200", "--plot", "plan.gif"]) == 1
+    if importlib.util.find_spec("matplotlib") is None:
+        assert main(["plan", shape("llama-8b"), "--gpu", "h200", "--plot", "plan.png"]) == 1
+        assert "matplotlib" in capsys.readouterr().err
+
+
+# ---- pictures and machines -------------------------------------------------------------------------
+
+
+def test_the_plot_is_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.svg"
+    assert main(["plan", shape("llama-1b"), "--gpu", "h200", "--plot", str(path)]) == 0
+    root = xml.fromstring(path.read_text())
+    assert root.tag.endswith("svg")
+    assert len([node for node in root.iter() if node.tag.endswith("circle")]) > 10
+
+
+def test_devices_are_known_by_the_driver_s_names() -> None:
+    names = {
+        "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-80GB": "a100-80",
+        "NVIDIA A100-SXM4-40GB": "a100-40", "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA L40S": "l40s",
+        "NVIDIA L4": "l4", "NVIDIA A10": "a10", "Tesla T4": "t4", "Something else": "unknown",
+    }  # fmt: skip
+    assert {title: named(title).name for title in names} == names
+
+
+def test_what_was_measured_overrides_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "machines.json"
+    assert recall(path) == {} and not here("cpu", path).measured
+    remember(here("cpu", path).title, 12e9, {"fp32": 3e11}, path)
+    found = here("cpu", path)
+    assert found.measured and found.bandwidth == 12e9 and found.rates["fp32"] == 3e11
+    path.write_text("not JSON")
+    assert not here("cpu", path).measured

@@ -1,0 +1,55 @@
+"""`bloomery profile` on a small random model: a table, a trace, and steps measured without a profiler."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bloomery.cli import main
+from bloomery.plan.forecast import Layout, Placed
+from bloomery.plan.subject import subject
+from bloomery.roofline import PRECISIONS, machine
+from bloomery.simulate import calibrate, read_steps
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+    "torch_dtype": "float32", "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return str(folder)
+
+
+FLAGS = ["--load-format", "dummy", "--threads", "1", "--kv-cache-gib", "0.05", "--no-native", "--device", "cpu"]
+
+
+def test_a_table_and_a_trace(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    command = ["profile", model, *FLAGS, "--steps", "3", "--batch", "2", "--prompt-tokens", "8", "--trace", str(trace)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "aten::" in out and "never publish" in out
+    assert any(event.get("name", "").startswith("aten::") for event in json.loads(trace.read_text())["traceEvents"])
+    assert main([*command, "--batch", "10000"]) == 1
+
+
+def test_recorded_steps_calibrate_the_simulator(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    assert main(["profile", model, *FLAGS, "--max-sequences", "16", "--record", str(path)]) == 0
+    steps = read_steps(path)
+    assert {step.sampled for step in steps} == {1, 2, 4, 8, 16}
+    for step in steps:
+        assert step.seconds > 0 and step.tokens in (step.sampled, 64, 256, 512)
+        assert step.pairs is not None and step.pairs >= step.attended
+    placed = Placed(subject(model).model, machine("zen3-2"), PRECISIONS["fp32"], 32, Layout())
+    found = calibrate(placed.roofline, steps)
+    assert found.memory > 0 and found.compute > 0 and found.step >= 0
