@@ -42,9 +42,7 @@ TARGETS = {  # tokens/s to reach, and the share of llama.cpp's best that counts 
     "decode": (120, 0.8), "prefill 512": (560, None), "prefill 2048": (440, None), "server 1": (90, None),
     "server 4": (125, None), "server 16": (170, 1.2), "server 32": (180, 1.2),
 }  # fmt: skip
-WORDS = tuple(
-    "time year people way day man thing woman life child world school state family student group country".split()
-)
+WORDS = "time year people way day man thing woman life child world school state family student group".split()  # noqa: SIM905
 SERVE = """
 import sys, time, xllamacpp as x
 p = x.CommonParams()
@@ -71,12 +69,12 @@ class Server:
         """Seconds to the first byte of the first answer."""
         begun = time.perf_counter()
         self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while time.perf_counter() - begun < 300:
+        while time.perf_counter() - begun < 300 and self.process.poll() is None:
             try:
                 return asyncio.run(chat(self.port, "Hello", 1)).first_byte - begun
             except (OSError, Unready):
                 time.sleep(0.05)
-        raise TimeoutError(f"{self.name} did not answer within 300 s")
+        raise TimeoutError(f"{self.name} ended, or did not answer within 300 s; is port {self.port} taken?")
 
     def stop(self) -> None:
         if self.process is not None:
@@ -103,17 +101,18 @@ class Server:
         return sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
     def note(self, row: str, value: float) -> None:
+        print(f"{self.name}: {row} {value:.3f}", file=sys.stderr, flush=True)
         self.figures.setdefault(row, []).append(value)
 
 
-def opponents(threads: int) -> list[Server]:
+def opponents(threads: int, kinds: Sequence[str]) -> list[Server]:
     python = HOME / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(HOME)], check=True)
     if subprocess.run([python, "-c", "import xllamacpp"], capture_output=True).returncode:
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--only-binary", ":all:", WHEEL], check=True)
     path = locate(None).path
-    files = {"Q4_1": path, **{kind: requantised(path, kind) for kind in ("Q4_0", "Q8_0")}}
+    files = {kind: path if kind == "Q4_1" else requantised(path, kind) for kind in kinds}
     return [
         Server(f"llama.cpp {kind}", [str(python), "-c", SERVE, str(file), str(8701 + i), str(threads)], 8701 + i)
         for i, (kind, file) in enumerate(files.items())
@@ -163,7 +162,7 @@ class Answer:
 
 async def ask(port: int, path: str, body: dict) -> Answer:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    raw = json.dumps({"model": "m", "stream": True, "temperature": 0, **body}).encode()
+    raw = json.dumps({"stream": True, "temperature": 0, **body}).encode()
     sent = time.perf_counter()
     writer.write(
         f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
@@ -249,9 +248,9 @@ def show(ours: Server, others: list[Server]) -> None:
     print(f"\nmedians of {max(map(len, ours.figures.values()))} rounds; load of the machine {os.getloadavg()[0]:.1f}")
 
 
-def compare(rows: list[str], rounds: int, threads: int) -> None:
+def compare(rows: list[str], rounds: int, threads: int, kinds: list[str]) -> None:
     command = [sys.executable, "-m", "bloomery", "serve", "--port", "8700", "--threads", str(threads)]
-    ours, others = Server("bloomery", command, 8700), opponents(threads)
+    ours, others = Server("bloomery", command, 8700), opponents(threads, kinds)
     try:
         for server in (ours, *others):
             for _ in range(rounds if "start" in rows else 1):
@@ -288,6 +287,7 @@ def agreement(texts: int) -> None:
     import torch
 
     from bloomery import LLM, SamplingParams
+    from bloomery.native.team import team
 
     golden = json.loads((Path(__file__).parent.parent / "tests" / "golden" / "embedded.json").read_text())[:texts]
     found = []
@@ -301,6 +301,7 @@ def agreement(texts: int) -> None:
         llm.generate(prompts, params, use_tqdm=False)
         found.append(torch.cat(lines))
         llm.close()
+        team().stop()  # the reference is torch alone
     ours, theirs = found
     divergence = (theirs.exp() * (theirs - ours)).sum(-1)
     same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
@@ -314,6 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", nargs="?", choices=("compare", "agreement"), default="compare")
     parser.add_argument("--rows", default="decode,prefill,server,start")
+    parser.add_argument("--types", default="Q4_1,Q4_0,Q8_0", help="of llama.cpp's files")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--texts", type=int, default=20)
@@ -321,7 +323,7 @@ def main() -> None:
     if args.work == "agreement":
         agreement(args.texts)
     else:
-        compare(args.rows.split(","), args.rounds, args.threads)
+        compare(args.rows.split(","), args.rounds, args.threads, args.types.split(","))
 
 
 if __name__ == "__main__":

@@ -22,14 +22,26 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.kernels import BANDWIDTH, PROCESSES, error, microseconds, poisoned, side_by_side
+from benchmarks.kernels import (
+    BANDWIDTH,
+    PROCESSES,
+    case,
+    check_attention,
+    error,
+    microseconds,
+    poisoned,
+    side_by_side,
+)
 from benchmarks.products import LIMITS, MODELS, Line, Shape, copies, wide
-from bloomery.kernels import gemv, packed_gemm, packed_gemv, packed_linear, quantize_rows
+from bloomery.attention.triton_paged import TritonPaged
+from bloomery.kernels import gemv, packed_gemm, packed_gemv, packed_linear, quantize_rows, rounded_cache, store
 from bloomery.kernels.gemv import Activation, After, Heads, Residual
 from bloomery.kernels.norm import layer_norm
 from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed
 from bloomery.kernels.store import Turn
+from bloomery.spec import Attention
 
+EIGHT = (torch.float8_e4m3fn, torch.int8)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 
 
@@ -123,6 +135,22 @@ def check_quantize(tokens: int, columns: int, dtype: torch.dtype, to: torch.dtyp
     return max(off, (codes.float() != wanted.float()).double().mean().item() / 50, error(scale, its_scale))
 
 
+def check_cache(counts: list[int], lengths: list[int], heads: tuple[int, int, int], dtype: torch.dtype) -> float:
+    """Attention over keys and values in 8 bits, stored by the kernel; the reference reads the same numbers."""
+    material = case(Attention(*heads), counts, lengths, 64, torch.bfloat16, "cuda")
+    shape = tuple(material.cache.shape)
+    memory = torch.zeros(rounded_cache.cache_bytes(shape, dtype), dtype=torch.uint8, device="cuda")
+    cache = rounded_cache.of_memory(memory, shape, dtype)
+    every = torch.arange(shape[1], device="cuda")
+    lines = material.cache.nan_to_num().transpose(0, 1).flatten(1)  # k | v of every slot
+    qkv = torch.cat((torch.zeros(shape[1], heads[0] * heads[2], device="cuda").bfloat16(), lines), 1)
+    store.turn_rows(qkv, cache, every.int(), Turn())
+    kept = rounded_cache.read(cache, every, torch.float32)
+    lost = max(error(kept[half], material.cache[half].nan_to_num()) for half in range(2))
+    wrong = check_attention(replace(material, cache=cache), TritonPaged(library=None))
+    return max(wrong, lost / 4 if dtype == torch.float8_e4m3fn else lost)
+
+
 PHRASES = (("", ""), ("rms", "add"), ("rms", "gate silu"), ("", "activate gelu"), ("rms", "heads 6 2 64 64 tables"))
 
 
@@ -146,6 +174,12 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
     for kind, tokens in product(("fp8 row", "fp8 one", "int8 row signed both"), (17, 300)):
         call = lambda a=("rounded", kind, tokens, 1024, 2048, half, "cuda"): check_way(*a)  # noqa: E731
         yield f"rounded {kind} {tokens}", call, LIMITS[half]
+    for (counts, lengths), heads, to in product(
+        (([1] * 5, [700, 3, 64, 65, 1]), ([1, 100, 300], [9, 100, 400])),
+        ((32, 8, 128), (48, 1, 128), (6, 6, 80)),
+        EIGHT,
+    ):
+        yield f"cache {counts} {heads} {to}", lambda a=(counts, lengths, heads, to): check_cache(*a), LIMITS[half] * 1.5
     for columns, to in product((576, 4096, 24576), (torch.float8_e4m3fn, torch.int8)):
         yield f"quantize {columns} {to}", lambda a=(37, columns, half, to, "cuda"): check_quantize(*a), 1e-3
 
@@ -336,7 +370,7 @@ def phrase(
 
 
 def fitting(model: str, name: str, kind: str) -> list[packed_gemv.Tiling]:
-    rows, columns, _, after = MODELS[model].linears()[name]
+    _, columns, _, after = MODELS[model].linears()[name]
     bits = 8 if kind in ("int8", "fp8") else 4
     chunks, paired = columns * bits // 128, after.startswith(("heads", "gate"))
     every = [packed_gemv.Tiling(a // 2 if paired else a, *more) for a, *more in CUTS]

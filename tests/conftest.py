@@ -13,5 +13,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--server", type=int, help="the port of a ghost_server.py that tests/chaos/test_bad_ways.py shall use")
+    parser.addoption(
+        "--server", type=int, help="the port of a ghost_server.py that tests/chaos/test_bad_ways.py shall use"
+    )
     parser.addoption("--engines", type=int, default=2000, help="how many random engines to try")

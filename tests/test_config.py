@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from bloomery.cli import configuration, parser
-from bloomery.config import Config, Plan, from_environment, options, resolve
+from bloomery.config import Config, Plan, ServerConfig, child_environment, from_environment, options, resolve
 from bloomery.errors import ConfigError
 
 
@@ -65,3 +67,16 @@ def test_a_length_beyond_the_model_is_refused_with_the_number_that_works() -> No
     with pytest.raises(ConfigError, match="ask for at most 4096"):
         resolved(Config(max_model_len=5000))
     assert resolved(Config(max_model_len=100)).length_is_wish
+
+
+def test_keys_may_stand_in_a_file_and_children_do_not_inherit_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("first\nsecond\n")
+    assert ServerConfig(api_key=f"a, @{path}").keys == ("a", "first", "second")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        _ = ServerConfig(api_key="@/nowhere/to/be/found").keys
+    monkeypatch.setenv("BLOOMERY_API_KEY", "secret")
+    monkeypatch.setenv("BLOOMERY_PORT", "1")
+    assert "secret" not in child_environment().values() and child_environment()["BLOOMERY_PORT"] == "1"

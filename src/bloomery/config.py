@@ -60,7 +60,9 @@ class Config:
         None, "longest prompt plus answer, in tokens; default: what the model and memory allow", "Model", kind=int
     )
     device: str = option("auto", "cpu, cuda, cuda:1; auto: a GPU if there is one", "Hardware")
-    threads: int | None = option(None, "CPU threads of the model, or of each rank; default: one a core", "Hardware", kind=int)
+    threads: int | None = option(
+        None, "CPU threads of the model, or of each rank; default: one a core", "Hardware", kind=int
+    )
     native: bool = option(
         True, "CPU kernels compiled on this machine; without: torch alone, and GGUF's blocks expanded", "Hardware"
     )
@@ -69,7 +71,10 @@ class Config:
     tp: int = option(1, "ranks that share every layer (tensor parallel): shorter steps, much traffic", "Hardware")
     pp: int = option(1, "stages of layers (pipeline parallel): more steps at once, little traffic", "Hardware")
     executor: str = option(
-        "auto", "where ranks live: processes of this machine, or actors of a Ray cluster; auto: here", "Hardware", EXECUTORS
+        "auto",
+        "where ranks live: processes of this machine, or actors of a Ray cluster; auto: here",
+        "Hardware",
+        EXECUTORS,
     )
     interface: str | None = option(
         None, "network interface by which ranks of several machines talk; default: that of Ray's address", "Hardware"
@@ -215,7 +220,7 @@ def use_interface(name: str) -> None:
 
 def child_environment() -> dict[str, str]:
     """What a process that we start inherits: everything but secrets, which it has no use for."""
-    return {name: value for name, value in os.environ.items() if name != f"{PREFIX}API_KEY"}
+    return {name: value for name, value in os.environ.items() if name not in (f"{PREFIX}API_KEY", "API_KEY")}
 
 
 def parse(field: dataclasses.Field[Any], text: str, name: str) -> Any:
@@ -247,8 +252,17 @@ def profiler_variable(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Physical cores this process may use: threads that share one share its arithmetic."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    return len({siblings(cpu) for cpu in os.sched_getaffinity(0)})
+
+
+def siblings(cpu: int) -> str:
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
 
 
 @dataclass(frozen=True)

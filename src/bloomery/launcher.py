@@ -173,7 +173,7 @@ def translate(said: Mapping[Flag, str], known: Iterable[str]) -> tuple[dict[str,
             values[flag.ours] = VALUES.get(flag.name, str)(text)
         else:
             warnings.append(f"--{flag.name} has no meaning here: {flag.why or 'there is no such option yet'}")
-    if limits and "limits" in known:
+    if limits:
         values["limits"] = ",".join(limits)
     return values, warnings
 
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         said = given(arguments, variables())
         values, warnings = translate(said, (field.name for field in options(Config, ServerConfig)))
-        for warning in warnings:
+        for warning in (*warnings, *from_environment()[1]):
             log.warning(warning)
         config, wishes = Config(values.get("model"), **configured(values, Config)), server(values)
 

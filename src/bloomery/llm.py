@@ -30,8 +30,8 @@ from bloomery.engine.executor import Executor
 from bloomery.engine.loop import Loop
 from bloomery.engine.policy import policy_for
 from bloomery.engine.scheduler import Scheduler
-from bloomery.executors.chosen import Chosen
 from bloomery.errors import BloomeryError, ConfigError, InvalidRequest, RequestFailed, TemplateError
+from bloomery.executors.chosen import Chosen
 from bloomery.messages import Capacity, Pooling, Request, Tokens
 from bloomery.sampling import SamplingParams, embedding_request, requests
 from bloomery.text.answer import Delta, Generation, RequestOutput
@@ -41,7 +41,9 @@ from bloomery.text.tokenizer import Tokenizer
 
 log = logging.getLogger("bloomery")
 
-SWITCH = 5e-4  # seconds the event loop may keep the interpreter when the engine's thread, back from the device, wants it
+SWITCH = (
+    5e-4  # seconds the event loop may keep the interpreter when the engine's thread, back from the device, wants it
+)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 # What peers call some options.

@@ -110,7 +110,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time of some steps went: sums, in seconds. Of device and idle together, the floor could not be saved."""
+    """Where the time of some steps went: sums, in seconds. Of device and idle together the floor cannot be saved."""
 
     steps: int = 0
     floor: float = 0.0  # what the hardware cannot beat

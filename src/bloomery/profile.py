@@ -117,7 +117,7 @@ def recorded(loop: Loop, capacity: Capacity, repeat: int = 8) -> Iterator[dict[s
     executor = Remembering(loop.executor)
     ours = Loop(loop.scheduler, executor, loop.depth)
     longest = capacity.max_length - repeat - 8
-    for length in sorted({min(length, longest, capacity.max_batch_tokens) for length in (64, 256, 1024, 4096)}):
+    for length in sorted({min(length, longest, capacity.max_batch_tokens) for length in (16, 64, 256, 1024, 4096)}):
         times = []
         for _ in range(3):
             executor.steps.clear()

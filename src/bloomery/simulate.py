@@ -10,6 +10,7 @@ import heapq
 import json
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,10 @@ class Measured:
     seconds: float
     pairs: int | None = None
 
+    @property
+    def work(self) -> tuple[int, int, int, int | None]:
+        return self.tokens, self.attended, self.sampled, self.pairs
+
 
 def read_steps(path: Path) -> list[Measured]:
     try:
@@ -219,32 +224,42 @@ def read_steps(path: Path) -> list[Measured]:
 def calibrate(roofline: Roofline, steps: Sequence[Measured]) -> Calibration:
     """Four constants by least squares on the relative error: a step, its floors' slowdown, a sequence, and how much
     better the device computes than it reads (the one that is not linear: the best of a row of values). A fifth is
-    seen: no step with a piece of a prompt is shorter than the shortest of them, and those near it tell nothing else."""
-    kept, layers = roofline.calibration, len(roofline.model.layers)
-    least = min((s.seconds for s in steps if s.tokens > s.sampled), default=0.0)
-    steps = [s for s in steps if s.tokens == s.sampled or s.seconds > 1.5 * least]
-    if len(steps) < 4:
-        raise ConfigError(f"{len(steps)} measured steps are too few to calibrate on; give at least 4, of several sizes")
-    seconds = np.array([s.seconds for s in steps])
+    seen: where kernels start one by one, small pieces of prompts take longer than their work explains."""
+    trial = copy(roofline)
+    pieces = [s for s in steps if s.tokens > s.sampled]
+    least = min(pieces, key=lambda s: s.seconds, default=None)
+    usual = [s for s in steps if s not in pieces or (least and s.seconds > 1.5 * least.seconds)]
+    if len(usual) < 4:
+        raise ConfigError(f"{len(steps)} measured steps are too few to calibrate on; give more, of several sizes")
     best: tuple[float, Calibration] | None = None
     for ratio in np.geomspace(0.2, 5, 41):
-        bare = replace(kept, memory=1.0, compute=float(ratio), launch=0.0, step=0.0, eager=0.0, sequence=0.0)
-        roofline.calibration = bare
-        floors = np.array([roofline.expected(s.tokens, s.attended, s.sampled, s.pairs) for s in steps])
-        columns = np.stack([np.ones(len(steps)), floors, [s.sampled for s in steps]], 1)
-        prices = _no_negatives(columns / seconds[:, None])
-        error = float(np.square(columns @ prices / seconds - 1).sum())
-        if prices[1] > 0 and (best is None or error < best[0]):
-            slow = float(prices[1])
-            found = replace(
-                bare, memory=1 / slow, compute=float(ratio) / slow, step=float(prices[0]),
-                eager=least / layers / kept.kernels[1], sequence=float(prices[2]) / layers,
-            )  # fmt: skip
-            best = error, found
-    roofline.calibration = kept
+        found = _fitted(trial, usual, float(ratio))
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found
     if best is None:
         raise ConfigError("the measured steps do not grow with their work; measure steps of several sizes")
-    return best[1]
+    trial.calibration = found_best = best[1]
+    if least is None or least.seconds < 1.3 * trial.expected(*least.work):
+        return found_best
+    return replace(found_best, eager=least.seconds / len(roofline.model.layers) / found_best.kernels[1])
+
+
+def _fitted(roofline: Roofline, steps: Sequence[Measured], ratio: float) -> tuple[float, Calibration] | None:
+    """The best constants for one ratio of compute to memory, and their error."""
+    bare = replace(
+        roofline.calibration, memory=1.0, compute=ratio, launch=0.0, step=0.0, eager=0.0, sequence=0.0
+    )  # fmt: skip
+    roofline.calibration = bare
+    seconds = np.array([s.seconds for s in steps])
+    floors = [roofline.expected(*s.work) for s in steps]
+    columns = np.stack([np.ones(len(steps)), floors, [s.sampled for s in steps]], 1) / seconds[:, None]
+    step, slow, sequence = map(float, prices := _no_negatives(columns))
+    if slow <= 0:
+        return None
+    each = sequence / len(roofline.model.layers)
+    return float(np.square(columns @ prices - 1).sum()), replace(
+        bare, memory=1 / slow, compute=ratio / slow, step=step, sequence=each
+    )
 
 
 def _no_negatives(columns: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -46,7 +46,7 @@ class Haunted:
         for part in range(5):
             self.report("ectoplasm", part, 5)
             time.sleep(self.arguments.load / 5)
-        vocab = VOCAB
+        vocab = self.arguments.vocab
         if self.arguments.speaker:
             from tests.server.speaker import Speaker, words
 
@@ -104,6 +104,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--speaker", action="store_true")
     parser.add_argument("--blocks", type=int, default=BLOCKS)
+    parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--context", type=int, default=MAX_LENGTH)
     parser.add_argument("descriptor", type=int)
     arguments = parser.parse_args()

@@ -44,8 +44,10 @@ def main() -> int:
     settings = Settings(model="speaker", aliases=("org/speaker-1",), keys=wishes.keys, limits=limits, warm=True)
     made = plan(max_sequences=arguments.sequences, max_batch_tokens=arguments.tokens, block_size=8)
     patience = Patience(silence=arguments.silence, first=arguments.silence, queue=limits.queue_seconds)
-    client = EngineClient(made, command(*arguments.engine.split()), patience)
-    app = create_app(client, words(), settings)
+    tokenizer = words()
+    options = (*arguments.engine.split(), "--vocab", str(tokenizer.vocab_size))
+    client = EngineClient(made, command(*options), patience)
+    app = create_app(client, tokenizer, settings)
     return asyncio.Runner(loop_factory=new_loop).run(run(client, app, wishes))
 
 

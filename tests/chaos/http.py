@@ -1,4 +1,4 @@
-"""A server in a process of its own, and a frugal HTTP client: a thousand streams must not cost it more than the server."""
+"""A server in a process of its own, and an HTTP client so frugal that it can hold a thousand streams beside it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ def free_port() -> int:
 def server() -> Iterator[tuple[httpx2.Client, subprocess.Popen[str]]]:
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "bloomery", "serve", "--port", str(port), "--threads", "1", "--kv-cache-gib", "0.2"],
+        [sys.executable, "-m", "bloomery", "serve", "--port", str(port), "--threads", "1", "--kv-cache-gib", "0.2",
+         "--no-native"],
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     client = httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)

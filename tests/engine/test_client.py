@@ -246,3 +246,30 @@ def test_a_thousand_small_requests() -> None:
             assert stats.tokens_out == 16_000 and client.epoch == 1 and stats.steps < 400
 
     asyncio.run(main())
+
+
+def test_who_waits_too_long_for_an_engine_is_told_so() -> None:
+    async def main() -> None:
+        async with engine("--load", "3", patience=Patience(queue=0.3)) as client:
+            (end,) = (await collect(client, request("a", 1)))["a"]
+            assert (end.finish, end.ids) == ("deadline", ()) and not client.journal.entries
+
+    asyncio.run(main())
+
+
+def test_ready_is_an_engine_that_makes_progress() -> None:
+    async def main() -> None:
+        async with engine("--delay", "0.01", patience=Patience(silence=4.0, first=4.0)) as client:
+            await client.ready()
+            await collect(client, request("a", 1, tokens=40))
+            assert client.status.state == "ready"
+            os.kill(client.pid or 0, 19)  # SIGSTOP
+            while client.status.state == "ready":
+                await asyncio.sleep(0.05)
+            assert client.status.state == "stalled" and client.epoch == 1, "doubted before it is replaced"
+            os.kill(client.pid or 0, 18)
+            while client.status.state != "ready":
+                await asyncio.sleep(0.05)
+            assert client.epoch == 1
+
+    asyncio.run(main())

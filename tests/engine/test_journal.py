@@ -163,3 +163,21 @@ def test_any_number_of_culprits_among_many_fail_and_nobody_else(seed: int) -> No
     assert {entry for entry in entries if entry.finish == "error"} == culprits
     assert all(len(entry.emitted) == 100 for entry in entries if entry not in culprits)
     assert crashes <= 3 * len(culprits)
+
+
+def test_who_waits_too_long_or_is_past_its_deadline_is_ended() -> None:
+    journal, reader = Journal(), Reader()
+    waits = journal.open(Request("waits", (1,), Sampling(), 5), reader, 0.0)
+    runs = journal.open(Request("runs", (1,), Sampling(), 5), reader, 0.0)
+    due = journal.open(Request("due", (1,), Sampling(), 5, deadline=20.0), reader, 0.0)
+    journal.due()
+    for entry in (runs, due):
+        journal.admit(entry.serial, 3.0)
+    assert runs.queued == 3.0
+    assert journal.expire(10.0, 60.0) == []
+    assert due.replay(15.0).deadline == 5.0 and runs.replay(15.0).deadline is None
+    assert journal.expire(21.5, 60.0) == [due] and due.finish == "deadline"
+    assert journal.expire(61.0, 60.0) == [waits] and waits.error == "waited 60 s in the queue"
+    assert list(journal.entries.values()) == [runs]
+    journal.crash()
+    assert journal.expire(1000.0, 60.0) == [], "who has begun does not wait"

@@ -202,3 +202,12 @@ def test_what_cannot_be_loaded_is_told() -> None:
         driver.say(Hello(1, plan()))
         assert driver.hear() == Status("failed", detail="model.safetensors: 12 bytes are missing")
         assert driver.status() == 1
+
+
+def test_a_request_said_twice_is_one() -> None:
+    with engine() as driver:
+        driver.ready()
+        asked = request("a", 1, 2, tokens=6)
+        driver.say(asked)
+        got = driver.tokens(asked)["a"]
+        assert [id for news in got for id in news.ids] == plain(asked)[2:] and got[-1].finish == "length"

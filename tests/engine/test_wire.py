@@ -95,7 +95,7 @@ REQUEST = Request("a", (1, 2), Sampling(), 3)
     ("data", "what"),
     [
         (HEADER.pack(LIMIT + 1, 1), "not the head of a frame"),
-        (HEADER.pack(3, len(KINDS)), "kind 7, 3 bytes"),
+        (HEADER.pack(3, len(KINDS)), f"kind {len(KINDS)}, 3 bytes"),
         (b"GET / HTTP/1.1\r\n\r\n", "not the head of a frame"),
         (frame(KINDS.index(Request), body(Abort("a"))), "a Request of 6 bytes: .*required field `prompt`"),
         (frame(KINDS.index(Request), body(REQUEST)[:-1]), "a Request .* truncated"),

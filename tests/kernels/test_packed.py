@@ -83,6 +83,7 @@ def test_ways_go_by_shape() -> None:
     assert way(2, both, HALF) == "rows" and way(200, both, HALF) == "rounded"
     assert way(1, made("int4 128 zero order", 64, 512, "cpu"), HALF) == "product", "which puts the columns in order"
     assert way(3, Grid(pack(torch.zeros(4, 48), 4), torch.ones(4, 3)), HALF) == "scratch", "groups of 16"
+    assert way(3, Grid(pack(torch.zeros(4, 12), 4), torch.ones(4, 1)), HALF) == "scratch", "rows of 6 bytes"
 
 
 def test_possible() -> None:

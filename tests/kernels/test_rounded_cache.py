@@ -50,7 +50,7 @@ def test_the_kernel_stores_what_the_reference_does(dtype: torch.dtype) -> None:
     torch.testing.assert_close(q, turn_and_store_reference(qkv, wanted, slots, turn))
     torch.testing.assert_close(scales(ours), scales(wanted))
     for got, right in zip(read(ours, slots, torch.float32), read(wanted, slots, torch.float32), strict=True):
-        assert error(got, right) < (0.1 if dtype == torch.float8_e4m3fn else 0.004), "the interpreter rounds floats down"
+        assert error(got, right) < (0.1 if dtype == torch.float8_e4m3fn else 0.004), "the interpreter rounds down"
 
 
 @needs_interpreter

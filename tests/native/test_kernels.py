@@ -134,6 +134,7 @@ def test_elements(name: str, shape: tuple[int, int]) -> None:
     close(ops.elements(ops.ADD_SCALED, x, y, 0.5), x + 0.5 * y, 1e-6)
     close(ops.elements(ops.MULTIPLY, x, y), x * y, 1e-6)
     close(ops.elements(ops.TIMES, x, number=3.0), x * 3, 1e-6)
+    close(ops.elements(ops.PLUS, x, number=3.0), x + 3, 1e-6)
     close(ops.elements(ops.TANH, x), x.tanh(), 1e-6)
 
 
@@ -216,5 +217,5 @@ def test_pick(temperature: float, top_p: float, min_p: float, top_k: int, seed: 
     seeds = torch.tensor([words(seed + line) for line in range(lines)], dtype=torch.int32)
     wanted = pick_reference(logits, rows, positions, Wishes(*numbers.unbind(1)[:3], top, seeds)).tokens
     found = ops.pick(logits, rows, positions, numbers, 4, top, seeds)
-    # Float32 against float64: a line may tip where masses or noisy scores agree to six digits, and hardly more than one.
+    # Float32 against float64: a line may tip where masses or noisy scores agree to six digits, hardly more than one.
     assert int((found != wanted).sum()) <= (1 if temperature else 0)

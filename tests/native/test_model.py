@@ -1,4 +1,4 @@
-"""The embedded model from its 4-bit blocks: close to the float32 reference of the same weights, however it is batched."""
+"""The embedded model from its 4-bit blocks: close to the float32 reference of the same weights, in any batch."""
 
 from __future__ import annotations
 

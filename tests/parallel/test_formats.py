@@ -55,14 +55,19 @@ def test_rounded_while_loading(name: str, llama: Path, ranks: Processes) -> None
     assert answer(ranks, llama, quantize=name, tp=2) == answer(Local(), llama, quantize=name)
 
 
-@pytest.mark.parametrize("name", READY_MADE)
+# Of each method one, and all in the long form.
+FIRST = {name.partition("-")[0]: name for name in reversed(READY_MADE)}.values()
+ALL = [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in READY_MADE]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_ready_made(name: str, llama: Path, tmp_path: Path, ranks: Processes) -> None:
     packed, meant = tmp_path / "packed", tmp_path / "meant"
     repack(llama, packed, meant, READY_MADE[name], lambda module: ".layers." in module)
     assert answer(ranks, packed, tp=2) == answer(Local(), packed)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", ["Q8_0", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Q4_0", "Q5_1"))])
 def test_blocks_of_gguf(name: str, llama: Path, tmp_path: Path, ranks: Processes) -> None:
     write(tf.AutoModelForCausalLM.from_pretrained(llama), tmp_path / "model.gguf", BLOCKS[name])
     assert answer(ranks, tmp_path / "model.gguf", tp=2) == answer(Local(), tmp_path / "model.gguf")

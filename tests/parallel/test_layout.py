@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from bloomery.errors import ConfigError
@@ -16,6 +16,7 @@ def model(heads: int = 8, kv: int = 2, layers: int = 4, size: int = 64, vocab: i
     return Model(vocab, 64, (layer,) * layers, Norm(), 128)
 
 
+@settings(deadline=None)
 @given(some.integers(1, 20000), some.integers(1, 16))
 def test_an_inner_dimension_is_held_once_and_nearly_evenly(size: int, ranks: int) -> None:
     spans = [Layout(rank, ranks).span(size) for rank in range(ranks)]
@@ -30,6 +31,7 @@ def test_widths_of_real_models_are_cut_between_blocks_of_32(size: int, ranks: in
     assert all(Layout(rank, ranks).span(size)[0] % 32 == 0 for rank in range(ranks))
 
 
+@settings(deadline=None)
 @given(some.integers(1, 300), some.integers(1, 8))
 def test_every_word_has_one_owner(vocab: int, ranks: int) -> None:
     owned = [word for rank in range(ranks) for word in range(*Layout(rank, ranks).words(vocab))]
@@ -58,6 +60,7 @@ def test_uneven_heads_are_refused_with_the_numbers_that_would_work() -> None:
     assert divides(model(heads=8, kv=1), 8) and not divides(model(size=4), 8)
 
 
+@settings(deadline=None)
 @given(some.lists(some.integers(1, 400), min_size=1, max_size=9), some.integers(1, 4), some.integers(1, 40))
 def test_stages_are_as_even_as_can_be(sizes: list[int], count: int, vocab: int) -> None:
     """Against trying every cut."""

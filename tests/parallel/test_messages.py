@@ -56,7 +56,12 @@ def forward(decoder: Decoder) -> None:
     decoder.logits(decoder(every, every, every, caches, backend, backend.plan(step)))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Of each family the first, and all in the long form.
+FIRST = {case.name.partition("-")[0]: case for case in reversed(CASES)}.values()
+ALL = [case if case in FIRST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_two_sums_a_layer_and_one_where_blocks_are_parallel(case: Case, tmp_path: Path) -> None:
     make_checkpoint(case, tmp_path)
     group = Counting(2)

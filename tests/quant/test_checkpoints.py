@@ -24,7 +24,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(folder: Path) -> list[int]:
-    loop = engine(plan(folder, 48, block_size=4, max_batch_tokens=7, max_sequences=2, kv_cache_gib=0.01))
+    wishes = {"block_size": 4, "max_batch_tokens": 7, "max_sequences": 2, "kv_cache_gib": 0.01}
+    loop = engine(plan(folder, 48, native=False, **wishes))
     return ids(run(loop, [greedy("0", PROMPT, 24)])["0"])
 
 

@@ -10,13 +10,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bloomery.config import QUANTIZE
 from bloomery.errors import UnsupportedModel
 from bloomery.families.quantization import quantization
 from bloomery.families.reader import Reader
+from bloomery.kernels.packed import Packed
 from bloomery.models.weights import grouped_ranges
 from bloomery.quant.base import Format, Matrix, Product, Range, Stored
 from bloomery.quant.choose import ON_LOAD, choose
 from bloomery.quant.dense import DenseFormat
+from bloomery.quant.int4 import int4
+from bloomery.quant.int8 import int8
+from bloomery.quant.onload import CACHED, OnLoad
 from bloomery.spec import Attention
 from tests.quant.packers import CASES
 
@@ -132,6 +137,25 @@ def test_numbers_are_those_that_were_packed(name: str) -> None:
     form = choose(quantization(Reader({"quantization_config": CASES[name].config})))
     got = stored(form, parts, (96, 256)).dense(torch.float32, CPU)
     torch.testing.assert_close(got, values, rtol=1e-6, atol=1e-7)
+
+
+def test_loading_never_holds_a_dense_matrix() -> None:
+    """Nor does a row's result depend on the panel it was rounded in."""
+    seen: list[int] = []
+
+    def recording(weight: torch.Tensor) -> Packed:
+        seen.append(weight.numel())
+        return int4(weight)
+
+    weight = torch.randn(3 * CACHED // 512, 512)
+    matrix = stored(OnLoad(recording, int8), {"weight": weight}, tuple(weight.shape))
+    ready = matrix.rows([(700, 3000), (0, 100)]).prepare(torch.float32, CPU)
+    assert len(seen) > 2 and max(seen) <= CACHED and sum(seen) == 2400 * 512
+    assert torch.equal(ready.gather(torch.tensor([2299, 2300])), int4(weight[[2999, 0]]).dequantize())
+
+
+def test_formats_have_the_names_the_command_line_knows() -> None:
+    assert set(QUANTIZE) == {"auto", *ON_LOAD}
 
 
 def test_a_shard_that_cuts_what_belongs_together_is_told_what_would_fit() -> None:

@@ -222,7 +222,7 @@ def test_long_texts_are_tokenized_beside_the_event_loop(serve: Callable[..., Run
 
     def tokenize() -> None:
         began = time.monotonic()
-        assert server.post("/tokenize", {"inputs": "Iron, ash and slag! " * 40_000}).status_code == 200
+        assert server.post("/tokenize", {"inputs": "Iron, ash and slag! " * 40_000}, timeout=90).status_code == 200
         took.append(time.monotonic() - began)
 
     thread = threading.Thread(target=tokenize)

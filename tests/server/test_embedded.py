@@ -27,7 +27,7 @@ QUESTION = {"messages": [{"role": "user", "content": "What is iron made from? An
 @pytest.fixture(scope="module")
 def smol() -> Iterator[Running]:
     artifact = locate(None, None)
-    config = Config(threads=1, kv_cache_gib=0.25, max_model_len=1024)
+    config = Config(native=False, threads=1, kv_cache_gib=0.25, max_model_len=1024)  # as transformers computes
     plan = resolve(
         config,
         name=artifact.name,

@@ -139,7 +139,7 @@ class EngineClient:
     def stats(self) -> Stats:
         """Sums are over all engines; whoever is not running waits, be it for an engine."""
         waiting = max(len(self.journal.entries) - self.latest.running, 0)
-        return replace(_summed(self.former, self.latest), waiting=waiting)
+        return replace(summed(self.former, self.latest), waiting=waiting)
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
         """News of the requests until each has finished; to a slow reader, several come as one.
@@ -244,7 +244,7 @@ class EngineClient:
     def _bury(self, child: Child) -> None:
         """Count the death, blame the batch, and see whether there shall be another engine."""
         log.error("the engine %s", child.fault)
-        self.former, self.latest = _summed(self.former, self.latest), Stats(kv_blocks=self.latest.kv_blocks)
+        self.former, self.latest = summed(self.former, self.latest), Stats(kv_blocks=self.latest.kv_blocks)
         now = asyncio.get_running_loop().time()
         if child.ready:
             self.deaths = [death for death in self.deaths if death > now - self.patience.window]
@@ -339,6 +339,6 @@ class EngineClient:
             await asyncio.sleep(0.02)
 
 
-def _summed(former: Stats, latest: Stats) -> Stats:
+def summed(former: Stats, latest: Stats) -> Stats:
     sums = {name: getattr(former, name) + getattr(latest, name) for name in SUMS}
     return replace(latest, timing=total(former.timing, latest.timing), **sums)

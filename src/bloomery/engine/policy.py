@@ -1,9 +1,10 @@
 """Who goes next, how much a step may hold, and who gives way. The scheduler asks; it has no opinion of its own.
 
 Fair keeps the promise that a short request is never stuck behind long ones. A request is short by the time it would
-take alone, as the pace of measured steps foretells. Short ones enter first, into rows kept for them. While one is
-there, a step is cut to what its promise allows: every step has all short sequences, a part of the long ones in turn,
-and as much of a prompt as fits the time. What that costs long ones is their tax: counted, and bounded by cutting less.
+take alone, as the pace of measured steps foretells. Short ones enter first, into rows kept for them as long as some
+have been there of late; where all rows are taken, a long one may have to give way. While one is there, a step is cut to
+what its promise allows: every step has all short sequences, a part of the long ones in turn, and as much of a prompt as
+fits the time. What that costs long ones is their tax: counted, and bounded by cutting less.
 
 The queue is in order of promised times (arrival, plus some multiple of the time alone), which are fixed on arrival:
 whoever waits long enough comes before everybody who arrives later, so nobody starves. Among the keys that share a
@@ -116,9 +117,10 @@ class Aims:
 
 PRIORITY = 10.0  # seconds of waiting that one degree of priority is worth
 EXPECTED = 2.0  # seconds after a short one for which another is expected
+RESERVED = 30.0  # seconds after a short one for which rows and blocks are kept for others
 PREFILL = 1.5  # a round of all streams may grow to so many times itself, for the sake of prompts
 FINEST = 2.0  # lone steps: the smallest step worth making
-CHUNK = 7.0  # the same for a step with chunks: it is not captured, and the host starts its kernels one by one
+CHUNK = 5.0  # the same for a step with chunks: it is not captured, and the host starts its kernels one by one
 SPAN = 10.0  # seconds over which the tax is judged
 GRAIN = 16  # positions: the least that prompts advance by
 
@@ -156,6 +158,7 @@ class Fair:
         self.virtual = 0.0  # what the tenant served last had been served before: a newcomer starts there
         self.inside = 0  # short ones in the batch
         self.part = 0  # of a lap, the last step
+        self.now = 0.0
         self.seen = float("-inf")  # when a short one was last there
         self.owed = self.spent = 0.0  # tax and time of late, fading
         self.tax = 0.0  # in seconds, since the beginning
@@ -169,6 +172,9 @@ class Fair:
             sequence.short = alone <= self.aims.limit(self.pace.lone)
             sequence.cost, sequence.due = alone, sequence.arrived + self.aims.stretch * alone
             sequence.promise = sequence.due + PRIORITY * request.priority
+        self.now = now
+        if sequence.short:
+            self.seen = now
         queue = self.short if sequence.short else self.long
         if request.tenant not in self.short.lines and request.tenant not in self.long.lines:
             self.served[request.tenant] = max(self.served.get(request.tenant, 0.0), self.virtual)
@@ -183,16 +189,20 @@ class Fair:
 
     def next(self, rows: int) -> Sequence | None:
         short = self.short.top(self.served)
-        if rows <= self.spare_rows or (short is not None and self.inside < self.spare_rows):
+        if rows <= (self.spare_rows if self._reserving else 0) or (short is not None and self.inside < self.spare_rows):
             return short
         long = self.long.top(self.served)
         if short is None or long is None:
             return short or long
         return short if short.promise <= long.promise else long
 
+    @property
+    def _reserving(self) -> bool:
+        return self.now - self.seen < RESERVED
+
     def admit(self, sequence: Sequence, free: int, growth: int, alone: bool) -> bool:
         """A long one leaves a reserve; one that had to give way comes back when all it may grow to fits as well."""
-        needed = self.spare_blocks + (growth if sequence.losses else 0)
+        needed = (self.spare_blocks if self._reserving else 0) + (growth if sequence.losses else 0)
         if not alone and not sequence.short and free < needed:
             return False
         tenant = sequence.request.tenant
@@ -205,6 +215,7 @@ class Fair:
     # ---- the step --------------------------------------------------------------------------------
 
     def compose(self, running: Mapping[int, Sequence], tokens: int, now: float) -> Portion:
+        self.now = now
         shorts, streams, prompts = list[Sequence](), list[Sequence](), list[Sequence]()
         attended = context = 0
         for sequence in running.values():

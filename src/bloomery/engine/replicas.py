@@ -13,10 +13,11 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Protocol
 
 from bloomery.config import Plan, cores
-from bloomery.engine.client import SUMS, EngineClient
+from bloomery.engine.client import EngineClient, summed
 from bloomery.errors import BloomeryError
 from bloomery.messages import Capacity, Request, Stats, Status, Tokens
 
@@ -150,8 +151,11 @@ class Replicas:
     @property
     def stats(self) -> Stats:
         every = [client.stats for client in self.clients]
-        summed = ("running", "waiting", "kv_used", "kv_blocks", *SUMS)
-        return replace(every[0], **{name: sum(getattr(one, name) for one in every) for name in summed})
+        now = {
+            name: sum(getattr(one, name) for one in every) for name in ("running", "waiting", "kv_used", "kv_blocks")
+        }
+        shares = [one.share for one in every if one.share is not None]
+        return replace(reduce(summed, every), share=sum(shares) / len(shares) if shares else None, **now)
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
         """As EngineClient.stream. Requests that come together stay together: they share a prompt."""
@@ -175,7 +179,7 @@ class Replicas:
                 one.leaving = False
 
     def abort(self, id: str) -> bool:
-        return any([client.abort(id) for client in self.clients])
+        return any(client.abort(id) for client in self.clients)
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         for watcher in self.watchers:

@@ -26,7 +26,7 @@ from bloomery.errors import ConfigError
 from bloomery.executors.ranks import Drawn, RankLost, total
 from bloomery.messages import Capacity, Status, Step, StepOutput
 
-LOOPBACK = "lo"
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 GRACE = 5.0  # seconds a rank has to end
 
 
@@ -85,22 +85,28 @@ class Processes:
         self.members: list[Member] = []
         self.outputs: deque[StepOutput] = deque()
         self.folder: Path | None = None
-        self.drawn, self.plans = Drawn(), 0
+        self.drawn = Drawn()
         self.poll = select.poll()
 
     def start(self, plan: Plan) -> Capacity:
         """Load; ranks that are there already, and as many as the plan wants, leave what they had."""
-        if len(self.members) != plan.tp * plan.pp:
-            self.close()
-            self.folder = Path(tempfile.mkdtemp(prefix="bloomery-"))  # nobody else may look into it
-            self.members = [Member(number) for number in range(plan.tp * plan.pp)]
-            for member in self.members:
-                self.poll.register(member.channel.connection, select.POLLIN)
-        self.drawn, self.plans = Drawn(plan.pp > 1), self.plans + 1
+        self.drawn = Drawn(plan.pp > 1)
         with self._ending():
+            if len(self.members) != plan.tp * plan.pp:
+                self._spawn(plan.tp * plan.pp)
+            self.folder = Path(tempfile.mkdtemp(prefix="bloomery-"))  # nobody else may look into it
             for member in self.members:
-                member.send(encode(Join(plan, member.number, f"{self.folder}/{self.plans}", LOOPBACK)))
-            return self._loaded(plan)
+                member.send(encode(Join(plan, member.number, f"{self.folder}/meeting", LOOPBACK)))
+            capacity = self._loaded(plan)
+        if plan.device != "cuda":  # NCCL comes back to the meeting when two ranks speak for the first time
+            self._sweep()
+        return capacity
+
+    def _spawn(self, count: int) -> None:
+        self.close()
+        for number in range(count):
+            self.members.append(Member(number))
+            self.poll.register(self.members[-1].channel.connection, select.POLLIN)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -161,5 +167,9 @@ class Processes:
             member.end()
         self.members = []
         self.outputs.clear()
+        self._sweep()
+
+    def _sweep(self) -> None:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = None

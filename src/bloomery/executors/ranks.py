@@ -18,11 +18,12 @@ class Drawn:
 
     def __init__(self, wanted: bool = False) -> None:
         self.wanted = wanted  # there is more than one stage
-        self.last: dict[int, int] = {}  # by sequence
+        self.last: dict[int, int | None] = {}  # by sequence; None while it has only what it began with
 
     def note(self, output: StepOutput) -> None:
-        if self.wanted:
-            self.last.update((entry.sequence, entry.tokens[-1]) for entry in output.samples if entry.tokens)
+        for entry in output.samples:
+            if entry.tokens and entry.sequence in self.last:  # others have been ended meanwhile
+                self.last[entry.sequence] = entry.tokens[-1]
 
     def of(self, step: Step) -> tuple[tuple[int, int], ...]:
         """Last tokens of the step's sequences, none of those that begin: these bring their own."""
@@ -30,8 +31,9 @@ class Drawn:
             return ()
         for sequence in step.finished:
             self.last.pop(sequence, None)
-        going = (item.sequence for item in step.items if item.first is None)
-        return tuple((sequence, self.last[sequence]) for sequence in going if sequence in self.last)
+        self.last.update((item.sequence, None) for item in step.items if item.first is not None)
+        every = ((item.sequence, self.last[item.sequence]) for item in step.items)
+        return tuple((sequence, token) for sequence, token in every if token is not None)
 
 
 def total(capacities: list[Capacity], speaker: Capacity) -> Capacity:

@@ -4,8 +4,8 @@
     Codebook  sixteen values of a table, times the largest of their block
     Fp8       8-bit floats, times a scale for all, for a row or for a square block
 
-Codes of 4 bits lie two a byte, the even column in the low half. `dequantize` is the reference of every kernel that reads
-them. This file must not know where codes come from.
+Codes of 4 bits lie two a byte, the even column in the low half. `dequantize` is the reference of every kernel that
+reads them. This file must not know where codes come from.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A product of some dozens of tokens with a matrix of fewer bits: unpacked in registers, multiplied by the matrix units.
+"""A product of dozens of tokens with a matrix of fewer bits: unpacked in registers, multiplied by the matrix units.
 
 The weights are the left factor, straight from registers; the tokens, which are few, the right one. A word holds eight
 columns of a row, and which columns meet in one step of the matrix units is free to choose: so step j takes code j of
 sixteen neighbouring words, and the tokens are put into that order beforehand (`arrange`), where their sums are taken
-too. Codes stay what a mask makes of them, 128 + code in bfloat16 or 1024 + code in float16; scales, and what is too much,
-are applied to the sums of a block of columns. Where several scales fall into a block, its tokens come once for each with
-zeros in the others' places: the matrix units have time.
+too. Codes stay what a mask makes of them, 128 + code in bfloat16 or 1024 + code in float16; scales, and what is too
+much, are applied to the sums of a block of columns. Where several scales fall into a block, its tokens come once for
+each with zeros in the others' places: the matrix units have time.
 
 Short matrices are cut along their columns as well, and the parts added up in their order. This file must not know
 layers, formats or what a model is.
@@ -65,7 +65,7 @@ def packed_product(
         parts = torch.empty(cut.splits, tokens, rows, dtype=torch.float32, device=x.device)
     planes = byte_planes(packed.table, x.dtype) if isinstance(packed, Codebook) else x
     blocks = columns // WIDTH
-    codes = how.codes if how.bits == 4 else packed.codes.view(torch.int8 if how.signed else torch.uint8)
+    codes = how.codes.view(torch.int32 if how.bits == 4 else torch.int8 if how.signed else torch.uint8)
     packed_gemm_kernel[(-(-rows // cut.outputs), -(-tokens // cut.tokens), cut.splits)](
         x, codes, how.scale, x if how.zero is None else how.zero, x if sums is None else sums,
         x if how.table is None else how.table, planes, x if bias is None else bias, parts, tokens,
@@ -195,7 +195,7 @@ def packed_gemm_kernel(
 @jit
 def masked(w, j: tl.constexpr, TYPE: tl.constexpr):
     """128 + code j, or 1024 + code j in float16."""
-    MAGIC: tl.constexpr = 0x4300 if TYPE == tl.bfloat16 else 0x6400
+    MAGIC: tl.constexpr = 0x4300 if tl.bfloat16 == TYPE else 0x6400
     return (((w >> (4 * j)) & 15) | MAGIC).to(tl.int16).to(TYPE, bitcast=True)
 
 
@@ -204,7 +204,7 @@ def excess(TYPE: tl.constexpr, BITS: tl.constexpr):
     """What `masked` and `eight_bits` have more than the code."""
     if BITS == 8:
         return -128.0
-    elif TYPE == tl.bfloat16:
+    elif tl.bfloat16 == TYPE:
         return 128.0
     else:
         return 1024.0

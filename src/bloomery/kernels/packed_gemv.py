@@ -1,10 +1,10 @@
 """A product of few tokens with a matrix of fewer bits, and what stands around it: kernels/gemv for packed weights.
 
-The fewer the bytes, the more the unpacking counts: a memory that delivers 4.2 TB/s brings eight and a half thousand billion
-4-bit codes a second, and a card has about four instructions for each. So no code is ever converted: masked where it
-stands, its bits are a float below the least normal one, the code times a power of two that its place gives, and the
-tokens' numbers come multiplied by the rest. 8-bit floats need their bits moved only, for what is wrong with the exponent
-is a factor. A codebook's values lie in the lanes of a warp, and a code is the lane to ask.
+The fewer the bytes, the more the unpacking counts: a memory that delivers 4.2 TB/s brings eight and a half thousand
+billion 4-bit codes a second, and a card has about four instructions for each. So no code is ever converted: masked
+where it stands, its bits are a float below the least normal one, the code times a power of two that its place gives,
+and the tokens' numbers come multiplied by the rest. 8-bit floats need their bits moved only, for what is wrong with
+the exponent is a factor. A codebook's values lie in the lanes of a warp, and a code is the lane to ask.
 
 A thread reads 16 bytes of a row at once and all numbers of a token that belong to them; nothing passes between threads
 before the last sum. Scales are applied to the sums of those 16 bytes, or to the whole sum where a row has but one.
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
     kind: str  # grid, codebook or fp8
     bits: int
-    codes: torch.Tensor  # [out, in * bits / 32] int32
+    codes: torch.Tensor  # [out, in * bits / 8], of any 8-bit type
     scale: torch.Tensor
     zero: torch.Tensor | None
     table: torch.Tensor | None
@@ -70,7 +70,7 @@ class Layout(NamedTuple):
 
 
 def layout(packed: Packed) -> Layout:
-    codes, columns = packed.codes.view(torch.int32), packed.shape[1]
+    codes, columns = packed.codes, packed.shape[1]
     match packed:
         case Grid():
             signed = packed.codes.dtype == torch.int8
@@ -124,17 +124,18 @@ def packed_rows(
     (tokens, columns), rows, how = x.shape, packed.shape[0], layout(packed)
     paired = isinstance(after, Heads) or (isinstance(after, Activation) and after.gated)
     outputs = rows // 2 if paired else rows
-    cut = cut or tiling(rows, how.codes.shape[1] * 4, paired, tokens)
+    cut = cut or tiling(rows, how.codes.shape[1], paired, tokens)
     end = ends(x, after, rows, (tokens, outputs), x.dtype)
     weight = None if before is None else before.weight
     given = (how.zero, how.table, bias, weight)
     packed_gemv_kernel[(-(-outputs // cut.outputs),)](
-        x, how.codes, how.scale, *(x if part is None else part for part in given), *end.tensors,
+        x, how.codes.view(torch.int32), how.scale, *(x if part is None else part for part in given), *end.tensors,
         0.0 if before is None else before.eps, *end.numbers,
         OUTPUTS=outputs, COLUMNS=columns, TOKENS=tokens, TOKENS_UP=power_of_two(tokens),
         KIND=how.kind, BITS=how.bits, GROUP=how.group, TALL=how.tall, ZERO=how.zero is not None, SIGNED=how.signed,
         BIAS=bias is not None, NORM=before is not None, NORM_WEIGHT=weight is not None, PAIRED=paired, **end.choices,
-        LANES=x.is_cuda, AHEAD=cut.ahead, BLOCK_OUT=cut.outputs, BLOCK_IN=cut.chunks, num_warps=cut.warps, **overlap(x.device),
+        LANES=x.is_cuda, AHEAD=cut.ahead, BLOCK_OUT=cut.outputs, BLOCK_IN=cut.chunks, num_warps=cut.warps,
+        **overlap(x.device),
     )  # fmt: skip
     return end.tensors[-1]
 
@@ -149,7 +150,7 @@ def packed_gemv_kernel(
     TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TABLES: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tiles are [chunks, tokens, outputs], which puts a warp along the chunks; one is 16 bytes of a row, EACH columns."""
+    """Tiles are [chunks, tokens, outputs], so that a warp lies along the chunks: 16 bytes of a row, EACH columns."""
     begin(PDL)
     EACH: tl.constexpr = 128 // BITS
     CHUNKS: tl.constexpr = COLUMNS // EACH
@@ -269,14 +270,10 @@ def four(words, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, SIGNED: tl.cons
 
 @jit
 def pick4(a, b, c, d, i: tl.constexpr):
-    if i == 0:
-        return a
-    elif i == 1:
-        return b
-    elif i == 2:
-        return c
+    if i < 2:
+        return a if i == 0 else b
     else:
-        return d
+        return c if i == 2 else d
 
 
 @jit

@@ -101,6 +101,8 @@ def rounded(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch
             codes, packed.codes.t(), scale_a=scale, scale_b=right, out_dtype=x.dtype, use_fast_accum=True
         )
         return y if bias is None else y + bias
+    if isinstance(packed, Codebook):
+        raise TypeError("a codebook has no product of 8-bit factors")
     codes, scale = quantize_rows(x, INT8)
     y = torch._int_mm(codes, packed.codes.t())
     out = torch.empty(y.shape, dtype=x.dtype, device=x.device)

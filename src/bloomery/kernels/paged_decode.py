@@ -117,7 +117,8 @@ def paged_decode(
         scratch = torch.empty(batch * heads * cut.splits * (dim + 1), dtype=torch.float32, device=q.device)
     by = scales(cache)
     decode_kernel[(kv_heads * cut.parts, batch, cut.splits)](
-        q, bits(cache), q if by is None else by, out, tables, ends, slots, q if scoring.slopes is None else scoring.slopes, scratch, arrived,
+        q, bits(cache), q if by is None else by, out, tables, ends, slots,
+        q if scoring.slopes is None else scoring.slopes, scratch, arrived,
         cache.stride(0), cache.shape[1], tables.stride(0), scoring.scale * LOG2E,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=dim_up, PARTS=cut.parts, SHARE=share, SHARE_TWO=share_two,
         BLOCK=block_size, TILE=cut.tile, WINDOW=scoring.window or 0, CAP=scoring.softcap or 0.0,
@@ -160,7 +161,9 @@ def decode_kernel(
     if EARLY > 0:
         # What earlier steps stored is read while the query is still being computed; what this step stores, again below.
         near = tl.minimum(first, last - 1) * TILE
-        k, v = load_tile(cache, scales, half, places, row, near, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE)
+        k, v = load_tile(
+            cache, scales, half, places, row, near, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
+        )
         i = tl.arange(0, EARLY)
         new = tl.load(slots + i, mask=i < tl.num_programs(1), other=-BLOCK) // BLOCK
         stale = tl.max((new == tl.load(row + near // BLOCK)).to(tl.int32), 0) > 0
@@ -179,11 +182,15 @@ def decode_kernel(
     at = g * 0 + (end - 1)
     if EARLY > 0:
         if stale:
-            k, v = load_tile(cache, scales, half, places, row, near, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE)
+            k, v = load_tile(
+                cache, scales, half, places, row, near, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
+            )
         top, total, acc = attend(queries, k, v, top, total, acc, near + n, at, slope, scale, WINDOW, CAP, ALIBI, True)
         first += 1
     for t in tl.range(first, last, num_stages=STAGES):
-        k, v = load_tile(cache, scales, half, places, row, t * TILE, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE)
+        k, v = load_tile(
+            cache, scales, half, places, row, t * TILE, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
+        )
         top, total, acc = attend(
             queries, k, v, top, total, acc, t * TILE + n, at, slope, scale, WINDOW, CAP, ALIBI, True
         )

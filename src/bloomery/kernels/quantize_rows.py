@@ -28,12 +28,12 @@ def quantize_rows_reference(x: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[
 def quantize_kernel_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel."""
     x = x.contiguous()
-    tokens, columns = x.shape
+    (tokens, columns), width = x.shape, power_of_two(x.shape[1])
     out = torch.empty(tokens, columns, dtype=dtype, device=x.device)
     scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     quantize_kernel[(tokens,)](
         x, out.view(torch.int8) if dtype == INT8 else out, scale, MOST[dtype], LEAST,
-        COLUMNS=columns, WIDTH=power_of_two(columns), ROUND=dtype == INT8, num_warps=min(16, max(1, power_of_two(columns) // 1024)),
+        COLUMNS=columns, WIDTH=width, ROUND=dtype == INT8, num_warps=min(16, max(1, width // 1024)),
         **overlap(x.device),
     )  # fmt: skip
     return out, scale

@@ -89,10 +89,10 @@ def plain(x):
 @jit
 def narrowed(x, top, TYPE: tl.constexpr):
     """x [lines, dim] of the largest sizes `top` [lines]: to be stored, and its scales."""
-    MOST: tl.constexpr = 127.0 if TYPE == tl.int8 else 448.0
+    MOST: tl.constexpr = 127.0 if tl.int8 == TYPE else 448.0
     scale = tl.maximum(top / MOST, 1e-12)
     x = tl.minimum(tl.maximum(x / scale[:, None], -MOST), MOST)
-    if TYPE == tl.int8:
+    if tl.int8 == TYPE:
         return (tl.floor(tl.abs(x) + 0.5) * tl.where(x < 0, -1.0, 1.0)).to(tl.int8), scale
     else:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale

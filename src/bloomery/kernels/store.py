@@ -45,7 +45,16 @@ def turn_and_store(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, 
     """qkv [tokens, (heads + 2 kv heads) * dim] -> q [tokens, heads, dim]; k and v go to `cache` at `slots`."""
     if team().takes(qkv, cache, *(turn.weights or ()), *(turn.angles or ())) and slots.dtype == torch.int64:
         return ops.turn_and_store(
-            qkv, cache, slots, turn.angles, turn.positions, turn.interleaved, turn.norm, turn.weights, turn.eps, turn.clip
+            qkv,
+            cache,
+            slots,
+            turn.angles,
+            turn.positions,
+            turn.interleaved,
+            turn.norm,
+            turn.weights,
+            turn.eps,
+            turn.clip,
         )
     return (turn_rows if fused(qkv) else turn_and_store_reference)(qkv, cache, slots, turn)
 

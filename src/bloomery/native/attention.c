@@ -19,7 +19,7 @@ typedef struct {
     const int64_t *ends;              // [sequences]: where given, a single's position is its sequence's end less one
     float *out;                       // [tokens, heads, dim]
     long singles, tiles, width, size, half, window;
-    int heads, kv_heads, dim, longest;  // longest: positions a table can hold
+    int heads, kv_heads, dim;
     float scale, softcap;
 } Attend;
 
@@ -259,7 +259,7 @@ void native_attend(const float *q, const float *cache, long half, int heads, int
                    const int64_t *ends, float scale, float softcap, const float *slopes, long window, double work,
                    float *out) {
     Attend a = {q, cache, slopes, items, tables, ends, out, singles, tiles, width, size, half, window, heads, kv_heads, dim,
-                (int)(width * size), scale, softcap};
+                scale, softcap};
     size_t scores = (width * size + 16) * sizeof(float), tile = tile_bytes(largest * (heads / kv_heads), dim);
     scratch_space(scores > tile ? scores : tile);
     issue(attend_kernel, &a, sizeof a, work);

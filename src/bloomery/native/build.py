@@ -7,6 +7,7 @@ loaded; it appears by a rename, so nobody sees half of it.
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 HEADERS = ("native.h", "vectors.h")
 SOURCES = ("team.c", "products.c", "pack.c", "rows.c", "attention.c", "pick.c")
 # Multiplications may be fused with the additions behind them, and that is all the licence a compiler gets.
-FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-fPIC", "-shared")
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-fPIC")
 CHECKS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
 SECONDS = 300
 
@@ -34,18 +35,28 @@ def build(extra: tuple[str, ...] = (), folder: Path | None = None) -> Path:
     if target.exists():
         return target
     here = Path(__file__).parent
+    logging.getLogger(__name__).info("compiling CPU kernels with %s: once, some seconds", compiler)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / target.name
-            command = [compiler, *FLAGS, *machine_flags(), *extra, *(str(here / name) for name in SOURCES)]
-            done = subprocess.run([*command, "-o", str(made), "-lm"], capture_output=True, text=True, timeout=SECONDS)
-            if done.returncode:
-                raise NoLibrary(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+            command = [compiler, *FLAGS, *machine_flags(), *extra]
+            objects = [str(Path(scratch) / f"{name}.o") for name in SOURCES]
+            run(*([*command, "-c", str(here / name), "-o", to] for name, to in zip(SOURCES, objects, strict=True)))
+            run([*command, "-shared", *objects, "-o", str(made), "-lm"])
             made.rename(target)
     except (OSError, subprocess.SubprocessError) as error:
         raise NoLibrary(f"the kernels could not be compiled into {target.parent}: {error}") from error
     return target
+
+
+def run(*commands: list[str]) -> None:
+    """All at once; the first that fails says why."""
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    said = [process.communicate(timeout=SECONDS)[1] for process in running]
+    for command, process, text in zip(commands, running, said, strict=True):
+        if process.returncode:
+            raise NoLibrary(f"{command[0]} failed: {text.strip()[-500:]}")
 
 
 def cache() -> Path:

@@ -14,9 +14,8 @@
 #define PANEL 8   // rows of a matrix that are stored interleaved
 
 // ---- the team ------------------------------------------------------------------------------------------------------
-// One team a process, for a machine has its cores but once. Operations are issued from one thread at a time; each runs on
-// all threads of the team, and begins when the one before has ended. While a program is being recorded, operations are
-// written down instead of run.
+// One team a process, for a machine has its cores but once. An operation runs on all threads of the team, and begins when
+// the one before has ended; while the issuing thread records a program, it is written down instead.
 
 typedef struct {
     int thread;   // of `threads`
@@ -30,8 +29,8 @@ typedef void Kernel(const void *arguments, const Crew *crew);
 
 // Runs or records. `work` is a guess in nanoseconds of one thread: little work does not wake the others.
 void issue(Kernel *kernel, const void *arguments, size_t size, double work);
-char *common_space(size_t bytes);     // valid while issued operations run; each operation may leave one thing in it
-void scratch_space(size_t bytes);     // makes every thread's scratch at least so large
+void common_space(size_t bytes);   // makes the space that one operation may fill for the next at least so large
+void scratch_space(size_t bytes);  // the same for every thread's own
 int team_size(void);
 
 // The next `chunk` of `total` units that nobody has taken, as a first unit; false when there is none left.

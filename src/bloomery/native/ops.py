@@ -66,7 +66,7 @@ def pack(kind: str, blocks: torch.Tensor, columns: int) -> torch.Tensor:
     """Rows of GGUF blocks, uint8 [rows, bytes], as panels of the same values."""
     number, _ = PACKED[kind]
     rows, call = len(blocks), team().call
-    out = torch.empty(call.native_packed_bytes(number, rows, columns), dtype=torch.uint8)
+    out = team().lasting(call.native_packed_bytes(number, rows, columns))
     call.native_pack(number, blocks.data_ptr(), rows, columns, blocks.stride(0), out.data_ptr())
     return out
 

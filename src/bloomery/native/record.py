@@ -31,6 +31,11 @@ def record(work: Callable[[], None], arena: Arena) -> Program:
 
 
 class Watch(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch wraps a mode against its compiler, and imports that for it: seconds, and nobody compiles here."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.is_view:
             return (

@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #if defined(__linux__)
-#include <sched.h>
+#include <sys/mman.h>
 #endif
 #if defined(__x86_64__)
 #define relax() __builtin_ia32_pause()
@@ -41,7 +41,7 @@ static struct {
     char *scratch[MOST_THREADS];
     size_t scratch_size, common_size;
     char *common;
-    Program *recording;
+    pthread_mutex_t turn;  // held while operations run: one job at a time, and no space is moved under it
 
     // the job at hand
     const Operation *operations;
@@ -54,7 +54,9 @@ static struct {
     atomic_bool closing;
     pthread_mutex_t lock;
     pthread_cond_t news;
-} team = {.lock = PTHREAD_MUTEX_INITIALIZER, .news = PTHREAD_COND_INITIALIZER};
+} team = {.turn = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .news = PTHREAD_COND_INITIALIZER};
+
+static _Thread_local Program *recording;  // what this thread is writing down
 
 static void await_change(atomic_uint *word, unsigned old) {
     for (int i = 0; i < LOOKS; i++) {
@@ -122,14 +124,16 @@ static void work_alone(const Operation *operations, long count) {
 static void run(const Operation *operations, long count) {
     double work = 0;
     for (long i = 0; i < count && work < ALONE; i++) work += operations[i].work;
+    pthread_mutex_lock(&team.turn);
     if (team.threads <= 1 || work < ALONE) {
         work_alone(operations, count);
-        return;
+    } else {
+        team.operations = operations;
+        team.count = count;
+        announce(&team.jobs);
+        work_through(0);
     }
-    team.operations = operations;
-    team.count = count;
-    announce(&team.jobs);
-    work_through(0);
+    pthread_mutex_unlock(&team.turn);
 }
 
 void team_stop(void) {
@@ -174,25 +178,28 @@ static char *grown(char *old, size_t bytes) {
 
 // Both are looked up when an operation runs, never when it is written down: growing them leaves programs valid.
 void scratch_space(size_t bytes) {
+    pthread_mutex_lock(&team.turn);
     if (bytes < team.scratch_size) bytes = team.scratch_size;
     for (int i = 0; i < team.threads; i++)
         if (bytes > team.scratch_size || !team.scratch[i]) team.scratch[i] = grown(team.scratch[i], bytes);
     team.scratch_size = bytes;
+    pthread_mutex_unlock(&team.turn);
 }
 
-char *common_space(size_t bytes) {
+void common_space(size_t bytes) {
+    pthread_mutex_lock(&team.turn);
     if (bytes > team.common_size) {
         team.common = grown(team.common, bytes);
         team.common_size = bytes;
     }
-    return team.common;
+    pthread_mutex_unlock(&team.turn);
 }
 
 void issue(Kernel *kernel, const void *arguments, size_t size, double work) {
     Operation operation = {.kernel = kernel, .work = work};
     if (size > ROOM) abort();
     memcpy(operation.arguments, arguments, size);
-    Program *program = team.recording;
+    Program *program = recording;
     if (!program) {
         run(&operation, 1);
         return;
@@ -208,17 +215,25 @@ void issue(Kernel *kernel, const void *arguments, size_t size, double work) {
     program->operations[program->count++] = operation;
 }
 
+// Asks for large pages: fewer look-ups of addresses while weights stream by. A wish, no more.
+void large_pages(void *start, long bytes) {
+#if defined(MADV_HUGEPAGE)
+    if (madvise(start, bytes, MADV_HUGEPAGE)) return;
+#else
+    (void)start, (void)bytes;
+#endif
+}
+
 // ---- programs ------------------------------------------------------------------------------------------------------
 
-void record_begin(void) { team.recording = calloc(1, sizeof(Program)); }
+void record_begin(void) { recording = calloc(1, sizeof(Program)); }
 
 Program *record_end(void) {
-    Program *program = team.recording;
-    team.recording = NULL;
+    Program *program = recording;
+    recording = NULL;
     return program;
 }
 
-int recording(void) { return team.recording != NULL; }
 void program_run(const Program *program) { run(program->operations, program->count); }
 long program_length(const Program *program) { return program->count; }
 

@@ -14,10 +14,11 @@ from typing import TypeVar
 
 import torch
 
-from bloomery.native.arena import Arena
+from bloomery.native.arena import ALIGNED, Arena
 from bloomery.native.build import NoLibrary, build
 
 T = TypeVar("T")
+STRETCH, HUGE = 64 << 20, 2 << 20  # bytes; what is never touched costs nothing
 KINDS = {
     "p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float, "d": ctypes.c_double
 }  # fmt: skip
@@ -26,6 +27,7 @@ KINDS = {
 FUNCTIONS: Mapping[str, tuple[str, str | None]] = {
     "team_start": ("i", "i"),
     "team_stop": ("", None),
+    "large_pages": ("pl", None),
     "record_begin": ("", None),
     "record_end": ("", "p"),
     "program_run": ("p", None),
@@ -54,6 +56,7 @@ class Team:
         self.active = False
         self.threads = 0
         self.arena: Arena | None = None  # where results go while a program is recorded
+        self.stretch = torch.empty(0, dtype=torch.uint8)  # what is left of the last one
         self.kept: list[object] = []  # what the program at hand must hold on to
 
     def start(self, threads: int) -> str | None:
@@ -85,6 +88,16 @@ class Team:
         if self.arena is None:
             return torch.empty(shape, dtype=dtype)
         return self.arena.tensor(prod(shape), dtype).view(shape)
+
+    def lasting(self, size: int) -> torch.Tensor:
+        """Bytes for weights, which every step reads from end to end: cut from stretches of large pages."""
+        size = -(-size // ALIGNED) * ALIGNED
+        if size > len(self.stretch):
+            self.stretch = torch.empty(max(size, STRETCH) + HUGE, dtype=torch.uint8)
+            self.stretch = self.stretch[-self.stretch.data_ptr() % HUGE :]
+            self.call.large_pages(self.stretch.data_ptr(), len(self.stretch))
+        found, self.stretch = self.stretch[:size], self.stretch[size:]
+        return found
 
     def record(self, work: Callable[[], None], arena: Arena) -> Program:
         """What `work` asks of the team, written down instead of done. Results live in the arena."""

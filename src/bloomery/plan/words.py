@@ -154,11 +154,11 @@ def _option_lines(plan: Forecast) -> list[str]:
     if len(plan.fitting) < 2:
         return []
     devices = plan.chosen.layout.devices
-    lines = [f"{devices} devices can be used so", f"  {'':24}{'ms alone':>10}{'tokens/s in all':>17}{'messages':>10}"]
+    lines = [f"{devices} devices can be used so", f"  {'':28}{'ms alone':>10}{'tokens/s in all':>17}{'messages':>10}"]
     for option in plan.fitting:
         alone, count = option.expected(1, plan.context) * 1e3, option.roofline.messages(1, 1)[0]
         mark = "  <- " + plan.wish.goal if option.layout == plan.chosen.layout else ""
-        lines.append(f"  {option.layout!s:24}{alone:>10.2f}{plan.throughput(option):>17,.0f}{count:>10}{mark}")
+        lines.append(f"  {option.layout!s:28}{alone:>10.2f}{plan.throughput(option):>17,.0f}{count:>10}{mark}")
     return [*lines, ""]
 
 

@@ -40,8 +40,7 @@ class Dense:
         return Dense(self.weight.cat([other.weight for other in others]))
 
     def prepare(self, dtype: torch.dtype, device: torch.device) -> DenseReady:
-        weight = self.dense(dtype, device)
-        return DenseReady(weight, ops.Matrix.dense(weight) if team().takes(weight) else None)
+        return DenseReady.of(self.dense(dtype, device))
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.weight.load(dtype, device)
@@ -62,6 +61,10 @@ class DenseReady:
     weight: torch.Tensor  # [out, in]
     native: ops.Matrix | None = None  # the same for a CPU's own kernels
     shifts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)  # by the norm in front of the product
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> DenseReady:
+        return cls(weight, ops.Matrix.dense(weight) if team().takes(weight) else None)
 
     @property
     def nbytes(self) -> int:

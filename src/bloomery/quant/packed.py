@@ -21,6 +21,8 @@ from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed, unpack
 from bloomery.kernels.packed_linear import packed_linear, packed_phrase
 from bloomery.quant.base import Product, Range, Ready, Stored, Tensors
 from bloomery.quant.dense import DenseFormat, DenseReady
+from bloomery.quant.gguf import BlocksReady
+from bloomery.quant.native import native
 
 PANEL = 1 << 18  # values a CPU unpacks at once: what its caches hold
 STREAMED = 1 << 24  # the same on a GPU, where no kernel reads them packed
@@ -29,7 +31,8 @@ FINEST = 16  # columns of the smallest group that kernels read
 
 @dataclass(frozen=True)
 class Scattered:
-    """A grid whose columns belong to any group: what act-order leaves when the columns of a product are shared out."""
+    """A grid whose columns belong to any group: what act-order leaves when the columns of a product are shared out, or
+    when groups are not of one size. Codes take a byte, for no kernel reads them."""
 
     codes: torch.Tensor  # [out, in] uint8, a byte each
     scale: torch.Tensor  # [out, groups]
@@ -141,11 +144,15 @@ class PackedMatrix:
 
     def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
         held = stacked(part for whole in self.parts for part in whole.load(dtype, device))
-        ready = tuple(DenseReady(one) if isinstance(one, torch.Tensor) else PackedReady(one, dtype) for one in held)
+        ready = tuple(as_ready(one, dtype) for one in held)
         return ready[0] if len(ready) == 1 else SideBySide(ready)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.cat([values(held, dtype) for part in self.parts for held in part.load(dtype, device)])
+
+
+def as_ready(held: Held, dtype: torch.dtype) -> Ready:
+    return DenseReady.of(held) if isinstance(held, torch.Tensor) else native(held, dtype) or PackedReady(held, dtype)
 
 
 def within(ranges: Sequence[Range], start: int, end: int) -> Iterator[Range]:
@@ -373,7 +380,7 @@ def linear_in_panels(x: torch.Tensor, packed: Packed | Scattered, bias: torch.Te
     rows, width = packed.shape
     step = max(1, (PANEL if x.device.type == "cpu" else STREAMED) // width // BLOCK) * BLOCK
     y = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
-    if by_row(packed):  # a scale that is all of a row's can wait for the sum
+    if by_row(packed) and x.dtype != torch.float16:  # a row's scale can wait for the sum, where that has the room
         for row in range(0, rows, step):
             torch.mm(x, packed.codes[row : row + step].to(x.dtype).T, out=y[:, row : row + step])
         y *= packed.scale.T
@@ -416,6 +423,8 @@ def height(ready: Ready) -> int:
             return packed.shape[0]
         case DenseReady(weight):
             return len(weight)
+        case BlocksReady(matrix):
+            return matrix.rows
     raise TypeError(f"{type(ready).__name__} does not say how many rows it has")
 
 

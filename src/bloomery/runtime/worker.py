@@ -68,7 +68,9 @@ class Worker:
         self.caches = allocate(model, size.blocks + 1, plan.block_size, kv, self.device)  # the last is nobody's
         width = -(-size.max_length // plan.block_size)
         self.rows = Rows(plan.max_sequences, width, size.blocks, self.device)
-        self.sampler = Sampler(plan.max_sequences + 1, model.vocab, self.device, plan.deterministic)  # nobody's is greedy
+        self.sampler = Sampler(
+            plan.max_sequences + 1, model.vocab, self.device, plan.deterministic
+        )  # nobody's is greedy
         self.model = self._forward(plan, width, size.blocks)
         self.decode = DecodeStep(self.model, model.vocab, self.rows, plan.block_size, Picker(self.sampler))
         self.capacity = Capacity(
@@ -86,7 +88,9 @@ class Worker:
 
         if plan.graphs and mesh.stages == 1 and not mesh.shared:
             self._capture(progress, report)
-        limit = roofline(self.decoder.whole, here(self.device.type), loaded.bytes * plan.tp * plan.pp, dtype, plan.tp, plan.pp)
+        limit = roofline(
+            self.decoder.whole, here(self.device.type), loaded.bytes * plan.tp * plan.pp, dtype, plan.tp, plan.pp
+        )
         self.padded = 0  # lines of the step under way that are nobody's
         self.meter: Meter | None = Meter(limit, self.device)
 

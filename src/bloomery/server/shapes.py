@@ -20,7 +20,13 @@ USAGE: Shape = {
     "total_tokens": "integer",
     "prompt_tokens_details": {"cached_tokens": "integer"},
 }
-HEAD: Shape = {"id": "string", "object": "string", "created": "integer", "model": "string", "system_fingerprint": "string"}
+HEAD: Shape = {
+    "id": "string",
+    "object": "string",
+    "created": "integer",
+    "model": "string",
+    "system_fingerprint": "string",
+}
 TOKEN: Shape = {"id": "integer", "text": "string", "logprob": "number", "special": "boolean"}
 SEQUENCE: Shape = {
     "finish_reason": "string",
@@ -100,7 +106,13 @@ EMBEDDINGS: Shape = {
     "model": "string",
     "usage": {"prompt_tokens": "integer", "total_tokens": "integer"},
 }
-MODEL: Shape = {"id": "string", "object": "string", "created": "integer", "owned_by": "string", "max_model_len": "integer?"}
+MODEL: Shape = {
+    "id": "string",
+    "object": "string",
+    "created": "integer",
+    "owned_by": "string",
+    "max_model_len": "integer?",
+}
 MODELS: Shape = {"object": "string", "data": [MODEL]}
 TOKENS: Shape = {
     "count": "integer",
@@ -108,7 +120,12 @@ TOKENS: Shape = {
     "tokens": ["integer"],
     "token_strs": (["string"], "null"),
 }
-INFO: Shape = {"model_id": "string", "max_concurrent_requests": "integer", "max_total_tokens": "integer?", "version": "string"}
+INFO: Shape = {
+    "model_id": "string",
+    "max_concurrent_requests": "integer",
+    "max_total_tokens": "integer?",
+    "version": "string",
+}
 READY: Shape = {"state": "string", "model": "string", "progress": "number?", "detail": "string"}
 
 

@@ -128,6 +128,9 @@ class Apart:
 
     async def _run(self, task: Task, seconds: float, field: str) -> Done:
         async with self.places:
+            while self.idle and (lost := self.idle[-1]).process.poll() is not None:
+                self.idle.remove(lost)  # by nobody's fault who is here now
+                lost.end()
             hand = self.idle.pop() if self.idle else await self._hire()
             try:
                 async with asyncio.timeout(WAITING * seconds):
