@@ -97,9 +97,9 @@ def server(port: int, pace: float, profile: bool) -> int:
     app = create_app(engine, load_tokenizer(locate(None)), Settings(model="ghost"))
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     if not profile:
-        return runner.run(run_server(engine, app, wishes))
+        return runner.run(run_server(engine, lambda: app, wishes))
     with cProfile.Profile(time.thread_time) as seen:  # neighbours do not spoil it
-        status = runner.run(run_server(engine, app, wishes))
+        status = runner.run(run_server(engine, lambda: app, wishes))
     pstats.Stats(seen).sort_stats("tottime").print_stats(40)
     return status
 

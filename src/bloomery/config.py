@@ -81,7 +81,7 @@ class Config:
     )
     kv_cache_gib: float | None = option(
         None,
-        "memory for keys and values, in GiB; default: what is left (GPU), a quarter of what is free up to 4 (CPU)",
+        "memory for keys and values, in GiB; default: the rest (GPU), 8,192 positions or one longest sequence (CPU)",
         "Hardware",
         kind=float,
     )

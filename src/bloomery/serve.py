@@ -56,8 +56,11 @@ def serve(config: Config, wishes: ServerConfig) -> int:
     )
     client = engines(plan, wishes.replicas, patience)
     traces = traces_to(wishes.otlp_endpoint, wishes.otlp_service_name) if wishes.otlp_endpoint else None
-    app = create_app(client, load_tokenizer(artifact), settings, traces)
-    return asyncio.Runner(loop_factory=new_loop).run(run(client, app, wishes, int(limits.idle_seconds)))
+
+    def make_app() -> Any:
+        return create_app(client, load_tokenizer(artifact), settings, traces)
+
+    return asyncio.Runner(loop_factory=new_loop).run(run(client, make_app, wishes, int(limits.idle_seconds)))
 
 
 def engines(plan: Plan, count: int, patience: Patience) -> EngineClient | Replicas:
@@ -88,8 +91,16 @@ class Server(uvicorn.Server):
         self.closing = asyncio.create_task(close(0 if self.force_exit else seconds))
 
 
-async def run(client: EngineClient | Replicas, app: Any, wishes: ServerConfig, idle_seconds: int = 75) -> int:
-    """Until a signal, or until there will be no engine any more."""
+async def run(
+    client: EngineClient | Replicas, make_app: Callable[[], Any], wishes: ServerConfig, idle_seconds: int = 75
+) -> int:
+    """Until a signal, or until there will be no engine any more. The engine loads while the app is made."""
+    await client.start()
+    try:
+        app = make_app()
+    except BaseException:
+        await client.close()
+        raise
     server = Server(
         uvicorn.Config(
             app, wishes.host, wishes.port, http=BoundedProtocol, lifespan="on", access_log=False, server_header=False,
@@ -98,7 +109,6 @@ async def run(client: EngineClient | Replicas, app: Any, wishes: ServerConfig, i
     )  # fmt: skip
     for name in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(name, server.stop, client.close, wishes.drain_seconds)
-    await client.start()
     url = f"http://{wishes.host}:{wishes.port}"
     watch = asyncio.create_task(loading(client, url))
     failure = asyncio.create_task(client.wait_failed())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -47,8 +48,8 @@ def main() -> int:
     tokenizer = words()
     options = (*arguments.engine.split(), "--vocab", str(tokenizer.vocab_size))
     client = EngineClient(made, command(*options), patience)
-    app = create_app(client, tokenizer, settings)
-    return asyncio.Runner(loop_factory=new_loop).run(run(client, app, wishes))
+    make_app = partial(create_app, client, tokenizer, settings)
+    return asyncio.Runner(loop_factory=new_loop).run(run(client, make_app, wishes))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.runtime.device import free_memory
 from bloomery.spec import Model
 
-CPU_SHARE, CPU_MOST = 0.25, 4 << 30
+CPU_SHARE, CPU_MOST = 0.25, 4 << 30  # of free memory; bytes
+CPU_POSITIONS = 8192  # a laptop has other things to do: no more than these or the longest sequence, unless asked to
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def fit(
     if plan.kv_bytes is not None:
         budget = plan.kv_bytes // mesh.size
     elif device.type == "cpu":
-        budget = min(int(free_memory(device) * CPU_SHARE), CPU_MOST) // mesh.size
+        enough = -(-max(plan.max_length, CPU_POSITIONS) // plan.block_size) * each * mesh.size
+        budget = min(int(free_memory(device) * CPU_SHARE), CPU_MOST, enough) // mesh.size
     else:
         total = torch.cuda.mem_get_info(device)[1]
         budget = free_memory(device) - int(total * (1 - plan.memory)) - reserve

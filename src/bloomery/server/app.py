@@ -57,17 +57,26 @@ class Application:
             await send({"type": "websocket.close", "code": 1003})
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
+        warming: asyncio.Task[None] | None = None
         while True:
             kind = (await receive())["type"]
             if kind == "lifespan.startup" and self.service.settings.warm:
-                self.service.apart.warm()
+                warming = asyncio.create_task(self._warm())
             if kind == "lifespan.shutdown":
+                if warming is not None:
+                    warming.cancel()
                 self.service.apart.close()
                 if self.traces is not None:
                     await asyncio.to_thread(self.traces.close)
             await send({"type": f"{kind}.complete"})
             if kind == "lifespan.shutdown":
                 return
+
+    async def _warm(self) -> None:
+        """Once the engine has loaded: until then it needs the cores more than anybody."""
+        while self.service.backend.status.state != "ready":
+            await asyncio.sleep(0.1)
+        self.service.apart.warm()
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
