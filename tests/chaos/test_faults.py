@@ -79,7 +79,11 @@ def test_a_second_signal_is_heard_at_once(tmp_path: Path) -> None:
 
 def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     with served(tmp_path, "--engine", "--quick --delay 0.01") as server:
-        pids = server.children("engine") + server.children("apart")
+        pids: list[int] = []
+        warm = time.monotonic() + 20
+        while len(pids) < 3 and time.monotonic() < warm:  # texts' processes follow the engine
+            pids = server.children("engine") + server.children("apart")
+            time.sleep(0.05)
         assert len(pids) == 3
         server.process.kill()
         end = time.monotonic() + 5
