@@ -121,6 +121,7 @@ RESERVED = 30.0  # seconds after a short one for which rows and blocks are kept 
 PREFILL = 1.5  # a round of all streams may grow to so many times itself, for the sake of prompts
 FINEST = 2.0  # lone steps: the smallest step worth making
 CHUNK = 5.0  # the same for a step with chunks: it is not captured, and the host starts its kernels one by one
+PARTS = 4  # of a lap at the most: no stream waits for more steps than these, however wrong the pace may be
 SPAN = 10.0  # seconds over which the tax is judged
 GRAIN = 16  # positions: the least that prompts advance by
 
@@ -235,7 +236,7 @@ class Fair:
         if waiting:
             lap = max(self.aims.target(self.pace.lone), PREFILL * lap)
         seconds = self._seconds(shorts, bool(streams), lap, now)
-        parts = max(round(lap / seconds), 1) if streams else 1
+        parts = min(max(round(lap / seconds), 1), PARTS) if streams else 1
         if parts > 1:
             streams.sort(key=lambda sequence: sequence.turn)
             streams = streams[: ceil(len(streams) / parts)]
