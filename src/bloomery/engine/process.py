@@ -47,7 +47,7 @@ def serve(connection: socket.socket, make_executor: Callable[[Report], Executor]
             hello, *early = arrived
             if not isinstance(hello, Hello):
                 raise WireError(f"a {type(hello).__name__} where a Hello was due")
-            executor = make_executor(reporter(channel))
+            executor = make_executor(reporter(channel.send))
             ends.callback(executor.close)
             ends.callback(connection.close)  # before the executor: the client need not wait for that
             capacity = start(channel, executor, hello)
@@ -79,7 +79,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def reporter(channel: Channel) -> Report:
+def reporter(send: Callable[[Message], None]) -> Report:
     told = 0.0
 
     def report(what: str, done: int, total: int) -> None:
@@ -87,7 +87,7 @@ def reporter(channel: Channel) -> Report:
         now = time.monotonic()
         if now - told >= REPORTS:
             told = now
-            channel.send(Status("loading", min(done / max(total, 1), 1.0), what))
+            send(Status("loading", min(done / max(total, 1), 1.0), what))
 
     return report
 

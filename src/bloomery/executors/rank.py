@@ -13,15 +13,13 @@ import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from bloomery.config import Plan, use_interface
 from bloomery.engine.executor import Report
-from bloomery.engine.process import die_with_parent
+from bloomery.engine.process import die_with_parent, reporter
 from bloomery.engine.wire import Channel, Join, Message, Order, WireError
 from bloomery.errors import BloomeryError, ConfigError
 from bloomery.messages import Status
@@ -29,8 +27,6 @@ from bloomery.parallel.mesh import meet, part
 from bloomery.runtime.worker import Pending, Worker
 
 log = logging.getLogger("bloomery.rank")
-
-REPORTS = 0.1  # seconds between two reports while loading
 
 
 class Rank:
@@ -131,19 +127,6 @@ def tell(results: queue.SimpleQueue[Pending | None], channel: Channel) -> None:
     except BaseException:
         log.exception("a rank ends on a result")
         os._exit(1)
-
-
-def reporter(send: Callable[[Message], None]) -> Report:
-    told = 0.0
-
-    def report(what: str, done: int, total: int) -> None:
-        nonlocal told
-        now = time.monotonic()
-        if now - told >= REPORTS:
-            told = now
-            send(Status("loading", done / max(total, 1), what))
-
-    return report
 
 
 if __name__ == "__main__":
