@@ -24,7 +24,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import uvloop
@@ -40,6 +39,7 @@ from bloomery.server.service import Settings
 from bloomery.text.load import load_tokenizer
 
 VOCAB, BLOCK = 49152, 16
+ROWS = 1280  # more than there are streams: some are kept for short requests
 STALL = 2.0  # seconds without a token that count as one
 FIRST = 0.003  # seconds that HTTP may add to the time to first token
 
@@ -47,40 +47,42 @@ FIRST = 0.003  # seconds that HTTP may add to the time to first token
 # ---- the ghost ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Spoken:
+    """A step's result, there at its time: whoever asks earlier waits."""
+
+    at: float
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        time.sleep(max(self.at - time.monotonic(), 0.0))
+        return self.output
+
+
 class Ghost:
-    """An executor that says word after word of the vocabulary, at most one step every `pace` seconds."""
+    """An executor that says word after word of the vocabulary; each step takes `pace` seconds, one after the other."""
 
     def __init__(self, pace: float):
-        self.pace, self.next = pace, 0.0
+        self.pace, self.free = pace, 0.0
 
     def start(self, plan: object) -> Capacity:
-        return Capacity(1 << 20, BLOCK, 1024, 1 << 16, 8192, VOCAB)
+        return Capacity(1 << 20, BLOCK, ROWS, 1 << 16, 8192, VOCAB)
 
-    def submit(self, step: Step) -> Future[StepOutput]:
-        if self.pace:
-            time.sleep(max(self.next - time.monotonic(), 0.0))
-            self.next = max(self.next + self.pace, time.monotonic())
-        done: Future[StepOutput] = Future()
-        done.set_result(
-            StepOutput(
-                tuple(
-                    Sampled(item.sequence, (1000 + (item.start + item.count) * 7 % 5000,))
-                    for item in step.items
-                    if item.samples
-                )
-            )
-        )
-        return done
+    def submit(self, step: Step) -> Spoken:
+        self.free = max(self.free, time.monotonic()) + self.pace
+        words = [(item.sequence, item.start + item.count) for item in step.items if item.samples]
+        said = tuple([Sampled(sequence, (1000 + end * 7 % 5000,)) for sequence, end in words])
+        return Spoken(self.free, StepOutput(said))
+
+    def spare(self) -> int:
+        return 0
 
     def close(self) -> None: ...
 
 
 def plan() -> Plan:
-    """First come, first served: a fair order goes by what steps cost, and a ghost's cost nothing."""
     artifact = locate(None)
-    config = Config(
-        device="cpu", threads=1, block_size=BLOCK, max_sequences=1024, max_batch_tokens=1 << 16, policy="first-come"
-    )
+    config = Config(device="cpu", threads=1, block_size=BLOCK, max_sequences=ROWS, max_batch_tokens=1 << 16)
     return resolve(
         config, name=artifact.name, path=str(artifact.path), kind=artifact.kind, dtype="float32", device="cpu",
         context=8192,

@@ -5,8 +5,9 @@
 A word keeps the cases that have it in their name; --times makes their models so many times as wide, which gives heads
 of 64 to 256 dimensions and products of the sizes that have kernels of their own.
 
-float32: 24 greedy tokens of four prompts, with graphs, without, and with one step in flight, must all be transformers'
-own. bfloat16: log-probabilities of a prompt's tokens, largest difference from transformers in float32, beside
+float32: greedy tokens of ten prompts of several lengths, four at a time, so that prompts arrive while others go on.
+With graphs, without, and with one step in flight they must be transformers' own, and steps with chunks be captured.
+bfloat16: log-probabilities of a prompt's tokens, largest difference from transformers in float32, beside
 transformers' own in bfloat16.
 """
 
@@ -19,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-WORKERS, TOKENS = 10, 24
+WORKERS, TOKENS, PROMPTS = 10, 24, 10
 
 
 def check(name: str, times: int) -> tuple[str, str, float, float]:
@@ -33,19 +34,24 @@ def check(name: str, times: int) -> tuple[str, str, float, float]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     case = next(case for case in CASES if case.name == name)
     generator = torch.Generator().manual_seed(7)
-    count = min(TOKENS, case.length - case.prompt)
-    prompts = [torch.randint(3, VOCAB, (case.prompt,), generator=generator).tolist() for _ in range(4)]
+    counts = [min(TOKENS - 3 * (i % 7), case.length - case.prompt) for i in range(PROMPTS)]
+    lengths = [case.prompt - 2 * (i % 3) for i in range(PROMPTS)]
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
     with tempfile.TemporaryDirectory() as folder:
         model = make_checkpoint(case, Path(folder), times).cuda()
         common = {"skip_tokenizer_init": True, "max_sequences": 4, "kv_cache_gib": 0.02, "max_model_len": case.length}
-        want = [greedy(model, prompt, count) for prompt in prompts]
-        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        want = [greedy(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+        wish = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        params = [SamplingParams(max_tokens=count, **wish) for count in counts]
         wrong = []
         for way, options in (("graphs", {}), ("eager", {"cuda_graphs": False}), ("one step", {"steps_in_flight": 1})):
             llm = LLM(folder, dtype="float32", **common, **options)
             got = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
             if got != want:
                 wrong.append(way)
+            mixed = llm.front.stack.executor.executor.worker.mixed
+            if way == "graphs" and not (mixed and len(mixed.runs.found) > 1):  # the largest is there from the start
+                wrong.append("no chunks captured")
             del llm
         scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
         out = LLM(folder, dtype="bfloat16", **common).generate(prompts[:1], scored, use_tqdm=False)[0]

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offline import SHAPES, number
@@ -42,7 +42,7 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
 
-async def drive(shape: str, policy: str, load: Load, seconds: float, options: dict) -> dict:
+async def drive(shape: str, policy: str, load: Load, seconds: float, options: dict, aims: dict) -> dict:
     from bloomery import AsyncLLM, SamplingParams
 
     model = None
@@ -53,6 +53,9 @@ async def drive(shape: str, policy: str, load: Load, seconds: float, options: di
         model, options = str(folder), {"load_format": "dummy", "max_model_len": 8192, **options}
     engine = AsyncLLM(model, skip_tokenizer_init=True, enable_prefix_caching=False, policy=policy, **options)
     stack, chance = engine.front.stack, random.Random(1)
+    if aims and policy == "fair":
+        fair = stack.loop.scheduler.policy
+        fair.aims = replace(fair.aims, **aims)
     vocab = stack.capacity.vocab
     gaps: list[float] = []
 
@@ -150,21 +153,24 @@ def main() -> None:
     parser.add_argument("--longs", type=int)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for AsyncLLM(...)")
+    parser.add_argument("--aim", action="append", default=[], help="NAME=VALUE of policy.Aims: tax=0.1, stretch=4")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # one policy's figures, for the command that asked
     args = parser.parse_args()
     load = TWO_CORES if args.shape == "embedded" else GPU
     if args.longs:
         load = Load(args.longs, load.long, load.short, load.rate)
     if args.into:
-        options = {name: number(value) for name, value in (pair.split("=", 1) for pair in args.option)}
-        run = asyncio.run(drive(args.shape, args.policy[0], load, args.seconds, options))
+        options, aims = ({name: number(value) for name, value in (p.split("=", 1) for p in pairs)}
+                         for pairs in (args.option, args.aim))  # fmt: skip
+        run = asyncio.run(drive(args.shape, args.policy[0], load, args.seconds, options, aims))
         args.into.write_text(json.dumps(run))
         return
     runs = {}
     for policy in args.policy or ("fair", "first-come"):
         with tempfile.TemporaryDirectory() as folder:
             into = Path(folder) / "run.json"
-            more = [f"--option={option}" for option in args.option] + ([f"--longs={args.longs}"] if args.longs else [])
+            more = [f"--option={option}" for option in args.option] + [f"--aim={aim}" for aim in args.aim]
+            more += [f"--longs={args.longs}"] if args.longs else []
             command = [sys.executable, __file__, args.shape, f"--policy={policy}", f"--seconds={args.seconds}", *more]
             subprocess.run([*command, f"--into={into}"], check=True)
             runs[policy] = json.loads(into.read_text())

@@ -3,7 +3,8 @@
     PYTHONPATH=src python3 benchmarks/offline.py llama-8b fixed:1:32:256 fixed:64:128:256 mixed:256 prefill:8192
 
 fixed:BATCH:IN:OUT, mixed:N (in and out uniform 100..1024), prefill:N (one prompt, one token). ms/step is all the time
-over the output length, prompts included. --quantize FORMAT rounds the weights while loading; peak_gib is read with
+over the output length, prompts included; idle is the share of its time for which the card waited for the host, by the
+live meter. --quantize FORMAT rounds the weights while loading; peak_gib is read with
 --option kv_cache_gib=0.5, or the cache takes what there is.
 Floor: bytes of the weights and of the keys and values each step reads, over
 the rate at which this card copies, or operations over the rate of a large product, both measured in the same run.
@@ -89,7 +90,7 @@ def floor(llm, prompts: list[list[int]], outs: list[int], copy: float, product: 
     """Seconds: each prompt position's operations, then a pass over weights and cache for every step."""
     from bloomery.roofline import parameters
 
-    decoder = llm.front.stack.executor.worker.decoder
+    decoder = llm.front.stack.executor.executor.worker.decoder
     spec, capacity = decoder.spec, llm.front.stack.capacity
     per_token = sum(2 * l.attention.num_kv_heads * l.attention.head_dim * 2 for l in spec.layers)
     embed = 0 if spec.tied else decoder.embed.matrix.nbytes
@@ -126,6 +127,7 @@ def main() -> None:
     import torch
 
     from bloomery import LLM, SamplingParams
+    from bloomery.messages import Timing
 
     copy, product = rates()
     torch.cuda.empty_cache()
@@ -146,22 +148,28 @@ def main() -> None:
         flush=True,
     )
 
-    def run(prompts: list[list[int]], outs: list[int]) -> tuple[float, int]:
+    loop = llm.front.stack.loop
+
+    def run(prompts: list[list[int]], outs: list[int]) -> tuple[float, int, float]:
+        """Seconds, tokens, and the share of its time for which the card waited for the host."""
         params = [SamplingParams(temperature=0.0, max_tokens=o, ignore_eos=True, detokenize=False) for o in outs]
-        started = time.time()
+        loop.timing, started = Timing(), time.time()
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return time.time() - started, sum(len(out.outputs[0].token_ids) for out in outputs)
+        spent, timing = time.time() - started, loop.timing
+        idle = timing.idle / max(timing.idle + timing.device, 1e-9)
+        return spent, sum(len(out.outputs[0].token_ids) for out in outputs), idle
 
     run([[11] * 64] * 4, [8] * 4)
     for name in args.work:
         prompts, outs = workload(name, SHAPES[args.shape]["vocab_size"])
-        spent, count = min((run(prompts, outs) for _ in range(args.repeat)), key=lambda pair: pair[0])
+        spent, count, idle = min((run(prompts, outs) for _ in range(args.repeat)), key=lambda found: found[0])
         least = floor(llm, prompts, outs, copy, product)
         row = {
             "shape": args.shape, "quantize": args.quantize, "work": name,
             "s": round(spent, 4), "tok_s": round(count / spent, 1),
             "ms_step": round(1000 * spent / max(outs), 3), "floor_ms_step": round(1000 * least / max(outs), 3),
-            "share": round(least / spent, 3), "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "share": round(least / spent, 3), "idle": round(idle, 4),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         }  # fmt: skip
         print(json.dumps(row), flush=True)
 

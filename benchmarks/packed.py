@@ -34,7 +34,16 @@ from benchmarks.kernels import (
 )
 from benchmarks.products import LIMITS, MODELS, Line, Shape, copies, wide
 from bloomery.attention.triton_paged import TritonPaged
-from bloomery.kernels import gemv, packed_gemm, packed_gemv, packed_linear, quantize_rows, rounded_cache, store
+from bloomery.kernels import (
+    gemv,
+    packed_gemm,
+    packed_gemv,
+    packed_linear,
+    quantize_groups,
+    quantize_rows,
+    rounded_cache,
+    store,
+)
 from bloomery.kernels.gemv import Activation, After, Heads, Residual
 from bloomery.kernels.norm import layer_norm
 from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed
@@ -64,7 +73,7 @@ def made(kind: str, rows: int, columns: int, device: str) -> Packed:
     ).half()
     if name == "nf4":
         return Codebook(codes, torch.randn(16, device=device).sort().values, scale)
-    zero = torch.randint(1 << bits, scale.shape, device=device).half() if "zero" in more else None
+    zero = (torch.rand(scale.shape, device=device) * ((1 << bits) - 1)).half() if "zero" in more else None
     order = torch.randperm(columns, device=device).int() if "order" in more else None
     codes = codes.view(torch.int8) if "signed" in more else codes
     return Grid(codes, scale if bits == 4 else scale.float(), zero, bits, order, both="both" in more)
@@ -135,6 +144,17 @@ def check_quantize(tokens: int, columns: int, dtype: torch.dtype, to: torch.dtyp
     return max(off, (codes.float() != wanted.float()).double().mean().item() / 50, error(scale, its_scale))
 
 
+def check_groups(bits: int, group: int, device: str) -> float:
+    """The share of codes that differ, and how much more is lost by rounding than the reference loses."""
+    weight = torch.randn(70, 512, device=device) * torch.rand(70, 1, device=device) + 0.1
+    weight[0], weight[1] = 0, 3.0
+    codes, scale, zero = quantize_groups.quantize_kernel_groups(weight, bits, group)
+    wanted = quantize_groups.quantize_groups_reference(weight, bits, group)
+    got, best = (Grid(part[0], *part[1:], 8).dequantize() for part in ((codes, scale, zero), wanted))
+    more = (got - weight).square().mean() / (best - weight).square().mean() - 1
+    return max((codes != wanted[0]).double().mean().item() / 10, more.item())
+
+
 def check_cache(counts: list[int], lengths: list[int], heads: tuple[int, int, int], dtype: torch.dtype) -> float:
     """Attention over keys and values in 8 bits, stored by the kernel; the reference reads the same numbers."""
     material = case(Attention(*heads), counts, lengths, 64, torch.bfloat16, "cuda")
@@ -174,6 +194,8 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
     for kind, tokens in product(("fp8 row", "fp8 one", "int8 row signed both"), (17, 300)):
         call = lambda a=("rounded", kind, tokens, 1024, 2048, half, "cuda"): check_way(*a)  # noqa: E731
         yield f"rounded {kind} {tokens}", call, LIMITS[half]
+    for bits, group in ((4, 128), (4, 64), (3, 64), (2, 32)):
+        yield f"groups {bits} {group}", lambda a=(bits, group, "cuda"): check_groups(*a), 0.002
     for (counts, lengths), heads, to in product(
         (([1] * 5, [700, 3, 64, 65, 1]), ([1, 100, 300], [9, 100, 400])),
         ((32, 8, 128), (48, 1, 128), (6, 6, 80)),
@@ -265,7 +287,7 @@ def linear_jobs(wish: str, batches: tuple[int, ...] = BATCHES) -> list[tuple[str
     jobs = []
     for model, name, kind, tokens in product(("octocoder", "8b"), ("qkv", "o", "up", "down"), KINDS, batches):
         if wish in f"linear {model} {name} {kind} {tokens}":
-            ways = ["rows"] * (tokens <= 8) + ["product"] * (4 <= tokens <= 256) + ["scratch"] * (tokens >= 256)
+            ways = ["rows"] * (tokens <= 4) + ["product"] * (tokens >= 2) + ["scratch"] * (tokens >= 256)
             ways += ["rounded"] * (kind == "fp8" and tokens >= 4)
             jobs += [(model, name, kind, tokens, way) for way in ways]
     return jobs
@@ -419,25 +441,29 @@ def tune(wish: str) -> None:
             f"{model} {name} {kind} {(rows, width)}: floor {floor:.1f} us, {floor / times[0][0]:.0%}: {shown}",
             flush=True,
         )
-        best[rows, width] = times[0][1]
+        best[kind == "fp8", rows, width] = times[0][1]
         torch.cuda.empty_cache()
-    packed_gemv.TILINGS = {**packed_gemv.TILINGS, **best}
+    packed_gemv.TILINGS = {**packed_gemv.TILINGS, **{key[1:]: cut for key, cut in best.items() if not key[0]}}
+    packed_gemv.FLOATS = {**packed_gemv.FLOATS, **{key[1:]: cut for key, cut in best.items() if key[0]}}
     tune_products(wish)
     bench_chains(wish)
 
 
-BLOCKS = [
-    packed_gemm.Tiling(0, outputs, warps, stages, splits)
-    for (outputs, warps), stages, splits in product(((32, 2), (64, 2), (64, 4)), (4,), (1, 2, 4))
-]
+# Tokens -> (outputs, warps) and stages to try; then how often a short matrix may be cut along its columns.
+BLOCKS = {
+    16: (((64, 4), (128, 4)), (4, 6)),
+    64: (((64, 4), (128, 4), (256, 8)), (3, 4)),
+    256: (((128, 4), (256, 8)), (3, 4)),
+}
+SPLITS = {"o": (1, 2, 4, 8), "up": (1, 2), "down": (1, 2, 4, 8)}
 
 
 def product_jobs(wish: str) -> list[tuple[str, str, int, packed_gemm.Tiling]]:
-    every = product(("o", "up"), ("int4", "int8", "nf4"), (16, 64), BLOCKS)
     return [
-        (name, kind, tokens, cut._replace(tokens=min(tokens, 128 if kind != "nf4" else 64)))
-        for name, kind, tokens, cut in every
-        if wish in f"product {name} {kind} {tokens}" and not (name == "up" and cut.splits > 2)
+        (name, kind, tokens, packed_gemm.Tiling(min(tokens, 128), outputs, warps, stages, splits))
+        for name, kind, tokens in product(SPLITS, ("int4", "int8", "nf4"), BLOCKS)
+        for (outputs, warps), stages, splits in product(*BLOCKS[tokens], SPLITS[name])
+        if wish in f"product {name} {kind} {tokens}"
     ]
 
 
@@ -464,7 +490,7 @@ def tune_products(wish: str) -> None:
                 times.append((microseconds(step, len(many)), tuple(cut)))
             except Exception as problem:
                 print(f"{name} {kind} {tokens} {cut}: {problem!r}"[:200], flush=True)
-        shown = ", ".join(f"{cut} {us:.1f}" for us, cut in sorted(times)[:5])
+        shown = ", ".join(f"{cut} {us:.1f}" for us, cut in sorted(times)[:6])
         print(
             f"product octocoder {name} {kind} {tokens}: floor {size(many[0]) / BANDWIDTH * 1e6:.1f} us: {shown}",
             flush=True,

@@ -102,7 +102,7 @@ def messages() -> int:
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
-                summed, joined = ranks.sum(x * 2), ranks.join(x)
+                summed, joined = ranks.sum(x * 2), ranks.join(x, x.shape[1])
             x.copy_(torch.randn_like(x))
             graph.replay()
             torch.cuda.synchronize()

@@ -42,7 +42,14 @@ def test_generate_from_a_flag_and_from_standard_input() -> None:
 
 
 def test_chat_keeps_the_conversation_and_its_commands() -> None:
-    done = run("chat", *SMALL, "-n", "24", stdin="What is the capital of France?\n/help\nAnd of Italy?\n/reset\n")
+    done = run(
+        "chat",
+        *SMALL,
+        "--no-native",
+        "-n",
+        "24",
+        stdin="What is the capital of France?\n/help\nAnd of Italy?\n/reset\n",
+    )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout and "Rome" in done.stdout
     assert "/system TEXT" in done.stdout and "A new conversation." in done.stdout

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from bloomery.artifacts.locate import Artifact, locate
-from bloomery.config import Config
-from bloomery.describe import description, device, native_dtype, plan_for
+from bloomery.config import Config, device
+from bloomery.describe import description, native_dtype, plan_for
 from bloomery.errors import UnsupportedModel
 
 

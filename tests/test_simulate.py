@@ -92,9 +92,7 @@ def test_what_can_never_fit_is_refused_alone() -> None:
 
 def test_calibration_finds_the_constants_of_the_steps_it_is_given() -> None:
     home, chance = placed(), random.Random(0)
-    truth = replace(
-        home.roofline.calibration, memory=0.6, compute=0.4, launch=0.0, step=2e-3, eager=4e-5, sequence=1e-6
-    )
+    truth = replace(home.roofline.calibration, memory=0.6, compute=0.4, launch=0.0, step=2e-3, eager=0.0, sequence=1e-6)
     shapes = [(n, n * chance.randint(50, 900), n, None) for n in (1, 2, 5, 9, 20, 40, 80, 160)]
     shapes += [(n, n, 1, n * (n + 1) // 2) for n in (8, 16, 64, 300, 1000, 4000)]
     home.roofline.calibration = truth

@@ -7,15 +7,14 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
-from bloomery import __version__, profile, quantize
-from bloomery.bench import command as bench
+from bloomery import __version__
 from bloomery.config import Config, Options, ServerConfig, from_environment, options, parse
 from bloomery.errors import BloomeryError
-from bloomery.plan import command as plan
 from bloomery.sampling import SamplingParams
 
 CHAT_HELP = """\
@@ -28,7 +27,8 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parser(next(iter(arguments), None)).parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return int(args.run(args))
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # ---- flags -------------------------------------------------------------------------------------------
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(wanted: str | None = None) -> argparse.ArgumentParser:
+    """Of all commands; where a wanted one is among them, of that alone: the modules of the others are not imported."""
     top = argparse.ArgumentParser(
         prog="bloomery",
         description="Run open large language models. Without MODEL: the embedded SmolLM2-135M-Instruct.",
@@ -53,26 +54,45 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"bloomery {__version__}")
     verbs = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    generate_verb = verb(verbs, "generate", generate, "complete a prompt and exit")
-    generate_verb.add_argument("-p", "--prompt", help="text to complete; default: standard input")
-    generate_verb.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
-    sampling_flags(generate_verb)
-    verb(verbs, "serve", serve, "serve a model over HTTP, with a web page", ServerConfig)
-    chat_verb = verb(verbs, "chat", chat, "talk to a model in the terminal")
-    chat_verb.add_argument("--system", help="system prompt")
-    sampling_flags(chat_verb)
-    instrument(verbs, "plan", plan, "what a model needs, where it fits and how fast it could be; reads no weights")
-    instrument(verbs, "bench", bench, "put load on a server and measure what its users would feel")
-    profile.flags(verb(verbs, "profile", profiled, "show where a step's time goes, by torch's profiler"))
-    instrument(verbs, "quantize", quantize, "write a checkpoint again in fewer bits")
+    for name, add in COMMANDS.items():
+        if name == wanted or wanted not in COMMANDS:
+            add(verbs, name)
     return top
 
 
-def instrument(verbs: Any, name: str, module: Any, help: str) -> None:
+def generate_command(verbs: Any, name: str) -> None:
+    made = verb(verbs, name, generate, "complete a prompt and exit")
+    made.add_argument("-p", "--prompt", help="text to complete; default: standard input")
+    made.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
+    sampling_flags(made)
+
+
+def serve_command(verbs: Any, name: str) -> None:
+    verb(verbs, name, serve, "serve a model over HTTP, with a web page", ServerConfig)
+
+
+def chat_command(verbs: Any, name: str) -> None:
+    made = verb(verbs, name, chat, "talk to a model in the terminal")
+    made.add_argument("--system", help="system prompt")
+    sampling_flags(made)
+
+
+def profile_command(verbs: Any, name: str) -> None:
+    from bloomery import profile
+
+    profile.flags(verb(verbs, name, profiled, "show where a step's time goes, by torch's profiler"))
+
+
+def instrument(module: str, help: str) -> Callable[[Any, str], None]:
     """A command that measures or foretells: a module with `flags` of its own, and `run`."""
-    made: argparse.ArgumentParser = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-    made.set_defaults(run=module.run)
-    module.flags(made)
+
+    def add(verbs: Any, name: str) -> None:
+        found = import_module(module)
+        made: argparse.ArgumentParser = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        made.set_defaults(run=found.run)
+        found.flags(made)
+
+    return add
 
 
 def verb(
@@ -147,9 +167,9 @@ def load(args: argparse.Namespace, **more: Any) -> Any:
 
 
 def serve(args: argparse.Namespace) -> int:
-    from bloomery.serve import serve as run
+    from bloomery.start import start
 
-    return run(configuration(args), configuration(args, ServerConfig))
+    return start(configuration(args), configuration(args, ServerConfig))
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -163,6 +183,8 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def profiled(args: argparse.Namespace) -> int:
+    from bloomery import profile
+
     return profile.run(load(args, skip_tokenizer_init=True), args)
 
 
@@ -226,3 +248,16 @@ def answer(llm: Any, messages: list[dict[str, str]], text: str, params: Sampling
 def show(text: str) -> None:
     sys.stdout.write(CONTROLS.sub("", text))
     sys.stdout.flush()
+
+
+COMMANDS: Mapping[str, Callable[[Any, str], None]] = {
+    "generate": generate_command,
+    "serve": serve_command,
+    "chat": chat_command,
+    "plan": instrument(
+        "bloomery.plan.command", "what a model needs, where it fits and how fast it could be; reads no weights"
+    ),
+    "bench": instrument("bloomery.bench.command", "put load on a server and measure what its users would feel"),
+    "profile": profile_command,
+    "quantize": instrument("bloomery.quantize", "write a checkpoint again in fewer bits"),
+}

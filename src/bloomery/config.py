@@ -6,6 +6,7 @@ fields below. This is the only file that reads the environment.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import difflib
 import os
@@ -20,10 +21,11 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZE = ("auto", "int8", "int4", "int4-64", "int3", "int2", "nf4", "fp4", "fp8", "w8a8")
 LOAD_FORMATS = ("auto", "dummy")
 EXECUTORS = ("auto", "ray")
-KV_DTYPES = ("auto", "fp8", "int8")
+KV_DTYPES = ("auto", "model", "fp8", "int8")
 POLICIES = ("auto", "fair", "first-come")
 LOG_FORMATS = ("auto", "human", "json")
 PREFIX = "BLOOMERY_"
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 # Set by Nsight Systems and Compute, by torch's profiler when driven from outside, and by samplers of Python.
 PROFILERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "KINETO_USE_DAEMON", "VIZTRACER_ENABLED")
 
@@ -86,7 +88,10 @@ class Config:
         kind=float,
     )
     kv_dtype: str = option(
-        "auto", "keys and values in 8 bits with a scale a head: half the memory; auto: as dtype", "Hardware", KV_DTYPES
+        "auto",
+        "keys and values in 8 bits, a scale a head; model: as dtype; auto: that, float16 beside GGUF weights on a CPU",
+        "Hardware",
+        KV_DTYPES,
     )
     max_sequences: int | None = option(
         None, "sequences in one step; default: 256 on a GPU, 64 on a CPU", "Batching", kind=int
@@ -226,19 +231,9 @@ def child_environment() -> dict[str, str]:
 def parse(field: dataclasses.Field[Any], text: str, name: str) -> Any:
     kind = field.metadata["kind"]
     if kind is bool:
-        words = {
-            "1": True,
-            "true": True,
-            "yes": True,
-            "on": True,
-            "0": False,
-            "false": False,
-            "no": False,
-            "off": False,
-        }
-        if text.lower() not in words:
+        if text.lower() not in (*TRUE, *FALSE):
             raise ConfigError(f"{name} must be true or false, not {text!r}")
-        return words[text.lower()]
+        return text.lower() in TRUE
     try:
         return kind(text)
     except ValueError:
@@ -249,6 +244,27 @@ def profiler_variable(environ: Mapping[str, str] | None = None) -> str | None:
     """The variable by which a profiler attached itself to this process and its children, if one did."""
     environ = os.environ if environ is None else environ
     return next((name for name in PROFILERS if environ.get(name)), None)
+
+
+def device(wish: str) -> str:
+    """`auto` is a GPU if the driver has one and torch was built for it."""
+    if wish != "auto":
+        return wish
+    try:
+        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+        found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    except (OSError, AttributeError):
+        return "cpu"
+    return "cuda" if found and count.value > 0 and "+cpu" not in torch_version() else "cpu"
+
+
+def torch_version() -> str:
+    from importlib import metadata  # which takes a while, and is seldom asked
+
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "+cpu"
 
 
 def cores() -> int:

@@ -5,18 +5,15 @@ The engine process, which has torch, is handed the resulting plan and finds out 
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from collections import Counter
-from importlib import metadata
 from math import prod
-
-import numpy as np
 
 from bloomery import layout
 from bloomery.artifacts import gguf, safetensors
 from bloomery.artifacts.files import strict_json
 from bloomery.artifacts.locate import Artifact, locate
-from bloomery.config import Config, Plan, resolve
+from bloomery.config import Config, Plan, device, resolve
 from bloomery.errors import ConfigError, UnsupportedModel
 from bloomery.families import Description, describe
 from bloomery.families.gguf import describe as describe_gguf
@@ -29,14 +26,18 @@ def description(artifact: Artifact) -> Description:
     if artifact.kind == "folder":
         path = artifact.path / "config.json"
         return describe(strict_json(path.read_bytes(), str(path)))
-    file = gguf.read(artifact.path)
+    return describe_file(gguf.read(artifact.path, words=False))
 
+
+def describe_file(file: gguf.Gguf) -> Description:
     def vector(name: str) -> list[float]:
         """Divisors of rotary frequencies, which are part of the description and always F32."""
         tensor = file.tensors[name]
         if tensor.type != "F32":
-            raise UnsupportedModel(f"{artifact.path}: tensor {name!r} is {tensor.type}, not F32")
-        return np.fromfile(artifact.path, "<f4", prod(tensor.shape), offset=tensor.start).tolist()  # type: ignore[no-any-return]
+            raise UnsupportedModel(f"{file.path}: tensor {name!r} is {tensor.type}, not F32")
+        with file.path.open("rb") as stored:
+            stored.seek(tensor.start)
+            return list(struct.unpack(f"<{prod(tensor.shape)}f", stored.read(tensor.nbytes)))
 
     return describe_gguf(file.metadata, {name: tensor.shape for name, tensor in file.tensors.items()}, vector)
 
@@ -62,20 +63,6 @@ def native_dtype(artifact: Artifact, dummy: bool = False) -> str:
         if entry.dtype in STORED:
             count[STORED[entry.dtype]] += prod(entry.shape)
     return max(count, key=lambda name: count[name], default="float32")
-
-
-def device(wish: str) -> str:
-    """`auto` is a GPU if the driver has one and torch was built for it."""
-    if wish != "auto":
-        return wish
-    try:
-        if "+cpu" in metadata.version("torch"):
-            return "cpu"
-        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
-        found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-    except (OSError, AttributeError, metadata.PackageNotFoundError):
-        return "cpu"
-    return "cuda" if found and count.value > 0 else "cpu"
 
 
 def plan_for(config: Config) -> tuple[Plan, Artifact]:

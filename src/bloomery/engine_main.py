@@ -1,27 +1,71 @@
-"""The engine process: `python -m bloomery.engine_main DESCRIPTOR`, started by EngineClient and by nobody else.
+"""The engine process: `python -m bloomery.engine_main [cpu] DESCRIPTOR`, started by engine/birth.py and by nobody else.
 
 A composition root: here the engine meets its executor. The plan comes over the socket whose descriptor it inherits.
+With `cpu` it is known that the worker will be here and on a CPU: all that needs is imported before the plan has come.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import ctypes
+import gc
+import os
 import socket
 import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 
-from bloomery.engine.executor import Executor, Report
-from bloomery.engine.process import serve
-from bloomery.executors.chosen import Chosen
+# Torch imports its compiler's shape rules and its exporter for everybody: 0.7 of its 2 seconds. A CPU's steps are
+# native operations and plain torch; neither ever asks these. Nor is Triton any use here.
+LEFT_OUT = ("torch._meta_registrations", "torch.export")
 
 
-def chosen(report: Report) -> Executor:
-    """Torch is imported later, if at all: after the process has tied its life to its parent's."""
-    return Chosen(report=report)
+def prepare() -> None:
+    """What a worker on a CPU imports, without what it never uses."""
+    gc.disable()  # what is imported stays
+    sys.modules.update({name: ModuleType(name) for name in LEFT_OUT})
+    sys.modules["triton"] = None  # type: ignore[assignment]  # which means that there is none
+    linking = threading.Thread(target=link)
+    linking.start()
+    from bloomery.engine.process import die_with_parent
+
+    die_with_parent()
+    import numpy  # noqa: F401  # while torch's library is linked, all that can do without it
+
+    import bloomery.describe
+
+    linking.join()
+    import bloomery.executors.local  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
+
+
+def link() -> None:
+    """A third of torch's import is the linking of its library, which another core can do: no lock is held over it."""
+    found = find_spec("torch")
+    with contextlib.suppress(OSError):  # a torch of another make links itself when it is imported
+        if found is not None and found.origin is not None:
+            ctypes.CDLL(str(Path(found.origin).parent / "lib" / "libtorch_cpu.so"))
 
 
 def main() -> int:
+    *on_cpu, descriptor = sys.argv[1:]
+    if on_cpu:
+        try:
+            prepare()
+        except (ImportError, AttributeError) as error:  # another torch, which does want what was left out
+            print(f"engine: torch is imported once more, and whole: {error}", file=sys.stderr, flush=True)
+            os.execv(sys.executable, [sys.executable, "-m", "bloomery.engine_main", descriptor])
+    import logging
+
+    from bloomery.engine.process import serve
+    from bloomery.executors.chosen import Chosen
+
     logging.basicConfig(level=logging.INFO, format="engine: %(message)s", stream=sys.stderr)
-    return serve(socket.socket(fileno=int(sys.argv[1])), chosen)
+    return serve(socket.socket(fileno=int(descriptor)), lambda report: Chosen(report=report))
 
 
 if __name__ == "__main__":

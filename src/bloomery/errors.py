@@ -11,14 +11,12 @@ class BloomeryError(Exception):
     """Everything we raise on purpose."""
 
     status = 500
-    kind = "server_error"
 
 
 class InvalidRequest(BloomeryError):
     """The request itself is wrong; sending it again will not help. `field` names the culprit."""
 
     status = 400
-    kind = "invalid_request_error"
 
     def __init__(self, message: str, field: str | None = None):
         super().__init__(message)

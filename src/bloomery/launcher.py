@@ -140,14 +140,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", "-V", action="version", version=f"bloomery {__version__}")
     for flag in FLAGS:
         ours = f"--{flag.ours.replace(LIMIT, 'limits ').replace('_', '-')}" if flag.ours else "no meaning here"
-        about = {"dest": flag.field, "help": "; ".join(filter(None, (ours, flag.why)))}
-        names = [*filter(None, (flag.short,)), f"--{flag.name}"]
+        about: dict[str, Any] = {"dest": flag.field, "help": "; ".join(filter(None, (ours, flag.why)))}
         if flag.switch:
-            made.add_argument(*names, action="store_const", const="true", **about)  # type: ignore[arg-type]
+            about |= {"action": "store_const", "const": "true"}
         elif flag.name == "cors-allow-origin":
-            made.add_argument(*names, action="append", **about)  # type: ignore[arg-type]
-        else:
-            made.add_argument(*names, **about)  # type: ignore[arg-type]
+            about["action"] = "append"
+        made.add_argument(*filter(None, (flag.short, f"--{flag.name}")), **about)
     return made
 
 
@@ -197,9 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             log.warning(warning)
         config, wishes = Config(values.get("model"), **configured(values, Config)), server(values)
 
-        from bloomery.serve import serve
+        from bloomery.start import start
 
-        return serve(config, wishes)
+        return start(config, wishes)
     except BloomeryError as error:
         print(f"text-generation-launcher: {error}", file=sys.stderr)
         return 1

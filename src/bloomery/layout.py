@@ -6,11 +6,11 @@ else. Inner dimensions need not divide evenly, heads must. Pure numbers: no torc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from bloomery.errors import ConfigError
-from bloomery.roofline import parameters
 from bloomery.spec import Alibi, Attention, Layer, Mlp, Model, Moe
 
 Range = tuple[int, int]
@@ -151,25 +151,19 @@ def divides(model: Model, size: int) -> bool:
     return words and narrowest >= size and all(fits(layer.attention) for layer in model.layers)
 
 
-def stages(model: Model, count: int) -> list[range]:
-    """Layers of each stage, so that the slowest is as fast as can be. A step costs what it reads; so does the head."""
-    sums = [0, *accumulate(cost(model, layer) for layer in model.layers)]
-    head, most = model.vocab * (model.embed_dim or model.hidden), len(model.layers)
+def cut(layers: Sequence[float], head: float, count: int) -> list[range]:
+    """Layers of each stage, so that the slowest is as fast as can be; `layers` and `head` are what each costs."""
+    sums, most = [0.0, *accumulate(layers)], len(layers)
     # cuts[n]: of the first n layers in the stages so far the smallest maximum, and where each stage begins
-    cuts: list[tuple[int, tuple[int, ...]]] = [(total, (0,)) for total in sums]
+    cuts: list[tuple[float, tuple[int, ...]]] = [(total, (0,)) for total in sums]
     for stage in range(1, count):
-        extra = head if stage == count - 1 else 0
+        extra = head if stage == count - 1 else 0.0
         cuts = [
             min(
                 ((max(cuts[k][0], sums[n] - sums[k] + extra), (*cuts[k][1], k)) for k in range(stage, n)),
-                default=(1 << 63, ()),
+                default=(float("inf"), ()),
             )
             for n in range(most + 1)
         ]
     begins = cuts[most][1]
     return [range(start, end) for start, end in zip(begins, (*begins[1:], most))]
-
-
-def cost(model: Model, layer: Layer) -> int:
-    found = parameters(replace(model, layers=(layer,), embed_dim=None))
-    return found.matrices + found.experts

@@ -19,9 +19,10 @@ import secrets
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from bloomery.config import Config, Plan
 from bloomery.describe import plan_for
@@ -40,10 +41,9 @@ from bloomery.text.load import load_tokenizer
 from bloomery.text.tokenizer import Tokenizer
 
 log = logging.getLogger("bloomery")
+T = TypeVar("T")
 
-SWITCH = (
-    5e-4  # seconds the event loop may keep the interpreter when the engine's thread, back from the device, wants it
-)
+SWITCH = 5e-4  # seconds until the event loop hands the interpreter to the engine's thread, back from the device
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 # What peers call some options.
@@ -70,12 +70,24 @@ def build(config: Config, tokenizer: bool = True, progress: bool = False) -> Sta
     words = load_tokenizer(artifact) if tokenizer else None
     executor = Chosen(progress)
     capacity = executor.start(plan)
+    prepare(executor, progress)
     for note in capacity.notes:
         log.warning(note)
     blocks = Blocks(capacity.blocks, capacity.block_size, plan.prefix_cache)
     policy = policy_for(plan, capacity)
     scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, capacity.stages)
     return Stack(plan, capacity, words, executor, Loop(scheduler, executor, plan.depth))
+
+
+def prepare(executor: Executor, progress: bool) -> None:
+    """All at once what a server does in its spare time: whoever measures wants it done."""
+    from bloomery.runtime.progress import bar as counted
+
+    left = executor.spare()
+    with counted("graphs", left, progress and left > 0) as advance:
+        while left:
+            left = executor.spare()
+            advance()
 
 
 def configure(model: str | None, enable_prefix_caching: bool, options: Mapping[str, Any]) -> Config:
@@ -87,10 +99,19 @@ def configure(model: str | None, enable_prefix_caching: bool, options: Mapping[s
 
 
 class Front:
-    """Prompts to Generations, for both ways of running the loop."""
+    """Prompts to Generations, for both ways of running the loop. Options are Config's fields."""
 
-    def __init__(self, stack: Stack):
-        self.stack, self.tokenizer = stack, stack.tokenizer
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        skip_tokenizer_init: bool = False,
+        enable_prefix_caching: bool = True,
+        progress: bool = False,
+        **options: Any,
+    ):
+        self.stack = build(configure(model, enable_prefix_caching, options), not skip_tokenizer_init, progress)
+        self.tokenizer = self.stack.tokenizer
         self.numbers = itertools.count()
 
     @property
@@ -156,27 +177,15 @@ def many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 class LLM:
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        skip_tokenizer_init: bool = False,
-        enable_prefix_caching: bool = True,
-        progress: bool = False,
-        **options: Any,
-    ):
-        """`model` is a folder, a .gguf file, a Hub id or None for the embedded one; options are Config's fields."""
-        config = configure(model, enable_prefix_caching, options)
-        if config.policy == "auto":
-            config = replace(config, policy="first-come")  # all prompts are there, and nobody watches one of them
-        self.front = Front(build(config, not skip_tokenizer_init, progress))
+    def __init__(self, model: str | None = None, **options: Any):
+        """`model` is a folder, a .gguf file, a Hub id or None for the embedded one; options are those of Front."""
+        if options.get("policy", "auto") == "auto":
+            options["policy"] = "first-come"  # all prompts are there, and nobody watches one of them
+        self.front = Front(model, **options)
+        self.tokenizer = self.front.tokenizer
         self.loop = self.front.stack.loop
         self.arrivals: dict[str, tuple[Generation, deque[Delta]]] = {}  # by request
         self.embedded: dict[str, list[float]] = {}  # by request
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.front.tokenizer
 
     @property
     def default_params(self) -> SamplingParams:
@@ -288,37 +297,27 @@ class LLM:
             self.loop.abort(name)
 
 
-class bar:  # noqa: N801  # a context manager that reads like a function
+@contextmanager
+def bar(total: int, show: bool) -> Iterator[Callable[[int, int], None]]:
     """A progress bar of answers and tokens a second, or nothing."""
+    if not show:
+        yield lambda done, tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, total: int, show: bool):
-        self.total, self.show = total, show
-
-    def __enter__(self) -> Any:
-        if not self.show:
-            return lambda done, tokens: None
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.progress = Progress(
-            TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[speed]}"), console=Console(stderr=True), transient=False,
-        )  # fmt: skip
-        self.progress.start()
-        task = self.progress.add_task("", total=self.total, speed="")
+    columns = "answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[speed]}")
+    with Progress(*columns, console=Console(stderr=True)) as drawn:
+        task = drawn.add_task("", total=total, speed="")
         produced = 0
 
         def advance(done: int, tokens: int) -> None:
             nonlocal produced
             produced += tokens
-            elapsed = self.progress.tasks[0].elapsed or 0.0
-            self.progress.update(task, advance=done, speed=f"{produced / max(elapsed, 1e-3):.0f} tokens/s")
+            elapsed = drawn.tasks[0].elapsed or 0.0
+            drawn.update(task, advance=done, speed=f"{produced / max(elapsed, 1e-3):.0f} tokens/s")
 
-        return advance
-
-    def __exit__(self, *exception: object) -> None:
-        if self.show:
-            self.progress.stop()
+        yield advance
 
 
 # ---- for asyncio -------------------------------------------------------------------------------------
@@ -327,17 +326,10 @@ class bar:  # noqa: N801  # a context manager that reads like a function
 class AsyncLLM:
     """The loop in a thread of its own; `stream` from any number of tasks of one event loop."""
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        skip_tokenizer_init: bool = False,
-        enable_prefix_caching: bool = True,
-        progress: bool = False,
-        **options: Any,
-    ):
-        config = configure(model, enable_prefix_caching, options)
-        self.front = Front(build(config, not skip_tokenizer_init, progress))
+    def __init__(self, model: str | None = None, **options: Any):
+        """As for LLM."""
+        self.front = Front(model, **options)
+        self.tokenizer = self.front.tokenizer
         self.inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()  # a str aborts, None ends
         self.listeners: dict[str, asyncio.Queue[Tokens | BaseException]] = {}
         self.events: asyncio.AbstractEventLoop | None = None
@@ -345,10 +337,6 @@ class AsyncLLM:
         sys.setswitchinterval(SWITCH)
         self.thread = threading.Thread(target=self._run, name="bloomery-engine", daemon=True)
         self.thread.start()
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.front.tokenizer
 
     @property
     def default_params(self) -> SamplingParams:
@@ -389,14 +377,12 @@ class AsyncLLM:
         loop = self.front.stack.loop
         try:
             while self._read(wait=not loop.busy):
-                news = loop.step()
-                if news and self.events is not None:
-                    self.events.call_soon_threadsafe(self._deliver, news)
+                if news := loop.step():
+                    self._post(self._deliver, [(entry.request, entry) for entry in news])
         except BaseException as error:
             self.failure = error
             log.exception("the engine has stopped")
-            if self.events is not None:
-                self.events.call_soon_threadsafe(self._fail, error)
+            self._post(self._fail, error)
 
     def _read(self, wait: bool) -> bool:
         """Take in what has arrived, waiting for something if there is nothing to do; False when asked to end."""
@@ -412,18 +398,18 @@ class AsyncLLM:
             try:
                 loop.add(order)
             except BloomeryError as error:
-                if self.events is not None:
-                    self.events.call_soon_threadsafe(self._refuse, order.id, error)
+                self._post(self._deliver, [(order.id, error)])
         return True
 
-    def _deliver(self, news: list[Tokens]) -> None:
-        for entry in news:
-            if listener := self.listeners.get(entry.request):
-                listener.put_nowait(entry)
+    def _post(self, tell: Callable[[T], None], what: T) -> None:
+        """To the event loop; until one has asked for something, nobody listens."""
+        if self.events is not None:
+            self.events.call_soon_threadsafe(tell, what)
 
-    def _refuse(self, name: str, error: BloomeryError) -> None:
-        if listener := self.listeners.get(name):
-            listener.put_nowait(error)
+    def _deliver(self, news: Sequence[tuple[str, Tokens | BloomeryError]]) -> None:
+        for name, entry in news:
+            if listener := self.listeners.get(name):
+                listener.put_nowait(entry)
 
     def _fail(self, error: BaseException) -> None:
         for listener in self.listeners.values():

@@ -192,6 +192,7 @@ class Stats:
     tax_seconds: float = 0.0  # that long requests gave for the sake of short ones
     timing: Timing = Timing()
     share: float | None = None  # of the limit, over the last seconds: the floor over what it took
+    unprepared: int = 0  # captures that are still to be made; until then such steps run without
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,9 @@ class Remembering:
         self.steps.append(step)
         return self.executor.submit(step)
 
+    def spare(self) -> int:
+        return self.executor.spare()
+
     def close(self) -> None:
         self.executor.close()
 
@@ -131,7 +134,7 @@ def recorded(loop: Loop, capacity: Capacity, repeat: int = 8) -> Iterator[dict[s
     room = capacity.blocks * capacity.block_size
     for batch in batches:
         for length in (32, 512):
-            short = batch * length <= 8 * capacity.max_batch_tokens  # minutes of prompts teach nothing
+            short = batch * length <= 4 * capacity.max_batch_tokens  # minutes of prompts teach nothing
             if short and length + 16 <= longest and batch * (length + repeat + 16 + capacity.block_size) <= room:
                 yield decoding(ours, executor, capacity, batch, length, repeat)
 

@@ -7,7 +7,8 @@ import logging
 from pathlib import Path
 
 from bloomery.artifacts.locate import Artifact, locate
-from bloomery.describe import description, device, native_dtype
+from bloomery.config import device
+from bloomery.describe import description, native_dtype
 from bloomery.errors import ConfigError
 from bloomery.text.load import load_tokenizer
 

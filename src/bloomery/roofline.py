@@ -140,7 +140,7 @@ PRECISIONS: Mapping[str, Precision] = {
         Precision("bf16", 16),
         Precision("fp8", 8, compute="fp8"),  # one scale a row: nothing
         Precision("int8", 8, compute="int8", unpacked=16),  # one scale a row; outliers are multiplied in 16 bits
-        Precision("int4", 4 + 20 / 128, compute="int8"),  # groups of 128: a 16-bit scale and a 4-bit zero
+        Precision("int4", 4 + 32 / 128, compute="int8"),  # groups of 128: a scale and a zero of 16 bits
         Precision(
             "nf4", 4 + 32 / 64, compute="int8", unpacked=48
         ),  # blocks of 64: a 32-bit maximum; unpacked to 16, then 32 bits
@@ -174,7 +174,9 @@ class Calibration:
     launch: float = 3e-6  # seconds lost at each border between two kernels
     kernels: tuple[int, int] = (5, 10)  # kernels a layer: one position in the whole step, more
     step: float = 5e-6  # seconds a step beside its layers
-    eager: float = 30e-6  # seconds a kernel takes to start where a step is not captured: one with a piece of a prompt
+    eager: float = 45e-6  # seconds a kernel takes to start where a step is not captured
+    captured: int = 1280  # positions up to which a step with pieces of prompts is
+    mixed: float = 20e-6  # seconds a layer, where streams go on beside pieces of prompts
     sequence: float = 0.075e-6  # seconds a sequence adds to each layer beside what it reads and computes
 
 
@@ -207,7 +209,7 @@ class Machine:
         return self.rates[compute]
 
 
-CPU = Calibration(0.9, 0.7, 0.72, 0.25, launch=1e-6, kernels=(10, 10), step=100e-6, eager=0.0, sequence=5e-6)
+CPU = Calibration(0.9, 0.7, 0.72, 0.25, 1e-6, (10, 10), step=100e-6, eager=0.0, mixed=0.0, sequence=5e-6)
 
 
 def _cpu(name: str, title: str, gib: int, gigabytes: float, gigaflops: float, measured: bool = False) -> Machine:
@@ -425,5 +427,7 @@ class Roofline:
         layer = c.kernels[tokens > 1] * c.launch + sampled * c.sequence
         seconds += c.step + len(self.model.layers) * layer
         if tokens > sampled:
-            seconds = max(seconds, len(self.model.layers) * c.kernels[1] * c.eager)
+            seconds += len(self.model.layers) * c.mixed * (sampled > 1)
+            if tokens > c.captured:
+                seconds = max(seconds, len(self.model.layers) * c.kernels[1] * c.eager)
         return seconds + self.communication(tokens, sampled)

@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,20 +22,25 @@ import uvicorn
 
 from bloomery.config import Config, Plan, ServerConfig
 from bloomery.describe import plan_for
+from bloomery.engine.birth import COMMAND, ON_CPU, Born
 from bloomery.engine.client import EngineClient, Patience
 from bloomery.engine.replicas import Replicas, share
 from bloomery.errors import BloomeryError
 from bloomery.server.app import create_app
 from bloomery.server.limits import Limits
-from bloomery.server.protocol import BoundedProtocol
+from bloomery.server.protocol import bounded
 from bloomery.server.service import Settings
 from bloomery.server.tracing import traces_to
+from bloomery.text.apart import trim
 from bloomery.text.load import load_tokenizer
 
 log = logging.getLogger("bloomery")
 
+DOORS = 8  # connections taken in at a time
 
-def serve(config: Config, wishes: ServerConfig) -> int:
+
+def serve(config: Config, wishes: ServerConfig, engine: Born | None = None) -> int:
+    """`engine`: one that was started before this file was imported."""
     logs(wishes.log_format)
     plan, artifact = plan_for(config)
     names = wishes.items(wishes.served_model_name) or (artifact.name,)
@@ -54,18 +61,22 @@ def serve(config: Config, wishes: ServerConfig) -> int:
     patience = replace(
         Patience.for_device(plan.device, limits.step_seconds), queue=limits.queue_seconds, restarts=limits.restarts
     )
-    client = engines(plan, wishes.replicas, patience)
+    client = engines(plan, wishes.replicas, patience, engine)
     traces = traces_to(wishes.otlp_endpoint, wishes.otlp_service_name) if wishes.otlp_endpoint else None
 
     def make_app() -> Any:
-        return create_app(client, load_tokenizer(artifact), settings, traces)
+        tokenizer = load_tokenizer(artifact)
+        trim()
+        return create_app(client, tokenizer, settings, traces)
 
-    return asyncio.Runner(loop_factory=new_loop).run(run(client, make_app, wishes, int(limits.idle_seconds)))
+    return asyncio.Runner(loop_factory=new_loop).run(run(client, make_app, wishes, limits))
 
 
-def engines(plan: Plan, count: int, patience: Patience) -> EngineClient | Replicas:
+def engines(plan: Plan, count: int, patience: Patience, born: Born | None) -> EngineClient | Replicas:
     if count == 1:
-        return EngineClient(plan, patience=patience)
+        alone = plan.tp * plan.pp == 1 and plan.executor == "auto"
+        command = ON_CPU if plan.device == "cpu" and alone else COMMAND
+        return EngineClient(plan, command, patience, born=born)
     return Replicas([EngineClient(share(plan, number, count), patience=patience) for number in range(count)])
 
 
@@ -84,6 +95,20 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """libuv takes in one connection in a turn of its loop, so while streams keep it busy newcomers would queue
+        outside for seconds, even those that are only to be refused: each further descriptor of the socket takes one."""
+        await super().startup(sockets)
+        for descriptor in [listener.fileno() for server in self.servers for listener in server.sockets]:
+            for _ in range(DOORS - 1):
+                same = socket.socket(fileno=os.dup(descriptor))
+                self.servers.append(await asyncio.get_running_loop().create_server(self._connection, sock=same))
+
+    def _connection(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = kind(self.config, self.server_state, self.lifespan.state)
+        return made
+
     def stop(self, close: Callable[[float], Coroutine[Any, Any, None]], seconds: float) -> None:
         """First nothing new, and answers may end within so many seconds; asked again, at once."""
         self.force_exit = self.should_exit
@@ -92,9 +117,10 @@ class Server(uvicorn.Server):
 
 
 async def run(
-    client: EngineClient | Replicas, make_app: Callable[[], Any], wishes: ServerConfig, idle_seconds: int = 75
+    client: EngineClient | Replicas, make_app: Callable[[], Any], wishes: ServerConfig, limits: Limits | None = None
 ) -> int:
     """Until a signal, or until there will be no engine any more. The engine loads while the app is made."""
+    limits = limits or Limits()
     await client.start()
     try:
         app = make_app()
@@ -103,8 +129,9 @@ async def run(
         raise
     server = Server(
         uvicorn.Config(
-            app, wishes.host, wishes.port, http=BoundedProtocol, lifespan="on", access_log=False, server_header=False,
-            timeout_keep_alive=idle_seconds, log_config=None, timeout_graceful_shutdown=int(wishes.drain_seconds) + 5,
+            app, wishes.host, wishes.port, http=bounded(limits), lifespan="on", access_log=False, server_header=False,
+            timeout_keep_alive=int(limits.idle_seconds), log_config=None,
+            timeout_graceful_shutdown=int(wishes.drain_seconds) + 5,
         )
     )  # fmt: skip
     for name in (signal.SIGINT, signal.SIGTERM):

@@ -74,6 +74,9 @@ class Imagined:
         output = StepOutput(tuple([Sampled(item.sequence, (ANSWER,)) for item in step.items if item.samples]))
         return Due(self.clock, begun + spent, output)
 
+    def spare(self) -> int:
+        return 0
+
     def close(self) -> None:
         pass
 
@@ -223,43 +226,31 @@ def read_steps(path: Path) -> list[Measured]:
 
 def calibrate(roofline: Roofline, steps: Sequence[Measured]) -> Calibration:
     """Four constants by least squares on the relative error: a step, its floors' slowdown, a sequence, and how much
-    better the device computes than it reads (the one that is not linear: the best of a row of values). A fifth is
-    seen: where kernels start one by one, small pieces of prompts take longer than their work explains."""
-    trial = copy(roofline)
-    pieces = [s for s in steps if s.tokens > s.sampled]
-    least = min(pieces, key=lambda s: s.seconds, default=None)
-    usual = [s for s in steps if s not in pieces or (least and s.seconds > 1.5 * least.seconds)]
-    if len(usual) < 4:
+    better the device computes than it reads (the one that is not linear: the best of a row of values)."""
+    if len(steps) < 4:
         raise ConfigError(f"{len(steps)} measured steps are too few to calibrate on; give more, of several sizes")
-    best: tuple[float, Calibration] | None = None
-    for ratio in np.geomspace(0.2, 5, 41):
-        found = _fitted(trial, usual, float(ratio))
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
+    found = [_fitted(copy(roofline), steps, float(ratio)) for ratio in np.geomspace(0.2, 5, 41)]
+    best = min((one for one in found if one is not None), key=lambda one: one[0], default=None)
     if best is None:
         raise ConfigError("the measured steps do not grow with their work; measure steps of several sizes")
-    trial.calibration = found_best = best[1]
-    if least is None or least.seconds < 1.3 * trial.expected(*least.work):
-        return found_best
-    return replace(found_best, eager=least.seconds / len(roofline.model.layers) / found_best.kernels[1])
+    return best[1]
 
 
-def _fitted(roofline: Roofline, steps: Sequence[Measured], ratio: float) -> tuple[float, Calibration] | None:
+def _fitted(trial: Roofline, steps: Sequence[Measured], ratio: float) -> tuple[float, Calibration] | None:
     """The best constants for one ratio of compute to memory, and their error."""
-    bare = replace(
-        roofline.calibration, memory=1.0, compute=ratio, launch=0.0, step=0.0, eager=0.0, sequence=0.0
-    )  # fmt: skip
-    roofline.calibration = bare
+    before = trial.calibration
+    trial.calibration = replace(
+        before, memory=1.0, compute=ratio, launch=0.0, step=0.0, eager=0.0, mixed=0.0, sequence=0.0
+    )
     seconds = np.array([s.seconds for s in steps])
-    floors = [roofline.expected(*s.work) for s in steps]
+    floors = [trial.expected(*s.work) for s in steps]
     columns = np.stack([np.ones(len(steps)), floors, [s.sampled for s in steps]], 1) / seconds[:, None]
     step, slow, sequence = map(float, prices := _no_negatives(columns))
     if slow <= 0:
         return None
-    each = sequence / len(roofline.model.layers)
-    return float(np.square(columns @ prices - 1).sum()), replace(
-        bare, memory=1 / slow, compute=ratio / slow, step=step, sequence=each
-    )
+    each = sequence / len(trial.model.layers)
+    found = replace(before, memory=1 / slow, compute=ratio / slow, launch=0.0, step=step, sequence=each)
+    return float(np.square(columns @ prices - 1).sum()), found
 
 
 def _no_negatives(columns: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

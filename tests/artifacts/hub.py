@@ -98,9 +98,10 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             headers = {"ETag": f'"{etag(data)}"', "X-Repo-Commit": commit}
             asked = self.headers.get("Range")
             if body and asked:
-                start = int(asked.removeprefix("bytes=").split("-")[0])
-                headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-                self.reply(206, data[start:], headers)
+                first, _, last = asked.removeprefix("bytes=").partition("-")
+                start, end = int(first), min(int(last or len(data)), len(data) - 1)
+                headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
+                self.reply(206, data[start : end + 1], headers)
                 return
             self.reply(200, data, headers, body, cut=hub.cut.pop(name, 0) if body else 0)
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from tests.artifacts.hub import Hub, serving
@@ -171,6 +173,20 @@ def test_gguf_repository(hub, look):
     assert hub.fetched() == {"config.json", "m-Q8_0.gguf"}
     assert look(hub, {"HF_HUB_OFFLINE": "1"}, model="org/model:q8_0")["path"] == found["path"]
     assert "no GGUF file matches 'q2_k'" in look(hub, model="org/model:q2_k")["message"]
+
+
+def test_of_a_gguf_the_header_alone_when_no_weights_are_wanted(hub, look, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_array("tokenizer.ggml.tokens", ["x" * 1000] * 5000)  # a header of more than one piece
+    writer.add_tensor("token_embd.weight", np.ones((4096, 1024), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    hub.commits[NEW] = {"m.gguf": (tmp_path / "m.gguf").read_bytes()}
+    assert look(hub, weights=False)["kind"] == "gguf"
+    asked = [headers.get("range") for verb, path, headers in hub.log if verb == "GET" and path.endswith("m.gguf")]
+    assert asked == ["bytes=0-4194303", "bytes=4194304-8388607"]
 
 
 def test_name_the_hub_could_not_have(hub, look):

@@ -42,7 +42,7 @@ def body(chance: Random) -> tuple[str, bytes]:
     """A route and a body. Now and then a change leaves it right."""
     path = chance.choice(list(GOOD))
     made = json.loads(json.dumps(GOOD[path]))
-    for _ in range(chance.randrange(1, 4)):
+    for _ in range(chance.randrange(1, 8)):
         place = made
         while chance.random() < 0.4 and (inner := [one for one in place.values() if isinstance(one, dict)]):
             place = chance.choice(inner)

@@ -38,6 +38,7 @@ class Haunted:
     def __init__(self, arguments: argparse.Namespace, report: Report):
         self.arguments, self.report = arguments, report
         self.ghost: Ghost = Ghost(0)
+        self.due = 0.0  # the next step
 
     def start(self, plan: object) -> Capacity:
         assert isinstance(plan, Plan)
@@ -59,8 +60,9 @@ class Haunted:
         return Capacity(blocks, plan.block_size, plan.max_sequences, plan.max_batch_tokens, length, vocab)
 
     def submit(self, step: Step) -> Future[StepOutput]:
-        if self.arguments.delay:
-            time.sleep(self.arguments.delay)
+        if self.arguments.delay:  # from step to step, so that what the engine itself does in between is no part of it
+            time.sleep(max(self.due - time.monotonic(), 0.0))
+            self.due = max(self.due, time.monotonic() - self.arguments.delay) + self.arguments.delay
         for item in step.items:
             tokens = item.first.tokens if item.first is not None and not self.arguments.speaker else ()
             if tokens[:5] == POISON:
@@ -68,6 +70,9 @@ class Haunted:
             while tokens[:5] == STALL:
                 time.sleep(1)
         return self.ghost.submit(step)
+
+    def spare(self) -> int:
+        return self.ghost.spare()
 
     def close(self) -> None:
         self.ghost.close()

@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--api-key")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--policy", default="fair")
     parser.add_argument("--drain", type=float, default=30.0)
     parser.add_argument("--silence", type=float, default=300.0)
     arguments = parser.parse_args()
@@ -43,13 +44,17 @@ def main() -> int:
     )
     limits = Limits.of(wishes.limits)
     settings = Settings(model="speaker", aliases=("org/speaker-1",), keys=wishes.keys, limits=limits, warm=True)
-    made = plan(max_sequences=arguments.sequences, max_batch_tokens=arguments.tokens, block_size=8)
-    patience = Patience(silence=arguments.silence, first=arguments.silence, queue=limits.queue_seconds)
+    made = plan(
+        max_sequences=arguments.sequences, max_batch_tokens=arguments.tokens, block_size=8, policy=arguments.policy
+    )
+    patience = Patience(
+        silence=arguments.silence, first=arguments.silence, queue=limits.queue_seconds, restarts=limits.restarts
+    )
     tokenizer = words()
     options = (*arguments.engine.split(), "--vocab", str(tokenizer.vocab_size))
     client = EngineClient(made, command(*options), patience)
     make_app = partial(create_app, client, tokenizer, settings)
-    return asyncio.Runner(loop_factory=new_loop).run(run(client, make_app, wishes))
+    return asyncio.Runner(loop_factory=new_loop).run(run(client, make_app, wishes, limits))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,9 +21,12 @@ SERVER = Path(__file__).with_name("ghost_server.py")
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system gives to outgoing connections, one of which could take it before its server does."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass
@@ -44,10 +48,10 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    folder: Path, *options: str, python: tuple[str, ...] = (), command: tuple[str, ...] = ()
+    folder: Path, *options: str, python: tuple[str, ...] = (), command: tuple[str, ...] = (), port: int | None = None
 ) -> Iterator[Served]:
     """`command`: another server than the ghost's, given its port last."""
-    port, log = free_port(), folder / "server.log"
+    port, log = port or free_port(), folder / "server.log"
     line = (*command, str(port)) if command else (sys.executable, *python, str(SERVER), str(port), *options)
     with log.open("wb") as file:
         process = subprocess.Popen(line, stdout=file, stderr=file)
@@ -100,6 +104,37 @@ async def request(port: int, method: str, path: str, body: Any = None, **headers
     finally:
         writer.close()
     return answer
+
+
+class Line:
+    """One connection that is kept for request after request, opened again where the server closed it."""
+
+    def __init__(self, port: int):
+        self.port = port
+        self.reader: asyncio.StreamReader | None = None
+        self.writer: asyncio.StreamWriter | None = None
+
+    async def ask(self, path: str, data: bytes) -> Answer:
+        if self.reader is None or self.writer is None:
+            self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 22)
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        self.writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        first, *rest = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        answer = Answer(int(first.split()[1]), dict(line.lower().split(": ", 1) for line in rest if ": " in line), b"")
+        if "content-length" in answer.headers:
+            answer.body = await self.reader.readexactly(int(answer.headers["content-length"]))
+        else:
+            while size := int(await self.reader.readline(), 16):
+                answer.body += (await self.reader.readexactly(size + 2))[:-2]
+            await self.reader.readline()
+        if answer.headers.get("connection") == "close":
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        self.reader = self.writer = None
 
 
 class Refused(Exception):

@@ -54,7 +54,7 @@ def test_a_signal_lets_answers_end_for_a_while(tmp_path: Path) -> None:
         await asyncio.sleep(0.3)
         server.process.terminate()
         assert await short
-        assert await endless == "the model failed on this request"  # an event, not a cut
+        assert await endless == "the server is shutting down"  # an event, not a cut
 
     with served(tmp_path, "--engine", "--quick --delay 0.02", "--drain", "2") as server:
         pids = server.children("engine") + server.children("apart")
@@ -81,12 +81,12 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     with served(tmp_path, "--engine", "--quick --delay 0.01") as server:
         pids: list[int] = []
         warm = time.monotonic() + 20
-        while len(pids) < 3 and time.monotonic() < warm:  # texts' processes follow the engine
+        while len(pids) < 2 and time.monotonic() < warm:  # texts' processes follow the engine
             pids = server.children("engine") + server.children("apart")
             time.sleep(0.05)
-        assert len(pids) == 3
+        assert len(pids) == 2
         server.process.kill()
-        end = time.monotonic() + 5
+        end = time.monotonic() + 20  # a text process that is still importing ends when it has
         while any(map(alive, pids)) and time.monotonic() < end:
             time.sleep(0.02)
         assert not any(map(alive, pids))

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.policy import Arrival, Crowd, alone, mixed, percentile, rough, waits
+from benchmarks.policy import Arrival, Crowd, alone, mixed, percentile, produced, rough, waits
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.pace import Pace, Work
 from bloomery.engine.policy import Aims, Fair, FirstCome
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import Request, Sampled, Sampling, StepOutput
 
-MIXED = {"longs": 32, "rows": 32, "blocks": 2000, "seconds": 15.0, "rate": 3.0}
+MIXED: dict[str, float] = {"longs": 32, "rows": 32, "blocks": 2000, "seconds": 15.0, "rate": 3.0}
 
 
 def test_pace_learns_what_steps_take() -> None:
@@ -50,32 +50,43 @@ def test_short_requests_among_long_ones() -> None:
     fair = Fair(32, 2000)
     crowds = {"fair": mixed(fair, **MIXED), "first-come": mixed(FirstCome(), **MIXED)}  # type: ignore[arg-type]
     single = alone(FirstCome(), 32, 16)
-    short = {
-        name: [life.last - life.arrived for life in crowd.done("short") if life.arrived > 3]  # the pace is known
-        for name, crowd in crowds.items()
-    }  # fmt: skip
-    assert percentile(short["fair"], 0.5) < 3 * single and max(short["fair"]) < 8 * single
+    short = {name: [life.last - life.arrived for life in crowd.done("short")] for name, crowd in crowds.items()}
+    assert percentile(short["fair"], 0.5) < 3 * single and max(short["fair"]) < 6 * single
     assert percentile(short["first-come"], 0.5) > 20 * single
-    tokens = {
-        name: sum(life.count for life in crowd.lives.values() if life.kind == "long") for name, crowd in crowds.items()
-    }
-    assert tokens["fair"] > 0.85 * tokens["first-come"]
-    assert 0 < fair.tax / crowds["fair"].now <= 1.3 * fair.aims.tax  # what is owed at the end is paid later
+    tokens = {name: produced(crowd, "long", MIXED["seconds"]) for name, crowd in crowds.items()}
+    assert tokens["fair"] > 0.9 * tokens["first-come"]
+    assert 0 < fair.tax / crowds["fair"].now <= fair.aims.tax and not crowds["fair"].scheduler.preemptions
     gaps = [gap for life in crowds["fair"].lives.values() if life.kind == "long" for gap in life.gaps]
-    assert percentile(gaps, 0.99) < 2 * fair.aims.target(fair.pace.lone)
+    assert percentile(gaps, 0.99) < 1.2 * fair.aims.target(fair.pace.lone)
 
 
-def test_streams_keep_their_pace_while_long_prompts_arrive() -> None:
+def test_the_promise_and_the_tax_are_two_ends_of_a_rope() -> None:
+    """256 long ones on an H200. Small steps are ill spent there: with the tax bounded short ones take longer than
+    promised; without a bound the promise is kept within a quarter, and long ones pay."""
+    plain, single = mixed(FirstCome(), 14.0), alone(FirstCome(), 32, 16)
+    for tax, times, share in ((0.05, 9.0, 0.9), (1.0, 5.0, 0.8)):
+        crowd = mixed(Fair(256, 12000, Aims(tax=tax)), 14.0)
+        shorts = [life.last - life.arrived for life in crowd.done("short")]
+        assert percentile(shorts, 0.99) < times * single
+        assert produced(crowd, "long", crowd.now) / crowd.now > share * produced(plain, "long", plain.now) / plain.now
+        gaps = [gap for life in crowd.lives.values() if life.kind == "long" for gap in life.gaps]
+        assert percentile(gaps, 0.99) < 0.070
+
+
+@pytest.mark.parametrize("answer", [4, 200])
+def test_streams_keep_their_pace_while_long_prompts_arrive(answer: int) -> None:
+    """Whether such a request counts as a short one, for its few tokens, or not."""
+
     def arrivals() -> list[Arrival]:
         streams = [(0.0, "stream", 50, 3000, "", 0)] * 32
-        return [*streams, *((2.0 + 0.5 * i, "prompt", 8000, 4, "", 0) for i in range(20))]  # type: ignore[list-item]
+        return [*streams, *((2.0 + 0.5 * i, "prompt", 8000, answer, "", 0) for i in range(16))]  # type: ignore[list-item]
 
     fair = Fair(64, 4000)
     crowd = Crowd(fair, iter(arrivals()), rows=64, blocks=4000)
     crowd.run(10**6, until=12.0)
     gaps = [gap for life in crowd.lives.values() if life.kind == "stream" for gap in life.gaps]
-    assert len(crowd.done("prompt")) == 20
-    assert percentile(gaps, 0.99) < 2 * fair.aims.target(fair.pace.lone)
+    assert len(crowd.done("prompt")) == 16
+    assert percentile(gaps, 0.99) < 1.3 * fair.aims.target(fair.pace.lone)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -84,9 +95,9 @@ def test_nobody_starves_in_a_rough_crowd(seed: int) -> None:
     crowd = rough(Fair(16, 400), 6_000, seed)
     found = waits(crowd)
     assert all(count > 20 for count, _, _ in found.values())
-    assert found["short"][2] < 2.0 and max(longest for _, _, longest in found.values()) < 30.0
+    assert found["short"][2] < 1.0 and max(longest for _, _, longest in found.values()) < 8.0
     assert crowd.policy.tax / crowd.now < 0.05
-    assert crowd.scheduler.preemptions < len(crowd.lives) / 4
+    assert crowd.scheduler.preemptions < 0.3 * len(crowd.lives)
 
 
 def test_a_full_house_makes_room_for_a_short_one() -> None:

@@ -46,6 +46,7 @@ class Ghost:
         self.cache: dict[int, tuple[int, int]] = {}
         self.rows: dict[int, Row] = {}
         self.steps = self.chunks = 0
+        self.pieces = 0  # of work that may wait
 
     def start(self, plan: object) -> Capacity:
         raise AssertionError("a ghost has no model to load")
@@ -54,6 +55,10 @@ class Ghost:
         future: Future[StepOutput] = Future()
         future.set_result(self.run(step))
         return future
+
+    def spare(self) -> int:
+        self.pieces = max(self.pieces - 1, 0)
+        return self.pieces
 
     def close(self) -> None:
         self.rows.clear()

@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.packed import KINDS, MORE, check_quantize, check_rows, check_way, made
+from benchmarks.packed import KINDS, MORE, check_groups, check_quantize, check_rows, check_way, made
 from benchmarks.products import LIMITS, MODELS
 from bloomery.kernels import packed_gemm, packed_gemv
 from bloomery.kernels.gemv import Heads
 from bloomery.kernels.packed import Codebook, Fp8, Grid, pack, unpack
-from bloomery.kernels.packed_linear import packed_linear, packed_linear_reference, packed_phrase, way
+from bloomery.kernels.packed_linear import (
+    packed_linear,
+    packed_linear_reference,
+    packed_phrase,
+    unpacked,
+    way,
+)
 from bloomery.kernels.quantize_rows import quantize_rows_reference
 from bloomery.kernels.store import Turn
 
@@ -54,14 +60,23 @@ def test_heads_are_turned_and_stored() -> None:
 @pytest.mark.parametrize("kind", EVERY)
 def test_dozens_of_tokens_equal_the_reference(kind: str) -> None:
     torch.manual_seed(len(kind))
-    splits = 1 + len(kind) % 2
-    assert check_way("product", kind, 20, 70, 384, HALF, "cpu", packed_gemm.Tiling(16, 64, 4, 2, splits)) < LIMITS[HALF]
+    cut = packed_gemm.Tiling(16, 64 * (1 + len(kind) % 3 % 2), 4, 2, 1 + len(kind) % 2)
+    assert check_way("product", kind, 20, 150, 384, HALF, "cpu", cut) < LIMITS[HALF]
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_unpacking_equals_the_reference(kind: str) -> None:
     torch.manual_seed(len(kind))
     assert check_way("scratch", kind, 3, 70, 384, HALF, "cpu") < LIMITS[HALF]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EVERY if "order" not in kind])
+def test_rows_are_unpacked_wherever_they_stand(kind: str) -> None:
+    torch.manual_seed(len(kind))
+    packed, rows = made(kind, 150, 384, "cpu"), torch.randint(150, (9,))
+    whole = packed.dequantize(HALF)
+    torch.testing.assert_close(unpacked(packed, rows, HALF), whole[rows], rtol=2e-3, atol=1e-5)
+    torch.testing.assert_close(unpacked(packed, range(3, 140), HALF), whole[3:140], rtol=2e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.int8])
@@ -74,11 +89,17 @@ def test_rows_are_rounded_like_the_reference(to: torch.dtype) -> None:
     assert bool(((codes.float() * scale - x).abs() <= step * 1.01).all())
 
 
+@pytest.mark.parametrize(("bits", "group"), [(4, 128), (4, 64), (3, 32), (2, 16)])
+def test_groups_are_rounded_like_the_reference(bits: int, group: int) -> None:
+    torch.manual_seed(bits)
+    assert check_groups(bits, group, "cpu") < 0.002
+
+
 def test_ways_go_by_shape() -> None:
     grid, both = made("int4 128 zero", 64, 512, "cpu"), made("int8 row signed both", 64, 512, "cpu")
     assert way(1, grid, HALF) == "rows"
     assert way(64, grid, HALF) == "product"
-    assert way(64, made("nf4 64", 64, 512, "cpu"), HALF) == "scratch"
+    assert way(64, made("nf4 64", 64, 512, "cpu"), HALF) == "product"
     assert way(64, grid, FULL) == way(5000, grid, HALF) == "scratch"
     assert way(2, both, HALF) == "rows" and way(200, both, HALF) == "rounded"
     assert way(1, made("int4 128 zero order", 64, 512, "cpu"), HALF) == "product", "which puts the columns in order"
@@ -100,7 +121,7 @@ def test_every_shape_has_a_cut() -> None:
         for width, paired, tokens in ((columns // 2, False, 1), (columns, True, 4)):
             cut = packed_gemv.tiling(rows, width, paired, tokens)
             assert all(number & (number - 1) == 0 for number in cut[:3]) and cut.chunks == 32 * cut.warps
-        cut = packed_gemm.tiling(48, rows, columns, 1, 132)
+        cut = packed_gemm.tiling(48, rows, columns // 128, "grid", 4, 132)
         assert cut.tokens == 64 and 1 <= cut.splits <= 8
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks.kernels import case, check_attention, error
 from bloomery.attention.triton_paged import TritonPaged
@@ -59,8 +60,24 @@ def test_a_captured_step_knows_lengths_on_the_device_only(early: bool) -> None:
     got = backend.attend(material.q, material.cache, spec, plan)
     wanted = replace(material, q=material.q[:2], ragged=replace(shorter, ends=shorter.ends[:2])).wanted()
     assert error(got[:2], wanted) < 1e-6
-    assert got.isfinite().all()
     assert not plan.arrived.any()
+
+
+def test_prompts_of_a_captured_step_may_be_empty_or_nobodys() -> None:
+    """Two lines of which one is in use, four prompts: seven tokens, none, five, and three that are nobody's."""
+    spec = Attention(4, 2, 16)
+    material = case(spec, [1, 7, 5], [20, 30, 5], 16, torch.float32, "cpu")
+    ragged, every = material.ragged, torch.tensor
+    tables = ragged.tables[[0, 0, 1, 0, 2, 0]]
+    q = torch.cat((material.q, torch.randn(3, 4, 16)))
+    captured = replace(
+        ragged, counts=(), lengths=(), singles=2, starts=every([0, 1, 1, 8, 8, 13, 16]), tables=tables,
+        ends=every([20, 0, 30, 0, 5, 0]), positions=F.pad(ragged.positions, (0, 3)), several=4,
+    )  # fmt: skip
+    plan = SMALL.plan(captured)
+    got = SMALL.attend(q, material.cache, spec, plan)
+    assert error(got[:13], material.wanted()) < 1e-6
+    assert not got[13:].any() and not plan.arrived.any()
 
 
 def test_splits_follow_the_device_and_the_length() -> None:
@@ -70,7 +87,8 @@ def test_splits_follow_the_device_and_the_length() -> None:
     assert splits(1, 32, 8, 32768) == paged_decode.USUAL_SPLITS
     assert splits(1, 32, 8, 200) == 4
     assert splits(8, 32, 8, 1024) == 8
-    assert splits(64, 32, 8, 4096) == 1
+    assert splits(64, 32, 8, 4096) == 2
+    assert splits(128, 32, 8, 4096) == 1
     assert splits(1, 48, 1, 64) == 1
 
 

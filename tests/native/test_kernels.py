@@ -19,13 +19,16 @@ from bloomery.kernels.activation import ACTIVATIONS, gate_reference
 from bloomery.kernels.noise import words
 from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
 from bloomery.kernels.pick import Wishes, pick_reference
+from bloomery.kernels.rounded_cache import cache_bytes, of_memory, read
 from bloomery.kernels.rows import advance_reference, fetch_reference
-from bloomery.kernels.store import Turn, turn_and_store, turn_and_store_reference
+from bloomery.kernels.store import Turn, store, turn_and_store, turn_and_store_reference
 from bloomery.native import ops
 from bloomery.spec import Alibi, Attention
 
 QUICK = settings(max_examples=15, deadline=None)
 SIZES = st.integers(1, 40)
+KEPT = tuple(ops.KEPT)
+SHARES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.int8: 2e-2}  # one unit of what is kept
 
 
 def random(seed: int, *shape: int) -> torch.Tensor:
@@ -49,6 +52,14 @@ def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[torch.Ten
     else:
         raw = quantize(random(seed, rows, columns).numpy(), number)
     return torch.from_numpy(raw), torch.from_numpy(dequantize(raw, number))
+
+
+def cache_of(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """values [2, slots, kv heads, dim] as a cache keeps them."""
+    shape = tuple(values.shape)
+    made = of_memory(torch.zeros(cache_bytes(shape, dtype), dtype=torch.uint8), shape, dtype)
+    store(values[0], values[1], made, torch.arange(shape[1]))
+    return made
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -148,10 +159,34 @@ def test_turn(interleaved: bool, norm: str | None, turned: int) -> None:
     positions, slots = torch.randint(64, (tokens,)), torch.randperm(40)[:tokens]
     for weights in ((random(3, dim), random(4, dim)), (random(3, heads, dim), random(4, kv_heads, dim)), None):
         turn = Turn(angles, positions, interleaved, norm, weights if norm else None, 1e-5, 1.5)
-        ours, theirs = (torch.zeros(2, 40, kv_heads, dim) for _ in range(2))
-        q = turn_and_store(qkv, ours, slots, turn)
-        close(q, turn_and_store_reference(qkv, theirs, slots, turn), 1e-5)
-        close(ours, theirs, 1e-5)
+        for dtype in KEPT:
+            ours, theirs = (cache_of(torch.zeros(2, 40, kv_heads, dim), dtype) for _ in range(2))
+            q = turn_and_store(qkv, ours, slots, turn)
+            close(q, turn_and_store_reference(qkv, theirs, slots, turn), 1e-5)
+            close(read(ours, slots, torch.float32)[0], read(theirs, slots, torch.float32)[0], SHARES[dtype])
+            close(read(ours, slots, torch.float32)[1], read(theirs, slots, torch.float32)[1], SHARES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_what_is_no_number_harms_its_head_alone(dtype: torch.dtype) -> None:
+    """Nor is anything written beside it; the largest halves do not overflow."""
+    qkv, slots = random(0, 3, 4 * 16), torch.tensor([5, 0, 2])
+    qkv[0, 32], qkv[1, 36], qkv[2, 32:48] = float("nan"), float("inf"), 1e30
+    cache = cache_of(torch.zeros(2, 8, 1, 16), dtype)
+    turn_and_store(qkv, cache, slots, Turn())
+    keys, values = read(cache, torch.arange(8), torch.float32)
+    close(values[slots], qkv[:, 48:].view(3, 1, 16), SHARES[dtype])
+    assert not keys[[1, 3, 4, 6, 7]].any() and not values[[1, 3, 4, 6, 7]].any()
+    assert dtype == torch.int8 or keys[2].eq(65504).all()
+
+
+@given(st.floats(width=32))
+@settings(max_examples=200, deadline=None)
+def test_half_floats_round_as_torch_does(x: float) -> None:
+    cache = cache_of(torch.zeros(2, 1, 1, 8), torch.float16)
+    turn_and_store(torch.full((1, 24), x), cache, torch.tensor([0]), Turn())
+    wanted = torch.full((8,), x).clamp(-65504, 65504).half()
+    assert torch.equal(cache[0, 0, 0].view(torch.int16), wanted.view(torch.int16)) or x != x
 
 
 SPECS = {
@@ -165,18 +200,19 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("dtype", KEPT)
 @settings(max_examples=8, deadline=None)
 @given(
     shares=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 150)), min_size=1, max_size=5), seed=st.integers(0, 9)
 )
-def test_attention(name: str, shares: list[tuple[int, int]], seed: int) -> None:
+def test_attention(name: str, dtype: torch.dtype, shares: list[tuple[int, int]], seed: int) -> None:
     """shares: (new positions, positions already there) of each sequence."""
     spec, size = SPECS[name], 16
     shares = sorted(shares, key=lambda share: share[0] > 1)
     counts, lengths = tuple(count for count, _ in shares), tuple(sum(share) for share in shares)
     widest = max(-(-length // size) for length in lengths)
     order = torch.randperm(widest * len(shares), generator=torch.Generator().manual_seed(seed))
-    cache = random(seed, 2, (widest * len(shares)) * size, spec.num_kv_heads, spec.head_dim)
+    cache = cache_of(random(seed, 2, (widest * len(shares)) * size, spec.num_kv_heads, spec.head_dim), dtype)
     numbers = torch.tensor([length - count + i for count, length in zip(counts, lengths) for i in range(count)])
     ragged = Ragged(
         counts, lengths, counts.count(1), torch.tensor([0, *np.cumsum(counts)]), torch.tensor(lengths), numbers,
@@ -198,7 +234,7 @@ def test_rows() -> None:
         assert torch.equal(found[4][line, : at // 16 + 1], wanted.tables[line, : at // 16 + 1])
     tokens, other_last, other_positions = torch.tensor([1, 2, 3]), last.clone(), positions.clone()
     ops.advance(lines, tokens, last, positions)
-    advance_reference(lines, tokens, other_last, other_positions)
+    advance_reference(lines, tokens, wanted.ends, other_last, other_positions)
     assert torch.equal(last, other_last) and torch.equal(positions, other_positions)
 
 

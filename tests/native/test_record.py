@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,36 @@ def test_what_has_no_native_form_is_named() -> None:
     with pytest.raises(Unrecordable, match="zeros"):
         record(lambda: torch.zeros(3) and None, Arena(1 << 16))
     assert team().arena is None
+
+
+def test_threads_do_not_see_each_others_steps() -> None:
+    """Eager products of two threads, each through the space that all share, while a third writes a program down."""
+    matrix = ops.Matrix(64, [(ops.pack("Q8_0", torch.randint(0, 60, (48, 68), dtype=torch.uint8), 64), 48, 3)])
+    inputs = [torch.randn(rows, 64) for rows in (40, 41, 90)]
+    alone = [ops.linear(matrix, x) for x in inputs]
+
+    def product(number: int) -> bool:
+        return all(torch.equal(ops.linear(matrix, inputs[number]), alone[number]) for _ in range(200))
+
+    def written() -> bool:
+        out = torch.zeros(90, 48)
+
+        def work() -> None:
+            out.copy_(ops.linear(matrix, inputs[2]))
+
+        for _ in range(40):
+            program = record(work, Arena(1 << 17))
+            assert len(program) == 3
+            out.zero_()
+            program.replay()
+            assert torch.equal(out, alone[2])
+        return True
+
+    with ThreadPoolExecutor(3) as threads:
+        works = [
+            threads.submit(torch.inference_mode()(work)) for work in (partial(product, 0), partial(product, 1), written)
+        ]
+        assert all(found.result() for found in works)
 
 
 def test_an_arena_gives_out_what_nobody_holds() -> None:

@@ -13,6 +13,7 @@ from bloomery.attention.torch_paged import TorchPaged
 from bloomery.config import Config, Plan, resolve
 from bloomery.describe import description
 from bloomery.engine.blocks import Blocks
+from bloomery.engine.executor import Executor
 from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.executors.local import Local
@@ -31,8 +32,8 @@ def plan(model: Path | str | None, length: int, **wishes: Any) -> Plan:
     )  # fmt: skip
 
 
-def engine(plan: Plan, blocks: int | None = None) -> Loop:
-    executor = Local()
+def engine(plan: Plan, blocks: int | None = None, executor: Executor | None = None) -> Loop:
+    executor = executor or Local()
     capacity = executor.start(plan)
     kv = Blocks(blocks or capacity.blocks, capacity.block_size, plan.prefix_cache)
     return Loop(Scheduler(kv, capacity.max_batch_tokens, capacity.max_sequences), executor, plan.depth)

@@ -6,7 +6,8 @@ its prompt in one piece, in an engine without a prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -15,11 +16,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from gguf import GGMLQuantizationType as Kind
 
 from bloomery.engine.loop import Loop
+from bloomery.executors.chosen import Chosen
 from bloomery.messages import Request, Sampling, TokenLogprob, Tokens
 from bloomery.runtime.forward import CPU_TILE, Steady
+from bloomery.sampling import embedding_request
 from tests.parity.cases import Case, make_checkpoint
+from tests.parity.gguf_writer import write
 from tests.parity.serve import engine, plan, run
 
 VOCAB, COUNT, LENGTH = 1003, 12, 128
@@ -92,6 +97,60 @@ def test_alone_and_in_company(start: Callable[..., Loop]) -> None:
     assert tight.scheduler.preemptions, "nothing was preempted"
     replayed = [replace(request, emitted=tuple(want[request.id][0][:5])) for request in requests]
     same(start(max_batch_tokens=11), replayed, begun=5)
+
+
+# what may stand beside the mode: weights of fewer bits, kept as they are stored or made so on loading, a rounded cache,
+# and two ranks
+VARIANTS: dict[str, dict[str, Any]] = {
+    "int8": {"quantize": "int8"}, "int4": {"quantize": "int4"}, "gguf": {"gguf": True},
+    "cache-int8": {"kv_dtype": "int8"}, "tp2": {"tp": 2}, "tp2-gguf": {"tp": 2, "gguf": True},
+}  # fmt: skip
+SLOW = ("tp2-gguf",)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("checkpoint")
+    write(make_checkpoint(Case("llama", MODELS["llama"]), folder), folder.with_suffix(".gguf"), Kind.Q4_0)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VARIANTS]
+)
+def test_beside_other_choices(checkpoint: Path, name: str) -> None:
+    """Alone and whole; in company, in chunks, behind a warm prefix and preempted at once."""
+    wishes = dict(VARIANTS[name])
+    model = checkpoint.with_suffix(".gguf") if wishes.pop("gguf", False) else checkpoint
+
+    def start(blocks: int | None = None, **more: Any) -> Loop:
+        common = {"max_batch_tokens": 256, "prefix_cache": False, "kv_cache_gib": 0.05, "block_size": 8}
+        return engine(plan(model, LENGTH, deterministic=True, **common | wishes | more), blocks, Chosen())
+
+    random = Random(11)
+    requests = asked(random, [random.randrange(3, VOCAB) for _ in range(24)])
+    means = [
+        embedding_request(request.prompt, "mean", id=f"mean {request.id}", vocab=VOCAB, max_length=LENGTH)
+        for request in requests[:2]
+    ]
+    with closing(start()) as loop:
+        alone = {one.id: run(loop, [one])[one.id] for one in (*requests, *means)}
+    with closing(start(18, max_batch_tokens=13, prefix_cache=True)) as loop:
+        crowd = run(loop, [*requests, *means])
+        again = run(loop, requests)
+        assert loop.scheduler.preemptions, "nothing was preempted"
+    for request in requests:
+        assert answer(crowd[request.id]) == answer(again[request.id]) == answer(alone[request.id]), request.id
+    for mean in means:
+        assert crowd[mean.id][-1].embedding == alone[mean.id][-1].embedding, mean.id
+
+
+@contextmanager
+def closing(loop: Loop) -> Iterator[Loop]:
+    try:
+        yield loop
+    finally:
+        loop.executor.close()
 
 
 def test_tiles_are_full_and_their_lines_alike(start: Callable[..., Loop]) -> None:

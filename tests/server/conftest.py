@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from bloomery.server.app import create_app
-from bloomery.server.protocol import BoundedProtocol
+from bloomery.server.protocol import bounded
 from bloomery.server.service import Settings
 from bloomery.text.tokenizer import Tokenizer
 from tests.server.speaker import InProcess, words
@@ -54,6 +54,11 @@ class Attended:
         await self.app(scope, receive, say if scope["type"] == "lifespan" else send)
 
 
+def small() -> int:
+    """Bytes of memory; the real figure is that of every test in this process."""
+    return 1 << 20
+
+
 def run(
     backend: Any,
     tokenizer: Tokenizer,
@@ -62,19 +67,21 @@ def run(
     before: Any = None,
     after: Any = None,
     traces: Any = None,
+    measure: Callable[[], int] = small,
 ) -> Running:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # so that it does not take megabytes to fill one
     exit.callback(listener.close)
     app: Any = create_app(backend, tokenizer, settings, traces)
     service = getattr(app, "app", app).service
-    service.memory.measure = lambda: 1 << 20  # the real figure is that of every test in this process
+    service.memory.measure = measure
     apart = service.apart
     if before:
         app = Attended(app, before, after)
     config = uvicorn.Config(
-        app, http=BoundedProtocol, log_level="critical", access_log=False, lifespan="on", timeout_graceful_shutdown=1
-    )
+        app, http=bounded(settings.limits), log_level="critical", access_log=False, lifespan="on",
+        timeout_graceful_shutdown=1,
+    )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
@@ -104,8 +111,9 @@ def serve(tokenizer: Tokenizer) -> Iterator[Callable[..., Running]]:
     """A server of the test's own: options of the engine by name, settings as given."""
     with ExitStack() as exit:
 
-        def start(settings: Settings | None = None, **options: Any) -> Running:
-            return run(InProcess(tokenizer, **options), tokenizer, settings or Settings(model="speaker"), exit)
+        def start(settings: Settings | None = None, measure: Callable[[], int] = small, **options: Any) -> Running:
+            made = settings or Settings(model="speaker")
+            return run(InProcess(tokenizer, **options), tokenizer, made, exit, measure=measure)
 
         yield start
 

@@ -71,6 +71,8 @@ BODIES = [
     ("half a surrogate pair", b'{"prompt": "\\ud800"}', 400, 400),
     ("trailing text", b'{"prompt": "a"} x', 400, 400),
     ("200,000 brackets", DEEP.encode(), 400, 400),
+    ("the same field twice", b'{"prompt": "a", "messages": [], "prompt": 5, "inputs": "a", "inputs": 5}', 400, 422),
+    ("100,000 objects in one another", b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400, 400),
     ("a pickle", b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94", 400, 400),
     ("NaN", NAN.encode(), 400, 422),
     ("Infinity", NAN.replace("NaN", "-Infinity").encode(), 400, 422),
@@ -92,7 +94,7 @@ def test_bodies(server: Running, body: bytes, openai: int, tgi: int) -> None:
 # ---- OpenAI --------------------------------------------------------------------------------------------
 
 # what is added to a good request -> the field the refusal must name; None: any route's good request takes it
-CHAT_CASES: list[tuple[dict[str, Any], str]] = [
+CHAT_CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"model": 5}, "model"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -132,8 +134,22 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"a": {"b": 1}}}, "chat_template_kwargs[...]"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"modalities": ["audio"]}, "modalities"),
+    ({"messages": HELLO * 5000}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 5000}]}, "messages"),
+    (
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "string", "pattern": "(a+)+b"}}}
+            ]
+        },
+        "tools",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
+        "response_format",
+    ),
 ]
-COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
+COMPLETION_CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": 5}, "prompt"),
     ({"prompt": ""}, "prompt"),
@@ -149,19 +165,21 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [{"a": 1}]}, "prompt"),
     ({"prompt": [[1, 2], [3, 10**6]]}, "prompt[1]"),
     ({"prompt": ["a"] * 10_000}, "n"),
+    ({"prompt": [[5]] * 10_000}, "n"),
     ({"prompt": ["a"] * 100, "n": 2}, "n"),
     ({"prompt": [5] * 600}, "prompt"),
     ({"prompt": "word " * 2000}, "prompt"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1, "echo": True}, "max_tokens"),
     ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 10**6, "n": 128}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"suffix": "x"}, "suffix"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
 ]
-COMMON_CASES: list[tuple[dict[str, Any], str]] = [
+COMMON_CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -206,15 +224,21 @@ COMMON_CASES: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"adapter_id": "../../etc/passwd"}, "adapter_id"),
+    ({f"unknown {i}": i for i in range(300)}, None),
+    ({"stop": ["x"] * 100_000}, "stop"),
+    ({"logit_bias": {str(i): 1 for i in range(50_000)}}, "logit_bias"),
+    ({"logit_bias": {"5": 1e308}}, "logit_bias"),
+    ({"stop_token_ids": [5] * 200_000}, "stop_token_ids"),
+    ({"metadata": {str(i): "x" for i in range(100_000)}}, "metadata"),
 ]
 
 
-def named(case: tuple[dict[str, Any], str]) -> str:
+def named(case: tuple[dict[str, Any], str | None]) -> str:
     return json.dumps(case[0])[:60]
 
 
 @pytest.mark.parametrize(("more", "field"), CHAT_CASES + COMMON_CASES, ids=map(named, CHAT_CASES + COMMON_CASES))
-def test_chat(server: Running, more: dict[str, Any], field: str) -> None:
+def test_chat(server: Running, more: dict[str, Any], field: str | None) -> None:
     body = {"model": "speaker", "messages": HELLO, "max_tokens": 3, **more}
     assert refused(server.post(CHAT, body), 400, tgi=False)["param"] == field
 
@@ -222,7 +246,7 @@ def test_chat(server: Running, more: dict[str, Any], field: str) -> None:
 @pytest.mark.parametrize(
     ("more", "field"), COMPLETION_CASES + COMMON_CASES, ids=map(named, COMPLETION_CASES + COMMON_CASES)
 )
-def test_completions(server: Running, more: dict[str, Any], field: str) -> None:
+def test_completions(server: Running, more: dict[str, Any], field: str | None) -> None:
     error = refused(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3, **more}), 400, tgi=False)
     assert error["param"] == field
     if len(str(more.get("prompt"))) > 1000 and field == "prompt":
@@ -427,10 +451,59 @@ def test_many_or_large_headers(server: Running) -> None:
     assert exchange(server, endless).startswith(b"HTTP/1.1 431")
 
 
-def test_two_lengths_are_one_too_many(server: Running) -> None:
-    lengths = b"content-length: 4\r\ntransfer-encoding: chunked\r\n"
-    smuggled = b"POST /generate HTTP/1.1\r\nhost: localhost\r\n" + lengths + b"\r\n0\r\n\r\n"
+SMUGGLED = [  # two ways to say where a body ends, or one that two readers may read differently
+    b"content-length: 4\r\ntransfer-encoding: chunked",
+    b"content-length: 4\r\ncontent-length: 5",
+    b"content-length: 4, 4",
+    b"content-length: +4",
+    b"content-length: -1",
+    b"content-length: 0x4",
+    b"content-length: 99999999999999999999999",
+    b"transfer-encoding: chunked, chunked",
+    b"transfer-encoding: xchunked",
+    b"transfer-encoding : chunked",
+    b"transfer-encoding:\r\n chunked",
+    b"x: a\x00b\r\ncontent-length: 4",
+]
+
+
+@pytest.mark.parametrize("lengths", SMUGGLED, ids=[lengths.decode() for lengths in SMUGGLED])
+def test_a_body_ends_in_one_place(server: Running, lengths: bytes) -> None:
+    smuggled = b"POST /generate HTTP/1.1\r\nhost: localhost\r\n" + lengths + b"\r\n\r\n0\r\n\r\n"
     assert exchange(server, smuggled).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+         b"transfer-encoding: gzip, chunked\r\n", 415),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nhost: localhost\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nhost: evil.com\r\nhost: localhost\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nhost: localhost:80@evil.com\r\nconnection: close\r\n", 421),
+        (b"GET /health HTTP/1.1\r\nhost: [::1]evil.com\r\nconnection: close\r\n", 421),
+        (b"GET http://evil.com/health HTTP/1.1\r\nhost: evil.com\r\nconnection: close\r\n", 421),
+        (b"GET /he\xd0\xb0lth HTTP/1.1\r\nhost: localhost\r\n", 400),
+        (b"GET /%2fhealth HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n", 404),
+        (b"GET /v1/models/%00%0d%0aset-cookie:x HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n", 404),
+        (b"CONNECT 127.0.0.1:9 HTTP/1.1\r\nhost: localhost\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n", 400),
+        (b"GET /generate HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade, close\r\n"
+         b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n", 405),
+    ],
+)  # fmt: skip
+def test_odd_heads(server: Running, head: bytes, status: int) -> None:
+    answer = exchange(server, head + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 %d" % status) and b"set-cookie" not in answer.partition(b"\r\n\r\n")[0]
+
+
+def test_an_old_client_and_one_that_asks_first(server: Running) -> None:
+    body = b'{"inputs": "a", "parameters": {"max_new_tokens": 1}}'
+    head = "POST /generate HTTP/{}\r\nhost: localhost\r\ncontent-type: application/json\r\n{}content-length: {}\r\n\r\n"
+    assert exchange(server, head.format("1.0", "", len(body)).encode() + body).startswith(b"HTTP/1.1 200")
+    asked = head.format("1.1", "expect: 100-continue\r\nconnection: close\r\n", len(body)).encode() + body
+    answer = exchange(server, asked)
+    assert answer.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in answer
 
 
 def test_request_ids_are_echoed_if_they_are_harmless(server: Running) -> None:

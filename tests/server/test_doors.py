@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -214,6 +215,26 @@ def test_too_many_tokens_in_the_queue(serve: Callable[..., Running]) -> None:
         thread.join()
     assert sorted(set(statuses)) == [200, 429]
     assert server.post("/v1/completions", BODY).status_code == 200
+
+
+def test_who_never_finishes_its_head_is_cut_off(serve: Callable[..., Running]) -> None:
+    """Nor one that says nothing at all, nor one that stops in the head of its second request."""
+    server = serve(Settings(model="speaker", limits=Limits(body_seconds=0.3)))
+    whole = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    for said in (b"", whole[:-2], whole + whole[:20]):
+        with server.raw() as connection:
+            connection.sendall(said)
+            answers = b""
+            with suppress(ConnectionResetError):
+                while part := connection.recv(65536):
+                    answers += part
+            assert answers.count(b"HTTP/1.1 200") == said.count(whole)
+    with server.raw() as connection:  # one between two requests is not
+        for _ in range(2):
+            connection.sendall(whole)
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            connection.recv(65536)
+            time.sleep(0.5)
 
 
 def test_long_texts_are_tokenized_beside_the_event_loop(serve: Callable[..., Running]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 
@@ -62,15 +65,82 @@ def test_places_are_given_back() -> None:
     assert door.inside == 0 and not door.held
 
 
-def test_memory_is_looked_at_once_a_second() -> None:
+def test_memory_is_what_the_last_look_found() -> None:
     sizes = iter([50, 95])
     memory = Memory(100, lambda: next(sizes))
-    assert [memory.pressure(now) for now in (1.0, 1.5, 2.1)] == [0.5, 0.5, 0.95]
+    assert [memory.pressure, memory.look(), memory.pressure, memory.look()] == [0, 0.5, 0.5, 0.95]
     assert resident() > 10 << 20
 
 
-def test_under_pressure_stores_are_emptied_and_then_the_door_is_shut(serve: Callable[..., Running]) -> None:
+def test_the_newest_who_wait_are_sent_away_first() -> None:
+    door, ended = Admission(100), []
+    tickets = [door.enter(1, 1.0) for _ in range(9)]
+    for number, ticket in enumerate(tickets):
+        ticket.wait(10, 1000, 1.0, partial(ended.append, number))
+    tickets[8].begin()  # it runs, and stays
+    door.shed()
+    assert ended == [7, 6] and [ticket.dropped for ticket in tickets] == [False] * 6 + [True, True, False]
+    for _ in range(9):
+        door.shed()
+    assert len(ended) == 8 and not door.queue
+
+
+def test_under_pressure_the_door_is_shut(serve: Callable[..., Running]) -> None:
     server = serve(Settings(model="speaker", limits=Limits(memory_bytes=1)))
     answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
     assert answer.status_code == 429 and int(answer.headers["retry-after"]) > 0
     assert server.get("/health").status_code == 200
+
+
+class Rising:
+    """A process's memory as the test would have it."""
+
+    used = 0
+
+    def __call__(self) -> int:
+        return self.used
+
+
+def test_under_the_highest_pressure_who_waits_is_told_to_come_back(serve: Callable[..., Running]) -> None:
+    """The one that runs goes on; one that waits behind it gets 429, streaming or not."""
+    memory = Rising()
+    settings = Settings(model="speaker", limits=Limits(memory_bytes=100))
+    server = serve(settings, measure=memory, pace=0.02, batch=1)
+    body = {"prompt": "The iron", "max_tokens": 150, "ignore_eos": True}
+    answers: dict[str, int] = {}
+
+    def ask(name: str, **more: bool) -> None:
+        answers[name] = server.post("/v1/completions", body | more).status_code
+
+    threads = [threading.Thread(target=ask, args=("runs",))]
+    threads[0].start()
+    while not server.backend.stats.running:
+        time.sleep(0.005)
+    for name, stream in (("waits", False), ("waits and streams", True)):
+        threads.append(threading.Thread(target=ask, args=(name,), kwargs={"stream": stream}))
+        threads[-1].start()
+    while server.backend.stats.waiting < 2:
+        time.sleep(0.005)
+    memory.used = 96
+    for thread in threads:
+        thread.join(20)
+    assert answers == {"runs": 200, "waits": 429, "waits and streams": 429}
+    memory.used = 0
+    end = time.monotonic() + 5
+    while server.post("/v1/completions", body | {"max_tokens": 1}).status_code != 200:
+        assert time.monotonic() < end, "the door stays shut"
+
+
+def test_a_full_house_refuses_before_it_reads_a_body(serve: Callable[..., Running]) -> None:
+    """Even of a body that never comes."""
+    server = serve(Settings(model="speaker", limits=Limits(requests=1)), pace=0.02)
+    long = {"prompt": "The iron", "max_tokens": 100, "ignore_eos": True}
+    thread = threading.Thread(target=server.post, args=("/v1/completions", long))
+    thread.start()
+    while not server.backend.loop.busy:
+        time.sleep(0.005)
+    with server.raw() as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connection.sendall(f"{head}content-length: 1000\r\n\r\n".encode())
+        assert connection.recv(12) == b"HTTP/1.1 429"
+    thread.join()

@@ -13,8 +13,9 @@ from tests.simulation.world import Faults, story
 
 QUIET = Faults()
 STORM = Faults(kill=2, hang=0.3, drop=0.5, double=5, delay=5, stillborn=50, poison=10)
-# 2, 4, 7: a request that reached the engine twice ended the first of the two
-ONCE_WRONG = (2, 4, 7)
+# 4, 7, 100: a request that reached the engine twice ended the first of the two; they fail again without the second look
+# in Engine.add. An engine whose word of being ready was lost lived for ever: test_whichever_call_fails.
+ONCE_WRONG = (4, 7, 100)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def test_a_quiet_world() -> None:
     assert report.engines == 1 and report.finished + report.left + report.late == 40 and not report.given_up
 
 
-@pytest.mark.parametrize("seed", [*ONCE_WRONG, *range(100, 106)])
+@pytest.mark.parametrize("seed", [*ONCE_WRONG, *range(101, 106)])
 def test_stormy_worlds(seed: int) -> None:
     report = story(seed, STORM)
     assert report.finished >= 25 and report.steps > 100
@@ -41,7 +42,7 @@ def test_whichever_call_fails() -> None:
     """A start, a message either way, a step: each in turn is the one that goes wrong."""
     calls = story(3, QUIET, 5).calls
     assert calls > 60
-    for nth in range(1, calls, 3):
+    for nth in (*range(1, 12), *range(12, calls, 3)):  # all of a start, and every third of the rest
         report = story(3, Faults(nth=nth), 5)
         assert report.finished + report.left + report.late == 5, f"call {nth}"
         assert report.engines <= 2, f"call {nth}"

@@ -123,7 +123,7 @@ class Played(Child):
 
     # ---- what a Child does ----
 
-    async def spawn(self, command: Any) -> None:
+    async def spawn(self, command: Any, born: Any = None) -> None:
         self.fate.report.engines += 1
         if self.fate.call() or self.fate.strikes(self.fate.faults.stillborn):
             raise OSError("no more processes")

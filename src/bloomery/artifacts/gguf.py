@@ -83,11 +83,12 @@ class Gguf:
     tensors: Mapping[str, GgufTensor]
 
 
-def read(path: Path) -> Gguf:
+def read(path: Path, words: bool = True) -> Gguf:
+    """Without `words` arrays of strings, a vocabulary for the most part, are passed over and left empty."""
     if file_size(path) < 24:
         raise CheckpointError(f"{path}: too short for a GGUF file; download it again")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        cursor = _Cursor(path, data)
+        cursor = _Cursor(path, data, words)
         tensor_count, pair_count = _counts(cursor)
         metadata = _metadata(cursor, pair_count)
         tensors = _tensors(cursor, tensor_count, _alignment(cursor, metadata))
@@ -97,8 +98,8 @@ def read(path: Path) -> Gguf:
 class _Cursor:
     """A position in the file that never passes its end. `where` is what is being read, for messages."""
 
-    def __init__(self, path: Path, data: mmap.mmap):
-        self.path, self.data, self.size = path, data, len(data)
+    def __init__(self, path: Path, data: mmap.mmap, words: bool = True):
+        self.path, self.data, self.size, self.words = path, data, len(data), words
         self.at = 0
         self.where = "header"
         self.elements = MAX_ELEMENTS
@@ -130,7 +131,7 @@ class _Cursor:
         self.at -= 8
         return self.strings(1)[0]
 
-    def strings(self, count: int) -> list[str]:
+    def strings(self, count: int, wanted: bool = True) -> list[str]:
         """The hot loop: half a million tokens and merges in a fraction of a second."""
         found: list[str] = []
         data, size, at = self.data, self.size, self.at
@@ -141,7 +142,8 @@ class _Cursor:
                 at = start + length_at(data, at)[0]
                 if at > size:
                     raise self.refuse("a string passes the end of the file: truncated or damaged, download it again")
-                add(data[start:at].decode())
+                if wanted:
+                    add(data[start:at].decode())
         except struct.error:
             raise self.refuse("the file ends within a string: truncated or damaged, download it again") from None
         except UnicodeDecodeError as error:
@@ -164,7 +166,7 @@ class _Cursor:
             raise self.refuse(f"an array of {count} at depth {depth}, more than any model has")
         self.elements -= count
         if kind == STRING:
-            return self.strings(count)
+            return self.strings(count, self.words)
         if kind in SCALARS:
             return list(self.numbers(SCALARS[kind], count))
         return [self.value(kind, depth + 1) for _ in range(count)]

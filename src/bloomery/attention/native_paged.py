@@ -1,4 +1,4 @@
-"""Paged attention by native kernels: the fast path on a CPU, in float32.
+"""Paged attention by native kernels: the fast path on a CPU, in float32 over whatever keys and values are kept in.
 
 Sequences with one new position attend one by one, a thread for each few heads; the others in tiles of queries. No two
 sequences ever share a computation, so a result does not depend on the others in its step.

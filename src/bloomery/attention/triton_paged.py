@@ -3,7 +3,7 @@
 Sequences with one new position go through kernels/paged_decode, the others through kernels/paged_prefill. A long
 prompt, or a long chunk of one, may go to the library instead (cuDNN, by way of torch), which is faster there and knows
 no pages. Nothing here waits for the device. A captured step has no host copy of counts and lengths: it is all single
-positions.
+positions, or has a fixed number of prompts behind them, each perhaps as long as the step.
 """
 
 from __future__ import annotations
@@ -80,6 +80,10 @@ class TritonPaged:
         device = ragged.ends.device
         if self.arrived is None:
             self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        if ragged.several:
+            most = len(ragged.positions)
+            prompt = Prompt(ragged.singles, ragged.several, most, slice(0, most), False, 0)
+            return Plan(ragged, (prompt,), self.arrived)
         if len(ragged.counts) == ragged.singles or not ragged.counts:
             return Plan(ragged, (), self.arrived)
         starts = [0, *accumulate(ragged.counts)]
@@ -110,13 +114,18 @@ class TritonPaged:
                 found = self._library(q[prompt.tokens], cache, spec, prompt, ragged)
                 out[prompt.tokens] = found.view(-1, spec.num_heads, spec.head_dim)
                 continue
-            rows = prompt.longest * (spec.num_heads // spec.num_kv_heads)
-            cut = self.prefill or paged_prefill.tiling(rows, spec.head_dim, q.element_size())
+            cut = self.prefill or self._cut(prompt, spec, q, ragged)
             paged_prefill.paged_prefill(
                 q, cache, out, ragged.tables, ragged.starts, ragged.ends, prompt.first, prompt.count, prompt.longest,
                 ragged.block_size, scoring, cut,
             )  # fmt: skip
         return out.flatten(1)
+
+    def _cut(self, prompt: Prompt, spec: Attention, q: torch.Tensor, ragged: Ragged) -> paged_prefill.Tiling:
+        rows = prompt.longest * (spec.num_heads // spec.num_kv_heads)
+        sequences = 1 if ragged.several else prompt.count  # one may be as long as the step, but not all of them
+        few = sequences * spec.num_kv_heads * -(-rows // 64) <= launch.processors(q.device)
+        return paged_prefill.tiling(rows, spec.head_dim, q.element_size(), few)
 
     def _decode(
         self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, spec: Attention, scoring: Scoring, plan: Plan
@@ -129,7 +138,7 @@ class TritonPaged:
             ragged.singles, spec.num_heads, spec.num_kv_heads, spec.head_dim, q.element_size(), positions,
             launch.processors(q.device),
         )  # fmt: skip
-        early = self.early and not ragged.counts
+        early = self.early and not ragged.counts and not ragged.several
         paged_decode.paged_decode(
             q, cache, out, ragged.tables, ragged.ends, ragged.slots, ragged.singles, ragged.block_size, scoring, cut,
             plan.arrived, early,

@@ -1,18 +1,16 @@
 """One engine process as its parent sees it: a child, and the socket pair to it.
 
-No path to find, no port to reach, nothing to clean up: the other end is inherited, and both ends are gone with their
-processes. This file must not know what is said on the line, nor what to do when a child dies.
+This file must not know what is said on the line, nor what to do when a child dies.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import subprocess
 from collections.abc import Callable, Sequence
 
-from bloomery.config import child_environment
+from bloomery.engine.birth import Born, bear
 from bloomery.engine.wire import Frames, Message, WireError, encode
 
 
@@ -26,20 +24,10 @@ class Child(asyncio.Protocol):
         self.silent = 0.0  # seconds of watching without a sign of progress
         self.fault = ""  # why it is gone, in words that follow "the engine"
 
-    async def spawn(self, command: Sequence[str]) -> None:
-        """The descriptor of its end follows the command."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                # A process group of its own: Ctrl-C in a terminal is for the parent, which then ends the child.
-                self.process = subprocess.Popen(
-                    [*command, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0, env=child_environment(),
-                )  # fmt: skip
-            except OSError:
-                ours.close()
-                raise
-        self.line, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+    async def spawn(self, command: Sequence[str], born: Born | None = None) -> None:
+        """Start it, or take over one that has been."""
+        self.process, line = born or bear(command)
+        self.line, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=line)
 
     def send(self, message: Message) -> None:
         if self.line is not None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bloomery.config import Plan
+from bloomery.engine.birth import COMMAND, Born
 from bloomery.engine.child import Child
 from bloomery.engine.journal import Entry, Journal
 from bloomery.engine.loop import total
@@ -24,7 +24,6 @@ from bloomery.messages import Abort, Admitted, Capacity, News, Request, State, S
 
 log = logging.getLogger("bloomery.engine")
 
-COMMAND = (sys.executable, "-m", "bloomery.engine_main")
 SUMS = (
     "steps", "step_seconds", "tokens_in", "tokens_out", "prefix_queried", "prefix_hit", "preemptions", "tax_seconds",
     "sequences", "positions", "prompt_steps",
@@ -32,6 +31,7 @@ SUMS = (
 PACE = 512  # steps by which an engine's pace is judged
 DOUBT = 5.0  # seconds without progress after which it is not called ready any more, or four steps if that is longer
 WARM = 16  # steps before it is judged at all: kernels may still be compiling
+TOGETHER = 32  # readers woken in one turn of the event loop
 SLOWER = 20  # times the slowest of those steps is no step any more but a hang
 
 
@@ -54,15 +54,35 @@ class Patience:
         return cls(silence=10 * step if device == "cpu" else step)
 
 
+class Turns:
+    """Wakes readers a few at a time. A thousand woken at once would keep whoever else wants something of the event
+    loop, such as a newcomer to be refused, waiting for as long as all of them take."""
+
+    def __init__(self) -> None:
+        self.due = deque[asyncio.Event]()
+
+    def wake(self, reader: asyncio.Event) -> None:
+        self.due.append(reader)
+        if len(self.due) == 1:
+            asyncio.get_running_loop().call_soon(self._some)
+
+    def _some(self) -> None:
+        for _ in range(min(len(self.due), TOGETHER)):
+            self.due.popleft().set()
+        if self.due:
+            asyncio.get_running_loop().call_soon(self._some)
+
+
 class Bell:
     """A stream's side of the journal: which of its entries have news."""
 
-    def __init__(self) -> None:
-        self.rung, self.event = dict[Entry, None](), asyncio.Event()
+    def __init__(self, turns: Turns) -> None:
+        self.rung, self.event, self.turns = dict[Entry, None](), asyncio.Event(), turns
 
     def ring(self, entry: Entry) -> None:
+        if not self.rung:
+            self.turns.wake(self.event)
         self.rung[entry] = None
-        self.event.set()
 
     async def next(self) -> Entry:
         while not self.rung:
@@ -80,10 +100,12 @@ class EngineClient:
         command: Sequence[str] = COMMAND,
         patience: Patience | None = None,
         birth: Callable[[Callable[[Child, Message], None]], Child] = Child,
+        born: Born | None = None,
     ):
         self.plan, self.command, self.birth = plan, command, birth
+        self.born = born  # the first engine, where it was started before this
         self.patience = patience or Patience.for_device(plan.device)
-        self.journal = Journal()
+        self.journal, self.turns = Journal(), Turns()
         self.said = Status("loading")
         self.capacity: Capacity | None = None
         self.epoch = 0  # engines started so far
@@ -148,7 +170,7 @@ class EngineClient:
         """
         if self.said.state in ("draining", "failed", "closed"):
             raise RequestFailed(f"the engine takes no more requests: it is {self.said.state}")
-        bell, entries = Bell(), list[Entry]()
+        bell, entries = Bell(self.turns), list[Entry]()
         try:
             now = asyncio.get_running_loop().time()
             for request in requests:
@@ -203,7 +225,8 @@ class EngineClient:
     async def _run(self, child: Child) -> None:
         """One engine from birth to death."""
         try:
-            await child.spawn(self.command)
+            born, self.born = self.born, None
+            await child.spawn(self.command, born)
             child.send(Hello(self.epoch, self.plan))
             await self._watch(child)
         except OSError as error:

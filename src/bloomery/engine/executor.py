@@ -1,4 +1,4 @@
-"""The bridge to the compute tower: three methods, so that a model, two processes or a ghost can stand behind it."""
+"""The bridge to the compute tower: four methods, so that a model, two processes or a ghost can stand behind it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ class Executor(Protocol):
 
     def submit(self, step: Step) -> Result:
         """Queue a step; results come in the order of submission."""
+        ...
+
+    def spare(self) -> int:
+        """There is time: do a piece of what may wait; how many pieces are left."""
         ...
 
     def close(self) -> None: ...

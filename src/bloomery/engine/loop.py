@@ -10,6 +10,8 @@ from bloomery.engine.executor import Executor, Result
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import Request, Step, Timing, Tokens
 
+REST = 10  # times as long as a piece of spare work took, until the next one while requests wait
+
 
 class Loop:
     def __init__(
@@ -23,6 +25,8 @@ class Loop:
         self.flight: deque[tuple[Step, Result, float]] = deque()  # with the time it was begun
         self.latest = 0.0  # when a result last came in
         self.timing = Timing()  # of all steps
+        self.left = 1  # pieces of work the executor would do in its spare time; until it is asked, perhaps one
+        self.rested = 0.0  # from when on such a piece may delay requests
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.clock())
@@ -33,6 +37,15 @@ class Loop:
     @property
     def busy(self) -> bool:
         return bool(self.flight) or self.scheduler.busy
+
+    def spare(self) -> None:
+        """Have a piece of work done that may wait: now if nobody does, else at most so much that few notice."""
+        now = self.clock()
+        if not self.left or (self.busy and now < self.rested):
+            return
+        self.left = self.executor.spare()
+        self.latest = self.clock()  # what is in flight is not the slower for it
+        self.rested = self.latest + REST * (self.latest - now)
 
     def step(self) -> list[Tokens]:
         """Keep `depth` steps in flight, wait for the oldest, and tell what it brought."""

@@ -4,9 +4,6 @@ A step costs something by itself (weights are read, kernels start); something a 
 for products turn from reading weights to arithmetic somewhere there; something a key that a single position attends to,
 and something a pair of query and key within a chunk. Prices are never below zero; they are fitted to the relative error
 and forget slowly, so that one stall changes little and a slower machine is noticed within a few hundred steps.
-
-A step with chunks that takes no more than a few lone steps teaches nothing: that is the host's time to start kernels
-one by one, which a larger chunk hides.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ GUESS = (5e-3, 1e-4, 1e-3, 1e-3, 5e-3, 1e-3)  # before anything was measured
 TRUST = 1e-2  # weight of the guess, far below that of one measured step
 MEMORY = 0.998  # what an observation still counts one step later
 SWEEPS = 4
-STARTING = 5  # lone steps that starting kernels one by one may take
 
 
 class Work(NamedTuple):
@@ -40,7 +36,7 @@ class Pace:
         step, *_, key, pair = self.prices
         return step + self._positions(work.tokens) + key * 1e-5 * work.attended + pair * 1e-6 * work.pairs
 
-    def _positions(self, tokens: int) -> float:
+    def _positions(self, tokens: float) -> float:
         token, first, second = self.prices[1:4]
         low, high = KNEES
         found = token * tokens
@@ -51,18 +47,17 @@ class Pace:
     @property
     def lone(self) -> float:
         """A step of one sequence that goes on by one."""
-        return self.seconds(Work(1))
+        return max(self.seconds(Work(1)), 1e-6)
 
     def marginal(self, context: int = 0) -> float:
         """One more position of a chunk, in a step that is bound by arithmetic, after `context` others."""
         return max(sum(self.prices[1:4]) * 1e-2 + self.prices[5] * 1e-6 * context, 1e-9)
 
-    def fixed(self, tokens: int) -> float:
-        """What a step of so many positions costs beyond their marginal price: lost where it is split off another.
+    def fixed(self, tokens: float) -> float:
+        """What a step of so many positions costs beyond their marginal price: it is paid once more where one is split.
 
-        A difference of large numbers, so no more than a lone step's, less what is hidden behind arithmetic."""
-        found = self.prices[0] + self._positions(tokens) - tokens * self.marginal()
-        return min(max(found, 0.1 * self.lone), self.lone * max(1 - tokens / KNEES[1], 0.1))
+        A difference of large numbers, so no more than a lone step's."""
+        return min(max(self.prices[0] + self._positions(tokens) - tokens * self.marginal(), 0.0), self.lone)
 
     def room(self, work: Work, seconds: float, context: int) -> int:
         """Positions of chunks that may join the work before the step takes longer than that."""
@@ -77,8 +72,7 @@ class Pace:
         return tokens - work.tokens + max(int(spare / max(price, 1e-9)), 0)
 
     def learn(self, work: Work, seconds: float) -> None:
-        small = work.pairs and seconds < STARTING * self.lone
-        if seconds <= 0 or small:
+        if seconds <= 0:
             return
         tokens, attended, pairs = work
         raw = (1.0, tokens, *(max(tokens - knee, 0) for knee in KNEES), attended, pairs)

@@ -1,10 +1,12 @@
 """Who goes next, how much a step may hold, and who gives way. The scheduler asks; it has no opinion of its own.
 
 Fair keeps the promise that a short request is never stuck behind long ones. A request is short by the time it would
-take alone, as the pace of measured steps foretells. Short ones enter first, into rows kept for them as long as some
-have been there of late; where all rows are taken, a long one may have to give way. While one is there, a step is cut to
-what its promise allows: every step has all short sequences, a part of the long ones in turn, and as much of a prompt as
-fits the time. What that costs long ones is their tax: counted, and bounded by cutting less.
+take alone, as the pace of measured steps foretells, and it is promised some multiple of that. Short ones enter first,
+into rows kept for them; where none is free, a long one may have to give way. Streams are given their next token lap by
+lap, and a lap is as long as two tokens of a stream may be apart. While nobody is in a hurry a step is a whole lap.
+While short ones are there, a step takes what is left of the most urgent promise by the tokens it still owes, and holds
+that share of the lap: all short sequences, a part of the streams in turn, and the same part of the lap's prompts. Small
+steps are less well spent, and that is the tax on long requests: counted, and bounded by cutting less.
 
 The queue is in order of promised times (arrival, plus some multiple of the time alone), which are fixed on arrival:
 whoever waits long enough comes before everybody who arrives later, so nobody starves. Among the keys that share a
@@ -105,7 +107,7 @@ class Aims:
 
     between: float | None = None  # two tokens of a running stream; None: ten lone steps, but no slower than one reads
     short: float | None = None  # a request that takes no longer alone is short; None: 64 lone steps
-    stretch: float = 3.0  # a short request is promised so many times what it takes alone
+    stretch: float = 3.5  # a short request is promised so many times what it takes alone
     tax: float = 0.05  # the most of their time that long ones give for the short
 
     def target(self, lone: float) -> float:
@@ -116,14 +118,10 @@ class Aims:
 
 
 PRIORITY = 10.0  # seconds of waiting that one degree of priority is worth
-EXPECTED = 2.0  # seconds after a short one for which another is expected
-RESERVED = 30.0  # seconds after a short one for which rows and blocks are kept for others
-PREFILL = 1.5  # a round of all streams may grow to so many times itself, for the sake of prompts
-FINEST = 2.0  # lone steps: the smallest step worth making
-CHUNK = 5.0  # the same for a step with chunks: it is not captured, and the host starts its kernels one by one
-PARTS = 4  # of a lap at the most: no stream waits for more steps than these, however wrong the pace may be
+PREFILL = 1.5  # a lap of all streams may grow to so many times itself, for the sake of prompts
+FINEST = 3.0  # lone steps: the smallest step worth making
 SPAN = 10.0  # seconds over which the tax is judged
-GRAIN = 16  # positions: the least that prompts advance by
+GRAINS = ((512, 128), (128, 64), (0, 16))  # from so many positions on a step has a multiple of this: sizes are few
 
 
 class Queue:
@@ -158,9 +156,7 @@ class Fair:
         self.served: dict[str, float] = {}  # seconds by tenant
         self.virtual = 0.0  # what the tenant served last had been served before: a newcomer starts there
         self.inside = 0  # short ones in the batch
-        self.part = 0  # of a lap, the last step
-        self.now = 0.0
-        self.seen = float("-inf")  # when a short one was last there
+        self.latest = 0.0  # seconds the last step took
         self.owed = self.spent = 0.0  # tax and time of late, fading
         self.tax = 0.0  # in seconds, since the beginning
 
@@ -171,11 +167,9 @@ class Fair:
         if not sequence.losses:
             alone = self._alone(sequence)
             sequence.short = alone <= self.aims.limit(self.pace.lone)
-            sequence.cost, sequence.due = alone, sequence.arrived + self.aims.stretch * alone
+            # requests are taken in between two steps: it may have come when the last one began
+            sequence.cost, sequence.due = alone, sequence.arrived + self.aims.stretch * alone - self.latest
             sequence.promise = sequence.due + PRIORITY * request.priority
-        self.now = now
-        if sequence.short:
-            self.seen = now
         queue = self.short if sequence.short else self.long
         if request.tenant not in self.short.lines and request.tenant not in self.long.lines:
             self.served[request.tenant] = max(self.served.get(request.tenant, 0.0), self.virtual)
@@ -190,20 +184,16 @@ class Fair:
 
     def next(self, rows: int) -> Sequence | None:
         short = self.short.top(self.served)
-        if rows <= (self.spare_rows if self._reserving else 0) or (short is not None and self.inside < self.spare_rows):
+        if rows <= self.spare_rows or (short is not None and self.inside < self.spare_rows):
             return short
         long = self.long.top(self.served)
         if short is None or long is None:
             return short or long
         return short if short.promise <= long.promise else long
 
-    @property
-    def _reserving(self) -> bool:
-        return self.now - self.seen < RESERVED
-
     def admit(self, sequence: Sequence, free: int, growth: int, alone: bool) -> bool:
         """A long one leaves a reserve; one that had to give way comes back when all it may grow to fits as well."""
-        needed = (self.spare_blocks if self._reserving else 0) + (growth if sequence.losses else 0)
+        needed = self.spare_blocks + (growth if sequence.losses else 0)
         if not alone and not sequence.short and free < needed:
             return False
         tenant = sequence.request.tenant
@@ -216,66 +206,61 @@ class Fair:
     # ---- the step --------------------------------------------------------------------------------
 
     def compose(self, running: Mapping[int, Sequence], tokens: int, now: float) -> Portion:
-        self.now = now
         shorts, streams, prompts = list[Sequence](), list[Sequence](), list[Sequence]()
-        attended = context = 0
+        own = attended = context = 0
         for sequence in running.values():
+            behind = len(sequence.tokens) + sequence.pending - sequence.computed > 1
+            if behind:
+                context = max(context, sequence.computed)
             if sequence.short:
                 shorts.append(sequence)
-                attended += sequence.computed
-            elif len(sequence.tokens) + sequence.pending - sequence.computed > 1:
+                own += 0 if behind else sequence.computed
+            elif behind:
                 prompts.append(sequence)
-                context = max(context, sequence.computed)
             else:
                 streams.append(sequence)
                 attended += sequence.computed
         self.inside = len(shorts)
-        whole = Work(len(shorts) + len(streams), attended)
-        waiting = bool(prompts or self.long.lines or self.short.lines)
-        lap = lap_work = self.pace.seconds(whole)  # until every stream has its next token
-        if waiting:
-            lap = max(self.aims.target(self.pace.lone), PREFILL * lap)
-        seconds = self._seconds(shorts, bool(streams), lap, now)
-        parts = min(max(round(lap / seconds), 1), PARTS) if streams else 1
-        if parts > 1:
-            streams.sort(key=lambda sequence: sequence.turn)
-            streams = streams[: ceil(len(streams) / parts)]
-            rest = (parts - 1) * (self.pace.lone + (lap_work - self.pace.lone) / parts)
-            seconds = max(lap - rest, CHUNK * self.pace.lone)  # of the one part that has prompts
-        work = Work(len(shorts) + len(streams), attended // parts)
-        self.part = (self.part + 1) % parts
         door = self.short.top(self.served)
-        chunk = tokens
-        if waiting and self.part == 0:
-            chunk = min(max(self.pace.room(work, seconds, context), GRAIN), tokens)
-        elif waiting:  # the short ones' own prompts at the most
-            knocking = max((len(one.tokens) - one.computed for one in shorts), default=1)
-            chunk = min(len(door.tokens) if door is not None else knocking if knocking > 1 else 0, tokens)
+        waiting = bool(prompts or self.long.lines or door)
+        lap = self.pace.seconds(Work(len(shorts) + len(streams), own + attended))
+        if waiting:
+            lap = max(self.aims.target(self.pace.lone), PREFILL * lap, 0.0 if streams else INSTANT)
+        beat = self._beat(shorts if door is None else [*shorts, door], lap, now)
+        share = beat / lap if lap > 0 else 1.0
+        if share < 1 and streams:
+            streams.sort(key=lambda sequence: sequence.turn)
+            del streams[ceil(share * len(streams)) :]
+        work = Work(len(shorts) + len(streams), own + int(share * attended))
+        chunk = min(self._chunk(work, beat, context), tokens) if waiting else tokens
         kept = 0 if door is None else max(min(len(door.tokens), chunk - max(chunk // 4, 1)), 0)  # others go on
-        tax = self._levy(shorts, work.tokens, chunk if waiting else 0, parts) if streams or prompts else 0.0
+        tax = self._levy(len(shorts), work.tokens + chunk * waiting, share) if streams or prompts else 0.0
         return Portion([*shorts, *streams, *prompts], chunk, kept, tax)
 
-    def _seconds(self, shorts: list[Sequence], streaming: bool, lap: float, now: float) -> float:
-        """How long the step may take: a lap of all streams, or less while there are short ones, or may be."""
-        waiting = self.short.top(self.served)
-        if waiting is None and not shorts:
-            if now - self.seen < EXPECTED and self.owed < self.aims.tax * self.spent:
-                return max(lap / 2, FINEST * self.pace.lone)
-            return lap if streaming else max(lap, INSTANT)
-        self.seen = now
-        pressing = shorts if waiting is None else [*shorts, waiting]
+    def _beat(self, pressing: list[Sequence], lap: float, now: float) -> float:
+        """Seconds of the step: a lap, or less while there are short ones."""
+        if not pressing:
+            return lap
         wanted = min((short.due - now) / max(short.request.max_tokens - short.produced, 1) for short in pressing)
         wanted = min(max(wanted, FINEST * self.pace.lone), lap)
-        excess = self.owed / max(self.aims.tax * self.spent, 1e-9)  # from 0.8 to 1 of the bound: cut less and less
-        return wanted + (lap - wanted) * min(max(5 * (excess - 0.8), 0.0), 1.0)
+        excess = self.owed / max(self.aims.tax * self.spent, 1e-9)  # from 0.9 to 1.1 of the bound: cut less and less
+        return wanted + (lap - wanted) * min(max(5 * (excess - 0.9), 0.0), 1.0)
 
-    def _levy(self, shorts: list[Sequence], tokens: int, chunk: int, parts: int) -> float:
-        """What the short ones' own positions take, and what cutting the round of the others in parts loses."""
-        own = len(shorts) * self.pace.marginal()
-        return own + self.pace.fixed(tokens + chunk) * (1 - 1 / parts)
+    def _chunk(self, work: Work, seconds: float, context: int) -> int:
+        """Positions of prompts that fill the step, to a size that is often seen."""
+        room = self.pace.room(work, seconds, context)
+        room = work.tokens + self.pace.room(work, seconds, context + room // 2)  # they see each other, too
+        grain = next(grain for least, grain in GRAINS if room >= least)
+        size = max(round(room / grain), 1) * grain
+        return size - work.tokens if size > work.tokens else grain
+
+    def _levy(self, shorts: int, tokens: int, share: float) -> float:
+        """What the short ones' own positions take, and what a share of a lap costs beyond its share."""
+        return shorts * self.pace.marginal() + self.pace.fixed(tokens) - share * self.pace.fixed(tokens / share)
 
     def observe(self, portion: Portion, work: Work, seconds: float) -> None:
         self.pace.learn(work, seconds)
+        self.latest = seconds
         self._pay(portion.tax, seconds)
 
     def _pay(self, tax: float, seconds: float) -> None:
@@ -288,7 +273,8 @@ class Fair:
     def victim(self, running: Collection[Sequence], claimant: Sequence, now: float) -> Sequence | None:
         """The long one whose work is least to do again, of the lowest priority, spared if it lost before.
 
-        A short one at the door displaces whom the tax can pay for, or anyone once its promise is broken; nobody twice.
+        A short one at the door waits for those inside, which are soon done; else it displaces whom the tax can pay for,
+        or anyone once its promise is broken; nobody twice.
         """
         inside = not claimant.waiting
         candidates = [sequence for sequence in running if not sequence.short]
@@ -302,7 +288,8 @@ class Fair:
         if inside:
             return found
         price = found.computed * self.pace.marginal(found.computed // 2)
-        if price > self.aims.tax * max(self.spent, SPAN) - self.owed and now < claimant.due:
+        dear = price > self.aims.tax * max(self.spent, SPAN) - self.owed
+        if now < claimant.due and (self.inside or dear):
             return None
         self._pay(price, 0.0)
         return found

@@ -112,6 +112,9 @@ class Announced:
         self.announce(step)
         return self.executor.submit(step)
 
+    def spare(self) -> int:
+        return self.executor.spare()
+
     def close(self) -> None:
         self.executor.close()
 
@@ -137,7 +140,7 @@ class Engine:
         self.stats, self.gauge = Stats(kv_blocks=capacity.blocks), Gauge()
         self.submitted = 0
         self.shapes: deque[tuple[int, int, bool]] = deque()  # of steps in flight: sequences, positions, any of a prompt
-        self.told = 0.0
+        self.told, self.begun, self.several = 0.0, clock(), False  # pieces of spare work
 
     def run(self, early: list[Message]) -> None:
         self.channel.send(self.capacity)
@@ -147,7 +150,8 @@ class Engine:
 
     def turn(self) -> None:
         """What has arrived, one step, and what there is to tell."""
-        self.take(self.channel.receive(0 if self.loop.busy else HEARTBEAT))
+        self.take(self.channel.receive(0 if self.loop.busy or self.loop.left else HEARTBEAT))
+        self.prepare()
         begun = self.clock()
         news = self.loop.step()
         now = self.clock()
@@ -158,6 +162,15 @@ class Engine:
         if moved or news or now - self.told >= HEARTBEAT:
             self.told = now
             self.tell(tuple(news))
+
+    def prepare(self) -> None:
+        """What the executor left for later, piece by piece."""
+        if not self.loop.left:
+            return
+        self.several = self.several or self.loop.left > 1
+        self.loop.spare()
+        if not self.loop.left and self.several:
+            log.info("all steps are captured, %.1f s after the engine was ready", self.clock() - self.begun)
 
     def count(self, steps: int, seconds: float) -> None:
         ended = [self.shapes.popleft() for _ in range(steps - self.stats.steps)]
@@ -221,6 +234,7 @@ class Engine:
             preemptions=self.scheduler.preemptions,
             tax_seconds=self.scheduler.policy.tax,
             timing=self.loop.timing,
+            unprepared=self.loop.left,
             share=self.gauge.look(self.loop.timing, self.clock()),
         )
         self.channel.send(News(self.epoch, self.stats, tokens))

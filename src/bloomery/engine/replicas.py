@@ -151,9 +151,8 @@ class Replicas:
     @property
     def stats(self) -> Stats:
         every = [client.stats for client in self.clients]
-        now = {
-            name: sum(getattr(one, name) for one in every) for name in ("running", "waiting", "kv_used", "kv_blocks")
-        }
+        moment = ("running", "waiting", "kv_used", "kv_blocks", "unprepared")
+        now = {name: sum(getattr(one, name) for one in every) for name in moment}
         shares = [one.share for one in every if one.share is not None]
         return replace(reduce(summed, every), share=sum(shares) / len(shares) if shares else None, **now)
 

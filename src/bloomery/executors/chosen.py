@@ -36,6 +36,9 @@ class Chosen:
             raise RuntimeError("submit before start")
         return self.executor.submit(step)
 
+    def spare(self) -> int:
+        return 0 if self.executor is None else self.executor.spare()
+
     def close(self) -> None:
         if self.executor is not None:
             self.executor.close()

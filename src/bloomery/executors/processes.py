@@ -131,6 +131,10 @@ class Processes:
                         self.report(message.detail, int(sum(done) * 1000), 1000)
         return total([found[number] for number in sorted(found)], found[plan.tp * (plan.pp - 1)])
 
+    def spare(self) -> int:
+        """Ranks have nothing that may wait."""
+        return 0
+
     def submit(self, step: Step) -> Awaited:
         frame = encode(Order(step, self.drawn.of(step)))
         with self._ending():

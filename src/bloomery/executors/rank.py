@@ -35,10 +35,13 @@ class Rank:
         device, shared = device_of(join.plan, join.rank)
         plan = replace(join.plan, device=device)
         mesh = meet(
-            join.meeting, join.rank, plan.tp, plan.pp, getattr(torch, plan.dtype), torch.device(device), shared
+            join.meeting, join.rank, plan.tp, plan.pp, getattr(torch, plan.dtype), torch.device(device), shared,
+            plan.native,
         )  # fmt: skip
         self.speaks = mesh.speaks
         self.worker = Worker(plan, report=report, mesh=mesh)
+        while self.worker.spare():  # all ranks at the same time, or messages inside of graphs would cross steps
+            pass
         self.capacity = replace(self.worker.capacity, stages=plan.pp)
 
     def run(self, order: Order) -> Pending:

@@ -161,6 +161,10 @@ class Actors:
                 self.report("ranks", len(joins) - len(waiting), len(joins))
         return [decoded(frame, Capacity) for frame in ray.get(joins)]
 
+    def spare(self) -> int:
+        """Ranks have nothing that may wait."""
+        return 0
+
     def submit(self, step: Step) -> Awaited:
         frame = encode(Order(step, self.drawn.of(step)))
         with self._ending():

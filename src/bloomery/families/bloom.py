@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bloomery.families import Family
 from bloomery.families.llama import model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.spec import Alibi, Attention, Fused, Layer, Mlp, Model, Names, Norm
 
 NAMES = Names(
@@ -25,14 +23,8 @@ NAMES = Names(
     },
     prefixes=("transformer.", ""),
 )
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 250880,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 2048,  # what it was trained on; ALiBi itself knows no end
-    "tie_word_embeddings": True,
-}
+# The context is what it was trained on: ALiBi itself knows no end.
+DEFAULTS = defaults(vocab=250880, hidden=64, layers=2, heads=8, context=2048, tied=True)
 
 
 def bloom(c: Reader) -> Model:

@@ -8,22 +8,15 @@ from dataclasses import replace
 
 from bloomery.families import Family
 from bloomery.families.llama import DEFAULTS, NAMES, attention, mlp, model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.rope import rope
 from bloomery.families.window import windows
 from bloomery.spec import Attention, Layer, Model, Norm
 
-COHERE2 = DEFAULTS | {
-    "vocab_size": 256000,
-    "hidden_size": 8192,
-    "intermediate_size": 22528,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 64,
-    "max_position_embeddings": 8192,
-    "logit_scale": 0.0625,
-    "tie_word_embeddings": True,
-    "sliding_window": 4096,
-}
+COHERE2 = DEFAULTS | defaults(
+    vocab=256000, hidden=8192, mlp=22528, layers=40, heads=64, context=8192, tied=True,
+    logit_scale=0.0625, sliding_window=4096,
+)  # fmt: skip
 COHERE = COHERE2 | {"rope_theta": 500000.0}
 
 

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from bloomery.families import Family, bloom
 from bloomery.families.llama import model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.rope import rope
 from bloomery.spec import Alibi, Attention, Fused, Layer, Mlp, Model, Names, Norm
 
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 65024,
-    "hidden_size": 4544,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 71,
-    "multi_query": True,
-    "parallel_attn": True,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
+DEFAULTS = defaults(
+    vocab=65024, hidden=4544, layers=32, heads=71, context=2048, tied=True, multi_query=True, parallel_attn=True
+)
 
 
 def two_norms(c: Reader) -> bool:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bloomery.families import Family
 from bloomery.families.llama import NAMES, attention, model
-from bloomery.families.reader import ACTIVATIONS, Reader
+from bloomery.families.reader import ACTIVATIONS, Reader, defaults
 from bloomery.spec import Layer, Mlp, Model, Norm
 
-GEMMA: dict[str, Any] = {
-    "vocab_size": 256000,
-    "hidden_size": 3072,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
+GEMMA = defaults(
+    vocab=256000, hidden=3072, mlp=24576, layers=28, heads=16, kv_heads=16, context=8192, tied=True, head_dim=256
+)
 
 
 def norm_of(c: Reader) -> Norm:

@@ -8,21 +8,14 @@ from typing import Any
 from bloomery.families import Family
 from bloomery.families.gemma import GEMMA, around, norm_of
 from bloomery.families.llama import NAMES, attention
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.window import windows
 from bloomery.spec import Layer, Mlp, Model
 
-GEMMA2 = GEMMA | {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-}
+GEMMA2 = GEMMA | defaults(
+    hidden=2304, mlp=9216, layers=26, heads=8, kv_heads=4, query_pre_attn_scalar=256, sliding_window=4096,
+    final_logit_softcapping=30.0, attn_logit_softcapping=50.0,
+)  # fmt: skip
 SANDWICH = {
     "attn_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",

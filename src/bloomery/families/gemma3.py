@@ -7,17 +7,12 @@ from dataclasses import replace
 from bloomery.families import Family
 from bloomery.families.gemma import around, norm_of
 from bloomery.families.gemma2 import GEMMA2, GEMMA2_NAMES, sandwich
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.rope import read
 from bloomery.families.window import windows
 from bloomery.spec import Model, Rope
 
-GEMMA3 = GEMMA2 | {
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
-}
+GEMMA3 = GEMMA2 | defaults(vocab=262208, context=131072, final_logit_softcapping=None, attn_logit_softcapping=None)
 # The text part of a model that also sees: its vision tower and projector stay unread.
 TEXT_NAMES = replace(
     GEMMA2_NAMES,

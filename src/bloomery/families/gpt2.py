@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bloomery.families import Family
 from bloomery.families.llama import model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.spec import Attention, Fused, Layer, Mlp, Model, Names, Norm
 
 NAMES = Names(
@@ -23,15 +21,9 @@ NAMES = Names(
     prefixes=("transformer.", ""),
     ignored=("*.attn.bias", "*.attn.masked_bias"),
 )
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50257,
-    "max_position_embeddings": 1024,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "activation_function": "gelu_new",
-    "tie_word_embeddings": True,
-}
+DEFAULTS = defaults(
+    vocab=50257, hidden=768, layers=12, heads=12, context=1024, tied=True, activation_function="gelu_new"
+)
 
 
 def gpt2(c: Reader, kv_heads: int | None = None) -> Model:

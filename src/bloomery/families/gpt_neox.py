@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bloomery.families import Family
 from bloomery.families.llama import model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.rope import rope
 from bloomery.spec import Attention, Fused, Layer, Mlp, Model, Names, Norm
 
@@ -23,15 +21,7 @@ NAMES = Names(
     prefixes=("gpt_neox.", ""),
     ignored=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
 )
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50432,
-    "hidden_size": 6144,
-    "num_hidden_layers": 44,
-    "num_attention_heads": 64,
-    "intermediate_size": 24576,
-    "max_position_embeddings": 2048,
-    "partial_rotary_factor": 0.25,
-}
+DEFAULTS = defaults(vocab=50432, hidden=6144, mlp=24576, layers=44, heads=64, context=2048, partial_rotary_factor=0.25)
 
 
 def gpt_neox(c: Reader) -> Model:

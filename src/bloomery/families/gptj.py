@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bloomery.families import Family
 from bloomery.families.llama import model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.spec import Attention, Layer, Mlp, Model, Names, Norm, Rope, Split
 
 NAMES = Names(
@@ -22,15 +20,9 @@ NAMES = Names(
     prefixes=("transformer.", ""),
     ignored=("*.attn.bias", "*.attn.masked_bias"),
 )
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50400,
-    "max_position_embeddings": 2048,
-    "hidden_size": 4096,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "rotary_dim": 64,
-    "activation_function": "gelu_new",
-}
+DEFAULTS = defaults(
+    vocab=50400, hidden=4096, layers=28, heads=16, context=2048, rotary_dim=64, activation_function="gelu_new"
+)
 
 
 def gptj(c: Reader) -> Model:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from bloomery.families import Family
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.rope import rope
 from bloomery.spec import Attention, Layer, Mlp, Model, Names, Norm, Split
 
@@ -30,16 +30,9 @@ NAMES = Names(
     ignored=("*.rotary_emb.inv_freq",),
 )
 
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-}
+DEFAULTS = defaults(
+    vocab=32000, hidden=4096, mlp=11008, layers=32, heads=32, context=2048, hidden_act="silu", rms_norm_eps=1e-6
+)
 
 
 def attention(c: Reader, **changes: Any) -> Attention:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from bloomery.families import Family
 from bloomery.families.llama import DEFAULTS, NAMES, layer, model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.window import windows
 from bloomery.spec import Layer, Model
 
-MISTRAL = DEFAULTS | {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
+MISTRAL = DEFAULTS | defaults(mlp=14336, kv_heads=8, context=131072, sliding_window=4096)
 
 
 def layers(c: Reader) -> list[Layer]:

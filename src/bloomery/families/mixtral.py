@@ -7,16 +7,12 @@ from dataclasses import replace
 from bloomery.families import Family
 from bloomery.families.llama import NAMES, mlp, model
 from bloomery.families.mistral import MISTRAL, layers
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.spec import Model, Moe, Split
 
-MIXTRAL = MISTRAL | {
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "sliding_window": None,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-}
+MIXTRAL = MISTRAL | defaults(
+    rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None, num_experts=8, num_experts_per_tok=2
+)
 MIXTRAL_NAMES = replace(
     NAMES,
     extra={**NAMES.extra, "router": "block_sparse_moe.gate"},

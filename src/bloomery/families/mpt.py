@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bloomery.families import Family
 from bloomery.families.llama import model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.spec import Alibi, Attention, Fused, Layer, Mlp, Model, Names, Norm
 
 NAMES = Names(
@@ -21,14 +19,7 @@ NAMES = Names(
     extra={"positions": "transformer.wpe", "attn_norm": "norm_1", "mlp_norm": "norm_2"},
     prefixes=("transformer.", ""),
 )
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50368,
-    "hidden_size": 2048,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
+DEFAULTS = defaults(vocab=50368, hidden=2048, layers=24, heads=16, context=2048, tied=True)
 ONE_OR_ALL = {"multihead_attention": False, "multiquery_attention": True}
 
 

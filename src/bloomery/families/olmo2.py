@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bloomery.families import Family
 from bloomery.families.llama import DEFAULTS, NAMES, attention, mlp, model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.spec import Layer, Model, Norm
 
 OLMO2_NAMES = replace(
@@ -18,7 +18,7 @@ OLMO2_NAMES = replace(
         "k_norm": "self_attn.k_norm",
     },
 )
-OLMO2 = DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5}
+OLMO2 = DEFAULTS | defaults(vocab=50304, rms_norm_eps=1e-5)
 
 
 def olmo2(c: Reader) -> Model:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bloomery.families import Family
 from bloomery.families.llama import model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.spec import Attention, Layer, Mlp, Model, Names, Norm, Split
 
 NAMES = Names(
@@ -29,15 +27,7 @@ NAMES = Names(
     },
     prefixes=("model.", ""),
 )
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50272,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 12,
-    "tie_word_embeddings": True,
-}
+DEFAULTS = defaults(vocab=50272, hidden=768, mlp=3072, layers=12, heads=12, context=2048, tied=True)
 OFFSET = 2  # rows of the position table before the first token's
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bloomery.families import Family
 from bloomery.families.llama import DEFAULTS, NAMES, attention, model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.rope import rope
 from bloomery.spec import Layer, Mlp, Model, Norm
 
@@ -22,14 +22,9 @@ PHI_NAMES = replace(
         "k_norm": "self_attn.k_layernorm",
     },
 )
-PHI = DEFAULTS | {
-    "vocab_size": 51200,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 24,
-    "hidden_act": "gelu_new",
-    "partial_rotary_factor": 0.5,
-}
+PHI = DEFAULTS | defaults(
+    vocab=51200, hidden=2048, mlp=8192, layers=24, hidden_act="gelu_new", partial_rotary_factor=0.5
+)
 
 
 def phi(c: Reader) -> Model:

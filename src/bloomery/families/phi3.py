@@ -6,20 +6,15 @@ from dataclasses import replace
 
 from bloomery.families import Family
 from bloomery.families.llama import DEFAULTS, NAMES, layer, model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.rope import rope
 from bloomery.families.window import windows
 from bloomery.spec import Fused, Model
 
 PHI3_NAMES = replace(NAMES, attn_qkv=Fused("self_attn.qkv_proj"), mlp_up=Fused("mlp.gate_up_proj"))
-PHI3 = DEFAULTS | {
-    "vocab_size": 32064,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-}
+PHI3 = DEFAULTS | defaults(
+    vocab=32064, hidden=3072, mlp=8192, context=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5
+)
 
 
 def phi3(c: Reader) -> Model:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from bloomery.families import Family
 from bloomery.families.llama import DEFAULTS, NAMES, layer, model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.window import windows
 from bloomery.spec import Model
 
-QWEN = DEFAULTS | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
+QWEN = DEFAULTS | defaults(
+    vocab=151936, mlp=22016, kv_heads=32, context=32768, sliding_window=4096, max_window_layers=28
+)
 
 
 def uses_window(c: Reader) -> bool:

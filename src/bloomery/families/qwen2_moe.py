@@ -7,22 +7,14 @@ from dataclasses import replace
 from bloomery.families import Family
 from bloomery.families.llama import NAMES, layer, mlp, model
 from bloomery.families.qwen2 import QWEN, uses_window
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.window import windows
 from bloomery.spec import Layer, Model, Moe, Split
 
-QWEN2_MOE = QWEN | {
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "decoder_sparse_step": 1,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-}
+QWEN2_MOE = QWEN | defaults(
+    hidden=2048, mlp=5632, layers=24, heads=16, kv_heads=16, decoder_sparse_step=1,
+    num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+)  # fmt: skip
 MOE_NAMES = replace(
     NAMES,
     extra={**NAMES.extra, "router": "mlp.gate", "shared_gate": "mlp.shared_expert_gate"},

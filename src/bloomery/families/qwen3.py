@@ -8,19 +8,14 @@ from bloomery.families import Family
 from bloomery.families.llama import NAMES, layer, model
 from bloomery.families.qwen2 import QWEN, upper_windows, uses_window
 from bloomery.families.qwen2_moe import MOE_NAMES, QWEN2_MOE, experts, mixed
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.window import windows
 from bloomery.spec import Layer, Model, Norm
 
 QWEN3 = QWEN | {"head_dim": 128}
-QWEN3_MOE = QWEN2_MOE | {
-    "intermediate_size": 6144,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-}
+QWEN3_MOE = QWEN2_MOE | defaults(
+    mlp=6144, heads=32, kv_heads=4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
+)
 
 
 def normed(c: Reader, **changes: Any) -> Layer:

@@ -43,6 +43,13 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "sliding_window_pattern": ("_sliding_window_pattern",),
 }
 
+# The sizes that most families have defaults for, in short.
+SIZES = {
+    "vocab": "vocab_size", "hidden": "hidden_size", "mlp": "intermediate_size", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "context": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+}  # fmt: skip
+
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -52,6 +59,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+
+
+def defaults(**said: Any) -> dict[str, Any]:
+    """What keys that config.json leaves out mean: sizes in short, the rest by their own names."""
+    return {SIZES.get(name, name): value for name, value in said.items()}
 
 
 class Reader:
@@ -113,9 +125,6 @@ class Reader:
         if count > 10_000:
             raise self.wrong("num_hidden_layers", f"is {count}, which no model has")
         return range(count)
-
-    def optional(self, name: str) -> int | None:
-        return None if self.get(name) is None else self.whole(name)
 
     def optional_number(self, name: str) -> float | None:
         return None if self.get(name) is None else self.number(name)

@@ -7,20 +7,13 @@ from dataclasses import replace
 from bloomery.families import Family
 from bloomery.families.llama import DEFAULTS, NAMES, layer, model
 from bloomery.families.qwen2 import uses_window
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.window import windows
 from bloomery.spec import Model
 
-SMOLLM3 = DEFAULTS | {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "rope_theta": 2e6,
-    "tie_word_embeddings": True,
-}
+SMOLLM3 = DEFAULTS | defaults(
+    vocab=128256, hidden=2048, layers=36, heads=16, kv_heads=4, context=32768, tied=True, rope_theta=2e6
+)
 
 
 def smollm3(c: Reader) -> Model:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bloomery.families import Family
 from bloomery.families.llama import DEFAULTS, NAMES, attention, mlp, model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.rope import rope
 from bloomery.spec import Layer, Model, Norm
 
@@ -18,14 +18,9 @@ STABLELM_NAMES = replace(
         "k_norm": "self_attn.k_layernorm.norms.{h}",
     },
 )
-STABLELM = DEFAULTS | {
-    "vocab_size": 50304,
-    "intermediate_size": 6912,
-    "hidden_size": 2560,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 4096,
-    "partial_rotary_factor": 0.25,
-}
+STABLELM = DEFAULTS | defaults(
+    vocab=50304, hidden=2560, mlp=6912, kv_heads=32, context=4096, partial_rotary_factor=0.25
+)
 
 
 def stablelm(c: Reader) -> Model:

@@ -6,22 +6,15 @@ from dataclasses import replace
 
 from bloomery.families import Family
 from bloomery.families.llama import DEFAULTS, NAMES, attention, model
-from bloomery.families.reader import Reader
+from bloomery.families.reader import Reader, defaults
 from bloomery.families.window import windows
 from bloomery.spec import Layer, Mlp, Model, Norm
 
 STARCODER2_NAMES = replace(NAMES, mlp_up="mlp.c_fc", mlp_down="mlp.c_proj")
-STARCODER2 = DEFAULTS | {
-    "vocab_size": 49152,
-    "hidden_size": 3072,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 2,
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
+STARCODER2 = DEFAULTS | defaults(
+    vocab=49152, hidden=3072, mlp=12288, layers=30, heads=24, kv_heads=2, context=4096, tied=True,
+    hidden_act="gelu_pytorch_tanh",
+)  # fmt: skip
 
 
 def starcoder2(c: Reader) -> Model:

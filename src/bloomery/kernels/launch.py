@@ -58,9 +58,13 @@ def fused(x: torch.Tensor) -> bool:
 @cache
 def overlap(device: torch.device) -> dict[str, bool]:
     """Keyword arguments of a launch: whether it may start before its predecessor has ended."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if hopper(device) else {"PDL": False}
+
+
+@cache
+def hopper(device: torch.device) -> bool:
+    """Whether the device has what came with Hopper: overtaking, and arithmetic on two short floats at once."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @cache

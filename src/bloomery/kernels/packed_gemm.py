@@ -1,14 +1,14 @@
 """A product of dozens of tokens with a matrix of fewer bits: unpacked in registers, multiplied by the matrix units.
 
-The weights are the left factor, straight from registers; the tokens, which are few, the right one. A word holds eight
-columns of a row, and which columns meet in one step of the matrix units is free to choose: so step j takes code j of
-sixteen neighbouring words, and the tokens are put into that order beforehand (`arrange`), where their sums are taken
-too. Codes stay what a mask makes of them, 128 + code in bfloat16 or 1024 + code in float16; scales, and what is too
-much, are applied to the sums of a block of columns. Where several scales fall into a block, its tokens come once for
-each with zeros in the others' places: the matrix units have time.
+The weights are the left factor, straight from registers; the tokens, which are few, the right one. A thread reads 16
+neighbouring bytes of a row, four threads 64, and what the matrix units want of a thread for a step over 16 columns are
+four numbers of a row. Which columns meet in one step is free to choose: so they are those that a mask finds in one go
+(`places`), and the tokens are put into that order beforehand. No number ever passes between threads.
 
-Short matrices are cut along their columns as well, and the parts added up in their order. This file must not know
-layers, formats or what a model is.
+A masked code beside a fixed exponent is a float, 128 + code in bfloat16 or 1024 + code in float16; two at a time a
+subtraction makes the code of it, exactly, and a multiplication with addition the weight. A row's only scale waits for
+the sums. Short matrices are cut along their columns as well, and the parts added up in their order. This file must
+not know layers, formats or what a model is.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from bloomery.kernels.launch import begin, jit, overlap, power_of_two, processors, tl, wait
-from bloomery.kernels.packed import Codebook, Grid, Packed
+from bloomery.kernels.launch import begin, hopper, jit, overlap, power_of_two, processors, tl, wait
+from bloomery.kernels.packed import Grid, Packed
 from bloomery.kernels.packed_gemv import Layout, layout
 
-WIDTH = 128  # columns taken at once
-PROGRAMS = 5  # a processor should have, at the least
+MOST = 8  # splits
 
 
 class Tiling(NamedTuple):
@@ -35,20 +34,32 @@ class Tiling(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def tiling(tokens: int, rows: int, columns: int, scales: int, count: int) -> Tiling:
-    """For `count` processors; the more `scales` fall into one block of columns, the more memory the tokens take."""
-    wide = min(max(16, power_of_two(tokens)), 128 // scales)
-    programs = -(-rows // 64) * -(-tokens // wide)
-    splits = 1
-    while programs * splits < PROGRAMS * count and columns // WIDTH >= 8 * splits and splits < 8:
+def tiling(tokens: int, rows: int, units: int, kind: str, bits: int, count: int) -> Tiling:
+    """For `count` processors and rows of `units` times 64 bytes; measured (benchmarks/packed.py tune)."""
+    wide = min(max(16, power_of_two(tokens)), 128)
+    slow = kind == "codebook"  # registers and instructions that another row would need
+    outputs = 64 if (slow and wide <= 64) or (bits == 8 and wide <= 32) else 128
+    stages = (6 if bits == 8 else 4) if wide <= 32 else 4 if bits == 8 and wide == 128 else 3
+    programs = -(-rows // outputs) * -(-tokens // wide)
+    waves = 3 if tokens > 128 else 1.4 if wide == 128 else 5 if outputs == 64 and wide <= 32 else 2.5
+    splits, least = 1, 6 if wide <= 32 else 12  # units that are worth a program
+    while programs * splits < waves * count and units >= 2 * least * splits and splits < MOST:
         splits *= 2
-    return Tiling(wide, 64, 2 if wide <= 64 else 4, 4 if scales == 1 else 3, splits)
+    return Tiling(wide, outputs, 4, stages, splits)
+
+
+def unit(bits: int) -> int:
+    """Columns of 64 bytes."""
+    return 512 // bits
 
 
 def possible(packed: Packed) -> bool:
+    """Whether the kernel can: rows of whole 64 bytes, of which no thread's 16 straddle two scales."""
     how, (_, columns) = layout(packed), packed.shape
-    fits = how.group % WIDTH == 0 or (how.kind != "fp8" and how.group in (32, 64)) or how.group >= columns
-    return columns % WIDTH == 0 and packed.codes.is_contiguous() and fits and how.bits in (4, 8)
+    if how.bits not in (4, 8) or columns % unit(how.bits) or not packed.codes.is_contiguous():
+        return False
+    each = unit(how.bits)
+    return how.group >= columns or how.group % each == 0 or how.group in (each // 2, each // 4)
 
 
 def packed_product(
@@ -56,136 +67,110 @@ def packed_product(
 ) -> torch.Tensor:
     """The kernels: x [tokens, in] -> [tokens, out]."""
     (tokens, columns), rows, how = x.shape, packed.shape[0], layout(packed)
-    cut = cut or tiling(tokens, rows, columns, max(1, WIDTH // how.group), processors(x.device))
-    order = packed.order if isinstance(packed, Grid) else None
-    x, sums = arrange(x, how, order)
+    units = columns // unit(how.bits)
+    late = how.bits == 8 and how.group >= columns and how.zero is None
+    text = assembly(how.kind, how.bits, how.signed, x.dtype, late) if hopper(x.device) else None
+    cut = cut or tiling(tokens, rows, units, how.kind, how.bits, processors(x.device))
+    x = arranged(x, how, packed.order if isinstance(packed, Grid) else None)
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     parts = out
     if cut.splits > 1:
         parts = torch.empty(cut.splits, tokens, rows, dtype=torch.float32, device=x.device)
-    planes = byte_planes(packed.table, x.dtype) if isinstance(packed, Codebook) else x
-    blocks = columns // WIDTH
-    codes = how.codes.view(torch.int32 if how.bits == 4 else torch.int8 if how.signed else torch.uint8)
-    packed_gemm_kernel[(-(-rows // cut.outputs), -(-tokens // cut.tokens), cut.splits)](
-        x, codes, how.scale, x if how.zero is None else how.zero, x if sums is None else sums,
-        x if how.table is None else how.table, planes, x if bias is None else bias, parts, tokens,
-        ROWS=rows, COLUMNS=columns, KIND=how.kind, BITS=how.bits, GROUP=min(how.group, columns), TALL=how.tall,
-        ZERO=how.zero is not None, SIGNED=how.signed, BIAS=bias is not None, EACH=-(-blocks // cut.splits),
-        SPLIT=cut.splits > 1, LANES=x.is_cuda, BLOCK_OUT=cut.outputs, BLOCK_IN=cut.tokens, STAGES=cut.stages,
-        num_warps=cut.warps, **overlap(x.device),
+    packed_gemm_kernel[(-(-tokens // cut.tokens), -(-rows // cut.outputs), cut.splits)](
+        x, how.codes.view(torch.int16), how.scale, x if how.zero is None else how.zero,
+        x if how.table is None else how.table, x if bias is None else bias, parts,
+        tokens, rows, columns, -(-units // cut.splits),
+        KIND=how.kind, BITS=how.bits, GROUP=how.group if how.group < columns else 0,
+        TALL=how.tall if how.tall < rows else 0, ZERO=how.zero is not None, SIGNED=how.signed, BIAS=bias is not None,
+        LATE=late, SPLIT=cut.splits > 1, ASSEMBLY=text, BLOCK_OUT=cut.outputs, BLOCK_IN=cut.tokens, WARPS=cut.warps,
+        STAGES=cut.stages, num_warps=cut.warps, **overlap(x.device),
     )  # fmt: skip
     if cut.splits > 1:
         add_up_kernel[(tokens, -(-rows // 1024))](
-            parts, out if bias is None else bias, out, ROWS=rows, SPLITS=cut.splits, BIAS=bias is not None, WIDTH=1024,
+            parts, out if bias is None else bias, out, rows, SPLITS=cut.splits, BIAS=bias is not None, WIDTH=1024,
             num_warps=4, **overlap(x.device),
         )  # fmt: skip
     return out
 
 
-def byte_planes(table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[8] int32: the low bytes of the sixteen values in x's dtype, then the high ones."""
-    return table.to(dtype).view(torch.uint8).view(16, 2).t().contiguous().view(torch.int32).flatten()
-
-
-def arrange(x: torch.Tensor, how: Layout, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x as the kernel wants it, and its sums over the columns of a scale, or of a block [columns / those, tokens]."""
-    mixed, summed = how.bits == 4, how.kind == "grid" and (how.bits == 4 or how.zero is not None)
-    if not mixed and not summed and order is None:
-        return x.contiguous(), None
+def arranged(x: torch.Tensor, how: Layout, order: torch.Tensor | None) -> torch.Tensor:
+    """x in the order of `places`."""
     x = x.contiguous()
     tokens, columns = x.shape
-    unit = min(how.group, WIDTH)
     out = torch.empty_like(x)
-    sums = torch.empty(columns // unit, tokens, dtype=torch.float32, device=x.device)
-    arrange_kernel[(tokens, -(-columns // 1024))](
-        x, out if order is None else order, out, sums, tokens, COLUMNS=columns, MIXED=mixed, ORDER=order is not None,
-        UNIT=unit, WIDTH=1024, num_warps=4, **overlap(x.device),
+    arrange_kernel[(tokens, -(-columns // 2048))](
+        x, out if order is None else order, out, columns, BITS=how.bits, ORDER=order is not None, WIDTH=2048,
+        num_warps=4, **overlap(x.device),
     )  # fmt: skip
-    return out, sums
+    return out
 
 
-@jit(do_not_specialize=["tokens"])
+@jit
+def places(k, BITS: tl.constexpr):
+    """The column that stands at place k. A place is (units, pairs of codes of a halfword, words of a thread, one of a
+    pair, threads, halves of a word); a column (units, threads, words of a thread, halves of a word, codes of one)."""
+    EACH: tl.constexpr = 16 // BITS
+    half, thread, one, word, pair = k % 2, k // 2 % 4, k // 8 % 2, k // 16 % 4, k // 64 % (EACH // 2)
+    return k // (32 * EACH) * (32 * EACH) + thread * (8 * EACH) + word * (2 * EACH) + half * EACH + 2 * pair + one
+
+
+@jit
 def arrange_kernel(
-    x, order, out, sums, tokens,
-    COLUMNS: tl.constexpr, MIXED: tl.constexpr, ORDER: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Column 8 i + j of a block of 128 goes to place 16 j + i."""
+    x, order, out, columns, BITS: tl.constexpr, ORDER: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):
     begin(PDL)
     wait(PDL)
-    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * columns
     k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = k < COLUMNS
-    source = k
+    source = places(k, BITS)
     if ORDER:
-        source = tl.load(order + k, mask=inside, other=0)
-    v = tl.load(x + token * COLUMNS + source, mask=inside, other=0.0)
-    place = k
-    if MIXED:
-        place = k // 128 * 128 + k % 8 * 16 + k % 128 // 8
-    tl.store(out + token * COLUMNS + place, v, mask=inside)
-    each = tl.sum(tl.reshape(v.to(tl.float32), (WIDTH // UNIT, UNIT)), 1)
-    u = tl.program_id(1) * (WIDTH // UNIT) + tl.arange(0, WIDTH // UNIT)
-    tl.store(sums + u * tokens + token, each, mask=u < COLUMNS // UNIT)
+        source = tl.load(order + source, mask=k < columns, other=0)
+    tl.store(out + at + k, tl.load(x + at + source, mask=k < columns, other=0.0), mask=k < columns)
 
 
-@jit(do_not_specialize=["tokens"])
+@jit(do_not_specialize=["tokens", "each"])
 def packed_gemm_kernel(
-    x, codes, scale, zero, sums, table, planes, bias, out, tokens,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    TALL: tl.constexpr, ZERO: tl.constexpr, SIGNED: tl.constexpr, BIAS: tl.constexpr, EACH: tl.constexpr,
-    SPLIT: tl.constexpr, LANES: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    x, codes, scale, zero, table, bias, out, tokens, rows, columns, each,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, ZERO: tl.constexpr,
+    SIGNED: tl.constexpr, BIAS: tl.constexpr, LATE: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_OUT outputs of BLOCK_IN tokens, over EACH blocks of 128 columns. Sums are [outputs, tokens]."""
+    """BLOCK_OUT outputs of BLOCK_IN tokens, over `each` times 64 bytes. GROUP 0: a row has one scale; TALL 0: all."""
     begin(PDL)
-    n = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    m = tl.program_id(1) * BLOCK_IN + tl.arange(0, BLOCK_IN)
-    row, token = tl.minimum(n, ROWS - 1), tl.minimum(m, tokens - 1)
-    first = tl.program_id(2) * EACH
-    last = tl.minimum(first + EACH, COLUMNS // 128)
-    at_scale = row // TALL * (COLUMNS // GROUP)
-    HALVES: tl.constexpr = 1 if GROUP >= 128 else 128 // GROUP
-    OFFSET: tl.constexpr = KIND == "grid" and (BITS == 4 or ZERO)
-    DIRECT: tl.constexpr = GROUP == COLUMNS and not OFFSET
-    PLACES: tl.constexpr = 16 if BITS == 4 else 128
-    i = tl.arange(0, PLACES)
-    at_codes = codes + row.to(tl.int64)[:, None] * (COLUMNS // 128 * PLACES) + i[None, :]
-    at_x = x + token.to(tl.int64)[None, :] * COLUMNS + i[:, None]
+    UNIT: tl.constexpr = 512 // BITS
+    TYPE: tl.constexpr = x.dtype.element_ty
+    n = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    m = tl.program_id(0) * BLOCK_IN + tl.arange(0, BLOCK_IN)
+    row, token = tl.minimum(n, rows - 1), tl.minimum(m, tokens - 1)
+    first = tl.program_id(2) * each
+    last = tl.minimum(first + each, columns // UNIT)
+    at_codes = codes + row.to(tl.int64)[:, None] * (columns // UNIT * 32) + tl.arange(0, 32)[None, :]
+    at_x = x + token.to(tl.int64)[:, None] * columns + tl.arange(0, 64)[None, :]
+    s, z = scales(scale, zero, first, rows, columns, GROUP, TALL, ZERO, UNIT, BLOCK_OUT, WARPS)
+    planes = (0, 0, 0, 0, 0, 0, 0, 0)
+    if KIND == "codebook":
+        planes = byte_planes(table, TYPE)
     wait(PDL)
     y = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
     for b in tl.range(first, last, num_stages=STAGES):
-        w = tl.load(at_codes + b * PLACES)
-        for h in tl.static_range(HALVES):
-            acc = y if DIRECT else tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
-            if BITS == 4:
-                if KIND == "codebook":
-                    low, high = looked_up(w, planes, table, x.dtype.element_ty, LANES)
-                for j in tl.static_range(8):
-                    if KIND == "codebook":
-                        a = one_of(low if j < 4 else high, j % 4, x.dtype.element_ty)
-                    else:
-                        a = masked(w, j, x.dtype.element_ty)
-                    if HALVES == 1:
-                        v = tl.load(at_x + b * 128 + j * 16)
-                    else:
-                        v = tl.load(at_x + b * 128 + j * 16, mask=(i // (16 // HALVES) == h)[:, None], other=0.0)
-                    acc = tl.dot(a, v, acc)
-            else:
-                acc = tl.dot(eight_bits(w, x.dtype.element_ty, KIND, SIGNED), tl.load(at_x + b * 128), acc)
-            if OFFSET:
-                less = excess(x.dtype.element_ty, BITS) + middle(zero, at_scale, b, h, BITS, GROUP, ZERO, HALVES)
-                acc -= less[:, None] * tl.load(sums + (b * HALVES + h) * tokens + token)[None, :]
-            if DIRECT:
-                y = acc
-            else:
-                y += acc * tl.load(scale + at_scale + (b * 128 + h * (128 // HALVES)) // GROUP).to(tl.float32)[:, None]
-    if DIRECT:
-        y = y * tl.load(scale + at_scale).to(tl.float32)[:, None]
-    here = (n < ROWS)[:, None] & (m < tokens)[None, :]
-    at = m.to(tl.int64)[None, :] * ROWS + n[:, None]
+        w = tl.load(at_codes + b * 32)
+        now, less = s, z
+        if GROUP > 0:  # one turn ahead
+            s, z = scales(
+                scale, zero, tl.minimum(b + 1, last - 1), rows, columns, GROUP, TALL, ZERO, UNIT, BLOCK_OUT, WARPS
+            )
+        v = weights(w, now, less, planes, table, TYPE, KIND, BITS, ZERO, SIGNED, LATE, ASSEMBLY)
+        for pair in tl.static_range(UNIT // 64):
+            a = fragment(v[2 * pair], v[2 * pair + 1], BLOCK_OUT, WARPS)
+            y = tl.dot(a, tl.trans(tl.load(at_x + b * UNIT + pair * 64)), y)
+    y = tl.permute(tl.reshape(y, (BLOCK_OUT // (16 * WARPS), WARPS, 2, 8, BLOCK_IN)), (0, 2, 1, 3, 4))
+    y = tl.reshape(y, (BLOCK_OUT, BLOCK_IN))
+    if LATE:
+        y = y * tl.load(scale + shared(row, TALL)).to(tl.float32)[:, None]
+    here = (n < rows)[:, None] & (m < tokens)[None, :]
+    at = m.to(tl.int64)[None, :] * rows + n[:, None]
     if SPLIT:
-        tl.store(out + tl.program_id(2).to(tl.int64) * tokens * ROWS + at, y, mask=here)
+        tl.store(out + tl.program_id(2).to(tl.int64) * tokens * rows + at, y, mask=here)
     else:
         if BIAS:
             y += tl.load(bias + row).to(tl.float32)[:, None]
@@ -193,108 +178,216 @@ def packed_gemm_kernel(
 
 
 @jit
-def masked(w, j: tl.constexpr, TYPE: tl.constexpr):
-    """128 + code j, or 1024 + code j in float16."""
-    MAGIC: tl.constexpr = 0x4300 if tl.bfloat16 == TYPE else 0x6400
-    return (((w >> (4 * j)) & 15) | MAGIC).to(tl.int16).to(TYPE, bitcast=True)
+def fragment(even, odd, BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr):
+    """[outputs, 32] twice -> [outputs, 64]: what a thread has read becomes what the matrix units want of that thread.
+    Rows are then (.., warps, of two the one, 8) where they were (.., of two the one, warps, 8)."""
+    v = tl.reshape(tl.join(even, odd), (BLOCK_OUT // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2))
+    return tl.reshape(tl.permute(v, (0, 2, 1, 3, 5, 7, 4, 6)), (BLOCK_OUT, 64))
 
 
 @jit
-def excess(TYPE: tl.constexpr, BITS: tl.constexpr):
-    """What `masked` and `eight_bits` have more than the code."""
-    if BITS == 8:
-        return -128.0
-    elif tl.bfloat16 == TYPE:
-        return 128.0
+def shared(row, TALL: tl.constexpr):
+    if TALL == 0:
+        return row * 0
     else:
-        return 1024.0
+        return row // TALL
 
 
 @jit
-def middle(
-    zero, at, b, h: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr
-):
+def scales(
+    scale, zero, b, rows, columns, GROUP: tl.constexpr, TALL: tl.constexpr, ZERO: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Of 64 bytes, scales and zeros in float32: [outputs, 1, 2 or 4]. Never more of them at once than half the threads
+    are, so that Triton has every thread load its own rather than pass them on."""
+    s, z = of_rows(scale, zero, b, 0, rows, columns, GROUP, TALL, ZERO, UNIT, BLOCK_OUT, WARPS)
+    if BLOCK_OUT > 16 * WARPS:
+        t, u = of_rows(scale, zero, b, 16 * WARPS, rows, columns, GROUP, TALL, ZERO, UNIT, BLOCK_OUT, WARPS)
+        s = tl.reshape(tl.permute(tl.join(s, t), (2, 0, 1)), (BLOCK_OUT, s.shape[1]))
+        z = tl.reshape(tl.permute(tl.join(z, u), (2, 0, 1)), (BLOCK_OUT, z.shape[1]))
+    return s, z
+
+
+@jit
+def of_rows(
+    scale, zero, b, start: tl.constexpr, rows, columns, GROUP: tl.constexpr, TALL: tl.constexpr, ZERO: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(1) * BLOCK_OUT + start + tl.arange(0, 16 * WARPS)
+    at = shared(tl.minimum(n, rows - 1), TALL)[:, None]
+    if GROUP > 0:
+        at = at * ((columns + GROUP - 1) // GROUP) + b * UNIT // GROUP
+    s, z = loaded(scale, zero, at, ZERO)
+    if GROUP > 0 and GROUP * 4 == UNIT:
+        s, z = loaded(scale, zero, at + tl.arange(0, 4)[None, :], ZERO)
+    elif GROUP > 0 and GROUP * 2 == UNIT:
+        t, u = loaded(scale, zero, at + 1, ZERO)
+        s, z = tl.reshape(tl.join(s, t), (16 * WARPS, 2)), tl.reshape(tl.join(z, u), (16 * WARPS, 2))
+    return s, z
+
+
+@jit
+def loaded(scale, zero, at, ZERO: tl.constexpr):
+    s = tl.load(scale + at).to(tl.float32)
     if ZERO:
-        return tl.load(zero + at + (b * 128 + h * (128 // HALVES)) // GROUP).to(tl.float32)
+        return s, tl.load(zero + at).to(tl.float32)
     else:
-        return (at * 0 + (1 << (BITS - 1))).to(tl.float32)
+        return s, s
 
 
 @jit
-def eight_bits(w, TYPE: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr):
-    """8-bit floats, or codes less 128."""
-    if KIND == "fp8":
-        return w.to(tl.float8e4nv, bitcast=True).to(TYPE)
+def spread(s, TYPE: tl.constexpr):
+    """[outputs, spans] -> [outputs, 32]."""
+    v = tl.broadcast_to(s.to(TYPE)[:, :, None], (s.shape[0], s.shape[1], 32 // s.shape[1]))
+    return tl.reshape(v, (s.shape[0], 32))
+
+
+# ---- weights of 64 bytes: two or four of [outputs, 32], one for each code of a halfword -----------------------------
+
+
+@jit
+def weights(
+    w, s, z, planes, table, TYPE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
+    SIGNED: tl.constexpr, LATE: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    if KIND == "grid" and not ZERO:
+        z = z * 0 + (1 << (BITS - 1))
+    if ASSEMBLY is None:
+        even = plainly(w, 0, s, z, table, TYPE, KIND, BITS, SIGNED, LATE)
+        odd = plainly(w, 1, s, z, table, TYPE, KIND, BITS, SIGNED, LATE)
+        if BITS == 8:
+            return even, odd
+        else:
+            third = plainly(w, 2, s, z, table, TYPE, KIND, BITS, SIGNED, LATE)
+            return even, odd, third, plainly(w, 3, s, z, table, TYPE, KIND, BITS, SIGNED, LATE)
+    else:
+        by = spread(s, TYPE)
+        if KIND == "codebook":
+            return tl.inline_asm_elementwise(
+                ASSEMBLY, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+                [w, by, planes[0], planes[1], planes[2], planes[3], planes[4], planes[5], planes[6], planes[7]],
+                (by.dtype, by.dtype, by.dtype, by.dtype), True, 2,
+            )  # fmt: skip
+        elif KIND == "fp8":
+            return tl.inline_asm_elementwise(ASSEMBLY, "=&r,=&r,r,r", [w, by], (by.dtype, by.dtype), True, 2)
+        elif BITS == 8:
+            more = spread((128.0 - z) * s, TYPE)
+            return tl.inline_asm_elementwise(ASSEMBLY, "=&r,=&r,r,r,r", [w, by, more], (by.dtype, by.dtype), True, 2)
+        else:  # the whole part of the zero is taken off before anything is rounded
+            near = tl.minimum(tl.maximum(tl.floor(z + 0.5), 0.0), 127.0)
+            above: tl.constexpr = 128.0 if tl.bfloat16 == TYPE else 1024.0
+            less, more = spread(above + near, TYPE), spread((near - z) * s, TYPE)
+            return tl.inline_asm_elementwise(
+                ASSEMBLY,
+                "=&r,=&r,=&r,=&r,r,r,r,r",
+                [w, by, more, less],
+                (by.dtype, by.dtype, by.dtype, by.dtype),
+                True,
+                2,
+            )
+
+
+@jit
+def plainly(
+    w, q: tl.constexpr, s, z, table, TYPE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr,
+    LATE: tl.constexpr,
+):  # fmt: skip
+    """Code q of every halfword, as `assembly` has it."""
+    code = (w.to(tl.int32) >> (BITS * q)) & ((1 << BITS) - 1)
+    if KIND == "codebook":
+        v = tl.load(table + code)
+    elif KIND == "fp8":
+        v = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif SIGNED:
-        return w.to(TYPE)
+        v = (code ^ 128).to(tl.float32) - spread(z, tl.float32)
     else:
-        return (w ^ 128).to(tl.int8, bitcast=True).to(TYPE)
+        v = code.to(tl.float32) - spread(z, tl.float32)
+    if not LATE:
+        v = v * spread(s, tl.float32)
+    return v.to(TYPE)
+
+
+@lru_cache
+def assembly(form: str, bits: int, signed: bool, dtype: torch.dtype, late: bool) -> str:
+    """Two or four pairs of weights out of a word of codes, two at a time throughout. Operands: the pairs; the word, the
+    scale, what is to be added after it (of a grid), what is to be taken off before (of 4 bits) or the table's bytes."""
+    short = dtype == torch.bfloat16
+    kind, pairs = "bf16x2" if short else "f16x2", 4 if bits == 4 else 2
+    word, scale, more, less = (f"${pairs + i}" for i in range(4))
+    lines = [".reg .b32 w, t, u, m, la, lb, ha, hb, v0, v1, v2, v3;", f"mov.b32 w, {word};"]
+    if form == "codebook":
+        lines += LOOKED_UP
+    elif form == "fp8":  # the bits moved to where they belong; what is wrong with the exponent is a factor
+        shift, mask, factor = (4, "0x07f007f0", "0x7b807b80") if short else (1, "0x3f803f80", "0x5c005c00")
+        for q in range(2):
+            lines += [f"shl.b32 t, w, {8 - 8 * q};", "and.b32 u, t, 0x80008000;", f"shr.u32 t, t, {shift};"]
+            lines += [f"lop3.b32 v{q}, t, {mask}, u, 0xEA;", f"mov.b32 m, {factor};", f"mul.rn.{kind} v{q}, v{q}, m;"]
+    elif bits == 4:
+        for q in range(4):
+            lines += [f"shr.u32 t, w, {4 * q};", f"lop3.b32 v{q}, t, 0x000f000f, {MAGIC[short]}, 0xEA;"]
+            lines += [f"sub.rn.{kind} v{q}, v{q}, {less};"]
+    else:  # bfloat16 has seven bits beside the exponent; the eighth counts -128
+        lines += ["xor.b32 w, w, 0x80808080;"] * (short != signed)
+        low, high = ("0x007f007f", "0x00800080") if short else ("0x00ff00ff", "0x00800080")
+        for q in range(2):
+            lines += [f"shr.u32 t, w, {8 * q};", f"lop3.b32 v{q}, t, {low}, {MAGIC[short]}, 0xEA;"]
+            lines += [f"lop3.b32 u, t, {high}, {MAGIC[short]}, 0xEA;" if short else "mov.b32 u, 0x64806480;"]
+            lines += [f"sub.rn.{kind} v{q}, v{q}, u;"]
+    for q in range(pairs):
+        if late:
+            lines.append(f"mov.b32 ${q}, v{q};")
+        else:
+            times = f"fma.rn.{kind} ${q}, v{q}, {scale}, {more};"
+            lines.append(times if form == "grid" else f"mul.rn.{kind} ${q}, v{q}, {scale};")
+    return "\n".join(["{", *lines, "}"])
+
+
+MAGIC = {True: "0x43004300", False: "0x64006400"}  # 128 in bfloat16, 1024 in float16: the last bit counts one
+# Sixteen values are too many for one permutation of bytes: both halves of the table are asked, low and high bytes
+# apart, and the fourth bit of each code chooses between the answers. First bytes 0 and 2 of the word, then 1 and 3.
+LOOKED_UP = [
+    line.format(bytes=0x4420 + 0x11 * half, first=2 * half, second=2 * half + 1)
+    for half in range(2)
+    for line in (
+        "prmt.b32 m, w, 0, {bytes};", "shr.u32 u, m, 1;", "and.b32 m, m, 0x7777;",
+        "lop3.b32 u, u, 0x4444, 0x3210, 0xEA;", "prmt.b32 la, $6, $8, m;", "prmt.b32 lb, $10, $12, m;",
+        "prmt.b32 ha, $14, $16, m;", "prmt.b32 hb, $18, $20, m;", "prmt.b32 la, la, lb, u;", "prmt.b32 ha, ha, hb, u;",
+        "prmt.b32 v{first}, la, ha, 0x6240;", "prmt.b32 v{second}, la, ha, 0x7351;",
+    )
+]  # fmt: skip
 
 
 @jit
-def one_of(values, j: tl.constexpr, TYPE: tl.constexpr):
-    return (values >> (16 * j)).to(tl.int16).to(TYPE, bitcast=True)
+def byte_planes(table, TYPE: tl.constexpr):
+    """The low bytes of the sixteen values, four in a word, then the high ones."""
+    a, e = four_bytes(table, TYPE)
+    b, f = four_bytes(table + 4, TYPE)
+    c, g = four_bytes(table + 8, TYPE)
+    d, h = four_bytes(table + 12, TYPE)
+    return a, b, c, d, e, f, g, h
 
 
 @jit
-def looked_up(w, planes, table, TYPE: tl.constexpr, LANES: tl.constexpr):
-    """The values of the eight codes of w, four in an int64."""
-    if LANES:
-        return four_values(w, planes), four_values(w >> 16, planes)
-    else:
-        return four_loaded(w, table, TYPE), four_loaded(w >> 16, table, TYPE)
-
-
-@jit
-def four_loaded(w, table, TYPE: tl.constexpr):
-    values = (w * 0).to(tl.int64)
+def four_bytes(table, TYPE: tl.constexpr):
+    low, high = 0, 0
     for j in tl.static_range(4):
-        value = tl.load(table + ((w >> (4 * j)) & 15)).to(TYPE).to(tl.int16, bitcast=True)
-        values |= (value.to(tl.int64) & 0xFFFF) << (16 * j)
-    return values
-
-
-@jit
-def four_values(w, planes):
-    """Of the four lowest codes of w. Sixteen values are too many for one permutation of bytes: both halves of the table
-    are asked, low and high bytes apart, and the fourth bit of each code chooses between the answers."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 sel, which, la, lb, ha, hb;
-        and.b32 sel, $1, 0x7777;
-        shr.u32 which, $1, 1;
-        lop3.b32 which, which, 0x4444, 0x3210, 0xEA;
-        prmt.b32 la, $2, $3, sel;
-        prmt.b32 lb, $4, $5, sel;
-        prmt.b32 ha, $6, $7, sel;
-        prmt.b32 hb, $8, $9, sel;
-        prmt.b32 la, la, lb, which;
-        prmt.b32 ha, ha, hb, which;
-        prmt.b32 lb, la, ha, 0x5140;
-        prmt.b32 hb, la, ha, 0x7362;
-        mov.b64 $0, {lb, hb};
-        }""",
-        "=l,r,r,r,r,r,r,r,r,r",
-        [
-            w, tl.load(planes), tl.load(planes + 1), tl.load(planes + 2), tl.load(planes + 3),
-            tl.load(planes + 4), tl.load(planes + 5), tl.load(planes + 6), tl.load(planes + 7),
-        ],
-        tl.int64, True, 1,
-    )  # fmt: skip
+        value = tl.load(table + j).to(TYPE).to(tl.uint16, bitcast=True).to(tl.int32)
+        low |= (value & 255) << (8 * j)
+        high |= (value >> 8) << (8 * j)
+    return low, high
 
 
 @jit
 def add_up_kernel(
-    parts, bias, out, ROWS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
+    parts, bias, out, rows, SPLITS: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):
     begin(PDL)
     wait(PDL)
     token, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     y = tl.zeros([WIDTH], tl.float32)
     for part in tl.static_range(SPLITS):
-        y += tl.load(parts + (part * tokens + token) * ROWS + i, mask=i < ROWS, other=0.0)
+        y += tl.load(parts + (part * tokens + token) * rows + i, mask=i < rows, other=0.0)
     if BIAS:
-        y += tl.load(bias + i, mask=i < ROWS, other=0.0).to(tl.float32)
-    tl.store(out + token * ROWS + i, y.to(out.dtype.element_ty), mask=i < ROWS)
+        y += tl.load(bias + i, mask=i < rows, other=0.0).to(tl.float32)
+    tl.store(out + token * rows + i, y.to(out.dtype.element_ty), mask=i < rows)

@@ -3,8 +3,8 @@
 The fewer the bytes, the more the unpacking counts: a memory that delivers 4.2 TB/s brings eight and a half thousand
 billion 4-bit codes a second, and a card has about four instructions for each. So no code is ever converted: masked
 where it stands, its bits are a float below the least normal one, the code times a power of two that its place gives,
-and the tokens' numbers come multiplied by the rest. 8-bit floats need their bits moved only, for what is wrong with
-the exponent is a factor. A codebook's values lie in the lanes of a warp, and a code is the lane to ask.
+and the tokens' numbers come multiplied by the rest. 8-bit floats are converted by the card, two at a time. A codebook's
+values lie in the lanes of a warp, and a code is the lane to ask.
 
 A thread reads 16 bytes of a row at once and all numbers of a token that belong to them; nothing passes between threads
 before the last sum. Scales are applied to the sums of those 16 bytes, or to the whole sum where a row has but one.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from bloomery.kernels.gemv import Activation, After, Heads, Norm, ends, finish, rows_of
-from bloomery.kernels.launch import begin, jit, overlap, power_of_two, tl, wait
+from bloomery.kernels.launch import begin, hopper, jit, overlap, power_of_two, tl, wait
 from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed
 
 
@@ -52,6 +52,19 @@ TILINGS: Mapping[tuple[int, int], Tiling] = {
     (4096, 4096): Tiling(4, 128, 4),
     (28672, 4096): Tiling(4, 64, 2),
     (4096, 14336): Tiling(16, 256, 8),
+}
+
+
+# The same of 8-bit floats, which take more instructions.
+FLOATS: Mapping[tuple[int, int], Tiling] = {
+    (6400, 6144): Tiling(4, 128, 4),
+    (6144, 6144): Tiling(8, 128, 4),
+    (24576, 6144): Tiling(8, 128, 4),
+    (6144, 24576): Tiling(8, 128, 4),
+    (6144, 4096): Tiling(4, 64, 2, True),
+    (4096, 4096): Tiling(4, 128, 4),
+    (28672, 4096): Tiling(4, 128, 4),
+    (4096, 14336): Tiling(4, 128, 4, True),
 }
 
 
@@ -99,10 +112,11 @@ def possible(packed: Packed, after: After = None) -> bool:
     return True
 
 
-def tiling(rows: int, width: int, paired: bool, tokens: int = 1) -> Tiling:
-    """Without a measurement, for rows of `width` bytes."""
-    if tokens == 1 and (rows, width) in TILINGS:
-        return TILINGS[rows, width]
+def tiling(rows: int, width: int, paired: bool, tokens: int = 1, kind: str = "grid") -> Tiling:
+    """For rows of `width` bytes, as measured or by a rule."""
+    measured = FLOATS if kind == "fp8" else TILINGS
+    if tokens == 1 and (rows, width) in measured:
+        return measured[rows, width]
     chunks = width // 16
     size = 128 if chunks >= 512 or chunks == 128 else 64
     while size > 32 and chunks < size:
@@ -124,7 +138,7 @@ def packed_rows(
     (tokens, columns), rows, how = x.shape, packed.shape[0], layout(packed)
     paired = isinstance(after, Heads) or (isinstance(after, Activation) and after.gated)
     outputs = rows // 2 if paired else rows
-    cut = cut or tiling(rows, how.codes.shape[1], paired, tokens)
+    cut = cut or tiling(rows, how.codes.shape[1], paired, tokens, how.kind)
     end = ends(x, after, rows, (tokens, outputs), x.dtype)
     weight = None if before is None else before.weight
     given = (how.zero, how.table, bias, weight)
@@ -134,8 +148,8 @@ def packed_rows(
         OUTPUTS=outputs, COLUMNS=columns, TOKENS=tokens, TOKENS_UP=power_of_two(tokens),
         KIND=how.kind, BITS=how.bits, GROUP=how.group, TALL=how.tall, ZERO=how.zero is not None, SIGNED=how.signed,
         BIAS=bias is not None, NORM=before is not None, NORM_WEIGHT=weight is not None, PAIRED=paired, **end.choices,
-        LANES=x.is_cuda, AHEAD=cut.ahead, BLOCK_OUT=cut.outputs, BLOCK_IN=cut.chunks, num_warps=cut.warps,
-        **overlap(x.device),
+        LANES=hopper(x.device) if how.kind == "fp8" else x.is_cuda, AHEAD=cut.ahead, BLOCK_OUT=cut.outputs,
+        BLOCK_IN=cut.chunks, num_warps=cut.warps, **overlap(x.device),
     )  # fmt: skip
     return end.tensors[-1]
 
@@ -220,10 +234,10 @@ def packed_gemv_kernel(
                     z_part = eight4(z_part, pick4(b0, b1, b2, b3, piece), v, values, table, KIND, LANES)
             else:
                 left, right = pick4(a0, a1, a2, a3, 2 * piece), pick4(a0, a1, a2, a3, 2 * piece + 1)
-                y_part = eight8(y_part, left, right, v, KIND)
+                y_part = eight8(y_part, left, right, v, KIND, LANES)
                 if PAIRED:
                     left, right = pick4(b0, b1, b2, b3, 2 * piece), pick4(b0, b1, b2, b3, 2 * piece + 1)
-                    z_part = eight8(z_part, left, right, v, KIND)
+                    z_part = eight8(z_part, left, right, v, KIND, LANES)
         if GROUPED:
             y += a_by * centred(y_part, plain, a_less, KIND, BITS, ZERO)
             if PAIRED:
@@ -357,20 +371,48 @@ def looked_up(w, values, table, LANES: tl.constexpr):
 
 
 @jit
-def eight8(acc, left, right, v, KIND: tl.constexpr):
+def eight8(acc, left, right, v, KIND: tl.constexpr, LANES: tl.constexpr):
     """The four bytes of each word, times v."""
-    for j in tl.static_range(4):
-        acc += byte(left, j, KIND) * v[j]
-    for j in tl.static_range(4):
-        acc += byte(right, j, KIND) * v[4 + j]
+    if KIND == "fp8" and LANES:
+        a, b = floats(left), floats(right)
+        for j in tl.static_range(4):
+            acc += a[j] * v[j]
+        for j in tl.static_range(4):
+            acc += b[j] * v[4 + j]
+    else:
+        for j in tl.static_range(4):
+            acc += byte(left, j, KIND) * v[j]
+        for j in tl.static_range(4):
+            acc += byte(right, j, KIND) * v[4 + j]
     return acc
 
 
 @jit
+def floats(w):
+    """The four 8-bit floats of a word, which the card converts two at a time."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 l, h, p, q, r, s;
+        .reg .b32 a, b;
+        mov.b32 {l, h}, $4;
+        cvt.rn.f16x2.e4m3x2 a, l;
+        cvt.rn.f16x2.e4m3x2 b, h;
+        mov.b32 {p, q}, a;
+        mov.b32 {r, s}, b;
+        cvt.f32.f16 $0, p;
+        cvt.f32.f16 $1, q;
+        cvt.f32.f16 $2, r;
+        cvt.f32.f16 $3, s;
+        }""",
+        "=&f,=&f,=&f,=&f,r", [w], (tl.float32, tl.float32, tl.float32, tl.float32), True, 1,
+    )  # fmt: skip
+
+
+@jit
 def byte(w, j: tl.constexpr, KIND: tl.constexpr):
-    """Byte j as a float: as `placed` has it, or 2 ** -120 of what an 8-bit float means."""
+    """Byte j as a float: as `placed` has it, or what an 8-bit float means."""
     if KIND == "fp8":
-        return (((w << (24 - 8 * j)) >> 4) & -2014314496).to(tl.float32, bitcast=True)
+        return (((w << (24 - 8 * j)) >> 4) & -2014314496).to(tl.float32, bitcast=True) * 2.0**120
     elif j < 3:
         return masked(w, 255 << (8 * j))
     else:
@@ -380,9 +422,7 @@ def byte(w, j: tl.constexpr, KIND: tl.constexpr):
 @jit
 def centred(sums, plain, zero, KIND: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr):
     """Sums of values, from sums of codes as they were read, and the sum of x."""
-    if KIND == "fp8":
-        return sums * (2.0**120)
-    elif KIND == "codebook":
+    if KIND != "grid":
         return sums
     elif ZERO:
         return sums * (2.0**45) - plain * zero

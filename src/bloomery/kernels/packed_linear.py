@@ -25,18 +25,19 @@ from bloomery.kernels.quantize_rows import INT8, quantize_rows
 
 LIBRARY = 32  # tokens from which the library multiplies int8
 SCRATCH = 1 << 27  # bytes unpacked at once
+SPAN = 2048  # bytes of codes that a program unpacks
 
 Way = Literal["rows", "product", "rounded", "scratch"]
 
 
 def few(packed: Packed) -> int:
     """Tokens up to which every one may have multiplications of its own."""
-    return 3 if layout(packed).bits == 8 else 4
+    return 4 if layout(packed).bits == 8 else 2
 
 
 def many(packed: Packed) -> int:
     """Tokens from more of which on unpacking costs less than the slower product."""
-    return 256 if layout(packed).bits == 8 else 32 if isinstance(packed, Codebook) else 128
+    return 320 if isinstance(packed, Codebook) else 512
 
 
 def way(tokens: int, packed: Packed, dtype: torch.dtype) -> Way:
@@ -56,7 +57,7 @@ def rounds(packed: Packed) -> bool:
         return False
     if isinstance(packed, Fp8):
         return not packed.blocks and torch.cuda.get_device_capability(packed.codes.device) >= (8, 9)
-    return packed.codes.dtype == INT8 and packed.group == columns and packed.order is None
+    return packed.codes.dtype == INT8 and packed.group == columns and packed.zero is None and packed.order is None
 
 
 def packed_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,55 +138,65 @@ def by_scratch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> to
     rows, columns = packed.shape
     step = max(256, SCRATCH // (columns * x.element_size()) // 256 * 256)
     if step >= rows:
-        return F.linear(x, unpacked(packed, 0, rows, x.dtype), bias)
+        return F.linear(x, unpacked(packed, range(rows), x.dtype), bias)
     y = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
     for start in range(0, rows, step):
         end = min(start + step, rows)
-        weight = unpacked(packed, start, end, x.dtype)
+        weight = unpacked(packed, range(start, end), x.dtype)
         torch.mm(x, weight.t(), out=y[:, start:end])
     return y if bias is None else y + bias
 
 
-def unpacked(packed: Packed, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows start to end, [end - start, in]; columns in the order of the codes."""
+def unpacked(packed: Packed, rows: range | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """These rows, [rows, in]; columns in the order of the codes."""
     how, columns = layout(packed), packed.shape[1]
-    out = torch.empty(end - start, columns, dtype=dtype, device=packed.codes.device)
+    out = torch.empty(len(rows), columns, dtype=dtype, device=packed.codes.device)
+    index, start = (out, rows.start) if isinstance(rows, range) else (rows, 0)
     codes = packed.codes.view(torch.int8 if how.signed else torch.uint8)
-    unpack_kernel[(end - start, -(-codes.shape[1] // 2048))](
-        codes, how.scale, out if how.zero is None else how.zero, out if how.table is None else how.table, out, start,
-        COLUMNS=columns, KIND=how.kind, BITS=how.bits, GROUP=min(how.group, columns), TALL=how.tall,
-        ZERO=how.zero is not None, SIGNED=how.signed, WIDTH=2048, num_warps=8, **overlap(out.device),
+    group = min(how.group, columns)
+    whole, octets = group == columns, group * how.bits // 8
+    span = SPAN if whole else min(SPAN, octets & -octets)  # bytes of one scale, a power of two of them
+    unpack_kernel[(len(rows), -(-codes.shape[1] // SPAN))](
+        codes, how.scale, out if how.zero is None else how.zero, out if how.table is None else how.table, out, index,
+        start, columns, KIND=how.kind, BITS=how.bits, GROUP=0 if whole else group, TALL=how.tall,
+        ZERO=how.zero is not None, SIGNED=how.signed, PICKED=index is not out, SPANS=SPAN // span, SPAN=span,
+        num_warps=4, **overlap(out.device),
     )  # fmt: skip
     return out
 
 
 @jit(do_not_specialize=["start"])
 def unpack_kernel(
-    codes, scale, zero, table, out, start,
-    COLUMNS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr,
-    ZERO: tl.constexpr, SIGNED: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    codes, scale, zero, table, out, index, start, columns,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, ZERO: tl.constexpr,
+    SIGNED: tl.constexpr, PICKED: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH bytes of one row a program."""
+    """SPANS times SPAN bytes of one row a program. GROUP 0: a row has one scale."""
     begin(PDL)
     wait(PDL)
     line = tl.program_id(0).to(tl.int64)
     row = start + line
+    if PICKED:
+        row = tl.load(index + line).to(tl.int64)
     EACH: tl.constexpr = 8 // BITS
-    k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = k < COLUMNS // EACH
-    w = tl.load(codes + row * (COLUMNS // EACH) + k, mask=inside, other=0)
-    groups: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP
-    at = row // TALL * groups + k * EACH // GROUP
-    s = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
-    less = tl.full([WIDTH], 0 if SIGNED or KIND != "grid" else 1 << (BITS - 1), tl.float32)
+    width = columns // EACH
+    first = (tl.program_id(1) * SPANS + tl.arange(0, SPANS)) * SPAN
+    k = first[:, None] + tl.arange(0, SPAN)[None, :]
+    w = tl.load(codes + row * width + k, mask=k < width, other=0)
+    at = row // TALL + first * 0
+    if GROUP > 0:
+        at = row // TALL * ((columns + GROUP - 1) // GROUP) + first * EACH // GROUP
+    s = tl.load(scale + at, mask=first < width, other=0.0).to(tl.float32)[:, None]
+    less = tl.full([SPANS, 1], 0 if SIGNED or KIND != "grid" else 1 << (BITS - 1), tl.float32)
     if ZERO:
-        less = tl.load(zero + at, mask=inside, other=0.0).to(tl.float32)
+        less = tl.load(zero + at, mask=first < width, other=0.0).to(tl.float32)[:, None]
     if BITS == 4:
-        v = tl.interleave(worth(w & 15, table, KIND, less) * s, worth(w >> 4, table, KIND, less) * s)
-        k = tl.program_id(1) * (2 * WIDTH) + tl.arange(0, 2 * WIDTH)
+        v = tl.join(worth(w & 15, table, KIND, less) * s, worth(w >> 4, table, KIND, less) * s)
+        v = tl.reshape(v, (SPANS, 2 * SPAN))
+        k = first[:, None] * 2 + tl.arange(0, 2 * SPAN)[None, :]
     else:
         v = worth(w, table, KIND, less) * s
-    tl.store(out + line * COLUMNS + k, v.to(out.dtype.element_ty), mask=k < COLUMNS)
+    tl.store(out + line * columns + k, v.to(out.dtype.element_ty), mask=k < columns)
 
 
 @jit
@@ -194,5 +205,5 @@ def worth(code, table, KIND: tl.constexpr, less):
         return tl.load(table + code)
     elif KIND == "fp8":
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        return code.to(tl.float32) - less
+    else:  # beside the exponent of 2 ** 23 a number of few bits needs no conversion, of which the card does few at once
+        return (code.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0 - less

@@ -82,6 +82,11 @@ def tiling(batch: int, heads: int, kv_heads: int, dim: int, item: int, positions
     fill = max(1, processors * PROGRAMS // (batch * kv_heads * parts))
     splits = min(1 << (fill.bit_length() - 1), power_of_two(-(-positions // tile)), USUAL_SPLITS)
     if splits == 1 and share <= 16:
+        rounds = batch * kv_heads * parts / processors  # two programs run side by side
+        if rounds <= 6:  # of long sequences halves are dealt out more evenly
+            return Tiling(tile, 2, 3, min(2, power_of_two(-(-positions // tile))), parts, direct=8)
+        if rounds >= 15 and power_of_two(dim) * item == 256:
+            return Tiling(tile // 2, 2, 4, 1, parts)
         return Tiling(tile, 2, 3, 1, parts)
     return Tiling(tile, 4, 2, splits, parts)
 
@@ -101,6 +106,8 @@ def paged_decode(
     early: bool = False,
 ) -> None:
     """The first `batch` tokens of q and out [tokens, heads, dim], one a sequence, over tables, ends and slots.
+
+    A sequence that ends at 0 is nobody's: its token, if there is one, is left alone.
 
     arrived: zeros, and zeros again afterwards, one for each sequence and group of heads wherever there are splits.
     early: read before earlier kernels have ended. The layout (tables, ends, slots) must then be older than the chain
@@ -148,7 +155,8 @@ def decode_kernel(
     head = kv_head * (HEADS // KV_HEADS) + part * SHARE + g
     member = (g < SHARE) & (part * SHARE + g < HEADS // KV_HEADS)
     row = tables + b.to(tl.int64) * width
-    end = tl.maximum(tl.load(ends + b).to(tl.int32), 1)  # a padding row reads one position rather than none
+    length = tl.load(ends + b).to(tl.int32)
+    end = tl.maximum(length, 1)
     first, last, used = 0, tl.cdiv(end, TILE), 1
     if WINDOW > 0:
         first = tl.maximum(end - WINDOW, 0) // TILE
@@ -168,7 +176,7 @@ def decode_kernel(
         new = tl.load(slots + i, mask=i < tl.num_programs(1), other=-BLOCK) // BLOCK
         stale = tl.max((new == tl.load(row + near // BLOCK)).to(tl.int32), 0) > 0
         wait(PDL)
-    if s >= used:
+    if (s >= used) | (length == 0):
         return
     real = member[:, None] & (d < DIM)[None, :]
     place = (b * HEADS + head)[:, None] * DIM + d[None, :]

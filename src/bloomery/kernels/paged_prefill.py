@@ -26,13 +26,16 @@ class Tiling:
 
 
 @lru_cache(maxsize=256)
-def tiling(rows: int, dim: int, item: int) -> Tiling:
-    """For sequences of at most `rows` rows, of numbers of `item` bytes."""
+def tiling(rows: int, dim: int, item: int, few: bool = False) -> Tiling:
+    """For sequences of at most `rows` rows, of numbers of `item` bytes. `few`: 64 rows a program, and each has a
+    processor for itself: only how soon it is through its keys counts."""
     if item == 4:
         return Tiling(16, 16, 8, 2) if dim > 128 else Tiling(16 if rows <= 16 else 32, 32, 8, 2)
     if rows <= 64:
         return Tiling(64, 64, 4, 2) if dim <= 128 else Tiling(64, 32, 4, 2)
-    return Tiling(128, 64, 4, 3) if dim <= 128 else Tiling(128, 64, 8, 2)
+    if dim <= 64:
+        return Tiling(128, 64, 4, 3)
+    return Tiling(64, 128, 4, 2) if few and dim <= 128 else Tiling(128, 64, 8, 2)
 
 
 def paged_prefill(
@@ -52,6 +55,7 @@ def paged_prefill(
     """Sequences `first` to `first + count` of the step, of at most `longest` new positions each.
 
     q and out [tokens, heads, dim]: sequence i has tokens starts[i] to starts[i + 1], the last ones of its ends[i].
+    Tokens of a sequence that ends at 0 are nobody's, and get zeros.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[2]
@@ -89,6 +93,9 @@ def prefill_kernel(
     head = kv_head * SHARE + r % SHARE
     real = (r < count * SHARE)[:, None] & (d < DIM)[None, :]
     place = ((start + r // SHARE).to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
+    if end == 0:
+        tl.store(out + place, tl.zeros([ROWS, DIM_UP], out.dtype.element_ty), mask=real)
+        return
     queries = tl.load(q + place, mask=real, other=0.0)
     slope = tl.zeros([ROWS], tl.float32)
     if ALIBI:

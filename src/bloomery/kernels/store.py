@@ -43,7 +43,11 @@ def store(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Te
 
 def turn_and_store(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn: Turn) -> torch.Tensor:
     """qkv [tokens, (heads + 2 kv heads) * dim] -> q [tokens, heads, dim]; k and v go to `cache` at `slots`."""
-    if team().takes(qkv, cache, *(turn.weights or ()), *(turn.angles or ())) and slots.dtype == torch.int64:
+    if (
+        ops.keeps(cache)
+        and team().takes(qkv, *(turn.weights or ()), *(turn.angles or ()))
+        and slots.dtype == torch.int64
+    ):
         return ops.turn_and_store(
             qkv,
             cache,

@@ -25,7 +25,8 @@ from bloomery.artifacts import gguf, safetensors
 from bloomery.artifacts.locate import Artifact
 from bloomery.errors import CheckpointError
 from bloomery.models.gguf import Decoder, decoder
-from bloomery.quant.base import Coded, Piece, Range, Stored
+from bloomery.models.stream import Stream, Wait
+from bloomery.quant.base import Arriving, Coded, Piece, Range, Stored, ahead
 
 Advance = Callable[[int], None]
 Report = Callable[[str, int, int], None]  # what is being loaded, how much is done, how much there is
@@ -86,7 +87,7 @@ def open_source(artifact: Artifact, load_format: str = "auto") -> Source:
     if load_format == "dummy":
         return DummySource()
     if artifact.kind == "gguf":
-        return FileSource.gguf(gguf.read(artifact.path))
+        return FileSource.gguf(gguf.read(artifact.path, words=False))
     return FileSource.safetensors(artifact.path)
 
 
@@ -94,6 +95,7 @@ def open_source(artifact: Artifact, load_format: str = "auto") -> Source:
 
 CACHED_VALUES = 1 << 18  # decoded at a time on the CPU: what its caches hold
 STREAMED_VALUES = 1 << 22  # copied or decoded at a time otherwise
+AHEAD = 16  # such portions on their way while one is decoded
 
 
 def window(file: Path, start: int, end: int) -> torch.Tensor:
@@ -142,15 +144,14 @@ class Entry:
         start, end = (self.start + row * self.row_bytes for row in rows)
         return window(self.file, start, end).view(rows[1] - rows[0], self.row_bytes)
 
-    def values(self, rows: Range, cols: Range, device: torch.device) -> torch.Tensor:
-        """[rows, cols], decoded on `device`, or a view of the file where there is nothing to decode."""
-        height, raw = rows[1] - rows[0], self.bytes(rows)
+    def values(self, raw: torch.Tensor, cols: Range, device: torch.device) -> torch.Tensor:
+        """uint8 [rows, bytes of a row] -> [rows, cols], decoded on `device`, or a view where there is nothing to."""
         a, b = self.column_bytes(cols)
         if self.decode is None:
             aligned = raw if raw.data_ptr() % self.dtype.itemsize == 0 else raw.clone()
             return aligned[:, a:b].view(self.dtype)
         values, size = self.block
-        decoded = self.decode(raw[:, a:b].to(device).reshape(-1, size)).view(height, -1)
+        decoded = self.decode(raw[:, a:b].to(device).reshape(-1, size)).view(len(raw), -1)
         first = cols[0] // values * values
         return decoded[:, cols[0] - first : cols[1] - first]
 
@@ -162,7 +163,7 @@ class _Matrix:
     entry: Entry
     first: int
     transposed: bool
-    advance: Advance
+    source: FileSource
 
     def read(self, rows: Range, cols: Range | None) -> torch.Tensor:
         if cols is None:
@@ -171,26 +172,52 @@ class _Matrix:
             return self._values(cols, rows, torch.device("cpu")).T
         return self._values(rows, cols, torch.device("cpu"))
 
-    def fill(self, out: torch.Tensor, rows: Range, cols: Range | None) -> None:
+    def fill(self, out: torch.Tensor, rows: Range, cols: Range | None) -> Wait | None:
         if cols is None:
             out, rows, cols = out[None], (0, 1), rows
         elif self.transposed:
             out, rows, cols = out.T, cols, rows
+        stream = self.source.stream
+        if stream is not None and stream.device.type == out.device.type:
+            return self._streamed(stream, out, rows, cols)
         cached = self.entry.decode is not None and out.device.type == "cpu"
         step = max(1, (CACHED_VALUES if cached else STREAMED_VALUES) // (cols[1] - cols[0]))
         for row in range(*rows, step):
             part = (row, min(row + step, rows[1]))
             out[part[0] - rows[0] : part[1] - rows[0]].copy_(self._values(part, cols, out.device))
+        return None
+
+    def _streamed(self, stream: Stream, out: torch.Tensor, rows: Range, cols: Range) -> Wait | None:
+        """As `fill`, of whole rows: straight to where they belong, or a few at a time to be cut and decoded there."""
+        entry, width = self.entry, self.entry.row_bytes
+        a, b = entry.column_bytes(cols)
+
+        def begin(first: int, skip: int, into: torch.Tensor) -> Wait:
+            self.source.advance(into.nbytes)
+            return stream.read(entry.file, entry.start + (self.first + first) * width + skip, into)
+
+        unbroken, as_stored = len(out) == 1 or b - a == width, entry.decode is None and out.dtype == entry.dtype
+        if unbroken and as_stored and out.is_contiguous():
+            return begin(rows[0], a, out)
+        step = max(1, STREAMED_VALUES // entry.shape[-1])
+
+        def panel(row: int) -> Arriving:
+            into = torch.empty(min(step, rows[1] - row), width, dtype=torch.uint8, device=out.device)
+            return Arriving(into, (begin(row, 0, into),))
+
+        for row, part in zip(range(0, len(out), step), ahead(map(panel, range(*rows, step)), AHEAD), strict=True):
+            out[row : row + step].copy_(entry.values(part, cols, out.device))
+        return None
 
     def bytes(self, rows: Range) -> torch.Tensor:
         """As the file has them: uint8 [rows, bytes of a row]."""
-        self.advance((rows[1] - rows[0]) * self.entry.row_bytes)
+        self.source.advance((rows[1] - rows[0]) * self.entry.row_bytes)
         return self.entry.bytes((self.first + rows[0], self.first + rows[1]))
 
     def _values(self, rows: Range, cols: Range, device: torch.device) -> torch.Tensor:
         a, b = self.entry.column_bytes(cols)
-        self.advance((rows[1] - rows[0]) * (b - a))
-        return self.entry.values((self.first + rows[0], self.first + rows[1]), cols, device)
+        self.source.advance((rows[1] - rows[0]) * (b - a))
+        return self.entry.values(self.entry.bytes((self.first + rows[0], self.first + rows[1])), cols, device)
 
 
 def _safetensor(file: Path, found: safetensors.TensorEntry) -> Entry:
@@ -200,12 +227,13 @@ def _safetensor(file: Path, found: safetensors.TensorEntry) -> Entry:
 
 
 class FileSource:
-    """Tensors of a folder of safetensors files or of a GGUF file."""
+    """Tensors of a folder of safetensors files or of a GGUF file: mapped, or by a stream while there is one."""
 
     def __init__(self, origin: Path, entries: Mapping[str, Entry]):
         self.origin, self.entries = origin, entries
         self.used: set[str] = set()
-        self._advance: Advance = lambda count: None
+        self.advance: Advance = lambda count: None
+        self.stream: Stream | None = None
 
     @classmethod
     def safetensors(cls, folder: Path) -> FileSource:
@@ -237,8 +265,7 @@ class FileSource:
         entry = self._entry(name, stored, expert)
         self.used.add(name)
         height = stored[0] if len(stored) > 1 else 1
-        # Whoever listens when it is read, not when it is asked for.
-        matrix = _Matrix(entry, height * (expert or 0), transposed, lambda count: self._advance(count))
+        matrix = _Matrix(entry, height * (expert or 0), transposed, self)
         rows, *cols = shape
         coded = Coded(entry.kind, *entry.block, matrix.bytes) if entry.decode is not None and not transposed else None
         whole = Piece(matrix.read, (0, rows), (0, cols[0]) if cols else None, matrix.fill, coded)
@@ -257,7 +284,7 @@ class FileSource:
         return tuple(sorted(self.entries.keys() - self.used))
 
     def report(self, advance: Advance) -> None:
-        self._advance = advance
+        self.advance = advance
 
     def _found(self, name: str) -> Entry:
         entry = self.entries.get(name)

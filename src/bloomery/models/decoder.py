@@ -208,7 +208,7 @@ def head(spec: Model, weights: Weights, embed: Embedding | None, group: Group) -
     else:
         bias = weights.bias(f"{name}.bias", spec.vocab, part) if spec.head_bias else None
         linear = Linear((embed or embedding(spec, weights, group)).matrix, bias)
-    return Head(linear, spec.vocab, weights.layout.width(spec.vocab), group)
+    return Head(linear, spec.vocab, group)
 
 
 def decoder_layer(spec: Layer, hidden: int, weights: Weights, prefix: str, group: Group = ALONE) -> DecoderLayer:

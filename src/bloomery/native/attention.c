@@ -1,24 +1,24 @@
-// Attention over the paged cache in float32: one query at a time where sequences go on by one position, tiles of queries
+// Attention over the paged cache: one query at a time where sequences go on by one position, tiles of queries
 // where they bring many.
 //
-// The cache is [2, slots, kv heads, dim]; position p of a sequence lies in slot table[p / size] * size + p % size. A query
-// at position p sees keys 0 .. p, or the last `window` of them.
-#include "native.h"
+// Position p of a sequence lies in slot table[p / size] * size + p % size. A query at position p sees keys 0 .. p, or the
+// last `window` of them. Whatever keys and values are kept in, they are multiplied as float32.
+#include "cache.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-#define INLINE static inline __attribute__((always_inline))
 #define KEYS 64   // taken together by a tile of queries
 #define LOW -1e30f
 
 typedef struct {
-    const float *q, *cache, *slopes;  // slopes [heads], or NULL
+    const float *q, *slopes;  // slopes [heads], or NULL
+    Cache cache;
     const int64_t *items;             // [singles + tiles][4]: sequence, first token, first position, count
     const int64_t *tables;            // [sequences][width]
     const int64_t *ends;              // [sequences]: where given, a single's position is its sequence's end less one
     float *out;                       // [tokens, heads, dim]
-    long singles, tiles, width, size, half, window;
+    long singles, tiles, width, size, window;
     int heads, kv_heads, dim;
     float scale, softcap;
 } Attend;
@@ -36,9 +36,9 @@ INLINE f8 sums8(const f8 t[8]) {
            __builtin_shufflevector(v[0], v[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
-static inline const float *key_at(const Attend *a, const int64_t *table, long position, int kv_head) {
-    long slot = table[position / a->size] * a->size + position % a->size;
-    return a->cache + (slot * a->kv_heads + kv_head) * a->dim;
+// Where the key of a position is, or its value.
+static inline long place_at(const Attend *a, const int64_t *table, long position, int kv_head, bool value) {
+    return place_of(&a->cache, table[position / a->size] * a->size + position % a->size, kv_head, value);
 }
 
 static inline f8 adjusted(const Attend *a, f8 score, int head, f8 distance) {
@@ -52,20 +52,23 @@ static const f8 STEPS = {0, 1, 2, 3, 4, 5, 6, 7};
 // ---- one query -----------------------------------------------------------------------------------------------------
 
 INLINE void scores_of(const Attend *a, const int64_t *table, long from, long to, int head, const float *q, long position,
-                      float *scores, const int dim) {
+                      float *scores, const int dim, const Kept kind) {
     int kv_head = head / (a->heads / a->kv_heads);
     for (long p = from; p < to; p += 8) {
-        f8 t[8];
+        f8 t[8], scale = all8(a->scale);
         for (int i = 0; i < 8; i++) {
-            const float *k = key_at(a, table, p + i < to ? p + i : to - 1, kv_head);
-            f8 even = load8(q) * load8(k), odd = all8(0);
+            long place = place_at(a, table, p + i < to ? p + i : to - 1, kv_head, false);
+            const char *k = a->cache.numbers + place * width_of(kind);
+            f8 even = load8(q) * kept8(kind, k, 0), odd = all8(0);
             int d = 8;
-            for (; d + 16 <= dim; d += 16) even += load8(q + d + 8) * load8(k + d + 8), odd += load8(q + d) * load8(k + d);
-            if (d < dim) odd += load8(q + d) * load8(k + d);
+            for (; d + 16 <= dim; d += 16)
+                even += load8(q + d + 8) * kept8(kind, k, d + 8), odd += load8(q + d) * kept8(kind, k, d);
+            if (d < dim) odd += load8(q + d) * kept8(kind, k, d);
             t[i] = even + odd;
+            if (kind == BYTES) scale[i] *= *scale_of(&a->cache, place);
         }
         f8 distance = all8((float)(p - position)) + STEPS;
-        store8(scores + (p - from), adjusted(a, sums8(t) * all8(a->scale), head, distance));
+        store8(scores + (p - from), adjusted(a, sums8(t) * scale, head, distance));
     }
 }
 
@@ -83,37 +86,37 @@ static float softmax(float *scores, long count) {
 }
 
 INLINE void mixed_values(const Attend *a, const int64_t *table, long from, long to, int kv_head, const float *weights,
-                         float inverse, float *out, const int vectors) {
+                         float inverse, float *out, int first, const int vectors, const Kept kind) {
     f8 sum[8];
     for (int v = 0; v < vectors; v++) sum[v] = all8(0);
     for (long p = from; p < to; p++) {
-        const float *value = key_at(a, table, p, kv_head) + a->half;
-        f8 weight = all8(weights[p - from]);
-        for (int v = 0; v < vectors; v++) sum[v] += weight * load8(value + 8 * v);
+        long place = place_at(a, table, p, kv_head, true);
+        const char *value = a->cache.numbers + place * width_of(kind);
+        f8 weight = all8(kind == BYTES ? weights[p - from] * *scale_of(&a->cache, place) : weights[p - from]);
+        for (int v = 0; v < vectors; v++) sum[v] += weight * kept8(kind, value, first + 8 * v);
     }
-    for (int v = 0; v < vectors; v++) store8(out + 8 * v, sum[v] * all8(inverse));
+    for (int v = 0; v < vectors; v++) store8(out + first + 8 * v, sum[v] * all8(inverse));
 }
 
-static void attend_one(const Attend *a, const int64_t *item, int head, char *scratch) {
+INLINE void attend_kept(const Attend *a, const int64_t *item, int head, char *scratch, const Kept kind) {
     const int64_t *table = a->tables + item[0] * a->width;
     long position = a->ends ? a->ends[item[0]] - 1 : item[2], to = position + 1;
     long from = a->window && to > a->window ? to - a->window : 0;
     long at = (item[1] * a->heads + head) * a->dim;
     int kv_head = head / (a->heads / a->kv_heads), d = 0;
     float *scores = (float *)scratch;
-    if (a->dim == 64) scores_of(a, table, from, to, head, a->q + at, position, scores, 64);
-    else if (a->dim == 128) scores_of(a, table, from, to, head, a->q + at, position, scores, 128);
-    else scores_of(a, table, from, to, head, a->q + at, position, scores, a->dim);
+    if (a->dim == 64) scores_of(a, table, from, to, head, a->q + at, position, scores, 64, kind);
+    else if (a->dim == 128) scores_of(a, table, from, to, head, a->q + at, position, scores, 128, kind);
+    else scores_of(a, table, from, to, head, a->q + at, position, scores, a->dim, kind);
     float inverse = 1.0f / softmax(scores, to - from);
-    Attend shifted = *a;  // values 64 dimensions at a time
-    for (; d + 64 <= a->dim; d += 64) {
-        shifted.half = a->half + d;
-        mixed_values(&shifted, table, from, to, kv_head, scores, inverse, a->out + at + d, 8);
-    }
-    for (; d < a->dim; d += 8) {
-        shifted.half = a->half + d;
-        mixed_values(&shifted, table, from, to, kv_head, scores, inverse, a->out + at + d, 1);
-    }
+    for (; d + 64 <= a->dim; d += 64) mixed_values(a, table, from, to, kv_head, scores, inverse, a->out + at, d, 8, kind);
+    for (; d < a->dim; d += 8) mixed_values(a, table, from, to, kv_head, scores, inverse, a->out + at, d, 1, kind);
+}
+
+static void attend_one(const Attend *a, const int64_t *item, int head, char *scratch) {
+    if (a->cache.kind == FLOATS) attend_kept(a, item, head, scratch, FLOATS);
+    else if (a->cache.kind == HALVES) attend_kept(a, item, head, scratch, HALVES);
+    else attend_kept(a, item, head, scratch, BYTES);
 }
 
 // ---- a tile of queries ---------------------------------------------------------------------------------------------
@@ -154,14 +157,14 @@ INLINE void group_product(const float *a, long a_step, const float *const *b, lo
 }
 
 typedef struct {
-    float *q, *out, *scores, *keys, *best, *total;  // rows [dim] twice, GROUP [KEYS], [dim][KEYS], rows, rows
+    float *q, *out, *scores, *keys, *values, *best, *total;  // rows [dim] twice, GROUP [KEYS], [dim][KEYS], [KEYS][dim] ..
     const float **key_rows, **value_rows;
     long dim;  // rounded up to 16
 } Tile;
 
 static size_t tile_bytes(long rows, long dim) {
     dim = (dim + 15) / 16 * 16;
-    return sizeof(float) * (2 * rows * dim + GROUP * KEYS + (dim + 1) * KEYS + 2 * rows + 64) + sizeof(void *) * (dim + KEYS);
+    return sizeof(float) * (2 * rows * dim + GROUP * KEYS + (2 * dim + 1) * KEYS + 2 * rows + 64) + sizeof(void *) * (dim + KEYS);
 }
 
 static Tile tile_in(char *scratch, long rows, long dim) {
@@ -172,9 +175,20 @@ static Tile tile_in(char *scratch, long rows, long dim) {
     t.out = t.q + rows * t.dim;
     t.scores = t.out + rows * t.dim;
     t.keys = t.scores + GROUP * KEYS;
-    t.best = t.keys + t.dim * KEYS;
+    t.values = t.keys + t.dim * KEYS;
+    t.best = t.values + t.dim * KEYS;
     t.total = t.best + rows;
     return t;
+}
+
+// A head as floats: where it is, or written out to `space`.
+static inline const float *opened(const Cache *c, long place, float *space) {
+    const char *at = c->numbers + place * width_of(c->kind);
+    if (c->kind == FLOATS) return (const float *)at;
+    f8 scale = all8(c->kind == BYTES ? *scale_of(c, place) : 1);
+    for (int d = 0; d < c->dim; d += 8)
+        store8(space + d, c->kind == HALVES ? kept8(HALVES, at, d) : kept8(BYTES, at, d) * scale);
+    return space;
 }
 
 // Scores of one row become weights relative to the row's best so far; what was summed before is scaled to match.
@@ -229,9 +243,10 @@ static void attend_tile(const Attend *a, const int64_t *item, int kv_head, char 
     long lowest = a->window && item[2] + 1 > a->window ? item[2] + 1 - a->window : 0;
     for (long first = lowest / KEYS * KEYS; first <= last; first += KEYS) {
         for (long i = 0; i < KEYS; i++) {  // keys past the end repeat the last: their scores are masked
-            const float *k = key_at(a, table, first + i <= last ? first + i : last, kv_head);
-            t.value_rows[i] = k + a->half;
+            long position = first + i <= last ? first + i : last;
+            const float *k = opened(&a->cache, place_at(a, table, position, kv_head, false), t.values + i * t.dim);
             for (long d = 0; d < a->dim; d++) t.keys[d * KEYS + i] = k[d];
+            t.value_rows[i] = opened(&a->cache, place_at(a, table, position, kv_head, true), t.values + i * t.dim);
         }
         long deep = last - first + 1 < KEYS ? last - first + 1 : KEYS;
         for (long r = 0; r < rows; r += GROUP) attend_group(a, item, kv_head, &t, r, rows - r < GROUP ? rows - r : GROUP, first, deep);
@@ -254,12 +269,12 @@ static void attend_kernel(const void *arguments, const Crew *crew) {
         }
 }
 
-void native_attend(const float *q, const float *cache, long half, int heads, int kv_heads, int dim, const int64_t *items,
+void native_attend(const float *q, void *cache, long half, int kept, int heads, int kv_heads, int dim, const int64_t *items,
                    long singles, long tiles, long largest, const int64_t *tables, long width, long size,
                    const int64_t *ends, float scale, float softcap, const float *slopes, long window, double work,
                    float *out) {
-    Attend a = {q, cache, slopes, items, tables, ends, out, singles, tiles, width, size, half, window, heads, kv_heads, dim,
-                scale, softcap};
+    Attend a = {q, slopes, {cache, half, kv_heads, dim, kept}, items, tables, ends, out, singles, tiles, width, size,
+                window, heads, kv_heads, dim, scale, softcap};
     size_t scores = (width * size + 16) * sizeof(float), tile = tile_bytes(largest * (heads / kv_heads), dim);
     scratch_space(scores > tile ? scores : tile);
     issue(attend_kernel, &a, sizeof a, work);

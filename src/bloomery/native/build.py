@@ -14,8 +14,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-HEADERS = ("native.h", "vectors.h")
-SOURCES = ("team.c", "products.c", "pack.c", "rows.c", "attention.c", "pick.c")
+HEADERS = ("native.h", "vectors.h", "cache.h")
+SOURCES = ("team.c", "products.c", "pack.c", "rows.c", "attention.c", "pick.c", "ranks.c")
 # Multiplications may be fused with the additions behind them, and that is all the licence a compiler gets.
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-fPIC")
 CHECKS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")

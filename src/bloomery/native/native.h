@@ -10,6 +10,14 @@
 
 #include "vectors.h"
 
+#if defined(__x86_64__)
+#define relax() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define relax() __asm__ volatile("yield")
+#else
+#define relax() ((void)0)
+#endif
+
 #define BLOCK 32  // columns that share a scale, in weights and in activations
 #define PANEL 8   // rows of a matrix that are stored interleaved
 
@@ -29,9 +37,15 @@ typedef void Kernel(const void *arguments, const Crew *crew);
 
 // Runs or records. `work` is a guess in nanoseconds of one thread: little work does not wake the others.
 void issue(Kernel *kernel, const void *arguments, size_t size, double work);
+// Two on the same arguments, the second of what the first left in the common space: nobody else's comes between.
+void issue_pair(Kernel *first, double first_work, Kernel *second, double second_work, const void *arguments, size_t size);
 void common_space(size_t bytes);   // makes the space that one operation may fill for the next at least so large
 void scratch_space(size_t bytes);  // the same for every thread's own
 int team_size(void);
+
+// Another process that operations wait for is gone: they go on at once, with nothing.
+void lose(int member);
+int lost(void);  // its number plus one; 0 while all are there
 
 // The next `chunk` of `total` units that nobody has taken, as a first unit; false when there is none left.
 static inline bool take(const Crew *crew, long total, long chunk, long *first, long *end) {

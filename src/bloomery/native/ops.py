@@ -23,6 +23,7 @@ PACKED = {
 }  # fmt: skip
 FLOAT32 = 16
 PANEL = 8  # rows
+KEPT = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # what keys and values may be kept in
 
 
 class Matrix:
@@ -141,6 +142,11 @@ def shift(x: torch.Tensor, by: int) -> torch.Tensor:
     return out
 
 
+def keeps(cache: torch.Tensor) -> bool:
+    """Whether keys and values may be kept so; what is narrower than floats is taken eight at a time."""
+    return cache.dtype in KEPT and cache.is_contiguous() and (cache.dtype == torch.float32 or cache.shape[-1] % 8 == 0)
+
+
 def turn_and_store(
     qkv: torch.Tensor,
     cache: torch.Tensor,
@@ -162,7 +168,7 @@ def turn_and_store(
         address(qkv), len(qkv), heads, kv_heads, dim, address(cos), address(sin),
         0 if cos is None else 2 * cos.shape[-1], address(positions), interleaved, NORMS[norm], address(q_weight),
         address(k_weight), q_weight is not None and q_weight.dim() > 1, eps, clip or 0.0, address(slots), address(q),
-        address(cache), cache.stride(0),
+        address(cache), cache.stride(0), KEPT[cache.dtype],
     )  # fmt: skip
     return q
 
@@ -185,8 +191,8 @@ def attend(
     _, heads, dim = q.shape
     out = team().empty((len(q), heads * dim))
     team().call.native_attend(
-        address(q), address(cache), cache.stride(0), heads, cache.shape[2], dim, address(items), singles,
-        len(items) - singles, largest, address(tables), tables.shape[1], block_size, address(ends), scale,
+        address(q), address(cache), cache.stride(0), KEPT[cache.dtype], heads, cache.shape[2], dim, address(items),
+        singles, len(items) - singles, largest, address(tables), tables.shape[1], block_size, address(ends), scale,
         softcap or 0.0, address(slopes), window or 0, 1e3 * len(q) * heads, address(out),
     )  # fmt: skip
     return out
@@ -228,3 +234,14 @@ def pick(
         address(top_k), address(seeds), address(tokens),
     )  # fmt: skip
     return tokens
+
+
+def own(words: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    rows = team().empty((len(words),), torch.int64)
+    team().call.native_own(address(words), len(words), first, end, address(rows))
+    return rows
+
+
+def blank(x: torch.Tensor, words: torch.Tensor, first: int, end: int) -> None:
+    """In place."""
+    team().call.native_blank(address(words), len(words), x.shape[1], first, end, address(x))

@@ -69,29 +69,7 @@ Matrix *matrix_make(long rows, long columns, int segments, const uint8_t *const 
 
 void matrix_free(Matrix *m) { free(m); }
 
-// ---- half floats ---------------------------------------------------------------------------------------------------
-
-static inline float from_half(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
-    union { uint32_t bits; float value; } x, magic = {.bits = 113u << 23};
-    if (rest >= 0x7c00) x.bits = 0x7f800000 | (rest & 0x3ff) << 13;
-    else if (rest >= 0x0400) x.bits = (rest << 13) + (112u << 23);
-    else { x.bits = (rest << 13) + (113u << 23); x.value -= magic.value; }
-    x.bits |= sign;
-    return x.value;
-}
-
-static inline f8 halves8(const uint8_t *at) {
-#if defined(__F16C__)
-    return (f8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
-#else
-    uint16_t h[8];
-    memcpy(h, at, 16);
-    f8 x;
-    for (int i = 0; i < 8; i++) x[i] = from_half(h[i]);
-    return x;
-#endif
-}
+// ---- bytes ----------------------------------------------------------------------------------------------------------
 
 typedef uint8_t u8x8 __attribute__((vector_size(8)));
 typedef int8_t s8x8 __attribute__((vector_size(8)));
@@ -152,7 +130,6 @@ static void round_row(const float *x, const Rounded *to, long row) {
 // ---- one panel times up to TILE rows -------------------------------------------------------------------------------
 
 #define TILE 6
-#define INLINE static inline __attribute__((always_inline))
 
 #if defined(__AVX2__)
 typedef __m256i Ints;  // eight sums
@@ -486,17 +463,17 @@ void native_linear(const Matrix *matrix, const float *x, long rows, const float 
                    const float *norm_weight, const float *norm_bias, int after, int activation, const float *residual,
                    float scale, float *out) {
     Linear a = {matrix, x, bias, residual, out, rows, {norm, eps, norm_weight, norm_bias}, scale, after, activation, false};
-    double work = (double)rows * matrix->columns;
+    double work = (double)rows * matrix->columns, product = work * matrix->rows / 32;
     a.prepared = team_size() > 1 && work > REDUNDANT;
     size_t line = matrix->columns * sizeof(float) + 64;
     if (a.prepared) {
         common_space(prepared_bytes(&a));
         scratch_space(line);
-        issue(prepare_kernel, &a, sizeof a, work);
+        issue_pair(prepare_kernel, work, linear_kernel, product, &a, sizeof a);
     } else {
         scratch_space(prepared_bytes(&a) + 64 + line);
+        issue(linear_kernel, &a, sizeof a, product);
     }
-    issue(linear_kernel, &a, sizeof a, work * matrix->rows / 32);
 }
 
 // ---- rows of a matrix as values: an embedding ----------------------------------------------------------------------

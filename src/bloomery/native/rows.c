@@ -1,5 +1,5 @@
 // What happens to rows of activations between products: norms, activations, additions, positions, tokens.
-#include "native.h"
+#include "cache.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -156,8 +156,9 @@ void native_shift(const int64_t *x, long count, long by, int64_t *out) {
 typedef struct {
     const float *qkv, *cos, *sin, *q_weight, *k_weight;
     const int64_t *positions, *slots;
-    float *q, *cache;
-    long tokens, half;  // half: from keys to values in the cache
+    float *q;
+    Cache cache;
+    long tokens;
     int heads, kv_heads, dim, turned, norm;
     float eps, clip;
     bool interleaved, each;  // each: every head has its own row of norm weights
@@ -169,10 +170,9 @@ static inline void turn_pair(float *u, float *v, float cos, float sin) {
     *v = x * sin + y * cos;
 }
 
-static void turn_head(const Turn *a, long token, int head, float *to) {
+static void turn_head(const Turn *a, long token, int head, float *own) {
     int dim = a->dim, turned = a->turned, half = turned / 2;
     const float *x = a->qkv + (token * (a->heads + 2 * a->kv_heads) + head) * dim;
-    float own[dim];
     if (a->clip > 0)
         for (int d = 0; d < dim; d++) own[d] = x[d] > a->clip ? a->clip : x[d] < -a->clip ? -a->clip : x[d];
     else
@@ -193,7 +193,6 @@ static void turn_head(const Turn *a, long token, int head, float *to) {
                 for (int d = 0; d < half; d++) turn_pair(own + d, own + d + half, cos[d], sin[d]);
         }
     }
-    memcpy(to, own, dim * sizeof(float));
 }
 
 static void turn_kernel(const void *arguments, const Crew *crew) {
@@ -203,21 +202,22 @@ static void turn_kernel(const void *arguments, const Crew *crew) {
         for (long i = first; i < end; i++) {
             long token = i / lines;
             int head = (int)(i % lines), key = head - a->heads;
-            float *to = a->q + (token * a->heads + head) * a->dim;
-            if (key >= 0) {
-                to = a->cache + (a->slots[token] * a->kv_heads + key % a->kv_heads) * a->dim;
-                if (key >= a->kv_heads) to += a->half;
+            if (key < 0) {
+                turn_head(a, token, head, a->q + (token * a->heads + head) * a->dim);
+                continue;
             }
-            turn_head(a, token, head, to);
+            float own[a->dim];
+            turn_head(a, token, head, own);
+            keep(&a->cache, place_of(&a->cache, a->slots[token], key % a->kv_heads, key >= a->kv_heads), own);
         }
 }
 
 void native_turn(const float *qkv, long tokens, int heads, int kv_heads, int dim, const float *cos, const float *sin,
                  int turned, const int64_t *positions, int interleaved, int norm, const float *q_weight,
-                 const float *k_weight, int each, float eps, float clip, const int64_t *slots, float *q, float *cache,
-                 long half) {
-    Turn a = {qkv, cos, sin, q_weight, k_weight, positions, slots, q, cache, tokens, half, heads, kv_heads, dim, turned,
-              norm, eps, clip, interleaved, each};
+                 const float *k_weight, int each, float eps, float clip, const int64_t *slots, float *q, void *cache,
+                 long half, int kept) {
+    Turn a = {qkv, cos, sin, q_weight, k_weight, positions, slots, q, {cache, half, kv_heads, dim, kept}, tokens, heads,
+              kv_heads, dim, turned, norm, eps, clip, interleaved, each};
     issue(turn_kernel, &a, sizeof a, (double)tokens * (heads + 2 * kv_heads) * dim);
 }
 

@@ -11,13 +11,6 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
-#if defined(__x86_64__)
-#define relax() __builtin_ia32_pause()
-#elif defined(__aarch64__)
-#define relax() __asm__ volatile("yield")
-#else
-#define relax() ((void)0)
-#endif
 
 #define MOST_THREADS 64
 #define LOOKS 3000      // before a waiting thread sleeps
@@ -52,6 +45,7 @@ static struct {
     _Alignas(64) atomic_long cursor;
     _Alignas(64) atomic_int sleepers;
     atomic_bool closing;
+    atomic_int lost;
     pthread_mutex_t lock;
     pthread_cond_t news;
 } team = {.turn = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .news = PTHREAD_COND_INITIALIZER};
@@ -165,6 +159,8 @@ int team_start(int threads) {
 }
 
 int team_size(void) { return team.threads; }
+void lose(int member) { atomic_store(&team.lost, member + 1); }
+int lost(void) { return atomic_load(&team.lost); }
 
 static char *grown(char *old, size_t bytes) {
     free(old);
@@ -195,15 +191,14 @@ void common_space(size_t bytes) {
     pthread_mutex_unlock(&team.turn);
 }
 
-void issue(Kernel *kernel, const void *arguments, size_t size, double work) {
+static Operation operation_of(Kernel *kernel, const void *arguments, size_t size, double work) {
     Operation operation = {.kernel = kernel, .work = work};
     if (size > ROOM) abort();
     memcpy(operation.arguments, arguments, size);
-    Program *program = recording;
-    if (!program) {
-        run(&operation, 1);
-        return;
-    }
+    return operation;
+}
+
+static void write_down(Program *program, Operation operation) {
     if (program->count == program->room) {
         program->room = program->room ? 2 * program->room : 256;
         Operation *more;
@@ -213,6 +208,18 @@ void issue(Kernel *kernel, const void *arguments, size_t size, double work) {
         program->operations = more;
     }
     program->operations[program->count++] = operation;
+}
+
+void issue(Kernel *kernel, const void *arguments, size_t size, double work) {
+    Operation operation = operation_of(kernel, arguments, size, work);
+    if (recording) write_down(recording, operation);
+    else run(&operation, 1);
+}
+
+void issue_pair(Kernel *first, double first_work, Kernel *second, double second_work, const void *arguments, size_t size) {
+    Operation pair[] = {operation_of(first, arguments, size, first_work), operation_of(second, arguments, size, second_work)};
+    if (recording) write_down(recording, pair[0]), write_down(recording, pair[1]);
+    else run(pair, 2);
 }
 
 // Asks for large pages: fewer look-ups of addresses while weights stream by. A wish, no more.
@@ -234,7 +241,12 @@ Program *record_end(void) {
     return program;
 }
 
-void program_run(const Program *program) { run(program->operations, program->count); }
+// Gives what `lost` says: results mean nothing where another process did not answer.
+int program_run(const Program *program) {
+    run(program->operations, program->count);
+    return lost();
+}
+
 long program_length(const Program *program) { return program->count; }
 
 void program_free(Program *program) {

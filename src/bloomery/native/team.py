@@ -7,6 +7,7 @@ starts it; until then, and where the library could not be built, kernels leave e
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from math import prod
@@ -30,7 +31,7 @@ FUNCTIONS: Mapping[str, tuple[str, str | None]] = {
     "large_pages": ("pl", None),
     "record_begin": ("", None),
     "record_end": ("", "p"),
-    "program_run": ("p", None),
+    "program_run": ("p", "i"),
     "program_length": ("p", "l"),
     "program_free": ("p", None),
     "matrix_make": ("llippp", "p"),
@@ -43,21 +44,35 @@ FUNCTIONS: Mapping[str, tuple[str, str | None]] = {
     "native_elements": ("ippllfip", None),
     "native_copy": ("ppl", None),
     "native_shift": ("pllp", None),
-    "native_turn": ("pliiippipiippiffpppl", None),
-    "native_attend": ("ppliiiplllpllpffpldp", None),
+    "native_turn": ("pliiippipiippiffpppli", None),
+    "native_attend": ("ppliiiiplllpllpffpldp", None),
     "native_fetch": ("plpppllppppp", None),
     "native_advance": ("plpppl", None),
     "native_pick": ("pllppplppp", None),
+    "region_make": ("iiill", "p"),
+    "region_free": ("p", None),
+    "native_sum": ("pplip", "i"),
+    "native_join": ("pplllp", "i"),
+    "native_send": ("ppl", "i"),
+    "native_receive": ("ppl", "i"),
+    "native_own": ("plllp", None),
+    "native_blank": ("pllllp", None),
 }
+
+
+class Recording(threading.local):
+    """A thread's own: others go on computing meanwhile."""
+
+    arena: Arena | None = None  # where results go while a program is recorded
+    kept: tuple[object, ...] = ()  # what the program at hand must hold on to
 
 
 class Team:
     def __init__(self) -> None:
         self.active = False
         self.threads = 0
-        self.arena: Arena | None = None  # where results go while a program is recorded
         self.stretch = torch.empty(0, dtype=torch.uint8)  # what is left of the last one
-        self.kept: list[object] = []  # what the program at hand must hold on to
+        self.recording = Recording()
 
     def start(self, threads: int) -> str | None:
         """Build or load the library and wake the threads; why not, where that fails."""
@@ -68,11 +83,16 @@ class Team:
         self.active = True
         return None
 
+    @property
+    def arena(self) -> Arena | None:
+        return self.recording.arena
+
     @cached_property
     def call(self) -> ctypes.CDLL:
         return bind(str(build()))
 
     def stop(self) -> None:
+        """From now on torch computes; matrices that only the team can read are read by the caller's thread."""
         if self.active:
             self.call.team_stop()
             self.active = False
@@ -85,9 +105,8 @@ class Team:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Memory for a result."""
-        if self.arena is None:
-            return torch.empty(shape, dtype=dtype)
-        return self.arena.tensor(prod(shape), dtype).view(shape)
+        arena = self.arena
+        return torch.empty(shape, dtype=dtype) if arena is None else arena.tensor(prod(shape), dtype).view(shape)
 
     def lasting(self, size: int) -> torch.Tensor:
         """Bytes for weights, which every step reads from end to end: cut from stretches of large pages."""
@@ -101,7 +120,7 @@ class Team:
 
     def record(self, work: Callable[[], None], arena: Arena) -> Program:
         """What `work` asks of the team, written down instead of done. Results live in the arena."""
-        self.arena, self.kept = arena, []
+        self.recording.arena, self.recording.kept = arena, (arena,)
         self.call.record_begin()
         try:
             work()
@@ -109,27 +128,27 @@ class Team:
             self.call.program_free(self.call.record_end())
             raise
         finally:
-            kept, self.arena, self.kept = [arena, *self.kept], None, []
+            kept, self.recording.arena, self.recording.kept = self.recording.kept, None, ()
         return Program(self.call, self.call.record_end(), kept)
 
     def keep(self, thing: T) -> T:
         """Something whose memory an operation names, made for this call alone."""
         if self.arena is not None:
-            self.kept.append(thing)
+            self.recording.kept += (thing,)
         return thing
 
 
 class Program:
     """Operations on fixed addresses; the tensors they name must outlive it."""
 
-    def __init__(self, call: ctypes.CDLL, handle: int, kept: list[object]):
+    def __init__(self, call: ctypes.CDLL, handle: int, kept: tuple[object, ...]):
         self.call, self.handle, self.kept = call, handle, kept
 
     def __len__(self) -> int:
         return self.call.program_length(self.handle)
 
     def replay(self) -> None:
-        self.call.program_run(self.handle)
+        heard(self.call.program_run(self.handle))
 
     def __del__(self) -> None:
         self.call.program_free(self.handle)
@@ -147,6 +166,12 @@ def bind(path: str) -> ctypes.CDLL:
         function.argtypes = [KINDS[letter] for letter in takes]
         function.restype = None if gives is None else KINDS[gives]
     return library
+
+
+def heard(lost: int) -> None:
+    """What a function says that waits for other processes."""
+    if lost:
+        raise ConnectionError(f"rank {lost - 1} of those this one shares memory with is gone")
 
 
 def address(x: torch.Tensor | None) -> int | None:

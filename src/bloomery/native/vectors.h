@@ -3,8 +3,13 @@
 #pragma once
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #define LANES 8
+#define INLINE static inline __attribute__((always_inline))  // so that constants reach the loops
 
 typedef float f8 __attribute__((vector_size(32)));
 typedef int32_t i8 __attribute__((vector_size(32)));
@@ -32,6 +37,55 @@ static inline f8 between(f8 x, float low, float high) {
     x = choose8(x > high, all8(high), x);
     return choose8(x < low, all8(low), x);
 }
+
+// ---- half floats ---------------------------------------------------------------------------------------------------
+
+static inline float from_half(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
+    union { uint32_t bits; float value; } x, magic = {.bits = 113u << 23};
+    if (rest >= 0x7c00) x.bits = 0x7f800000 | (rest & 0x3ff) << 13;
+    else if (rest >= 0x0400) x.bits = (rest << 13) + (112u << 23);
+    else { x.bits = (rest << 13) + (113u << 23); x.value -= magic.value; }
+    x.bits |= sign;
+    return x.value;
+}
+
+// To the nearest, of two as near the even one; beyond 65,504 infinite.
+static inline uint16_t to_half(float value) {
+    union { float value; uint32_t bits; } x = {value}, least = {.bits = 126u << 23};
+    uint32_t sign = x.bits >> 16 & 0x8000, rest = x.bits & 0x7fffffff;
+    if (rest > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (rest >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+    if (rest < 113u << 23) {  // few digits: an addition rounds them
+        x.bits = rest, x.value += least.value;
+        return (uint16_t)(sign | (x.bits - least.bits));
+    }
+    return (uint16_t)(sign | (rest - (112u << 23) + 0xfff + (rest >> 13 & 1)) >> 13);
+}
+
+static inline f8 halves8(const void *at) {
+#if defined(__F16C__)
+    return (f8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+#else
+    uint16_t h[8];
+    memcpy(h, at, 16);
+    f8 x;
+    for (int i = 0; i < 8; i++) x[i] = from_half(h[i]);
+    return x;
+#endif
+}
+
+static inline void to_halves8(f8 x, void *at) {
+#if defined(__F16C__)
+    _mm_storeu_si128((__m128i *)at, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    uint16_t h[8];
+    for (int i = 0; i < 8; i++) h[i] = to_half(x[i]);
+    memcpy(at, h, 16);
+#endif
+}
+
+// ---- functions -----------------------------------------------------------------------------------------------------
 
 // exp within 2 units in the last place; 0 below -87.3, which is what a masked score needs.
 static inline f8 exp8(f8 x) {

@@ -1,8 +1,8 @@
 """Ranks that share every layer, and what they do together. A layer gets its group as an argument and asks no more.
 
 `Alone` is a group of one: every model runs in a group, so there is one path. On GPUs messages go by NCCL, short ones
-by symmetric memory where the cards can reach each other's; between CPUs by gloo. Ranks that share one card, which only
-a test does, talk by gloo through the host.
+by symmetric memory where the cards can reach each other's; between CPUs by gloo, or through memory (shared.py). Ranks
+that share one card, which only a test does, talk by gloo through the host.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 
 class Group(Protocol):
@@ -21,8 +22,9 @@ class Group(Protocol):
         """x [tokens, width] added up over the ranks; x itself may be overwritten."""
         ...
 
-    def join(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, width] of all ranks side by side: [tokens, size * width]."""
+    def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        """x [tokens, width] of all ranks side by side: [tokens, total]. All are equally wide, but the last ones may
+        have less."""
         ...
 
 
@@ -32,7 +34,7 @@ class Alone:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def join(self, x: torch.Tensor) -> torch.Tensor:
+    def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
         return x
 
 
@@ -50,10 +52,12 @@ class Ranks:
         dist.all_reduce(x, group=self.group)
         return x
 
-    def join(self, x: torch.Tensor) -> torch.Tensor:
+    def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        missing = -(-total // self.size) - x.shape[1]
+        x = F.pad(x, (0, missing)) if missing else x.contiguous()
         every = x.new_empty(self.size, *x.shape)
-        dist.all_gather(list(every.unbind(0)), x.contiguous(), group=self.group)
-        return every.transpose(0, 1).flatten(1)
+        dist.all_gather(list(every.unbind(0)), x, group=self.group)
+        return every.transpose(0, 1).flatten(1)[:, :total]
 
 
 class Hosted:
@@ -66,8 +70,8 @@ class Hosted:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return self.ranks.sum(x.cpu()).to(x.device)
 
-    def join(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ranks.join(x.cpu()).to(x.device)
+    def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        return self.ranks.join(x.cpu(), total).to(x.device)
 
 
 class OneShot:
@@ -90,5 +94,5 @@ class OneShot:
         mine.copy_(x)
         return torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self.name)
 
-    def join(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ranks.join(x)
+    def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        return self.ranks.join(x, total)

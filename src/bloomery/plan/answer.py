@@ -6,16 +6,19 @@ import argparse
 import json
 import sys
 
-from bloomery.describe import device
+from bloomery.config import device
 from bloomery.errors import ConfigError
 from bloomery.machines import here, overridden, recall, remember
 from bloomery.plan.forecast import Forecast, Layout, Wish
 from bloomery.plan.subject import subject
 from bloomery.plan.words import advice, plot, size, text
 from bloomery.roofline import PRECISIONS, Precision, machine
+from bloomery.spec import Model
+
+KV_BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "fp32": 32.0}
 
 
-def wish_of(args: argparse.Namespace, stored: Precision) -> Wish:
+def wish_of(args: argparse.Namespace, model: Model, stored: Precision) -> Wish:
     if args.gpu:
         found = machine(args.gpu)
         found = overridden(found, recall().get(found.title))
@@ -29,7 +32,10 @@ def wish_of(args: argparse.Namespace, stored: Precision) -> Wish:
     layout = None
     if args.tp or args.pp or args.replicas:
         layout = Layout(args.tp or 1, args.pp or 1, args.replicas or 1)
-    kv_bits = {"bf16": 16, "fp8": 8, "fp32": 32}[args.kv or ("fp32" if cpu else "bf16")]
+    wide = cpu and precision.bits >= 16  # a CPU's products of fewer bits round their inputs: 16 bits do for the cache
+    kv_bits = KV_BITS[args.kv or ("fp32" if wide else "bf16")]
+    if kv_bits == 8:
+        kv_bits += 32 / model.layers[0].attention.head_dim  # a scale a head
     return Wish(found, precision, kv_bits, args.context, args.goal, args.devices, layout, args.price)
 
 
@@ -48,7 +54,7 @@ def answer(args: argparse.Namespace) -> int:
     if args.measure:
         measure()
     about = subject(args.model, args.revision)
-    plan = Forecast(about, wish_of(args, about.stored))
+    plan = Forecast(about, wish_of(args, about.model, about.stored))
     if args.simulate:
         from bloomery.simulate import run as simulate
 

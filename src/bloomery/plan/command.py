@@ -18,7 +18,9 @@ def flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--precision", choices=PRECISIONS, help="of the weights; default: as stored")
     parser.add_argument(
-        "--kv", choices=("bf16", "fp8", "fp32"), help="precision of keys and values; default: bf16, fp32 on a CPU"
+        "--kv",
+        choices=("bf16", "fp8", "int8", "fp32"),
+        help="precision of keys and values; default: bf16, on a CPU fp32 unless weights have fewer bits than 16",
     )
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="tokens of a sequence (default 1024)")
     parser.add_argument("--goal", choices=("latency", "throughput"), default="latency")

@@ -13,8 +13,10 @@ Stored tensors, so a rank reads only its slices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple, Protocol, Self
 
 import torch
@@ -110,8 +112,9 @@ class Piece:
     read: Callable[[Range, Range | None], torch.Tensor]
     rows: Range
     cols: Range | None  # None: a vector
-    # The same into memory that is already where it belongs, for sources that can go without a copy beside it.
-    fill: Callable[[torch.Tensor, Range, Range | None], None] | None = None
+    # The same into memory that is already where it belongs, for sources that can go without a copy beside it; where it
+    # is only begun, how to wait for it.
+    fill: Callable[[torch.Tensor, Range, Range | None], Callable[[], None] | None] | None = None
     blocks: Coded | None = None
 
     @property
@@ -172,13 +175,36 @@ class Stored:
 
     def load(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The wanted part in memory of its own; never more than one piece beside it."""
+        return self.begin(dtype, device).get()
+
+    def begin(self, dtype: torch.dtype, device: torch.device) -> Arriving:
         out = torch.empty(self.shape, dtype=dtype, device=device)
-        row = 0
+        row, waits = 0, []
         for piece in self.pieces:
             part = out[row : row + piece.height]
             if piece.fill is None:
                 part.copy_(piece.read(piece.rows, piece.cols))
-            else:
-                piece.fill(part, piece.rows, piece.cols)
+            elif wait := piece.fill(part, piece.rows, piece.cols):
+                waits.append(wait)
             row += piece.height
-        return out
+        return Arriving(out, tuple(waits))
+
+
+class Arriving(NamedTuple):
+    """Memory that is still being filled. Whoever opened the source waits for all of it before the model runs."""
+
+    tensor: torch.Tensor
+    waits: tuple[Callable[[], None], ...] = ()
+
+    def get(self) -> torch.Tensor:
+        for wait in self.waits:
+            wait()
+        return self.tensor
+
+
+def ahead(begun: Iterator[Arriving], count: int) -> Iterator[torch.Tensor]:
+    """Each in its turn, while the next ones are on their way: `count` at a time."""
+    under_way = deque(islice(begun, count))
+    while under_way:
+        yield under_way.popleft().get()
+        under_way.extend(islice(begun, 1))

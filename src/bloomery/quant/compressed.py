@@ -11,8 +11,9 @@ import torch
 
 from bloomery.errors import CheckpointError
 from bloomery.kernels.packed import Grid
+from bloomery.kernels.quantize_rows import FP8
 from bloomery.quant.base import Product, Range, Stored, Tensors
-from bloomery.quant.fp8 import FLOAT8, floats
+from bloomery.quant.fp8 import floats
 from bloomery.quant.gptq import grid, streamed
 from bloomery.quant.mxfp4 import powers
 from bloomery.quant.packed import Held, PackedMatrix, claim, kept, rows_of
@@ -34,7 +35,7 @@ class Compressed:
                 if words.dtype == torch.uint8
                 else packed_words(tensors, product, words)
             )
-        if tensors.tensor(f"{name}.weight", product.shape).dtype == FLOAT8:
+        if tensors.tensor(f"{name}.weight", product.shape).dtype == FP8:
             return floats(tensors, product, scale)
         return integers(tensors, product)
 
@@ -75,7 +76,7 @@ def integers(tensors: Tensors, product: Product) -> PackedMatrix:
     rows, name = product.shape[0], product.name
     weight = tensors.tensor(f"{name}.weight", product.shape)
     if weight.dtype != torch.int8:
-        raise CheckpointError(f"{name}.weight: {weight.dtype} beside a scale; 8-bit integers or {FLOAT8} are known")
+        raise CheckpointError(f"{name}.weight: {weight.dtype} beside a scale; 8-bit integers or {FP8} are known")
     shape = tensors.shape(f"{name}.weight_scale")
     groups = shape[1] if len(shape) == 2 else 1
     alone = shape[0] == 1 and rows != 1

@@ -11,16 +11,13 @@ import torch
 
 from bloomery.errors import UnsupportedModel
 from bloomery.kernels.packed import BLOCK, Fp8
+from bloomery.kernels.quantize_rows import FP8, quantize_rows
 from bloomery.quant.base import Product, Range, Stored, Tensors
 from bloomery.quant.packed import PackedMatrix, claim, kept, narrow, rows_of
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FLOAT8).max
-
 
 def fp8(weight: torch.Tensor) -> Fp8:
-    scale = (weight.abs().amax(1, keepdim=True) / LARGEST).clamp_(min=1e-12)
-    return Fp8((weight / scale).to(FLOAT8), scale)
+    return Fp8(*quantize_rows(weight))
 
 
 class Fp8Format:
@@ -37,8 +34,8 @@ class Fp8Format:
 def floats(tensors: Tensors, product: Product, scale_name: str) -> PackedMatrix:
     (rows, width), name = product.shape, f"{product.name}.weight"
     weight = tensors.tensor(name, product.shape, expert=product.expert)
-    if weight.dtype != FLOAT8:
-        raise UnsupportedModel(f"{name}: {weight.dtype} with a scale is not known; 8-bit floats here are {FLOAT8}")
+    if weight.dtype != FP8:
+        raise UnsupportedModel(f"{name}: {weight.dtype} with a scale is not known; 8-bit floats here are {FP8}")
     claim(tensors, product.name, "input_scale", "input_scale_ub", "weight_zero_point")
     found = tensors.shape(scale_name)
     squares = (-(-rows // BLOCK), -(-width // BLOCK))

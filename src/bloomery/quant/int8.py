@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from bloomery.kernels.packed import Grid
-
-SMALLEST = 1e-12  # a scale, so that rows of zeros divide
+from bloomery.kernels.quantize_rows import INT8, quantize_rows
 
 
 def int8(weight: torch.Tensor, both: bool = False) -> Grid:
     """`both`: products may round their input to eight bits as well (W8A8)."""
-    scale = (weight.abs().amax(1, keepdim=True) / 127).clamp_(min=SMALLEST)
-    return Grid((weight / scale).round_().to(torch.int8), scale, bits=8, both=both)
+    codes, scale = quantize_rows(weight, INT8)
+    return Grid(codes, scale, bits=8, both=both)
 
 
 def w8a8(weight: torch.Tensor) -> Grid:

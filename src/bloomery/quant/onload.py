@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from bloomery.kernels.packed import Packed
-from bloomery.quant.base import Product, Range, Tensors
+from bloomery.quant.base import Product, Range, Tensors, ahead
 from bloomery.quant.dense import DenseFormat
 from bloomery.quant.packed import Held, PackedMatrix, joined, kept, within
 
 Pack = Callable[[torch.Tensor], Packed]  # float32 [rows, in]; rows do not know of each other
-PANEL = 1 << 22  # values rounded at once
+PANEL = 1 << 24  # values rounded at once: fewer, and the host is what is waited for
 CACHED = 1 << 19  # the same on a CPU
+AHEAD = 16  # panels on their way while one is rounded
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class OnLoad:
         weight, pack = DenseFormat().matrix(tensors, product).weight, self.inside if product.inside else self.outside
 
         def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Held:
-            height = max(1, (CACHED if device.type == "cpu" else PANEL) // product.shape[1])
-            loaded = (weight.rows(panel).load(weight.dtype, device) for panel in panels(ranges, height))
+            cpu = device.type == "cpu"
+            height = max(1, (CACHED if cpu else PANEL) // product.shape[1])
+            begun = (weight.rows(panel).begin(weight.dtype, device) for panel in panels(ranges, height))
+            loaded = ahead(begun, 1 if cpu else AHEAD)
             return joined([pack(panel.float()) for panel in loaded])  # widened where it is, not on the way there
 
         return PackedMatrix.whole(product, read)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from bloomery.errors import UnsupportedModel
 from bloomery.kernels.gemv import After, Norm
 from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed, unpack
-from bloomery.kernels.packed_linear import packed_linear, packed_phrase
+from bloomery.kernels.packed_linear import packed_linear, packed_phrase, unpacked
 from bloomery.quant.base import Product, Range, Ready, Stored, Tensors
 from bloomery.quant.dense import DenseFormat, DenseReady
 from bloomery.quant.gguf import BlocksReady
@@ -349,6 +349,8 @@ class PackedReady:
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         packed = self.packed
+        if rows.is_cuda and in_order(packed):
+            return unpacked(packed, rows, self.dtype)
         if isinstance(packed, Fp8) and packed.blocks:
             scale = packed.scale.float()[rows // BLOCK].repeat_interleave(BLOCK, 1)[:, : packed.shape[1]]
             codes = packed.codes.view(torch.uint8)[rows].view(packed.codes.dtype)
@@ -368,6 +370,11 @@ class PackedReady:
 
 def has_kernels(packed: Packed | Scattered) -> TypeGuard[Packed]:
     return not isinstance(packed, Scattered) and not (isinstance(packed, Grid) and packed.bits not in (4, 8))
+
+
+def in_order(packed: Packed | Scattered) -> TypeGuard[Packed]:
+    """Whether kernels read it, and its columns are where the input has them."""
+    return has_kernels(packed) and not (isinstance(packed, Grid) and packed.order is not None)
 
 
 def by_row(packed: Packed | Scattered) -> TypeGuard[Grid]:
@@ -433,6 +440,8 @@ def slab(ready: Ready, start: int, end: int) -> torch.Tensor:
     match ready:
         case DenseReady(weight):
             return weight[start:end]
+        case PackedReady(packed, dtype) if packed.codes.is_cuda and in_order(packed):
+            return unpacked(packed, range(start, end), dtype)
         case PackedReady(packed, dtype) if start % BLOCK == 0 or not (isinstance(packed, Fp8) and packed.blocks):
             return some(packed, slice(start, end)).dequantize(dtype)
         case SideBySide(parts):

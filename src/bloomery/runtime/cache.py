@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from bloomery.attention.base import cache_shape
@@ -27,8 +27,10 @@ class Size:
     note: str | None = None
 
 
-def kv_dtype(wish: str, dtype: torch.dtype) -> torch.dtype:
-    """What keys and values are kept in: the model's own, or 8 bits."""
+def kv_dtype(wish: str, dtype: torch.dtype, rounds: bool = False) -> torch.dtype:
+    """What keys and values are kept in. `rounds`: products round their inputs to 8 bits, so that 16 are plenty here."""
+    if wish == "auto" and rounds:
+        return torch.float16
     return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(wish, dtype)
 
 
@@ -85,7 +87,8 @@ def allocate(
 
 
 def zeros(count: int, device: torch.device) -> torch.Tensor:
-    """Bytes. numpy's come from the operating system page by page, when first touched; torch's are written at once."""
+    """Bytes. On a CPU they come page by page, when first touched: neither written at once, as torch's are, nor in large
+    pages, as numpy's, where the first position of every layer would take two megabytes."""
     if device.type == "cpu":
-        return torch.from_numpy(np.zeros(count, np.uint8))
+        return torch.frombuffer(mmap.mmap(-1, max(count, 1), access=mmap.ACCESS_COPY), dtype=torch.uint8)[:count]
     return torch.zeros(count, dtype=torch.uint8, device=device)

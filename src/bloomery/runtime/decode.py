@@ -9,16 +9,17 @@ row, whose table is the reserved block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
 
 import torch
 
 from bloomery.attention.base import Ragged
 from bloomery.kernels.rows import advance, fetch
 from bloomery.native.arena import Arena
-from bloomery.native.record import Unrecordable, record
+from bloomery.native.record import Unrecordable
 from bloomery.runtime.device import upload
 from bloomery.runtime.forward import Forward
+from bloomery.runtime.replay import Captured, Plainly, Recorded, Runs
 from bloomery.runtime.rows import Row, Rows
 
 ROOM = 256 << 20  # bytes of an arena beside logits; only what is touched is taken
@@ -31,12 +32,6 @@ def buckets(most: int, grain: int = 1) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
-class Replayable(Protocol):
-    """A CUDA graph, or the CPU's counterpart."""
-
-    def replay(self) -> None: ...
-
-
 class DecodeStep:
     def __init__(
         self,
@@ -45,46 +40,38 @@ class DecodeStep:
         rows: Rows,
         block_size: int,
         pick: Pick,
+        draws: bool = True,
+        runs: Runs | None = None,
     ):
+        """`draws`: tokens are drawn here; where another stage does, they come before the step that needs them."""
         self.model, self.rows, self.block_size, self.pick = model, rows, block_size, pick
+        self.draws, self.runs = draws, runs or Plainly()
         most, device = rows.count, rows.last.device
         self.lines = torch.full((most,), most, dtype=torch.int32, device=device)  # nobody
         self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self.logits = torch.zeros(most, vocab, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self.members: list[int] = []
-        self.graphs: dict[tuple[int, bool], Replayable] = {}
-        self.sizes: list[int] = []
-        self.arena: Arena | None = None  # results of recorded steps
+        self.sizes = buckets(most, model.grain) if isinstance(runs, Captured) else []
 
-    def capture(self, done: Callable[[], None] = lambda: None) -> None:
-        """One graph a batch size, largest first, all in one pool of memory."""
-        pool = torch.cuda.graph_pool_handle()
-        self.sizes = buckets(self.rows.count, self.model.grain)
-        for size in reversed(self.sizes):
-            for sampled in (True, False):
-                self.forward(size, sampled)  # compiles what is missing, outside of the capture
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    self.forward(size, sampled)
-                self.graphs[size, sampled] = graph
-            done()
+    def prepare(self, size: int) -> None:
+        """Capture the step of so many lines that draws its tokens; others are, once they have come twice."""
+        if isinstance(self.runs, Captured):
+            self.lines.fill_(self.rows.count)  # what runs here must be nobody's step
+            self.members = []
+            self.runs.prepare((size, True), partial(self.forward, size, True))
 
     def record(self) -> str | None:
         """On a CPU: from now on steps are recorded, each size when it first comes. Why not, where one cannot be."""
         most, vocab = self.logits.shape
-        self.arena = Arena(ROOM + 12 * most * vocab)
+        self.runs = recorded = Recorded(Arena(ROOM + 12 * most * vocab))
         try:
-            self._recorded(1, True), self._recorded(1, False)
+            for sampled in (True, False):
+                recorded.add((1, sampled), partial(self.forward, 1, sampled))
         except Unrecordable as reason:
-            self.arena = None
+            self.runs = Plainly()
             return str(reason)
         return None
-
-    def _recorded(self, size: int, sampled: bool) -> Replayable | None:
-        if self.arena is not None:
-            self.graphs[size, sampled] = record(lambda: self.forward(size, sampled), self.arena)
-        return self.graphs.get((size, sampled))
 
     def forward(self, size: int, sampled: bool) -> None:
         """The work of one step over the first `size` lines; with `sampled` up to the tokens, else up to the logits."""
@@ -95,12 +82,14 @@ class DecodeStep:
             self.block_size,
         )  # fmt: skip
         hidden = self.model.hidden(inputs.ids, ragged)
+        if not self.draws:
+            return
         if not sampled:
             self.logits[:size] = self.model.logits(hidden)
             return
         tokens = self.pick(self.model.logits(hidden, wide=False), lines, inputs.ends)
         self.tokens[:size] = tokens
-        advance(lines, tokens, self.rows.last, self.rows.positions)
+        advance(lines, tokens, inputs.ends, self.rows.last, self.rows.positions)
 
     def run(self, members: Sequence[Row], sampled: bool) -> int:
         """Queue a step for these rows; how many lines it has."""
@@ -113,9 +102,5 @@ class DecodeStep:
             if padded != self.members:
                 self.lines[:size] = upload(padded, self.lines.device, torch.int32)
                 self.members = padded
-        graph = self.graphs.get((size, sampled)) or self._recorded(size, sampled)
-        if graph is not None:
-            graph.replay()
-        else:
-            self.forward(size, sampled)
+        self.runs.run((size, sampled), partial(self.forward, size, sampled))
         return count

@@ -50,9 +50,9 @@ class Whole:
 
     def hidden(self, ids: torch.Tensor, ragged: Ragged, wanted: torch.Tensor | None = None) -> torch.Tensor:
         plan = self.backend.plan(ragged)
-        arrived = None if self.pipe is None or self.decoder.first else self.pipe.receive(len(ids))
+        arrived = None if self.pipe is None else self.pipe.receive(len(ids))
         hidden = self.decoder(ids, ragged.positions, ragged.slots, self.caches, self.backend, plan, wanted, arrived)
-        if self.pipe is not None and not self.decoder.last:
+        if self.pipe is not None:
             self.pipe.send(hidden)
         return hidden
 

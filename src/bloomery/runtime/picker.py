@@ -23,11 +23,12 @@ def plain(start: Start) -> bool:
 
 
 class Picker:
-    def __init__(self, sampler: Sampler):
+    def __init__(self, sampler: Sampler, more: int = 0):
+        """For a line each of all rows, and so many more."""
         self.numbers = sampler.numbers
         temperature, top_p, min_p = self.numbers[:, :3].unbind(1)
         self.wishes = Wishes(temperature, top_p, min_p, sampler.top_k, sampler.seeds)
-        self.scratch = Scratch.of(len(sampler.top_k), sampler.vocab, sampler.device)
+        self.scratch = Scratch.of(len(sampler.top_k) + more, sampler.vocab, sampler.device)
 
     def __call__(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """logits [lines, vocab]; rows and positions of the tokens to pick [lines] -> tokens [lines]."""

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from bloomery.models.checkpoint import Report
-
 
 @contextmanager
-def bar(what: str, total: int, show: bool, report: Report | None = None) -> Iterator[Callable[[], None]]:
-    if report is not None:
-        done = itertools.count(1)
-        yield lambda: report(what, next(done), total)
-        return
+def bar(what: str, total: int, show: bool) -> Iterator[Callable[[], None]]:
     if not show or not sys.stderr.isatty():
         yield lambda: None
         return

@@ -23,7 +23,12 @@ class Row:
     table: list[int] = field(default_factory=list)
     sent: int = 0  # blocks of the table the device knows
     plain: bool = True  # its tokens can be picked on the device alone
-    pooled: torch.Tensor | None = None  # [width], the sum of its hidden states so far where their mean is wanted
+    pooled: torch.Tensor | None = None  # [width], of its hidden states so far where their mean is wanted: see pooling
+
+    @property
+    def draws_only(self) -> bool:
+        """Whether nothing but tokens is wanted of it: no prompt's log-probabilities, no embedding."""
+        return self.start.pooling is None and self.start.sampling.prompt_logprobs is None
 
     def knows(self, position: int) -> bool:
         """Whether the host knows the token at that position; if not, it is the row's last, on the device."""

@@ -27,7 +27,7 @@ from bloomery.runtime.device import upload
 
 COLDEST = 1e-5  # below it the noise cannot matter: greedy
 NARROW = 512  # candidates tried before a whole line is sorted
-CHUNK = 1 << 22  # logits held in float32 at once while prompts are scored
+CHUNK = 1 << 22  # logits that are looked at in more than float32 at once, or scored
 
 
 # ---- what few rows ask for ---------------------------------------------------------------------------
@@ -142,6 +142,11 @@ class Scored:
     top_ids: torch.Tensor  # [lines, count], most likely first
     top_logprobs: torch.Tensor  # [lines, count]
 
+    @classmethod
+    def cat(cls, parts: Sequence[Scored]) -> Scored:
+        every = [(part.tokens, part.logprobs, part.ranks, part.top_ids, part.top_logprobs) for part in parts]
+        return cls(*(torch.cat(field) for field in zip(*every, strict=True))) if len(parts) > 1 else parts[0]
+
     def read(self, counts: Sequence[int]) -> list[TokenLogprob]:
         """counts: how many of the best each line wants, at most as many as there are."""
         fields = (self.tokens, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
@@ -213,6 +218,10 @@ class Lines:
         index = upload([row.number for row in rows], device)
         return cls(rows, positions, index, upload(positions, device))
 
+    def cut(self, first: int, count: int) -> Lines:
+        part = slice(first, first + count)
+        return Lines(self.rows[part], self.positions[part], self.index[part], self.place[part])
+
     def some(self, chosen: Sequence[int]) -> tuple[torch.Tensor, Lines]:
         """The chosen ones' numbers on the device, and those lines."""
         at = upload(chosen, self.index.device)
@@ -246,9 +255,11 @@ class Draws:
 
 
 class Sampler:
-    def __init__(self, rows: int, vocab: int, device: torch.device | str = "cpu", alone: bool = False):
-        """`alone`: no result may depend on how many lines there are."""
-        self.vocab, self.device = vocab, torch.device(device)
+    def __init__(
+        self, rows: int, vocab: int, device: torch.device | str = "cpu", alone: bool = False, longest: int = 1 << 31
+    ):
+        """`alone`: no result may depend on how many lines there are. `longest`: no sequence has more tokens."""
+        self.vocab, self.device, self.longest = vocab, torch.device(device), longest
         self.rows: dict[int, Row] = {}
         self.newcomers: list[int] = []  # rows whose parameters the device does not know yet
         self.numbers = torch.zeros(rows, 7, dtype=torch.float64, device=self.device)  # read by _parameters
@@ -256,9 +267,8 @@ class Sampler:
         self.seeds = torch.zeros(rows, 2, dtype=torch.int32, device=self.device)
         self.prompt_len = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.history = torch.zeros(rows, 0, dtype=torch.int32, device=self.device)  # widens on demand
-        self.together = (
-            1 if alone or self.device.type == "cpu" else rows
-        )  # whole lines handled at once: one stays in cache
+        self.some = max(1, CHUNK // vocab)  # lines handled at once where each takes many times its own memory
+        self.together = 1 if alone or self.device.type == "cpu" else self.some  # whole lines: one stays in cache
         self.all_ids = torch.arange(vocab, dtype=torch.int32, device=self.device)
 
     def admit(self, row: int, start: Start) -> None:
@@ -306,12 +316,13 @@ class Sampler:
         if not counts:
             return Draws(tokens, every)
         at, _ = lines.some(list(counts))
-        return Draws(tokens, every, score(raw[at], tokens[at], max(counts.values()), self.together), counts)
+        parts = at.split(self.some)
+        scored = [score(raw[part], tokens[part], max(counts.values()), self.together) for part in parts]
+        return Draws(tokens, every, Scored.cat(scored), counts)
 
     def prompt_logprobs(self, logits: torch.Tensor, next_tokens: Sequence[int], count: int) -> list[TokenLogprob]:
         """logits [lines, vocab] of prompt positions and the token that follows each; a few lines at a time."""
-        lines = max(1, CHUNK // self.vocab)
-        parts = zip(logits.split(lines), upload(next_tokens, self.device).split(lines))
+        parts = zip(logits.split(self.some), upload(next_tokens, self.device).split(self.some))
         return [
             entry
             for part, tokens in parts
@@ -323,7 +334,7 @@ class Sampler:
     def _widen(self, length: int) -> None:
         rows, width = self.history.shape
         if length > width:
-            wider = self.history.new_zeros(rows, max(length, 2 * width))
+            wider = self.history.new_zeros(rows, max(length, min(2 * width, self.longest)))
             wider[:, :width] = self.history
             self.history = wider
 
@@ -344,9 +355,10 @@ class Sampler:
                 edit.apply(line, position, self.history[row.number])
         if penalised:
             at, those = lines.some(penalised)
-            parts = zip(*(values.split(self.together) for values in (scores[at], those.index, those.place)))
             width = max(those.positions)
-            scores[at] = torch.cat([self._penalise(s, i, p.unsqueeze(-1), width) for s, i, p in parts])
+            few = min(self.together, max(1, CHUNK // max(width, 1)))
+            for part, index, place in zip(*(values.split(few) for values in (at, those.index, those.place))):
+                scores[part] = self._penalise(scores[part], index, place.unsqueeze(-1), width)
         return scores
 
     def _penalise(self, scores: torch.Tensor, index: torch.Tensor, place: torch.Tensor, width: int) -> torch.Tensor:
@@ -394,6 +406,9 @@ class Sampler:
     def _from_best(self, scores: torch.Tensor, lines: Lines) -> torch.Tensor:
         """Only tokens near the top may win. On the CPU few are put in order at first, and more only for lines whose
         border is not among them; elsewhere asking would make the host wait."""
+        if len(scores) > self.some:
+            cuts = range(0, len(scores), self.some)
+            return torch.cat([self._from_best(scores[a : a + self.some], lines.cut(a, self.some)) for a in cuts])
         narrow = [row.sampling.top_k for row in lines.rows if 0 < row.sampling.top_k <= NARROW]
         if len(narrow) == len(lines.rows):
             return self._among(scores, min(self.vocab, max(narrow)), lines, None)[0]

@@ -1,21 +1,23 @@
 """One device's share of the work: rows in, a forward pass, tokens out.
 
-Steps in which every sequence merely goes on by one position run as a DecodeStep, all others as a Batch that the host
-builds. Both leave the rows' state on the device as the next step wants it, so neither waits for the other's result.
+Steps in which every sequence merely goes on by one position run as a DecodeStep, on a GPU those that have a few small
+chunks of prompts beside as a MixedStep, all others as a Batch that the host builds. All leave the rows' state on the
+device as the next step wants it, so none waits for another's result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from bloomery.artifacts.locate import Artifact
-from bloomery.attention.base import Ragged
 from bloomery.attention.choose import choose
 from bloomery.attention.native_paged import NativePaged
+from bloomery.attention.triton_paged import TritonPaged
 from bloomery.config import Plan
 from bloomery.machines import here
 from bloomery.messages import Capacity, Item, Sampled, Step, StepOutput, TokenLogprob
@@ -25,18 +27,20 @@ from bloomery.native.team import team
 from bloomery.parallel.mesh import Mesh
 from bloomery.runtime.batch import Batch, Share
 from bloomery.runtime.cache import allocate, fit, kv_dtype
-from bloomery.runtime.decode import DecodeStep, buckets
+from bloomery.runtime.decode import DecodeStep
 from bloomery.runtime.device import check, upload
-from bloomery.runtime.forward import Forward, Whole, steady
+from bloomery.runtime.forward import Forward, Steady, Whole, steady
+from bloomery.runtime.largest import LOGIT_ROWS, largest_step
 from bloomery.runtime.meter import Meter, roofline
+from bloomery.runtime.mixed import PROMPTS, TOKENS, MixedStep
 from bloomery.runtime.picker import Picker
 from bloomery.runtime.pooling import pool, unit
-from bloomery.runtime.progress import bar
+from bloomery.runtime.replay import Captured, Pool
 from bloomery.runtime.rows import Row, Rows
 from bloomery.runtime.sampler import Draws, Sampler
+from bloomery.runtime.stages import stage
 
-LOGIT_ROWS = 64  # prompt positions whose logits are held at once
-GRAPHS = 1 << 30  # bytes kept for captured steps and what libraries take behind our back
+GRAPHS = 1 << 30  # bytes for what the driver keeps of graphs, and libraries behind our back
 
 
 class Worker:
@@ -54,25 +58,36 @@ class Worker:
         if self.device.type == "cpu":
             torch.set_num_threads(plan.threads)
         why_not = team().start(plan.threads) if plan.native else None
+        if not plan.native:
+            team().stop()  # of a worker before this one
         native = plan.native and why_not is None
         artifact = Artifact(plan.name, "gguf" if plan.kind == "gguf" else "folder", Path(plan.path), "plan")
-        loaded = load(artifact, plan.load_format, dtype, self.device, progress, report, mesh, plan.quantize, native)
+        cut = partial(stage, mesh=mesh, native=native) if mesh.stages > 1 else None
+        loaded = load(
+            artifact, plan.load_format, dtype, self.device, progress, report, mesh, plan.quantize, native, cut
+        )
         self.decoder, model = loaded.decoder, loaded.decoder.spec
-        kv, specs = kv_dtype(plan.kv_dtype, dtype), [layer.attention for layer in model.layers]
-        self.backend = choose(specs, dtype, self.device, plan.deterministic, native and kv == dtype)
+        specs = [layer.attention for layer in model.layers]
+        self.backend = choose(specs, dtype, self.device, plan.deterministic, native and plan.kv_dtype != "fp8")
+        rounds = isinstance(self.backend, NativePaged) and artifact.kind == "gguf" and plan.quantize == "auto"
+        kv = kv_dtype(plan.kv_dtype, dtype, rounds)
         self.block_size = plan.block_size
         self.decoder.reach(plan.max_length)
-        size = fit(plan, model, kv, self.device, self._largest_step(plan, dtype), mesh)
+        size = fit(plan, model, kv, self.device, self._reserve(plan, kv), mesh)
         if size.max_length != plan.max_length:
             self.decoder.reach(size.max_length)
         self.caches = allocate(model, size.blocks + 1, plan.block_size, kv, self.device)  # the last is nobody's
         width = -(-size.max_length // plan.block_size)
         self.rows = Rows(plan.max_sequences, width, size.blocks, self.device)
-        self.sampler = Sampler(
-            plan.max_sequences + 1, model.vocab, self.device, plan.deterministic
-        )  # nobody's is greedy
+        self.sampler = Sampler(  # nobody's is greedy
+            plan.max_sequences + 1, model.vocab, self.device, plan.deterministic, size.max_length
+        )
         self.model = self._forward(plan, width, size.blocks)
-        self.decode = DecodeStep(self.model, model.vocab, self.rows, plan.block_size, Picker(self.sampler))
+        pick = Picker(self.sampler, PROMPTS)
+        self.graphs = Pool() if plan.graphs and mesh.stages == 1 and not mesh.shared else None
+        runs = Captured(self.graphs) if self.graphs else None
+        self.decode = DecodeStep(self.model, model.vocab, self.rows, plan.block_size, pick, mesh.last, runs)
+        self.mixed = self._mixed(pick, plan.max_batch_tokens)
         self.capacity = Capacity(
             blocks=size.blocks,
             block_size=plan.block_size,
@@ -86,8 +101,7 @@ class Worker:
             notes=tuple(filter(None, (*loaded.notes, size.note, self._native(why_not)))),
         )
 
-        if plan.graphs and mesh.stages == 1 and not mesh.shared:
-            self._capture(progress, report)
+        self.capturing: Iterator[int] = self._capture() if self.graphs else iter(())
         limit = roofline(
             self.decoder.whole, here(self.device.type), loaded.bytes * plan.tp * plan.pp, dtype, plan.tp, plan.pp
         )
@@ -96,51 +110,50 @@ class Worker:
 
     @torch.inference_mode()
     def _forward(self, plan: Plan, width: int, nobody: int) -> Forward:
-        pipe = self.mesh.pipe(self.decoder.spec.hidden, self.decoder.dtype, self.device)
+        pipe = self.mesh.pipe(self.decoder.spec.hidden, self.decoder.dtype)
         whole = Whole(self.decoder, self.backend, self.caches, pipe=pipe)
         return steady(whole, width, nobody, plan.block_size, self.mesh) if plan.deterministic else whole
 
     @torch.inference_mode()
     def _native(self, why_not: str | None) -> str | None:
         """Record the smallest decode step where native kernels run; what the operator should know, if anything."""
+        able = isinstance(self.backend, NativePaged) and self.model.grain == 1  # tiles have no native form
+        refused = self.decode.record() if able else None
+        self.recorded = bool(self.mesh.least(able and refused is None))  # all ranks or none: lines go in one order
         if why_not is not None:
             return f"no native kernels, torch alone: {why_not}"
-        if not isinstance(self.backend, NativePaged) or self.mesh.size > 1 or self.model.grain > 1:
-            return None  # messages between ranks have no native form, nor has the cutting into tiles
-        refused = self.decode.record()
-        self.recorded = refused is None
         return None if refused is None else f"decode steps are not recorded but run one operation at a time: {refused}"
 
-    @torch.inference_mode()
-    def _capture(self, progress: bool, report: Report | None) -> None:
-        with bar("graphs", len(buckets(self.rows.count, self.model.grain)), progress, report) as advance:
-            self.decode.capture(advance)
+    def _mixed(self, pick: Picker, most: int) -> MixedStep | None:
+        """Where the backend knows steps whose layout only the device has, and positions need not go tile by tile."""
+        if not isinstance(self.backend, TritonPaged) or isinstance(self.model, Steady) or self.mesh.stages > 1:
+            return None
+        runs = Captured(self.graphs) if self.graphs else None
+        return MixedStep(self.model, self.rows, self.block_size, pick, most, runs)
+
+    def _capture(self) -> Iterator[int]:
+        """The largest step first: the others fit into the room it leaves. Then decode steps from the smallest on, as a
+        server fills; all others when they have come twice. Steps may run in between, without a graph if need be."""
+        sizes = self.decode.sizes[-1:] + self.decode.sizes[:-1]
+        if self.mixed is not None:
+            self.mixed.prepare()
+            yield len(sizes)
+        for left, size in zip(reversed(range(len(sizes))), sizes, strict=True):
+            self.decode.prepare(size)
+            if left:  # with the last it is over, and holds nothing any more
+                yield left
 
     @torch.inference_mode()
-    def _largest_step(self, plan: Plan, dtype: torch.dtype) -> int:
-        """Bytes that a step may take beside weights and cache: measured on the largest there can be."""
+    def spare(self) -> int:
+        """Capture one more step, while nobody waits; how many are left. What is not captured runs without a graph."""
+        return next(self.capturing, 0)
+
+    def _reserve(self, plan: Plan, kv: torch.dtype) -> int:
+        """Bytes that steps and graphs may take beside weights and cache."""
         if self.device.type == "cpu":
             return 0
-        model, count = self.decoder.spec, min(plan.max_batch_tokens, plan.max_length)
-        blocks = -(-count // plan.block_size)
-        caches = allocate(model, blocks, plan.block_size, kv_dtype(plan.kv_dtype, dtype), self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        numbers = torch.arange(count, dtype=torch.int32, device=self.device)
-        ragged = Ragged(
-            (count,), (count,), 0, upload([0, count], self.device, torch.int32),
-            upload([count], self.device, torch.int32), numbers, numbers, numbers[None, :blocks], plan.block_size,
-        )  # fmt: skip
-        zeros = None if self.decoder.first else torch.zeros(count, model.hidden, dtype=dtype, device=self.device)
-        layout = self.backend.plan(ragged)
-        hidden = self.decoder(numbers % model.vocab, numbers, numbers, caches, self.backend, layout, None, zeros)
-        if self.decoder.last:
-            self.decoder.logits(hidden[: plan.max_sequences])
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - before
-        del hidden, caches
-        torch.cuda.empty_cache()
-        return peak + GRAPHS
+        captured = plan.max_sequences + TOKENS[-1] if plan.graphs else 0
+        return largest_step(self.decoder, self.backend, plan, kv, captured) + GRAPHS
 
     @torch.inference_mode()
     def run(self, step: Step, drawn: Sequence[tuple[int, int]] = ()) -> Pending:
@@ -148,30 +161,48 @@ class Worker:
 
         `drawn`: sequences and their last tokens, where another stage has drawn them.
         """
-        if self.meter is None:
-            return self._run(step, drawn)
         self.padded = 0
-        self.meter.begin(step.items)
+        if self.meter is not None:
+            self.meter.begin(step.items)
         pending = self._run(step, drawn)
-        self.meter.end(self.padded)
-        pending.meter = self.meter
+        if self.meter is not None:
+            self.meter.end(self.padded)
+            pending.meter = self.meter
+        if self.graphs is not None:
+            self.graphs.catch_up()
         return pending
 
     def _run(self, step: Step, drawn: Sequence[tuple[int, int]]) -> Pending:
         for sequence in step.finished:
             self.sampler.release(self.rows.release(sequence).index)
-        place, going = self.rows.place, (self.device.type == "cuda" and self.mesh.stages == 1) or self.recorded
-        placed = []
+        place, placed = self.rows.place, list[tuple[Item, Row]]()
+        going, chunks = list[tuple[Item, Row]](), list[tuple[Item, Row]]()
         for item in step.items:
             row = place(item)
             placed.append((item, row))
             if item.first is not None:
                 self.sampler.admit(row.index, item.first)
-            going = going and item.count == 1 and not item.drafts and not row.knows(item.start)
+            ahead = item.count == 1 and not item.drafts and not row.knows(item.start)  # its token is on the device
+            (going if ahead else chunks).append((item, row))
+        going.sort(key=lambda pair: -pair[0].start)  # the longest first: attention ends when the last of them has
         if drawn:
-            rows = upload([self.rows.by_sequence[sequence].index for sequence, _ in drawn], self.device)
-            self.rows.last[rows] = upload([token for _, token in drawn], self.device, self.rows.last.dtype)
-        return self._go_on(placed) if going else self._compute(Batch.of(placed, self.rows.last, self.block_size))
+            starts = {item.sequence: item.start for item in step.items}
+            told = [(self.rows.by_sequence[sequence].index, token, starts[sequence]) for sequence, token in drawn]
+            rows, tokens, positions = upload(told, self.device).unbind(1)
+            self.rows.last[rows] = tokens.to(self.rows.last.dtype)
+            self.rows.positions[rows] = positions.to(self.rows.positions.dtype)
+        if not chunks and ((self.device.type == "cuda" and self.mesh.stages == 1) or self.recorded):
+            return self._go_on(going)
+        if self.mixed is not None and self.mixed.takes(going, chunks):
+            return self._mix(self.mixed, going, chunks)
+        return self._compute(Batch.of(placed, self.rows.last, self.block_size))
+
+    def _mix(self, mixed: MixedStep, going: list[tuple[Item, Row]], chunks: list[tuple[Item, Row]]) -> Pending:
+        """Some sequences by one position, and a few chunks of prompts."""
+        self.sampler.settle()
+        sequences, tokens = mixed.run(going, chunks)
+        self.padded = mixed.padded
+        return Pending(sequences, Draws(tokens, ((),) * len(sequences)) if sequences else None)
 
     def _go_on(self, placed: list[tuple[Item, Row]]) -> Pending:
         """Every sequence by one position, from what the device already holds."""
@@ -179,6 +210,8 @@ class Worker:
         picked = all(row.plain for row in members)
         count = self.decode.run(members, picked)
         self.padded = len(self.decode.members) - count
+        if not self.mesh.last:
+            return Pending([], None)
         sequences = [item.sequence for item, _ in placed]
         if picked:
             return Pending(sequences, Draws(self.decode.tokens[:count].clone(), ((),) * count))

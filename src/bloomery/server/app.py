@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from bloomery.server.auth import Hosts, Keys
 from bloomery.server.backend import Backend
 from bloomery.server.call import Call, Route, request_id
-from bloomery.server.errors import ClientGone, Dialect, Refusal, Stalled, dialect_of, problem
+from bloomery.server.errors import ClientGone, Dialect, Late, Refusal, Stalled, dialect_of, problem
 from bloomery.server.limits import check_headers
 from bloomery.server.routes import table
 from bloomery.server.service import Service, Settings
@@ -57,14 +57,16 @@ class Application:
             await send({"type": "websocket.close", "code": 1003})
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
-        warming: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[None]] = []
         while True:
             kind = (await receive())["type"]
-            if kind == "lifespan.startup" and self.service.settings.warm:
-                warming = asyncio.create_task(self._warm())
+            if kind == "lifespan.startup":
+                tasks.append(asyncio.create_task(self._watch_memory()))
+                if self.service.settings.warm:
+                    self.service.apart.warm()
             if kind == "lifespan.shutdown":
-                if warming is not None:
-                    warming.cancel()
+                for task in tasks:
+                    task.cancel()
                 self.service.apart.close()
                 if self.traces is not None:
                     await asyncio.to_thread(self.traces.close)
@@ -72,11 +74,10 @@ class Application:
             if kind == "lifespan.shutdown":
                 return
 
-    async def _warm(self) -> None:
-        """Once the engine has loaded: until then it needs the cores more than anybody."""
-        while self.service.backend.status.state != "ready":
-            await asyncio.sleep(0.1)
-        self.service.apart.warm()
+    async def _watch_memory(self) -> None:
+        while True:
+            self.service.relieve()
+            await asyncio.sleep(1.0)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
@@ -129,7 +130,9 @@ class Application:
             self.service.metrics.requests += 1
         response: Any = None
         try:
-            response = await call.route.handler(call)
+            if call.route.generates:
+                self.service.knock(call.salt)
+            response = await self._handle(call)
             response.headers["x-request-id"] = call.id
             if isinstance(response, EventStream):  # whose errors before the first event are answered here
                 await response(call.scope, call.receive, send)
@@ -144,6 +147,14 @@ class Application:
             _, response = self._refuse(error, call.dialect, call.id)
         await response(call.scope, call.receive, send)
         return int(response.status_code)
+
+    async def _handle(self, call: Call) -> Any:
+        """Whatever a handler does before it has an answer or a stream of one, it has the request's time for it."""
+        try:
+            async with asyncio.timeout(self.service.limits.deadline_seconds):
+                return await call.route.handler(call)
+        except TimeoutError:
+            raise Late from None
 
     def _refuse(self, error: Exception, dialect: Dialect, id: str) -> tuple[int, Response]:
         found = problem(error)

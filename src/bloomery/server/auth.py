@@ -56,9 +56,16 @@ class Hosts:
         self.names = {"localhost", bound.lower(), *(name.lower() for name in more)}
 
     def check(self, headers: Headers) -> None:
-        host = headers.get("host", "").lower()
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if self.any or name in self.names or is_loopback(name):
+        given = headers.getlist("host")
+        if len(given) > 1:
+            raise Refusal(400, "more than one Host was sent: send one", "wrong_host", connection="close")
+        host = given[0].lower() if given else ""
+        if host.startswith("["):
+            name, _, port = host[1:].partition("]")
+            port = port.removeprefix(":")
+        else:
+            name, _, port = host.partition(":")
+        if self.any or ((not port or port.isdecimal()) and (name in self.names or is_loopback(name))):
             return
         raise Refusal(421, "this server answers to local names only, such as localhost", "wrong_host")
 

@@ -24,7 +24,7 @@ from bloomery.errors import InvalidRequest, RequestFailed
 from bloomery.sampling import SamplingParams
 from bloomery.server import schema
 from bloomery.server.errors import ClientGone, Dialect, Problem, problem
-from bloomery.server.limits import Ticket, read_body
+from bloomery.server.limits import Ticket, check_breadth, read_body
 from bloomery.server.metrics import Timings
 from bloomery.server.service import Service
 from bloomery.server.streaming import EventStream, encode, event
@@ -32,6 +32,7 @@ from bloomery.server.streaming import EventStream, encode, event
 log = logging.getLogger("bloomery.server")
 T = TypeVar("T", bound=schema.Body)
 JSON, EVENTS = ("application/json",), ("text/event-stream",)
+BOTH = JSON + EVENTS
 STREAMED = {
     "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no",
 }  # fmt: skip
@@ -40,16 +41,19 @@ _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True)
 class Route:
-    method: str
     path: str  # exact, or with one {parameter} that takes the rest
     handler: Callable[[Call], Awaitable[ASGIApp]]
     dialect: Dialect
-    body: type[schema.Body] | None = None  # for the OpenAPI document
+    body: type[schema.Body] | None = None  # what a POST reads; None: it is a GET
     open: bool = False  # without a key
     generates: bool = False
     quiet: bool = False  # logged only when debugging
     media: tuple[str, ...] = JSON
     answer: Any = "object"  # its shape, see shapes.py
+
+    @property
+    def method(self) -> str:
+        return "GET" if self.body is None else "POST"
 
     @property
     def about(self) -> str:
@@ -75,14 +79,19 @@ class Call:
         self.timings = Timings(time.monotonic())
         self.unique = uuid4().hex
         self.created = int(time.time())
+        self.raw: dict[str, Any] | None = None
 
     # ---- in ----------------------------------------------------------------------------------------
 
     async def object(self) -> dict[str, Any]:
-        """The body's JSON object."""
-        limits = self.service.limits
-        limit = limits.body_bytes if self.route.path.startswith("/v1/") else limits.tgi_body_bytes
-        return schema.decode(await read_body(self.receive, self.headers, limit, limits.body_seconds))
+        """The body's JSON object, however often it is asked for."""
+        if self.raw is None:
+            limits = self.service.limits
+            limit = limits.body_bytes if self.route.path.startswith("/v1/") else limits.tgi_body_bytes
+            raw = schema.decode(await read_body(self.receive, self.headers, limit, limits.body_seconds))
+            check_breadth(raw, limits)
+            self.raw = raw
+        return self.raw
 
     async def read(self, kind: type[T]) -> T:
         return self.convert(await self.object(), kind)

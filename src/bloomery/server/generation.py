@@ -10,16 +10,16 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest, RequestFailed
 from bloomery.messages import Request, Tokens
-from bloomery.sampling import SamplingParams, choose, requests
+from bloomery.sampling import SamplingParams, requests
 from bloomery.server.call import Call
-from bloomery.server.errors import Late, Problem
+from bloomery.server.errors import Problem
 from bloomery.server.limits import Ticket
 from bloomery.server.service import Prompt
 from bloomery.server.streaming import Watch
@@ -32,18 +32,14 @@ class Ask:
     params: SamplingParams
 
 
-class Writer(Protocol):
-    """How an API streams an answer: events for what it gains, and for its end."""
+class Author(Protocol):
+    """How an API says an answer: whole, or as events for what it gains and for its end."""
+
+    def whole(self) -> dict[str, Any]: ...
 
     def delta(self, index: int, delta: Delta) -> bytes: ...
 
     def end(self) -> bytes: ...
-
-
-class Author(Writer, Protocol):
-    """How an API says an answer, streamed or whole."""
-
-    def whole(self) -> dict[str, Any]: ...
 
 
 class Job:
@@ -77,8 +73,13 @@ class Job:
         return Generation(made[0].id, ask.prompt.text, ask.params, made, service.tokenizer)
 
     @property
+    def every(self) -> list[Answer]:
+        """Those too that best_of will leave out."""
+        return [answer for generation in self.generations for answer in generation.answers.values()]
+
+    @property
     def requests(self) -> list[Request]:
-        return [answer.request for generation in self.generations for answer in generation.answers.values()]
+        return [answer.request for answer in self.every]
 
     # ---- running it ------------------------------------------------------------------------------
 
@@ -97,19 +98,27 @@ class Job:
         await self.run()
         return self.call.json(author.whole())
 
-    async def stream(self, writer: Writer) -> AsyncGenerator[bytes, None]:
+    async def stream(self, author: Author) -> AsyncGenerator[bytes, None]:
+        """An event a token; those that came together are written together, so that a server that lags catches up."""
+        data = b""
         async with aclosing(self.deltas()) as deltas:
-            async for index, delta in deltas:
-                if data := writer.delta(index, delta):
+            async for index, delta, more in deltas:
+                data += author.delta(index, delta)
+                if data and not more:
                     yield data
-        if data := writer.end():
+                    data = b""
+        if data := data + author.end():
             yield data
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """What each prompt's answers gain, token by token; closing it aborts what is open."""
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta, bool], None]:
+        """What each prompt's answers gain, token by token, and whether the next follows at once; closing it aborts what
+        is open."""
         service, made = self.call.service, self.requests
         owners = {name: index for index, generation in enumerate(self.generations) for name in generation.answers}
-        self.ticket.wait(sum(len(request.prompt) for request in made), service.waiting_tokens, service.prompt_rate)
+        tokens = sum(len(request.prompt) for request in made)
+        self.ticket.wait(tokens, service.waiting_tokens, service.prompt_rate, lambda: service.abort(made))
+        if (why := service.absent()) is not None:
+            raise why
         self.timings.submitted = time.monotonic()
         lengths = [(len(request.prompt), request.max_tokens) for request in made]
         service.metrics.submit(self.timings, lengths, self.asks[0].params.n)
@@ -119,16 +128,16 @@ class Job:
                 generation = self.generations[index]
                 if generation.answers[news.request].finish_reason is not None:
                     continue  # its stop string was found, and this was under way
-                if news.finish == "deadline":
-                    raise Late
-                if news.finish in ("error", "abort"):
-                    raise RequestFailed(news.error or "the engine gave the request up")
+                if news.finish in ("error", "abort", "deadline"):
+                    raise service.failure(news, self.ticket)
                 self._note(index, news)
+                end = news.position + len(news.ids)
                 for part in _singles(news):
                     delta, cut = generation.take(part)
                     if delta is None:
                         break
-                    yield index, delta
+                    more = part.position + 1 < end and delta.finish_reason is None
+                    yield index, delta, more
                     if delta.finish_reason is not None and self.finished:
                         self._end()
                         return
@@ -152,9 +161,8 @@ class Job:
     def _end(self) -> None:
         timings = self.timings
         timings.last = time.monotonic()
-        answers = [answer for generation in self.generations for answer in generation.answers.values()]
-        reasons = [answer.finish_reason or "" for answer in answers]
-        self.call.service.metrics.finish(timings, reasons, [len(answer.token_ids) for answer in answers])
+        reasons = [answer.finish_reason or "" for answer in self.every]
+        self.call.service.metrics.finish(timings, reasons, [len(answer.token_ids) for answer in self.every])
         self.call.facts |= {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": sum(self.cached),
@@ -174,25 +182,16 @@ class Job:
     @property
     def prompt_tokens(self) -> int:
         """Each prompt once, however many answers it has."""
-        return sum(len(next(iter(g.answers.values())).request.prompt) for g in self.generations)
+        return sum(len(generation.prompt_ids) for generation in self.generations)
 
     @property
     def completion_tokens(self) -> int:
-        return (
-            0 if self.silent else sum(len(answer.token_ids) for g in self.generations for answer in g.answers.values())
-        )
+        return 0 if self.silent else sum(len(answer.token_ids) for answer in self.every)
 
-    def answers(self) -> Iterator[tuple[int, Ask, Answer]]:
-        """The answers to return, numbered: n of each prompt, the best of them where best_of asked for more."""
-        for index, (ask, generation) in enumerate(zip(self.asks, self.generations, strict=True)):
-            found = list(generation.answers.values())
-            if ask.params.children > ask.params.n:
-                found = [found[i] for i in choose([answer.cumulative_logprob for answer in found], ask.params.n)]
-            for i, answer in enumerate(found):
-                yield index * ask.params.n + i, ask, answer
-
-    def text(self, answer: Answer) -> str:
-        return answer.stream.text if answer.stream is not None else ""
+    @property
+    def answers(self) -> list[Answer]:
+        """Those to return: n of each prompt, one prompt after the other."""
+        return [answer for generation in self.generations for answer in generation.best()]
 
     def usage(self) -> dict[str, Any]:
         """As OpenAI counts."""
@@ -212,7 +211,7 @@ def _singles(news: Tokens) -> Iterator[Tokens]:
         yield news
         return
     for i, id in enumerate(news.ids):
-        yield replace(
-            news, position=news.position + i, ids=(id,), logprobs=news.logprobs[i : i + 1],
-            prompt_logprobs=news.prompt_logprobs if i == 0 else (), finish=news.finish if i == last else None,
+        yield Tokens(  # by hand: dataclasses.replace takes many times as long, and a server that lags comes here often
+            news.request, news.position + i, (id,), news.logprobs[i : i + 1], () if i else news.prompt_logprobs,
+            news.cached, news.finish if i == last else None, news.error, news.queued,
         )  # fmt: skip

@@ -29,7 +29,9 @@ class Limits:
     headers: int = 100
     body_bytes: int = 8 << 20
     tgi_body_bytes: int = 2 << 20
-    body_seconds: float = 30.0
+    body_seconds: float = 30.0  # for a body to arrive; the same for the head before it
+    fields: int = 256  # of a body
+    entries: int = 4096  # of a field of it, such as messages; token ids are bounded by the context instead
     characters_per_token: int = 16  # a text with more characters than this many a position of the context is too long
     requests: int = 1024  # sequences asked for and not finished, of all keys
     greed: int = 3  # where there are several keys, one may hold so many times what is still free
@@ -54,7 +56,7 @@ class Limits:
     template_seconds: float = 1.0  # of processor time, for a template
     text_seconds: float = 10.0  # the same, for a text to tokenize
     text_bytes: int = 1 << 30  # of memory, beside the tokenizer
-    memory_bytes: int = 2 << 30  # of this process: from 80 % on stores are emptied, from 90 % on nobody is let in
+    memory_bytes: int = 2 << 30  # of this process: at 80 % stores are emptied, at 90 nobody is let in, at 95 some go
     step_seconds: float = 30.0  # a step that takes longer, and twenty times longer than others, is a hang
     restarts: int = 5  # of the engine within a minute
     stored_responses: int = 1000  # conversations kept for previous_response_id
@@ -94,6 +96,11 @@ async def read_body(receive: Receive, headers: Headers, limit: int, seconds: flo
         raise Refusal(
             415, "send the body as it is, without Content-Encoding", "unsupported_encoding", connection="close"
         )
+    if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
+        raise Refusal(
+            415, "send the body as it is, or in chunks: no other Transfer-Encoding is known", "unsupported_encoding",
+            connection="close",
+        )  # fmt: skip
     too_large = Refusal(413, f"the body is over {limit} bytes", "body_too_large", connection="close")
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
@@ -113,6 +120,23 @@ async def read_body(receive: Receive, headers: Headers, limit: int, seconds: flo
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {seconds:.0f} s", "timeout", connection="close") from None
     return b"".join(parts)
+
+
+IDS = ("prompt", "input", "inputs", "tokens")  # fields that may be lists of token ids
+
+
+def check_breadth(raw: dict[str, Any], limits: Limits) -> None:
+    """Before each entry is looked at: a body of many small things costs more than its bytes."""
+    if len(raw) > limits.fields:
+        raise InvalidRequest(f"the body has {len(raw)} fields, at most {limits.fields} are allowed")
+    for name, value in raw.items():
+        if not isinstance(value, list | dict):
+            continue
+        ids = name in IDS and not (value and isinstance(next(iter(value)), dict))
+        parts = [one.get("content") for one in value if isinstance(one, dict)] if len(value) <= limits.entries else []
+        count = max(0 if ids else len(value), sum(len(part) for part in parts if isinstance(part, list)))
+        if count > limits.entries:
+            raise InvalidRequest(f"{name[:64]} may have at most {limits.entries} entries, not {count}", name[:64])
 
 
 # ---- what one request may ask for ------------------------------------------------------------------
@@ -166,11 +190,15 @@ class Admission:
     def __init__(self, requests: int, greed: int | None = None):
         self.requests, self.greed, self.inside, self.waiting = requests, greed, 0, 0
         self.held: Counter[str] = Counter()  # by key
+        self.queue: dict[Ticket, Callable[[], None]] = {}  # who waits to be begun, oldest first, and how to end it
+
+    def fits(self, sequences: int, key: str = "") -> bool:
+        free = self.requests - self.inside - sequences
+        return free >= 0 and (self.greed is None or self.held[key] + sequences <= self.greed * (free + 1))
 
     def enter(self, sequences: int, rate: float, key: str = "") -> Ticket:
         """`rate`: prompt tokens a second the engine takes in at present."""
-        free = self.requests - self.inside - sequences
-        if free < 0 or (self.greed is not None and self.held[key] + sequences > self.greed * (free + 1)):
+        if not self.fits(sequences, key):
             raise overloaded(self.retry_after(rate))
         self.inside += sequences
         self.held[key] += sequences
@@ -180,21 +208,30 @@ class Admission:
         """About when the backlog will be gone; jittered, so that those refused together do not return together."""
         return round(min(max(self.waiting / max(rate, 1.0), 1.0), 30.0) * random.uniform(1.0, 1.3))
 
+    def shed(self) -> None:
+        """Send away the newest quarter of those who wait to be begun, one at the least."""
+        for ticket in list(reversed(self.queue))[: len(self.queue) // 4 or 1]:
+            ticket.dropped = True
+            self.queue.pop(ticket)()
+
 
 class Ticket:
     def __init__(self, door: Admission, sequences: int, key: str):
         self.door, self.sequences, self.key, self.tokens = door, sequences, key, 0
+        self.dropped = False  # sent away while it waited
 
-    def wait(self, tokens: int, most: int, rate: float) -> None:
-        """From now on these prompt tokens wait to be computed."""
+    def wait(self, tokens: int, most: int, rate: float, end: Callable[[], None]) -> None:
+        """From now on these prompt tokens wait to be computed, unless `end` is called to make room."""
         if self.door.waiting and self.door.waiting + tokens > most:
             raise overloaded(self.door.retry_after(rate))
         self.tokens = tokens
         self.door.waiting += tokens
+        self.door.queue[self] = end
 
     def begin(self) -> None:
         self.door.waiting -= self.tokens
         self.tokens = 0
+        self.door.queue.pop(self, None)
 
     def leave(self) -> None:
         self.begin()
@@ -209,20 +246,14 @@ class Ticket:
 
 
 class Memory:
-    """This process's own, in steps: first what is kept for convenience goes, then nobody new comes in.
-
-    Looked at once a second at most, when somebody comes to the door.
-    """
+    """This process's own, and the share of its limit that was in use at the last look."""
 
     def __init__(self, limit: int, measure: Callable[[], int] | None = None):
-        self.limit, self.measure = limit, measure or resident
-        self.looked, self.used = 0.0, 0
+        self.limit, self.measure, self.pressure = limit, measure or resident, 0.0
 
-    def pressure(self, now: float) -> float:
-        """The share of the limit in use."""
-        if now - self.looked >= 1.0:
-            self.looked, self.used = now, self.measure()
-        return self.used / self.limit
+    def look(self) -> float:
+        self.pressure = self.measure() / self.limit
+        return self.pressure
 
 
 def resident() -> int:

@@ -11,7 +11,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -60,12 +60,12 @@ GAUGES = {
     "limit": ("share of the hardware's limit reached in the last seconds", "limit_ratio", "", ""),
 }
 COUNTERS = {
-    "queried": ("tokens looked up in the prefix cache", "prefix_queried_tokens", "prefix_cache_queries", ""),
-    "hit": ("tokens found in the prefix cache", "prefix_hit_tokens", "prefix_cache_hits", ""),
+    "prefix_queried": ("tokens looked up in the prefix cache", "prefix_queried_tokens", "prefix_cache_queries", ""),
+    "prefix_hit": ("tokens found in the prefix cache", "prefix_hit_tokens", "prefix_cache_hits", ""),
     "preemptions": ("preemptions", "preemptions", "num_preemptions", ""),
     "steps": ("steps of the engine", "steps", "", ""),
     "step_seconds": ("seconds the steps took", "step_seconds", "", ""),
-    "tax": ("seconds long requests gave for short ones", "tax_seconds", "", ""),
+    "tax_seconds": ("seconds long requests gave for short ones", "tax_seconds", "", ""),
     "floor": ("seconds the steps take at the least", "floor_seconds", "", ""),
     "expected": ("seconds the steps were planned to take", "expected_seconds", "", ""),
     "device": ("seconds the device worked on steps", "device_seconds", "", ""),
@@ -79,9 +79,6 @@ COUNTERS = {
     "requests": ("requests to generate", "requests", "", "request_count"),
     "success": ("requests answered in full", "requests_succeeded", "", "request_success"),
 }
-
-
-TIMES = ("floor", "expected", "device", "idle", "host", "sampling", "padding", "communication")
 
 
 class Distribution:
@@ -271,14 +268,11 @@ class Metrics:
         stats, capacity = self.backend.stats, self.backend.capacity
         block = capacity.block_size if capacity else 0
         return {
-            "running": stats.running, "waiting": stats.waiting, "held": stats.kv_used * block,
-            "usage": stats.kv_used / max(stats.kv_blocks, 1), "room": stats.kv_blocks * block,
-            "ready": self.backend.status.state == "ready", "queried": stats.prefix_queried, "hit": stats.prefix_hit,
-            "preemptions": stats.preemptions, "steps": stats.steps, "step_seconds": stats.step_seconds,
+            **asdict(stats.timing), **asdict(stats),
+            "held": stats.kv_used * block, "room": stats.kv_blocks * block,
+            "usage": stats.kv_used / max(stats.kv_blocks, 1), "limit": stats.share or 0.0,
+            "ready": self.backend.status.state == "ready", "requests": self.requests, "success": self.success,
             "prompt_tokens": self.prompt_tokens, "generated_tokens": self.generated_tokens,
-            "requests": self.requests, "success": self.success,
-            "limit": stats.share or 0.0, "tax": stats.tax_seconds,
-            **{name: getattr(stats.timing, name) for name in TIMES},
         }  # fmt: skip
 
     def _batches(self) -> Iterator[Metric]:

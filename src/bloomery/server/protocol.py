@@ -1,10 +1,13 @@
-"""uvicorn's HTTP/1.1 connection with two things it lacks: a bound on the head of a request, and a way to hang up.
+"""uvicorn's HTTP/1.1 connection with what it lacks: bounds on the head of a request, in bytes and time, and a way to
+hang up.
 
 The application counts headers too, but sees them only once they are complete: a head that never ends must stop here.
 And a connection whose client has stopped reading cannot be closed in an orderly way, as its last bytes never leave.
 """
 
 from __future__ import annotations
+
+import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -15,15 +18,35 @@ REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    limit = Limits().header_bytes
+    limit, seconds = Limits().header_bytes, Limits().body_seconds
     head = -1  # bytes of the head being read; -1 between heads
+    due: asyncio.TimerHandle | None = None  # when the head that is awaited must have arrived
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_here()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.head = 0
+        if self.due is None:
+            self._await_head()
+
+    def _await_head(self) -> None:
+        self.due = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def _head_is_here(self) -> None:
+        if self.due is not None:
+            self.due.cancel()
+            self.due = None
 
     def on_headers_complete(self) -> None:
         self.head = -1
+        self._head_is_here()
         self.scope["extensions"] = {HANG_UP: {"now": self.transport.abort}}
         super().on_headers_complete()
 
@@ -34,3 +57,12 @@ class BoundedProtocol(HttpToolsProtocol):
             if self.head > self.limit:
                 self.transport.write(REFUSAL)
                 self.transport.close()
+
+
+def bounded(limits: Limits) -> type[BoundedProtocol]:
+    """The same with a server's own limits; uvicorn wants a class."""
+
+    class Bounded(BoundedProtocol):
+        limit, seconds = limits.header_bytes, limits.body_seconds
+
+    return Bounded

@@ -77,8 +77,9 @@ def _unknown(raw: dict[str, Any], made: msgspec.Struct) -> int:
 
 def _pairs(raw: Any, made: Any) -> Iterator[tuple[dict[str, Any], msgspec.Struct]]:
     if isinstance(raw, list) and isinstance(made, list):
-        for one, two in zip(raw, made, strict=True):
-            yield from _pairs(one, two)
+        if made and isinstance(made[0], msgspec.Struct):
+            for one, two in zip(raw, made, strict=True):
+                yield from _pairs(one, two)
     elif isinstance(raw, dict) and isinstance(made, msgspec.Struct):
         yield raw, made
 

@@ -5,24 +5,25 @@ Text becomes token ids here, away from the event loop when it is long. Nothing h
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from bloomery import __version__
-from bloomery.errors import InvalidRequest, PromptTooLong
-from bloomery.messages import Capacity
+from bloomery.errors import InvalidRequest, PromptTooLong, RequestFailed
+from bloomery.messages import Capacity, Request, Tokens
 from bloomery.sampling import SamplingParams
 from bloomery.server.backend import Backend
 from bloomery.server.conversations import Conversations
-from bloomery.server.errors import Refusal, overloaded, unavailable
+from bloomery.server.errors import Late, Refusal, overloaded, unavailable
 from bloomery.server.limits import Admission, Limits, Memory, Ticket
 from bloomery.server.metrics import Metrics
 from bloomery.text.apart import Apart
 from bloomery.text.tokenizer import Piece, Tokenizer
 
-EMPTY, FULL = 0.8, 0.9  # of the memory this process may have: drop what is kept, let nobody in
+EMPTY, FULL, DIRE = 0.8, 0.9, 0.95  # of this process's memory: drop what is kept, let nobody in, send some away
 LONG = 1000  # characters: a longer text is tokenized apart
 RESERVED = ("", "tgi", "dummy", "default")  # what clients send where they know of no model
 SAMPLING = {field.name for field in fields(SamplingParams)} - {"max_tokens"}
@@ -74,25 +75,52 @@ class Service:
             raise unavailable("the model is being loaded", 5)
         return self.backend.capacity
 
+    def absent(self) -> Refusal | None:
+        """Why there is no engine to answer and will be none for a while, if so."""
+        match self.backend.status.state:
+            case "ready" | "stalled" | "restarting":
+                return None
+            case "loading":
+                return unavailable("the model is being loaded", 5)
+            case "failed":
+                return unavailable("the engine has failed", 5)
+        return unavailable("the server is shutting down", 10, connection="close")
+
+    def knock(self, key: str = "", sequences: int = 1) -> None:
+        """Refuse who cannot be let in. Asked before a body is read: under overload this is all that a request costs."""
+        if (why := self.absent()) is not None:
+            raise why
+        if self.memory.pressure > FULL or not self.door.fits(sequences, key):
+            if self.backend.status.state == "restarting":
+                raise unavailable("the engine is restarting and its queue is full", 5)
+            raise overloaded(self.door.retry_after(self.prompt_rate))
+
     def admit(self, sequences: int, key: str = "") -> Ticket:
-        state = self.backend.status.state
-        if state not in ("ready", "stalled", "restarting"):
-            why = {"loading": "the model is being loaded", "failed": "the engine has failed"}.get(state)
-            raise unavailable(why, 5) if why else unavailable("the server is shutting down", 10, connection="close")
         most = min(self.limits.fan_out, self.limits.requests)
         if sequences > most:
             raise InvalidRequest(f"{sequences} answers (prompts x n) were asked for, at most {most} are allowed", "n")
-        pressure = self.memory.pressure(time.monotonic())
+        self.knock(key, sequences)
+        return self.door.enter(sequences, self.prompt_rate, key)
+
+    def relieve(self) -> None:
+        """What the memory in use asks for; looked at once a second."""
+        pressure = self.memory.look()
         if pressure > EMPTY:
             self.conversations.clear()
-        try:
-            if pressure > FULL:
-                raise overloaded(self.door.retry_after(self.prompt_rate))
-            return self.door.enter(sequences, self.prompt_rate, key)
-        except Refusal:
-            if state == "restarting":
-                raise unavailable("the engine is restarting and its queue is full", 5) from None
-            raise
+        if pressure > DIRE:
+            self.door.shed()
+
+    def failure(self, news: Tokens, ticket: Ticket) -> Exception:
+        """What the client of a request that ended without its answer is told."""
+        if news.finish == "deadline":
+            return Late()
+        if ticket.dropped:
+            return overloaded(self.door.retry_after(self.prompt_rate))
+        return self.absent() or RequestFailed(news.error or "the engine gave the request up")
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.backend.abort(request.id)
 
     @property
     def prompt_rate(self) -> float:
@@ -115,6 +143,7 @@ class Service:
         """Here if it is short, in a process that can be killed if not."""
         self.check_size(len(text), field)
         if len(text) <= LONG:
+            await asyncio.sleep(0)  # between the texts of a long list others have their turn
             return Prompt(self.tokenizer.encode(text, add_special), text)
         return Prompt(await self.apart.encode(text, add_special, field), text)
 

@@ -21,13 +21,8 @@ OPERATIONS = {
     "/v1/embeddings": "embeddings",
 }
 ASKED = {  # our name -> the convention's, after gen_ai.request.
-    "max_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "seed": "seed",
+    **{name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")},
+    **{name: name for name in ("frequency_penalty", "presence_penalty")},
     "n": "choice.count",
 }
 

@@ -97,6 +97,10 @@ class Answer:
             self.stop_reason = self.token_ids[-1]
 
     @property
+    def text(self) -> str:
+        return self.stream.text if self.stream is not None else ""
+
+    @property
     def cumulative_logprob(self) -> float:
         return sum(entry.logprob for entry in self.logprobs)
 
@@ -111,6 +115,7 @@ class Generation:
         tokenizer: Tokenizer | None,
     ):
         self.id, self.prompt, self.params, self.tokenizer = id, prompt, params, tokenizer
+        self.prompt_ids = requests[0].prompt
         self.cached = 0
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         eos_ids = tokenizer.eos_ids if tokenizer else ()
@@ -149,16 +154,19 @@ class Generation:
         delta = answer.take(news)
         return delta, delta.finish_reason is not None and news.finish is None
 
-    def output(self) -> RequestOutput:
+    def best(self) -> list[Answer]:
+        """The n answers to return: all there are, or the best of them where best_of asked for more."""
         answers = list(self.answers.values())
-        if self.params.children > self.params.n:
-            answers = [answers[i] for i in choose([a.cumulative_logprob for a in answers], self.params.n)]
-        prompt_ids = list(answers[0].request.prompt)
+        if len(answers) == self.params.n:
+            return answers
+        return [answers[i] for i in choose([answer.cumulative_logprob for answer in answers], self.params.n)]
+
+    def output(self) -> RequestOutput:
         return RequestOutput(
             self.id,
             self.prompt,
-            prompt_ids,
-            [self._completion(index, answer) for index, answer in enumerate(answers)],
+            list(self.prompt_ids),
+            [self._completion(index, answer) for index, answer in enumerate(self.best())],
             None if self.params.prompt_logprobs is None else [None, *map(self._logprobs, self.prompt_logprobs)],
             self.finished,
             self.cached,
@@ -168,7 +176,7 @@ class Generation:
         asked = self.params.logprobs is not None
         return CompletionOutput(
             index,
-            answer.stream.text if answer.stream is not None else "",
+            answer.text,
             answer.token_ids,
             answer.finish_reason,
             answer.stop_reason,

@@ -3,7 +3,8 @@
 A template is a stranger's program and a long text may meet a slow corner of a tokenizer; a thread could not be stopped.
 A child has a limit on processor time for each task, set by itself with a timer that kills it, and one on memory. It
 gets the vocabulary and the templates as data through a descriptor, and afterwards tasks and answers as frames of
-msgpack: nothing that arrives names a class or a file. A few children stay; a killed one is replaced when it is missed.
+msgpack: nothing that arrives names a class or a file. Children come when they are missed, and stay: one for most
+conversations, a few where many speak at once.
 
     python -m bloomery.text.apart TASKS VOCABULARY SECONDS_OF_TEMPLATE SECONDS_OF_TEXT BYTES    descriptors and limits
 """
@@ -11,6 +12,8 @@ msgpack: nothing that arrives names a class or a file. A few children stay; a ki
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -89,7 +92,6 @@ class Apart:
         self.tokenizer, self.limits = tokenizer, (template_seconds, text_seconds, memory)
         self.template_seconds, self.text_seconds = template_seconds, text_seconds
         self.places = asyncio.Semaphore(processes)
-        self.processes = processes
         self.idle: list[Hand] = []
         self.vocabulary: int | None = None  # a descriptor
         self.warming: asyncio.Task[None] | None = None
@@ -111,7 +113,7 @@ class Apart:
         return done.text, done.ids
 
     def warm(self) -> None:
-        """Have the children ready before they are missed."""
+        """Have a child ready before it is missed."""
         self.warming = asyncio.create_task(self._warm())
 
     def close(self) -> None:
@@ -122,8 +124,8 @@ class Apart:
             self.vocabulary = None
 
     async def _warm(self) -> None:
-        for _ in range(self.processes):
-            async with self.places:
+        async with self.places:
+            if not self.idle:
                 self.idle.append(await self._hire())
 
     async def _run(self, task: Task, seconds: float, field: str) -> Done:
@@ -217,6 +219,8 @@ def main(tasks: int, vocabulary: int, template_seconds: float, text_seconds: flo
         Backend.from_str(known.backend),
         Extras(special_tokens=known.special_tokens, chat_templates=known.chat_templates),
     )
+    del known
+    trim()
     bound(memory)
     with line.makefile("rwb") as stream:
         while head := stream.read(LENGTH.size):
@@ -228,6 +232,12 @@ def main(tasks: int, vocabulary: int, template_seconds: float, text_seconds: flo
             signal.setitimer(signal.ITIMER_PROF, 0)
             stream.write(LENGTH.pack(len(answer)) + answer)
             stream.flush()
+
+
+def trim() -> None:
+    """Back to the system with what reading a vocabulary leaves behind: half of what this process holds by then."""
+    with contextlib.suppress(AttributeError, OSError):  # the C library of another system
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def bound(memory: int) -> None:

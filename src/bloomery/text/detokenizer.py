@@ -7,6 +7,7 @@ knows requests or transport; the offline API and the server both hold one TextSt
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Sequence
 
 from bloomery.text.tokenizer import Tokenizer
@@ -59,67 +60,36 @@ class Detokenizer:
 class StopStrings:
     """Holds back the longest tail that may still become a stop string; the earliest to be complete wins.
 
-    An automaton over all stop strings at once: a node is a beginning of one or more, and reading a character moves to
-    the longest beginning that the text now ends with. Of two complete at the same character, the longer wins.
+    Of two complete at the same character, the longer wins.
     """
 
     def __init__(self, stops: Iterable[str], include: bool = False):
         self.include = include
         self.found: str | None = None
+        self._stops = sorted(filter(None, stops), key=len, reverse=True)  # so that of equals the longer comes first
+        self._first = re.compile("|".join(re.escape(stop[0]) for stop in self._stops))
         self._held = ""
-        self._node = 0
-        self._next: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._shorter = [0]  # the longest beginning that is a tail of this one
-        self._complete: list[str | None] = [None]  # the longest stop string that this one ends with
-        for stop in stops:
-            if stop:
-                self._complete[self._add(stop)] = stop
-        self._link()
-
-    def _add(self, stop: str) -> int:
-        node = 0
-        for character in stop:
-            if character not in self._next[node]:
-                self._next[node][character] = len(self._next)
-                self._next.append({})
-                self._depth.append(self._depth[node] + 1)
-                self._shorter.append(0)
-                self._complete.append(None)
-            node = self._next[node][character]
-        return node
-
-    def _link(self) -> None:
-        nodes = [0]
-        for node in nodes:  # grows while it is read: breadth first, so that shorter beginnings are linked before
-            for character, child in self._next[node].items():
-                nodes.append(child)
-                if node:
-                    self._shorter[child] = self._step(self._shorter[node], character)
-                if self._complete[child] is None:
-                    self._complete[child] = self._complete[self._shorter[child]]
-
-    def _step(self, node: int, character: str) -> int:
-        while node and character not in self._next[node]:
-            node = self._shorter[node]
-        return self._next[node].get(character, 0)
 
     def push(self, text: str, armed: bool = True) -> str:
         """What can be shown. A stop string that gets complete while not `armed` is text like any other."""
-        if not self._next[0]:
-            return text
         seen, text = len(self._held), self._held + text
-        for end in range(seen, len(text)):
-            self._node = self._step(self._node, text[end])
-            if armed and (stop := self._complete[self._node]) is not None:
-                self.found, self._held = stop, ""
-                return text[: end + 1 if self.include else end + 1 - len(stop)]
-        node = self._node
-        while node and not self._next[node]:  # complete, but let pass: only what can go on is held
-            node = self._shorter[node]
-        shown = len(text) - self._depth[node]
-        self._held = text[shown:]
-        return text[:shown]
+        if not self._stops or self._first.search(text) is None:
+            return text
+        starts = {stop: text.find(stop, max(seen - len(stop) + 1, 0)) for stop in self._stops} if armed else {}
+        ends = {stop: start + len(stop) for stop, start in starts.items() if start >= 0}
+        if ends:
+            self.found, self._held = min(ends, key=ends.__getitem__), ""
+            return text[: ends[self.found] if self.include else starts[self.found]]
+        self._held = self._beginning(text)
+        return text[: len(text) - len(self._held)]
+
+    def _beginning(self, text: str) -> str:
+        """The longest tail that a stop string goes on from."""
+        for found in self._first.finditer(text, max(len(text) - len(self._stops[0]) + 1, 0)):
+            tail = text[found.start() :]
+            if any(len(tail) < len(stop) and stop.startswith(tail) for stop in self._stops):
+                return tail
+        return ""
 
     def finish(self) -> str:
         held, self._held = self._held, ""

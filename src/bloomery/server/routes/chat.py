@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import EVENTS, JSON, Call, Route
+from bloomery.server.call import BOTH, Call, Route
 from bloomery.server.errors import openai
 from bloomery.server.generation import Ask, Job
 from bloomery.server.routes.openai import (
@@ -54,11 +54,7 @@ class ChatBody(GenerationBody, kw_only=True):
 
 async def chat_completions(call: Call) -> ASGIApp:
     """Answer a conversation."""
-    return await answer(call, await call.object())
-
-
-async def answer(call: Call, raw: dict[str, Any]) -> ASGIApp:
-    body = call.convert(raw, ChatBody)
+    body = await call.read(ChatBody)
     params = wishes(call, body)
     ticket = call.admit(params.children)
     job = Job(call, ticket, [Ask(await prompt(call, body), params)])
@@ -123,26 +119,19 @@ class Chat:
         self.begun: set[int] = set()
 
     def whole(self) -> dict[str, Any]:
-        scores, generation = self.body.prompt_logprobs, self.job.generations[0]
-        more: dict[str, Any] = {}
+        scores, more, choices = self.body.prompt_logprobs, self._prompt_ids(), []
         if scores is not None:
-            more["prompt_logprobs"] = prompt_logprobs(self.tokenizer, generation.prompt_logprobs, scores)
-        if self.body.return_token_ids:
-            more["prompt_token_ids"] = self.job.requests[0].prompt
-        choices = []
-        for index, _, answer in self.job.answers():
-            message = {"role": "assistant", "content": self.job.text(answer), "refusal": None}
+            known = self.job.generations[0].prompt_logprobs
+            more["prompt_logprobs"] = prompt_logprobs(self.tokenizer, known, scores)
+        for index, answer in enumerate(self.job.answers):
+            message = {"role": "assistant", "content": answer.text, "refusal": None}
             choices.append(self._choice(index, {"message": message}, answer, answer.finish_reason))
         return self.envelope.whole(choices, **more)
 
     def delta(self, index: int, delta: Delta) -> bytes:
         said = b""
         if delta.index not in self.begun:
-            more = (
-                {}
-                if self.begun or not self.body.return_token_ids
-                else {"prompt_token_ids": self.job.requests[0].prompt}
-            )
+            more = {} if self.begun else self._prompt_ids()
             self.begun.add(delta.index)
             opening = {"delta": {"role": "assistant", "content": "", "refusal": None}}
             said = event(self.envelope.chunk(self._choice(delta.index, opening), **more))
@@ -163,19 +152,11 @@ class Chat:
             ids = {"token_ids": gained.token_ids}
         return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason(reason), **ids}
 
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.job.generations[0].prompt_ids} if self.body.return_token_ids else {}
+
     def end(self) -> bytes:
         return self.envelope.end()
 
 
-ROUTES = (
-    Route(
-        "POST",
-        "/v1/chat/completions",
-        chat_completions,
-        openai,
-        ChatBody,
-        generates=True,
-        media=JSON + EVENTS,
-        answer=CHAT,
-    ),
-)
+ROUTES = (Route("/v1/chat/completions", chat_completions, openai, ChatBody, generates=True, media=BOTH, answer=CHAT),)

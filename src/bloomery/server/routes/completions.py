@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from bloomery.errors import InvalidRequest
 from bloomery.messages import TokenLogprob
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import EVENTS, JSON, Call, Route
+from bloomery.server.call import BOTH, Call, Route
 from bloomery.server.errors import openai
 from bloomery.server.generation import Ask, Job
 from bloomery.server.routes.openai import Envelope, GenerationBody, finish_reason, prompt_logprobs, sampling, value
@@ -37,11 +37,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 async def completions(call: Call) -> ASGIApp:
     """Complete a prompt, or several."""
-    return await answer(call, await call.object())
-
-
-async def answer(call: Call, raw: dict[str, Any]) -> ASGIApp:
-    body = call.convert(raw, CompletionBody)
+    body = await call.read(CompletionBody)
     params = wishes(call, body)
     prompts = several(body.prompt)
     ticket = call.admit(len(prompts) * params.children)
@@ -88,11 +84,9 @@ class Completion:
 
     def whole(self) -> dict[str, Any]:
         choices = []
-        for index, _, answer in self.job.answers():
+        for index, answer in enumerate(self.job.answers):
             number, scores = index // (self.body.n or 1), self.body.prompt_logprobs
-            gained = Delta(
-                index, self.job.text(answer), tuple(answer.token_ids), tuple(answer.logprobs), answer.finish_reason
-            )
+            gained = Delta(index, answer.text, tuple(answer.token_ids), tuple(answer.logprobs), answer.finish_reason)
             choice = self._choice(number, index, gained)
             if scores is not None:
                 known = self.job.generations[number].prompt_logprobs
@@ -115,7 +109,7 @@ class Completion:
         if self.job.silent:
             gained = Delta(gained.index, "", (), (), gained.finish_reason and "length")
         first, generation = index not in self.offsets, self.job.generations[number]
-        prompt = next(iter(generation.answers.values())).request.prompt
+        prompt = generation.prompt_ids
         echoed = prompt if first and self.body.echo else ()
         self.offsets.setdefault(index, 0)
         text = self._echo(number, prompt) + gained.text if echoed else gained.text
@@ -165,9 +159,4 @@ def spelled(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-ROUTES = (
-    Route(
-        "POST", "/v1/completions", completions, openai, CompletionBody, generates=True, media=JSON + EVENTS,
-        answer=COMPLETION,
-    ),
-)  # fmt: skip
+ROUTES = (Route("/v1/completions", completions, openai, CompletionBody, generates=True, media=BOTH, answer=COMPLETION),)

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Literal
 
 from starlette.types import ASGIApp
 
-from bloomery.errors import InvalidRequest, RequestFailed
+from bloomery.errors import InvalidRequest
 from bloomery.messages import Pooling, Request
 from bloomery.sampling import embedding_request
 from bloomery.server.call import Call, Route
 from bloomery.server.errors import openai
-from bloomery.server.limits import check_labels
+from bloomery.server.limits import Ticket, check_labels
 from bloomery.server.routes.completions import ids_of, several
 from bloomery.server.schema import Body
 from bloomery.server.shapes import EMBEDDINGS
@@ -48,13 +48,13 @@ async def embeddings(call: Call) -> ASGIApp:
         raise InvalidRequest(f"input may have at most {MOST} entries, not {len(inputs)}", "input")
     together = min(len(inputs), call.service.limits.fan_out)  # more than these go one batch after the other
     ticket = call.admit(together)
-    made = [await request(call, index, text, body, len(inputs)) for index, text in enumerate(inputs)]
-    tokens = sum(len(one.prompt) for one in made)
-    ticket.wait(tokens, call.service.waiting_tokens, call.service.prompt_rate)
-    found: dict[str, Sequence[float]] = {}
+    service, found = call.service, dict[str, Sequence[float]]()
     async with Watch(call.receive, call.deadline):
+        made = [await request(call, index, text, body, len(inputs)) for index, text in enumerate(inputs)]
+        tokens = sum(len(one.prompt) for one in made)
+        ticket.wait(tokens, service.waiting_tokens, service.prompt_rate, lambda: service.abort(made))
         for first in range(0, len(made), together):
-            found |= await collected(call, made[first : first + together])
+            found |= await collected(call, ticket, made[first : first + together])
     call.timings.last = time.monotonic()
     call.service.metrics.embed(call.timings, tokens)
     call.facts |= {"prompt_tokens": tokens, "inputs": len(made)}
@@ -84,12 +84,12 @@ async def request(call: Call, index: int, text: str | list[Any], body: Embedding
         raise
 
 
-async def collected(call: Call, made: Sequence[Request]) -> dict[str, Sequence[float]]:
+async def collected(call: Call, ticket: Ticket, made: Sequence[Request]) -> dict[str, Sequence[float]]:
     found: dict[str, Sequence[float]] = {}
     async with aclosing(call.service.backend.stream(made)) as stream:
         async for news in stream:
             if not news.embedding:
-                raise RequestFailed(news.error or "the engine gave the request up")
+                raise call.service.failure(news, ticket)
             found[news.request] = news.embedding
     return found
 
@@ -103,4 +103,4 @@ def written(vector: Sequence[float], format: str | None) -> list[float] | str:
     return b64encode(packed.tobytes()).decode()
 
 
-ROUTES = (Route("POST", "/v1/embeddings", embeddings, openai, EmbeddingBody, generates=True, answer=EMBEDDINGS),)
+ROUTES = (Route("/v1/embeddings", embeddings, openai, EmbeddingBody, generates=True, answer=EMBEDDINGS),)

@@ -16,14 +16,14 @@ from starlette.types import ASGIApp
 from bloomery.errors import InvalidRequest
 from bloomery.messages import TokenLogprob
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import EVENTS, JSON, Call, Route
+from bloomery.server.call import BOTH, EVENTS, Call, Route
 from bloomery.server.errors import openai, tgi
 from bloomery.server.generation import Ask, Job
 from bloomery.server.limits import Limits, narrow
 from bloomery.server.routes import chat, completions
 from bloomery.server.schema import Body
 from bloomery.server.service import Prompt
-from bloomery.server.shapes import CHAT, COMPLETION, GENERATED
+from bloomery.server.shapes import GENERATED, INVOCATION
 from bloomery.server.streaming import event
 from bloomery.text.answer import Answer, Delta
 from bloomery.text.detokenizer import Detokenizer
@@ -92,19 +92,20 @@ async def generate_stream(call: Call) -> ASGIApp:
 
 async def compatible(call: Call) -> ASGIApp:
     """Complete a text; with stream: true as events, otherwise as a list of one."""
-    return await either(call, await call.read(GenerateBody))
+    body = await call.read(GenerateBody)
+    return await (streamed(call, body) if body.stream else whole(call, body, as_list=True))
 
 
 async def invocations(call: Call) -> ASGIApp:
     """SageMaker's route: what is in the body decides whether it is a text, a conversation or a completion."""
     raw = await call.object()
     if raw.get("inputs") is not None:
-        return await either(call, call.convert(raw, GenerateBody))
+        return await compatible(call)
     call.dialect = openai
     if raw.get("messages") is not None:
-        return await chat.answer(call, raw)
+        return await chat.chat_completions(call)
     if raw.get("prompt") is not None:
-        return await completions.answer(call, raw)
+        return await completions.completions(call)
     call.dialect = tgi
     raise InvalidRequest("one of inputs, messages or prompt is needed", "inputs")
 
@@ -117,7 +118,7 @@ async def vertex(call: Call) -> ASGIApp:
     ticket = call.admit(len(body.instances))
     job = Job(call, ticket, [await instance(call, raw) for raw in body.instances])
     await job.run()
-    return call.json({"predictions": [job.text(answer) for _, _, answer in job.answers()]})
+    return call.json({"predictions": [answer.text for answer in job.answers]})
 
 
 async def instance(call: Call, raw: dict[str, Any]) -> Ask:
@@ -136,17 +137,12 @@ async def instance(call: Call, raw: dict[str, Any]) -> Ask:
     return Ask(prompt, params)
 
 
-async def either(call: Call, body: GenerateBody) -> ASGIApp:
-    return await (streamed(call, body) if body.stream else whole(call, body, as_list=True))
-
-
 async def whole(call: Call, body: GenerateBody, as_list: bool = False) -> ASGIApp:
     job = await prepared(call, body, stream=False)
     await job.run()
     text = Text(job, body)
-    best, *others = text.ranked()
-    answer = text.whole(best, others)
-    return call.json([answer] if as_list else answer, origin(job, body) | account(job, len(best.token_ids)))
+    headers = origin(job, body) | account(job, len(text.ranked()[0].token_ids))
+    return call.json([text.whole()] if as_list else text.whole(), headers)
 
 
 async def streamed(call: Call, body: GenerateBody) -> ASGIApp:
@@ -288,10 +284,10 @@ class Text:
 
     def ranked(self) -> list[Answer]:
         """By mean log-probability, the best first."""
-        answers = (answer for _, _, answer in self.job.answers())
-        return sorted(answers, key=lambda answer: -answer.cumulative_logprob / max(len(answer.logprobs), 1))
+        return sorted(self.job.answers, key=lambda answer: -answer.cumulative_logprob / max(len(answer.logprobs), 1))
 
-    def whole(self, best: Answer, others: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
+        best, *others = self.ranked()
         said: dict[str, Any] = {"generated_text": self._text(best)}
         if self.given.details or self.given.decoder_input_details:
             said["details"] = self._details(best)
@@ -316,12 +312,12 @@ class Text:
         return b""
 
     def _last(self) -> dict[str, Any]:
-        _, _, answer = next(self.job.answers())
+        answer = self.job.answers[0]
         details = {**self._ending(answer), "input_length": self.job.prompt_tokens} if self.given.details else None
         return {"generated_text": self._text(answer), "details": details}
 
     def _text(self, answer: Answer) -> str:
-        return (self.inputs if self.given.return_full_text else "") + self.job.text(answer)
+        return (self.inputs if self.given.return_full_text else "") + answer.text
 
     def _ending(self, answer: Answer) -> dict[str, Any]:
         reason = "eos_token" if answer.stop_reason is None else "stop_sequence"
@@ -357,18 +353,9 @@ class Text:
 
 
 ROUTES = (
-    Route("POST", "/", compatible, tgi, GenerateBody, generates=True, media=JSON + EVENTS, answer=[GENERATED]),
-    Route("POST", "/generate", generate, tgi, GenerateBody, generates=True, answer=GENERATED),
-    Route("POST", "/generate_stream", generate_stream, tgi, GenerateBody, generates=True, media=EVENTS),
-    Route(
-        "POST",
-        "/invocations",
-        invocations,
-        tgi,
-        InvocationBody,
-        generates=True,
-        media=JSON + EVENTS,
-        answer=([GENERATED], CHAT, COMPLETION),
-    ),
-    Route("POST", "/vertex", vertex, tgi, VertexBody, generates=True, answer={"predictions": ["string"]}),
+    Route("/", compatible, tgi, GenerateBody, generates=True, media=BOTH, answer=[GENERATED]),
+    Route("/generate", generate, tgi, GenerateBody, generates=True, answer=GENERATED),
+    Route("/generate_stream", generate_stream, tgi, GenerateBody, generates=True, media=EVENTS),
+    Route("/invocations", invocations, tgi, InvocationBody, generates=True, media=BOTH, answer=INVOCATION),
+    Route("/vertex", vertex, tgi, VertexBody, generates=True, answer={"predictions": ["string"]}),
 )

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import EVENTS, JSON, Call, Route
+from bloomery.server.call import BOTH, Call, Route
 from bloomery.server.errors import Problem, anthropic
 from bloomery.server.generation import Ask, Job
 from bloomery.server.routes.chat import check_parts
@@ -99,10 +99,10 @@ class Message:
 
     @property
     def answer(self) -> Answer:
-        return next(self.job.answers())[2]
+        return self.job.answers[0]
 
     def whole(self) -> dict[str, Any]:
-        text = {"type": "text", "text": self.job.text(self.answer)}
+        text = {"type": "text", "text": self.answer.text}
         return {**self._head(), "content": [text], **self._ending(), "usage": {**self._input(), **self._output()}}
 
     def delta(self, index: int, delta: Delta) -> bytes:
@@ -159,8 +159,6 @@ class Message:
 
 
 ROUTES = (
-    Route(
-        "POST", "/v1/messages", messages, anthropic, MessagesBody, generates=True, media=JSON + EVENTS, answer=MESSAGE
-    ),
-    Route("POST", "/v1/messages/count_tokens", count_tokens, anthropic, CountBody, answer={"input_tokens": "integer"}),
+    Route("/v1/messages", messages, anthropic, MessagesBody, generates=True, media=BOTH, answer=MESSAGE),
+    Route("/v1/messages/count_tokens", count_tokens, anthropic, CountBody, answer={"input_tokens": "integer"}),
 )

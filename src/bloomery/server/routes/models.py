@@ -36,6 +36,6 @@ def about(call: Call, name: str) -> dict[str, Any]:
 
 
 ROUTES = (
-    Route("GET", "/v1/models", models, openai, answer=MODELS),
-    Route("GET", "/v1/models/{model}", model, openai, answer=MODEL),
+    Route("/v1/models", models, openai, answer=MODELS),
+    Route("/v1/models/{model}", model, openai, answer=MODEL),
 )

@@ -60,12 +60,8 @@ def contents() -> dict[str, tuple[bytes, bytes, str]]:
             if entry.is_dir():
                 walk(entry, f"{prefix}{entry.name}/")
             else:
-                data = entry.read_bytes()
-                found[prefix + entry.name] = (
-                    data,
-                    gzip.compress(data, mtime=0),
-                    guess_type(entry.name)[0] or "text/plain",
-                )
+                data, media = entry.read_bytes(), guess_type(entry.name)[0] or "text/plain"
+                found[prefix + entry.name] = data, gzip.compress(data, mtime=0), media
 
     walk(files("bloomery.server") / "web", "")
     return found
@@ -84,9 +80,9 @@ async def docs(call: Call) -> ASGIApp:
 
 
 ROUTES = (
-    Route("GET", "/", root, tgi, open=True, quiet=True, media=()),
-    Route("GET", "/assets/{file}", asset, tgi, open=True, quiet=True, media=("*/*",)),
-    Route("GET", "/docs", docs, tgi, quiet=True, media=("text/html",)),
-    Route("GET", "/openapi.json", document, tgi, quiet=True),
-    Route("GET", "/api-doc/openapi.json", document, tgi, quiet=True),
+    Route("/", root, tgi, open=True, quiet=True, media=()),
+    Route("/assets/{file}", asset, tgi, open=True, quiet=True, media=("*/*",)),
+    Route("/docs", docs, tgi, quiet=True, media=("text/html",)),
+    Route("/openapi.json", document, tgi, quiet=True),
+    Route("/api-doc/openapi.json", document, tgi, quiet=True),
 )

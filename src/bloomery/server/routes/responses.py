@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import EVENTS, JSON, Call, Route
+from bloomery.server.call import BOTH, Call, Route
 from bloomery.server.errors import Problem, openai
 from bloomery.server.generation import Ask, Job
 from bloomery.server.limits import check_labels
@@ -107,12 +107,12 @@ class Response:
 
     @property
     def answer(self) -> Answer:
-        return next(self.job.answers())[2]
+        return self.job.answers[0]
 
     def whole(self) -> dict[str, Any]:
         """The whole response, remembered unless the client asked not to."""
         if self.body.store is not False:
-            answer = {"role": "assistant", "content": self.job.text(self.answer)}
+            answer = {"role": "assistant", "content": self.answer.text}
             self.job.call.service.conversations.put((self.job.call.salt, self.id), [*self.said, answer])
         cut = self.answer.finish_reason == "length"
         details = {"reason": "max_output_tokens"} if cut else None
@@ -126,7 +126,7 @@ class Response:
         return said
 
     def end(self) -> bytes:
-        text, whole = self.job.text(self.answer), self.whole()
+        text, whole = self.answer.text, self.whole()
         said = self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
         said += self._event("response.content_part.done", **self._place(), part=self._part(text))
         said += self._event("response.output_item.done", output_index=0, item=self._message("completed"))
@@ -153,7 +153,7 @@ class Response:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def _message(self, status: str) -> dict[str, Any]:
-        content = [] if status == "in_progress" else [self._part(self.job.text(self.answer))]
+        content = [] if status == "in_progress" else [self._part(self.answer.text)]
         return {"type": "message", "id": self.item, "status": status, "role": "assistant", "content": content}
 
     def _usage(self) -> dict[str, Any]:
@@ -196,8 +196,4 @@ class Response:
         }
 
 
-ROUTES = (
-    Route(
-        "POST", "/v1/responses", responses, openai, ResponseBody, generates=True, media=JSON + EVENTS, answer=RESPONSE
-    ),
-)
+ROUTES = (Route("/v1/responses", responses, openai, ResponseBody, generates=True, media=BOTH, answer=RESPONSE),)

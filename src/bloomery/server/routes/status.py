@@ -24,12 +24,12 @@ async def health(call: Call) -> ASGIApp:
 
 async def ready(call: Call) -> ASGIApp:
     """What the server is doing: loading (and how far), ready, restarting, draining, failed."""
-    status = call.service.backend.status
+    status, left = call.service.backend.status, call.service.backend.stats.unprepared
     about = {
         "state": status.state,
         "model": call.service.settings.model,
         "progress": 1.0 if status.state == "ready" else status.progress,
-        "detail": status.detail,
+        "detail": status.detail or (f"{left} captures to go; until then some steps are slower" if left else ""),
     }
     return call.json(about, status=200 if status.state == "ready" else 503)
 
@@ -82,12 +82,12 @@ async def metrics(call: Call) -> ASGIApp:
 
 def routes(open_metrics: bool) -> tuple[Route, ...]:
     return (
-        Route("GET", "/health", health, tgi, open=True, quiet=True, media=()),
-        Route("GET", "/ping", health, tgi, open=True, quiet=True, media=()),
-        Route("GET", "/ready", ready, tgi, open=True, quiet=True, answer=READY),
-        Route("GET", "/live", live, tgi, open=True, quiet=True, answer={"live": "boolean"}),
-        Route("GET", "/info", info, tgi, answer=INFO),
-        Route("GET", "/version", version, tgi, answer={"version": "string"}),
-        Route("GET", "/stats", stats, tgi, quiet=True),
-        Route("GET", "/metrics", metrics, tgi, open=open_metrics, quiet=True, media=("text/plain",)),
+        Route("/health", health, tgi, open=True, quiet=True, media=()),
+        Route("/ping", health, tgi, open=True, quiet=True, media=()),
+        Route("/ready", ready, tgi, open=True, quiet=True, answer=READY),
+        Route("/live", live, tgi, open=True, quiet=True, answer={"live": "boolean"}),
+        Route("/info", info, tgi, answer=INFO),
+        Route("/version", version, tgi, answer={"version": "string"}),
+        Route("/stats", stats, tgi, quiet=True),
+        Route("/metrics", metrics, tgi, open=open_metrics, quiet=True, media=("text/plain",)),
     )

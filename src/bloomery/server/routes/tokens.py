@@ -12,7 +12,7 @@ from bloomery.server.errors import Refusal, openai, tgi
 from bloomery.server.routes.chat import ChatBody, Message, prompt
 from bloomery.server.routes.generate import Parameters
 from bloomery.server.schema import Body
-from bloomery.server.shapes import PIECES, TOKENS
+from bloomery.server.shapes import CHAT_PIECES, PIECES, TOKENS
 
 
 class TokenizeBody(Body, kw_only=True):
@@ -110,15 +110,8 @@ async def tokenizer_info(call: Call) -> ASGIApp:
 
 
 ROUTES = (
-    Route("POST", "/tokenize", tokenize, tgi, TokenizeBody, answer=(PIECES, TOKENS, {"tokens": ["integer"]})),
-    Route(
-        "POST",
-        "/chat_tokenize",
-        chat_tokenize,
-        tgi,
-        ChatBody,
-        answer={"tokenize_response": PIECES, "templated_text": "string"},
-    ),
-    Route("POST", "/detokenize", detokenize, openai, DetokenizeBody, answer={"prompt": "string"}),
-    Route("GET", "/tokenizer_info", tokenizer_info, openai),
+    Route("/tokenize", tokenize, tgi, TokenizeBody, answer=(PIECES, TOKENS, {"tokens": ["integer"]})),
+    Route("/chat_tokenize", chat_tokenize, tgi, ChatBody, answer=CHAT_PIECES),
+    Route("/detokenize", detokenize, openai, DetokenizeBody, answer={"prompt": "string"}),
+    Route("/tokenizer_info", tokenizer_info, openai),
 )
