@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from bloomery.engine.blocks import Blocks
+from bloomery.engine.loop import AHEAD, SHARE
 from bloomery.engine.pace import Work
 from bloomery.engine.policy import Aims, Fair, FirstCome, Policy
 from bloomery.engine.scheduler import Scheduler, work_of
@@ -110,6 +111,7 @@ class Crowd:
     def run(self, steps: int, until: float = float("inf")) -> None:
         while self.steps < steps and self.now < until:
             self._arrive()
+            self._wait()
             while len(self.flight) < self.depth and (step := self.scheduler.schedule(self.now)) is not None:
                 begun = max(self.free, self.now)
                 self.free = begun + self.device.seconds(work_of(step.items), self.chance)
@@ -121,6 +123,17 @@ class Crowd:
                 self.now = max(self.now, self.coming[0][0])
             else:
                 return
+
+    def _wait(self) -> None:
+        """As the loop's patience: the next step is left open until shortly before the one under way should end."""
+        if len(self.flight) != 1 or not (expected := self.scheduler.expected()):
+            return
+        until = max(self.flight[0][1], self.latest) + expected - max(AHEAD, SHARE * expected)
+        if self.coming and self.now < self.coming[0][0] <= until:
+            self.now = self.coming[0][0]
+            self._arrive()
+        else:
+            self.now = max(self.now, until)
 
     def _arrive(self) -> None:
         while self.coming and self.coming[0][0] <= self.now:

@@ -376,7 +376,7 @@ class AsyncLLM:
     def _run(self) -> None:
         loop = self.front.stack.loop
         try:
-            while self._read(wait=not loop.busy):
+            while self._read(loop.patience() if loop.busy else None):
                 if news := loop.step():
                     self._post(self._deliver, [(entry.request, entry) for entry in news])
         except BaseException as error:
@@ -384,12 +384,15 @@ class AsyncLLM:
             log.exception("the engine has stopped")
             self._post(self._fail, error)
 
-    def _read(self, wait: bool) -> bool:
-        """Take in what has arrived, waiting for something if there is nothing to do; False when asked to end."""
+    def _read(self, patience: float | None) -> bool:
+        """Take in what has arrived, waiting so long for something, or for ever; False when asked to end."""
         loop = self.front.stack.loop
-        while wait or not self.inbox.empty():
-            order = self.inbox.get()
-            wait = False
+        while patience != 0 or not self.inbox.empty():
+            try:
+                order = self.inbox.get(timeout=patience)
+            except queue.Empty:
+                break
+            patience = 0
             if order is None:
                 return False
             if isinstance(order, str):

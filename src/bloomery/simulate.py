@@ -141,11 +141,13 @@ class Fleet:
         while True:
             busy = [replica for replica in self.replicas if replica.loop.busy]
             next_up = min(busy, key=lambda replica: replica.clock.now) if busy else None
-            if coming and (next_up is None or coming[0][0] <= next_up.clock.now):
+            patience = next_up.loop.patience() if next_up else 0.0
+            if coming and (next_up is None or coming[0][0] <= next_up.clock.now + patience):
                 at, i = heapq.heappop(coming)
                 if not self._enter(arrivals[i], records[i], at, i):
                     self._follow(arrivals, i, at, later, coming)
             elif next_up is not None:
+                next_up.clock.now += patience
                 for i in self._advance(next_up, records):
                     self._follow(arrivals, i, next_up.clock.now, later, coming)
             else:

@@ -10,6 +10,7 @@ from bloomery.engine.executor import Executor, Result
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import Request, Step, Timing, Tokens
 
+AHEAD, SHARE = 4e-3, 0.2  # seconds, and part of the step under way, before whose end the next one should be queued
 REST = 10  # times as long as a piece of spare work took, until the next one while requests wait
 
 
@@ -47,6 +48,14 @@ class Loop:
         self.latest = self.clock()  # what is in flight is not the slower for it
         self.rested = self.latest + REST * (self.latest - now)
 
+    def patience(self) -> float:
+        """Seconds for which the next step may be left open, since the one under way is expected to last: who comes
+        until then is part of it, and does not wait for a step that was queued too early."""
+        if len(self.flight) != 1 or self.depth != 2 or self.scheduler.stages > 1:
+            return 0.0
+        expected, begun = self.scheduler.expected(), max(self.flight[0][2], self.latest)
+        return max(begun + expected - max(AHEAD, SHARE * expected) - self.clock(), 0.0)
+
     def step(self) -> list[Tokens]:
         """Keep `depth` steps in flight, wait for the oldest, and tell what it brought."""
         now = self.clock()
@@ -61,6 +70,9 @@ class Loop:
         seconds, self.latest = now - max(begun, self.latest), now
         if output.timing is not None:
             self.timing = total(self.timing, output.timing)
+            if output.timing.steps == 1 and self.scheduler.stages == 1:
+                # A host that is late would see this step take too long and the next, already done, no time at all.
+                seconds = output.timing.device + output.timing.idle
         return news + self.scheduler.update(step, output, seconds)
 
 

@@ -69,6 +69,10 @@ class Policy(Protocol):
         """How long a step took."""
         ...
 
+    def foretell(self, work: Work) -> float:
+        """How long one will take; 0 is not known."""
+        ...
+
 
 class FirstCome:
     """First come, first served; the last to be admitted gives way. What Fair is compared with."""
@@ -100,6 +104,9 @@ class FirstCome:
     def observe(self, portion: Portion, work: Work, seconds: float) -> None:
         pass
 
+    def foretell(self, work: Work) -> float:
+        return 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Aims:
@@ -120,6 +127,7 @@ class Aims:
 PRIORITY = 10.0  # seconds of waiting that one degree of priority is worth
 PREFILL = 1.5  # a lap of all streams may grow to so many times itself, for the sake of prompts
 FINEST = 3.0  # lone steps: the smallest step worth making
+KNOWN = 64  # measured steps from which on the pace is to be relied on
 SPAN = 10.0  # seconds over which the tax is judged
 GRAINS = ((512, 128), (128, 64), (0, 16))  # from so many positions on a step has a multiple of this: sizes are few
 
@@ -262,6 +270,9 @@ class Fair:
         self.pace.learn(work, seconds)
         self.latest = seconds
         self._pay(portion.tax, seconds)
+
+    def foretell(self, work: Work) -> float:
+        return self.pace.seconds(work) if self.pace.steps >= KNOWN else 0.0
 
     def _pay(self, tax: float, seconds: float) -> None:
         fade = exp(-seconds / SPAN)

@@ -150,9 +150,10 @@ class Engine:
 
     def turn(self) -> None:
         """What has arrived, one step, and what there is to tell."""
-        self.take(self.channel.receive(0 if self.loop.busy or self.loop.left else HEARTBEAT))
+        busy, begun = self.loop.busy, self.clock()
+        self.take(self.channel.receive(self.loop.patience() if busy or self.loop.left else HEARTBEAT))
         self.prepare()
-        begun = self.clock()
+        begun = begun if busy else self.clock()
         news = self.loop.step()
         now = self.clock()
         steps = self.submitted - len(self.loop.flight)

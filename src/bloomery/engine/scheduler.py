@@ -88,6 +88,10 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def expected(self) -> float:
+        """Seconds that the oldest step in flight should take, if the policy can tell."""
+        return self.policy.foretell(self.scheduled[0][1])
+
     # ---- the next step ---------------------------------------------------------------------------
 
     def schedule(self, now: float = 0.0) -> Step | None:
@@ -120,6 +124,10 @@ class Scheduler:
             if sequence.ending or (sequence.drafts and sequence.steps) or sequence.leaving or sequence.waiting:
                 continue
             behind = sequence.length - sequence.computed
+            if behind == 1 and not sequence.drafts and sequence.computed < len(sequence.blocks) * self.blocks.size:
+                items.append(self._place(sequence, 1, (), None, []))  # by far the most frequent
+                budget -= 1
+                continue
             drafts = sequence.drafts[: budget - 1] if behind == 1 and not sequence.pending else []
             count = min(behind, budget - len(drafts))
             if behind > 1:

@@ -93,7 +93,7 @@ class DecodeStep:
 
     def run(self, members: Sequence[Row], sampled: bool) -> int:
         """Queue a step for these rows; how many lines it has."""
-        self.rows.send(members)
+        self.rows.send()
         count = len(members)
         size = next((size for size in self.sizes if size >= count), count)
         wanted = [row.index for row in members]

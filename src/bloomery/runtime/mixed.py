@@ -85,7 +85,7 @@ class MixedStep:
     def run(self, going: Placed, chunks: Placed) -> tuple[list[int], torch.Tensor]:
         """Queue the step; the sequences that draw, and their tokens."""
         chunks = sorted(chunks, key=lambda pair: not pair[0].samples)
-        self.rows.send([row for _, row in (*going, *chunks)])
+        self.rows.send()
         used = len(going) + sum(item.count for item, _ in chunks)
         lines = next((size for size in self.lines if size >= len(going)), len(going))
         tokens = next((size for size in self.sizes if size >= used), used)

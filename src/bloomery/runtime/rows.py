@@ -7,7 +7,6 @@ than there are sequences is nobody's: its table is the reserved block, and lines
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +39,7 @@ class Rows:
         self.count = count
         self.free = list(reversed(range(count)))
         self.by_sequence: dict[int, Row] = {}
+        self.grown: dict[int, Row] = {}  # by index: their tables have blocks the device does not know
         kind = torch.int64 if device.type == "cpu" else torch.int32
         self.last = torch.zeros(count + 1, dtype=kind, device=device)
         self.positions = torch.zeros(count + 1, dtype=kind, device=device)
@@ -50,22 +50,27 @@ class Rows:
         if item.first is not None:
             self.by_sequence[item.sequence] = Row(self.free.pop(), item.first, plain=plain(item.first))
         row = self.by_sequence[item.sequence]
-        row.table += item.blocks
+        if item.blocks:
+            row.table += item.blocks
+            self.grown[row.index] = row
         return row
 
     def release(self, sequence: int) -> Row:
         row = self.by_sequence.pop(sequence)
+        self.grown.pop(row.index, None)
         self.free.append(row.index)
         return row
 
-    def send(self, members: Iterable[Row]) -> None:
-        """Tell the device which blocks these rows have gained."""
-        news = [(row.index, place, row.table[place]) for row in members for place in range(row.sent, len(row.table))]
-        if not news:
+    def send(self) -> None:
+        """Tell the device which blocks rows have gained."""
+        if not self.grown:
             return
-        for row in members:
+        rows = self.grown.values()
+        news = [(row.index, place, row.table[place]) for row in rows for place in range(row.sent, len(row.table))]
+        for row in rows:
             row.sent = len(row.table)
+        self.grown.clear()
         kind, device = self.tables.dtype, self.tables.device
         found = torch.tensor(news, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-        rows, places, blocks = found.unbind(1)
-        self.tables[rows, places] = blocks.to(kind)
+        indices, places, blocks = found.unbind(1)
+        self.tables[indices, places] = blocks.to(kind)

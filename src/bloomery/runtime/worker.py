@@ -31,7 +31,7 @@ from bloomery.runtime.decode import DecodeStep
 from bloomery.runtime.device import check, upload
 from bloomery.runtime.forward import Forward, Steady, Whole, steady
 from bloomery.runtime.largest import LOGIT_ROWS, largest_step
-from bloomery.runtime.meter import Meter, roofline
+from bloomery.runtime.meter import Meter, Reading, roofline
 from bloomery.runtime.mixed import PROMPTS, TOKENS, MixedStep
 from bloomery.runtime.picker import Picker
 from bloomery.runtime.pooling import pool, unit
@@ -166,8 +166,7 @@ class Worker:
             self.meter.begin(step.items)
         pending = self._run(step, drawn)
         if self.meter is not None:
-            self.meter.end(self.padded)
-            pending.meter = self.meter
+            pending.meter, pending.reading = self.meter, self.meter.end(self.padded)
         if self.graphs is not None:
             self.graphs.catch_up()
         return pending
@@ -291,6 +290,7 @@ class Pending:
         self.sequences, self.draws, self.prompts, self.pooled = sequences, draws, prompts or {}, pooled or {}
         self.sent: torch.cuda.Event | None = None
         self.meter: Meter | None = None
+        self.reading: Reading | None = None
         if draws is None and torch.cuda.is_initialized():  # a chunk alone; who waits for it must not run ahead of it
             self.sent = torch.cuda.Event()
             self.sent.record()
@@ -310,5 +310,5 @@ class Pending:
         ]
         silent = (Sampled(sequence, prompt_logprobs=found) for sequence, found in self.prompts.items())
         embedded = (Sampled(sequence, embedding=tuple(vector.tolist())) for sequence, vector in self.pooled.items())
-        timing = self.meter.collect() if self.meter is not None else None
+        timing = None if self.meter is None or self.reading is None else self.meter.collect(self.reading)
         return StepOutput((*samples, *silent, *embedded), timing)

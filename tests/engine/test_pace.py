@@ -1,0 +1,86 @@
+"""The pace is the device's: a host that comes late for results must not make steps seem to cost nothing."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import replace
+
+import pytest
+
+from bloomery.engine.blocks import Blocks
+from bloomery.engine.loop import Loop
+from bloomery.engine.pace import Work
+from bloomery.engine.policy import Fair
+from bloomery.engine.scheduler import Scheduler, work_of
+from bloomery.messages import Request, Sampling, Step, StepOutput, Timing
+from tests.ghost.ghost import Ghost
+
+ROWS = 16
+
+
+def true_seconds(work: Work) -> float:
+    return 4e-3 + 2.4e-5 * max(work.tokens - 128, 0) + 3e-8 * work.attended + 1e-9 * work.pairs
+
+
+class Device(Ghost):
+    """A device works through queued steps by itself; the host now and then sleeps through the end of a few."""
+
+    def __init__(self, stalls: float = 0.2) -> None:
+        super().__init__(16)
+        self.stalls = stalls
+        self.now = self.free = 0.0
+        self.queue: deque[tuple[StepOutput, float]] = deque()  # with when it is done
+        self.chance = random.Random(5)
+
+    def clock(self) -> float:
+        return self.now
+
+    def submit(self, step: Step) -> Device:  # type: ignore[override]
+        took = true_seconds(work_of(step.items))
+        self.free = max(self.free, self.now) + took
+        self.queue.append((replace(self.run(step), timing=Timing(steps=1, device=took)), self.free))
+        return self
+
+    def result(self) -> StepOutput:
+        output, done = self.queue.popleft()
+        self.now = max(self.now, done)
+        if self.chance.random() < self.stalls:
+            self.now += 0.05
+        return output
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_late_host_does_not_spoil_the_pace(told: bool) -> None:
+    device, policy = Device(), Fair(ROWS, 4000)
+    loop = Loop(Scheduler(Blocks(4000, 16), 2048, ROWS, policy), device, 2, device.clock)
+    if not told:  # what the pace would be if it had nothing but the host's clock
+        result = device.result
+        device.result = lambda: replace(result(), timing=None)  # type: ignore[method-assign]
+    chance = random.Random(1)
+    for i in range(120):
+        prompt = tuple(chance.randrange(7) for _ in range(chance.choice((10, 300, 1500))))
+        loop.add(Request(str(i), prompt, Sampling(), 40))
+    while loop.busy:
+        loop.step()
+    tried = [Work(1, 500), Work(ROWS, 10_000), Work(500, 5_000, 100_000), Work(1500, 5_000, 1_000_000)]
+    worst = max(abs(policy.pace.seconds(work) / true_seconds(work) - 1) for work in tried)
+    assert (worst < 0.15) is told
+
+
+def test_the_next_step_is_left_open_for_who_comes() -> None:
+    device, policy = Device(stalls=0.0), Fair(ROWS, 4000)
+    loop = Loop(Scheduler(Blocks(4000, 16), 2048, ROWS, policy), device, 2, device.clock)
+    late = 0.0
+    for i in range(ROWS // 2):
+        loop.add(Request(str(i), (1, 2, 3) * 2000, Sampling(), 400))
+    for turn in range(300):
+        patience = loop.patience()
+        device.now += patience
+        late = max(late, device.now - device.free if device.queue else 0.0)
+        if turn == 250:
+            loop.add(Request("newcomer", (1, 2), Sampling(), 4))
+        news = loop.step()
+        if turn == 251:  # the step that was under way has ended, and the newcomer was in the one behind it
+            assert "newcomer" in [entry.request for entry in news]
+    assert patience > 0 and late <= 0, f"the device waited for {late} s"
