@@ -186,6 +186,16 @@ def text(args: argparse.Namespace) -> bool:
     return same == total
 
 
+def ranks_of(server: Any) -> list[int]:
+    """The processes that are ranks of a server's engine."""
+    try:
+        pids = [pid for engine in server.children("engine_main")
+                for pid in Path(f"/proc/{engine}/task/{engine}/children").read_text().split()]  # fmt: skip
+        return [int(pid) for pid in pids if "executors.rank" in Path(f"/proc/{pid}/cmdline").read_text()]
+    except FileNotFoundError:  # one of them has just ended
+        return []
+
+
 def ranks(args: argparse.Namespace) -> bool:
     """The embedded model on three ranks, one of which is killed in the middle of four streams: all complete."""
     serve = (sys.executable, "-m", "bloomery", "serve", "--deterministic", "--tp", "3", "--threads", "1")
@@ -197,9 +207,8 @@ def ranks(args: argparse.Namespace) -> bool:
         async def once() -> list[str]:
             tasks = [asyncio.create_task(text_of(server.port, body)) for _ in range(4)]
             await asyncio.sleep(random.uniform(0.5, 3.0))
-            (engine,) = server.children("engine_main")
-            pids = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-            members = [int(pid) for pid in pids if "executors.rank" in Path(f"/proc/{pid}/cmdline").read_text()]
+            while not (members := ranks_of(server)):  # they may be starting again, after the last time
+                await asyncio.sleep(0.05)
             os.kill(random.choice(members), signal.SIGKILL)
             return await asyncio.gather(*tasks)
 
