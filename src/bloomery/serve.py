@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -174,6 +175,8 @@ async def loading(client: EngineClient | Replicas, url: str) -> None:
         capacity = await ready
     except BloomeryError:
         return  # the owner is told by wait_failed
+    gc.collect()
+    gc.freeze()  # what is there by now stays, and would be looked through in the middle of a thousand streams
     for note in capacity.notes:
         log.warning(note)
     log.info(

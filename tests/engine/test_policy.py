@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.policy import Arrival, Crowd, alone, mixed, percentile, produced, rough, waits
+from benchmarks.policy import Arrival, Crowd, Device, alone, mixed, percentile, produced, rough, waits
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.pace import Pace, Work
 from bloomery.engine.policy import Aims, Fair, FirstCome
@@ -178,3 +178,18 @@ def test_deadlines_end_requests_wherever_they_are() -> None:
     assert drive.scheduler.blocks.available < 64  # only the patient one holds blocks
     drive.scheduler.abort("patient")
     assert drive.scheduler.blocks.available == 64
+
+
+def test_steps_that_cost_the_same_whatever_they_hold_are_filled() -> None:
+    """A small model, or a ghost: nobody waits for room that costs nothing."""
+
+    class Even(Device):
+        def seconds(self, work: Work, chance: random.Random) -> float:
+            return 0.1
+
+    arrivals = iter([(0.02 * i, "long", 40, 100, "", 0) for i in range(100)])
+    crowd = Crowd(Fair(100, 10_000), arrivals, device=Even(), rows=100, blocks=10_000, size=16)
+    crowd.run(10**6)
+    lives = list(crowd.lives.values())
+    assert len(lives) == 100 and max(life.first - life.arrived for life in lives) < 0.5
+    assert max(gap for life in lives for gap in life.gaps) < 0.25

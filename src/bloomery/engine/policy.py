@@ -2,8 +2,9 @@
 
 Fair keeps the promise that a short request is never stuck behind long ones. A request is short by the time it would
 take alone, as the pace of measured steps foretells, and it is promised some multiple of that. Short ones enter first,
-into rows kept for them; where none is free, a long one may have to give way. Streams are given their next token lap by
-lap, and a lap is as long as two tokens of a stream may be apart. While nobody is in a hurry a step is a whole lap.
+into rows kept for them while some have been there of late; where none is free, a long one may have to give way. Streams
+are given their next token lap by lap, and a lap is as long as two tokens of a stream may be apart. While nobody is in a
+hurry a step is a whole lap.
 While short ones are there, a step takes what is left of the most urgent promise by the tokens it still owes, and holds
 that share of the lap: all short sequences, a part of the streams in turn, and the same part of the lap's prompts. Small
 steps are less well spent, and that is the tax on long requests: counted, and bounded by cutting less.
@@ -128,6 +129,7 @@ PRIORITY = 10.0  # seconds of waiting that one degree of priority is worth
 PREFILL = 1.5  # a lap of all streams may grow to so many times itself, for the sake of prompts
 FINEST = 3.0  # lone steps: the smallest step worth making
 KNOWN = 64  # measured steps from which on the pace is to be relied on
+RESERVED = 30.0  # seconds after a short one for which rows are kept for others
 SPAN = 10.0  # seconds over which the tax is judged
 GRAINS = ((512, 128), (128, 64), (0, 16))  # from so many positions on a step has a multiple of this: sizes are few
 
@@ -164,6 +166,7 @@ class Fair:
         self.served: dict[str, float] = {}  # seconds by tenant
         self.virtual = 0.0  # what the tenant served last had been served before: a newcomer starts there
         self.inside = 0  # short ones in the batch
+        self.now, self.asked = 0.0, -RESERVED  # the last step, and when a short one last came
         self.latest = 0.0  # seconds the last step took
         self.owed = self.spent = 0.0  # tax and time of late, fading
         self.tax = 0.0  # in seconds, since the beginning
@@ -178,6 +181,8 @@ class Fair:
             # requests are taken in between two steps: it may have come when the last one began
             sequence.cost, sequence.due = alone, sequence.arrived + self.aims.stretch * alone - self.latest
             sequence.promise = sequence.due + PRIORITY * request.priority
+        if sequence.short:
+            self.asked = now
         queue = self.short if sequence.short else self.long
         if request.tenant not in self.short.lines and request.tenant not in self.long.lines:
             self.served[request.tenant] = max(self.served.get(request.tenant, 0.0), self.virtual)
@@ -192,7 +197,8 @@ class Fair:
 
     def next(self, rows: int) -> Sequence | None:
         short = self.short.top(self.served)
-        if rows <= self.spare_rows or (short is not None and self.inside < self.spare_rows):
+        kept = self.spare_rows if self.now - self.asked < RESERVED else 0
+        if rows <= kept or (short is not None and self.inside < kept):
             return short
         long = self.long.top(self.served)
         if short is None or long is None:
@@ -214,6 +220,7 @@ class Fair:
     # ---- the step --------------------------------------------------------------------------------
 
     def compose(self, running: Mapping[int, Sequence], tokens: int, now: float) -> Portion:
+        self.now = now
         shorts, streams, prompts = list[Sequence](), list[Sequence](), list[Sequence]()
         own = attended = context = 0
         for sequence in running.values():
@@ -240,7 +247,7 @@ class Fair:
             streams.sort(key=lambda sequence: sequence.turn)
             del streams[ceil(share * len(streams)) :]
         work = Work(len(shorts) + len(streams), own + int(share * attended))
-        chunk = min(self._chunk(work, beat, context), tokens) if waiting else tokens
+        chunk = min(self._chunk(work, beat, context, tokens), tokens) if waiting else tokens
         kept = 0 if door is None else max(min(len(door.tokens), chunk - max(chunk // 4, 1)), 0)  # others go on
         tax = self._levy(len(shorts), work.tokens + chunk * waiting, share) if streams or prompts else 0.0
         return Portion([*shorts, *streams, *prompts], chunk, kept, tax)
@@ -254,10 +261,10 @@ class Fair:
         excess = self.owed / max(self.aims.tax * self.spent, 1e-9)  # from 0.9 to 1.1 of the bound: cut less and less
         return wanted + (lap - wanted) * min(max(5 * (excess - 0.9), 0.0), 1.0)
 
-    def _chunk(self, work: Work, seconds: float, context: int) -> int:
+    def _chunk(self, work: Work, seconds: float, context: int, most: int) -> int:
         """Positions of prompts that fill the step, to a size that is often seen."""
-        room = self.pace.room(work, seconds, context)
-        room = work.tokens + self.pace.room(work, seconds, context + room // 2)  # they see each other, too
+        room = min(self.pace.room(work, seconds, context), most)
+        room = work.tokens + min(self.pace.room(work, seconds, context + room // 2), most)  # they see each other, too
         grain = next(grain for least, grain in GRAINS if room >= least)
         size = max(round(room / grain), 1) * grain
         return size - work.tokens if size > work.tokens else grain
