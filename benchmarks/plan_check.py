@@ -162,7 +162,7 @@ def here(threads: int) -> None:
     bandwidth, found = rates("cpu")
     machine_here = overridden(this_machine("cpu"), {"bandwidth": bandwidth, "rates": found})
     about = subject(None)
-    placed_here = Placed(about.model, machine_here, about.stored, 32, Layout())
+    placed_here = Placed(about.model, machine_here, about.stored, 16, Layout())  # keys and values in half floats
     print(f"{machine_here.title}: reads {bandwidth / 1e9:.1f} GB/s, multiplies at {found['fp32'] / 1e9:.0f} GFLOP/s")
     print(f"{'tokens':>8}{'attended':>10}{'measured':>10}{'expected':>10}{'off':>8}{'floor':>9}{'share':>7}")
     for row in rows:

@@ -209,7 +209,7 @@ class Machine:
         return self.rates[compute]
 
 
-CPU = Calibration(0.9, 0.7, 0.72, 0.25, 1e-6, (10, 10), step=100e-6, eager=0.0, mixed=0.0, sequence=5e-6)
+CPU = Calibration(0.9, 0.63, 0.72, 0.25, 1e-6, (10, 10), step=100e-6, eager=0.0, mixed=0.0, sequence=5e-6)
 
 
 def _cpu(name: str, title: str, gib: int, gigabytes: float, gigaflops: float, measured: bool = False) -> Machine:

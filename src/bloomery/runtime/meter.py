@@ -22,11 +22,13 @@ from bloomery.spec import Model
 PAUSE = 5e-3  # seconds between the last result and the next step from which on there was nothing to do
 
 
-def roofline(model: Model, machine: Machine, weights: int, dtype: torch.dtype, tp: int, pp: int) -> Roofline:
+def roofline(
+    model: Model, machine: Machine, weights: int, dtype: torch.dtype, kv: torch.dtype, tp: int, pp: int
+) -> Roofline:
     """Of a model as it was loaded: `weights` bytes in all."""
     bits = 8 * weights / max(parameters(model).total, 1)
     wide = "fp32" if dtype == torch.float32 else "bf16"
-    return Roofline(model, machine, bits, 8 * dtype.itemsize, tp, pp, bits, wide)
+    return Roofline(model, machine, bits, 8 * kv.itemsize, tp, pp, bits, wide)
 
 
 @dataclass(slots=True)

@@ -103,7 +103,7 @@ class Worker:
 
         self.capturing: Iterator[int] = self._capture() if self.graphs else iter(())
         limit = roofline(
-            self.decoder.whole, here(self.device.type), loaded.bytes * plan.tp * plan.pp, dtype, plan.tp, plan.pp
+            self.decoder.whole, here(self.device.type), loaded.bytes * plan.tp * plan.pp, dtype, kv, plan.tp, plan.pp
         )
         self.padded = 0  # lines of the step under way that are nobody's
         self.meter: Meter | None = Meter(limit, self.device)
