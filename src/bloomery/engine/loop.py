@@ -11,6 +11,7 @@ from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import Request, Step, Timing, Tokens
 
 AHEAD, SHARE = 4e-3, 0.2  # seconds, and part of the step under way, before whose end the next one should be queued
+LONGEST = 0.1  # seconds: no foretelling is good enough to let a device stand idle for longer
 REST = 10  # times as long as a piece of spare work took, until the next one while requests wait
 
 
@@ -54,7 +55,7 @@ class Loop:
         if len(self.flight) != 1 or self.depth != 2 or self.scheduler.stages > 1:
             return 0.0
         expected, begun = self.scheduler.expected(), max(self.flight[0][2], self.latest)
-        return max(begun + expected - max(AHEAD, SHARE * expected) - self.clock(), 0.0)
+        return min(max(begun + expected - max(AHEAD, SHARE * expected) - self.clock(), 0.0), LONGEST)
 
     def step(self) -> list[Tokens]:
         """Keep `depth` steps in flight, wait for the oldest, and tell what it brought."""
