@@ -46,8 +46,9 @@ from bloomery.kernels import (
 )
 from bloomery.kernels.gemv import Activation, After, Heads, Residual
 from bloomery.kernels.norm import layer_norm
-from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed
+from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed, unpack
 from bloomery.kernels.store import Turn
+from bloomery.quant.nf4 import nested
 from bloomery.spec import Attention
 
 EIGHT = (torch.float8_e4m3fn, torch.int8)
@@ -58,7 +59,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 
 
 def made(kind: str, rows: int, columns: int, device: str) -> Packed:
-    """Random, of about the size of real weights: "int4 128 zero", "int8 row signed", "nf4 64", "fp8 row"."""
+    """Random, of about the size of real weights: "int4 128 zero", "int8 row signed", "nf4 64 nested", "fp8 row"."""
     name, group, *more = kind.split()
     bits = 8 if name in ("int8", "fp8") else 4
     size = columns**-0.5
@@ -72,7 +73,8 @@ def made(kind: str, rows: int, columns: int, device: str) -> Packed:
         (torch.rand(rows, columns // each, device=device) + 0.5) * (size if name == "nf4" else size / 2**bits)
     ).half()
     if name == "nf4":
-        return Codebook(codes, torch.randn(16, device=device).sort().values, scale)
+        table = torch.randn(16, device=device).sort().values
+        return nested(codes, table, scale.float()) if "nested" in more else Codebook(codes, table, scale)
     zero = (torch.rand(scale.shape, device=device) * ((1 << bits) - 1)).half() if "zero" in more else None
     order = torch.randperm(columns, device=device).int() if "order" in more else None
     codes = codes.view(torch.int8) if "signed" in more else codes
@@ -80,14 +82,14 @@ def made(kind: str, rows: int, columns: int, device: str) -> Packed:
 
 
 def size(packed: Packed) -> int:
-    parts = (getattr(packed, name, None) for name in ("codes", "scale", "zero", "absmax"))
+    parts = (getattr(packed, name, None) for name in ("codes", "scale", "zero", "absmax", "outer"))
     return sum(part.nbytes for part in parts if part is not None)
 
 
-KINDS = {"int4": "int4 128 zero", "nf4": "nf4 64", "int8": "int8 row signed", "fp8": "fp8 row"}
+KINDS = {"int4": "int4 128 zero", "nf4": "nf4 64 nested", "int8": "int8 row signed", "fp8": "fp8 row"}
 MORE = (
     "int4 128", "int4 64 zero", "int4 32 zero", "int4 row", "int4 row zero", "int4 128 zero order", "int8 128 zero",
-    "int8 row", "int8 row zero", "fp8 one", "fp8 block",
+    "int8 row", "int8 row zero", "fp8 one", "fp8 block", "nf4 64",
 )  # fmt: skip
 
 
@@ -102,7 +104,8 @@ def check_rows(
     line = Line.of(rows, columns, before, after, True, dtype, device)
     packed, x = made(kind, rows, columns, device), (torch.randn(tokens, columns, device=device) + 0.3).to(dtype)
     then = line.after(tokens, dtype)
-    got = poisoned(lambda: packed_gemv.packed_rows(x, packed, line.bias, line.before, then, cut))
+    shift = packed_linear.shifts(packed, line.before) if before == "layer" else None
+    got = poisoned(lambda: packed_gemv.packed_rows(x, packed, line.bias, line.before, then, cut, shift=shift))
     then64 = wide(then)
     if isinstance(then64, Heads):
         then64.cache.zero_()
@@ -150,9 +153,11 @@ def check_groups(bits: int, group: int, device: str) -> float:
     weight[0], weight[1] = 0, 3.0
     codes, scale, zero = quantize_groups.quantize_kernel_groups(weight, bits, group)
     wanted = quantize_groups.quantize_groups_reference(weight, bits, group)
-    got, best = (Grid(part[0], *part[1:], 8).dequantize() for part in ((codes, scale, zero), wanted))
+    each = 8 if bits == 3 else bits
+    got, best = (Grid(*part, each).dequantize() for part in ((codes, scale, zero), wanted))
     more = (got - weight).square().mean() / (best - weight).square().mean() - 1
-    return max((codes != wanted[0]).double().mean().item() / 10, more.item())
+    differ = unpack(codes, each) != unpack(wanted[0], each)
+    return max(differ.double().mean().item() / 10, more.item())
 
 
 def check_cache(counts: list[int], lengths: list[int], heads: tuple[int, int, int], dtype: torch.dtype) -> float:
@@ -171,7 +176,14 @@ def check_cache(counts: list[int], lengths: list[int], heads: tuple[int, int, in
     return max(wrong, lost / 4 if dtype == torch.float8_e4m3fn else lost)
 
 
-PHRASES = (("", ""), ("rms", "add"), ("rms", "gate silu"), ("", "activate gelu"), ("rms", "heads 6 2 64 64 tables"))
+PHRASES = (
+    ("", ""),
+    ("rms", "add"),
+    ("rms", "gate silu"),
+    ("", "activate gelu"),
+    ("rms", "heads 6 2 64 64 tables"),
+    ("layer", "activate gelu"),
+)
 
 
 def checks() -> Iterator[tuple[str, Callable[[], float], float]]:

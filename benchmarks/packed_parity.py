@@ -1,6 +1,6 @@
 """A checkpoint of fewer bits on the CPU and on the GPU: the same tokens? One table over the formats we write.
 
-    PYTHONPATH=src:. python3 benchmarks/packed_parity.py [--times 8]
+    PYTHONPATH=src:. python3 benchmarks/packed_parity.py [--times 4] [--only int4 fp8]
 
 A random Llama, so many times as wide as the tests' own, is written by `bloomery quantize` in each format and served in
 float32 on both devices: greedy tokens of eight prompts, and the largest difference of their tokens' log-probabilities.
@@ -11,6 +11,7 @@ products to eight bits as well, which is the format's own way: tokens may differ
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -21,7 +22,7 @@ CLOSE, FP8 = 2e-3, 0.3
 COUNT = 24
 
 
-def check(form: str, times: int) -> tuple[str, int, int, float]:
+def check(form: str, times: int, threads: int) -> tuple[str, int, int, float]:
     """Format, answers that are equal, answers, largest difference of a log-probability."""
     import torch
 
@@ -30,6 +31,7 @@ def check(form: str, times: int) -> tuple[str, int, int, float]:
     from bloomery.models.convert import Wish, convert
     from tests.parity.cases import CASES, VOCAB, make_checkpoint
 
+    torch.set_num_threads(threads)  # the formats run side by side
     torch.backends.cuda.matmul.allow_tf32 = False
     case = next(case for case in CASES if case.name == "llama")
     generator = torch.Generator().manual_seed(7)
@@ -62,12 +64,14 @@ def check(form: str, times: int) -> tuple[str, int, int, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=8)
+    parser.add_argument("--times", type=int, default=4)
+    parser.add_argument("--only", nargs="+", default=list(FORMS), choices=FORMS)
     args = parser.parse_args()
+    threads = max(1, (os.cpu_count() or 1) // len(args.only))
     bad = 0
     print(f"{'format':18}{'equal answers':>15}{'log-probabilities, at most':>30}")
-    with ProcessPoolExecutor(len(FORMS), get_context("spawn")) as pool:
-        for form, future in [(form, pool.submit(check, form, args.times)) for form in FORMS]:
+    with ProcessPoolExecutor(len(args.only), get_context("spawn")) as pool:
+        for form, future in [(form, pool.submit(check, form, args.times, threads)) for form in args.only]:
             try:
                 _, equal, count, far = future.result()
             except Exception as error:

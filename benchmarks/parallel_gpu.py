@@ -1,6 +1,6 @@
 """Two ranks on one GPU give the tokens of one: tensor and pipeline parallel, family by family, in float32.
 
-    PYTHONPATH=src:. python3 benchmarks/parallel_gpu.py [WORD ...] [--messages]
+    PYTHONPATH=src:. python3 benchmarks/parallel_gpu.py [WORD ...] [--device cuda:0] [--messages]
 
 NCCL refuses two ranks on one card, so messages go through the host and nothing is captured: slow, but the same split of
 the model, the same kernels on its parts. A word keeps the cases that have it in their name. `--messages` tries the
@@ -15,8 +15,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bloomery.config import Config
 from bloomery.describe import plan_for
@@ -27,6 +29,8 @@ from bloomery.engine.scheduler import Scheduler
 from bloomery.executors.local import Local
 from bloomery.executors.processes import Processes
 from bloomery.messages import Request, Sampling
+from bloomery.parallel.groups import Group, OneShot, Ranks
+from bloomery.runtime.replay import Pool
 
 NAMES = (
     "llama",
@@ -43,11 +47,10 @@ NAMES = (
 TOKENS = 16
 
 
-def tokens(executor: Executor, folder: str, prompts: list[list[int]], length: int, **wishes: int) -> list[list[int]]:
+def tokens(executor: Executor, folder: str, prompts: list[list[int]], length: int, **wishes: Any) -> list[list[int]]:
     config = Config(
-        folder, device="cuda:0", dtype="float32", max_model_len=length, kv_cache_gib=0.05, max_sequences=4,
-        cuda_graphs=False, **wishes,
-    )  # fmt: skip
+        folder, dtype="float32", max_model_len=length, kv_cache_gib=0.05, max_sequences=4, cuda_graphs=False, **wishes
+    )
     plan, _ = plan_for(config)
     capacity = executor.start(plan)
     blocks = Blocks(capacity.blocks, capacity.block_size)
@@ -62,7 +65,7 @@ def tokens(executor: Executor, folder: str, prompts: list[list[int]], length: in
     return found
 
 
-def families(words: list[str]) -> int:
+def families(words: list[str], device: str) -> int:
     from tests.parity.cases import CASES, VOCAB, make_checkpoint
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -74,9 +77,11 @@ def families(words: list[str]) -> int:
         prompts = [torch.randint(3, VOCAB, (case.prompt,), generator=generator).tolist() for _ in range(3)]
         with tempfile.TemporaryDirectory() as folder:
             make_checkpoint(case, Path(folder))
-            want = tokens(Local(), folder, prompts, case.length)
-            ways = {f"tp {tp} pp {pp}": (tp, pp) for tp, pp in ((2, 1), (1, 2))}
-            got = {name: tokens(ranks, folder, prompts, case.length, tp=tp, pp=pp) for name, (tp, pp) in ways.items()}
+            want = tokens(Local(), folder, prompts, case.length, device=device)
+            got = {
+                f"tp {tp} pp {pp}": tokens(ranks, folder, prompts, case.length, device=device, tp=tp, pp=pp)
+                for tp, pp in ((2, 1), (1, 2))
+            }
         told = ", ".join(f"{name}: {'equal' if found == want else 'DIFFERS'}" for name, found in got.items())
         wrong += sum(found != want for found in got.values())
         print(f"{case.name:20}{told}  ({time.monotonic() - begun:.1f} s)", flush=True)
@@ -84,12 +89,25 @@ def families(words: list[str]) -> int:
     return wrong
 
 
+def replayed(ranks: Group, device: torch.device) -> bool:
+    """Whether what a worker captures is right when it is replayed with other numbers."""
+    x = torch.randn(8, 4096, dtype=torch.bfloat16, device=device)
+    summed, joined = torch.zeros_like(x), torch.zeros_like(x)
+
+    def work() -> None:
+        summed.copy_(ranks.sum(x * 2))
+        joined.copy_(ranks.join(x, x.shape[1]))
+
+    work()
+    graph = Pool().capture(work)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    return torch.equal(summed, x * 2) and torch.equal(joined, x)
+
+
 def messages() -> int:
     """Sums inside a captured graph, by NCCL and by symmetric memory, in a group of one."""
-    import torch.distributed as dist
-
-    from bloomery.parallel.groups import Group, OneShot, Ranks
-
     device, wrong = torch.device("cuda:0"), 0
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/meeting", 1)
@@ -97,16 +115,7 @@ def messages() -> int:
         group = dist.new_group([0])
         made: dict[str, Group] = {"NCCL": Ranks(group), "one shot": OneShot(group, torch.bfloat16, device)}
         for name, ranks in made.items():
-            x = torch.randn(8, 4096, dtype=torch.bfloat16, device=device)
-            ranks.sum(x.clone())
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                summed, joined = ranks.sum(x * 2), ranks.join(x, x.shape[1])
-            x.copy_(torch.randn_like(x))
-            graph.replay()
-            torch.cuda.synchronize()
-            right = torch.equal(summed, x * 2) and torch.equal(joined, x)
+            right = replayed(ranks, device)
             wrong += not right
             print(f"{name}: {'right' if right else 'WRONG'} in a captured graph")
         dist.destroy_process_group()
@@ -116,9 +125,10 @@ def messages() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*")
+    parser.add_argument("--device", default="cuda:0", help="the one that all ranks share; cpu: to try the command")
     parser.add_argument("--messages", action="store_true")
     args = parser.parse_args()
-    return 1 if (messages() if args.messages else families(args.words)) else 0
+    return 1 if (messages() if args.messages else families(args.words, args.device)) else 0
 
 
 if __name__ == "__main__":

@@ -1,23 +1,9 @@
 """Promises about faults, overload and hostile input, each as a command: what was tried, what came out, and whether that
 is what docs/reliability.md promises.
 
-    PYTHONPATH=src python benchmarks/reliability.py kills --times 100 --streams 32
-    PYTHONPATH=src python benchmarks/reliability.py text --times 5 --streams 32     (the embedded model, deterministic)
-    PYTHONPATH=src python benchmarks/reliability.py ranks --times 20
-    PYTHONPATH=src python benchmarks/reliability.py faults --times 20
-    PYTHONPATH=src python benchmarks/reliability.py poison
-    PYTHONPATH=src python benchmarks/reliability.py streams --streams 1000 --seconds 60
-    PYTHONPATH=src python benchmarks/reliability.py overload --streams 5000
-    PYTHONPATH=src python benchmarks/reliability.py fairness
-    PYTHONPATH=src python benchmarks/reliability.py secrecy --times 50
-    PYTHONPATH=src python benchmarks/reliability.py bad                                (section by section, four ways)
-    PYTHONPATH=src python benchmarks/reliability.py invalid --times 100000
-    PYTHONPATH=src python benchmarks/reliability.py memory --times 10000
-    PYTHONPATH=src python benchmarks/reliability.py storm --times 20
-    PYTHONPATH=src python benchmarks/reliability.py seeds --times 20
-    PYTHONPATH=src python benchmarks/reliability.py exposure
-    PYTHONPATH=src python benchmarks/reliability.py files --times 10000
-    PYTHONPATH=src python benchmarks/reliability.py simulation --steps 1000000
+    PYTHONPATH=src python benchmarks/reliability.py ROW                      at its full length
+    PYTHONPATH=src python benchmarks/reliability.py kills --times 10         or a shorter one
+    PYTHONPATH=src python benchmarks/reliability.py all [--rows a,b,c]       one after another, a line each
 
 The server is the real one, two processes; the model behind it is a ghost unless said otherwise. The client runs on the
 same cores. Exit status 1 if a promise is broken.
@@ -28,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import contextlib
 import functools
 import json
 import logging
@@ -37,6 +25,7 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -196,33 +185,9 @@ def ranks_of(server: Any) -> list[int]:
         return []
 
 
-def ranks(args: argparse.Namespace) -> bool:
-    """The embedded model on three ranks, one of which is killed in the middle of four streams: all complete."""
-    serve = (sys.executable, "-m", "bloomery", "serve", "--deterministic", "--tp", "3", "--threads", "1")
-    command = (*serve, *OFTEN, "--port")
-    body = LONG | {"prompt": "The history of iron", "max_tokens": args.tokens}
-    same = 0
-    with served(folder(), command=command) as server:
-
-        async def once() -> list[str]:
-            tasks = [asyncio.create_task(text_of(server.port, body)) for _ in range(4)]
-            await asyncio.sleep(random.uniform(0.5, 3.0))
-            while not (members := ranks_of(server)):  # they may be starting again, after the last time
-                await asyncio.sleep(0.05)
-            os.kill(random.choice(members), signal.SIGKILL)
-            return await asyncio.gather(*tasks)
-
-        want = asyncio.run(text_of(server.port, body))
-        for _ in range(args.times):
-            same += sum(text == want for text in asyncio.run(once()))
-            progress("ranks", args.times)
-    tell(row="ranks", kills=args.times, streams=4 * args.times, identical=same)
-    return same == 4 * args.times
-
-
 def faults(args: argparse.Namespace) -> bool:
     good = True
-    for fault in (stop, unplug, orphans, terminate, calls):
+    for fault in (stop, rank, orphans, unplug, calls, terminate):
         begun = time.monotonic()
         found = fault(args)
         good &= found.pop("good")
@@ -265,6 +230,28 @@ def stop(args: argparse.Namespace) -> dict[str, Any]:
     return {"good": good, "times": args.times, "complete": complete, "not_ready_after_s": round(slowest, 1)}
 
 
+def rank(args: argparse.Namespace) -> dict[str, Any]:
+    """The embedded model on three ranks, one of which is killed in the middle of four streams: the text as ever."""
+    serve = (sys.executable, "-m", "bloomery", "serve", "--deterministic", "--tp", "3", "--threads", "1")
+    body = LONG | {"prompt": "The history of iron", "max_tokens": 40}
+    same = 0
+    with served(folder(), command=(*serve, *OFTEN, "--port")) as server:
+
+        async def once() -> list[str]:
+            tasks = [asyncio.create_task(text_of(server.port, body)) for _ in range(4)]
+            await asyncio.sleep(random.uniform(0.5, 3.0))
+            while not (members := ranks_of(server)):  # they may be starting again, after the last time
+                await asyncio.sleep(0.05)
+            os.kill(random.choice(members), signal.SIGKILL)
+            return await asyncio.gather(*tasks)
+
+        want = asyncio.run(text_of(server.port, body))
+        for _ in range(args.times):
+            same += sum(text == want for text in asyncio.run(once()))
+            progress("rank", args.times)
+    return {"good": same == 4 * args.times, "times": args.times, "complete": same}
+
+
 def unplug(args: argparse.Namespace) -> dict[str, Any]:
     """The line between the processes is cut, in the middle of 8 streams. It has no name that could be removed."""
     from bloomery.engine.client import EngineClient
@@ -290,19 +277,26 @@ def unplug(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def orphans(args: argparse.Namespace) -> dict[str, Any]:
-    """The API process is killed: within 5 s nothing it started is left, and its successor listens on the same port."""
+    """The API process is killed, under streams and while a text is worked on: within 5 s nothing of it is left, and
+    its successor listens on the same port."""
+    text = "Iron, ash and slag! " * 1500
 
     def lane(times: int) -> list[tuple[int, float]]:
         found, port = [], None
         for _ in range(times):
             with served(folder(), "--engine", "--quick --delay 0.01", port=port) as server:
-                port, pids = server.port, server.children("engine") + server.children("apart")
+                lines = [connect(server.port, LONG | {"max_tokens": 500}) for _ in range(8)]
+                lines += [connect(server.port, LONG | {"prompt": text}) for _ in range(4)]
+                time.sleep(random.uniform(0.0, 0.3))
+                port, pids = server.port, server.children("")
                 server.process.kill()
                 begun = time.monotonic()
                 server.process.wait()
                 while any(map(alive, pids)) and time.monotonic() - begun < 5:
                     time.sleep(0.02)
                 found.append((sum(map(alive, pids)), time.monotonic() - begun))
+                for line in lines:
+                    line.close()
             progress("orphans", args.times)
         with served(folder(), "--engine=--quick", port=port):
             return found
@@ -380,14 +374,15 @@ def streams(args: argparse.Namespace) -> bool:
                "--limits", f"requests={args.streams + 24}")  # fmt: skip
     gaps: list[float] = []
     with served(folder(), *options) as server:
-        peak = 0
+        peak = unready = 0
 
         async def main() -> list[BaseException | None]:
-            nonlocal peak
+            nonlocal peak, unready
             body = LONG | {"max_tokens": tokens}
             tasks = [asyncio.create_task(tally(server.port, body, gaps)) for _ in range(args.streams)]
             while not all(task.done() for task in tasks):
                 peak = max(peak, server.resident)
+                unready += await status(server.port, "/ready") != 200  # load is no illness
                 await asyncio.sleep(1.0)
             return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -396,8 +391,8 @@ def streams(args: argparse.Namespace) -> bool:
         took = time.monotonic() - begun
     tell(row="streams", streams=args.streams, tokens=tokens, errors=errors, seconds=round(took, 1),
          rate=round(args.streams * tokens / took), p99_gap_s=round(quantile(gaps, 0.99), 2),
-         longest_gap_s=round(max(gaps), 2), api_mb=round(peak / 1e6))  # fmt: skip
-    return errors == 0 and max(gaps) < 2 and peak < 600e6
+         longest_gap_s=round(max(gaps), 2), api_mb=round(peak / 1e6), not_ready=unready)  # fmt: skip
+    return errors == 0 and max(gaps) < 2 and peak < 600e6 and not unready
 
 
 def overload(args: argparse.Namespace) -> bool:
@@ -412,18 +407,12 @@ def overload(args: argparse.Namespace) -> bool:
                "--policy", "first-come", "--limits", f"requests={inside}")  # fmt: skip
 
     async def main(port: int) -> tuple[dict[str, Any], list[Knock], float]:
-        tokens = int(10 * (ramp + alone + args.seconds) * 1.3)
-        crowd = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.chaos.load", *map(str, (port, inside, tokens, ramp)), cwd=ROOT,
-            stdout=subprocess.PIPE, limit=1 << 22, preexec_fn=lambda: os.nice(10),
-        )  # fmt: skip
-        assert crowd.stdout is not None
-        await crowd.stdout.readline()  # all are inside
+        lines = await crowd_inside(port, inside, int(10 * (ramp + alone + args.seconds) * 1.3), ramp)
         await asyncio.sleep(alone)
         begun = time.monotonic()
         delays = [random.uniform(0, args.seconds) for _ in range(args.streams - inside)]
         made = await asyncio.to_thread(knocks, port, delays)
-        return json.loads(await crowd.stdout.readline()), made, begun
+        return json.loads(await lines.readline()), made, begun
 
     with served(folder(), *options) as server:
         crowd, made, begun = asyncio.run(main(server.port))
@@ -442,6 +431,17 @@ def overload(args: argparse.Namespace) -> bool:
          longest_gap_s=round(crowd["longest_gap"], 2))  # fmt: skip
     kept = set(seen) <= {200, 429} and not crowd["failed"] and not without_advice
     return kept and late < 0.05 and busy >= 0.95 * quiet
+
+
+async def crowd_inside(port: int, streams: int, tokens: int, ramp: float) -> asyncio.StreamReader:
+    """Once so many streams have begun, in a process that steps back; its last line tells what became of them."""
+    crowd = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.chaos.load", *map(str, (port, streams, tokens, ramp)), cwd=ROOT,
+        stdout=subprocess.PIPE, limit=1 << 22, preexec_fn=lambda: os.nice(10),
+    )  # fmt: skip
+    assert crowd.stdout is not None
+    await crowd.stdout.readline()
+    return crowd.stdout
 
 
 def pace(seen: list[tuple[float, int]], begun: float, ended: float) -> float:
@@ -465,7 +465,8 @@ def fairness(args: argparse.Namespace) -> bool:
         begun = time.monotonic()
         try:
             got = 0
-            async for _ in events(port, "/v1/completions", body, **{"x-api-key": keys[who]}):
+            name = {"x-api-key": keys[who], "x-request-id": who}
+            async for _ in events(port, "/v1/completions", body, **name):
                 got += 1
                 if got == 1:
                     waits.append(time.monotonic() - begun)
@@ -482,10 +483,16 @@ def fairness(args: argparse.Namespace) -> bool:
 
     with served(folder(), *options) as server:
         alone = asyncio.run(offered(server.port, 0))
+        begun = server.log.stat().st_size
         beside = asyncio.run(offered(server.port, 20))
+        lines = [json.loads(line) for line in server.log.read_text()[begun:].splitlines() if '"queue": ' in line]
+    phases = {
+        f"{name}_p99_ms": round(1000 * quantile([line[name] for line in lines if line["request"] == "polite"], 0.99))
+        for name in ("queue", "first_token")  # within the engine's queue; within the server, all in all
+    }
     told = {f"{who} {code}": count for (who, code), count in sorted(seen.items())}
     tell(row="fairness", first_token_p99_alone_ms=round(1000 * alone), beside_greedy_ms=round(1000 * beside),
-         ratio=round(beside / alone, 2), answers=told)  # fmt: skip
+         ratio=round(beside / alone, 2), **phases, answers=told)  # fmt: skip
     return beside <= 2 * alone and not seen["polite", 429]
 
 
@@ -530,6 +537,130 @@ def chance_of(one: list[float], other: list[float]) -> float:
     return math.erfc(abs(z) / math.sqrt(2))
 
 
+def idlers(args: argparse.Namespace) -> bool:
+    """Peers that never read: fifty that ask for a stream and fifty that say nothing. A crowd of readers beside them
+    gets as many tokens a second as before. Then strangers at every other socket, those of ranks, that say what nobody
+    expects: the text stays as it is."""
+    readers, alone = 100, args.seconds / 2
+    options = ("--engine", "--quick --delay 0.05 --blocks 100000", "--sequences", "256", "--policy", "first-come",
+               "--limits", "stall_seconds=600")  # fmt: skip
+
+    async def main(port: int) -> tuple[dict[str, Any], float]:
+        lines = await crowd_inside(port, readers, int(20 * (alone + args.seconds + 5)), 1.0)
+        await asyncio.sleep(alone)
+        idle = [connect(port, LONG | {"max_tokens": 2000} if number % 2 else None) for number in range(100)]
+        begun = time.monotonic()
+        await asyncio.sleep(args.seconds)
+        for line in idle:
+            line.close()
+        return json.loads(await lines.readline()), begun
+
+    with served(folder(), *options) as server:
+        crowd, begun = asyncio.run(main(server.port))
+    quiet, beside = pace(crowd["seen"], begun - alone, begun), pace(crowd["seen"], begun, begun + args.seconds)
+    same, ports = strangers()
+    tell(row="idlers", seconds=args.seconds, tokens_a_second=round(beside), before=round(quiet), failed=crowd["failed"],
+         share=round(beside / quiet, 3), sockets_of_ranks=ports, text_the_same=same)  # fmt: skip
+    return not crowd["failed"] and beside >= 0.95 * quiet and same
+
+
+def connect(port: int, body: dict[str, Any] | None) -> socket.socket:
+    """A connection on which nothing is read, and perhaps a request for it."""
+    line = socket.socket()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    line.connect(("127.0.0.1", port))
+    if body is not None:
+        data = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        line.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    return line
+
+
+def strangers() -> tuple[bool, int]:
+    """Whether the embedded model on three ranks says the same while strangers hold a line to each rank's sockets."""
+    serve = (sys.executable, "-m", "bloomery", "serve", "--deterministic", "--tp", "3", "--threads", "1", "--port")
+    body = LONG | {"prompt": "The history of iron", "max_tokens": 40}
+    with served(folder(), command=serve) as server, contextlib.ExitStack() as exit:
+        members = ranks_of(server)
+        want = asyncio.run(text_of(server.port, body))
+        addresses = [address for pid in members for address in listening(pid)]
+        for address, port in addresses:
+            if not address.startswith("127."):
+                return False, len(addresses)
+            line = exit.enter_context(socket.create_connection((address, port)))
+            line.sendall(random.randbytes(64))
+        got = [asyncio.run(text_of(server.port, body)) for _ in range(3)]
+        return got == [want] * 3 and ranks_of(server) == members, len(addresses)
+
+
+def isolation(args: argparse.Namespace) -> bool:
+    """Fifty connections full of texts of a megabyte, deep bodies and long lists: the tokens of a stream beside them
+    come as before, a few at most twice as late."""
+    options = ("--engine", "--speaker --delay 0.05 --blocks 100000 --context 65536", "--limits", "requests=256")
+    tokens = int(20 * 2.5 * args.seconds)
+
+    async def main(port: int) -> tuple[list[float], list[float], dict[str, int]]:
+        line = [sys.executable, "-m", "tests.chaos.flood", *map(str, (port, args.seconds + 3, 50))]
+        begun = last = time.monotonic()
+        flood, gaps = None, dict[bool, list[float]]({False: [], True: []})
+        async for _ in events(port, "/v1/completions", LONG | {"max_tokens": tokens}):
+            now = time.monotonic()
+            if 1 < now - begun < args.seconds or args.seconds + 3 < now - begun < 2 * args.seconds:
+                gaps[flood is not None].append(now - last)
+            last = now
+            if flood is None and now - begun > args.seconds:
+                flood = await asyncio.create_subprocess_exec(
+                    *line, cwd=ROOT, stdout=subprocess.PIPE, preexec_fn=lambda: os.nice(10)
+                )
+                last = time.monotonic()
+        assert flood is not None
+        return gaps[False], gaps[True], json.loads((await flood.communicate())[0])
+
+    with served(folder(), *options) as server:
+        engine = server.children("engine")
+        quiet, beside, answers = asyncio.run(main(server.port))
+        unharmed = server.children("engine") == engine and asyncio.run(status(server.port, "/ready")) == 200
+    alone, late = quantile(quiet, 0.99), quantile(beside, 0.99)
+    tell(row="isolation", p99_gap_alone_ms=round(1000 * alone, 1), beside_ms=round(1000 * late, 1),
+         ratio=round(late / alone, 2), longest_ms=round(1000 * max(beside)), answers=answers,
+         unharmed=unharmed)  # fmt: skip
+    return late < 2 * alone and unharmed and all(int(code) < 500 for code in answers)
+
+
+def descriptors(args: argparse.Namespace) -> bool:
+    """A server that may open 256 files and 400 who connect: a stream goes on, no core is lost to trying again, and once
+    they are gone it serves."""
+    limited = ("bash", "-c", 'ulimit -n 256 && exec "$0" "$@"', sys.executable, str(SERVER))
+
+    async def main(server: Served) -> tuple[str, str, float]:
+        want = await text_of(server.port, LONG | {"max_tokens": 200})
+        stream = asyncio.create_task(text_of(server.port, LONG | {"max_tokens": 200}))
+        await asyncio.sleep(0.1)
+        lines = [connect(server.port, None) for _ in range(400)]
+        got = await stream
+        before = processor_seconds(server.process.pid)
+        await asyncio.sleep(3.0)
+        spent = processor_seconds(server.process.pid) - before
+        for line in lines:
+            line.close()
+        return want, got, spent
+
+    with served(folder(), command=limited) as server:
+        want, got, spent = asyncio.run(main(server))
+        begun = time.monotonic()
+        while asyncio.run(status(server.port, "/ready")) != 200 and time.monotonic() - begun < 30:
+            time.sleep(0.1)
+        serves = asyncio.run(text_of(server.port, LONG | {"max_tokens": 200})) == want
+    tell(row="descriptors", stream_whole=got == want, core_seconds_of_3=round(spent, 2), serves_again=serves,
+         after_s=round(time.monotonic() - begun, 1))  # fmt: skip
+    return got == want and serves and spent < 1.0
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def storm(args: argparse.Namespace) -> bool:
     """Clients that leave, several answers a request, deadlines and kills at once: all blocks are free soon after."""
     waits: list[float] = []
@@ -563,7 +694,7 @@ def storm(args: argparse.Namespace) -> bool:
 def memory(args: argparse.Namespace) -> bool:
     """Bytes the API process grows by a request, from a line through its size after a warm-up of a tenth."""
     good = True
-    for kind in ("mixed", "aborted", "refused"):
+    for kind in ("mixed", "aborted", "refused", "schemas"):
         sizes = growth(kind, args.times)
         slope = statistics.linear_regression(*zip(*sizes, strict=True)).slope
         tell(row="memory", kind=kind, requests=args.times, bytes_a_request=round(slope), mb=round(sizes[-1][1] / 1e6))
@@ -580,6 +711,10 @@ def growth(kind: str, times: int) -> list[tuple[int, int]]:
             chat = {"messages": [{"role": "user", "content": f"iron {number}"}], "max_tokens": 4}
             if kind == "refused":
                 await request(server.port, "POST", "/v1/completions", body | {"model": f"unknown-{number}"})
+            elif kind == "schemas":
+                schema = {"name": f"s{number}", "schema": {"type": "object", "properties": {f"p{number}": {}}}}
+                wanted = {"response_format": {"type": "json_schema", "json_schema": schema}}
+                await request(server.port, "POST", "/v1/chat/completions", chat | wanted)
             elif kind == "aborted":
                 async for _ in events(server.port, "/v1/completions", body | {"max_tokens": 500, "stream": True}):
                     return
@@ -660,13 +795,14 @@ def bad_way(way: str, python: tuple[str, ...], options: tuple[str, ...]) -> bool
 def invalid(args: argparse.Namespace) -> bool:
     """Bodies made wrong at random, 16 at a time, until so many were refused: nothing above 499, no refusal slow."""
     from tests.chaos.bodies import body
+    from tests.server.test_bad_requests import LEAK
 
     chance = random.Random(args.seed)
     seen: Counter[int] = Counter()
-    slowest = 0.0
+    slowest, leaks = 0.0, 0
 
     async def worker(port: int) -> None:
-        nonlocal slowest
+        nonlocal slowest, leaks
         line = Line(port)
         while sum(seen.values()) - seen[200] < args.times:
             path, data = body(chance)
@@ -675,6 +811,7 @@ def invalid(args: argparse.Namespace) -> bool:
             seen[answer.status] += 1
             if answer.status != 200:  # some changes leave a body right, and then it is answered
                 slowest = max(slowest, time.monotonic() - begun)
+                leaks += LEAK.search(answer.body.decode("utf-8", "replace")) is not None
                 progress("invalid", args.times)
         line.close()
 
@@ -686,8 +823,8 @@ def invalid(args: argparse.Namespace) -> bool:
         asyncio.run(main(server.port))
         ready, unharmed = asyncio.run(status(server.port, "/ready")), server.children("engine") == engine
     tell(row="invalid", bodies=sum(seen.values()), statuses=dict(sorted(seen.items())), slowest_s=round(slowest, 3),
-         ready=ready, engine_unharmed=unharmed, seconds=round(time.monotonic() - begun, 1))  # fmt: skip
-    return all(code < 500 for code in seen) and slowest <= 1 and ready == 200 and unharmed
+         ready=ready, engine_unharmed=unharmed, leaks=leaks, seconds=round(time.monotonic() - begun, 1))  # fmt: skip
+    return all(code < 500 for code in seen) and slowest <= 1 and ready == 200 and unharmed and not leaks
 
 
 def files(args: argparse.Namespace) -> bool:
@@ -701,59 +838,117 @@ def files(args: argparse.Namespace) -> bool:
 
 
 def exposure(args: argparse.Namespace) -> bool:
-    """Sockets, open routes, what is in the package, and whether it runs as nobody on a root it cannot write to."""
-    key = "a-key-that-no-process-list-shows"
+    """Sockets, open routes, what is in the package, pickles, what is logged, and whether it runs as nobody on a root it
+    cannot write to, and where there is no room left."""
+    from bloomery.server.routes import table
+    from bloomery.server.service import Settings
+
+    key, said = "a-key-that-no-process-list-shows", "a-word-that-no-log-shows"
     secret = folder() / "key"
     secret.write_text(key)
+    routes = table(Settings(model="speaker"))
     with served(folder(), "--engine=--speaker", "--api-key", f"@{secret}") as server:
         pids = [server.process.pid, *server.children("")]
-        listening = sum(map(listeners, pids))
+        sockets = [address for pid in pids for address in listening(pid)]
         shown = sum(
             key.encode() in Path(f"/proc/{pid}/{name}").read_bytes() for pid in pids for name in ("environ", "cmdline")
         )
-        from bloomery.server.routes import table
-        from bloomery.server.service import Settings
-
-        routes = table(Settings(model="speaker"))
-        open_routes = sorted({route.path for route in routes if route.open})
-        statuses = {
+        without_key = {
             asyncio.run(request(server.port, route.method, route.path, {} if route.method == "POST" else None)).status
             for route in routes
             if not route.open
         }
-        written = key in server.log.read_text()
+        taken = pickles(server.port, [route.path for route in routes], key)
+        asyncio.run(mention(server.port, said, key))
+        log = server.log.read_text()
     word = re.compile(r"\b(c?pickle|cloudpickle|marshal)\b|torch\.load\(|(?<![.\w])(eval|exec)\(")
-    hits = sum(len(word.findall(path.read_text(encoding="utf-8"))) for path in (ROOT / "src").rglob("*.py"))
-    readonly = read_only()
-    tell(row="exposure", listening=listening, open_routes=open_routes, others_without_key=sorted(statuses),
-         key_in_processes=shown, key_in_log=written, words=hits, nobody_on_read_only_root=readonly)  # fmt: skip
-    return (
-        listening == 1
-        and not shown
-        and statuses == {401}
-        and not hits
-        and readonly in ("serves", "not tried: no unshare")
-    )
+    texts = [path for kind in ("py", "c", "h") for path in (ROOT / "src").rglob(f"*.{kind}")]
+    found = {
+        "listening": len(sockets),
+        "open_routes": sorted({route.path for route in routes if route.open}),
+        "others_without_key": sorted(without_key),
+        "key_in_processes": shown,
+        "secrets_in_log": sum(log.count(secret) for secret in (key, said)),
+        "words": sum(len(word.findall(path.read_text(encoding="utf-8"))) for path in texts),
+        "pickles_taken": taken,
+        "nobody_on_read_only_root": confined(READ_ONLY),
+        "no_room_left": confined(FULL),
+    }
+    tell(row="exposure", **found)
+    wanted = {
+        "listening": 1, "open_routes": OPEN, "others_without_key": [401], "key_in_processes": 0, "secrets_in_log": 0,
+        "words": 0, "pickles_taken": 0,
+    }  # fmt: skip
+    places = {found["nobody_on_read_only_root"], found["no_room_left"]}
+    return found | wanted == found and places <= {"serves", "not tried: no unshare"}
 
 
-def listeners(pid: int) -> int:
-    """TCP sockets on which a process listens."""
-    links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.exists()}
-    lines = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
-    ]
-    return sum(line[3] == "0A" and f"socket:[{line[9]}]" in links for line in lines)
+OPEN = ["/", "/assets/{file}", "/health", "/live", "/ping", "/ready"]
 
 
-def read_only() -> str:
-    """A server as an unprivileged user in a namespace whose whole tree is mounted read-only, /tmp included."""
+def pickles(port: int, paths: list[str], key: str) -> int:
+    """A megabyte that makes a file for whoever unpickles it, raw and in a body's fields, to every route; how many were
+    not refused, or made the file."""
+    canary = folder() / "canary"
+    raw = f"cposix\nsystem\n(S'touch {canary}'\ntR.".encode().ljust(1 << 20, b"0")
+    worded = base64.b64encode(raw).decode()
+    wrong = 0
+    for path in paths:
+        chat = [{"role": "user", "content": worded}]
+        for body in ({"inputs": worded}, {"prompt": worded}, {"messages": chat}, {"prompt_embeds": worded}):
+            wrong += not 400 <= refusal(port, path, json.dumps(body).encode(), key) < 500
+        wrong += not 400 <= refusal(port, path, raw, key) < 500
+    return wrong + canary.exists()
+
+
+def refusal(port: int, path: str, data: bytes, key: str) -> int:
+    """The status of an answer that may come, and the connection be closed, before all of the body was sent."""
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nx-api-key: {key}\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as line:
+        with contextlib.suppress(ConnectionError):
+            line.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        return int(line.recv(12)[9:])
+
+
+async def mention(port: int, word: str, key: str) -> None:
+    """In prompts, names and fields, of requests that are answered and of such that are not."""
+    few = {"max_tokens": 2}
+    bodies = (
+        ("/v1/completions", {"prompt": word, **few}), ("/v1/completions", {"prompt": word, "n": -1, "user": word}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": word}], **few}),
+        ("/v1/chat/completions", {"messages": [{"role": word, "content": word}], "model": word, word: word}),
+        ("/v1/chat/completions", {"messages": [], "tools": [{"type": "function", "function": {"name": word}}]}),
+        ("/generate", {"inputs": word, "parameters": {"max_new_tokens": 2, "stop": [word]}}), (f"/{word}", {}),
+    )  # fmt: skip
+    for path, body in bodies:
+        await request(
+            port, "POST", path, body, **{"x-api-key": key, "user-agent": word, "x-request-id": word + " \x7f"}
+        )
+
+
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Addresses and ports at which a process listens. Several descriptors of one socket count once."""
+    links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    found = []
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in links:
+                address, port = local.split(":")
+                packed = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
+                found.append((socket.inet_ntop(family, packed), int(port, 16)))
+    return found
+
+
+READ_ONLY = "mount -o remount,bind,ro / 2>/dev/null || mount --bind / / && mount -o remount,bind,ro /"
+FULL = "; ".join(f"mount -t tmpfs -o size=64k none {place} && head -c 64k /dev/zero > {place}/full || true"
+                 for place in ("/tmp", "/dev/shm", "/var/tmp"))  # fmt: skip
+
+
+def confined(place: str) -> str:
+    """A server as an unprivileged user in a namespace of its own, where these mounts were made."""
     port = free_port()
-    inner = (
-        "mount -o remount,bind,ro / 2>/dev/null || mount --bind / / && mount -o remount,bind,ro /; "
-        f"exec unshare --user --map-user=65534 --map-group=65534 {sys.executable} -B {SERVER} {port}"
-    )
+    inner = f"{place}; exec unshare --user --map-user=65534 --map-group=65534 {sys.executable} -B {SERVER} {port}"
     try:
         process = subprocess.Popen(
             ["unshare", "--mount", "--propagation", "private", "sh", "-c", inner], stderr=subprocess.PIPE, text=True,
@@ -788,6 +983,23 @@ def world(seed: int) -> tuple[int, Any]:
         return seed, f"{type(error).__name__}: {error}"
 
 
+def points(args: argparse.Namespace) -> bool:
+    """A played scene struck at every moment of its life, in every way; see tests/simulation/points.py."""
+    from tests.simulation.points import POINTS, moments, scene
+
+    logging.disable(logging.CRITICAL)
+    begun, seen, wrong = time.monotonic(), Counter[str](), list[str]()
+    every = list(moments())
+    for event, at in every:
+        try:
+            scene(event, at, seen)
+        except Exception as error:
+            wrong.append(f"{type(error).__name__}: {error}")
+        progress("points", len(every))
+    tell(row="points", scenes=len(every), wrong=wrong[:3], struck=dict(seen), seconds=round(time.monotonic() - begun))
+    return not wrong and set(seen) == POINTS
+
+
 def simulation(args: argparse.Namespace) -> bool:
     """Worlds of consecutive seeds, on two cores, until they have seen so many steps."""
     begun, steps, seed, total = time.monotonic(), 0, args.seed, Counter[str]()
@@ -807,30 +1019,99 @@ def simulation(args: argparse.Namespace) -> bool:
     return True
 
 
-ROWS: dict[str, Callable[[argparse.Namespace], bool]] = {
-    row.__name__: row
-    for row in (
-        kills, text, ranks, faults, poison, streams, overload, fairness, secrecy, bad, invalid, memory, storm, seeds,
-        exposure, files, simulation,
-    )
-}  # fmt: skip
+def engines(args: argparse.Namespace) -> bool:
+    """Random engines, with drafts, chunks, preemption, prefix hits and aborts, against the plain loop."""
+    return command("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ghost", "--engines", str(args.times))
+
+
+def deterministic(args: argparse.Namespace) -> bool:
+    """The embedded model: every prompt alone, in batches, in chunks, behind warm prefixes, preempted: the same bits."""
+    return command("benchmarks/deterministic.py", "check", "--model", "embedded", "--device", "cpu", "--prompts",
+                   str(args.times), "--tokens", str(args.tokens))  # fmt: skip
+
+
+def command(*line: str) -> bool:
+    done = subprocess.run([sys.executable, *line], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for said in done.stdout.strip().splitlines()[-9:]:
+        print(said, flush=True)
+    return done.returncode == 0
+
+
+Row = Callable[[argparse.Namespace], bool]
+# each with its full length
+ROWS: dict[str, tuple[Row, dict[str, Any]]] = {
+    "kills": (kills, {"times": 100, "streams": 32}),
+    "text": (text, {"times": 20, "streams": 32, "tokens": 40}),
+    "faults": (faults, {"times": 20}),
+    "poison": (poison, {}),
+    "streams": (streams, {"streams": 1000, "seconds": 300.0}),
+    "overload": (overload, {"streams": 5000, "inside": 1000, "seconds": 30.0}),
+    "fairness": (fairness, {"seconds": 60.0}),
+    "secrecy": (secrecy, {"times": 50}),
+    "idlers": (idlers, {"seconds": 60.0}),
+    "isolation": (isolation, {"seconds": 60.0}),
+    "descriptors": (descriptors, {}),
+    "bad": (bad, {}),
+    "invalid": (invalid, {"times": 100_000}),
+    "memory": (memory, {"times": 10_000}),
+    "storm": (storm, {"times": 20}),
+    "seeds": (seeds, {"times": 20}),
+    "exposure": (exposure, {}),
+    "files": (files, {"times": 10_000}),
+    "points": (points, {}),
+    "simulation": (simulation, {"steps": 1_000_000}),
+    "engines": (engines, {"times": 12_000}),
+    "deterministic": (deterministic, {"times": 500, "tokens": 16}),
+}
+LONGEST = 7200  # seconds a row may take
+
+
+def every(rows: list[str]) -> bool:
+    """One row after another, each in a process of its own; what a row says, in one line."""
+    broken = 0
+    for row in rows:
+        begun = time.monotonic()
+        try:
+            done = subprocess.run([sys.executable, __file__, row], capture_output=True, text=True, timeout=LONGEST)
+            kept, said = done.returncode == 0, done.stdout.splitlines()[:-1] or done.stderr.splitlines()[-1:]
+        except subprocess.TimeoutExpired:
+            kept, said = False, [f"did not end within {LONGEST} s"]
+        broken += not kept
+        print(f"{row:14}{'kept' if kept else 'short':6}{time.monotonic() - begun:6.0f} s  {' '.join(said)}", flush=True)
+    print(f"{len(rows) - broken} of {len(rows)} rows kept", flush=True)
+    return not broken
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("row", choices=ROWS)
-    parser.add_argument("--times", type=int, default=20)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--inside", type=int, default=1000, help="how many the server lets in (overload)")
-    parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--tokens", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("row", choices=[*ROWS, "all"])
+    parser.add_argument("--rows", default=",".join(ROWS), help="which of all, in this order")
+    for name, what in LENGTHS.items():
+        parser.add_argument(f"--{name}", type=float if name == "seconds" else int, help=what)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    if args.row == "all":
+        if unknown := set(names := args.rows.split(",")) - set(ROWS):
+            parser.error(f"there is no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+        return 0 if every(names) else 1
+    row, full = ROWS[args.row]
+    for name, value in full.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     random.seed(args.seed)
-    kept = ROWS[args.row](args)
-    print("kept" if kept else "BROKEN", flush=True)
+    kept = row(args)
+    print("kept" if kept else "short", flush=True)
     return 0 if kept else 1
+
+
+LENGTHS = {
+    "times": "repetitions",
+    "streams": "at once",
+    "inside": "how many the server lets in (overload)",
+    "seconds": "of load",
+    "tokens": "an answer",
+    "steps": "of simulated engines",
+}
 
 
 if __name__ == "__main__":

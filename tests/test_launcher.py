@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -14,7 +14,8 @@ from bloomery.config import Config, ServerConfig, options
 from bloomery.errors import ConfigError
 from bloomery.launcher import FLAGS, LIMIT, QUANTIZE, STORED, configured, given, parser, server, translate
 from bloomery.server.limits import Limits
-from tests.e2e.test_serve import free_port
+from tests.chaos.http import free_port
+from tests.waiting import LONG, until
 
 KNOWN = {field.name for field in options(Config, ServerConfig)}
 
@@ -83,33 +84,31 @@ def test_what_cannot_be_is_refused() -> None:
         server({"port": "http", "api_key": "x"})
 
 
-def test_a_server_by_variables_alone() -> None:
+def healthy(client: httpx2.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+def test_a_server_by_variables_alone(tmp_path: Path) -> None:
     """As a TGI container is started: nothing but the environment."""
     port = free_port()
     environ = {
         "PORT": str(port), "HOSTNAME": "127.0.0.1", "MAX_TOTAL_TOKENS": "256", "NGROK": "true", "JSON_OUTPUT": "true",
         "BLOOMERY_THREADS": "1", "BLOOMERY_KV_CACHE_GIB": "0.1", "MAX_CONCURRENT_REQUESTS": "7",
     }  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bloomery.launcher"], stderr=subprocess.PIPE, text=True, env=os.environ | environ
-    )
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen([sys.executable, "-m", "bloomery.launcher"], stderr=file, env=os.environ | environ)
     try:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            end = time.monotonic() + 90
-            while True:
-                try:
-                    if client.get("/health").status_code == 200:
-                        break
-                except httpx2.HTTPError:
-                    pass
-                assert time.monotonic() < end and process.poll() is None, "the server does not get ready"
-                time.sleep(0.2)
+            assert until(lambda: process.poll() is not None or healthy(client), 240), "the server does not get ready"
             info = client.get("/info").json()
             body = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 3}}
             assert client.post("/generate", json=body).json()["generated_text"].startswith(" Paris")
         assert (info["max_total_tokens"], info["max_concurrent_requests"]) == (256, 7)
     finally:
         process.terminate()
-        _, logs = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert "--ngrok has no meaning here" in logs
+        assert process.wait(LONG) == 0, log.read_text()
+    assert "--ngrok has no meaning here" in log.read_text()

@@ -35,7 +35,7 @@ from bloomery.errors import BloomeryError, ConfigError, InvalidRequest, RequestF
 from bloomery.executors.chosen import Chosen
 from bloomery.messages import Capacity, Pooling, Request, Tokens
 from bloomery.sampling import SamplingParams, embedding_request, requests
-from bloomery.text.answer import Delta, Generation, RequestOutput
+from bloomery.text.answer import Answer, Delta, Generation, RequestOutput
 from bloomery.text.chat import render
 from bloomery.text.load import load_tokenizer
 from bloomery.text.tokenizer import Tokenizer
@@ -184,7 +184,8 @@ class LLM:
         self.front = Front(model, **options)
         self.tokenizer = self.front.tokenizer
         self.loop = self.front.stack.loop
-        self.arrivals: dict[str, tuple[Generation, deque[Delta]]] = {}  # by request
+        # by request: whose it is, and where to put what it gains if somebody looks on
+        self.arrivals: dict[str, tuple[Generation, Answer, deque[Delta] | None]] = {}
         self.embedded: dict[str, list[float]] = {}  # by request
 
     @property
@@ -205,7 +206,7 @@ class LLM:
             raise InvalidRequest(f"{len(asked)} prompts but {len(params)} sampling_params", "sampling_params")
         made = [self.front.generation(prompt, one) for prompt, one in zip(asked, params, strict=True)]
         for generation in made:
-            self._submit(generation)
+            self._submit(generation, None)
         ours = {generation.id for generation in made}
         try:
             with bar(len(made), use_tqdm) as advance:
@@ -251,7 +252,8 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """The answer piece by piece. Closing the iterator stops it; several may run side by side."""
         generation = self.front.generation(prompt, sampling_params or self.default_params)
-        ready = self._submit(generation)
+        ready: deque[Delta] = deque()
+        self._submit(generation, ready)
         try:
             while not generation.finished or ready:
                 if ready:
@@ -264,12 +266,10 @@ class LLM:
     def close(self) -> None:
         self.front.stack.executor.close()
 
-    def _submit(self, generation: Generation) -> deque[Delta]:
-        ready: deque[Delta] = deque()
+    def _submit(self, generation: Generation, ready: deque[Delta] | None) -> None:
         for name, answer in generation.answers.items():
             self.loop.add(answer.request)
-            self.arrivals[name] = generation, ready
-        return ready
+            self.arrivals[name] = generation, answer, ready
 
     def _step(self) -> tuple[set[str], int]:
         """One step of the loop, its news handed to whom they concern; which generations ended, how many tokens came."""
@@ -281,10 +281,13 @@ class LLM:
             found = self.arrivals.get(news.request)
             if found is None:
                 continue
-            generation, ready = found
+            generation, answer, ready = found
+            if ready is None and answer.gain(news):
+                continue
             delta, cut = generation.take(news)
             if delta is not None:
-                ready.append(delta)
+                if ready is not None:
+                    ready.append(delta)
                 if delta.finish_reason is not None and generation.finished:
                     ended.add(generation.id)
             if cut:

@@ -1,7 +1,8 @@
 """Everything that crosses a process or the bridge between the towers: frozen, small, without behaviour.
 
 A request's life: Request -> (Sequence) -> Item in a Step -> (Row) -> Sampled in a StepOutput -> Tokens.
-The nouns in parentheses belong to one side only and never travel.
+The nouns in parentheses belong to one side only and never travel. What goes on by one position is an Item and a Sampled
+only where somebody spells it out.
 """
 
 from __future__ import annotations
@@ -92,8 +93,21 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    items: tuple[Item, ...]
-    finished: tuple[int, ...]  # rows the worker may forget; handled before the items
+    """Most of a step are sequences that go on by one position, from the token that was drawn last. There may be
+    hundreds in a step and a step in a few milliseconds, so of these no more is said than what is new."""
+
+    chunks: tuple[Item, ...]  # of those that begin, are in the midst of a prompt or have drafts
+    finished: tuple[int, ...]  # rows the worker may forget; handled before all others
+    going: tuple[int, ...] = ()  # sequences that go on by one
+    starts: tuple[int, ...] = ()  # the positions they compute
+    grown: tuple[tuple[int, tuple[int, ...]], ...] = ()  # who of them has gained which blocks
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """Everybody's share, spelled out."""
+        grown = dict(self.grown)
+        each = zip(self.going, self.starts, strict=True)
+        return (*(Item(going, start, 1, grown.get(going, ()), None, (), True) for going, start in each), *self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +150,7 @@ class Timing:
 class StepOutput:
     samples: tuple[Sampled, ...]
     timing: Timing | None = None  # of steps that have ended by now
+    tokens: tuple[int, ...] = ()  # of all that go on, in the step's order; or none, and `samples` has them
 
 
 @light

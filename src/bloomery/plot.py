@@ -9,7 +9,8 @@ from math import ceil, floor, log10
 
 WIDTH, HEIGHT = 640, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 36, 48
-COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#b45309", "#0e7490", "#be123c", "#4d7c0f")
+ABREAST, COLUMN, LONGEST = 4, 140, 18  # names of lines in a row, their width, and letters of each
+COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#475569", "#0891b2", "#db2777", "#a3a30f")
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,11 @@ def chart(
     """An <svg> element; every text in it is escaped."""
     x = Axis([p[0] for s in series for p in s.points], LEFT, WIDTH - RIGHT, log_x)
     y = Axis([p[1] for s in series for p in s.points], HEIGHT - BOTTOM, TOP, log_y)
+    tall = HEIGHT + 16 * -(-len(series) // ABREAST) + 2
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {tall}" font-family="sans-serif" '
         f'font-size="11" role="img" aria-label="{escape(title)}">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<rect width="{WIDTH}" height="{tall}" fill="white"/>',
         f'<text x="{LEFT}" y="20" font-size="14" font-weight="bold">{escape(title)}</text>',
     ]
     for tick in x.ticks():
@@ -78,13 +80,30 @@ def chart(
     parts.append(
         f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(y_label)}</text>'
     )
-    for i, line in enumerate(series):
-        parts += _line(line, line.colour or COLOURS[i % len(COLOURS)], x, y, TOP + 8 + 15 * i)
+    colours = [line.colour or COLOURS[i % len(COLOURS)] for i, line in enumerate(series)]
+    for line, colour in zip(series, colours):
+        parts += _line(line, colour, x, y)
+    parts += _legend(series, colours)
     return "\n".join([*parts, "</svg>"])
 
 
-def _line(line: Series, colour: str, x: Axis, y: Axis, legend: float) -> list[str]:
-    dash = ' stroke-dasharray="5 4"' if line.dashed else ""
+def _dash(line: Series) -> str:
+    return ' stroke-dasharray="5 4"' if line.dashed else ""
+
+
+def _legend(series: Sequence[Series], colours: Sequence[str]) -> list[str]:
+    """Below everything, so that it hides nothing."""
+    parts = []
+    for i, (line, colour) in enumerate(zip(series, colours)):
+        left, at = LEFT + i % ABREAST * COLUMN, HEIGHT + 6 + 16 * (i // ABREAST)
+        parts.append(f'<path d="M{left} {at}h20" stroke="{colour}" stroke-width="2"{_dash(line)}/>')
+        name = line.name if len(line.name) <= LONGEST else line.name[: LONGEST - 1] + "…"
+        parts.append(f'<text x="{left + 25}" y="{at + 4}">{escape(name)}</text>')
+    return parts
+
+
+def _line(line: Series, colour: str, x: Axis, y: Axis) -> list[str]:
+    dash = _dash(line)
     places = [(x.place(a), y.place(b)) for a, b in line.points]
     path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in places) if places else ""
     parts = [f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'] if places else []
@@ -92,8 +111,6 @@ def _line(line: Series, colour: str, x: Axis, y: Axis, legend: float) -> list[st
         parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in places]
     for (a, b), label in zip(places, line.labels, strict=False):
         parts.append(f'<text x="{a + 5:.1f}" y="{b - 5:.1f}" fill="#4b5563">{escape(label)}</text>')
-    parts.append(f'<path d="M{LEFT + 8} {legend}h22" stroke="{colour}" stroke-width="2"{dash}/>')
-    parts.append(f'<text x="{LEFT + 35}" y="{legend + 4}">{escape(line.name)}</text>')
     return parts
 
 

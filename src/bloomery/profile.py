@@ -11,9 +11,9 @@ import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bloomery.engine.executor import Executor, Result
 from bloomery.engine.loop import Loop
@@ -33,12 +33,14 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(llm: Any, args: argparse.Namespace) -> int:
-    loop, capacity = llm.front.stack.loop, llm.front.stack.capacity
+    stack = llm.front.stack
+    loop, capacity = stack.loop, stack.capacity
     if args.record:
         rows = list(recorded(loop, capacity))
         args.record.write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{len(rows)} sizes of step in {args.record}")
         return 0
+    unroll(getattr(getattr(stack.executor, "executor", None), "worker", None))
     print(profile(loop, capacity, args.batch, args.prompt_tokens, args.steps, args.trace))
     print(f"\nThe trace is in {args.trace}. Under a profiler everything is slower: never publish times from here.")
     return 0
@@ -68,6 +70,35 @@ def stop(loop: Loop, names: list[str]) -> None:
         loop.abort(name)
     while loop.busy:
         loop.step()
+
+
+class Announced:
+    """Native functions that a profiler sees by name."""
+
+    def __init__(self, library: Any):
+        self.library = library
+
+    def __getattr__(self, name: str) -> Any:
+        from torch.profiler import record_function
+
+        function = getattr(self.library, name)
+
+        def told(*arguments: Any) -> Any:
+            with record_function(name):
+                return function(*arguments)
+
+        return told if name.startswith("native_") else function
+
+
+def unroll(worker: Any) -> None:
+    """On a CPU a recorded step is one call, of which a profiler sees nothing: from now on its operations are done one
+    after another, each by name. `worker` is None where it lives in other processes."""
+    from bloomery.native.team import team
+    from bloomery.runtime.replay import Plainly, Recorded
+
+    if worker is not None and isinstance(worker.decode.runs, Recorded):
+        worker.decode.runs = Plainly()
+        team().call = cast(Any, Announced(team().call))
 
 
 def profile(loop: Loop, capacity: Capacity, batch: int, prompt: int, steps: int, trace: Path) -> str:
@@ -115,42 +146,52 @@ class Remembering:
         self.executor.close()
 
 
-def recorded(loop: Loop, capacity: Capacity, repeat: int = 8) -> Iterator[dict[str, float]]:
+PROMPTS, BATCHES = (16, 64, 256, 1024, 4096), (1, 2, 4, 8, 16, 32, 64, 128, 256)
+Clock = Callable[[], float]
+
+
+def recorded(
+    loop: Loop,
+    capacity: Capacity,
+    prompts: Sequence[int] = PROMPTS,
+    batches: Sequence[int] = BATCHES,
+    clock: Clock = time.perf_counter,
+    repeat: int = 8,
+) -> Iterator[dict[str, float]]:
     """Prompts alone and batches decoding, each size once; the median of several like steps."""
     executor = Remembering(loop.executor)
     ours = Loop(loop.scheduler, executor, loop.depth)
     longest = capacity.max_length - repeat - 8
-    for length in sorted({min(length, longest, capacity.max_batch_tokens) for length in (16, 64, 256, 1024, 4096)}):
+    for length in sorted({min(length, longest, capacity.max_batch_tokens) for length in prompts}):
         times = []
         for _ in range(3):
             executor.steps.clear()
-            begun = time.perf_counter()
+            begun = clock()
             names = start(ours, capacity, 1, length, 1)
-            times.append(time.perf_counter() - begun)
+            times.append(clock() - begun)
             step = executor.steps[0]
             stop(ours, names)
         yield {**work(step.items)._asdict(), "seconds": statistics.median(times)}
-    batches = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= capacity.max_sequences]
     room = capacity.blocks * capacity.block_size
-    for batch in batches:
+    for batch in (n for n in batches if n <= capacity.max_sequences):
         for length in (32, 512):
             short = batch * length <= 4 * capacity.max_batch_tokens  # minutes of prompts teach nothing
             if short and length + 16 <= longest and batch * (length + repeat + 16 + capacity.block_size) <= room:
-                yield decoding(ours, executor, capacity, batch, length, repeat)
+                yield decoding(ours, executor, capacity, batch, length, clock, repeat)
 
 
 def decoding(
-    loop: Loop, executor: Remembering, capacity: Capacity, batch: int, length: int, repeat: int
+    loop: Loop, executor: Remembering, capacity: Capacity, batch: int, length: int, clock: Clock, repeat: int
 ) -> dict[str, float]:
     names = start(loop, capacity, batch, length, repeat + 16)
     loop.step()
     while len(executor.steps) > len(loop.flight):
         executor.steps.popleft()
     times = []
-    last = time.perf_counter()
+    last = clock()
     for _ in range(repeat):
         loop.step()
-        now = time.perf_counter()
+        now = clock()
         times.append(now - last)
         last = now
     step = executor.steps[repeat // 2]

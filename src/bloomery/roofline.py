@@ -124,35 +124,44 @@ def activation_bytes(model: Model, tokens: int, sampled: int, bits: float = 16) 
 
 @dataclass(frozen=True)
 class Precision:
-    """How the layers' matrices are kept, and how embedding, head and vectors are."""
+    """How the layers' matrices are kept, and how embedding and head are; norms and biases stay as they were."""
 
     name: str
     bits: float  # a value, scales and zeros of its group included
     outer: float = 16
     compute: str = "bf16"  # what the products are done in; a device without units for it takes wider ones
+    kinds: Mapping[str, float] = field(default_factory=dict)  # of a mixture: the share of the values kept in each way
     unpacked: float = 0.0  # bits a value of the largest matrix takes once more where a library unpacks it to multiply
 
 
-PRECISIONS: Mapping[str, Precision] = {
-    p.name: p
-    for p in (
-        Precision("fp32", 32, 32, "fp32"),
-        Precision("bf16", 16),
-        Precision("fp8", 8, compute="fp8"),  # one scale a row: nothing
-        Precision("int8", 8, compute="int8", unpacked=16),  # one scale a row; outliers are multiplied in 16 bits
-        Precision("int4", 4 + 32 / 128, compute="int8"),  # groups of 128: a scale and a zero of 16 bits
-        Precision(
-            "nf4", 4 + 32 / 64, compute="int8", unpacked=48
-        ),  # blocks of 64: a 32-bit maximum; unpacked to 16, then 32 bits
-        Precision("nf4-double", 4 + 8 / 64 + 32 / 64 / 256, compute="int8"),  # the maxima quantised in their turn
-    )
-}
+def _named(*precisions: Precision) -> Mapping[str, Precision]:
+    return {precision.name: precision for precision in precisions}
+
+
+DOUBLE = 4 + 8 / 64 + 32 / (64 * 256)  # blocks of 64 with a maximum of 8 bits, of which 256 have one of 32
+# What `--quantize` makes of a checkpoint: embedding and head take 8 bits, for they are the last to be rounded.
+PRECISIONS: Mapping[str, Precision] = _named(
+    Precision("fp32", 32, 32, "fp32"),
+    Precision("bf16", 16),
+    Precision("fp8", 8, 8, "fp8"),  # one scale a row: nothing
+    Precision("int8", 8, 8, "int8"),
+    Precision("int4", 4 + 32 / 128, 8, "int4"),  # groups of 128: a scale and a zero of 16 bits
+    Precision("nf4", DOUBLE, 8, "nf4"),
+)
+# What a library without kernels of its own keeps (bitsandbytes): embedding and head stay as they are, and a matrix is
+# unpacked to multiply: outliers of 8 bits to 16; blocks of 64 with a maximum of 32 bits to 16 and then to 32.
+LIBRARY: Mapping[str, Precision] = _named(
+    Precision("bf16", 16),
+    Precision("int8", 8, compute="int8", unpacked=16),
+    Precision("nf4", 4 + 32 / 64, compute="nf4", unpacked=48),
+)
 
 
 def weights_bytes(model: Model, precision: Precision) -> float:
     count = parameters(model)
-    outer = count.total - count.matrices - count.experts
-    return ((count.matrices + count.experts) * precision.bits + outer * precision.outer) / 8
+    outer = count.total - count.matrices - count.experts - count.vectors
+    wide = count.vectors * max(precision.outer, 16)
+    return ((count.matrices + count.experts) * precision.bits + outer * precision.outer + wide) / 8
 
 
 def peak_bytes(model: Model, precision: Precision) -> float:
@@ -163,21 +172,32 @@ def peak_bytes(model: Model, precision: Precision) -> float:
 # ---- what a machine can do -------------------------------------------------------------------------
 
 
+PACKED: Mapping[str, tuple[float, float]] = {
+    "fp8": (0.74, 0.57),
+    "int8": (0.87, 0.55),
+    "int4": (0.62, 0.41),
+    "nf4": (0.5, 0.29),
+}
+
+
 @dataclass(frozen=True)
 class Calibration:
     """What our own code adds to the floor, in as few constants as explain the measured steps."""
 
-    memory: float = 0.97  # share of the bandwidth that products reach
-    compute: float = 0.777  # share of the rate that large products reach
-    packed: float = 0.6  # share of `memory` where weights must be unpacked on the way
+    memory: float = 0.99  # share of the bandwidth that products reach
+    compute: float = 0.8  # share of the rate that large products reach
+    tile: float = 0.72  # share of `compute` where weights are unpacked on the way
+    # share of `memory` that products with packed weights reach: one position in the whole step, more
+    packed: Mapping[str, tuple[float, float]] = field(default_factory=lambda: dict(PACKED))
     attention: float = 1.0  # share of `memory` at which keys and values are read
-    launch: float = 3e-6  # seconds lost at each border between two kernels
+    draw: float = 0.0  # times that a line's logits are read to draw its token
+    launch: float = 3.4e-6  # seconds lost at each border between two kernels
     kernels: tuple[int, int] = (5, 10)  # kernels a layer: one position in the whole step, more
-    step: float = 5e-6  # seconds a step beside its layers
+    step: float = 4e-6  # seconds a step beside its layers
     eager: float = 45e-6  # seconds a kernel takes to start where a step is not captured
     captured: int = 1280  # positions up to which a step with pieces of prompts is
     mixed: float = 20e-6  # seconds a layer, where streams go on beside pieces of prompts
-    sequence: float = 0.075e-6  # seconds a sequence adds to each layer beside what it reads and computes
+    sequence: float = 0.052e-6  # seconds a sequence adds to each layer beside what it reads and computes
 
 
 @dataclass(frozen=True)
@@ -199,22 +219,48 @@ class Machine:
         """Whether it has no arithmetic of 16 bits: our mark of a processor."""
         return "bf16" not in self.rates
 
-    def rate(self, compute: str) -> float:
+    def rate(self, compute: str, how: str = "") -> float:
         """Numbers a device has no units for are converted to the next wider ones."""
-        wider = {"fp8": "bf16", "int8": "bf16", "bf16": "fp32"}
-        while compute not in self.rates:
-            if compute not in wider:
+        kind = compute
+        while kind + how not in self.rates:
+            if kind not in WIDER:
                 raise ConfigError(f"machine {self.name!r}: no rate for {compute}; known: {', '.join(self.rates)}")
-            compute = wider[compute]
-        return self.rates[compute]
+            kind = WIDER[kind]
+        return self.rates[kind + how]
+
+    def mean_rate(self, kinds: Mapping[str, float], how: str = "") -> float:
+        """Of matrices kept in several ways, by the share of values in each."""
+        return 1 / sum(share / self.rate(kind, how) for kind, share in kinds.items())
 
 
-CPU = Calibration(0.9, 0.63, 0.72, 0.25, 1e-6, (10, 10), step=100e-6, eager=0.0, mixed=0.0, sequence=5e-6)
+WIDER: Mapping[str, str] = {
+    "nf4": "int4", "Q4_K": "int4", "int4": "int8", "Q6_K": "int8", "fp8": "int8", "int8": "bf16", "bf16": "fp32"
+}  # fmt: skip
+ROW, FEW = ", a row", ", few rows"  # of rates: one row times a matrix that no cache holds, a few times any
+# What a processor's own kernels reach is measured, so little is left to say.
+CPU = Calibration(
+    memory=1.0,
+    compute=1.0,
+    launch=1.5e-6,
+    kernels=(10, 10),
+    step=150e-6,
+    eager=50e-6,
+    captured=0,
+    mixed=0.0,
+    sequence=2e-6,
+    draw=1.0,
+)
+# Rates of a processor in proportion to that of floats, as a Zen 3 has them. Q4_K and Q6_K are ways of their own to keep
+# 4 and 8 bits; "attend" are single queries over keys, "prompt" many.
+ZEN = {
+    "fp32": 1.0, "int4": 2.0, "Q4_K": 1.4, "int8": 1.3, "Q6_K": 1.2, "attend": 0.2, "prompt": 0.35, "fp32" + FEW: 0.4,
+    "fp32" + ROW: 0.07, "int4" + ROW: 0.38, "Q4_K" + ROW: 0.32, "int8" + ROW: 0.25, "Q6_K" + ROW: 0.22,
+}  # fmt: skip
 
 
 def _cpu(name: str, title: str, gib: int, gigabytes: float, gigaflops: float, measured: bool = False) -> Machine:
-    """Whole numbers of 8 bits go twice as fast as floats; ranks talk through memory, by way of the system."""
-    rates = {"fp32": gigaflops * 1e9, "int8": 2 * gigaflops * 1e9}
+    """Ranks talk through memory, by way of the system."""
+    rates = {kind: ratio * gigaflops * 1e9 for kind, ratio in ZEN.items()}
     return Machine(name, title, gib * 2**30, gigabytes * 1e9, rates, 10e9, 50e-6, measured, CPU)
 
 
@@ -305,6 +351,16 @@ class Floor:
         return self.seconds * 1e3
 
 
+class Products(NamedTuple):
+    """Matrices that a step multiplies, in seconds at full speed."""
+
+    read: float
+    work: float  # each row
+    kind: str | None  # how their values are packed
+    row: float = 0.0  # of a processor's own kernels: the first row, as measured,
+    few: float = 0.0  # and each of a few
+
+
 class Roofline:
     """A model on a machine, compiled: a step's floor is a handful of multiplications.
 
@@ -324,81 +380,97 @@ class Roofline:
         pp: int = 1,
         outer_bits: float | None = None,
         compute: str | None = None,
+        kinds: Mapping[str, float] | None = None,
     ):
         self.model, self.machine, self.tp, self.pp = model, machine, tp, pp
         self.calibration = machine.calibration
         count, hidden = parameters(model), model.hidden
         outer = outer_bits if outer_bits is not None else max(16.0, weight_bits)
-        compute = compute or ("fp32" if weight_bits > 16 else "bf16" if weight_bits == 16 else "int8")
-        if weight_bits < 16 and "int8" in machine.rates:
-            compute = "int8"  # packed weights meet packed activations there
-        self.packed, self.outer_packed = weight_bits < 16 and compute != "fp8", outer < 16
-        self.bandwidth, self.rate = machine.bandwidth * tp, machine.rate(compute) * tp
-        self.matrices_bytes = (count.matrices * weight_bits + count.vectors * outer) / 8
-        self.matrices_values = count.matrices
-        self.head_bytes, self.head_values = count.head * outer / 8, count.head
+        wide = "fp32" if max(outer, weight_bits) > 16 or compute == "fp32" else "bf16"
+        kind, head_kind = _kind(weight_bits, compute), _kind(outer, "fp8" if compute == "fp8" else None)
+        kinds, head_kinds = kinds or {kind or wide: 1.0}, {head_kind or wide: 1.0}
+        self.bandwidth, self.rate = machine.bandwidth * tp, machine.mean_rate(kinds) * tp
+        self.matrices_values, self.head_values = count.matrices, count.head
+        self.matrices_bytes = (count.matrices * weight_bits + count.vectors * max(outer, 16.0)) / 8
+        self.head_bytes, self.weight_bytes = count.head * outer / 8, weight_bits / 8
         # (experts, chosen) -> values of one expert in all layers alike; bytes are `weight_bits` each
         self.experts: dict[tuple[int, int], int] = {}
         # window (0: none) -> bytes a cache position takes in all layers alike, heads repeated among ranks included
         self.cache: dict[int, float] = {}
-        self.pair_operations = 0
+        self.sums = 1 + sum(1 if layer.parallel else 2 for layer in model.layers)  # over all ranks
+        self.pairs: dict[int, int] = {}  # window -> operations a pair of query and key takes in all layers alike
         for layer in model.layers:
             attention, mlp = layer.attention, layer.mlp
             if isinstance(mlp, Moe):
                 key = (mlp.experts, mlp.top_k)
                 self.experts[key] = self.experts.get(key, 0) + sum(_mlp(mlp.mlp, hidden))
-            each = 2 * ceil(attention.num_kv_heads / tp) * tp * attention.head_dim * kv_bits / 8
-            self.cache[attention.window or 0] = self.cache.get(attention.window or 0, 0) + each
-            self.pair_operations += 4 * attention.num_heads * attention.head_dim
-        self.weight_bytes = weight_bits / 8
-        # seconds
-        self.matrices_read = self.matrices_bytes / self.bandwidth
-        self.matrices_work = 2 * self.matrices_values / self.rate
-        self.head_read, self.head_work = self.head_bytes / self.bandwidth, 2 * self.head_values / self.rate
-        self.cache_read = tuple((window, each / self.bandwidth) for window, each in self.cache.items())
-        self.pair_rate = machine.rate("fp32" if compute == "fp32" else "bf16") * tp  # keys and values are never packed
-        self.pair_work = self.pair_operations / self.pair_rate
-        self.expert_terms = tuple(
-            (number, 1 - chosen / number, number * values * self.weight_bytes / self.bandwidth,
-             2 * chosen * values / self.rate)
+            window, each = attention.window or 0, 2 * ceil(attention.num_kv_heads / tp) * tp * attention.head_dim
+            self.cache[window] = self.cache.get(window, 0) + each * kv_bits / 8
+            self.pairs[window] = self.pairs.get(window, 0) + 4 * attention.num_heads * attention.head_dim
+
+        def products(values: int, size: float, kept: Mapping[str, float], packed: str | None) -> Products:
+            read, work = size / self.bandwidth, 2 * values / (machine.mean_rate(kept) * tp)
+            if not machine.cpu:
+                return Products(read, work, packed)
+            few = {kind + FEW * (kind + FEW in machine.rates): share for kind, share in kept.items()}
+            row, each = (2 * values / (machine.mean_rate(*how) * tp) for how in ((kept, ROW), (few,)))
+            return Products(read, work, packed, row, each)
+
+        self.matrices = products(self.matrices_values, self.matrices_bytes, kinds, kind)
+        self.head = products(self.head_values, self.head_bytes, head_kinds, head_kind)
+        self.sparse = tuple(  # products with all experts, and how many of them a token misses
+            (products(number * values, number * values * self.weight_bytes, kinds, kind), 1 - chosen / number)
             for (number, chosen), values in self.experts.items()
-        )  # fmt: skip
+        )
+        # seconds: keys and values are never packed; a processor has a kernel for single queries and one for prompts
+        self.logits_read, self.unpack = 4 * model.vocab / self.bandwidth, 1 + 16 / weight_bits
+        rates = [machine.rate(kind if kind in machine.rates else wide) * tp for kind in ("attend", "prompt")]
+        self.seen = tuple(
+            (window, each / self.bandwidth, *(self.pairs[window] / rate for rate in rates))
+            for window, each in self.cache.items()
+        )
 
     def step(self, tokens: int, attended: int, sampled: int, pairs: int | None = None) -> float:
         """Seconds the step takes at least."""
-        seconds = max(self.matrices_read, self.matrices_work * tokens)
-        for _, missed, read, work in self.expert_terms:
-            seconds += max(read * (1 - missed**tokens), work * tokens)
+        seconds = max(self.matrices.read, self.matrices.work * tokens)
+        for products, missed in self.sparse:
+            seconds += max(products.read * (1 - missed**tokens), products.work * tokens * (1 - missed))
         if sampled:
-            seconds += max(self.head_read, self.head_work * sampled)
-        read = 0.0
-        for window, each in self.cache_read:
-            read += each * (min(attended, window * tokens) if window else attended)
-        return seconds + max(read, self.pair_work * (attended if pairs is None else pairs))
+            seconds += max(self.head.read, self.head.work * sampled)
+        return seconds + max(self._attention(tokens, attended, attended if pairs is None else pairs))
+
+    def _attention(self, tokens: int, attended: int, pairs: int) -> tuple[float, float]:
+        """Seconds of reading keys and values, and of their products; more pairs than positions are a prompt's."""
+        read = work = 0.0
+        for window, each, alone, together in self.seen:
+            most = window * tokens or pairs
+            read += each * min(attended, most)
+            work += (together if pairs > attended else alone) * min(pairs, most)
+        return read, work
 
     def floor(self, tokens: int, attended: int, sampled: int, pairs: int | None = None) -> Floor:
         """The same with what it is made of."""
         pairs = attended if pairs is None else pairs
         read = self.matrices_bytes + (self.head_bytes if sampled else 0)
-        work = 2.0 * self.matrices_values * tokens + 2.0 * self.head_values * sampled + self.pair_operations * pairs
+        work = 2.0 * self.matrices_values * tokens + 2.0 * self.head_values * sampled
         for (number, chosen), values in self.experts.items():
             read += number * values * self.weight_bytes * (1 - (1 - chosen / number) ** tokens)
             work += 2 * chosen * values * tokens
         for window, each in self.cache.items():
-            read += each * (min(attended, window * tokens) if window else attended)
+            read += each * min(attended, window * tokens or attended)
+            work += self.pairs[window] * min(pairs, window * tokens or pairs)
         messages, sent = self.messages(tokens, sampled)
         seconds = max(self.step(tokens, attended, sampled, pairs), sent / self.machine.link)
         return Floor(seconds, read, work, messages, sent, self.communication(tokens, sampled))
 
     def messages(self, tokens: int, sampled: int, bits: float = 16) -> tuple[int, float]:
-        """Tensor parallel: two sums over all ranks a layer, one for the embedding, the logits gathered at the end.
-        Pipeline parallel: hidden states from stage to stage."""
+        """Tensor parallel: two sums over all ranks a layer, one where its blocks are parallel, one for the embedding;
+        the logits gathered at the end. Pipeline parallel: hidden states from stage to stage."""
         hidden = tokens * self.model.hidden * bits / 8
         count, sent = self.pp - 1, (self.pp - 1) * hidden
         if self.tp > 1:
-            sums = 2 * len(self.model.layers) + 1
-            count += sums + (1 if sampled else 0)
-            sent += sums * 2 * (self.tp - 1) / self.tp * hidden + sampled * self.model.vocab / self.tp * 4
+            count += self.sums + (1 if sampled else 0)
+            sent += self.sums * 2 * (self.tp - 1) / self.tp * hidden + sampled * self.model.vocab / self.tp * 4
         return count, sent
 
     def communication(self, tokens: int, sampled: int) -> float:
@@ -410,24 +482,39 @@ class Roofline:
 
     def expected(self, tokens: int, attended: int, sampled: int, pairs: int | None = None) -> float:
         """Seconds our own code should take. Reading and computing overlap in part: their sum is a right angle's."""
-        c = self.calibration
-        memory = c.memory * (c.packed if self.packed else 1.0)
-        seconds = hypot(self.matrices_read / memory, self.matrices_work * tokens / c.compute)
-        for _, missed, read, work in self.expert_terms:
-            seconds += hypot(read * (1 - missed**tokens) / memory, work * tokens / c.compute)
+        c, decoding, layers = self.calibration, tokens == sampled, len(self.model.layers)
+        seconds = self._product(self.matrices, tokens, 1.0, decoding)
+        for products, missed in self.sparse:
+            seconds += self._product(products, tokens * (1 - missed), 1 - missed**tokens, decoding)
         if sampled:
-            seconds += hypot(
-                self.head_read / (c.memory * (c.packed if self.outer_packed else 1.0)),
-                self.head_work * sampled / c.compute,
-            )
-        read = sum(each * (min(attended, window * tokens) if window else attended) for window, each in self.cache_read)
-        seconds += hypot(
-            read / (c.memory * c.attention), self.pair_work * (attended if pairs is None else pairs) / c.compute
-        )
-        layer = c.kernels[tokens > 1] * c.launch + sampled * c.sequence
-        seconds += c.step + len(self.model.layers) * layer
-        if tokens > sampled:
-            seconds += len(self.model.layers) * c.mixed * (sampled > 1)
+            seconds += self._product(self.head, sampled, 1.0, True) + c.draw * self.logits_read * sampled / c.memory
+        read, work = self._attention(tokens, attended, attended if pairs is None else pairs)
+        seconds += hypot(read / (c.memory * c.attention), work / c.compute)
+        seconds += c.step + layers * (c.kernels[tokens > 1] * c.launch + sampled * c.sequence)
+        if not decoding:
+            seconds += layers * c.mixed * (sampled > 1)
             if tokens > c.captured:
-                seconds = max(seconds, len(self.model.layers) * c.kernels[1] * c.eager)
+                begun = layers * c.kernels[1] * c.eager
+                seconds = seconds + begun if self.machine.cpu else max(seconds, begun)  # a GPU's host works ahead
         return seconds + self.communication(tokens, sampled)
+
+    def _product(self, products: Products, rows: float, share: float, decoding: bool) -> float:
+        """`rows` times a share of the matrices. Packed ones are multiplied as they are or, where arithmetic is most of
+        it, unpacked first."""
+        c, read, work = self.calibration, products.read * share, products.work * rows
+        if products.row:
+            first, each = max(products.row, products.read) * share, products.few if decoding else products.work
+            return hypot(first / c.memory, each * rows / c.compute)
+        if products.kind is None:
+            return hypot(read / c.memory, work / c.compute)
+        packed = read / (c.memory * c.packed[products.kind][rows > 1])
+        if products.kind == "fp8":
+            return hypot(packed, work / c.compute)
+        return min(hypot(packed, work / (c.compute * c.tile)), read * self.unpack / c.memory + work / c.compute)
+
+
+def _kind(bits: float, stated: str | None) -> str | None:
+    """How weights of so many bits are unpacked; None where they need not be."""
+    if bits >= 16:
+        return None
+    return stated if stated in PACKED else "int4" if bits < 6 else "int8"

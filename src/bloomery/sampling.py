@@ -190,18 +190,18 @@ def requests(
 
 
 def embedding_request(
-    prompt: Sequence[int], pooling: Pooling, *, id: str, vocab: int, max_length: int, salt: str = ""
+    prompt: Sequence[int], pooling: Pooling, *, id: str, vocab: int, max_length: int, salt: str = "", tenant: str = ""
 ) -> Request:
     """One prompt as a request for its embedding; unlike a prompt to be completed it may fill the context."""
     if pooling not in get_args(Pooling):
         _refuse("pooling", pooling, " or ".join(get_args(Pooling)))
     if not len(prompt):
         raise InvalidRequest("the input has no tokens: give at least one", field="input")
-    _check_ids("input", prompt, vocab)
     if len(prompt) > max_length:
         message = f"the input has {len(prompt)} tokens, but the context holds {max_length}: shorten it"
         raise PromptTooLong(message, field="input")
-    return Request(id, tuple(prompt), Sampling(temperature=0.0), 0, salt=salt, pooling=pooling)
+    _check_ids("input", prompt, vocab)
+    return Request(id, tuple(prompt), Sampling(temperature=0.0), 0, salt=salt, tenant=tenant, pooling=pooling)
 
 
 def child_seed(seed: int, child: int) -> int:
@@ -226,7 +226,6 @@ def choose(cumulative: Sequence[float], n: int) -> list[int]:
 def _fitted(params: SamplingParams, prompt: Sequence[int], vocab: int, max_length: int) -> tuple[int, ...]:
     if not len(prompt):
         raise InvalidRequest("the prompt has no tokens: give at least one", field="prompt")
-    _check_ids("prompt", prompt, vocab)
     tokens = tuple(prompt if params.truncate_prompt_tokens is None else prompt[-params.truncate_prompt_tokens :])
     if len(tokens) >= max_length:
         raise PromptTooLong(
@@ -234,6 +233,7 @@ def _fitted(params: SamplingParams, prompt: Sequence[int], vocab: int, max_lengt
             f"prompt and answer together. Shorten the prompt, or set truncate_prompt_tokens to keep only its end",
             field="prompt",
         )
+    _check_ids("prompt", tokens, vocab)
     return tokens
 
 
@@ -278,6 +278,8 @@ def _check_choice(sampling: Sampling, stop_ids: tuple[int, ...]) -> None:
 
 
 def _check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab:  # long prompts one by one take their time
+        return
     for index, token in enumerate(ids):
         if not _is_whole(token) or not 0 <= token < vocab:
             remedy = f"token ids are whole numbers (int) from 0 to {vocab - 1}"

@@ -71,7 +71,8 @@ class Imagined:
         self.free = begun + spent / self.stages
         self.busy += spent / self.stages
         self.steps += 1
-        output = StepOutput(tuple([Sampled(item.sequence, (ANSWER,)) for item in step.items if item.samples]))
+        drawn = tuple([Sampled(item.sequence, (ANSWER,)) for item in step.chunks if item.samples])
+        output = StepOutput(drawn, None, (ANSWER,) * len(step.going))
         return Due(self.clock, begun + spent, output)
 
     def spare(self) -> int:
@@ -90,6 +91,7 @@ class Replica:
         self.scheduler = Scheduler(self.blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, stages)
         self.loop = Loop(self.scheduler, self.executor, max(settings.depth, stages), self.clock)
         self.load = 0  # tokens promised and not out yet
+        self.met = False  # whether somebody came while it waited: the first ends its patience
 
 
 class Fleet:
@@ -141,7 +143,7 @@ class Fleet:
         while True:
             busy = [replica for replica in self.replicas if replica.loop.busy]
             next_up = min(busy, key=lambda replica: replica.clock.now) if busy else None
-            patience = next_up.loop.patience() if next_up else 0.0
+            patience = next_up.loop.patience() if next_up and not next_up.met else 0.0
             if coming and (next_up is None or coming[0][0] <= next_up.clock.now + patience):
                 at, i = heapq.heappop(coming)
                 if not self._enter(arrivals[i], records[i], at, i):
@@ -155,6 +157,7 @@ class Fleet:
 
     def _enter(self, arrival: Arrival, record: Record, at: float, i: int) -> bool:
         replica = self.route(arrival)
+        replica.met |= at > replica.clock.now
         replica.clock.now = max(replica.clock.now, at)
         record.sent = at
         prompt = self._prompt(arrival, i)
@@ -178,6 +181,7 @@ class Fleet:
     def _advance(replica: Replica, records: Sequence[Record]) -> list[int]:
         """One step of a replica; who is done."""
         ended = []
+        replica.met = False
         for news in replica.loop.step():
             i = int(news.request)
             record = records[i]

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.waiting import LONG
+
 
 @dataclass
 class Metronome:
@@ -18,6 +20,7 @@ class Metronome:
     fail_every: int = 0  # each so-many-th request is answered by 503
     drop_every: int = 0  # each so-many-th request's connection is cut in the middle of the answer
     profiling: str = ""
+    together: int = 0  # nobody is answered before so many have asked
     models: bool = True  # whether it speaks OpenAI's dialect
     asked: list[dict[str, Any]] = field(default_factory=list)
     connections: int = 0
@@ -67,6 +70,8 @@ class Metronome:
             for part in (data[:half], data[half:]):
                 writer.write(b"%x\r\n" % len(part) + part + b"\r\n")
 
+        while len(self.asked) < self.together:
+            await asyncio.sleep(0.01)
         begun = asyncio.get_running_loop().time()
         if path == "/v1/chat/completions":
             send({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
@@ -111,7 +116,7 @@ def ticking(metronome: Metronome) -> Iterator[Metronome]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    ready.wait(10)
+    assert ready.wait(LONG)
     yield metronome
     metronome.stop()
-    thread.join(10)
+    thread.join(LONG)

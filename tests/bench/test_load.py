@@ -15,6 +15,11 @@ from bloomery.bench.summary import Record, Targets, bands, percentile, spread, s
 from bloomery.errors import ConfigError
 
 
+def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(tmp_path / "missing.jsonl")
+
+
 def test_patterns() -> None:
     fixed = lengths("10:5")
     closed = pattern("closed:3", 7, fixed)
@@ -28,7 +33,18 @@ def test_patterns() -> None:
     assert [(a.prompt, a.prefix) for a in chat] == [(10, 0), (25, 15), (40, 30)] * 2
     assert [a.arrival is None for a in chat] == [False, True, True] * 2
     assert pattern("poisson:5", 50, lengths("sharegpt"), 1) == pattern("poisson:5", 50, lengths("sharegpt"), 1)
-    for wrong in ("closed", "poisson:x", "flood:3", "burst:4"):
+    for wrong in (
+        "closed",
+        "poisson:x",
+        "flood:3",
+        "burst:4",
+        "closed:0",
+        "poisson:0",
+        "burst:0:1",
+        "burst:2:0",
+        "chat:1:0.5",
+        "closed",
+    ):
         with pytest.raises(ConfigError, match="wanted"):
             pattern(wrong, 5, fixed)
 

@@ -1,7 +1,8 @@
 """Damaged models: `python -m tests.chaos.files COUNT SEED` spoils a GGUF file and the files of a folder at random.
 
 Each is located, described, its weights' header checked and its tokenizer loaded, as a server would before it reads a
-weight. What comes of it must be the model or one of our own errors, within two seconds; the process may take 200 MB.
+weight. What comes of it must be the model or one of our own errors, within two seconds of a core; the process may take
+200 MB.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def opened(path: Path) -> str:
 
 
 def trial(count: int, seed: int) -> tuple[Counter[str], float, float]:
-    """Outcomes, the slowest of them in seconds, and the bytes by which the process has grown."""
+    """Outcomes, the slowest of them in seconds of a core, and the bytes by which the process has grown."""
     random, seen, slowest = Random(seed), Counter[str](), 0.0
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -145,9 +146,9 @@ def trial(count: int, seed: int) -> tuple[Counter[str], float, float]:
         for _ in range(count):
             path = random.choice([goods[0], goods[0], *goods])
             path.write_bytes(spoiled(whole[path], random))
-            begun = time.monotonic()
+            begun = time.process_time()
             seen[opened(path if path.suffix == ".gguf" else path.parent)] += 1
-            slowest = max(slowest, time.monotonic() - begun)
+            slowest = max(slowest, time.process_time() - begun)
             path.write_bytes(whole[path])
     return seen, slowest, 1024.0 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 

@@ -36,9 +36,14 @@ class Served:
     log: Path
 
     def children(self, word: str) -> list[int]:
-        """Pids of its children whose command line has the word."""
-        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in pids if word in Path(f"/proc/{pid}/cmdline").read_text()]
+        """Pids of its children whose command line has the word, and is not its own as at the moment of a fork."""
+        own = Path(f"/proc/{self.process.pid}")
+        found, parent = [], (own / "cmdline").read_text()
+        for pid in (own / "task" / own.name / "children").read_text().split():
+            with contextlib.suppress(OSError):  # gone meanwhile
+                line = Path(f"/proc/{pid}/cmdline").read_text()
+                found += [int(pid)] * (word in line and line != parent)
+        return found
 
     @property
     def resident(self) -> int:
@@ -56,7 +61,7 @@ def served(
     with log.open("wb") as file:
         process = subprocess.Popen(line, stdout=file, stderr=file)
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while asyncio.run(status(port, "/ready")) != 200:
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"the server does not get ready: {log.read_text()[-500:]}")

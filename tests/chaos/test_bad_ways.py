@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -17,6 +15,7 @@ from tests.chaos.http import served
 from tests.server.conftest import Running
 from tests.server.test_bad_requests import *  # noqa: F403
 from tests.server.test_bad_requests import canary
+from tests.waiting import LONG, until
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +23,13 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     given = request.config.getoption("--server")
     folder: Path = tmp_path_factory.mktemp("server")
     if given:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{given}", timeout=20) as client:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{given}", timeout=LONG) as client:
             yield Running(client, None, ("127.0.0.1", given))
         return
     options = ("--engine", "--speaker --blocks 512 --context 512", "--limits", "requests=1024")
     with served(folder, *options, python=("-O",)) as own:
         engine = own.children("engine")
-        with httpx2.Client(base_url=f"http://127.0.0.1:{own.port}", timeout=20) as client:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{own.port}", timeout=LONG) as client:
             yield Running(client, None, ("127.0.0.1", own.port))
         assert own.children("engine") == engine, "an engine was lost on the way"
         assert "Traceback" not in own.log.read_text()
@@ -48,11 +47,8 @@ def test_the_engine_holds_nothing_in_the_end(server: Running, request: pytest.Fi
     if request.config.getoption("--server"):
         pytest.skip("others use that server")
 
-    async def free() -> Any:
-        while True:
-            lines = server.get("/metrics").text.splitlines()
-            if any(line.startswith("vllm:kv_cache_usage_perc") and line.endswith(" 0.0") for line in lines):
-                return
-            await asyncio.sleep(0.05)
+    def free() -> bool:
+        lines = server.get("/metrics").text.splitlines()
+        return any(line.startswith("vllm:kv_cache_usage_perc") and line.endswith(" 0.0") for line in lines)
 
-    asyncio.run(asyncio.wait_for(free(), 2))
+    assert until(free)

@@ -14,11 +14,14 @@ from random import Random
 import pytest
 
 from bloomery.engine.client import EngineClient, Patience
+from bloomery.engine.journal import PROBATION, Entry
 from bloomery.messages import Request, Sampling, Tokens
 from tests.chaos.ghost_engine import POISON, ROOT, STALL, command, plan
 from tests.ghost.ghost import plain
+from tests.waiting import LONG, eventually, until
 
 OFTEN = Patience(restarts=10**6, pause=0.0)
+SHORT = Patience(silence=3.0, first=3.0)
 
 
 def requests(random: Random, count: int, tokens: int) -> list[Request]:
@@ -56,7 +59,7 @@ async def kills(count: int, streams: int, seed: int) -> int:
         await asyncio.sleep(random.random() * 0.4)
         if client.pid is not None:
             os.kill(client.pid, signal.SIGKILL)
-        ends = await asyncio.wait_for(asyncio.gather(*readers), 60)
+        ends = await asyncio.wait_for(asyncio.gather(*readers), LONG)
         done += sum(end.finish in ("stop", "length") for end in ends)
     assert done == count * streams
     assert not client.journal.entries
@@ -73,6 +76,10 @@ def test_a_hundred_kills_of_thirty_two_streams() -> None:
     assert asyncio.run(kills(100, 32, seed=2)) >= 90
 
 
+def beyond_suspicion(entry: Entry) -> bool:
+    return entry.fresh >= PROBATION
+
+
 def test_the_same_streams_outlive_one_engine_after_another() -> None:
     async def main() -> None:
         client = EngineClient(plan(), command("--delay", "0.004"), OFTEN)
@@ -80,15 +87,15 @@ def test_the_same_streams_outlive_one_engine_after_another() -> None:
         readers = [asyncio.create_task(read(client, one)) for one in requests(Random(3), 8, 400)]
         for _ in range(5):
             await client.ready()
-            await asyncio.sleep(0.25)  # time for more ids than it takes to be beyond suspicion
+            assert await eventually(lambda: all(map(beyond_suspicion, client.journal.entries.values())))
+            before = client.epoch
             if client.pid is not None:
                 os.kill(client.pid, signal.SIGKILL)
             await asyncio.sleep(0.02)
             if client.pid is not None:
                 os.kill(client.pid, signal.SIGKILL)  # and its successor, still loading
-            await asyncio.sleep(0.05)
-        assert client.epoch >= 6
-        ends = await asyncio.wait_for(asyncio.gather(*readers), 60)
+            assert await eventually(lambda: client.epoch > before)
+        ends = await asyncio.wait_for(asyncio.gather(*readers), LONG)
         assert {end.finish for end in ends} <= {"stop", "length"}
         stats = client.stats
         assert stats.tokens_out == sum(end.position + len(end.ids) for end in ends), "counted once, over all engines"
@@ -99,7 +106,7 @@ def test_the_same_streams_outlive_one_engine_after_another() -> None:
 
 @pytest.mark.parametrize(
     ("trap", "patience"),
-    [(POISON, Patience()), (STALL, Patience(silence=2.0, first=2.0))],
+    [(POISON, Patience()), (STALL, SHORT)],
     ids=["poison", "stall"],
 )
 def test_one_bad_request_among_many_fails_alone(trap: tuple[int, ...], patience: Patience) -> None:
@@ -109,9 +116,9 @@ def test_one_bad_request_among_many_fails_alone(trap: tuple[int, ...], patience:
         await client.ready()
         good = [asyncio.create_task(read(client, one)) for one in requests(Random(4), 31, 60)]
         bad = asyncio.create_task(read(client, Request("bad", (*trap, 1, 2), Sampling(), 10)))
-        end = await asyncio.wait_for(bad, 60)
+        end = await asyncio.wait_for(bad, LONG)
         assert end.finish == "error" and end.error == "given up: the engine stopped 3 times while it ran this request"
-        ends = await asyncio.wait_for(asyncio.gather(*good), 60)
+        ends = await asyncio.wait_for(asyncio.gather(*good), LONG)
         assert {end.finish for end in ends} <= {"stop", "length"}
         assert client.epoch <= 4 and client.status.state == "ready"
         await client.close()
@@ -121,18 +128,17 @@ def test_one_bad_request_among_many_fails_alone(trap: tuple[int, ...], patience:
 
 def test_a_stopped_engine_is_replaced_busy_or_idle() -> None:
     async def main() -> None:
-        client = EngineClient(plan(), command("--delay", "0.004"), Patience(silence=2.0, first=2.0))
+        client = EngineClient(plan(), command("--delay", "0.004"), SHORT)
         await client.start()
         await client.ready()
-        readers = [asyncio.create_task(read(client, one)) for one in requests(Random(5), 8, 200)]
-        await asyncio.sleep(0.2)
+        readers = [asyncio.create_task(read(client, one)) for one in requests(Random(5), 8, 400)]
+        assert await eventually(lambda: client.stats.tokens_out)
         os.kill(client.pid or 0, signal.SIGSTOP)
-        ends = await asyncio.wait_for(asyncio.gather(*readers), 60)
+        ends = await asyncio.wait_for(asyncio.gather(*readers), LONG)
         assert {end.finish for end in ends} <= {"stop", "length"} and client.epoch == 2
         os.kill(client.pid or 0, signal.SIGSTOP)
-        while client.epoch == 2:
-            await asyncio.sleep(0.05)
-        assert "made no progress for 2 seconds" in client.status.detail
+        assert await eventually(lambda: client.epoch == 3)
+        assert "made no progress for 3 seconds" in client.status.detail
         await client.ready()
         await client.close()
 
@@ -141,15 +147,15 @@ def test_a_stopped_engine_is_replaced_busy_or_idle() -> None:
 
 def test_a_stall_of_our_own_process_kills_nobody() -> None:
     async def main() -> None:
-        client = EngineClient(plan(), command("--delay", "0.004"), Patience(silence=2.0, first=2.0))
+        client = EngineClient(plan(), command("--delay", "0.004"), SHORT)
         await client.start()
         await client.ready()
-        readers = [asyncio.create_task(read(client, one)) for one in requests(Random(6), 4, 100)]
-        await asyncio.sleep(0.1)
+        readers = [asyncio.create_task(read(client, one)) for one in requests(Random(6), 4, 400)]
+        assert await eventually(lambda: client.stats.tokens_out)
         os.kill(client.pid or 0, signal.SIGSTOP)
-        time.sleep(3.0)  # nobody watches meanwhile
+        time.sleep(SHORT.silence + 1)  # nobody watches meanwhile
         await asyncio.sleep(0.3)
-        assert 0 < client.silent < 2
+        assert await eventually(lambda: client.silent > 0) and client.silent < SHORT.silence
         os.kill(client.pid or 0, signal.SIGCONT)
         await asyncio.gather(*readers)
         assert client.epoch == 1
@@ -190,10 +196,7 @@ def test_no_orphan_when_the_parent_is_killed(prompt: tuple[int, ...]) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        time.sleep(0.3)
+        time.sleep(0.3)  # it is in the middle of its steps, or in the one that has no end
         assert alive(pid)
         parent.kill()
-    deadline = time.monotonic() + 5
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(pid)
+    assert until(lambda: not alive(pid))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -14,6 +13,7 @@ from bloomery.engine.client import EngineClient
 from bloomery.server.service import Settings
 from bloomery.text.load import load_tokenizer
 from tests.server.conftest import run
+from tests.waiting import until
 
 KEY = "sk-of-the-tests"
 MODEL = "smollm2"
@@ -26,8 +26,5 @@ def url() -> Iterator[str]:
     client, settings = EngineClient(plan), Settings(model=MODEL, keys=(KEY,))
     with ExitStack() as exit:
         server = run(client, load_tokenizer(artifact), settings, exit, before=client.start, after=client.close)
-        end = time.monotonic() + 120
-        while server.get("/ready").status_code != 200:
-            assert time.monotonic() < end, "the model does not get ready"
-            time.sleep(0.1)
+        assert until(lambda: server.get("/ready").status_code == 200, 240), "the model does not get ready"
         yield f"http://127.0.0.1:{server.address[1]}"

@@ -17,7 +17,7 @@ ASKED: Any = [{"role": "user", "content": "What is iron made from? Answer in one
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0, timeout=60) as made:
+    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0, timeout=120) as made:
         yield made
 
 

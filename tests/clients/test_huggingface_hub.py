@@ -16,7 +16,7 @@ ASKED: Any = [{"role": "user", "content": "What is iron made from? Answer in one
 
 @pytest.fixture(scope="module")
 def client(url: str) -> InferenceClient:
-    return InferenceClient(url, token=KEY, timeout=60)
+    return InferenceClient(url, token=KEY, timeout=120)
 
 
 def test_text_generation(client: InferenceClient) -> None:

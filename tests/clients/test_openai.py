@@ -17,7 +17,7 @@ GREEDY: Any = {"model": MODEL, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60) as made:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120) as made:
         yield made
 
 

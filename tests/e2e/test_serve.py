@@ -6,58 +6,51 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import pytest
 
+from tests.chaos.http import free_port
+from tests.waiting import until
+
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "embedded.json").read_text(encoding="utf-8"))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
-def server() -> Iterator[tuple[httpx2.Client, subprocess.Popen[str]]]:
-    port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bloomery", "serve", "--port", str(port), "--threads", "1", "--kv-cache-gib", "0.2",
-         "--no-native"],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    client = httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
-    end = time.monotonic() + 120
-    while True:
-        try:
-            if client.get("/ready").status_code == 200:
-                break
-        except httpx2.HTTPError:
-            pass
-        assert time.monotonic() < end and process.poll() is None, "the server does not get ready"
-        time.sleep(0.2)
-    yield client, process
-    client.close()
-    process.kill()
-    process.wait(30)
-    assert process.stderr is not None
-    process.stderr.close()
+def server(tmp_path: Path) -> Iterator[tuple[httpx2.Client, subprocess.Popen[bytes], Path]]:
+    """Its log goes to a file: a pipe that nobody reads is full at some time, and who writes to it stands still."""
+    port, log = free_port(), tmp_path / "log"
+    line = [sys.executable, "-m", "bloomery", "serve", "--port", str(port), "--threads", "1", "--kv-cache-gib", "0.2"]
+    with log.open("wb") as file:
+        process = subprocess.Popen([*line, "--no-native"], stderr=file)
+    try:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            assert until(lambda: process.poll() is not None or ready(client), 240), "the server does not get ready"
+            assert process.poll() is None, "the server has ended"
+            yield client, process, log
+    finally:
+        process.kill()
+        process.wait(30)
 
 
-def engine_of(process: subprocess.Popen[str]) -> int:
+def ready(client: httpx2.Client) -> bool:
+    try:
+        return client.get("/ready").status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+def engine_of(process: subprocess.Popen[bytes]) -> int:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return next(int(pid) for pid in children if "engine_main" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
 def test_a_stream_outlives_its_engine_and_a_signal_ends_the_server(server: tuple) -> None:
-    client, process = server
+    client, process, log = server
     entry = GOLDEN[2]
     body = {"prompt": entry["prompt"], "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
     ids: list[int] = []
@@ -75,8 +68,7 @@ def test_a_stream_outlives_its_engine_and_a_signal_ends_the_server(server: tuple
     assert page.status_code == 200 and "<title>" in page.text
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
-    assert process.stderr is not None
-    logs = process.stderr.read()
+    logs = log.read_text()
     assert entry["prompt"] not in logs
     assert re.search(r"killed by signal 9", logs)
     assert "Traceback" not in logs

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
 import uvloop
 
+from bloomery.engine.child import Child
 from bloomery.engine.client import EngineClient, Patience
+from bloomery.engine.wire import Message
 from bloomery.errors import BloomeryError, InvalidRequest, RequestFailed
 from bloomery.messages import Request, Sampling, Stats, Tokens
 from tests.chaos.ghost_engine import BLOCKS, command, plan
 from tests.ghost.ghost import plain
+from tests.waiting import LONG, eventually
 
 
 @asynccontextmanager
@@ -61,16 +64,22 @@ async def idle(client: EngineClient) -> Stats:
 
 
 async def life() -> None:
-    client = EngineClient(plan(), command("--load", "0.8"))
+    progress: list[float] = []
+
+    def watched(hear: Callable[[Child, Message], None]) -> Child:
+        def listen(child: Child, message: Message) -> None:
+            hear(child, message)
+            if client.status.state == "loading":
+                progress.append(client.status.progress)
+
+        return Child(listen)
+
+    client = EngineClient(plan(), command("--load", "0.5"), birth=watched)
     await client.start()
     assert client.status.state == "loading" and client.capacity is None
     early = asyncio.create_task(collect(client, request("early", 1, 2)))  # a request may wait for the engine
-    progress = []
-    while client.status.state == "loading":
-        progress.append(client.status.progress)
-        await asyncio.sleep(0.02)
-    assert progress == sorted(progress) and progress[-1] > 0
     assert (await client.ready()).blocks == BLOCKS and client.status.state == "ready"
+    assert progress == [part / 5 for part in range(5)]
     one, two, three = request("one", 1, 2), request("two", 3, tokens=20), request("three", 4, 5, 6, tokens=3)
     got = await collect(client, one, two, three)
     for asked in (one, two, three):
@@ -115,7 +124,7 @@ def test_leaving_a_stream_aborts_what_is_open() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             stats = await idle(client)
-            assert not client.journal.entries and 2 < stats.tokens_out < 200
+            assert not client.journal.entries and 2 < stats.tokens_out < 1000, "one was left to its end"
 
     asyncio.run(main())
 
@@ -130,7 +139,7 @@ def test_abort_by_id() -> None:
                     assert client.abort("a") and not client.abort("a") and not client.abort("never heard of")
             ends = {tokens.request: tokens.finish for tokens in got if tokens.finish}
             assert ends == {"a": "abort", "b": "length"}
-            assert sum(len(tokens.ids) for tokens in got if tokens.request == "a") < 20
+            assert sum(len(tokens.ids) for tokens in got if tokens.request == "a") < 1000
 
     asyncio.run(main())
 
@@ -142,8 +151,8 @@ def test_a_slow_reader_gets_all_in_few_pieces() -> None:
             got: list[Tokens] = []
             async for tokens in client.stream([asked]):
                 got.append(tokens)
-                await asyncio.sleep(0.1)
-            assert [*asked.prompt, *ids(got)] == plain(asked) and len(got) < 60
+                assert await eventually(lambda: client.stats.tokens_out == 200), "the engine waits for the reader"
+            assert [*asked.prompt, *ids(got)] == plain(asked) and len(got) <= 2
 
     asyncio.run(main())
 
@@ -162,20 +171,22 @@ def test_refusals() -> None:
     asyncio.run(main())
 
 
-def test_closing_drains_for_a_while_then_ends_the_rest() -> None:
+@pytest.mark.parametrize("again", [True, False], ids=["told again", "time is up"])
+def test_closing_drains_for_a_while_then_ends_the_rest(again: bool) -> None:
     async def main() -> None:
-        async with engine("--delay", "0.01") as client:
+        async with engine("--delay", "0.02") as client:
             await client.ready()
             short = asyncio.create_task(collect(client, request("short", 1, tokens=20)))
             long = asyncio.create_task(collect(client, request("long", 1, tokens=2000)))
-            await asyncio.sleep(0.1)
-            closing = asyncio.create_task(client.close(drain_seconds=1.0))
-            await asyncio.sleep(0.01)
-            assert client.status.state == "draining"
+            assert await eventually(lambda: client.stats.tokens_out)
+            closing = asyncio.create_task(client.close(drain_seconds=LONG if again else 0.3))
+            assert await eventually(lambda: client.status.state == "draining")
             with pytest.raises(RequestFailed, match="draining"):
                 await collect(client, request("late", 1))
+            if again:
+                assert len(ids((await short)["short"])) == 20 and not closing.done()
+                await client.close()
             await closing
-            assert len(ids((await short)["short"])) == 20
             last = (await long)["long"][-1]
             assert (last.finish, last.error) == ("error", "the server is shutting down")
 
@@ -187,10 +198,8 @@ def test_an_engine_that_ignores_sigterm_is_killed() -> None:
         async with engine(patience=Patience(grace=0.2)) as client:
             await client.ready()
             pid = client.pid
-            os.kill(pid or 0, 19)  # SIGSTOP: it cannot even hear
-            begun = time.monotonic()
-            await client.close()
-            assert time.monotonic() - begun < 3
+            os.kill(pid or 0, signal.SIGSTOP)  # it cannot even hear
+            await asyncio.wait_for(client.close(), LONG)
             with pytest.raises(ProcessLookupError):
                 os.kill(pid or 0, 0)
 
@@ -225,7 +234,7 @@ def test_restarts_are_bounded(bad: tuple[str, ...], why: str) -> None:
         client = EngineClient(plan(), bad, Patience(restarts=2, pause=0.01))
         await client.start()
         waiting = asyncio.create_task(collect(client, request("a", 1)))
-        detail = await asyncio.wait_for(client.wait_failed(), 30)
+        detail = await asyncio.wait_for(client.wait_failed(), LONG)
         assert "died 3 times in a row" in detail and why in detail and client.epoch == 3
         assert (await waiting)["a"][-1].finish == "error"
         await client.close()
@@ -239,7 +248,11 @@ def test_a_thousand_small_requests() -> None:
         async with engine("--quick", max_sequences=256, max_batch_tokens=2048) as client:
             asked = [request(str(number), *[number % 5] * 10, tokens=16) for number in range(1000)]
             await client.ready()
-            answers = await asyncio.gather(*(collect(client, one) for one in asked))
+            os.kill(client.pid or 0, signal.SIGSTOP)  # until all have been sent
+            readers = [asyncio.create_task(collect(client, one)) for one in asked]
+            assert await eventually(lambda: all(entry.sent for entry in client.journal.entries.values()))
+            os.kill(client.pid or 0, signal.SIGCONT)
+            answers = await asyncio.gather(*readers)
             for one, got in zip(asked, answers):
                 assert ids(got[one.id]) == [(10 + position) % 7 for position in range(16)]
             stats = await idle(client)
@@ -250,7 +263,7 @@ def test_a_thousand_small_requests() -> None:
 
 def test_who_waits_too_long_for_an_engine_is_told_so() -> None:
     async def main() -> None:
-        async with engine("--load", "3", patience=Patience(queue=0.3)) as client:
+        async with engine("--load", "100", patience=Patience(queue=0.3)) as client:
             (end,) = (await collect(client, request("a", 1)))["a"]
             assert (end.finish, end.ids) == ("deadline", ()) and not client.journal.entries
 
@@ -259,15 +272,15 @@ def test_who_waits_too_long_for_an_engine_is_told_so() -> None:
 
 def test_ready_is_an_engine_that_makes_progress() -> None:
     async def main() -> None:
-        async with engine("--delay", "0.01", patience=Patience(silence=4.0, first=4.0)) as client:
+        async with engine("--delay", "0.01", patience=Patience(silence=6.0, first=6.0)) as client:
             await client.ready()
             await collect(client, request("a", 1, tokens=40))
             assert client.status.state == "ready"
-            os.kill(client.pid or 0, 19)  # SIGSTOP
+            os.kill(client.pid or 0, signal.SIGSTOP)
             while client.status.state == "ready":
                 await asyncio.sleep(0.05)
             assert client.status.state == "stalled" and client.epoch == 1, "doubted before it is replaced"
-            os.kill(client.pid or 0, 18)
+            os.kill(client.pid or 0, signal.SIGCONT)
             while client.status.state != "ready":
                 await asyncio.sleep(0.05)
             assert client.epoch == 1

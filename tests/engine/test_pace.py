@@ -52,7 +52,7 @@ class Device(Ghost):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_late_host_does_not_spoil_the_pace(told: bool) -> None:
-    device, policy = Device(), Fair(ROWS, 4000)
+    device, policy = Device(stalls=0.6), Fair(ROWS, 4000)
     loop = Loop(Scheduler(Blocks(4000, 16), 2048, ROWS, policy), device, 2, device.clock)
     if not told:  # what the pace would be if it had nothing but the host's clock
         result = device.result

@@ -12,6 +12,7 @@ from bloomery.engine.replicas import GRAIN, SLACK, Affinity, Replicas
 from bloomery.messages import Request, Sampling, Tokens
 from tests.chaos.ghost_engine import POISON, command, plan
 from tests.ghost.ghost import plain
+from tests.waiting import LONG, eventually
 
 OFTEN = Patience(restarts=10**6, pause=0.0)
 
@@ -56,23 +57,23 @@ def test_without_a_known_beginning_load_decides() -> None:
 
 def test_streams_go_on_at_the_others_when_an_engine_dies() -> None:
     async def main() -> None:
-        engines = replicas(2, "--delay", "0.004", "--load", "0.5")
+        engines = replicas(2, "--delay", "0.004", "--load", "2")
         await engines.start()
         await asyncio.gather(*(client.ready() for client in engines.clients))
-        readers = [asyncio.create_task(read(engines, asked([i % 5], str(i), 120))) for i in range(8)]
-        await asyncio.sleep(0.15)
+        readers = [asyncio.create_task(read(engines, asked([i % 5], str(i), 400))) for i in range(8)]
+        assert await eventually(lambda: all(client.stats.tokens_out for client in engines.clients))
+        one, other = (client.pid or 0 for client in engines.clients)
+        os.kill(other, signal.SIGSTOP)  # so that nobody comes to an end there before all are there
         assert [len(open) for open in engines.open] == [4, 4]
-        pid = engines.clients[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        while len(engines.open[1]) < 8:
-            await asyncio.sleep(0.01)
+        os.kill(one, signal.SIGKILL)
+        assert await eventually(lambda: len(engines.open[1]) == 8)
         assert engines.status.state == "ready" and engines.clients[0].status.state != "ready"
-        ends = await asyncio.wait_for(asyncio.gather(*readers), 60)
+        os.kill(other, signal.SIGCONT)
+        ends = await asyncio.wait_for(asyncio.gather(*readers), LONG)
         assert {end.finish for end in ends} == {"length"}
         await engines.clients[0].ready()
         assert engines.clients[0].epoch == 2 and engines.clients[1].epoch == 1
-        assert engines.stats.tokens_out >= 8 * 120 - 8  # what died with its engine is counted by none
+        assert engines.stats.tokens_out >= 8 * 400 - 8  # what died with its engine is counted by none
         await engines.close()
 
     asyncio.run(main())
@@ -84,9 +85,9 @@ def test_a_request_that_kills_engines_is_found_out() -> None:
         await engines.start()
         await asyncio.gather(*(client.ready() for client in engines.clients))
         good = [asyncio.create_task(read(engines, asked([i % 5], str(i), 60))) for i in range(4)]
-        bad = await asyncio.wait_for(read(engines, asked([*POISON, 1], "bad")), 60)
+        bad = await asyncio.wait_for(read(engines, asked([*POISON, 1], "bad")), LONG)
         assert bad.finish == "error" and "stopped 3 times" in (bad.error or "")
-        assert {end.finish for end in await asyncio.wait_for(asyncio.gather(*good), 60)} == {"length"}
+        assert {end.finish for end in await asyncio.wait_for(asyncio.gather(*good), LONG)} == {"length"}
         await engines.close()
 
     asyncio.run(main())

@@ -35,14 +35,16 @@ def plain(request: Request) -> list[int]:
 class Row:
     tokens: list[int]
     done: int
+    told: int  # tokens it began with
     table: list[int] = field(default_factory=list)
 
 
 class Ghost:
     """An executor. Within a step all positions are written before any is read, as a layer of a real model does."""
 
-    def __init__(self, block_size: int):
-        self.size = block_size
+    def __init__(self, block_size: int, terse: bool = False):
+        """`terse`: of those that go on it says no more than their tokens."""
+        self.size, self.terse = block_size, terse
         self.cache: dict[int, tuple[int, int]] = {}
         self.rows: dict[int, Row] = {}
         self.steps = self.chunks = 0
@@ -70,12 +72,18 @@ class Ghost:
             del self.rows[sequence]
         for item in step.items:
             self.write(item)
-        return StepOutput(tuple(self.sample(item) for item in step.items if item.samples))
+        for sequence, start in zip(step.going, step.starts, strict=True):
+            assert start >= self.rows[sequence].told, "its token was never drawn"
+        samples = tuple(self.sample(item) for item in step.items if item.samples)
+        if not self.terse:
+            return StepOutput(samples)
+        count = len(step.going)
+        return StepOutput(samples[count:], None, tuple(entry.tokens[0] for entry in samples[:count]))
 
     def write(self, item: Item) -> None:
         if item.first is not None:
             assert item.sequence not in self.rows, "a row started twice"
-            self.rows[item.sequence] = Row(list(item.first.tokens), item.start)
+            self.rows[item.sequence] = Row(list(item.first.tokens), item.start, len(item.first.tokens))
         row = self.rows[item.sequence]
         assert item.count > 0 and item.start == row.done, "work repeated, skipped or empty"
         row.done += item.count

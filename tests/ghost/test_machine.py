@@ -27,13 +27,14 @@ class Engine(RuleBasedStateMachine):
         sequences=st.integers(1, 4),
         depth=st.integers(1, 3),
         fair=st.booleans(),
+        terse=st.booleans(),
     )
-    def start(self, blocks: int, size: int, tokens: int, sequences: int, depth: int, fair: bool) -> None:
+    def start(self, blocks: int, size: int, tokens: int, sequences: int, depth: int, fair: bool, terse: bool) -> None:
         self.blocks = Blocks(blocks, size)
         policy = Fair(sequences, blocks, Aims(short=0.02)) if fair else FirstCome()
         self.scheduler = Scheduler(self.blocks, tokens, sequences, policy)
         ticks = itertools.count()
-        self.loop = Loop(self.scheduler, Ghost(size), depth, lambda: 0.01 * next(ticks))
+        self.loop = Loop(self.scheduler, Ghost(size, terse), depth, lambda: 0.01 * next(ticks))
         self.asked: dict[str, Request] = {}
         self.got: dict[str, list[int]] = {}
         self.ended: set[str] = set()

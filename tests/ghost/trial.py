@@ -43,7 +43,7 @@ class Trial:
             [FirstCome(), Fair(rows, self.blocks.count, Aims(short=random.choice([1e-3, 0.02, 0.1])))]
         )
         self.scheduler = Scheduler(self.blocks, tokens, rows, policy)
-        self.ghost = Ghost(self.blocks.size)
+        self.ghost = Ghost(self.blocks.size, terse=seed % 2 == 0)
         self.time = 0.0
         self.loop = Loop(self.scheduler, self.ghost, random.choice([1, 2, 3]), self.clock)
         self.drafts = random.choice([0, 0, 1, 3])
@@ -109,7 +109,7 @@ class Trial:
             assert got == (want[: len(got)] if request in self.aborted else want), request
         self.stats["preemptions"] += self.scheduler.preemptions
         self.stats["chunks"] += self.ghost.chunks
-        assert not self.scheduler.in_flight and not self.scheduler.by_request
+        assert not self.scheduler.scheduled and not self.scheduler.by_request
         sound(self.blocks)
         assert self.blocks.available == self.blocks.count, "blocks leaked"
 

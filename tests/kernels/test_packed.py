@@ -50,6 +50,29 @@ def test_few_tokens_equal_the_reference(kind: str, tokens: int, before: str, aft
     assert check_rows(kind, tokens, 20, 768, before, after, dtype, "cpu", cut) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("columns", [16384, 16640])
+def test_maxima_of_a_codebook_are_codes_themselves(columns: int) -> None:
+    """One factor a row up to 256 blocks, then several."""
+    torch.manual_seed(columns)
+    packed, x = made("nf4 64 nested", 40, columns, "cpu"), torch.randn(2, columns)
+    assert packed.absmax.dtype == torch.uint8 and packed.outer.shape == (40, 2 + (columns > 16384))
+    factor = packed.outer[:, 1:].repeat_interleave(256, 1)[:, : columns // 64]
+    by_hand = packed.table[16:][packed.absmax.long()] * factor + packed.outer[:, :1]
+    values = packed.table[unpack(packed.codes, 4).long()] * by_hand.repeat_interleave(64, 1)
+    torch.testing.assert_close(packed.dequantize(), values)
+    torch.testing.assert_close(unpacked(packed, range(3, 9), FULL), values[3:9])
+    got = packed_gemv.packed_rows(x, packed, cut=packed_gemv.Tiling(8, 128, 4))
+    torch.testing.assert_close(got, x @ values.T, rtol=1e-3, atol=1e-3)
+    got = packed_gemm.packed_product(x.half(), packed, cut=packed_gemm.Tiling(16, 64, 4, 2, 2))
+    torch.testing.assert_close(got.float(), x @ values.T, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["int4 128 zero", "fp8 row"])
+def test_a_layer_norm_is_taken_out_of_the_sums(kind: str) -> None:
+    torch.manual_seed(5)
+    assert check_rows(kind, 2, 20, 768, "layer", "gate silu", FULL, "cpu", packed_gemv.Tiling(4, 32, 1)) < LIMITS[FULL]
+
+
 def test_heads_are_turned_and_stored() -> None:
     torch.manual_seed(0)
     cut = packed_gemv.Tiling(4, 32, 1)

@@ -13,7 +13,7 @@ import torch
 from bloomery.native import build as building
 from bloomery.native import ops
 from bloomery.native.arena import Arena
-from bloomery.native.build import NoLibrary, build
+from bloomery.native.build import NoLibrary, build, whole
 from bloomery.native.record import Unrecordable, record
 from bloomery.native.team import team
 
@@ -82,6 +82,16 @@ def test_an_arena_gives_out_what_nobody_holds() -> None:
     del held, other
     gc.collect()
     assert arena.free[0][1] - arena.free[0][0] == 4096
+
+
+def test_a_damaged_library_is_not_loaded(tmp_path: Path) -> None:
+    library = build()
+    data = library.read_bytes()
+    copy = tmp_path / library.name
+    for damaged in (data[: len(data) // 2], data[:-1], b"", data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]):
+        copy.write_bytes(damaged)
+        assert not whole(copy)
+    assert whole(library)
 
 
 def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

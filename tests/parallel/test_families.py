@@ -5,7 +5,6 @@ The everyday run takes cases that differ in what is split, both ways at once; `p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,6 @@ WAYS = [(2, 1), (1, 2), (2, 2)]
 TOKENS = 8
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[tuple[int, int], Processes]]:
-    """Processes that load one case after the other: starting them is what takes time."""
-    crews = {way: Processes() for way in WAYS}
-    yield crews
-    for crew in crews.values():
-        crew.close()
-
-
 def tokens(executor: Executor, wanted: Plan, case: Case) -> list[list[int]]:
     """Four prompts that begin alike, in chunks, with prefix hits and a cache with room for about two."""
     capacity = executor.start(wanted)
@@ -50,12 +40,12 @@ def tokens(executor: Executor, wanted: Plan, case: Case) -> list[list[int]]:
     return [ids(news) for news in (first["0"], *rest.values())]
 
 
-def compare(case: Case, way: tuple[int, int], folder: Path, crews: dict[tuple[int, int], Processes]) -> None:
+def compare(case: Case, way: tuple[int, int], folder: Path, crews: dict[int, Processes]) -> None:
     make_checkpoint(case, folder)
     wishes = dict(block_size=4, max_batch_tokens=7, max_sequences=5, kv_cache_gib=0.01)
     length = max(case.length, case.prompt + TOKENS)
     want = tokens(Local(), plan(folder, length, **wishes), case)
-    got = tokens(crews[way], plan(folder, length, tp=way[0], pp=way[1], **wishes), case)
+    got = tokens(crews[way[0] * way[1]], plan(folder, length, tp=way[0], pp=way[1], **wishes), case)
     assert got == want
 
 
@@ -74,12 +64,12 @@ EVERYDAY = {
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in EVERYDAY], ids=lambda case: case.name)
-def test_in_both_ways_at_once(case: Case, tmp_path: Path, ranks: dict) -> None:
-    compare(case, (2, 2), tmp_path, ranks)
+def test_in_both_ways_at_once(case: Case, tmp_path: Path, crews: dict[int, Processes]) -> None:
+    compare(case, (2, 2), tmp_path, crews)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"tp{way[0]}-pp{way[1]}")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_in_all_ways(case: Case, way: tuple[int, int], tmp_path: Path, ranks: dict) -> None:
-    compare(case, way, tmp_path, ranks)
+def test_in_all_ways(case: Case, way: tuple[int, int], tmp_path: Path, crews: dict[int, Processes]) -> None:
+    compare(case, way, tmp_path, crews)

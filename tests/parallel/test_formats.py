@@ -3,7 +3,6 @@ and as GGUF."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.executors.local import Local
 from bloomery.executors.processes import Processes
+from bloomery.models.gguf import DECODERS
 from bloomery.quant.choose import ON_LOAD
 from tests.parity.cases import SPECIAL, VOCAB, Case, make_checkpoint
 from tests.parity.gguf_writer import write
@@ -23,9 +23,10 @@ from tests.quant.packers import CASES as READY_MADE
 from tests.quant.packers import repack
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+WIDE = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}  # halves are whole blocks of every type
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 PROMPT = [5, 17, 80, 41, 3, 99, 23, 8, 64, 12]
-BLOCKS = {kind.name: kind for kind in (Kind.Q8_0, Kind.Q4_0, Kind.Q5_1)}
+BLOCKS = [name if name == "Q8_0" else pytest.param(name, marks=pytest.mark.slow) for name in ("BF16", *DECODERS)]
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +34,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     make_checkpoint(Case("llama", lambda: tf.LlamaConfig(**SIZES, **HEADS, **SPECIAL)), folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    crew = Processes()
-    yield crew
-    crew.close()
 
 
 def answer(executor: Local | Processes, model: Path, **wishes: object) -> list[int]:
@@ -51,8 +45,8 @@ def answer(executor: Local | Processes, model: Path, **wishes: object) -> list[i
 
 
 @pytest.mark.parametrize("name", ON_LOAD)
-def test_rounded_while_loading(name: str, llama: Path, ranks: Processes) -> None:
-    assert answer(ranks, llama, quantize=name, tp=2) == answer(Local(), llama, quantize=name)
+def test_rounded_while_loading(name: str, llama: Path, crews: dict[int, Processes]) -> None:
+    assert answer(crews[2], llama, quantize=name, tp=2) == answer(Local(), llama, quantize=name)
 
 
 # Of each method one, and all in the long form.
@@ -61,13 +55,16 @@ ALL = [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_ready_made(name: str, llama: Path, tmp_path: Path, ranks: Processes) -> None:
+def test_ready_made(name: str, llama: Path, tmp_path: Path, crews: dict[int, Processes]) -> None:
     packed, meant = tmp_path / "packed", tmp_path / "meant"
     repack(llama, packed, meant, READY_MADE[name], lambda module: ".layers." in module)
-    assert answer(ranks, packed, tp=2) == answer(Local(), packed)
+    assert answer(crews[2], packed, tp=2) == answer(Local(), packed)
 
 
-@pytest.mark.parametrize("name", ["Q8_0", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Q4_0", "Q5_1"))])
-def test_blocks_of_gguf(name: str, llama: Path, tmp_path: Path, ranks: Processes) -> None:
-    write(tf.AutoModelForCausalLM.from_pretrained(llama), tmp_path / "model.gguf", BLOCKS[name])
-    assert answer(ranks, tmp_path / "model.gguf", tp=2) == answer(Local(), tmp_path / "model.gguf")
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_gguf(name: str, tmp_path: Path, crews: dict[int, Processes]) -> None:
+    case = Case("llama", lambda: tf.LlamaConfig(**SIZES | WIDE, **HEADS, **SPECIAL))
+    write(make_checkpoint(case, tmp_path), tmp_path / "model.gguf", Kind[name])
+    want = answer(Local(), tmp_path / "model.gguf")
+    assert len(set(want)) > 4, "a model that says little tells little"
+    assert answer(crews[2], tmp_path / "model.gguf", tp=2) == want

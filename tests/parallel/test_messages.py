@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from bloomery.artifacts.locate import locate
 from bloomery.attention.base import Ragged, cache_shape
@@ -17,7 +18,9 @@ from bloomery.layout import Layout
 from bloomery.models.checkpoint import open_source
 from bloomery.models.decoder import Decoder
 from bloomery.models.weights import Weights
+from bloomery.roofline import Roofline, machine
 from tests.parity.cases import CASES, Case, make_checkpoint
+from tests.parity.gguf_writer import write
 
 
 class Counting:
@@ -35,15 +38,15 @@ class Counting:
         return torch.cat([x] * self.size, -1)[:, :total]
 
 
-def part_of(folder: Path, group: Counting) -> tuple[Decoder, int, int]:
+def part_of(model: Path, group: Counting, layers: range | None = None) -> tuple[Decoder, int, int]:
     """A rank's part of a model, how many bytes were read for it, and how many there are."""
-    artifact = locate(str(folder))
+    artifact = locate(str(model))
     found, source = description(artifact), open_source(artifact)
     read: list[int] = []
     source.report(read.append)
     names = as_stored(found.names, source.names())
     weights = Weights(source, names, torch.float32, torch.device("cpu"), layout=Layout(group.rank, group.size))
-    return Decoder(found.model, weights, group), sum(read), source.nbytes
+    return Decoder(found.model, weights, group, layers), sum(read), source.nbytes
 
 
 @torch.inference_mode()
@@ -69,13 +72,26 @@ def test_two_sums_a_layer_and_one_where_blocks_are_parallel(case: Case, tmp_path
     forward(decoder)
     layers = sum(1 if layer.parallel else 2 for layer in decoder.spec.layers)
     assert (group.sums, group.joins) == (1 + layers, 1)  # one for the embedding
+    assert Roofline(decoder.whole, machine("h200"), tp=2).messages(4, 4)[0] == group.sums + group.joins
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "mixtral", "falcon-40b", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "bloom", "mixtral", "falcon-40b", "gpt2", "llama.gguf"])
 def test_a_rank_reads_only_its_slices(name: str, tmp_path: Path) -> None:
-    make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
-    _, all_of_it, stored = part_of(tmp_path, Counting(1))
+    stem, file = name.partition(".")[0], tmp_path / name
+    made = make_checkpoint(next(case for case in CASES if case.name == stem), tmp_path, times=4)  # wider than blocks
+    if file.suffix:
+        write(made, file, Kind.Q8_0)
+    model = file if file.suffix else tmp_path
+    _, all_of_it, stored = part_of(model, Counting(1))
     assert all_of_it <= stored
-    _, half, _ = part_of(tmp_path, Counting(2))
+    _, half, _ = part_of(model, Counting(2))
     vectors = 0.15  # norms, biases and routers are small, and everybody's
     assert all_of_it / 2 <= half <= all_of_it * (0.5 + vectors)
+
+
+def test_a_stage_reads_only_its_layers(tmp_path: Path) -> None:
+    make_checkpoint(next(case for case in CASES if case.name == "llama"), tmp_path)
+    decoder, all_of_it, _ = part_of(tmp_path, Counting(1))
+    count = len(decoder.spec.layers)
+    parts = [part_of(tmp_path, Counting(1), layers)[1] for layers in (range(1), range(1, count))]
+    assert sum(parts) == all_of_it and min(parts) > all_of_it / (2 * count)

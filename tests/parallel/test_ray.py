@@ -79,6 +79,16 @@ def test_the_same_tokens_over_actors_and_nodes(folder: Path, cluster: str) -> No
         executor.close()
 
 
+def test_without_a_cluster_one_of_this_machine_is_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bloomery.executors.ray import Actors
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    executor = Actors()
+    assert answer(executor, folder, tp=2, executor="ray") == answer(Local(), folder)
+    executor.close()
+    assert not ray.is_initialized()
+
+
 def test_a_cluster_too_small_says_what_it_has(folder: Path, cluster: str) -> None:
     from bloomery.executors.ray import Actors
 

@@ -47,7 +47,9 @@ def test_messages_are_those_of_torch_and_the_dead_are_not_waited_for(tmp_path: P
 
 
 @pytest.mark.parametrize("way", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=["tp", "pp"])
-def test_recorded_steps_are_those_of_torch_and_of_one_process(way: tuple[int, int], tmp_path: Path) -> None:
+def test_recorded_steps_are_those_of_torch_and_of_one_process(
+    way: tuple[int, int], tmp_path: Path, crews: dict[int, Processes]
+) -> None:
     make_checkpoint(next(case for case in CASES if case.name == "llama"), tmp_path)
     wishes = dict(block_size=4, max_batch_tokens=64, max_sequences=4, kv_cache_gib=0.01)
 
@@ -58,12 +60,11 @@ def test_recorded_steps_are_those_of_torch_and_of_one_process(way: tuple[int, in
         requests = [greedy(str(i), list(range(3 + i, 20)), 12) for i in range(3)]
         warm = Request("3", tuple(range(5, 30)), Sampling(temperature=0.8, seed=5, repetition_penalty=1.2), 12)
         found = run(Loop(scheduler, executor, wanted.depth), [*requests, warm])
-        executor.close()
         return [ids(news) for news in found.values()], any("not recorded" in note for note in capacity.notes)
 
     alone = answers(Local(), plan(tmp_path, 64, **wishes))
-    spread = answers(Processes(), plan(tmp_path, 64, tp=way[0], pp=way[1], **wishes))
-    by_torch = answers(Processes(), plan(tmp_path, 64, tp=way[0], pp=way[1], native=False, **wishes))
+    spread = answers(crews[2], plan(tmp_path, 64, tp=way[0], pp=way[1], **wishes))
+    by_torch = answers(crews[2], plan(tmp_path, 64, tp=way[0], pp=way[1], native=False, **wishes))
     team().stop()
     assert alone == spread == by_torch == (alone[0], False)
 

@@ -80,7 +80,7 @@ def main() -> int:
 
     (one, address), (other, peer) = HOSTS.items()
     nodes: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         make_checkpoint(next(case for case in CASES if case.name == "llama"), Path(folder))
         want = answer(folder)
         try:
@@ -88,7 +88,7 @@ def main() -> int:
             at = f"{address}:{PORT}"
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_ADDRESS=at)
             head = ("--head", f"--node-ip-address={address}", f"--port={PORT}", "--include-dashboard=false")
-            nodes.append(node(one, *head))
+            nodes.append(node(one, *head, f"--temp-dir={folder}/ray"))  # where it is remembered when it is gone
             time.sleep(10)
             nodes.append(node(other, f"--address={at}", f"--node-ip-address={peer}"))
             code = (

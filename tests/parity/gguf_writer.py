@@ -37,14 +37,42 @@ def write(model: Any, path: Path, kind: Kind = Kind.F32, extra: dict[str, Any] |
         stem, _, suffix = name.rpartition(".")
         target = f"{stem if stem.startswith('rope_') else names.mapping[stem][1]}.{suffix}"
         data = tensor.detach().float().contiguous().numpy()
-        if kind != Kind.F32 and data.ndim > 1 and data.shape[-1] % 32 == 0 and "norm" not in target:
-            writer.add_tensor(target, gguf.quants.quantize(data, kind), raw_dtype=kind)
+        if (
+            kind != Kind.F32
+            and data.ndim > 1
+            and data.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+            and "norm" not in target
+        ):
+            writer.add_tensor(target, blocks(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(target, data.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+# Of the types that the package cannot make: where a block keeps its scale, and, if it has one, its offset's; and how
+# much larger that must be for values to lie around zero.
+SCALES = {
+    Kind.Q2_K: (80, 82, 1.5), Kind.Q3_K: (108, None, 0), Kind.Q4_K: (0, 2, 7.5), Kind.Q5_K: (0, 2, 15.5),
+    Kind.Q6_K: (208, None, 0),
+}  # fmt: skip
+
+
+def blocks(data: np.ndarray, kind: Kind) -> np.ndarray:
+    """As the package rounds them; where it cannot, any bits with sane scales in place of what the data was."""
+    if kind not in SCALES:
+        return gguf.quants.quantize(data, kind)
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(data.view(np.uint32).ravel()[:4])
+    made = random.integers(0, 256, (data.size // values, size), dtype=np.uint8)
+    scale, offset, ratio = SCALES[kind]
+    each = random.uniform(1e-3, 2e-3, (len(made), 1))
+    made[:, scale : scale + 2] = each.astype(np.float16).view(np.uint8)
+    if offset is not None:
+        made[:, offset : offset + 2] = (ratio * each).astype(np.float16).view(np.uint8)
+    return made.reshape(*data.shape[:-1], -1)
 
 
 def put(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bloomery.kernels.packed import Codebook
 from bloomery.quant.awq import Awq
 from bloomery.quant.base import Format
 from bloomery.quant.bitsandbytes import BitsAndBytes
+from bloomery.quant.choose import ON_LOAD
 from bloomery.quant.compressed import Compressed
 from bloomery.quant.gptq import Gptq
 from bloomery.quant.int8 import int8
@@ -35,6 +37,18 @@ def test_reads_what_the_library_wrote(name: str) -> None:
     got = stored(form, found, tuple(means.shape)).dense(torch.float32, CPU)
     half = means.dtype == torch.float16  # auto-gptq multiplies in half precision
     torch.testing.assert_close(got, means.float(), rtol=2e-3 if half else 1e-6, atol=2e-3 if half else 1e-7)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_rounds_while_loading_as_bitsandbytes_does(kind: str) -> None:
+    """A row by itself is what the library makes of a matrix of that one row."""
+    want = parts(f"bnb-{kind}-nested")
+    got = ON_LOAD[kind].inside(GOLDEN["weight"].reshape(1, -1))
+    assert isinstance(got, Codebook) and got.outer is not None
+    assert torch.equal((got.codes >> 4 | got.codes << 4).view(-1, 1), want["weight"])
+    assert torch.equal(got.absmax.flatten(), want["weight.absmax"])
+    assert torch.equal(got.outer[0, 1:], want["weight.nested_absmax"])
+    assert torch.equal(got.dequantize().view_as(want["means"]), want["means"])
 
 
 def test_writes_what_bitsandbytes_writes() -> None:

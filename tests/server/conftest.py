@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from bloomery.server.protocol import bounded
 from bloomery.server.service import Settings
 from bloomery.text.tokenizer import Tokenizer
 from tests.server.speaker import InProcess, words
+from tests.waiting import LONG, until
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Running:
         return self.client.get(path, **options)
 
     def raw(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=20)
+        return socket.create_connection(self.address, timeout=LONG)
 
 
 class Attended:
@@ -88,15 +88,14 @@ def run(
 
     def stop() -> None:
         server.should_exit, server.force_exit = True, not before  # a forced exit skips what must be done after
-        thread.join(20)
+        thread.join(LONG)
         assert not thread.is_alive(), "the server does not end"
         apart.close()  # which a forced exit leaves to the end of the process
 
     exit.callback(stop)
-    while not server.started:
-        time.sleep(0.005)
+    assert until(lambda: server.started), "the server does not start"
     address = listener.getsockname()
-    client = httpx2.Client(base_url=f"http://127.0.0.1:{address[1]}", timeout=20)
+    client = httpx2.Client(base_url=f"http://127.0.0.1:{address[1]}", timeout=LONG)
     exit.callback(client.close)
     return Running(client, backend, address)
 

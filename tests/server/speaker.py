@@ -126,7 +126,7 @@ def hashed(prefix: list[int], seed: int) -> int:
 
 
 class InProcess:
-    """A Backend whose engine takes its steps between the server's own doings; `pace` seconds apart."""
+    """A Backend whose engine takes its steps between the server's own doings, `pace` seconds apart."""
 
     def __init__(self, tokenizer: Tokenizer, pace: float = 0.0, blocks: int = 512, context: int = 512, batch: int = 8):
         self.capacity: Capacity | None = Capacity(blocks, 8, batch, 64, context, tokenizer.vocab_size)
@@ -135,6 +135,7 @@ class InProcess:
         self.loop = Loop(self.scheduler, Speaker(8, tokenizer))
         self.status = Status("ready", 1.0)
         self.pace, self.steps = pace, 0
+        self.hold: int | None = None  # no more steps than this until it is None
         self.queues: dict[str, asyncio.Queue[Tokens]] = {}
         self.runner: asyncio.Task[None] | None = None
         self.poison: int | None = None  # a token whose appearance in a prompt fails the request
@@ -173,6 +174,8 @@ class InProcess:
     async def run(self) -> None:
         while self.loop.busy:
             await asyncio.sleep(self.pace)
+            while self.hold is not None and self.steps >= self.hold:
+                await asyncio.sleep(0.005)
             before = self.stats
             for news in self.loop.step():
                 if queue := self.queues.get(news.request):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from bloomery.server.service import Settings
 from bloomery.text.load import load_tokenizer
 from tests.server.conftest import Running, run
 from tests.server.events import parse
+from tests.waiting import until
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "embedded.json").read_text(encoding="utf-8"))
 QUESTION = {"messages": [{"role": "user", "content": "What is iron made from? Answer in one sentence."}]}
@@ -48,10 +48,7 @@ def smol() -> Iterator[Running]:
             after=client.close,
         )
         assert server.get("/ready").json()["state"] in ("loading", "ready")
-        end = time.monotonic() + 120
-        while server.get("/ready").status_code != 200:
-            assert time.monotonic() < end, "the model does not get ready"
-            time.sleep(0.1)
+        assert until(lambda: server.get("/ready").status_code == 200, 240), "the model does not get ready"
         yield server
 
 
@@ -86,21 +83,21 @@ def test_greedy_answers_are_those_of_transformers(smol: Running) -> None:
 
 def test_a_conversation_streams_what_it_says_whole(smol: Running) -> None:
     body = {**QUESTION, "max_tokens": 24, "temperature": 0}
-    whole = smol.post("/v1/chat/completions", body, timeout=60).json()
-    events = parse(smol.post("/v1/chat/completions", {**body, "stream": True}, timeout=60).text)
+    whole = smol.post("/v1/chat/completions", body, timeout=120).json()
+    events = parse(smol.post("/v1/chat/completions", {**body, "stream": True}, timeout=120).text)
     said = "".join(choice["delta"].get("content", "") for event in events[:-1] for choice in event["choices"])
     assert said == whole["choices"][0]["message"]["content"] and "iron" in said.lower()
-    again = smol.post("/v1/chat/completions", body, timeout=60).json()["usage"]
+    again = smol.post("/v1/chat/completions", body, timeout=120).json()["usage"]
     assert again["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 def test_scores_of_a_prompt_are_the_same_by_every_route(smol: Running) -> None:
     text = "The capital of France is Paris."
     tgi = smol.post(
-        "/generate", {"inputs": text, "parameters": {"max_new_tokens": 1, "decoder_input_details": True}}, timeout=60
+        "/generate", {"inputs": text, "parameters": {"max_new_tokens": 1, "decoder_input_details": True}}, timeout=120
     ).json()
     openai = smol.post(
-        "/v1/completions", {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 1}, timeout=60
+        "/v1/completions", {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 1}, timeout=120
     ).json()
     prefill = [token["logprob"] for token in tgi["details"]["prefill"]]
     scores = openai["choices"][0]["logprobs"]["token_logprobs"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -15,6 +14,7 @@ from bloomery.server.errors import Refusal
 from bloomery.server.limits import Admission, Limits, Memory, resident
 from bloomery.server.service import Settings
 from tests.server.conftest import Running
+from tests.waiting import until
 
 
 def test_limits_by_name() -> None:
@@ -105,42 +105,42 @@ def test_under_the_highest_pressure_who_waits_is_told_to_come_back(serve: Callab
     """The one that runs goes on; one that waits behind it gets 429, streaming or not."""
     memory = Rising()
     settings = Settings(model="speaker", limits=Limits(memory_bytes=100))
-    server = serve(settings, measure=memory, pace=0.02, batch=1)
-    body = {"prompt": "The iron", "max_tokens": 150, "ignore_eos": True}
+    server = serve(settings, measure=memory, batch=1)
+    body = {"prompt": "The iron", "max_tokens": 9, "ignore_eos": True}
     answers: dict[str, int] = {}
 
     def ask(name: str, **more: bool) -> None:
         answers[name] = server.post("/v1/completions", body | more).status_code
 
+    server.backend.hold = 1
     threads = [threading.Thread(target=ask, args=("runs",))]
     threads[0].start()
-    while not server.backend.stats.running:
-        time.sleep(0.005)
+    assert until(lambda: server.backend.steps == 1)
     for name, stream in (("waits", False), ("waits and streams", True)):
         threads.append(threading.Thread(target=ask, args=(name,), kwargs={"stream": stream}))
         threads[-1].start()
-    while server.backend.stats.waiting < 2:
-        time.sleep(0.005)
+    assert until(lambda: server.backend.stats.waiting == 2)
     memory.used = 96
-    for thread in threads:
-        thread.join(20)
-    assert answers == {"runs": 200, "waits": 429, "waits and streams": 429}
+    assert until(lambda: len(answers) == 2), "one was not sent away, or the one that runs was"
     memory.used = 0
-    end = time.monotonic() + 5
-    while server.post("/v1/completions", body | {"max_tokens": 1}).status_code != 200:
-        assert time.monotonic() < end, "the door stays shut"
+    server.backend.hold = None
+    for thread in threads:
+        thread.join()
+    assert answers == {"runs": 200, "waits": 429, "waits and streams": 429}
+    again = body | {"max_tokens": 1}
+    assert until(lambda: server.post("/v1/completions", again).status_code == 200), "the door stays shut"
 
 
 def test_a_full_house_refuses_before_it_reads_a_body(serve: Callable[..., Running]) -> None:
     """Even of a body that never comes."""
-    server = serve(Settings(model="speaker", limits=Limits(requests=1)), pace=0.02)
-    long = {"prompt": "The iron", "max_tokens": 100, "ignore_eos": True}
-    thread = threading.Thread(target=server.post, args=("/v1/completions", long))
+    server = serve(Settings(model="speaker", limits=Limits(requests=1)))
+    server.backend.hold = 0
+    thread = threading.Thread(target=server.post, args=("/v1/completions", {"prompt": "The iron", "max_tokens": 9}))
     thread.start()
-    while not server.backend.loop.busy:
-        time.sleep(0.005)
+    assert until(lambda: server.backend.loop.busy)
     with server.raw() as connection:
         head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall(f"{head}content-length: 1000\r\n\r\n".encode())
         assert connection.recv(12) == b"HTTP/1.1 429"
+    server.backend.hold = None
     thread.join()

@@ -18,6 +18,7 @@ from tests.server.cases import CASES
 from tests.server.conftest import run
 from tests.server.speaker import InProcess, words
 from tests.server.test_golden import FOLDER, VARIES
+from tests.waiting import LONG
 
 schemathesis = pytest.importorskip("schemathesis", reason="not installed; `make test` installs it")
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
@@ -62,7 +63,7 @@ CHECKS = [
 
 
 def sent(api: Any, case: Any) -> None:
-    case.call_and_validate(base_url=f"http://127.0.0.1:{api.address[1]}", checks=CHECKS, timeout=20)
+    case.call_and_validate(base_url=f"http://127.0.0.1:{api.address[1]}", checks=CHECKS, timeout=LONG)
 
 
 @schema.parametrize()

@@ -6,9 +6,11 @@ A story that ever failed stays, by its seed.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import pytest
 
+from tests.simulation.points import POINTS, moments, scene
 from tests.simulation.world import Faults, story
 
 QUIET = Faults()
@@ -51,3 +53,11 @@ def test_whichever_call_fails() -> None:
 def test_poison_fails_alone() -> None:
     report = story(5, Faults(poison=150), 20)
     assert report.given_up > 0 and report.finished + report.given_up + report.left + report.late == 20
+
+
+def test_a_scene_struck_at_any_moment() -> None:
+    """Every eleventh of all moments here; all of them by `benchmarks/reliability.py points`."""
+    seen = Counter[str]()
+    for event, at in moments(every=11):
+        scene(event, at, seen)
+    assert len(POINTS - set(seen)) <= 2, "too few places were met"

@@ -10,12 +10,13 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from bloomery.errors import InvalidRequest, TemplateError
 from bloomery.text.apart import Apart
 from bloomery.text.chat import render
-from bloomery.text.tokenizer import Extras, Tokenizer
+from bloomery.text.tokenizer import Extras, Piece, Tokenizer
 from tests.server.speaker import TEMPLATE, words
 
 HELLO = [{"role": "user", "content": "Iron, fire and 火🔥"}]
@@ -51,7 +52,11 @@ def test_the_same_as_here() -> None:
         long = "The smith and the iron. " * 300
         async with apart() as hands:
             assert await hands.encode(long, True) == tokenizer.encode(long)
-            assert await hands.pieces(long, False) == tokenizer.pieces(long, False)
+            for last in (None, 3):
+                found = msgspec.json.decode(await hands.pieces(long, False, last), type=list[Piece])
+                assert found == tokenizer.pieces(long, False)[-(last or 0) :]
+            ids = tokenizer.encode(long, True)
+            assert await hands.decode(ids) == tokenizer.decode(ids, skip_special=False)
             text, ids = await hands.conversation(HELLO, {"add_generation_prompt": True}, 10_000)
             assert text == render(tokenizer, HELLO) and ids == tokenizer.encode(text, add_special=False)
             pid = hands.idle[0].process.pid

@@ -78,7 +78,19 @@ async def target_of(url: str, api: str, model: str | None, key: str | None, **mo
             model = str(msgspec.json.decode(body)["data"][0]["id"])
         except (msgspec.DecodeError, KeyError, IndexError, TypeError):
             raise ConfigError(f"{url}/v1/models names no model; give --model") from None
+    if model is None and api == "tgi":  # which asks for no name: for the report
+        model = (await about(client)).get("model_id")
     return Target(url, api, model or "default", key, **more)
+
+
+async def about(client: Client) -> dict[str, Any]:
+    """What the server says of itself, if it has anything to say."""
+    status, body = await client.get("/info")
+    try:
+        found = msgspec.json.decode(body) if status == 200 else {}
+    except msgspec.DecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 async def profiled(client: Client) -> str | None:
@@ -87,14 +99,8 @@ async def profiled(client: Client) -> str | None:
         return "this process runs under a profiler or a tracer"
     if variable := profiler_variable():
         return f"this process was started by a profiler ({variable} is set)"
-    status, body = await client.get("/info")
-    if status == 200:
-        try:
-            about = msgspec.json.decode(body)
-        except msgspec.DecodeError:
-            about = {}
-        if isinstance(about, dict) and about.get("profiling"):
-            return f"the server says that it is being profiled ({about['profiling']})"
+    if why := (await about(client)).get("profiling"):
+        return f"the server says that it is being profiled ({why})"
     return None
 
 
@@ -149,7 +155,8 @@ def curves(records: Sequence[Record]) -> dict[str, list[list[float]]]:
     for record in good:
         for stamp in record.stamps:
             per_second[int(stamp - origin)] += record.tokens / len(record.stamps)
-    drawn["tokens_by_second"] = [[float(second), round(per_second[second], 1)] for second in sorted(per_second)]
+    seconds = range(max(per_second, default=-1) + 1)  # those without a token too
+    drawn["tokens_by_second"] = [[float(second), round(per_second.get(second, 0.0), 1)] for second in seconds]
     return drawn
 
 
@@ -166,11 +173,13 @@ async def show(driver: Driver) -> None:
         middle, tail = percentile(firsts, 50) or 0.0, percentile(firsts, 99) or 0.0
         failed = sum(record.error is not None for record in driver.records)
         table = Table.grid(padding=(0, 2))
+        for width in (16, None, None, None):
+            table.add_column(no_wrap=True, width=width)
         table.add_row(
-            ProgressBar(len(driver.arrivals), driver.over, width=30),
-            f"{driver.over}/{len(driver.arrivals)} done, {driver.flying} open, {failed} failed",
+            ProgressBar(len(driver.arrivals), driver.over),
+            f"{driver.over}/{len(driver.arrivals)} done, {driver.flying} open{f', {failed} failed' if failed else ''}",
             f"{rate:,.0f} pieces/s",
-            f"first token {middle * 1e3:,.0f} ms, p99 {tail * 1e3:,.0f}",
+            f"first {middle * 1e3:,.0f} ms, p99 {tail * 1e3:,.0f}",
         )
         return table
 

@@ -35,7 +35,11 @@ Lengths = Callable[[random.Random], tuple[int, int]]  # prompt, output
 
 def read(path: Path) -> list[Arrival]:
     found = []
-    for i, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: a trace that cannot be read: {error}") from None
+    for i, line in enumerate(lines, 1):
         if line.strip():
             try:
                 found.append(_arrival(json.loads(line)))
@@ -107,10 +111,12 @@ def pattern(text: str, count: int, length: Lengths, seed: int = 0) -> list[Arriv
     chance = random.Random(seed)
     try:
         values = [float(number) for number in numbers]
+        if min(values) <= 0 or (kind != "poisson" and values[kind == "chat"] < 1):  # of whom there must be one
+            raise ValueError("nobody would come")
         return list(_PATTERNS[kind](count, length, chance, *values))
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, IndexError):
         wanted = "closed:CLIENTS, poisson:RATE, burst:SIZE:SECONDS or chat:RATE:TURNS"
-        raise ConfigError(f"pattern {text!r} is not known; wanted: {wanted}") from None
+        raise ConfigError(f"pattern {text!r} is not one; wanted: {wanted}, all above 0") from None
 
 
 def _closed(count: int, length: Lengths, chance: random.Random, clients: float) -> Iterator[Arrival]:

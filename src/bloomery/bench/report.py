@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from math import inf
 from typing import Any
 
 from bloomery.bench.summary import BANDS, PERCENTS
@@ -36,13 +37,14 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
         f"<h1>Load report</h1><ul>{conditions}</ul>{_table(names, runs)}<div class='plots'>{plots}</div>"
         "<p class='note'>Time to first token counts from sending the request on an open connection to the first piece "
         "of text. Between tokens is the gap of two pieces. Taken without a profiler on either side, as far as both "
-        "tell. Bands: instant to 0.1 s, fast to 1 s, slow to 10 s.</p></html>\n"
+        "tell.</p></html>\n"
     )
 
 
 def _conditions(run: Mapping[str, Any]) -> str:
     parts = [f"{run.get('url')} ({run.get('api')}, {run.get('model')})", f"{run.get('pattern')}, {run.get('lengths')}"]
-    return "; ".join([*parts, f"seed {run.get('seed')}", str(run.get("time"))])
+    lasted = f"{run['requests']:,} requests in {run['seconds']:,.1f} s"
+    return "; ".join([*parts, f"seed {run.get('seed')}", lasted, str(run.get("time"))])
 
 
 def _plot(key: str, title: str, x: str, y: str, names: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> str:
@@ -67,12 +69,13 @@ def _table(names: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> str:
     ):
         rows += [(f"{label} p{p}, ms", [run[key][f"p{p}"] for run in runs]) for p in PERCENTS]
     for label, key in (("first token", "first_token_bands"), ("answer", "end_to_end_bands")):
-        rows += [(f"{label} {name}", [run[key][name] for run in runs]) for name, _ in BANDS]
+        rows += [(f"{label} {name}{_until(most)}", [run[key][name] for run in runs]) for name, most in BANDS]
     good = [run["goodput"] for run in runs]
     limits = f"first {good[0]['first_token_ms']:g} ms, {good[0]['per_token_ms']:g} a token" if good else ""
     rows.append((f"goodput, requests/s ({limits})", [found["requests_per_second"] for found in good]))
+    rows.append(("requests within both targets", [_percent(found["share"]) for found in good]))
     rows.append(("errors", ["; ".join(f"{n} x {why}" for why, n in run["errors"].items()) or "none" for run in runs]))
-    rows.append(("client's share of a core", [run.get("client_cpu_share") for run in runs]))
+    rows.append(("client's share of a core", [_percent(run.get("client_cpu_share")) for run in runs]))
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(
         f"<tr><td>{escape(label)}</td>{''.join(f'<td>{escape(_cell(value))}</td>' for value in values)}</tr>"
@@ -81,5 +84,16 @@ def _table(names: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> str:
     return f"<table><tr><th></th>{head}</tr>{body}</table>"
 
 
+def _until(seconds: float) -> str:
+    return f" (to {seconds:g} s)" if seconds < inf else ""
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{share:.1%}"
+
+
 def _cell(value: Any) -> str:
-    return "-" if value is None else f"{value:,.2f}" if isinstance(value, float) else str(value)
+    """Three figures say it all."""
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -15,8 +15,8 @@ log = logging.getLogger("bloomery.engine")
 
 EVERY, SPAN = 1.0, 5  # seconds between two looks; looks that a share is taken over
 MINUTE = 60.0
-WARM, ENOUGH = 64, 512  # steps while kernels may still be compiling; steps after which the plan is held against them
-FAR = 1.5  # times what was planned
+WARM, ENOUGH = 32, 128  # steps while kernels may still be compiling; steps that the plan is held against
+FAR, PATIENCE = 1.5, 3  # times what was planned; spans in a row that may take so long
 
 
 class Gauge:
@@ -24,8 +24,8 @@ class Gauge:
         self.seen: deque[tuple[float, Timing]] = deque(maxlen=SPAN)
         self.share: float | None = None
         self.told = 0.0, Timing()  # the last line of the log
-        self.warm: Timing | None = None  # what the first steps took; None until they are over
-        self.judged = False
+        self.since: Timing | None = None  # where the span that is held against the plan begins; None while warming up
+        self.far, self.judged = 0, False
 
     def look(self, timing: Timing, now: float) -> float | None:
         """The share of the limit in the last seconds; None while nothing runs."""
@@ -43,18 +43,23 @@ class Gauge:
         return self.share
 
     def _judge(self, timing: Timing) -> None:
-        if self.warm is None and timing.steps >= WARM:
-            self.warm = timing
-        if self.judged or self.warm is None or timing.steps < self.warm.steps + ENOUGH:
+        """One span near the plan is enough, for others may have been compiling; several far from it are too many."""
+        if self.since is None:
+            self.since = timing if timing.steps >= WARM else None
             return
-        self.judged = True
-        since = less(timing, self.warm)
-        ratio = (since.device + since.idle) / max(since.expected, 1e-9)
-        if ratio > FAR:
+        if self.judged or timing.steps < self.since.steps + ENOUGH:
+            return
+        lately, self.since = less(timing, self.since), timing
+        ratio = (lately.device + lately.idle) / max(lately.expected, 1e-9)
+        self.far = self.far + 1 if ratio > FAR else 0
+        self.judged = self.far in (0, PATIENCE)
+        if self.far == PATIENCE:
             log.warning(
                 "steps take %.1f times what the plan of this model on this machine expects: %s. Is the machine shared, "
-                "or its speed not the one `bloomery plan --measure` would find?", ratio, words(since),
+                "or its speed not the one `bloomery plan --measure` would find?", ratio, words(lately),
             )  # fmt: skip
+        elif self.judged:
+            log.info("as planned: steps take %.2f times what is expected of them; %s", ratio, words(lately))
 
 
 def share(timing: Timing) -> float | None:
@@ -62,15 +67,21 @@ def share(timing: Timing) -> float | None:
     return timing.floor / took if took > 0 else None
 
 
+def parts(timing: Timing) -> dict[str, float]:
+    """Seconds by where they went; with the floor they are all the time there was. Padding and messages are known by
+    calculation only, so none of them is more than what is left."""
+    left = max(timing.device - timing.floor, 0.0)
+    found = {"device idle": timing.idle}
+    for name in ("padding", "sampling", "communication"):
+        found[name] = min(getattr(timing, name), left)
+        left -= found[name]
+    return {**found, "kernels": left}
+
+
 def words(timing: Timing) -> str:
     """One line: the share, and what each part of the rest is of the whole."""
-    took, steps = timing.device + timing.idle, max(timing.steps, 1)
-    known = timing.sampling + timing.padding + timing.communication
-    parts = {
-        "device idle": timing.idle, "padding": timing.padding, "sampling": timing.sampling,
-        "communication": timing.communication, "kernels": max(timing.device - timing.floor - known, 0.0),
-    }  # fmt: skip
-    rest = ", ".join(f"{name} {value / took:.0%}" for name, value in parts.items() if value / took >= 0.005)
+    took, steps = max(timing.device + timing.idle, 1e-9), max(timing.steps, 1)
+    rest = ", ".join(f"{name} {value / took:.0%}" for name, value in parts(timing).items() if value / took >= 0.005)
     return (
         f"{timing.floor / took:.0%} of the limit: {timing.steps} steps of {1e3 * took / steps:.2f} ms, floor "
         f"{1e3 * timing.floor / steps:.2f} ms; {rest or 'nothing else'}; host busy {timing.host / took:.0%}"

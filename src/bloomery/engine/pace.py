@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-KNEES = (128, 256)
+KNEES = (128, 512)
 UNITS = (1.0, 1e2, 1e2, 1e2, 1e5, 1e6)  # of the prices: keeps them of one size
-GUESS = (5e-3, 1e-4, 1e-3, 1e-3, 5e-3, 1e-3)  # before anything was measured
+GUESS = (5e-3, 1e-4, 1e-3, 0.0, 5e-3, 1e-3)  # before anything was measured
 TRUST = 1e-2  # weight of the guess, far below that of one measured step
 MEMORY = 0.998  # what an observation still counts one step later
 SWEEPS = 4
@@ -52,12 +52,6 @@ class Pace:
     def marginal(self, context: int = 0) -> float:
         """One more position of a chunk, in a step that is bound by arithmetic, after `context` others."""
         return max(sum(self.prices[1:4]) * 1e-2 + self.prices[5] * 1e-6 * context, 1e-9)
-
-    def fixed(self, tokens: float) -> float:
-        """What a step of so many positions costs beyond their marginal price: it is paid once more where one is split.
-
-        A difference of large numbers, so no more than a lone step's."""
-        return min(max(self.prices[0] + self._positions(tokens) - tokens * self.marginal(), 0.0), self.lone)
 
     def room(self, work: Work, seconds: float, context: int) -> int:
         """Positions of chunks that may join the work before the step takes longer than that."""

@@ -2,16 +2,19 @@
 
 Fair keeps the promise that a short request is never stuck behind long ones. A request is short by the time it would
 take alone, as the pace of measured steps foretells, and it is promised some multiple of that. Short ones enter first,
-into rows kept for them while some have been there of late; where none is free, a long one may have to give way. Streams
-are given their next token lap by lap, and a lap is as long as two tokens of a stream may be apart. While nobody is in a
-hurry a step is a whole lap.
-While short ones are there, a step takes what is left of the most urgent promise by the tokens it still owes, and holds
-that share of the lap: all short sequences, a part of the streams in turn, and the same part of the lap's prompts. Small
-steps are less well spent, and that is the tax on long requests: counted, and bounded by cutting less.
+into rows kept for them while some have been there of late; where none is free, a long one may have to give way.
+
+Streams are given their next token all together, lap by lap, for a step's price hardly grows with those that share it.
+While nobody is in a hurry a step is a whole lap: streams, and the prompts that a lap has room for. While short ones are
+there, or were a moment ago, the lap is cut, and they take part in every step of it: one of the streams, and between it
+and the next some of prompts. What is left of the most urgent promise by the tokens it still owes is what a step may
+take on average, and the lap is cut as coarsely as that allows. Steps of a good size waste little, smaller ones more:
+that is the tax on long requests, counted, and bounded by cutting less.
 
 The queue is in order of promised times (arrival, plus some multiple of the time alone), which are fixed on arrival:
 whoever waits long enough comes before everybody who arrives later, so nobody starves. Among the keys that share a
-server the one that was served least comes first.
+server the one that was served least comes first, and one that holds its part of the rows leaves some to the others:
+rows come free in bursts, and who asks for little would wait for the next.
 
 Pure: time is an argument, and all times are seconds on the clock of whoever drives the scheduler.
 """
@@ -19,10 +22,11 @@ Pure: time is an argument, and all times are seconds on the clock of whoever dri
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import ceil, exp
-from typing import Protocol
+from math import exp
+from typing import NamedTuple, Protocol
 
 from bloomery.config import Plan
 from bloomery.engine.pace import Pace, Work
@@ -40,6 +44,7 @@ class Portion:
     chunk: int  # positions of prompts, together
     kept: int = 0  # of them, for those at the door: running long ones leave them
     tax: float = 0.0  # seconds this step is expected to cost the long ones for the sake of the short
+    whole: bool = True  # False: a part of a lap; if nothing of it can be computed, the next part may
 
 
 class Policy(Protocol):
@@ -115,7 +120,7 @@ class Aims:
 
     between: float | None = None  # two tokens of a running stream; None: ten lone steps, but no slower than one reads
     short: float | None = None  # a request that takes no longer alone is short; None: 64 lone steps
-    stretch: float = 3.5  # a short request is promised so many times what it takes alone
+    stretch: float = 3.7  # a short request is promised so many times what it takes alone
     tax: float = 0.05  # the most of their time that long ones give for the short
 
     def target(self, lone: float) -> float:
@@ -126,12 +131,14 @@ class Aims:
 
 
 PRIORITY = 10.0  # seconds of waiting that one degree of priority is worth
-PREFILL = 1.5  # a lap of all streams may grow to so many times itself, for the sake of prompts
-FINEST = 3.0  # lone steps: the smallest step worth making
+PREFILL = 1.5  # a lap may grow to so many times what its streams take, for the sake of prompts
 KNOWN = 64  # measured steps from which on the pace is to be relied on
 RESERVED = 30.0  # seconds after a short one for which rows are kept for others
 SPAN = 10.0  # seconds over which the tax is judged
-GRAINS = ((512, 128), (128, 64), (0, 16))  # from so many positions on a step has a multiple of this: sizes are few
+LATELY = 2.0  # seconds after a short one for which laps are cut as if the next one might come any moment,
+EXPECTED = 1.4  # and steps take so many times what it will want
+MOST = 4  # steps between two of the streams
+GRAIN, LEAST = 128, 32  # a whole lap's positions are a multiple of one or the other: sizes are few
 
 
 class Queue:
@@ -144,30 +151,86 @@ class Queue:
         line = self.lines.setdefault(sequence.request.tenant, [])
         heapq.heappush(line, (sequence.promise, sequence.id, sequence))
 
-    def top(self, served: Mapping[str, float]) -> Sequence | None:
+    def positions(self) -> int:
+        """Of prompts, about: each line by the first in it."""
+        found = 0
+        for line in self.lines.values():
+            first = [len(one.tokens) for _, _, one in line[:8] if one.waiting]
+            found += sum(first) * len(line) // max(len(first), 1)
+        return found
+
+    def top(self, served: Mapping[str, float], barred: Collection[str] = ()) -> Sequence | None:
         best: tuple[float, float, Sequence] | None = None
         for tenant, line in list(self.lines.items()):
             while line and not line[0][2].waiting:
                 heapq.heappop(line)
             if not line:
                 del self.lines[tenant]
+            elif tenant in barred:
+                continue
             elif best is None or (served.get(tenant, 0.0), line[0][0]) < best[:2]:
                 best = served.get(tenant, 0.0), line[0][0], line[0][2]
         return best[2] if best else None
+
+
+class Cut(NamedTuple):
+    """A lap in steps: one of the streams, and some between it and the next."""
+
+    beside: int  # positions of prompts in the streams' step
+    between: int  # and in each of the others
+    steps: int  # of others
+
+
+class Census(NamedTuple):
+    """Who is in the batch."""
+
+    shorts: list[Sequence]
+    streams: list[Sequence]  # long ones that go on by one
+    prompts: list[Sequence]  # and those whose prompt is not computed
+    own: int  # keys that short ones attend to
+    attended: int  # and streams
+    context: int  # the most that stands before a prompt's next position
+    asking: int  # positions of short ones' prompts
+    owing: int  # and of long ones'
+
+
+def census(running: Mapping[int, Sequence]) -> Census:
+    shorts, streams, prompts = list[Sequence](), list[Sequence](), list[Sequence]()
+    own = attended = context = asking = owing = 0
+    for sequence in running.values():
+        behind = len(sequence.tokens) + sequence.pending - sequence.computed
+        if behind > 1:
+            context = max(context, sequence.computed)
+        if sequence.short:
+            shorts.append(sequence)
+            asking, own = (asking + behind, own) if behind > 1 else (asking, own + sequence.computed)
+        elif behind > 1:
+            prompts.append(sequence)
+            owing += behind
+        else:
+            streams.append(sequence)
+            attended += sequence.computed
+    return Census(shorts, streams, prompts, own, attended, context, asking, owing)
 
 
 class Fair:
     def __init__(self, rows: int, blocks: int, aims: Aims | None = None, pace: Pace | None = None):
         """For batches of so many rows, in a cache of so many blocks."""
         self.aims, self.pace = aims or Aims(), pace or Pace()
+        self.rows = rows
         self.spare_rows = max(rows // 32, int(rows >= 4))  # kept for short ones
+        self.spare_parts = round(rows**0.5 / 2)  # kept for tenants that hold few: as many as may come at once
         self.spare_blocks = blocks // 32
         self.short, self.long = Queue(), Queue()
         self.served: dict[str, float] = {}  # seconds by tenant
         self.virtual = 0.0  # what the tenant served last had been served before: a newcomer starts there
+        self.seen: dict[str, float] = {}  # tenants of late, and when they last asked
+        self.held: Counter[str] = Counter()  # rows by tenant, where there are several
+        self.left = 0  # rows that tenants with their part of all leave free
+        self.since = 0  # steps since the streams' last
+        self.usual = SLOW  # seconds a step may take by the promise to the last short one
         self.inside = 0  # short ones in the batch
         self.now, self.asked = 0.0, -RESERVED  # the last step, and when a short one last came
-        self.latest = 0.0  # seconds the last step took
         self.owed = self.spent = 0.0  # tax and time of late, fading
         self.tax = 0.0  # in seconds, since the beginning
 
@@ -178,11 +241,11 @@ class Fair:
         if not sequence.losses:
             alone = self._alone(sequence)
             sequence.short = alone <= self.aims.limit(self.pace.lone)
-            # requests are taken in between two steps: it may have come when the last one began
-            sequence.cost, sequence.due = alone, sequence.arrived + self.aims.stretch * alone - self.latest
+            sequence.cost, sequence.due = alone, sequence.arrived + self.aims.stretch * alone
             sequence.promise = sequence.due + PRIORITY * request.priority
         if sequence.short:
-            self.asked = now
+            self.asked, self.usual = now, (sequence.due - sequence.arrived) / (request.max_tokens + 1)
+        self.seen[request.tenant] = now
         queue = self.short if sequence.short else self.long
         if request.tenant not in self.short.lines and request.tenant not in self.long.lines:
             self.served[request.tenant] = max(self.served.get(request.tenant, 0.0), self.virtual)
@@ -196,14 +259,35 @@ class Fair:
         return prompt + (left - 1) * self.pace.seconds(Work(1, length))
 
     def next(self, rows: int) -> Sequence | None:
-        short = self.short.top(self.served)
-        kept = self.spare_rows if self.now - self.asked < RESERVED else 0
+        barred = self._barred(rows)
+        short = self.short.top(self.served, barred)
+        kept = self._kept()
         if rows <= kept or (short is not None and self.inside < kept):
             return short
-        long = self.long.top(self.served)
+        long = self.long.top(self.served, barred)
         if short is None or long is None:
             return short or long
         return short if short.promise <= long.promise else long
+
+    def _kept(self) -> int:
+        """Rows that are for short ones."""
+        return self.spare_rows if self.now - self.asked < RESERVED else 0
+
+    def _apportion(self, running: Mapping[int, Sequence], now: float) -> None:
+        """What each tenant holds, and what those with their part leave: the last rows, and half of those now free, so
+        that rows which came free at once are not taken, and free again, at once."""
+        self.seen = {tenant: last for tenant, last in self.seen.items() if now - last < RESERVED}
+        self.held.clear()
+        if len(self.seen) > 1:
+            self.held.update([sequence.request.tenant for sequence in running.values()])
+            self.left = max(self.spare_parts, (self.rows - len(running)) // 2)
+
+    def _barred(self, rows: int) -> Collection[str]:
+        """Tenants that get none of the rows left."""
+        if not self.held or rows > self.left:
+            return ()
+        part = self.rows / len(self.seen)
+        return {tenant for tenant, held in self.held.items() if held >= part}
 
     def admit(self, sequence: Sequence, free: int, growth: int, alone: bool) -> bool:
         """A long one leaves a reserve; one that had to give way comes back when all it may grow to fits as well."""
@@ -214,6 +298,7 @@ class Fair:
         self.inside += sequence.short
         self.virtual = self.served[tenant]
         self.served[tenant] += sequence.cost
+        self.held[tenant] += len(self.seen) > 1
         sequence.cost = 0.0  # who comes back has paid
         return True
 
@@ -221,61 +306,93 @@ class Fair:
 
     def compose(self, running: Mapping[int, Sequence], tokens: int, now: float) -> Portion:
         self.now = now
-        shorts, streams, prompts = list[Sequence](), list[Sequence](), list[Sequence]()
-        own = attended = context = 0
-        for sequence in running.values():
-            behind = len(sequence.tokens) + sequence.pending - sequence.computed > 1
-            if behind:
-                context = max(context, sequence.computed)
-            if sequence.short:
-                shorts.append(sequence)
-                own += 0 if behind else sequence.computed
-            elif behind:
-                prompts.append(sequence)
-            else:
-                streams.append(sequence)
-                attended += sequence.computed
-        self.inside = len(shorts)
-        door = self.short.top(self.served)
-        waiting = bool(prompts or self.long.lines or door)
-        lap = self.pace.seconds(Work(len(shorts) + len(streams), own + attended))
-        if waiting:
-            lap = max(self.aims.target(self.pace.lone), PREFILL * lap, 0.0 if streams else INSTANT)
-        beat = self._beat(shorts if door is None else [*shorts, door], lap, now)
-        share = beat / lap if lap > 0 else 1.0
-        if share < 1 and streams:
-            streams.sort(key=lambda sequence: sequence.turn)
-            del streams[ceil(share * len(streams)) :]
-        work = Work(len(shorts) + len(streams), own + int(share * attended))
-        chunk = min(self._chunk(work, beat, context, tokens), tokens) if waiting else tokens
-        kept = 0 if door is None else max(min(len(door.tokens), chunk - max(chunk // 4, 1)), 0)  # others go on
-        tax = self._levy(len(shorts), work.tokens + chunk * waiting, share) if streams or prompts else 0.0
-        return Portion([*shorts, *streams, *prompts], chunk, kept, tax)
+        self._apportion(running, now)
+        here, free = census(running), self.rows - len(running)
+        self.inside = len(here.shorts)
+        door = self.short.top(self.served, self._barred(free))
+        asking = here.asking + (0 if door is None else self.short.positions() if free else 1)  # 1: to be made room for
+        owing = here.owing
+        if free > self._kept() and self.long.top(self.served, self._barred(free)) is not None:
+            owing += self.long.positions()
+        riding = Work(len(here.shorts), here.own)
+        both = Work(riding.tokens + len(here.streams), here.own + here.attended)
+        lap = self._lap(both) if here.streams else INSTANT
+        chunk = min(self._room(both, lap, here.context, tokens), asking + owing)
+        wanted = self._wanted(here.shorts if door is None else [*here.shorts, door], lap, now)
+        cut = Cut(chunk, 0, 0)
+        if wanted < lap and (here.shorts or (chunk and (here.prompts or free))):  # or a step between may be nobody's
+            cut = self._cut(riding, both, chunk, here.context, wanted)
+        if self.since < cut.steps:
+            self.since, streams, part = self.since + 1, list[Sequence](), cut.between
+        else:
+            self.since, streams, part = 0, here.streams, cut.beside or min(asking, self._size())
+        order = [*here.shorts, *streams, *(here.prompts if cut.beside or self.since else ())]
+        work = Work(len(here.shorts) + len(streams) + part, here.own + here.attended * (not self.since))
+        tax = self._levy(here, work, min(part, owing)) if here.streams or owing else 0.0
+        kept = 0 if door is None else max(min(asking, part - max(part // 4, 1)), 0)  # others go on
+        return Portion(order, part if part or cut.steps else tokens, kept, tax, not self.since)
 
-    def _beat(self, pressing: list[Sequence], lap: float, now: float) -> float:
-        """Seconds of the step: a lap, or less while there are short ones."""
-        if not pressing:
-            return lap
-        wanted = min((short.due - now) / max(short.request.max_tokens - short.produced, 1) for short in pressing)
-        wanted = min(max(wanted, FINEST * self.pace.lone), lap)
+    def _lap(self, work: Work) -> float:
+        """Seconds from one token of the streams to the next, and at most half the target of them for prompts."""
+        streams = self.pace.seconds(work)
+        return max(streams + self.aims.target(self.pace.lone) / 2, PREFILL * streams)
+
+    def _wanted(self, pressing: list[Sequence], lap: float, now: float) -> float:
+        """Seconds that steps may take on average."""
+        wanted = EXPECTED * self.usual if now - self.asked < LATELY else lap
+        for short in pressing:
+            left = short.request.max_tokens - short.produced - short.pending
+            wanted = min(wanted, (short.due - now) / max(left, 1))
+        wanted = min(max(wanted, 0.0), lap)
         excess = self.owed / max(self.aims.tax * self.spent, 1e-9)  # from 0.9 to 1.1 of the bound: cut less and less
         return wanted + (lap - wanted) * min(max(5 * (excess - 0.9), 0.0), 1.0)
 
-    def _chunk(self, work: Work, seconds: float, context: int, most: int) -> int:
+    def _cut(self, riding: Work, both: Work, chunk: int, context: int, wanted: float) -> Cut:
+        """The cheapest that keeps the pace; beyond them all, steps between in which there is nobody but the short."""
+        good, cut = self._size(), Cut(chunk, 0, 0)
+        ways = ((chunk + both.tokens, True), (good, True), (good, False), (good // 2, True), (good // 2, False))
+        for size, filled in ways:
+            beside = min(max(size - both.tokens, 0), chunk) if filled or both == riding else 0
+            between = min(max(size - riding.tokens, 1), chunk - beside)
+            cut = Cut(beside, between, min(round((chunk - beside) / between), MOST) if between else 0)
+            if self._average(riding, both, cut, context) <= wanted:
+                return cut
+        while (
+            both != riding and riding.tokens and cut.steps < MOST and self._average(riding, both, cut, context) > wanted
+        ):
+            cut = cut._replace(steps=cut.steps + 1)
+        return cut
+
+    def _average(self, riding: Work, both: Work, cut: Cut, context: int) -> float:
+        """Seconds a step of such a lap."""
+        first = self.pace.seconds(Work(both.tokens + cut.beside, both.attended, cut.beside * context))
+        other = self.pace.seconds(Work(riding.tokens + cut.between, riding.attended, cut.between * context))
+        return (first + cut.steps * other) / (cut.steps + 1)
+
+    def _size(self) -> int:
+        """Positions from which on a step is well spent: there is as much to compute as to read."""
+        size = LEAST
+        while size < 64 * LEAST and self.pace.seconds(Work(size)) < 2 * self.pace.lone:
+            size *= 2
+        return size
+
+    def _room(self, work: Work, seconds: float, context: int, most: int) -> int:
         """Positions of prompts that fill the step, to a size that is often seen."""
         room = min(self.pace.room(work, seconds, context), most)
         room = work.tokens + min(self.pace.room(work, seconds, context + room // 2), most)  # they see each other, too
-        grain = next(grain for least, grain in GRAINS if room >= least)
+        grain = GRAIN if room >= GRAIN else LEAST
         size = max(round(room / grain), 1) * grain
-        return size - work.tokens if size > work.tokens else grain
+        return min(size - work.tokens if size > work.tokens else grain, most)
 
-    def _levy(self, shorts: int, tokens: int, share: float) -> float:
-        """What the short ones' own positions take, and what a share of a lap costs beyond its share."""
-        return shorts * self.pace.marginal() + self.pace.fixed(tokens) - share * self.pace.fixed(tokens / share)
+    def _levy(self, here: Census, work: Work, prompts: int) -> float:
+        """What a step takes beyond what is worth its streams by themselves and so many positions of long prompts, in
+        steps of a good size: those are seen all the time, and whole laps hardly ever while short ones are about."""
+        alone = self.pace.seconds(Work(len(here.streams), here.attended)) if here.streams and not self.since else 0.0
+        size = self._size()
+        return max(self.pace.seconds(work) - alone - prompts * self.pace.seconds(Work(size)) / size, 0.0)
 
     def observe(self, portion: Portion, work: Work, seconds: float) -> None:
         self.pace.learn(work, seconds)
-        self.latest = seconds
         self._pay(portion.tax, seconds)
 
     def foretell(self, work: Work) -> float:

@@ -211,10 +211,10 @@ class Engine:
 
     def announce(self, step: Step) -> None:
         self.submitted += 1
-        counts = [item.count for item in step.items]
-        prompts = any(item.first is not None or item.count > 1 for item in step.items)
-        self.shapes.append((len(counts), sum(counts), prompts))
-        begun = [(item, item.first) for item in step.items if item.first is not None]
+        counts, going = [item.count for item in step.chunks], len(step.going)
+        prompts = any(item.first is not None or item.count > 1 for item in step.chunks)
+        self.shapes.append((going + len(counts), going + sum(counts), prompts))
+        begun = [(item, item.first) for item in step.chunks if item.first is not None]
         if not begun:
             return
         names = tuple(self.scheduler.running[item.sequence].request.id for item, _ in begun)

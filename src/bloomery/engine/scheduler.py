@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.pace import Work
@@ -17,6 +18,32 @@ from bloomery.engine.policy import FirstCome, Policy, Portion
 from bloomery.engine.sequence import Sequence
 from bloomery.errors import InvalidRequest
 from bloomery.messages import FinishReason, Item, Request, Sampled, Start, Step, StepOutput, Tokens
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step from when it is put together until its result is in."""
+
+    portion: Portion
+    work: Work = field(default_factory=Work)
+    going: list[Sequence] = field(default_factory=list)  # by one position
+    grown: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # of them
+    chunks: list[Item] = field(default_factory=list)
+    owners: list[Sequence] = field(default_factory=list)  # of the chunks
+
+    def go_on(self, sequence: Sequence, turn: int) -> None:
+        sequence.computed += 1
+        sequence.pending += 1
+        sequence.steps += 1
+        sequence.turn = turn
+        self.going.append(sequence)
+
+    def step(self, finished: Collection[int]) -> Step:
+        going = tuple([sequence.id for sequence in self.going])
+        starts = tuple([sequence.computed - 1 for sequence in self.going])
+        chunked = work_of(self.chunks)
+        self.work = Work(chunked.tokens + len(going), chunked.attended + sum(starts), chunked.pairs)
+        return Step(tuple(self.chunks), tuple(finished), going, starts, tuple(self.grown))
 
 
 class Scheduler:
@@ -35,11 +62,10 @@ class Scheduler:
         self.waiting: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
         self.by_request: dict[str, Sequence] = {}
-        self.in_flight: dict[int, Sequence] = {}  # held by a step whose result is not in, finished ones too
         self.retired: list[int] = []
         self.leaving: Sequence | None = None  # gives way as soon as no step in flight holds it
         self.expiring: list[tuple[float, int, Sequence]] = []  # those with a deadline, the earliest first
-        self.scheduled: deque[tuple[Portion, Work]] = deque()  # steps in flight
+        self.scheduled: deque[Flight] = deque()  # steps whose result is not in, with all they hold, ended or not
         self.next_id = self.turn = 0
         self.preemptions = 0
 
@@ -90,44 +116,46 @@ class Scheduler:
 
     def expected(self) -> float:
         """Seconds that the oldest step in flight should take, if the policy can tell."""
-        return self.policy.foretell(self.scheduled[0][1])
+        return self.policy.foretell(self.scheduled[0].work)
 
     # ---- the next step ---------------------------------------------------------------------------
 
     def schedule(self, now: float = 0.0) -> Step | None:
         """The next step, or None when nothing can be computed until a result comes in."""
-        items: list[Item] = []
         preemptions = self.preemptions
         self._let_go(now)
         self.turn += 1
-        portion = self.policy.compose(self.running, self.max_batch_tokens, now)
-        budget, chunk = self._continue(items, portion, now)
-        if preemptions == self.preemptions:
-            self._admit(items, min(budget, chunk), now)
-        if not items:
-            return None
-        self.scheduled.append((portion, work_of(items)))
-        step = Step(tuple(items), tuple(self.retired))
+        flight = Flight(Portion((), 0, whole=False))
+        while not flight.going and not flight.chunks:
+            if flight.portion.whole:
+                return None
+            flight = Flight(self.policy.compose(self.running, self.max_batch_tokens, now))
+            budget, chunk = self._continue(flight, now)
+            if preemptions == self.preemptions:
+                self._admit(flight, min(budget, chunk), now)
+        step = flight.step(self.retired)
+        self.scheduled.append(flight)
         self.retired.clear()
         return step
 
-    def _continue(self, items: list[Item], portion: Portion, now: float) -> tuple[int, int]:
+    def _continue(self, flight: Flight, now: float) -> tuple[int, int]:
         """What is left of the step's positions, and of those for prompts."""
+        portion, go_on, turn = flight.portion, flight.go_on, self.turn
         budget, chunk = self.max_batch_tokens, portion.chunk
-        share = -(-len(self.running) // self.stages)
+        share, taking_turns = -(-len(self.running) // self.stages), self.stages > 1
         for sequence in portion.order:
-            if budget <= 0 or len(items) >= share:
+            if budget <= 0 or share <= 0:
                 break
-            if self.stages > 1 and sequence.pending:  # its token is at the pipeline's end, and wanted at its beginning
+            if taking_turns and sequence.pending:  # its token is at the pipeline's end, and wanted at its beginning
+                continue
+            if sequence.computed < sequence.clear and not sequence.drafts:  # by far the most frequent
+                go_on(sequence, turn)
+                budget, share = budget - 1, share - 1
                 continue
             # A sequence with drafts waits for its verdict; one preempted just now is in `running` no more.
             if sequence.ending or (sequence.drafts and sequence.steps) or sequence.leaving or sequence.waiting:
                 continue
             behind = sequence.length - sequence.computed
-            if behind == 1 and not sequence.drafts and sequence.computed < len(sequence.blocks) * self.blocks.size:
-                items.append(self._place(sequence, 1, (), None, []))  # by far the most frequent
-                budget -= 1
-                continue
             drafts = sequence.drafts[: budget - 1] if behind == 1 and not sequence.pending else []
             count = min(behind, budget - len(drafts))
             if behind > 1:
@@ -137,8 +165,13 @@ class Scheduler:
             grown = self._make_room(sequence, sequence.computed + count + len(drafts), now)
             if grown is None:
                 continue
-            items.append(self._place(sequence, count, grown, None, drafts))
-            budget -= count + len(drafts)
+            if behind == 1 and not sequence.drafts and sequence.computed >= sequence.began:
+                flight.grown.append((sequence.id, tuple(grown)))
+                go_on(sequence, turn)
+                self._look_ahead(sequence)
+            else:
+                self._place(flight, sequence, count, grown, None, drafts)
+            budget, share = budget - count - len(drafts), share - 1
             if behind > 1:
                 chunk -= count
         return budget, chunk
@@ -160,7 +193,7 @@ class Scheduler:
         if victim is None:
             return False
         if victim.steps:
-            self.leaving, victim.leaving = victim, True
+            self.leaving, victim.leaving, victim.clear = victim, True, 0
             return False
         self._preempt(victim, now)
         return True
@@ -172,7 +205,7 @@ class Scheduler:
             if victim.finish is None:
                 self._preempt(victim, now)
 
-    def _admit(self, items: list[Item], budget: int, now: float) -> None:
+    def _admit(self, flight: Flight, budget: int, now: float) -> None:
         while self.waiting and budget > 0:
             rows = self.max_sequences - len(self.running)
             sequence = self.policy.next(rows)
@@ -188,14 +221,14 @@ class Scheduler:
             del self.waiting[sequence.id]
             sequence.waiting = False
             self.running[sequence.id] = sequence
-            sequence.computed = hit
+            sequence.computed, sequence.began = hit, len(sequence.tokens)
             if sequence.cached is None:
                 sequence.cached = hit
             request = sequence.request
             start = Start(
                 tuple(sequence.tokens), len(request.prompt), request.sampling, request.stop_ids, request.pooling
             )
-            items.append(self._place(sequence, count, grown, start, []))
+            self._place(flight, sequence, count, grown, start, [])
             budget -= count
 
     def _enter(self, sequence: Sequence, shared: list[int], budget: int) -> list[int] | None:
@@ -210,23 +243,35 @@ class Scheduler:
         return self.blocks.extend(sequence, min(length, hit * size + budget), shared)
 
     def _place(
-        self, sequence: Sequence, count: int, grown: Collection[int], first: Start | None, drafts: list[int]
-    ) -> Item:
+        self,
+        flight: Flight,
+        sequence: Sequence,
+        count: int,
+        grown: Collection[int],
+        first: Start | None,
+        drafts: list[int],
+    ) -> None:
         start = sequence.computed
         samples = start + count == sequence.length
-        item = Item(sequence.id, start, count, tuple(grown), first, tuple(drafts), samples)
+        flight.chunks.append(Item(sequence.id, start, count, tuple(grown), first, tuple(drafts), samples))
+        flight.owners.append(sequence)
         sequence.computed = start + count
         sequence.pending += samples
         sequence.steps += 1
         sequence.turn = self.turn
-        self.in_flight[sequence.id] = sequence
         self.blocks.publish(sequence)
-        return item
+        if samples:
+            self._look_ahead(sequence)
+
+    def _look_ahead(self, sequence: Sequence) -> None:
+        """It has drawn a token, so it goes on by one until it needs a block more or has reached its limit."""
+        sequence.clear = min(len(sequence.blocks) * self.blocks.size, sequence.limit - 1)
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
         """As if it had never run: on return it is a new request with a longer prompt."""
         del self.running[sequence.id]
         self.blocks.release(sequence)
+        sequence.clear = 0
         sequence.drafts.clear()
         sequence.prompt_logprobs.clear()
         self.retired.append(sequence.id)
@@ -239,24 +284,49 @@ class Scheduler:
     def update(self, step: Step, output: StepOutput, seconds: float = 0.0) -> list[Tokens]:
         """Fold one step's result back in; steps must come back in the order they were scheduled. It took `seconds`
         since the one before, or since it was begun."""
-        portion, work = self.scheduled.popleft()
-        self.policy.observe(portion, work, seconds)
+        flight = self.scheduled.popleft()
+        self.policy.observe(flight.portion, flight.work, seconds)
         sampled = {entry.sequence: entry for entry in output.samples}
         news: list[Tokens] = []
-        for item in step.items:
-            sequence = self.in_flight[item.sequence]
-            sequence.steps -= 1
-            if not sequence.steps:
-                del self.in_flight[item.sequence]
-            sequence.pending -= item.samples
-            if sequence.finish is not None:
-                if not sequence.steps:
-                    self.blocks.release(sequence)
-            elif entry := sampled.get(item.sequence):
-                sequence.prompt_logprobs += entry.prompt_logprobs
-                if item.samples:
-                    news.append(self._accept(sequence, entry))
+        if output.tokens:
+            self._take(flight.going, output.tokens, news)
+        else:
+            for sequence in flight.going:
+                self._fold(sequence, True, sampled.get(sequence.id), news)
+        for item, sequence in zip(step.chunks, flight.owners, strict=True):
+            self._fold(sequence, item.samples, sampled.get(sequence.id), news)
         return news
+
+    def _take(self, going: Iterable[Sequence], drawn: Iterable[int], news: list[Tokens]) -> None:
+        """A token each for those that went on: what `_fold` does, where nothing but the token is new."""
+        size = self.blocks.size if self.blocks.prefix_cache else 0
+        for sequence, token in zip(going, drawn, strict=True):
+            request, tokens = sequence.request, sequence.tokens
+            length = len(tokens) + 1
+            if (
+                sequence.finish is not None
+                or length >= sequence.limit
+                or token in request.stop_ids
+                or sequence.drafts
+                or (size and length // size > len(sequence.chain))
+            ):
+                self._fold(sequence, True, Sampled(sequence.id, (token,)), news)
+                continue
+            sequence.steps -= 1
+            sequence.pending -= 1
+            tokens.append(token)
+            news.append(Tokens(request.id, length - 1 - len(request.prompt), (token,), (), (), sequence.cached or 0))
+
+    def _fold(self, sequence: Sequence, samples: bool, entry: Sampled | None, news: list[Tokens]) -> None:
+        sequence.steps -= 1
+        sequence.pending -= samples
+        if sequence.finish is not None:
+            if not sequence.steps:
+                self.blocks.release(sequence)
+        elif entry is not None:
+            sequence.prompt_logprobs += entry.prompt_logprobs
+            if samples:
+                news.append(self._accept(sequence, entry))
 
     def _accept(self, sequence: Sequence, entry: Sampled) -> Tokens:
         request, ids, tokens = sequence.request, entry.tokens, sequence.tokens

@@ -14,9 +14,12 @@ class Sequence:
     id: int
     request: Request
     tokens: list[int]  # prompt, then what has been reported back
+    limit: int  # tokens it may have
     computed: int = 0  # positions whose keys and values are written, or will be by a step in flight
     pending: int = 0  # tokens sampled by steps in flight and not reported yet
     steps: int = 0  # steps in flight that hold this sequence
+    began: int = 0  # tokens it entered with: later ones are drawn on the device, and need not be told
+    clear: int = 0  # as long as `computed` is below, it goes on by one: it has blocks, and no limit is near
     cached: int | None = None  # prompt tokens found in the prefix cache when it first ran
     blocks: list[int] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)  # serials of its published blocks, see Blocks
@@ -36,7 +39,8 @@ class Sequence:
 
     @classmethod
     def of(cls, id: int, request: Request, now: float = 0.0) -> Sequence:
-        return cls(id, request, [*request.prompt, *request.emitted], arrived=now)
+        limit = len(request.prompt) + request.max_tokens
+        return cls(id, request, [*request.prompt, *request.emitted], limit, arrived=now)
 
     @property
     def length(self) -> int:
@@ -50,6 +54,4 @@ class Sequence:
     @property
     def ending(self) -> bool:
         """Whether a token in flight is certainly the last."""
-        return (
-            self.pending > 0 and len(self.tokens) + self.pending - len(self.request.prompt) >= self.request.max_tokens
-        )
+        return self.pending > 0 and self.length >= self.limit

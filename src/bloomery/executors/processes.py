@@ -16,14 +16,13 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from bloomery.config import Plan, child_environment
 from bloomery.engine.executor import Report
 from bloomery.engine.wire import Channel, Join, Message, Order, encode
 from bloomery.errors import ConfigError
-from bloomery.executors.ranks import Drawn, RankLost, total
+from bloomery.executors.ranks import Awaited, Drawn, RankLost, total
 from bloomery.messages import Capacity, Status, Step, StepOutput
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -67,16 +66,6 @@ class Member:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-
-@dataclass(frozen=True)
-class Awaited:
-    """A step's result, in its turn."""
-
-    owner: Processes
-
-    def result(self) -> StepOutput:
-        return self.owner.next()
 
 
 class Processes:
@@ -140,7 +129,7 @@ class Processes:
         with self._ending():
             for member in self.members:
                 member.send(frame)
-        return Awaited(self)
+        return Awaited(self.next)
 
     def next(self) -> StepOutput:
         with self._ending():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from bloomery.errors import BloomeryError
 from bloomery.messages import Capacity, Step, StepOutput
@@ -12,6 +14,13 @@ class RankLost(BloomeryError):
     """A rank is gone; the others cannot go on."""
 
 
+@dataclass(frozen=True)
+class Awaited:
+    """A step's result, in its turn."""
+
+    result: Callable[[], StepOutput]
+
+
 class Drawn:
     """Tokens go with the next order that needs them. No step of a sequence is begun before the token of its former one
     is known here, so nothing waits for this detour."""
@@ -19,11 +28,15 @@ class Drawn:
     def __init__(self, wanted: bool = False) -> None:
         self.wanted = wanted  # there is more than one stage
         self.last: dict[int, int | None] = {}  # by sequence; None while it has only what it began with
+        self.going: deque[tuple[int, ...]] = deque()  # of the steps in flight
 
     def note(self, output: StepOutput) -> None:
-        for entry in output.samples:
-            if entry.tokens and entry.sequence in self.last:  # others have been ended meanwhile
-                self.last[entry.sequence] = entry.tokens[-1]
+        if not self.wanted:
+            return
+        told = [(entry.sequence, entry.tokens[-1]) for entry in output.samples if entry.tokens]
+        for sequence, token in (*told, *zip(self.going.popleft(), output.tokens)):
+            if sequence in self.last:  # others have been ended meanwhile
+                self.last[sequence] = token
 
     def of(self, step: Step) -> tuple[tuple[int, int], ...]:
         """Last tokens of the step's sequences, none of those that begin: these bring their own."""
@@ -31,9 +44,10 @@ class Drawn:
             return ()
         for sequence in step.finished:
             self.last.pop(sequence, None)
-        self.last.update((item.sequence, None) for item in step.items if item.first is not None)
-        every = ((item.sequence, self.last[item.sequence]) for item in step.items)
-        return tuple((sequence, token) for sequence, token in every if token is not None)
+        self.going.append(step.going)
+        self.last.update((item.sequence, None) for item in step.chunks if item.first is not None)
+        every = (*step.going, *(item.sequence for item in step.chunks))
+        return tuple((sequence, token) for sequence in every if (token := self.last[sequence]) is not None)
 
 
 def total(capacities: list[Capacity], speaker: Capacity) -> Capacity:

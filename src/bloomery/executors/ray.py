@@ -14,7 +14,7 @@ import struct
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
@@ -28,7 +28,7 @@ from bloomery.engine.executor import Report
 from bloomery.engine.wire import Frames, Join, Order, WireError, encode
 from bloomery.errors import BloomeryError, ConfigError
 from bloomery.executors.rank import Rank
-from bloomery.executors.ranks import Drawn, RankLost, total
+from bloomery.executors.ranks import Awaited, Drawn, RankLost, total
 from bloomery.messages import Capacity, Step, StepOutput
 from bloomery.runtime.worker import Pending
 
@@ -93,16 +93,6 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
     raise ConfigError(f"no network interface here has Ray's address {address}; name one with --interface")
-
-
-@dataclass(frozen=True)
-class Awaited:
-    """A step's result, in its turn."""
-
-    owner: Actors
-
-    def result(self) -> StepOutput:
-        return self.owner.next()
 
 
 class Actors:
@@ -170,7 +160,7 @@ class Actors:
         with self._ending():
             ran = [actor.run.remote(frame) for actor in self.actors]
             self.flight.append((self.actors[self.speaker].tell.remote(), ran))
-        return Awaited(self)
+        return Awaited(self.next)
 
     def next(self) -> StepOutput:
         answer, waiting = self.flight.popleft()
@@ -212,14 +202,17 @@ class Actors:
 
 
 def connect() -> None:
-    """To the cluster that runs, or else to one of this machine alone that nobody else can reach."""
+    """To the cluster that runs, or else to one of this machine alone, for which Ray asks a token of this user's."""
     quiet = {"logging_level": "ERROR", "log_to_driver": True}
     try:
         ray.init(address="auto", **quiet)
     except ConnectionError as error:
         if "any running Ray instance" not in str(error):
-            raise ConfigError(f"the Ray cluster cannot be reached: {error}") from None
-        ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+            raise ConfigError(
+                f"the Ray cluster cannot be reached: {error}; RAY_ADDRESS names another, and `ray stop` has this "
+                "machine forget one that is gone"
+            ) from None
+        ray.init(address="local", include_dashboard=False, **quiet)
 
 
 def wanted(plan: Plan) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Matrices of fewer bits, as they lie on the device, and what they mean.
 
     Grid      steps of an even grid: (code - zero) * scale, a scale for every group of columns or for a whole row
-    Codebook  sixteen values of a table, times the largest of their block
+    Codebook  sixteen values of a table, times the largest of their block, which may itself be a code of 8 bits
     Fp8       8-bit floats, times a scale for all, for a row or for a square block
 
 Codes of 4 bits lie two a byte, the even column in the low half. `dequantize` is the reference of every kernel that
@@ -49,8 +49,11 @@ class Grid:
 @dataclass(frozen=True)
 class Codebook:
     codes: torch.Tensor  # [out, in / 2] uint8
-    table: torch.Tensor  # [16] float32
-    absmax: torch.Tensor  # [out, in / block], floating
+    table: torch.Tensor  # [16] float32; where maxima are codes, their 256 values behind it
+    absmax: torch.Tensor  # [out, in / block], floating; or uint8, codes
+    # Of maxima that are codes, float32 [out, 1 + in / block / NESTED rounded up]: what is added to all of a row's, and
+    # what every NESTED of them are multiplied by.
+    outer: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -61,9 +64,22 @@ class Codebook:
     def block(self) -> int:
         return self.shape[1] // self.absmax.shape[1]
 
+    @property
+    def nest(self) -> int:
+        """Columns whose maxima share a factor."""
+        return self.shape[1] if self.outer is None or self.outer.shape[1] == 2 else NESTED * self.block
+
+    @property
+    def largest(self) -> torch.Tensor:
+        """The maxima, [out, in / block] in float32."""
+        if self.outer is None:
+            return self.absmax.float()
+        factor = spread(self.outer[:, 1:], self.nest // self.block)[:, : self.absmax.shape[1]]
+        return self.table[16:][self.absmax.long()] * factor + self.outer[:, :1]
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         values = self.table.float()[unpack(self.codes, 4).long()]
-        return (values * spread(self.absmax.float(), self.block)).to(dtype)
+        return (values * spread(self.largest, self.block)).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,7 @@ class Fp8:
 
 
 BLOCK = 128  # rows and columns that share a scale of Fp8
+NESTED = 256  # maxima of a Codebook that share a factor
 Packed = Grid | Codebook | Fp8
 
 

@@ -20,7 +20,7 @@ import torch
 
 from bloomery.kernels.launch import begin, hopper, jit, overlap, power_of_two, processors, tl, wait
 from bloomery.kernels.packed import Grid, Packed
-from bloomery.kernels.packed_gemv import Layout, layout
+from bloomery.kernels.packed_gemv import Layout, largest, layout
 
 MOST = 8  # splits
 
@@ -31,6 +31,7 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     splits: int
+    turn: int = 1  # times 64 bytes of a row that are read at once; the columns of a split are a multiple
 
 
 @lru_cache(maxsize=4096)
@@ -45,6 +46,8 @@ def tiling(tokens: int, rows: int, units: int, kind: str, bits: int, count: int)
     splits, least = 1, 6 if wide <= 32 else 12  # units that are worth a program
     while programs * splits < waves * count and units >= 2 * least * splits and splits < MOST:
         splits *= 2
+    if bits == 8 and units % (2 * splits) == 0:  # of 8 bits at once too few to multiply some while others are unpacked
+        return Tiling(wide, outputs, 4, 3 if wide <= 64 else 2, splits, 2)
     return Tiling(wide, outputs, 4, stages, splits)
 
 
@@ -68,8 +71,6 @@ def packed_product(
     """The kernels: x [tokens, in] -> [tokens, out]."""
     (tokens, columns), rows, how = x.shape, packed.shape[0], layout(packed)
     units = columns // unit(how.bits)
-    late = how.bits == 8 and how.group >= columns and how.zero is None
-    text = assembly(how.kind, how.bits, how.signed, x.dtype, late) if hopper(x.device) else None
     cut = cut or tiling(tokens, rows, units, how.kind, how.bits, processors(x.device))
     x = arranged(x, how, packed.order if isinstance(packed, Grid) else None)
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
@@ -80,10 +81,9 @@ def packed_product(
         x, how.codes.view(torch.int16), how.scale, x if how.zero is None else how.zero,
         x if how.table is None else how.table, x if bias is None else bias, parts,
         tokens, rows, columns, -(-units // cut.splits),
-        KIND=how.kind, BITS=how.bits, GROUP=how.group if how.group < columns else 0,
-        TALL=how.tall if how.tall < rows else 0, ZERO=how.zero is not None, SIGNED=how.signed, BIAS=bias is not None,
-        LATE=late, SPLIT=cut.splits > 1, ASSEMBLY=text, BLOCK_OUT=cut.outputs, BLOCK_IN=cut.tokens, WARPS=cut.warps,
-        STAGES=cut.stages, num_warps=cut.warps, **overlap(x.device),
+        BIAS=bias is not None, SPLIT=cut.splits > 1, **choices(packed, x.dtype, x.device), BLOCK_OUT=cut.outputs,
+        BLOCK_IN=cut.tokens, WARPS=cut.warps, STAGES=cut.stages, TURN=cut.turn, num_warps=cut.warps,
+        **overlap(x.device),
     )  # fmt: skip
     if cut.splits > 1:
         add_up_kernel[(tokens, -(-rows // 1024))](
@@ -91,6 +91,19 @@ def packed_product(
             num_warps=4, **overlap(x.device),
         )  # fmt: skip
     return out
+
+
+def choices(packed: Packed, dtype: torch.dtype, device: torch.device) -> dict[str, str | int | bool | None]:
+    """What the kernel is told of a packed matrix. GROUP 0: a row has one scale; TALL 0: all have. LATE: a row's only
+    scale waits for the sums."""
+    how, (rows, columns) = layout(packed), packed.shape
+    late = how.bits == 8 and how.group >= columns and how.zero is None
+    return {
+        "KIND": how.kind, "BITS": how.bits, "GROUP": how.group if how.group < columns else 0,
+        "TALL": how.tall if how.tall < rows else 0, "NEST": how.nest, "ZERO": how.zero is not None,
+        "SIGNED": how.signed, "LATE": late,
+        "ASSEMBLY": assembly(how.kind, how.bits, how.signed, dtype, late) if hopper(device) else None,
+    }  # fmt: skip
 
 
 def arranged(x: torch.Tensor, how: Layout, order: torch.Tensor | None) -> torch.Tensor:
@@ -131,50 +144,69 @@ def arrange_kernel(
 @jit(do_not_specialize=["tokens", "each"])
 def packed_gemm_kernel(
     x, codes, scale, zero, table, bias, out, tokens, rows, columns, each,
-    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, ZERO: tl.constexpr,
-    SIGNED: tl.constexpr, BIAS: tl.constexpr, LATE: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, NEST: tl.constexpr,
+    ZERO: tl.constexpr, SIGNED: tl.constexpr, BIAS: tl.constexpr, LATE: tl.constexpr, SPLIT: tl.constexpr,
+    ASSEMBLY: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    TURN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_OUT outputs of BLOCK_IN tokens, over `each` times 64 bytes. GROUP 0: a row has one scale; TALL 0: all."""
+    """BLOCK_OUT outputs of BLOCK_IN tokens, over `each` times 64 bytes."""
     begin(PDL)
-    UNIT: tl.constexpr = 512 // BITS
-    TYPE: tl.constexpr = x.dtype.element_ty
-    n = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    m = tl.program_id(0) * BLOCK_IN + tl.arange(0, BLOCK_IN)
-    row, token = tl.minimum(n, rows - 1), tl.minimum(m, tokens - 1)
+    n0 = tl.program_id(1) * BLOCK_OUT
+    n, m = n0 + tl.arange(0, BLOCK_OUT), tl.program_id(0) * BLOCK_IN + tl.arange(0, BLOCK_IN)
     first = tl.program_id(2) * each
-    last = tl.minimum(first + each, columns // UNIT)
-    at_codes = codes + row.to(tl.int64)[:, None] * (columns // UNIT * 32) + tl.arange(0, 32)[None, :]
-    at_x = x + token.to(tl.int64)[:, None] * columns + tl.arange(0, 64)[None, :]
-    s, z = scales(scale, zero, first, rows, columns, GROUP, TALL, ZERO, UNIT, BLOCK_OUT, WARPS)
-    planes = (0, 0, 0, 0, 0, 0, 0, 0)
-    if KIND == "codebook":
-        planes = byte_planes(table, TYPE)
-    wait(PDL)
-    y = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
-    for b in tl.range(first, last, num_stages=STAGES):
-        w = tl.load(at_codes + b * 32)
-        now, less = s, z
-        if GROUP > 0:  # one turn ahead
-            s, z = scales(
-                scale, zero, tl.minimum(b + 1, last - 1), rows, columns, GROUP, TALL, ZERO, UNIT, BLOCK_OUT, WARPS
-            )
-        v = weights(w, now, less, planes, table, TYPE, KIND, BITS, ZERO, SIGNED, LATE, ASSEMBLY)
-        for pair in tl.static_range(UNIT // 64):
-            a = fragment(v[2 * pair], v[2 * pair + 1], BLOCK_OUT, WARPS)
-            y = tl.dot(a, tl.trans(tl.load(at_x + b * UNIT + pair * 64)), y)
-    y = tl.permute(tl.reshape(y, (BLOCK_OUT // (16 * WARPS), WARPS, 2, 8, BLOCK_IN)), (0, 2, 1, 3, 4))
-    y = tl.reshape(y, (BLOCK_OUT, BLOCK_IN))
-    if LATE:
-        y = y * tl.load(scale + shared(row, TALL)).to(tl.float32)[:, None]
+    last = tl.minimum(first + each, columns // (512 // BITS))
+    y = summed(
+        x, tl.minimum(m, tokens - 1), codes, scale, zero, table, n0, rows, first, last, columns, KIND, BITS, GROUP,
+        TALL, NEST, ZERO, SIGNED, LATE, ASSEMBLY, BLOCK_OUT, BLOCK_IN, WARPS, STAGES, TURN, PDL,
+    )  # fmt: skip
     here = (n < rows)[:, None] & (m < tokens)[None, :]
     at = m.to(tl.int64)[None, :] * rows + n[:, None]
     if SPLIT:
         tl.store(out + tl.program_id(2).to(tl.int64) * tokens * rows + at, y, mask=here)
     else:
         if BIAS:
-            y += tl.load(bias + row).to(tl.float32)[:, None]
+            y += tl.load(bias + tl.minimum(n, rows - 1)).to(tl.float32)[:, None]
         tl.store(out + at, y.to(out.dtype.element_ty), mask=here)
+
+
+@jit
+def summed(
+    x, token, codes, scale, zero, table, n, end, first, last, columns,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, NEST: tl.constexpr,
+    ZERO: tl.constexpr, SIGNED: tl.constexpr, LATE: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TURN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The rows from n to `end` times these tokens, over 64 bytes from the first to the last, TURN of them a turn of the
+    loop: [BLOCK_OUT, BLOCK_IN] in float32."""
+    UNIT: tl.constexpr = 512 // BITS
+    TYPE: tl.constexpr = x.dtype.element_ty
+    row = tl.minimum(n + tl.arange(0, BLOCK_OUT), end - 1)
+    at_codes = codes + row.to(tl.int64)[:, None] * (columns // UNIT * 32) + tl.arange(0, 32)[None, :]
+    at_x = x + token.to(tl.int64)[:, None] * columns + tl.arange(0, 64)[None, :]
+    s, z = scales(scale, zero, table, n, end, first, columns, KIND, GROUP, TALL, NEST, ZERO, UNIT, BLOCK_OUT, WARPS)
+    planes = (0, 0, 0, 0, 0, 0, 0, 0)
+    if KIND == "codebook":
+        planes = byte_planes(table, TYPE)
+    wait(PDL)
+    y = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    for turn in tl.range(first, last, TURN, num_stages=STAGES):
+        for b in tl.static_range(TURN):
+            w = tl.load(at_codes + (turn + b) * 32)
+            now, less = s, z
+            if GROUP > 0:  # one ahead
+                s, z = scales(
+                    scale, zero, table, n, end, tl.minimum(turn + b + 1, last - 1), columns, KIND, GROUP, TALL, NEST,
+                    ZERO, UNIT, BLOCK_OUT, WARPS,
+                )  # fmt: skip
+            v = weights(w, now, less, planes, table, TYPE, KIND, BITS, ZERO, SIGNED, LATE, ASSEMBLY)
+            for pair in tl.static_range(UNIT // 64):
+                a = fragment(v[2 * pair], v[2 * pair + 1], BLOCK_OUT, WARPS)
+                y = tl.dot(a, tl.trans(tl.load(at_x + (turn + b) * UNIT + pair * 64)), y)
+    y = tl.permute(tl.reshape(y, (BLOCK_OUT // (16 * WARPS), WARPS, 2, 8, BLOCK_IN)), (0, 2, 1, 3, 4))
+    y = tl.reshape(y, (BLOCK_OUT, BLOCK_IN))
+    if LATE:
+        y = y * tl.load(scale + shared(row, TALL)).to(tl.float32)[:, None]
+    return y
 
 
 @jit
@@ -195,14 +227,15 @@ def shared(row, TALL: tl.constexpr):
 
 @jit
 def scales(
-    scale, zero, b, rows, columns, GROUP: tl.constexpr, TALL: tl.constexpr, ZERO: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr,
+    scale, zero, table, n, end, b, columns, KIND: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr,
+    NEST: tl.constexpr, ZERO: tl.constexpr, UNIT: tl.constexpr, BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Of 64 bytes, scales and zeros in float32: [outputs, 1, 2 or 4]. Never more of them at once than half the threads
-    are, so that Triton has every thread load its own rather than pass them on."""
-    s, z = of_rows(scale, zero, b, 0, rows, columns, GROUP, TALL, ZERO, UNIT, BLOCK_OUT, WARPS)
+    """Of 64 bytes of the rows from n on, scales and zeros in float32: [outputs, 1, 2 or 4]. Never more of them at once
+    than half the threads are, so that Triton has every thread load its own rather than pass them on."""
+    s, z = of_rows(scale, zero, table, n, end, b, columns, KIND, GROUP, TALL, NEST, ZERO, UNIT, WARPS)
     if BLOCK_OUT > 16 * WARPS:
-        t, u = of_rows(scale, zero, b, 16 * WARPS, rows, columns, GROUP, TALL, ZERO, UNIT, BLOCK_OUT, WARPS)
+        n += 16 * WARPS
+        t, u = of_rows(scale, zero, table, n, end, b, columns, KIND, GROUP, TALL, NEST, ZERO, UNIT, WARPS)
         s = tl.reshape(tl.permute(tl.join(s, t), (2, 0, 1)), (BLOCK_OUT, s.shape[1]))
         z = tl.reshape(tl.permute(tl.join(z, u), (2, 0, 1)), (BLOCK_OUT, z.shape[1]))
     return s, z
@@ -210,29 +243,31 @@ def scales(
 
 @jit
 def of_rows(
-    scale, zero, b, start: tl.constexpr, rows, columns, GROUP: tl.constexpr, TALL: tl.constexpr, ZERO: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr,
+    scale, zero, table, n, end, b, columns, KIND: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr,
+    NEST: tl.constexpr, ZERO: tl.constexpr, UNIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(1) * BLOCK_OUT + start + tl.arange(0, 16 * WARPS)
-    at = shared(tl.minimum(n, rows - 1), TALL)[:, None]
+    row = tl.minimum(n + tl.arange(0, 16 * WARPS), end - 1)[:, None]
+    at = shared(row, TALL)
     if GROUP > 0:
         at = at * ((columns + GROUP - 1) // GROUP) + b * UNIT // GROUP
-    s, z = loaded(scale, zero, at, ZERO)
+    k = b * UNIT
+    s, z = loaded(scale, zero, table, at, row, k, columns, KIND, NEST, ZERO)
     if GROUP > 0 and GROUP * 4 == UNIT:
-        s, z = loaded(scale, zero, at + tl.arange(0, 4)[None, :], ZERO)
+        s, z = loaded(scale, zero, table, at + tl.arange(0, 4)[None, :], row, k, columns, KIND, NEST, ZERO)
     elif GROUP > 0 and GROUP * 2 == UNIT:
-        t, u = loaded(scale, zero, at + 1, ZERO)
+        t, u = loaded(scale, zero, table, at + 1, row, k, columns, KIND, NEST, ZERO)
         s, z = tl.reshape(tl.join(s, t), (16 * WARPS, 2)), tl.reshape(tl.join(z, u), (16 * WARPS, 2))
     return s, z
 
 
 @jit
-def loaded(scale, zero, at, ZERO: tl.constexpr):
-    s = tl.load(scale + at).to(tl.float32)
-    if ZERO:
-        return s, tl.load(zero + at).to(tl.float32)
-    else:
+def loaded(scale, zero, table, at, row, k, columns, KIND: tl.constexpr, NEST: tl.constexpr, ZERO: tl.constexpr):
+    if KIND == "codebook" and ZERO:
+        s = largest(scale, zero, table, at, row, k, columns, NEST)
         return s, s
+    else:
+        s = tl.load(scale + at).to(tl.float32)
+        return s, tl.load(zero + at).to(tl.float32) if ZERO else s
 
 
 @jit

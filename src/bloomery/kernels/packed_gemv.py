@@ -75,11 +75,12 @@ class Layout(NamedTuple):
     bits: int
     codes: torch.Tensor  # [out, in * bits / 8], of any 8-bit type
     scale: torch.Tensor
-    zero: torch.Tensor | None
+    zero: torch.Tensor | None  # of a grid; of a codebook whose scales are codes: Codebook.outer
     table: torch.Tensor | None
     group: int  # columns that share a scale
     tall: int  # rows that do
     signed: bool
+    nest: int = 0  # columns that share a factor of their scales; 0: all
 
 
 def layout(packed: Packed) -> Layout:
@@ -89,7 +90,9 @@ def layout(packed: Packed) -> Layout:
             signed = packed.codes.dtype == torch.int8
             return Layout("grid", packed.bits, codes, packed.scale, packed.zero, None, packed.group, 1, signed)
         case Codebook():
-            return Layout("codebook", 4, codes, packed.absmax, None, packed.table, packed.block, 1, False)
+            given = packed.absmax, packed.outer, packed.table
+            nest = packed.nest if packed.nest < columns else 0
+            return Layout("codebook", 4, codes, *given, packed.block, 1, False, nest)
         case Fp8():
             whole = packed.shape[0] if packed.scale.numel() == 1 else 1
             tall, group = (BLOCK, BLOCK) if packed.blocks else (whole, columns)
@@ -132,34 +135,45 @@ def packed_rows(
     before: Norm | None = None,
     after: After = None,
     cut: Tiling | None = None,
+    visits: torch.Tensor | None = None,
+    experts: int = 0,
+    shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The kernel: after(before(x) @ matrix.T + bias); `before` is an RMS norm, if anything."""
+    """The kernel: after(before(x) @ matrix.T + bias). A layer norm needs a `shift` (see gemv.shifts).
+
+    With `visits` the matrix is that of so many experts, one below the other: see gemv.product_rows.
+    """
     x = x.contiguous()
-    (tokens, columns), rows, how = x.shape, packed.shape[0], layout(packed)
+    (tokens, columns), rows, how = x.shape, packed.shape[0] // max(experts, 1), layout(packed)
+    lines = tokens if visits is None else visits.numel()
+    share, tokens = lines // tokens, tokens if visits is None else 1
     paired = isinstance(after, Heads) or (isinstance(after, Activation) and after.gated)
     outputs = rows // 2 if paired else rows
     cut = cut or tiling(rows, how.codes.shape[1], paired, tokens, how.kind)
-    end = ends(x, after, rows, (tokens, outputs), x.dtype)
+    end = ends(x, after, rows, (lines, outputs), x.dtype)
     weight = None if before is None else before.weight
-    given = (how.zero, how.table, bias, weight)
-    packed_gemv_kernel[(-(-outputs // cut.outputs),)](
+    given = (how.zero, how.table, visits, bias, weight, shift)
+    packed_gemv_kernel[(-(-outputs // cut.outputs), lines if experts else 1)](
         x, how.codes.view(torch.int32), how.scale, *(x if part is None else part for part in given), *end.tensors,
         0.0 if before is None else before.eps, *end.numbers,
-        OUTPUTS=outputs, COLUMNS=columns, TOKENS=tokens, TOKENS_UP=power_of_two(tokens),
-        KIND=how.kind, BITS=how.bits, GROUP=how.group, TALL=how.tall, ZERO=how.zero is not None, SIGNED=how.signed,
-        BIAS=bias is not None, NORM=before is not None, NORM_WEIGHT=weight is not None, PAIRED=paired, **end.choices,
-        LANES=hopper(x.device) if how.kind == "fp8" else x.is_cuda, AHEAD=cut.ahead, BLOCK_OUT=cut.outputs,
-        BLOCK_IN=cut.chunks, num_warps=cut.warps, **overlap(x.device),
+        OUTPUTS=outputs, COLUMNS=columns, TOKENS=tokens, TOKENS_UP=power_of_two(tokens), EXPERTS=experts, SHARE=share,
+        KIND=how.kind, BITS=how.bits, GROUP=how.group, TALL=how.tall, NEST=how.nest, ZERO=how.zero is not None,
+        SIGNED=how.signed, BIAS=bias is not None, NORM=None if before is None else before.kind,
+        NORM_WEIGHT=weight is not None, PAIRED=paired, **end.choices, AHEAD=cut.ahead, BLOCK_OUT=cut.outputs,
+        LANES=hopper(x.device) if how.kind == "fp8" else x.is_cuda, BLOCK_IN=cut.chunks,
+        num_warps=cut.warps, **overlap(x.device),
     )  # fmt: skip
     return end.tensors[-1]
 
 
 @jit
 def packed_gemv_kernel(
-    x, codes, scale, zero, table, bias, norm_weight, other, slots, positions, cos, sin, out, eps, factor, half,
+    x, codes, scale, zero, table, visits, bias, norm_weight, shift, other, slots, positions, cos, sin, out,
+    eps, factor, half,
     OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, TOKENS_UP: tl.constexpr,
-    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, ZERO: tl.constexpr,
-    SIGNED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, PAIRED: tl.constexpr,
+    EXPERTS: tl.constexpr, SHARE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    TALL: tl.constexpr, NEST: tl.constexpr, ZERO: tl.constexpr, SIGNED: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, PAIRED: tl.constexpr,
     AFTER: tl.constexpr, ACTIVATION: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TABLES: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
@@ -171,17 +185,25 @@ def packed_gemv_kernel(
     GROUPED: tl.constexpr = GROUP < COLUMNS
     p = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     first, second = rows_of(tl.minimum(p, OUTPUTS - 1), OUTPUTS, DIM, TURNED, INTERLEAVED, AFTER)
+    if EXPERTS > 0:
+        wait(PDL)  # the experts are news of this step
+        visit = tl.program_id(1).to(tl.int64)
+        expert = tl.load(visits + visit)
+        expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, 0) * (OUTPUTS * (2 if PAIRED else 1))
+        first, second = first + expert, second + expert
+        x += visit // SHARE * COLUMNS
+        out += visit * OUTPUTS
     m, c = tl.arange(0, TOKENS_UP), tl.arange(0, BLOCK_IN)
     i = c[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
     at_first = codes + first.to(tl.int64)[None, None, :, None] * (CHUNKS * 4) + i
     at_second = codes + second.to(tl.int64)[None, None, :, None] * (CHUNKS * 4) + i
     a = chunk(at_first, 0, c, CHUNKS)
     b = a
-    a_scale, a_zero = scales(scale, zero, first, 0, c, COLUMNS, EACH, GROUP, TALL, ZERO)
+    a_scale, a_zero = scales(scale, zero, table, first, 0, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO)
     b_scale, b_zero = a_scale, a_zero
     if PAIRED:
         b = chunk(at_second, 0, c, CHUNKS)
-        b_scale, b_zero = scales(scale, zero, second, 0, c, COLUMNS, EACH, GROUP, TALL, ZERO)
+        b_scale, b_zero = scales(scale, zero, table, second, 0, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO)
     values = c[:, None, None]
     if KIND == "codebook":
         values = tl.load(table + c % 16)[:, None, None]
@@ -193,7 +215,7 @@ def packed_gemv_kernel(
     y = tl.zeros([BLOCK_IN, TOKENS_UP, BLOCK_OUT], tl.float32)
     z = y
     square = tl.zeros([BLOCK_IN, TOKENS_UP, 1], tl.float32)
-    plain = square  # the sum of x: over all chunks without groups
+    total, plain = square, square  # sums of x before its weight and behind: the latter over all chunks without groups
     for c0 in tl.range(0, CHUNKS, BLOCK_IN, num_stages=1):
         a_now, b_now, a_by, b_by, a_less, b_less = a, b, a_scale, b_scale, a_zero, b_zero
         if AHEAD:
@@ -203,11 +225,15 @@ def packed_gemv_kernel(
             now0, now1, now2, now3 = tokens_of(at_x, c0, c, COLUMNS, EACH)
         a = chunk(at_first, c0 + BLOCK_IN, c, CHUNKS)
         if GROUPED:
-            a_scale, a_zero = scales(scale, zero, first, c0 + BLOCK_IN, c, COLUMNS, EACH, GROUP, TALL, ZERO)
+            a_scale, a_zero = scales(
+                scale, zero, table, first, c0 + BLOCK_IN, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO
+            )
         if PAIRED:
             b = chunk(at_second, c0 + BLOCK_IN, c, CHUNKS)
             if GROUPED:
-                b_scale, b_zero = scales(scale, zero, second, c0 + BLOCK_IN, c, COLUMNS, EACH, GROUP, TALL, ZERO)
+                b_scale, b_zero = scales(
+                    scale, zero, table, second, c0 + BLOCK_IN, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO
+                )
         a0, a1, a2, a3 = four(a_now, BLOCK_OUT, BLOCK_IN, SIGNED)
         b0, b1, b2, b3 = four(b_now, BLOCK_OUT, BLOCK_IN, SIGNED)
         if GROUPED:
@@ -218,9 +244,11 @@ def packed_gemv_kernel(
             y_part, z_part = y, z
         for piece in tl.static_range(EACH // 8):
             v = eight(pick4(now0, now1, now2, now3, piece), TOKENS_UP, BLOCK_IN)
-            if NORM:
+            if NORM is not None:
                 square += v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]
                 square += v[4] * v[4] + v[5] * v[5] + v[6] * v[6] + v[7] * v[7]
+            if NORM == "layer":
+                total += (v[0] + v[1] + v[2] + v[3]) + (v[4] + v[5] + v[6] + v[7])
             if NORM_WEIGHT:
                 at = norm_weight + (c0 + c)[:, None, None, None] * EACH + tl.arange(0, 8)[None, None, None, :]
                 inside = ((c0 + c) * EACH < COLUMNS)[:, None, None, None]
@@ -252,9 +280,15 @@ def packed_gemv_kernel(
         if PAIRED:
             b_scale, b_zero = whole(scale, zero, second, TALL, ZERO)
             z = b_scale * centred(z, plain, b_zero, KIND, BITS, ZERO)
-    if NORM:
+    if NORM == "rms":
         root = tl.rsqrt(tl.sum(square, 0) / COLUMNS + eps)
         y, z = y * root, z * root
+    if NORM == "layer":
+        mean, rows = tl.sum(total, 0) / COLUMNS, OUTPUTS * (2 if PAIRED else 1)
+        root = tl.rsqrt(tl.maximum(tl.sum(square, 0) / COLUMNS - mean * mean, 0.0) + eps)
+        y = (y - mean * tl.load(shift + first)[None, :]) * root + tl.load(shift + rows + first)[None, :]
+        if PAIRED:
+            z = (z - mean * tl.load(shift + second)[None, :]) * root + tl.load(shift + rows + second)[None, :]
     if BIAS:
         y += tl.load(bias + first)[None, :].to(tl.float32)
         z += tl.load(bias + second)[None, :].to(tl.float32)
@@ -432,18 +466,30 @@ def centred(sums, plain, zero, KIND: tl.constexpr, BITS: tl.constexpr, ZERO: tl.
 
 @jit
 def scales(
-    scale, zero, rows, c0, c,
-    COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, ZERO: tl.constexpr,
+    scale, zero, table, rows, c0, c, KIND: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr,
+    GROUP: tl.constexpr, TALL: tl.constexpr, NEST: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """Of every chunk from c0 on, [chunks, 1, outputs]."""
     groups: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP
     g = tl.minimum((c0 + c) * EACH // GROUP, groups - 1)
     at = (rows // TALL)[None, None, :] * groups + g[:, None, None]
-    s = tl.load(scale + at).to(tl.float32)
-    if ZERO:
-        return s, tl.load(zero + at).to(tl.float32)
-    else:
+    if KIND == "codebook" and ZERO:
+        s = largest(scale, zero, table, at, rows[None, None, :], g[:, None, None] * GROUP, COLUMNS, NEST)
         return s, s
+    else:
+        s = tl.load(scale + at).to(tl.float32)
+        return s, tl.load(zero + at).to(tl.float32) if ZERO else s
+
+
+@jit
+def largest(codes, outer, table, at, row, column, columns, NEST: tl.constexpr):
+    """The largest magnitude whose code is the one `at`, of a block at that column. NEST 0: a row has one factor."""
+    value = tl.load(table + 16 + tl.load(codes + at))
+    if NEST == 0:
+        return value * tl.load(outer + 2 * row + 1) + tl.load(outer + 2 * row)
+    else:
+        at_row = outer + row * (1 + (columns + NEST - 1) // NEST)
+        return value * tl.load(at_row + 1 + column // NEST) + tl.load(at_row)
 
 
 @jit

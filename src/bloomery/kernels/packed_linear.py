@@ -15,16 +15,17 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels import packed_gemm, packed_gemv
+from bloomery.kernels import gemv, packed_gemm, packed_gemv
 from bloomery.kernels.gemv import After, Norm
 from bloomery.kernels.launch import begin, fused, jit, overlap, tl, wait
 from bloomery.kernels.norm import layer_norm
 from bloomery.kernels.packed import Codebook, Fp8, Grid, Packed
-from bloomery.kernels.packed_gemv import layout
+from bloomery.kernels.packed_gemv import largest, layout
 from bloomery.kernels.quantize_rows import INT8, quantize_rows
 
 LIBRARY = 32  # tokens from which the library multiplies int8
 SCRATCH = 1 << 27  # bytes unpacked at once
+PANEL = 2048  # rows unpacked at once to sum them up
 SPAN = 2048  # bytes of codes that a program unpacks
 
 Way = Literal["rows", "product", "rounded", "scratch"]
@@ -80,17 +81,29 @@ def packed_linear_reference(x: torch.Tensor, packed: Packed, bias: torch.Tensor 
 
 
 def packed_phrase(
-    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, before: Norm | None, after: After
+    x: torch.Tensor,
+    packed: Packed,
+    bias: torch.Tensor | None,
+    before: Norm | None,
+    after: After,
+    shift: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """The product with all that surrounds it; None where there is no kernel, or it does not pay.
 
-    A layer norm goes ahead on its own: unlike the sum of squares its mean would cost every program a pass.
+    A layer norm without its `shift` goes ahead on its own.
     """
     if not fused(x) or len(x) > few(packed) or not packed_gemv.possible(packed, after):
         return None
-    if before is not None and before.kind == "layer":
+    if before is not None and before.kind == "layer" and shift is None:
         x, before = layer_norm(x, before.weight, before.bias, before.eps), None
-    return packed_gemv.packed_rows(x, packed, bias, before, after)
+    return packed_gemv.packed_rows(x, packed, bias, before, after, shift=shift)
+
+
+def shifts(packed: Packed, norm: Norm) -> torch.Tensor:
+    """gemv.shifts of a packed matrix, which is unpacked some rows at a time."""
+    rows = packed.shape[0]
+    parts = [range(start, min(start + PANEL, rows)) for start in range(0, rows, PANEL)]
+    return torch.cat([gemv.shifts(unpacked(packed, part, torch.float32), norm) for part in parts], 1)
 
 
 def rounded(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
@@ -158,7 +171,7 @@ def unpacked(packed: Packed, rows: range | torch.Tensor, dtype: torch.dtype) -> 
     span = SPAN if whole else min(SPAN, octets & -octets)  # bytes of one scale, a power of two of them
     unpack_kernel[(len(rows), -(-codes.shape[1] // SPAN))](
         codes, how.scale, out if how.zero is None else how.zero, out if how.table is None else how.table, out, index,
-        start, columns, KIND=how.kind, BITS=how.bits, GROUP=0 if whole else group, TALL=how.tall,
+        start, columns, KIND=how.kind, BITS=how.bits, GROUP=0 if whole else group, TALL=how.tall, NEST=how.nest,
         ZERO=how.zero is not None, SIGNED=how.signed, PICKED=index is not out, SPANS=SPAN // span, SPAN=span,
         num_warps=4, **overlap(out.device),
     )  # fmt: skip
@@ -168,8 +181,9 @@ def unpacked(packed: Packed, rows: range | torch.Tensor, dtype: torch.dtype) -> 
 @jit(do_not_specialize=["start"])
 def unpack_kernel(
     codes, scale, zero, table, out, index, start, columns,
-    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, ZERO: tl.constexpr,
-    SIGNED: tl.constexpr, PICKED: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, NEST: tl.constexpr,
+    ZERO: tl.constexpr, SIGNED: tl.constexpr, PICKED: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """SPANS times SPAN bytes of one row a program. GROUP 0: a row has one scale."""
     begin(PDL)
@@ -186,10 +200,17 @@ def unpack_kernel(
     at = row // TALL + first * 0
     if GROUP > 0:
         at = row // TALL * ((columns + GROUP - 1) // GROUP) + first * EACH // GROUP
-    s = tl.load(scale + at, mask=first < width, other=0.0).to(tl.float32)[:, None]
     less = tl.full([SPANS, 1], 0 if SIGNED or KIND != "grid" else 1 << (BITS - 1), tl.float32)
-    if ZERO:
-        less = tl.load(zero + at, mask=first < width, other=0.0).to(tl.float32)[:, None]
+    if KIND == "codebook" and ZERO:
+        inside = tl.minimum(first, width - 1)
+        s = largest(
+            scale, zero, table, row * (columns // GROUP) + inside * EACH // GROUP, row, inside * EACH, columns, NEST
+        )
+        s = s[:, None]
+    else:
+        s = tl.load(scale + at, mask=first < width, other=0.0).to(tl.float32)[:, None]
+        if ZERO:
+            less = tl.load(zero + at, mask=first < width, other=0.0).to(tl.float32)[:, None]
     if BITS == 4:
         v = tl.join(worth(w & 15, table, KIND, less) * s, worth(w >> 4, table, KIND, less) * s)
         v = tl.reshape(v, (SPANS, 2 * SPAN))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from bloomery.kernels.launch import begin, fused, jit, overlap, tl, wait
+from bloomery.kernels.packed import pack
 
 START = {4: 0.92, 3: 0.88, 2: 0.75}  # of a group's range: its ends are rare
 TURNS = {4: 2, 3: 3, 2: 4}
@@ -18,7 +19,10 @@ Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def quantize_groups(weight: torch.Tensor, bits: int, group: int) -> Rounded:
-    """weight [out, in] in float32 -> codes [out, in] uint8, scales and zeros [out, in / group] in half precision."""
+    """weight [out, in] in float32 -> codes, scales and zeros [out, in / group] in half precision.
+
+    Codes of 3 bits take a byte, [out, in]; others as many bits as they have.
+    """
     possible = group & (group - 1) == 0 and group <= 1024
     return (quantize_kernel_groups if fused(weight) and possible else quantize_groups_reference)(weight, bits, group)
 
@@ -36,7 +40,8 @@ def quantize_groups_reference(weight: torch.Tensor, bits: int, group: int) -> Ro
             slope = (off * (blocks - mean)).sum(-1, keepdim=True) / off.square().sum(-1, keepdim=True).clamp_(min=1e-9)
             scale = slope.abs_()
             offset = mean - scale * codes.mean(-1, keepdim=True)
-    return codes.flatten(1).to(torch.uint8), scale.flatten(1).half(), zero.flatten(1).half()
+    numbers = codes.flatten(1).to(torch.uint8)
+    return numbers if bits == 3 else pack(numbers, bits), scale.flatten(1).half(), zero.flatten(1).half()
 
 
 def grid(scale: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +58,7 @@ def quantize_kernel_groups(weight: torch.Tensor, bits: int, group: int) -> Round
     """The kernel. A group is a line of it, whichever row it is of."""
     weight = weight.contiguous()
     rows, columns = weight.shape
-    codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    codes = torch.empty(rows, columns // (2 if bits == 4 else 1), dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, columns // group, dtype=torch.float16, device=weight.device)
     zero = torch.empty_like(scale)
     lines = 2048 // group
@@ -61,7 +66,7 @@ def quantize_kernel_groups(weight: torch.Tensor, bits: int, group: int) -> Round
         weight, codes, scale, zero, scale.numel(), START[bits], SMALLEST,
         TOP=2**bits - 1, TURNS=TURNS[bits], GROUP=group, LINES=lines, num_warps=4, **overlap(weight.device),
     )  # fmt: skip
-    return codes, scale, zero
+    return pack(codes, bits) if bits == 2 else codes, scale, zero
 
 
 @jit
@@ -89,6 +94,11 @@ def quantize_kernel(
             slope = tl.sum(off * (x - mean[:, None]), 1) / tl.maximum(tl.sum(off * off, 1), 1e-9)
             s = tl.abs(slope)
             offset = mean - s * average
-    tl.store(codes + at, q.to(tl.uint8), mask=here[:, None])
+    if TOP == 15:  # two a byte
+        even, odd = tl.split(tl.reshape(q.to(tl.int32), (LINES, GROUP // 2, 2)))
+        at = line.to(tl.int64)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+        tl.store(codes + at, (even | odd << 4).to(tl.uint8), mask=here[:, None])
+    else:
+        tl.store(codes + at, q.to(tl.uint8), mask=here[:, None])
     tl.store(scale + line, s.to(tl.float16), mask=here)
     tl.store(zero + line, z.to(tl.float16), mask=here)

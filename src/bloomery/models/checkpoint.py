@@ -24,6 +24,7 @@ import torch
 from bloomery.artifacts import gguf, safetensors
 from bloomery.artifacts.locate import Artifact
 from bloomery.errors import CheckpointError
+from bloomery.kernels.dice import throw
 from bloomery.models.gguf import Decoder, decoder
 from bloomery.models.stream import Stream, Wait
 from bloomery.quant.base import Arriving, Coded, Piece, Range, Stored, ahead
@@ -336,7 +337,7 @@ class DummySource:
             if cols is None:  # norms leave their input alone, biases add nothing
                 out.fill_(float(name.endswith("weight")))
             else:
-                _bell(out, seed, rows, cols, self.std)
+                throw(out, seed, (rows[0], cols[0]), self.std)
 
         def read(rows: Range, cols: Range | None) -> torch.Tensor:
             spans = (rows,) if cols is None else (rows, cols)
@@ -362,26 +363,6 @@ class DummySource:
 
     def report(self, advance: Advance) -> None:
         pass
-
-
-def _bell(out: torch.Tensor, seed: int, rows: Range, cols: Range, std: float) -> None:
-    """Four dice of 256 sides a value, thrown by a 32-bit hash: near enough to a normal, and integers until the end."""
-    scale = std / (4 * (256**2 - 1) / 12) ** 0.5
-    down = _mixed(torch.arange(*rows, device=out.device, dtype=torch.int32)[:, None] ^ seed)
-    across = _mixed(torch.arange(*cols, device=out.device, dtype=torch.int32))
-    step = max(1, (CACHED_VALUES if out.device.type == "cpu" else STREAMED_VALUES) // (cols[1] - cols[0]))
-    for row in range(0, len(out), step):
-        hashed = _mixed(down[row : row + step] ^ across)
-        pairs = (hashed & 0x00FF00FF).add_(hashed.bitwise_right_shift_(8).bitwise_and_(0x00FF00FF))
-        dice = (pairs & 0xFFFF).add_(pairs.bitwise_right_shift_(16)).sub_(510)
-        out[row : row + step].copy_(dice.float().mul_(scale))
-
-
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """int32 -> int32, one to one, each bit of the input felt in all of the output. Products wrap around."""
-    for factor in (0x7FEB352D, 0x68E31DA5):
-        x = ((x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)).mul_(factor)
-    return (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)
 
 
 # ---- progress ------------------------------------------------------------------------------------

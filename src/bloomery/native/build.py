@@ -1,7 +1,7 @@
 """The library made from the C files beside this one: compiled once a machine, kept in the user's cache.
 
 The name of the result is a hash of the sources, the compiler and what the processor can do, so nothing stale is ever
-loaded; it appears by a rename, so nobody sees half of it.
+loaded; it appears by a rename, so nobody sees half of it, and ends with its own digest, so nothing damaged is loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def build(extra: tuple[str, ...] = (), folder: Path | None = None) -> Path:
     if compiler is None:
         raise NoLibrary("no C compiler (gcc, clang or cc) on this machine")
     target = (folder or cache()) / f"native-{fingerprint(compiler, extra)}.so"
-    if target.exists():
+    if target.exists() and whole(target):
         return target
     here = Path(__file__).parent
     logging.getLogger(__name__).info("compiling CPU kernels with %s: once, some seconds", compiler)
@@ -44,10 +44,17 @@ def build(extra: tuple[str, ...] = (), folder: Path | None = None) -> Path:
             objects = [str(Path(scratch) / f"{name}.o") for name in SOURCES]
             run(*([*command, "-c", str(here / name), "-o", to] for name, to in zip(SOURCES, objects, strict=True)))
             run([*command, "-shared", *objects, "-o", str(made), "-lm"])
+            with made.open("ab") as file:  # loaders do not mind what follows
+                file.write(hashlib.sha256(made.read_bytes()).digest())
             made.rename(target)
     except (OSError, subprocess.SubprocessError) as error:
         raise NoLibrary(f"the kernels could not be compiled into {target.parent}: {error}") from error
     return target
+
+
+def whole(library: Path) -> bool:
+    data = library.read_bytes()
+    return hashlib.sha256(data[:-32]).digest() == data[-32:]
 
 
 def run(*commands: list[str]) -> None:

@@ -55,9 +55,9 @@ class Ranks:
     def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
         missing = -(-total // self.size) - x.shape[1]
         x = F.pad(x, (0, missing)) if missing else x.contiguous()
-        every = x.new_empty(self.size, *x.shape)
-        dist.all_gather(list(every.unbind(0)), x, group=self.group)
-        return every.transpose(0, 1).flatten(1)[:, :total]
+        every = x.new_empty(self.size * len(x), x.shape[1])
+        dist.all_gather_into_tensor(every, x, group=self.group)
+        return every.unflatten(0, (self.size, len(x))).transpose(0, 1).flatten(1)[:, :total]
 
 
 class Hosted:
@@ -78,6 +78,8 @@ class OneShot:
     """Short sums in one go: every rank reads what all others have laid in memory that each can reach."""
 
     MOST = 256 << 10  # bytes; beyond it reading everything everywhere costs more than NCCL's ring
+    TYPES = (torch.float32, torch.bfloat16)  # what torch can add up so
+    SIZES = (2, 4, 8)  # of groups in which it adds in the order of ranks, so that all have the same bits
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device):
         import torch.distributed._symmetric_memory as symmetric
@@ -91,8 +93,7 @@ class OneShot:
         if x.numel() > self.shared.numel() or x.dtype != self.shared.dtype:
             return self.ranks.sum(x)
         mine = self.shared[: x.numel()].view(x.shape)
-        mine.copy_(x)
-        return torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self.name)
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(mine, x.contiguous(), "sum", self.name)
 
     def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
         return self.ranks.join(x, total)

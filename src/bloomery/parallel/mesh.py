@@ -148,6 +148,8 @@ def together(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device,
         return Ranks(group)
     if not nccl:
         return Hosted(group)
+    if dtype not in OneShot.TYPES or group.size() not in OneShot.SIZES:
+        return Ranks(group)
     # All ranks see the same cards and so choose alike; where each sees but its own, all are called the same.
     cards = [int(card) for card in Ranks(group).join(torch.tensor([[device.index]], device=device), group.size())[0]]
     near = len(set(cards)) == len(cards) and all(

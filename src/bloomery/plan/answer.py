@@ -6,27 +6,25 @@ import argparse
 import json
 import sys
 
-from bloomery.config import device
+from bloomery.config import cores, device
 from bloomery.errors import ConfigError
 from bloomery.machines import here, overridden, recall, remember
 from bloomery.plan.forecast import Forecast, Layout, Wish
-from bloomery.plan.subject import subject
+from bloomery.plan.subject import Subject, subject
 from bloomery.plan.words import advice, plot, size, text
-from bloomery.roofline import PRECISIONS, Precision, machine
-from bloomery.spec import Model
+from bloomery.roofline import PRECISIONS, machine
 
 KV_BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "fp32": 32.0}
 
 
-def wish_of(args: argparse.Namespace, model: Model, stored: Precision) -> Wish:
+def wish_of(args: argparse.Namespace, about: Subject) -> Wish:
     if args.gpu:
         found = machine(args.gpu)
         found = overridden(found, recall().get(found.title))
     else:
         found = here(device("auto"))
-    cpu = found.cpu
-    kept = PRECISIONS["fp32"] if cpu and stored.bits == 16 else stored  # a CPU has no arithmetic of 16 bits
-    precision = PRECISIONS[args.precision] if args.precision else kept
+    cpu, model = found.cpu, about.model
+    precision = PRECISIONS[args.precision] if args.precision else about.kept(cpu)
     if any(value is not None and value < 1 for value in (args.context, args.devices, args.tp, args.pp, args.replicas)):
         raise ConfigError("--context, --devices, --tp, --pp and --replicas count from 1")
     layout = None
@@ -40,21 +38,28 @@ def wish_of(args: argparse.Namespace, model: Model, stored: Precision) -> Wish:
 
 
 def measure() -> None:
-    """The one part that imports torch."""
-    from bloomery.runtime.measure import rates
+    """The one part that imports torch. What a busy machine does is said, and not remembered."""
+    from bloomery.runtime.measure import measured
 
     where = device("auto")
-    bandwidth, found = rates(where)
-    path = remember(here(where).title, bandwidth, found)
-    speeds = ", ".join(f"{kind} {value / 1e12:.3g} TFLOP/s" for kind, value in found.items())
-    print(f"{here(where).title}: reads {size(bandwidth)}/s, {speeds}; remembered in {path}", file=sys.stderr)
+    title, seen = here(where).title, measured(where, cores())
+    speeds = "".join(f"\n  {kind:16}{size(value, 'FLOP'):>12}/s" for kind, value in seen.rates.items())
+    if seen.rates:
+        print(f"{title}: reads {size(seen.bandwidth)}/s{speeds}", file=sys.stderr)
+    if seen.doubt:
+        print(
+            f"Not remembered: {seen.doubt}. Is the machine in use? Run it again when it is quiet; the figures below "
+            f"are {'those measured before' if here(where).measured else 'those of the table'}.", file=sys.stderr,
+        )  # fmt: skip
+    else:
+        print(f"Remembered in {remember(title, seen.bandwidth, seen.rates)}.", file=sys.stderr)
 
 
 def answer(args: argparse.Namespace) -> int:
     if args.measure:
         measure()
     about = subject(args.model, args.revision)
-    plan = Forecast(about, wish_of(args, about.model, about.stored))
+    plan = Forecast(about, wish_of(args, about))
     if args.simulate:
         from bloomery.simulate import run as simulate
 

@@ -12,8 +12,10 @@ from math import ceil
 from typing import Any
 
 from bloomery.errors import ConfigError
+from bloomery.layout import divides
 from bloomery.plan.subject import Subject
 from bloomery.roofline import (
+    LIBRARY,
     MACHINES,
     PRECISIONS,
     Machine,
@@ -23,6 +25,7 @@ from bloomery.roofline import (
     kv_bytes,
     kv_bytes_per_token,
     parameters,
+    peak_bytes,
     scores_bytes,
     weights_bytes,
 )
@@ -34,6 +37,7 @@ GRAPHS = 1 << 30  # bytes a GPU keeps for captured steps
 NODE = 8  # devices that one machine's links join; tensor parallelism does not leave it
 BATCHES = (1, 8, 64)
 COUNTS = (1, 2, 4, 8, 16, 32)
+PROMPTS = (16_000, 100_000)  # tokens at which memory for attention is shown
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,15 @@ class Placed:
     def __init__(self, model: Model, machine: Machine, precision: Precision, kv_bits: float, layout: Layout):
         self.model, self.machine, self.precision, self.kv_bits, self.layout = model, machine, precision, kv_bits, layout
         self.roofline = Roofline(
-            model, machine, precision.bits, kv_bits, layout.tp, layout.pp, precision.outer, precision.compute
+            model,
+            machine,
+            precision.bits,
+            kv_bits,
+            layout.tp,
+            layout.pp,
+            precision.outer,
+            precision.compute,
+            precision.kinds,
         )
 
     @cached_property
@@ -141,7 +153,7 @@ class Placed:
 def layouts(model: Model, devices: int) -> Iterator[Layout]:
     """Ways to use so many devices: ranks must share the heads evenly and a node's links, stages need a layer each."""
     for tp in (n for n in range(1, min(devices, NODE) + 1) if devices % n == 0):
-        if any(layer.attention.num_heads % tp for layer in set(model.layers)):
+        if not divides(model, tp):
             continue
         for pp in (n for n in range(1, devices // tp + 1) if devices // tp % n == 0):
             if pp <= len(model.layers):
@@ -184,8 +196,10 @@ class Forecast:
             self.chosen = self.best(wish.goal) if self.fitting else self.options[-1]
 
     def placed(self, layout: Layout, machine: Machine | None = None, precision: Precision | None = None) -> Placed:
-        wish = self.wish
-        return Placed(self.model, machine or wish.machine, precision or wish.precision, wish.kv_bits, layout)
+        machine, precision = machine or self.wish.machine, precision or self.wish.precision
+        if machine.cpu and precision.bits == 16:
+            precision = PRECISIONS["fp32"]  # a CPU has no arithmetic of 16 bits
+        return Placed(self.model, machine, precision, self.wish.kv_bits, layout)
 
     def devices_for(self, machine: Machine, precision: Precision) -> int | None:
         """The fewest devices on which one sequence of the context fits."""
@@ -226,6 +240,8 @@ class Forecast:
             "kv_bytes_per_token": round(kv_bytes_per_token(model, wish.kv_bits)),
             "activation_bytes": round(activation_bytes(model, min(8192, model.context), 256)),
             "scores_bytes": round(scores_bytes(model.layers[0].attention.num_heads, self.context)),
+            "prompt_memory": self.prompt_memory(),
+            "library_peak_bytes": {name: round(peak_bytes(model, p)) for name, p in LIBRARY.items()},
             "machine": asdict(replace(wish.machine, rates=dict(wish.machine.rates))),
             "devices": chosen.layout.devices,
             "layout": asdict(chosen.layout),
@@ -250,6 +266,19 @@ class Forecast:
             ],
         }
 
+    def prompt_memory(self) -> list[dict[str, int]]:
+        """What a prompt takes beside weights and cache: all queries times all keys of a layer, or a tile at a time."""
+        heads = self.model.layers[0].attention.num_heads
+        return [
+            {
+                "tokens": tokens,
+                "scores_bytes": round(scores_bytes(heads, tokens)),
+                "tiled_bytes": round(activation_bytes(self.model, tokens, 1)),
+            }
+            for tokens in sorted({self.context, *PROMPTS})
+        ]
+
     def precisions(self) -> list[Precision]:
-        named = [PRECISIONS[name] for name in ("bf16", "fp8", "int8", "int4", "nf4")]
+        names = ("fp32", "int8", "int4") if self.wish.machine.cpu else ("bf16", "fp8", "int8", "int4", "nf4")
+        named = [PRECISIONS[name] for name in names]
         return named if self.wish.precision in named else [self.wish.precision, *named]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from bloomery.artifacts.files import strict_json
-from bloomery.artifacts.gguf import read
+from bloomery.artifacts.gguf import GgufTensor, read
 from bloomery.artifacts.locate import locate
 from bloomery.describe import description, native_dtype
 from bloomery.families import describe
-from bloomery.roofline import PRECISIONS, Precision
+from bloomery.roofline import DOUBLE, LIBRARY, PRECISIONS, Precision
 from bloomery.spec import Model
 
 
@@ -22,6 +23,13 @@ class Subject:
     name: str
     model: Model
     stored: Precision  # as the checkpoint keeps its weights
+    opened: Precision | None = None  # a GGUF's blocks as a CPU's own kernels keep them
+
+    def kept(self, cpu: bool) -> Precision:
+        """As the engine holds the weights: a CPU has no arithmetic of 16 bits, a GPU no kernels for GGUF's blocks."""
+        if self.opened is not None:
+            return self.opened if cpu else PRECISIONS["bf16"]
+        return PRECISIONS["fp32"] if cpu and self.stored.bits == 16 else self.stored
 
 
 def subject(name: str | None, revision: str | None = None) -> Subject:
@@ -32,7 +40,8 @@ def subject(name: str | None, revision: str | None = None) -> Subject:
     artifact = locate(name, revision, weights=False)
     model = description(artifact).model
     if artifact.kind == "gguf":
-        return Subject(artifact.name, model, _gguf(artifact.path))
+        tensors = list(read(artifact.path).tensors.values())
+        return Subject(artifact.name, model, _gguf(tensors, False), _gguf(tensors, True))
     path = artifact.path / "config.json"
     return Subject(
         artifact.name, model, _stated(strict_json(path.read_bytes(), str(path)), native_dtype(artifact, True))
@@ -48,25 +57,37 @@ def _stated(config: dict[str, Any], dtype: str) -> Precision:
         packed = (groups[0].get("weights") or {}) if groups else {}
     bits, group = packed.get("bits") or packed.get("num_bits"), packed.get("group_size") or 0
     if method == "mxfp4":
-        return Precision("mxfp4", 4 + 8 / 32, compute="int8")
+        return Precision("mxfp4", 4 + 8 / 32, compute="nf4")
     if "fp8" in method or packed.get("type") == "float":
-        return PRECISIONS["fp8"]
+        return Precision("fp8", 8, compute="fp8")
     if packed.get("load_in_4bit"):
-        return PRECISIONS["nf4-double" if packed.get("bnb_4bit_use_double_quant") else "nf4"]
+        return Precision("nf4", DOUBLE, compute="nf4") if packed.get("bnb_4bit_use_double_quant") else LIBRARY["nf4"]
     if bits == 8 or packed.get("load_in_8bit"):
-        return PRECISIONS["int8"]
+        return LIBRARY["int8"]
     if isinstance(bits, int):
-        return Precision(f"int{bits}", bits + (16 + bits) / group if group > 0 else bits, compute="int8")
+        return Precision(f"int{bits}", bits + (16 + bits) / group if group > 0 else bits, compute=f"int{bits}")
     return PRECISIONS["fp32" if dtype.endswith("float32") else "bf16"]
 
 
-def _gguf(path: Path) -> Precision:
-    """Bits a value as the file's blocks really take them, layers and the rest apart."""
-    size, count, kinds = Counter[bool](), Counter[bool](), Counter[str]()
-    for tensor in read(path).tensors.values():
-        inside = tensor.name.startswith("blk.") and len(tensor.shape) > 1
-        size[inside] += tensor.nbytes
-        count[inside] += prod(tensor.shape)
-        kinds[tensor.type] += tensor.nbytes
-    bits = {part: 8 * size[part] / max(count[part], 1) for part in (True, False)}
-    return Precision(kinds.most_common(1)[0][0], bits[True], bits[False], "int8" if bits[True] < 16 else "bf16")
+# GGUF's types as native kernels keep them: bits a value, and which of the measured ways of computing it is. Others are
+# expanded to floats.
+PANELS: Mapping[str, tuple[float, str]] = {
+    "Q4_0": (4.5, "int4"), "Q4_1": (5, "int4"), "Q4_K": (4.625, "Q4_K"), "Q8_0": (8.5, "int8"), "Q5_0": (8.5, "int8"),
+    "Q5_1": (9, "int8"), "Q5_K": (8.625, "Q6_K"), "Q6_K": (8.5625, "Q6_K"),
+}  # fmt: skip
+
+
+def _gguf(tensors: Sequence[GgufTensor], opened: bool) -> Precision:
+    """Bits a value, layers and the rest apart: as the file's blocks take them, or `opened`, as a CPU keeps them."""
+    size: dict[bool, float] = {True: 0.0, False: 0.0}
+    count, types, kinds = Counter[bool](), Counter[str](), Counter[str]()
+    for tensor in (tensor for tensor in tensors if len(tensor.shape) > 1):
+        inside, values = tensor.name.startswith("blk."), prod(tensor.shape)
+        bits, kind = PANELS.get(tensor.type, (32.0, "fp32"))
+        size[inside] += values * bits if opened else 8 * tensor.nbytes
+        count[inside] += values
+        types[tensor.type] += tensor.nbytes
+        kinds[kind] += values * inside
+    bits, outer = (size[part] / max(count[part], 1) for part in (True, False))
+    shares = {kind: values / count[True] for kind, values in kinds.items() if values}
+    return Precision(types.most_common(1)[0][0], bits, outer, "int4" if bits < 6 else "int8", shares)

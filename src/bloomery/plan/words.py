@@ -10,12 +10,14 @@ from bloomery.errors import ConfigError
 from bloomery.plan.forecast import COUNTS, READING, Forecast, Layout, layouts
 from bloomery.plot import Series, chart
 from bloomery.roofline import (
+    LIBRARY,
     MACHINES,
+    Machine,
     activation_bytes,
     kv_bytes,
     kv_bytes_per_token,
     parameters,
-    scores_bytes,
+    peak_bytes,
     weights_bytes,
 )
 
@@ -74,31 +76,30 @@ def _more(plan: Forecast) -> list[str]:
     ]
 
 
-def size(count: float) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+def size(count: float, unit: str = "B") -> str:
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= scale:
-            return f"{count / scale:.4g} {unit}"
-    return f"{count:.0f} bytes"
+            return f"{count / scale:.4g} {prefix}{unit}"
+    return f"{count:.0f} {unit}"
 
 
 def text(plan: Forecast) -> str:
     model, wish, chosen, context = plan.model, plan.wish, plan.chosen, plan.context
-    attention, count = model.layers[0].attention, parameters(model)
+    attention, count, weights = model.layers[0].attention, parameters(model), weights_bytes(model, wish.precision)
     heads = f"{attention.num_heads} heads"
     if attention.num_kv_heads != attention.num_heads:
         heads += f" over {attention.num_kv_heads} of keys and values"
-    scores = scores_bytes(attention.num_heads, model.context)
     lines = [
         f"{plan.subject.name}: {count.total / 1e9:.3g} billion parameters, {len(model.layers)} layers of "
         f"{model.hidden}, {heads}, context {model.context:,}",
         "",
-        f"  weights          {size(weights_bytes(model, wish.precision)):>9}  in {wish.precision.name}, "
+        f"  weights          {size(weights):>9}  ({gib(weights)} GiB) in {wish.precision.name}, "
         f"{wish.precision.bits / 8:.3g} bytes a parameter of the layers",
         f"  keys and values  {size(kv_bytes_per_token(model, wish.kv_bits)):>9}  a token, "
         f"{size(kv_bytes(model, context, wish.kv_bits))} for {context:,}",
         f"  activations      {size(activation_bytes(model, min(8192, model.context), 256)):>9}  in a step of "
         f"{min(8192, model.context):,} tokens",
-        f"  (queries x keys of {model.context:,} tokens would take {size(scores)} a layer; they are never stored)",
+        *_memory_lines(plan),
         "",
         *_machine_lines(plan),
         "",
@@ -113,13 +114,37 @@ def text(plan: Forecast) -> str:
     return "\n".join(lines)
 
 
+def gib(count: float) -> str:
+    return f"{count / 2**30:.4g}"
+
+
+def _memory_lines(plan: Forecast) -> list[str]:
+    """What others need: libraries that unpack to multiply, and attention that stores its scores."""
+    peaks = " / ".join(gib(peak_bytes(plan.model, precision)) for precision in LIBRARY.values())
+    lines = [
+        f"  (in {' / '.join(LIBRARY)} a library without kernels of its own peaks at {peaks} GiB)",
+        "",
+        f"  memory for a prompt of  {'tokens':>8}{'queries x keys, a layer':>36}{'in tiles, as it is done here':>32}",
+    ]
+    for row in plan.prompt_memory():
+        scores = f"{size(row['scores_bytes'])} ({gib(row['scores_bytes'])} GiB)"
+        lines.append(f"  {'':22}  {row['tokens']:>8,}{scores:>36}{size(row['tiled_bytes']):>32}")
+    return lines
+
+
+def _known(machine: Machine) -> str:
+    if machine.measured:
+        return "measured"
+    return "an estimate: `bloomery plan --measure` knows in seconds" if machine.cpu else "by its data sheet"
+
+
 def _machine_lines(plan: Forecast) -> list[str]:
     """What fits: this machine by precision, then the fewest devices of every kind."""
     wish, context = plan.wish, plan.context
     rate = wish.machine.rate(wish.precision.compute)
     lines = [
-        f"{wish.machine.title}: {size(wish.machine.memory)}, reads {size(wish.machine.bandwidth)}/s, {rate / 1e12:.3g} "
-        f"TFLOP/s ({'measured' if wish.machine.measured else 'not measured here'})",
+        f"{wish.machine.title}: {size(wish.machine.memory)}, reads {size(wish.machine.bandwidth)}/s, "
+        f"{size(rate, 'FLOP')}/s ({_known(wish.machine)})",
         f"  {'precision':12}{'weights':>10}{'devices':>9}{'longest':>11}{f'sequences of {context:,}':>21}",
     ]
     for precision in plan.precisions():
@@ -164,14 +189,14 @@ def _option_lines(plan: Forecast) -> list[str]:
 
 def _row_lines(plan: Forecast) -> list[str]:
     priced = plan.wish.price is not None
-    head = f"  {'batch':>6}{'floor ms':>10}{'expected ms':>13}{'share':>7}{'tokens/s':>10}{'limit':>11}"
-    lines = [head + (f"{'a million':>11}" if priced else "")]
+    head = f"  {'batch':>6}{'floor ms':>10}{'expected ms':>13}{'share':>7}{'tokens/s':>10}{'bound by':>11}"
+    lines = [head + (f"{'cost of a million':>19}" if priced else "")]
     for row in plan.rows((plan.context,)):
         line = (
             f"  {row.batch:>6}{row.floor_ms:>10.2f}{row.expected_ms:>13.2f}{row.floor_ms / row.expected_ms:>7.0%}"
             f"{row.tokens_per_second:>10,.0f}{row.bound:>11}"
         )
-        cost = f"{row.cost:>11.2f}" if row.cost is not None else ""
+        cost = f"{row.cost:>19.2f}" if row.cost is not None else ""
         lines.append(line + cost + ("" if row.fits else "  does not fit"))
     return lines
 

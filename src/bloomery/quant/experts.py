@@ -1,4 +1,4 @@
-"""Experts of fewer bits: packed in memory, in full precision only while they are visited."""
+"""Experts of fewer bits: multiplied as they are where kernels read them, else unpacked while they are visited."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from bloomery.kernels.experts import mix, mix_reference
+from bloomery.kernels.packed import Packed
+from bloomery.kernels.packed_experts import mix_packed, possible
 from bloomery.quant.base import Ready
 from bloomery.quant.dense import DenseReady
-from bloomery.quant.packed import height, slab
+from bloomery.quant.packed import PackedReady, has_kernels, height, slab
 
 
 class Unpacking:
@@ -39,6 +41,8 @@ def mixed(
     if isinstance(up, DenseReady) and isinstance(down, DenseReady):
         first, second = (ready.weight.unflatten(0, (experts, -1)) for ready in (up, down))
         return mix(x, chosen, weights, first, second, activation)
+    if x.is_cuda and (first := readable(up, x.dtype)) and (second := readable(down, x.dtype)):
+        return mix_packed(x, chosen, weights, first, second, experts, activation)
     ups, downs = Unpacking(up, experts), Unpacking(down, experts)
     if not x.is_cuda:
         stacks: tuple[Any, Any] = ups, downs  # the reference asks for one matrix after another
@@ -49,3 +53,9 @@ def mixed(
         visits = torch.where(inside, chosen, 0).flatten()
         chosen = torch.where(inside, torch.arange(len(visits), device=x.device).view_as(chosen), -1).int()
     return mix(x, chosen, weights, ups.visited(visits), downs.visited(visits), activation)
+
+
+def readable(ready: Ready, dtype: torch.dtype) -> Packed | None:
+    """What kernels multiply as it is."""
+    packed = ready.packed if isinstance(ready, PackedReady) else None
+    return packed if packed is not None and has_kernels(packed) and possible(packed, dtype) else None

@@ -17,7 +17,7 @@ def int4(weight: torch.Tensor, bits: int = 4, group: int = 128) -> Grid:
     if group < 8:
         return int8(weight)
     codes, scale, zero = quantize_groups(weight, bits, group)
-    return ThreeBits.pack(codes, scale, zero) if bits == 3 else Grid(pack(codes, bits), scale, zero, bits)
+    return ThreeBits.pack(codes, scale, zero) if bits == 3 else Grid(codes, scale, zero, bits)
 
 
 def whole_zeros(weight: torch.Tensor, bits: int, group: int) -> Grid:

@@ -8,7 +8,7 @@ may stand beside k in full precision. On a CPU a product unpacks a panel of rows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TypeGuard
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from bloomery.errors import UnsupportedModel
 from bloomery.kernels.gemv import After, Norm
 from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed, unpack
-from bloomery.kernels.packed_linear import packed_linear, packed_phrase, unpacked
+from bloomery.kernels.packed_linear import few, packed_linear, packed_phrase, shifts, unpacked
 from bloomery.quant.base import Product, Range, Ready, Stored, Tensors
 from bloomery.quant.dense import DenseFormat, DenseReady
 from bloomery.quant.gguf import BlocksReady
@@ -215,6 +215,8 @@ def cut(held: Held, start: int, end: int, name: str) -> Held:
             return replace(held, codes=codes, scale=scale, zero=zero)
         case Codebook():
             block = finer(held.block, start, end, held.shape[1], name)
+            if held.outer is not None and (held.nest < held.shape[1] or block < held.block or end - start == block):
+                held = Codebook(held.codes, held.table[:16], held.largest.half())  # the second level cannot say it
             absmax = regroup(held.absmax, held.block, block, start, end)
             return replace(held, codes=held.codes[:, start // 2 : end // 2].contiguous(), absmax=absmax)
         case Fp8(scale=scale):
@@ -286,7 +288,7 @@ def alike(run: list[Held], other: Held) -> bool:
             )
             return same and orders and (one.zero is None) == (two.zero is None)
         case Codebook() as one, Codebook() as two:
-            return one.block == two.block and torch.equal(one.table, two.table)
+            return one.block == two.block and torch.equal(one.table, two.table)  # which says if maxima are codes
         case Fp8() as one, Fp8() as two:
             if one.both != two.both or one.blocks != two.blocks:
                 return False
@@ -309,7 +311,8 @@ def joined(run: list[Held]) -> Held:
         case Scattered() as first:
             return replace(first, codes=each("codes"), scale=each("scale"), zero=each("zero"))
         case Codebook() as first:
-            return replace(first, codes=each("codes"), absmax=each("absmax"))
+            outer = None if first.outer is None else each("outer")
+            return replace(first, codes=each("codes"), absmax=each("absmax"), outer=outer)
         case Fp8() as first:
             codes = torch.cat([held.codes.view(torch.uint8) for held in run if isinstance(held, Fp8)])
             return replace(first, codes=codes.view(first.codes.dtype), scale=each("scale"))
@@ -319,7 +322,8 @@ def some(held: Packed | Scattered, rows: slice | torch.Tensor) -> Packed | Scatt
     """These rows; a view where they are a slice. Those of squares begin with a square."""
     match held:
         case Codebook():
-            return replace(held, codes=held.codes[rows], absmax=held.absmax[rows])
+            outer = None if held.outer is None else held.outer[rows]
+            return replace(held, codes=held.codes[rows], absmax=held.absmax[rows], outer=outer)
         case Fp8():
             if held.blocks and isinstance(rows, slice):
                 squares = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
@@ -342,6 +346,7 @@ class PackedReady:
 
     packed: Packed | Scattered
     dtype: torch.dtype  # of what comes out of it
+    shifts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)  # by the norm in front of the product
 
     @property
     def nbytes(self) -> int:
@@ -365,7 +370,15 @@ class PackedReady:
     def phrase(
         self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
     ) -> torch.Tensor | None:
-        return packed_phrase(x, self.packed, bias, before, after) if x.is_cuda and has_kernels(self.packed) else None
+        packed = self.packed
+        if not x.is_cuda or not has_kernels(packed):
+            return None
+        shift = None
+        if before is not None and before.kind == "layer" and len(x) <= few(packed) and in_order(packed):
+            if id(before) not in self.shifts:
+                self.shifts[id(before)] = shifts(packed, before)
+            shift = self.shifts[id(before)]
+        return packed_phrase(x, packed, bias, before, after, shift)
 
 
 def has_kernels(packed: Packed | Scattered) -> TypeGuard[Packed]:

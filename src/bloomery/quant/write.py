@@ -14,15 +14,14 @@ from typing import Any
 import torch
 
 from bloomery.errors import ConfigError
-from bloomery.kernels.packed import Codebook, unpack
+from bloomery.kernels.packed import NESTED, Codebook, unpack
 from bloomery.quant.fp8 import fp8
 from bloomery.quant.int4 import whole_zeros
 from bloomery.quant.int8 import int8
-from bloomery.quant.nf4 import BLOCK, NF4, codebook, nearest
+from bloomery.quant.nf4 import BLOCK, NF4, codebook
 from bloomery.quant.solve import Solved
 
 Written = dict[str, torch.Tensor]
-NESTED = 256  # largest magnitudes that share one
 
 
 def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -71,36 +70,22 @@ def nf4_tensors(weight: torch.Tensor, group: int, dtype: str = "bfloat16") -> Wr
     """Largest magnitudes are codes themselves, of a table that is fine near zero, less their mean."""
     if weight.numel() % BLOCK:
         raise ConfigError(f"{list(weight.shape)} weights are not blocks of {BLOCK}; choose another format than nf4")
-    packed = codebook(weight.reshape(1, -1), NF4, torch.float32)  # blocks do not mind where a row ends
-    assert isinstance(packed, Codebook)
-    numbers = unpack(packed.codes, 4)
-    largest = packed.absmax.flatten()
-    mean, table = largest.mean(), dynamic().to(weight.device)
-    blocks = torch.nn.functional.pad(largest - mean, (0, -len(largest) % NESTED)).unflatten(0, (-1, NESTED))
-    outer = blocks.abs().amax(1)
-    inner = nearest(table, (blocks / outer.clamp(min=1e-38)[:, None]).clamp_(-1, 1)).flatten()[: len(largest)]
+    packed = codebook(weight.reshape(1, -1), NF4)  # blocks do not mind where a row ends
+    if not isinstance(packed, Codebook) or packed.outer is None:
+        raise ConfigError(f"{list(weight.shape)} weights are a single block; choose another format than nf4")
+    numbers, (mean, *_) = unpack(packed.codes, 4), packed.outer[0].tolist()
     state = {
         "quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype, "shape": list(weight.shape),
-        "nested_blocksize": NESTED, "nested_dtype": "float32", "nested_offset": float(mean),
+        "nested_blocksize": NESTED, "nested_dtype": "float32", "nested_offset": mean,
     }  # fmt: skip
     return {
         "weight": (numbers[:, ::2] << 4 | numbers[:, 1::2]).reshape(-1, 1),
-        "weight.absmax": inner.to(torch.uint8),
-        "weight.quant_map": packed.table,
-        "weight.nested_absmax": outer,
-        "weight.nested_quant_map": table,
+        "weight.absmax": packed.absmax.flatten(),
+        "weight.quant_map": packed.table[:16].clone(),
+        "weight.nested_absmax": packed.outer[0, 1:].clone(),
+        "weight.nested_quant_map": packed.table[16:].clone(),
         "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
     }
-
-
-def dynamic() -> torch.Tensor:
-    """256 values from -1 to 1: seven decades, the larger the finer divided, and 0 and 1."""
-    found = [0.0, 1.0]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1)
-        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
-        found += [sign * value for sign in (1, -1) for value in middles]
-    return torch.tensor(sorted(found))
 
 
 WRITERS = {"int4": int4_tensors, "int8": int8_tensors, "fp8": fp8_tensors, "nf4": nf4_tensors}

@@ -20,7 +20,7 @@ from bloomery.native.record import Unrecordable
 from bloomery.runtime.device import upload
 from bloomery.runtime.forward import Forward
 from bloomery.runtime.replay import Captured, Plainly, Recorded, Runs
-from bloomery.runtime.rows import Row, Rows
+from bloomery.runtime.rows import Rows
 
 ROOM = 256 << 20  # bytes of an arena beside logits; only what is touched is taken
 Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # logits, rows, positions -> tokens
@@ -51,14 +51,15 @@ class DecodeStep:
         self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self.logits = torch.zeros(most, vocab, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
-        self.members: list[int] = []
+        self.going: Sequence[int] | None = None  # whom the last step was for
+        self.members: list[int] = []  # and all its lines
         self.sizes = buckets(most, model.grain) if isinstance(runs, Captured) else []
 
     def prepare(self, size: int) -> None:
         """Capture the step of so many lines that draws its tokens; others are, once they have come twice."""
         if isinstance(self.runs, Captured):
             self.lines.fill_(self.rows.count)  # what runs here must be nobody's step
-            self.members = []
+            self.going, self.members = None, []
             self.runs.prepare((size, True), partial(self.forward, size, True))
 
     def record(self) -> str | None:
@@ -91,16 +92,15 @@ class DecodeStep:
         self.tokens[:size] = tokens
         advance(lines, tokens, inputs.ends, self.rows.last, self.rows.positions)
 
-    def run(self, members: Sequence[Row], sampled: bool) -> int:
-        """Queue a step for these rows; how many lines it has."""
+    def run(self, going: Sequence[int], sampled: bool) -> None:
+        """Queue a step for the rows of these numbers."""
         self.rows.send()
-        count = len(members)
-        size = next((size for size in self.sizes if size >= count), count)
-        wanted = [row.index for row in members]
-        if wanted != self.members or size != count:
-            padded = wanted + [self.rows.count] * (size - count)
+        if going is not self.going:
+            count = len(going)
+            size = next((size for size in self.sizes if size >= count), count)
+            padded = [*going, *[self.rows.count] * (size - count)]
             if padded != self.members:
                 self.lines[:size] = upload(padded, self.lines.device, torch.int32)
-                self.members = padded
+            self.going, self.members = going, padded
+        size = len(self.members)
         self.runs.run((size, sampled), partial(self.forward, size, sampled))
-        return count

@@ -41,3 +41,10 @@ def upload(
     """Host numbers to the device without waiting for it: from ordinary memory a copy waits for all queued work."""
     found = values.to(dtype) if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+
+def download(values: torch.Tensor) -> torch.Tensor:
+    """A copy on its way to the host, there once what is queued by now is done: steps queued later do not delay it, and
+    may overwrite the values."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return host.copy_(values, non_blocking=True)

@@ -1,45 +1,165 @@
-"""What this machine does in a few seconds: bytes a second of reading, operations a second of a large product."""
+"""What this machine does, as the engine's own kernels see it: bytes a second of reading, operations a second by kind.
+
+Short tries of every kind take turns, spread over a few seconds, so that a moment in which another program has the cores
+spoils one try of each and not the whole of one. A try for which this process did not get its cores does not count, and
+where too few are left, or they disagree, the machine is not quiet and there is nothing to remember.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
-from bloomery.config import cores
+from bloomery.native import ops
+from bloomery.native.team import team
+from bloomery.roofline import FEW, ROW
+
+ROUNDS, PAUSE = 16, 0.08  # how often each kind has its turn; seconds of rest between two rounds
+OWN = 0.8  # share of its cores a try must have had; threads wait a little for one another
+AGREE = 0.15  # by how much the middle half of the tries may differ
+BYTE = 60  # fills blocks: as half floats, scales near 1
+READ, WIDTH, LONG = 1 << 26, 2048, 512  # values beyond every cache; columns of a matrix; positions of a sequence
+KINDS = {
+    "int4": ("Q4_1", 160),
+    "Q4_K": ("Q4_K", 144),
+    "int8": ("Q8_0", 272),
+    "Q6_K": ("Q6_K", 210),
+}  # bytes of 256 values
 
 
-def rates(where: str) -> tuple[float, dict[str, float]]:
-    """Bandwidth, and operations a second by type of number; the best of several tries, so that a neighbour's work
-    does not count as the machine's."""
+@dataclass(frozen=True)
+class Seen:
+    """Rates by kind, `bandwidth` among them, and what speaks against them."""
+
+    bandwidth: float
+    rates: dict[str, float]
+    doubt: str | None = None
+
+
+@dataclass
+class Probe:
+    """One kind of work, of so many bytes or operations."""
+
+    amount: float
+    work: Callable[[], object]
+    seconds: list[float] = field(default_factory=list)
+    taken: int = 0  # tries, with those that another program spoilt
+
+
+def probes(where: str, cores: int, values: int = READ) -> dict[str, Probe]:
     device = torch.device(where)
-    cuda = device.type == "cuda"
+    return on_gpu(device) if device.type == "cuda" else on_cpu(cores, values)
 
-    def seconds(work: Callable[[], object], tries: int) -> float:
-        found = []
-        for _ in range(tries):
-            begun = time.perf_counter()
+
+class Turns:
+    """All kinds of work in turns. `cores` is how many threads a CPU's have, 0 on a GPU, where the clock is enough;
+    `by_cpu` counts the threads' own time instead of the clock's, for machines that are never quiet: what others do to
+    caches and memory is in it all the same."""
+
+    def __init__(self, all_kinds: dict[str, Probe], cores: int, by_cpu: bool = False):
+        self.all, self.cores, self.by_cpu = all_kinds, cores, by_cpu
+        for probe in self.all.values():
+            probe.work()
+
+    def round(self) -> None:
+        for probe in self.all.values():
+            begun, spent = time.perf_counter(), time.process_time()
+            probe.work()
+            took, spent = time.perf_counter() - begun, (time.process_time() - spent) / max(self.cores, 1)
+            probe.taken += 1
+            if self.by_cpu:
+                probe.seconds.append(spent)
+            elif self.cores == 0 or spent >= OWN * took:
+                probe.seconds.append(took)
+
+    def seen(self) -> Seen:
+        rates, doubts = {}, []
+        for name, probe in self.all.items():
+            if len(probe.seconds) < max(2, probe.taken // 4):
+                return Seen(0.0, {}, f"in {probe.taken - len(probe.seconds)} of {probe.taken} tries of {name} another "
+                            "program had the cores")  # fmt: skip
+            low, middle, high = statistics.quantiles(probe.seconds, n=4)
+            rates[name] = probe.amount / middle
+            if (high - low) / middle > AGREE:
+                doubts.append(f"{name} by {(high - low) / middle:.0%}")
+        bandwidth = rates.pop("bandwidth")
+        if self.cores:
+            rates["fp32" + ROW] = bandwidth / 2  # 4 bytes are two operations
+        return Seen(bandwidth, rates, f"tries differ: {', '.join(doubts)}" if doubts else None)
+
+
+def measured(where: str, cores: int) -> Seen:
+    turns = Turns(probes(where, cores), cores if where == "cpu" else 0)
+    for _ in range(ROUNDS):
+        turns.round()
+        time.sleep(PAUSE)
+    return turns.seen()
+
+
+def on_gpu(device: torch.device) -> dict[str, Probe]:
+    source = torch.randn(1 << 29, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+
+    def done(work: Callable[[], object]) -> Callable[[], object]:
+        def whole() -> None:
             work()
-            if cuda:
-                torch.cuda.synchronize(device)
-            found.append(time.perf_counter() - begun)
-        return min(found)
+            torch.cuda.synchronize(device)
 
-    if cuda:
-        source = torch.randn(1 << 29, device=device, dtype=torch.bfloat16)
-        target = torch.empty_like(source)
-        bandwidth = 2 * source.nbytes / seconds(lambda: target.copy_(source), 10)
-        del source, target
-    else:
-        torch.set_num_threads(cores())
-        numbers = torch.ones(1 << 26)  # 256 MiB: beyond every cache
-        bandwidth = numbers.nbytes / seconds(numbers.sum, 8)
-    found = {}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)) if cuda else (("fp32", torch.float32),):
-        size = 8192 if cuda else 1024
-        x = torch.randn(size, size, device=device, dtype=dtype)
-        found[name] = 2 * size**3 / seconds(lambda x=x: x @ x, 10)  # type: ignore[misc]
-    if not cuda:
-        found["int8"] = 2 * found["fp32"]  # twice the values in a register, and no library to ask
-    return bandwidth, found
+        return whole
+
+    found = {"bandwidth": Probe(2.0 * source.nbytes, done(lambda: target.copy_(source)))}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        x = torch.randn(8192, 8192, device=device, dtype=dtype)
+        found[name] = Probe(2.0 * 8192**3, done(lambda x=x: x @ x))  # type: ignore[misc]
+    return found
+
+
+@torch.inference_mode()
+def on_cpu(cores: int, values: int) -> dict[str, Probe]:
+    """Reading is a product with one row of a matrix larger than caches; the others have enough rows to compute."""
+    torch.set_num_threads(cores)
+    native = team().active or team().start(cores) is None
+    large, wide = torch.ones(values // WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
+    rows, few, one = torch.ones(96, WIDTH), torch.ones(24, WIDTH), torch.ones(1, WIDTH)
+
+    def product(matrix: ops.Matrix, x: torch.Tensor) -> Probe:
+        return Probe(2.0 * len(x) * matrix.rows * WIDTH, lambda: ops.linear(matrix, x))
+
+    found = {"fp32": Probe(2.0 * rows.numel() * WIDTH, lambda: F.linear(rows, wide))}
+    if not native:
+        return found | {"bandwidth": Probe(large.nbytes, lambda: F.linear(one, large))}
+    dense = ops.Matrix.dense(large)
+    found["bandwidth"] = Probe(large.nbytes, lambda: ops.linear(dense, one))
+    found["fp32" + FEW] = product(ops.Matrix.dense(wide), few)
+    for name, (kind, size) in KINDS.items():
+        blocks = torch.full((values // WIDTH, WIDTH // 256 * size), BYTE, dtype=torch.uint8)
+        segment = (ops.pack(kind, blocks, WIDTH), len(blocks), ops.PACKED[kind][1])
+        found[name + ROW] = product(ops.Matrix(WIDTH, [segment]), one)
+        found[name] = product(ops.Matrix(WIDTH, [(segment[0], WIDTH, segment[2])]), rows)
+    return found | _attention()
+
+
+def _attention() -> dict[str, Probe]:
+    """Eight heads of 64 over two of keys in half floats: single queries over long sequences, and prompts."""
+    heads, dim, lines, prompt, size = 8, 64, 8, 256, 16
+    cache = torch.ones(2, lines * LONG, 2, dim, dtype=torch.float16)
+    tables = torch.arange(lines * LONG // size).view(lines, -1)
+    single = torch.tensor([(i, i, LONG - 1, 1) for i in range(lines)])
+    tiles = torch.tensor([(0, i, i, 32) for i in range(0, prompt, 32)])
+
+    def attend(q: torch.Tensor, items: torch.Tensor, singles: int) -> Callable[[], object]:
+        largest = int(items[:, 3].max())
+        return lambda: ops.attend(
+            q, cache, items, singles, largest, tables, size, None, 1.0, None, None, None
+        )  # fmt: skip
+
+    pair = 4.0 * heads * dim
+    return {
+        "attend": Probe(pair * lines * LONG, attend(torch.ones(lines, heads, dim), single, lines)),
+        "prompt": Probe(pair * prompt * (prompt + 1) / 2, attend(torch.ones(prompt, heads, dim), tiles, 0)),
+    }

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from bloomery.messages import Item, Timing
+from bloomery.messages import Step, Timing
 from bloomery.roofline import Machine, Roofline, parameters
 from bloomery.spec import Model
 
@@ -35,7 +34,7 @@ def roofline(
 class Reading:
     """A step under way."""
 
-    items: Sequence[Item]
+    step: Step
     begun: float  # the host's clock
     follows: bool  # there was work all the time since the step before
     host: float = 0.0  # seconds until it was queued
@@ -55,9 +54,9 @@ class Meter:
 
     # ---- around a step ---------------------------------------------------------------------------
 
-    def begin(self, items: Sequence[Item]) -> None:
+    def begin(self, step: Step) -> None:
         now = time.perf_counter()
-        self.current = Reading(items, now, now - self.resulted < PAUSE)
+        self.current = Reading(step, now, now - self.resulted < PAUSE)
         self.mark()
 
     def mark(self) -> None:
@@ -101,7 +100,7 @@ class Meter:
 
     def _read(self, reading: Reading) -> tuple[float, ...]:
         """As Timing has it."""
-        tokens, attended, sampled, pairs = counts(reading.items)
+        tokens, attended, sampled, pairs = counts(reading.step)
         floor = self.limit.step(tokens, attended, sampled, pairs)
         more = reading.padded
         padding = self.limit.step(tokens + more, attended, sampled + more, pairs) - floor if more else 0.0
@@ -128,10 +127,11 @@ class Meter:
         return device, idle, drawing
 
 
-def counts(items: Sequence[Item]) -> tuple[int, int, int, int]:
+def counts(step: Step) -> tuple[int, int, int, int]:
     """Positions computed, cache positions read, tokens drawn, pairs of query and key."""
-    tokens = attended = sampled = pairs = 0
-    for item in items:
+    tokens = sampled = len(step.going)
+    attended = pairs = tokens + sum(step.starts)
+    for item in step.chunks:
         count = item.count + len(item.drafts)
         end = item.start + count
         tokens += count

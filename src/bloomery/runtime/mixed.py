@@ -48,14 +48,14 @@ class MixedStep:
         self.tokens = torch.zeros(rows.count + PROMPTS, dtype=torch.int64, device=device)
         self.padded = 0  # positions of the last step that were nobody's
 
-    def takes(self, going: Placed, chunks: Placed) -> bool:
-        """Whether such a step is small enough and asks for tokens only, such as a kernel can pick."""
-        count = len(going) + sum(item.count for item, _ in chunks)
+    def takes(self, lines: int, chunks: Placed) -> bool:
+        """Whether such a step is small enough, and its chunks are of prompts and ask for no more than a kernel can
+        pick."""
+        count = lines + sum(item.count for item, _ in chunks)
         return (
             len(chunks) < PROMPTS
             and count <= self.most
-            and all(row.plain for _, row in going)
-            and all(row.plain and row.draws_only and not item.drafts for item, row in chunks)
+            and all(row.plain and row.draws_only and not item.drafts and row.knows(item.start) for item, row in chunks)
         )
 
     def prepare(self) -> None:
@@ -82,8 +82,9 @@ class MixedStep:
         self.tokens[:sequences] = drawn
         advance(drawing, drawn, found.ends, rows.last, rows.positions)
 
-    def run(self, going: Placed, chunks: Placed) -> tuple[list[int], torch.Tensor]:
-        """Queue the step; the sequences that draw, and their tokens."""
+    def run(self, going: Sequence[int], chunks: Placed) -> tuple[list[int], torch.Tensor]:
+        """Queue the step of these rows and chunks; the chunks' sequences that draw, and all tokens, those of rows
+        first."""
         chunks = sorted(chunks, key=lambda pair: not pair[0].samples)
         self.rows.send()
         used = len(going) + sum(item.count for item, _ in chunks)
@@ -92,9 +93,8 @@ class MixedStep:
         self.padded = tokens - used
         self._send(layout(going, chunks, lines, tokens, self.rows.count))
         self.runs.run((lines, tokens), partial(self.forward, lines, tokens))
-        drawing = [item.sequence for item, _ in (*going, *chunks) if item.samples]
-        ended = len(drawing) - len(going)
-        return drawing, torch.cat((self.tokens[: len(going)], self.tokens[lines : lines + ended]))
+        drawing = [item.sequence for item, _ in chunks if item.samples]
+        return drawing, torch.cat((self.tokens[: len(going)], self.tokens[lines : lines + len(drawing)]))
 
 
 def numbers(lines: int, tokens: int) -> int:
@@ -102,14 +102,14 @@ def numbers(lines: int, tokens: int) -> int:
     return lines + 4 * PROMPTS + 1 + tokens
 
 
-def layout(going: Placed, chunks: Placed, lines: int, tokens: int, nobody: int) -> np.ndarray:
+def layout(going: Sequence[int], chunks: Placed, lines: int, tokens: int, nobody: int) -> np.ndarray:
     """The host's part of a step, as kernels/rows.gather reads it."""
     spare = PROMPTS - len(chunks)
     starts = list(accumulate((item.count for item, _ in chunks), initial=len(going)))
     at = lines + 4 * PROMPTS + 1 + len(going)
     sent = np.zeros(numbers(lines, tokens), np.int32)
     sent[: at - len(going)] = (
-        *(row.index for _, row in going), *[nobody] * (lines - len(going)),
+        *going, *[nobody] * (lines - len(going)),
         *(row.index if item.samples else nobody for item, row in chunks), *[nobody] * spare,
         *(row.index for _, row in chunks), *[nobody] * spare,
         *starts, *[starts[-1]] * (spare - 1), tokens,

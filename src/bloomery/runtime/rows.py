@@ -7,6 +7,7 @@ than there are sequences is nobody's: its table is the reserved block, and lines
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,11 +35,24 @@ class Row:
         return position < len(self.start.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Lineup:
+    """Rows that go on by one position, in the order of a step's lines: the longest first, for attention ends when the
+    last of them has. From step to step they grow alike, so it holds until somebody joins or leaves."""
+
+    going: tuple[int, ...] = ()  # sequences as steps name them
+    places: tuple[int, ...] = ()  # of each line among `going`
+    rows: tuple[Row, ...] = ()
+    indices: tuple[int, ...] = ()  # of the rows
+    plain: bool = True  # all of them
+
+
 class Rows:
     def __init__(self, count: int, width: int, reserved: int, device: torch.device):
         self.count = count
         self.free = list(reversed(range(count)))
         self.by_sequence: dict[int, Row] = {}
+        self.lineup = Lineup()  # of the last step
         self.grown: dict[int, Row] = {}  # by index: their tables have blocks the device does not know
         kind = torch.int64 if device.type == "cpu" else torch.int32
         self.last = torch.zeros(count + 1, dtype=kind, device=device)
@@ -49,13 +63,26 @@ class Rows:
         """The item's row, made on its first step, its table grown by the item's blocks."""
         if item.first is not None:
             self.by_sequence[item.sequence] = Row(self.free.pop(), item.first, plain=plain(item.first))
-        row = self.by_sequence[item.sequence]
-        if item.blocks:
-            row.table += item.blocks
+        return self.grow(item.sequence, item.blocks)
+
+    def grow(self, sequence: int, blocks: Sequence[int]) -> Row:
+        row = self.by_sequence[sequence]
+        if blocks:
+            row.table += blocks
             self.grown[row.index] = row
         return row
 
+    def line_up(self, going: tuple[int, ...], starts: Sequence[int]) -> Lineup:
+        """The very same object as for the last step, if these are the same rows."""
+        if going != self.lineup.going:
+            places = sorted(range(len(going)), key=starts.__getitem__, reverse=True)
+            rows = tuple([self.by_sequence[going[place]] for place in places])
+            indices = tuple([row.index for row in rows])
+            self.lineup = Lineup(going, tuple(places), rows, indices, all(row.plain for row in rows))
+        return self.lineup
+
     def release(self, sequence: int) -> Row:
+        self.lineup = Lineup()  # it may come again, to another row
         row = self.by_sequence.pop(sequence)
         self.grown.pop(row.index, None)
         self.free.append(row.index)

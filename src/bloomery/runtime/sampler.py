@@ -14,7 +14,7 @@ p, so drafts, accepted or not, need no undoing. This file must not know schedule
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -23,12 +23,13 @@ from bloomery.kernels.noise import gumbel, keys, words
 from bloomery.kernels.order import ordered
 from bloomery.kernels.truncate import kept
 from bloomery.messages import Sampling, Start, TokenLogprob
-from bloomery.runtime.device import upload
+from bloomery.runtime.device import download, upload
 
 COLDEST = 1e-5  # below it the noise cannot matter: greedy
 NARROW = 512  # candidates tried before a whole line is sorted
 CHUNK = 1 << 22  # logits that are looked at in more than float32 at once, or scored
 
+Gain = tuple[tuple[int, ...], tuple[TokenLogprob, ...]]  # tokens of one row, and their log-probabilities if wanted
 
 # ---- what few rows ask for ---------------------------------------------------------------------------
 
@@ -144,15 +145,18 @@ class Scored:
 
     @classmethod
     def cat(cls, parts: Sequence[Scored]) -> Scored:
-        every = [(part.tokens, part.logprobs, part.ranks, part.top_ids, part.top_logprobs) for part in parts]
-        return cls(*(torch.cat(field) for field in zip(*every, strict=True))) if len(parts) > 1 else parts[0]
+        fields = zip(*(part.fields for part in parts), strict=True)
+        return cls(*(torch.cat(field) for field in fields)) if len(parts) > 1 else parts[0]
+
+    @property
+    def fields(self) -> tuple[torch.Tensor, ...]:
+        return self.tokens, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
 
     def read(self, counts: Sequence[int]) -> list[TokenLogprob]:
         """counts: how many of the best each line wants, at most as many as there are."""
-        fields = (self.tokens, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         return [
             TokenLogprob(token, logprob, rank, tuple(zip(ids[:count], best[:count])))
-            for count, token, logprob, rank, ids, best in zip(counts, *(values.tolist() for values in fields))
+            for count, token, logprob, rank, ids, best in zip(counts, *(values.tolist() for values in self.fields))
         ]
 
 
@@ -238,11 +242,14 @@ class Draws:
     scored: Scored | None = None  # of the lines that want log-probabilities
     counts: Mapping[int, int] = field(default_factory=dict)  # line -> how many of the best it wants
 
-    def collect(self) -> list[tuple[tuple[int, ...], tuple[TokenLogprob, ...]]]:
+    def downloaded(self) -> Draws:
+        """The same, on its way to the host."""
+        scored = None if self.scored is None else Scored(*map(download, self.scored.fields))
+        return replace(self, tokens=download(self.tokens), scored=scored)
+
+    def collect(self) -> list[Gain]:
         """What each row gained: its drafts while they equal the tokens drawn in their place, and one token more."""
         tokens = self.tokens.tolist()
-        if self.scored is None and len(tokens) == len(self.drafts):
-            return [((token,), ()) for token in tokens]
         logprobs = dict(zip(self.counts, self.scored.read(tuple(self.counts.values())))) if self.scored else {}
         gains, line = [], 0
         for drafts in self.drafts:

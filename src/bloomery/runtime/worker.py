@@ -8,7 +8,6 @@ device as the next step wants it, so none waits for another's result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.runtime.batch import Batch, Share
 from bloomery.runtime.cache import allocate, fit, kv_dtype
 from bloomery.runtime.decode import DecodeStep
-from bloomery.runtime.device import check, upload
+from bloomery.runtime.device import check, download, upload
 from bloomery.runtime.forward import Forward, Steady, Whole, steady
 from bloomery.runtime.largest import LOGIT_ROWS, largest_step
 from bloomery.runtime.meter import Meter, Reading, roofline
@@ -36,8 +35,8 @@ from bloomery.runtime.mixed import PROMPTS, TOKENS, MixedStep
 from bloomery.runtime.picker import Picker
 from bloomery.runtime.pooling import pool, unit
 from bloomery.runtime.replay import Captured, Pool
-from bloomery.runtime.rows import Row, Rows
-from bloomery.runtime.sampler import Draws, Sampler
+from bloomery.runtime.rows import Lineup, Row, Rows
+from bloomery.runtime.sampler import Draws, Gain, Sampler
 from bloomery.runtime.stages import stage
 
 GRAPHS = 1 << 30  # bytes for what the driver keeps of graphs, and libraries behind our back
@@ -163,7 +162,7 @@ class Worker:
         """
         self.padded = 0
         if self.meter is not None:
-            self.meter.begin(step.items)
+            self.meter.begin(step)
         pending = self._run(step, drawn)
         if self.meter is not None:
             pending.meter, pending.reading = self.meter, self.meter.end(self.padded)
@@ -174,16 +173,12 @@ class Worker:
     def _run(self, step: Step, drawn: Sequence[tuple[int, int]]) -> Pending:
         for sequence in step.finished:
             self.sampler.release(self.rows.release(sequence).index)
-        place, placed = self.rows.place, list[tuple[Item, Row]]()
-        going, chunks = list[tuple[Item, Row]](), list[tuple[Item, Row]]()
-        for item in step.items:
-            row = place(item)
-            placed.append((item, row))
+        for sequence, blocks in step.grown:
+            self.rows.grow(sequence, blocks)
+        chunks = [(item, self.rows.place(item)) for item in step.chunks]
+        for item, row in chunks:
             if item.first is not None:
                 self.sampler.admit(row.index, item.first)
-            ahead = item.count == 1 and not item.drafts and not row.knows(item.start)  # its token is on the device
-            (going if ahead else chunks).append((item, row))
-        going.sort(key=lambda pair: -pair[0].start)  # the longest first: attention ends when the last of them has
         if drawn:
             starts = {item.sequence: item.start for item in step.items}
             told = [(self.rows.by_sequence[sequence].index, token, starts[sequence]) for sequence, token in drawn]
@@ -191,31 +186,33 @@ class Worker:
             self.rows.last[rows] = tokens.to(self.rows.last.dtype)
             self.rows.positions[rows] = positions.to(self.rows.positions.dtype)
         if not chunks and ((self.device.type == "cuda" and self.mesh.stages == 1) or self.recorded):
-            return self._go_on(going)
-        if self.mixed is not None and self.mixed.takes(going, chunks):
-            return self._mix(self.mixed, going, chunks)
+            return self._go_on(step)
+        lineup = self.rows.line_up(step.going, step.starts)
+        if self.mixed is not None and lineup.plain and self.mixed.takes(len(lineup.rows), chunks):
+            return self._mix(self.mixed, lineup, chunks)
+        placed = [(item, self.rows.by_sequence[item.sequence]) for item in step.items]
         return self._compute(Batch.of(placed, self.rows.last, self.block_size))
 
-    def _mix(self, mixed: MixedStep, going: list[tuple[Item, Row]], chunks: list[tuple[Item, Row]]) -> Pending:
+    def _mix(self, mixed: MixedStep, lineup: Lineup, chunks: list[tuple[Item, Row]]) -> Pending:
         """Some sequences by one position, and a few chunks of prompts."""
         self.sampler.settle()
-        sequences, tokens = mixed.run(going, chunks)
+        sequences, tokens = mixed.run(lineup.indices, chunks)
         self.padded = mixed.padded
-        return Pending(sequences, Draws(tokens, ((),) * len(sequences)) if sequences else None)
+        return Pending(sequences, Draws(tokens, ()) if len(tokens) else None, lines=lineup.places)
 
-    def _go_on(self, placed: list[tuple[Item, Row]]) -> Pending:
+    def _go_on(self, step: Step) -> Pending:
         """Every sequence by one position, from what the device already holds."""
-        members = [row for _, row in placed]
-        picked = all(row.plain for row in members)
-        count = self.decode.run(members, picked)
+        lineup = self.rows.line_up(step.going, step.starts)
+        count = len(lineup.rows)
+        self.decode.run(lineup.indices, lineup.plain)
         self.padded = len(self.decode.members) - count
         if not self.mesh.last:
             return Pending([], None)
-        sequences = [item.sequence for item, _ in placed]
-        if picked:
-            return Pending(sequences, Draws(self.decode.tokens[:count].clone(), ((),) * count))
-        shares = [Share(item, row, i) for i, (item, row) in enumerate(placed)]
-        return Pending(sequences, self._draw(shares, self.decode.logits[:count]))
+        if lineup.plain:
+            return Pending([], Draws(self.decode.tokens[:count], ()), lines=lineup.places)
+        items = step.items
+        shares = [Share(items[place], row, i) for i, (place, row) in enumerate(zip(lineup.places, lineup.rows))]
+        return Pending([share.item.sequence for share in shares], self._draw(shares, self.decode.logits[:count]))
 
     def _compute(self, batch: Batch) -> Pending:
         shares = [share for share in batch.shares if share.item.samples and share.row.start.pooling is None]
@@ -277,8 +274,8 @@ def reads_all(share: Share) -> bool:
 
 
 class Pending:
-    """A step's result, perhaps still on its way from the device. Tokens are sent off at once: steps queued later do not
-    delay them."""
+    """A step's result, perhaps still on its way from the device. All of it is sent off at once: steps queued later do
+    not delay it."""
 
     def __init__(
         self,
@@ -286,29 +283,41 @@ class Pending:
         draws: Draws | None,
         prompts: dict[int, tuple[TokenLogprob, ...]] | None = None,
         pooled: dict[int, torch.Tensor] | None = None,
+        lines: Sequence[int] | None = None,
     ):
-        self.sequences, self.draws, self.prompts, self.pooled = sequences, draws, prompts or {}, pooled or {}
+        """`lines`: the first tokens are of those that go on, and these are their places in the step; one each of
+        `sequences` is behind them. Without, all tokens are of `sequences`."""
+        self.sequences, self.prompts, self.lines = sequences, prompts or {}, lines
+        self.draws = None if draws is None else draws.downloaded()
+        self.pooled = {sequence: download(vector) for sequence, vector in (pooled or {}).items()}
         self.sent: torch.cuda.Event | None = None
         self.meter: Meter | None = None
         self.reading: Reading | None = None
-        if draws is None and torch.cuda.is_initialized():  # a chunk alone; who waits for it must not run ahead of it
+        if torch.cuda.is_initialized():  # a chunk alone brings nothing, but who waits for it must not run ahead of it
             self.sent = torch.cuda.Event()
-            self.sent.record()
-        elif draws is not None and draws.tokens.is_cuda:
-            host = torch.empty(draws.tokens.shape, dtype=draws.tokens.dtype, pin_memory=True)
-            host.copy_(draws.tokens, non_blocking=True)
-            self.draws, self.sent = replace(draws, tokens=host), torch.cuda.Event()
             self.sent.record()
 
     def result(self) -> StepOutput:
         if self.sent is not None:
             self.sent.synchronize()
-        gains = self.draws.collect() if self.draws is not None else []
+        tokens, gains = self._gains()
         samples = [
-            Sampled(sequence, tokens, logprobs, self.prompts.pop(sequence, ()) if self.prompts else ())
-            for sequence, (tokens, logprobs) in zip(self.sequences, gains, strict=True)
+            Sampled(sequence, gained, logprobs, self.prompts.pop(sequence, ()) if self.prompts else ())
+            for sequence, (gained, logprobs) in zip(self.sequences, gains, strict=True)
         ]
         silent = (Sampled(sequence, prompt_logprobs=found) for sequence, found in self.prompts.items())
         embedded = (Sampled(sequence, embedding=tuple(vector.tolist())) for sequence, vector in self.pooled.items())
         timing = None if self.meter is None or self.reading is None else self.meter.collect(self.reading)
-        return StepOutput((*samples, *silent, *embedded), timing)
+        return StepOutput((*samples, *silent, *embedded), timing, tuple(tokens))
+
+    def _gains(self) -> tuple[list[int], list[Gain]]:
+        """Tokens of those that go on, in the step's order; and what each of `sequences` gained."""
+        if self.draws is None:
+            return [], []
+        if self.lines is None:
+            return [], self.draws.collect()
+        drawn, count = self.draws.tokens.tolist(), len(self.lines)
+        tokens = [0] * count
+        for place, token in zip(self.lines, drawn):
+            tokens[place] = token
+        return tokens, [((token,), ()) for token in drawn[count:]]

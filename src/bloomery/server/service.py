@@ -20,11 +20,11 @@ from bloomery.server.conversations import Conversations
 from bloomery.server.errors import Late, Refusal, overloaded, unavailable
 from bloomery.server.limits import Admission, Limits, Memory, Ticket
 from bloomery.server.metrics import Metrics
-from bloomery.text.apart import Apart
-from bloomery.text.tokenizer import Piece, Tokenizer
+from bloomery.text.apart import Apart, listed
+from bloomery.text.tokenizer import Tokenizer
 
 EMPTY, FULL, DIRE = 0.8, 0.9, 0.95  # of this process's memory: drop what is kept, let nobody in, send some away
-LONG = 1000  # characters: a longer text is tokenized apart
+LONG = 1000  # characters: a longer text is tokenized apart; as many tokens become text there
 RESERVED = ("", "tgi", "dummy", "default")  # what clients send where they know of no model
 SAMPLING = {field.name for field in fields(SamplingParams)} - {"max_tokens"}
 
@@ -147,11 +147,18 @@ class Service:
             return Prompt(self.tokenizer.encode(text, add_special), text)
         return Prompt(await self.apart.encode(text, add_special, field), text)
 
-    async def pieces(self, text: str, add_special: bool, field: str) -> list[Piece]:
-        self.check_size(len(text), field)
+    async def pieces(self, text: str, add_special: bool, last: int | None = None) -> bytes:
+        """A text's tokens and their places in it, as JSON."""
+        self.check_size(len(text), "inputs")
         if len(text) <= LONG:
-            return self.tokenizer.pieces(text, add_special)
-        return await self.apart.pieces(text, add_special, field)
+            return listed(self.tokenizer.pieces(text, add_special), last)
+        return await self.apart.pieces(text, add_special, last)
+
+    async def decode(self, ids: list[int]) -> str:
+        """Special tokens show."""
+        if len(ids) <= LONG:
+            return self.tokenizer.decode(ids, skip_special=False)
+        return await self.apart.decode(ids)
 
     async def conversation(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """Messages as the model's chat template writes them down, tokenized."""

@@ -39,7 +39,8 @@ class Traces:
         """One span for the request, under its caller's if there is a traceparent, and one for each part of its life."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        ended, operation = time.monotonic(), OPERATIONS.get(call.route.path, "text_completion")
+        operation = OPERATIONS.get(call.route.path, "text_completion")
+        ended, wall = time.monotonic(), Wall()
         model = call.service.settings.model
         parent = self.context.extract({name: call.headers.get(name, "") for name in ("traceparent", "tracestate")})
         span = self.tracer.start_span(
@@ -109,6 +110,12 @@ def parts(call: Call) -> Iterator[tuple[str, float, float]]:
         yield "decode", times.first, times.last
 
 
-def wall(moment: float) -> int:
-    """A moment of the monotonic clock, in nanoseconds since 1970."""
-    return time.time_ns() - int((time.monotonic() - moment) * 1e9)
+class Wall:
+    """Moments of the monotonic clock in nanoseconds since 1970. The two clocks are compared once, so that moments of
+    one request keep their order and their distances."""
+
+    def __init__(self) -> None:
+        self.offset = time.time_ns() - time.monotonic_ns()
+
+    def __call__(self, moment: float) -> int:
+        return self.offset + int(moment * 1e9)

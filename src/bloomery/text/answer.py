@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bloomery.messages import Request, TokenLogprob, Tokens
+from bloomery.messages import Request, TokenLogprob, Tokens, light
 from bloomery.sampling import SamplingParams, choose
 from bloomery.text.detokenizer import TextStream
 from bloomery.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@light
 class Delta:
     """What one answer gained: whole characters only, and on the last one why it ended."""
 
@@ -90,6 +90,13 @@ class Answer:
             self._end(news.finish)
             text += self.stream.finish() if self.stream is not None else ""
         return Delta(self.index, text, tuple(ids), logprobs, self.finish_reason, self.stop_reason)
+
+    def gain(self, news: Tokens) -> bool:
+        """What `take` does with ids that nobody looks at before the end. False, and nothing done, if there is more."""
+        more = news.finish or news.logprobs or not news.position or self.stream or self.finish_reason
+        if not more:
+            self.token_ids += news.ids
+        return not more
 
     def _end(self, reason: Reason) -> None:
         self.finish_reason = reason

@@ -37,6 +37,7 @@ LENGTH = struct.Struct(">I")
 CHUNK = 1 << 18
 WAITING = 20.0  # times its processor time a task may take by the clock, on a machine that is busy
 NICENESS = 5  # streams that are running come first
+PR_SET_PDEATHSIG = 1
 
 
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
@@ -47,6 +48,11 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
 class Pieces(msgspec.Struct, frozen=True, tag="pieces"):
     text: str
     add_special: bool
+    last: int | None  # only so many, from the end
+
+
+class Decode(msgspec.Struct, frozen=True, tag="decode"):
+    ids: list[int]
 
 
 class Conversation(msgspec.Struct, frozen=True, tag="conversation"):
@@ -58,7 +64,7 @@ class Conversation(msgspec.Struct, frozen=True, tag="conversation"):
 class Done(msgspec.Struct, frozen=True, tag="done"):
     ids: list[int] = []
     text: str = ""
-    spans: list[tuple[int, int]] = []
+    pieces: bytes = b""  # as JSON: a long text has so many that the parent should not touch each
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -72,7 +78,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     special_tokens: dict[str, str]
 
 
-Task = Encode | Pieces | Conversation
+Task = Encode | Pieces | Decode | Conversation
 ENCODER = msgspec.msgpack.Encoder()
 TASKS: msgspec.msgpack.Decoder[Task] = msgspec.msgpack.Decoder(Task)
 ANSWERS: msgspec.msgpack.Decoder[Done | Refused] = msgspec.msgpack.Decoder(Done | Refused)
@@ -99,9 +105,11 @@ class Apart:
     async def encode(self, text: str, add_special: bool, field: str = "prompt") -> list[int]:
         return (await self._run(Encode(text, add_special), self.text_seconds, field)).ids
 
-    async def pieces(self, text: str, add_special: bool, field: str = "inputs") -> list[Piece]:
-        done = await self._run(Pieces(text, add_special), self.text_seconds, field)
-        return [Piece(id, text[a:b], a, b) for id, (a, b) in zip(done.ids, done.spans, strict=True)]
+    async def pieces(self, text: str, add_special: bool, last: int | None = None, field: str = "inputs") -> bytes:
+        return (await self._run(Pieces(text, add_special, last), self.text_seconds, field)).pieces
+
+    async def decode(self, ids: list[int]) -> str:
+        return (await self._run(Decode(ids), self.text_seconds, "tokens")).text
 
     async def conversation(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], limit: int
@@ -138,7 +146,7 @@ class Apart:
                 async with asyncio.timeout(WAITING * seconds):
                     answer = await hand.ask(task)
             except (OSError, EOFError, TimeoutError):
-                hand.end()
+                await asyncio.to_thread(hand.end)  # the system takes a while to clear up after a large process
                 what = "the chat template did not come to an end" if field == "messages" else "the text takes too long"
                 kind = TemplateError if field == "messages" else InvalidRequest
                 raise kind(f"{what}: it may use {seconds:g} s and a bounded amount of memory", field) from None
@@ -209,6 +217,8 @@ def packed(tokenizer: Tokenizer) -> int:
 
 def main(tasks: int, vocabulary: int, template_seconds: float, text_seconds: float, memory: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # in the middle of a task, too
     os.nice(NICENESS)
     line = socket.socket(fileno=tasks)
     data = os.pread(vocabulary, os.fstat(vocabulary).st_size, 0)
@@ -250,13 +260,18 @@ def bound(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
 
 
+def listed(pieces: Sequence[Piece], last: int | None) -> bytes:
+    return msgspec.json.encode(pieces[-last:] if last else pieces)
+
+
 def work(tokenizer: Tokenizer, task: Task) -> Done | Refused:
     match task:
         case Encode(text, add_special):
             return Done(tokenizer.encode(text, add_special))
-        case Pieces(text, add_special):
-            found = tokenizer.pieces(text, add_special)
-            return Done([piece.id for piece in found], spans=[(piece.start, piece.stop) for piece in found])
+        case Pieces(text, add_special, last):
+            return Done(pieces=listed(tokenizer.pieces(text, add_special), last))
+        case Decode(ids):
+            return Done(text=tokenizer.decode(ids, skip_special=False))
         case Conversation(messages, options, limit):
             try:
                 written = render(tokenizer, messages, **options, limit=limit)

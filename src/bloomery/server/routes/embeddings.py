@@ -77,6 +77,7 @@ async def request(call: Call, index: int, text: str | list[Any], body: Embedding
             vocab=service.capacity.vocab,
             max_length=service.capacity.max_length,
             salt=call.salt,
+            tenant=call.salt,
         )
     except InvalidRequest as error:
         if count > 1:

@@ -25,11 +25,14 @@ async def health(call: Call) -> ASGIApp:
 async def ready(call: Call) -> ASGIApp:
     """What the server is doing: loading (and how far), ready, restarting, draining, failed."""
     status, left = call.service.backend.status, call.service.backend.stats.unprepared
+    detail = status.detail or (f"{left} captures to go; until then some steps are slower" if left else "")
+    if call.service.settings.keys and status.state not in ("loading", "ready"):
+        detail = ""  # what went wrong may name files, and who asks has shown no key
     about = {
         "state": status.state,
         "model": call.service.settings.model,
         "progress": 1.0 if status.state == "ready" else status.progress,
-        "detail": status.detail or (f"{left} captures to go; until then some steps are slower" if left else ""),
+        "detail": detail,
     }
     return call.json(about, status=200 if status.state == "ready" else 503)
 

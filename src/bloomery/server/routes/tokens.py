@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
 
+from msgspec import Raw
 from starlette.types import ASGIApp
 
-from bloomery.errors import InvalidRequest
+from bloomery.errors import InvalidRequest, PromptTooLong
 from bloomery.server.call import Call, Route
 from bloomery.server.errors import Refusal, openai, tgi
 from bloomery.server.routes.chat import ChatBody, Message, prompt
 from bloomery.server.routes.generate import Parameters
 from bloomery.server.schema import Body
 from bloomery.server.shapes import CHAT_PIECES, PIECES, TOKENS
+
+TOGETHER = 4096  # tokens named in one go
 
 
 class TokenizeBody(Body, kw_only=True):
@@ -40,19 +43,18 @@ async def tokenize(call: Call) -> ASGIApp:
     call.admit(1)
     if raw.get("inputs") is not None:
         body = call.convert(raw, TokenizeBody)
-        found = await pieces(call, body.inputs or "", add_special=True)
         cut = body.parameters.truncate if body.parameters else None
-        return call.json(found[-cut:] if cut else found)
+        return call.json(Raw(await call.service.pieces(body.inputs or "", True, cut)))
     call.dialect = openai
     if raw.get("messages") is not None:
         chat = call.convert(raw, ChatBody)
         call.service.check_model(chat.model)
-        return counted(call, list((await prompt(call, chat)).ids), bool(raw.get("return_token_strs")))
+        return await counted(call, list((await prompt(call, chat)).ids), bool(raw.get("return_token_strs")))
     body = call.convert(raw, TokenizeBody)
     call.service.check_model(body.model)
     if body.prompt is not None:
         ids = (await call.service.encode(body.prompt, body.add_special_tokens is not False)).ids
-        return counted(call, list(ids), bool(body.return_token_strs))
+        return await counted(call, list(ids), bool(body.return_token_strs))
     if body.content is not None:
         ids = (await call.service.encode(body.content, bool(body.add_special), "content")).ids
         return call.json({"tokens": list(ids)})
@@ -60,10 +62,18 @@ async def tokenize(call: Call) -> ASGIApp:
     raise InvalidRequest("one of inputs, prompt, messages or content is needed", "inputs")
 
 
-def counted(call: Call, ids: list[int], strings: bool) -> ASGIApp:
-    names = [call.service.tokenizer.token_name(id) for id in ids] if strings else None
+async def counted(call: Call, ids: list[int], strings: bool) -> ASGIApp:
+    names = list[str]()
+    for first in range(0, len(ids) if strings else 0, TOGETHER):
+        names += [call.service.tokenizer.token_name(id) for id in ids[first : first + TOGETHER]]
+        await asyncio.sleep(0)  # others have their turn
     return call.json(
-        {"count": len(ids), "max_model_len": call.service.capacity.max_length, "tokens": ids, "token_strs": names}
+        {
+            "count": len(ids),
+            "max_model_len": call.service.capacity.max_length,
+            "tokens": ids,
+            "token_strs": names if strings else None,
+        }
     )
 
 
@@ -72,24 +82,22 @@ async def chat_tokenize(call: Call) -> ASGIApp:
     body = await call.read(ChatBody)
     call.admit(1)
     text = (await prompt(call, body)).text or ""
-    return call.json({"tokenize_response": await pieces(call, text, add_special=False), "templated_text": text})
-
-
-async def pieces(call: Call, text: str, add_special: bool) -> list[dict[str, Any]]:
-    found = await call.service.pieces(text, add_special, "inputs")
-    return [{"id": piece.id, "text": piece.text, "start": piece.start, "stop": piece.stop} for piece in found]
+    found = await call.service.pieces(text, add_special=False)
+    return call.json({"tokenize_response": Raw(found), "templated_text": text})
 
 
 async def detokenize(call: Call) -> ASGIApp:
     """The text of tokens."""
     body = await call.read(DetokenizeBody)
     call.service.check_model(body.model)
-    call.service.check_size(len(body.tokens), "tokens")
+    call.admit(1)
+    if len(body.tokens) > (most := call.service.capacity.max_length):
+        raise PromptTooLong(f"tokens may have at most {most} entries, as many as the context holds", "tokens")
     size = call.service.tokenizer.vocab_size
     for index, id in enumerate(body.tokens):
         if not 0 <= id < size:
             raise InvalidRequest(f"tokens[{index}] must be a token id, from 0 to {size - 1}", "tokens")
-    return call.json({"prompt": call.service.tokenizer.decode(body.tokens, skip_special=False)})
+    return call.json({"prompt": await call.service.decode(body.tokens)})
 
 
 async def tokenizer_info(call: Call) -> ASGIApp:

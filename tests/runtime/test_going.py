@@ -1,0 +1,92 @@
+"""Those that go on, as a step names them, and the same step spelled out item by item: a worker gives the same answers,
+whichever way the step takes. And what is kept of a step for the next one holds no longer than it is true."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from bloomery.engine.loop import Loop
+from bloomery.executors.local import Local
+from bloomery.messages import Item, Request, Sampling, Start, Step
+from bloomery.native.team import team
+from bloomery.runtime.meter import counts
+from bloomery.runtime.rows import Rows
+from bloomery.runtime.worker import Pending
+from tests.parity.cases import CASES, VOCAB, make_checkpoint
+from tests.parity.serve import engine, plan, run
+
+WISHES = {"max_batch_tokens": 24, "max_sequences": 4, "block_size": 4, "kv_cache_gib": 0.01, "steps_in_flight": 2}
+START = Start((1, 2, 3), 3, Sampling(temperature=0.0), ())
+
+
+class Spelled(Local):
+    def submit(self, step: Step) -> Pending:
+        return super().submit(Step(step.items, step.finished))
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    yield
+    team().stop()  # other tests see torch alone
+
+
+def requests(seed: int, special: bool) -> list[Request]:
+    """Greedy ones and drawn ones; with `special` some that a kernel cannot pick for, or that want log-probabilities."""
+    random, made = Random(seed), []
+    for number in range(7):
+        wish: dict[str, float] = {"temperature": random.choice((0.0, 0.9)), "seed": number}
+        if special and number % 3 == 0:
+            wish["repetition_penalty"] = 1.3
+        logprobs = 2 if special and number == 4 else None
+        prompt = tuple(random.randrange(3, VOCAB) for _ in range(random.randint(1, 20)))
+        made.append(Request(str(number), prompt, Sampling(**wish, logprobs=logprobs), random.randint(3, 14)))
+    return made
+
+
+def answers(loop: Loop, asked: list[Request]) -> dict[str, list[tuple[int, int]]]:
+    """Ids, and of each how many log-probabilities came with it."""
+    found = run(loop, asked)
+    return {
+        name: [(token, len(entry.logprobs)) for entry in entries for token in entry.ids]
+        for name, entries in found.items()
+    }
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("native", [False, True])
+def test_spelled_out_or_not(native: bool, special: bool, tmp_path: Path) -> None:
+    make_checkpoint(next(case for case in CASES if case.name == "llama"), tmp_path)
+    settings = plan(tmp_path, 64, native=native, **WISHES)
+    asked = requests(3, special)
+    spelled = answers(engine(settings, executor=Spelled()), asked)
+    ours = engine(settings)
+    assert answers(ours, asked) == spelled
+    assert ours.executor.worker.recorded == native  # type: ignore[attr-defined]
+
+
+def test_a_step_counts_as_much_as_it_does_spelled_out() -> None:
+    chunk = Item(8, 4, 6, (2,), None, (), False)
+    step = Step((chunk,), (1,), (5, 6), (3, 7), ((6, (4,)),))
+    going = (Item(5, 3, 1, (), None, (), True), Item(6, 7, 1, (4,), None, (), True))
+    assert step.items == (*going, chunk)
+    assert counts(step) == counts(Step(step.items, step.finished)) == (8, 4 + 8 + 10, 2, 4 + 8 + 45)
+
+
+def test_a_lineup_holds_until_somebody_joins_or_leaves() -> None:
+    rows = Rows(3, 4, 9, torch.device("cpu"))
+    for sequence in (5, 6):
+        rows.place(Item(sequence, 0, 3, (sequence,), START, (), True))
+    first = rows.line_up((5, 6), (3, 7))
+    assert first.places == (1, 0) and [row.table for row in first.rows] == [[6], [5]]
+    assert rows.line_up((5, 6), (4, 8)) is first
+    assert rows.line_up((6,), (9,)).indices == first.indices[:1]
+    rows.release(6)
+    rows.place(Item(7, 0, 3, (7,), START, (), True))  # takes the row that was 6's
+    rows.place(Item(6, 0, 3, (8,), START, (), True))
+    again = rows.line_up((6,), (3,))
+    assert [row.table for row in again.rows] == [[8]] and again.indices != first.indices[:1]
