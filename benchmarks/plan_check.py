@@ -211,7 +211,7 @@ def here(model: str | None, threads: int, by_cpu: bool, rounds: int, batches: Se
     from bloomery.machines import here as this_machine
     from bloomery.machines import overridden
     from bloomery.profile import recorded
-    from bloomery.runtime.measure import Turns, probes
+    from bloomery.runtime.measure import PAUSE, Turns, probes
 
     llm = LLM(model, threads=threads, enable_prefix_caching=False, skip_tokenizer_init=True, max_model_len=1024)
     stack, taken = llm.front.stack, defaultdict[tuple[int, ...], list[float]](list)
@@ -221,6 +221,7 @@ def here(model: str | None, threads: int, by_cpu: bool, rounds: int, batches: Se
         for row in recorded(stack.loop, stack.capacity, (16, 64, 256), batches, clock):
             taken[tuple(int(row[name]) for name in Work._fields)].append(row["seconds"])
             turns.round()
+            time.sleep(PAUSE)  # threads park
     llm.close()
     seen = turns.seen()
     about, title = subject(model), this_machine("cpu").title

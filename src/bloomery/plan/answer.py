@@ -38,21 +38,16 @@ def wish_of(args: argparse.Namespace, about: Subject) -> Wish:
 
 
 def measure() -> None:
-    """The one part that imports torch. What a busy machine does is said, and not remembered."""
+    """The one part that imports torch."""
     from bloomery.runtime.measure import measured
 
     where = device("auto")
     title, seen = here(where).title, measured(where, cores())
     speeds = "".join(f"\n  {kind:16}{size(value, 'FLOP'):>12}/s" for kind, value in seen.rates.items())
-    if seen.rates:
-        print(f"{title}: reads {size(seen.bandwidth)}/s{speeds}", file=sys.stderr)
+    print(f"{title}: reads {size(seen.bandwidth)}/s{speeds}", file=sys.stderr)
     if seen.doubt:
-        print(
-            f"Not remembered: {seen.doubt}. Is the machine in use? Run it again when it is quiet; the figures below "
-            f"are {'those measured before' if here(where).measured else 'those of the table'}.", file=sys.stderr,
-        )  # fmt: skip
-    else:
-        print(f"Remembered in {remember(title, seen.bandwidth, seen.rates)}.", file=sys.stderr)
+        print(f"Is the machine in use? {seen.doubt}. Run it again when it is quiet.", file=sys.stderr)
+    print(f"Remembered in {remember(title, seen.bandwidth, seen.rates)}.", file=sys.stderr)
 
 
 def answer(args: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """What this machine does, as the engine's own kernels see it: bytes a second of reading, operations a second by kind.
 
 Short tries of every kind take turns, spread over a few seconds, so that a moment in which another program has the cores
-spoils one try of each and not the whole of one. A try for which this process did not get its cores does not count, and
-where too few are left, or they disagree, the machine is not quiet and there is nothing to remember.
+spoils one try of each and not the whole of one. The quickest quarter of them counts, for much makes a machine slower
+than it is and nothing faster. Where most tries are far behind those, that is said.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import ceil
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,9 @@ from bloomery.native import ops
 from bloomery.native.team import team
 from bloomery.roofline import FEW, ROW
 
-ROUNDS, PAUSE = 16, 0.08  # how often each kind has its turn; seconds of rest between two rounds
-OWN = 0.8  # share of its cores a try must have had; threads wait a little for one another
-AGREE = 0.15  # by how much the middle half of the tries may differ
+ROUNDS, PAUSE = 16, 0.005  # how often each kind has its turn; seconds before it in which threads of the last one park
+LEAST = 0.005  # seconds that a try takes
+AGREE = 0.25  # by how much the middle of the tries may be slower than the quick ones
 BYTE = 60  # fills blocks: as half floats, scales near 1
 READ, WIDTH, LONG = 1 << 26, 2048, 512  # values beyond every cache; columns of a matrix; positions of a sequence
 KINDS = {
@@ -47,8 +48,8 @@ class Probe:
 
     amount: float
     work: Callable[[], object]
+    times: int = 1  # that it is done in a try
     seconds: list[float] = field(default_factory=list)
-    taken: int = 0  # tries, with those that another program spoilt
 
 
 def probes(where: str, cores: int, values: int = READ) -> dict[str, Probe]:
@@ -57,47 +58,46 @@ def probes(where: str, cores: int, values: int = READ) -> dict[str, Probe]:
 
 
 class Turns:
-    """All kinds of work in turns. `cores` is how many threads a CPU's have, 0 on a GPU, where the clock is enough;
-    `by_cpu` counts the threads' own time instead of the clock's, for machines that are never quiet: what others do to
-    caches and memory is in it all the same."""
+    """All kinds of work in turns. `cores` is how many threads a CPU's have, 0 on a GPU; `by_cpu` counts their own time
+    instead of the clock's, for machines that are never quiet: what others do to caches and memory is in it all the
+    same."""
 
     def __init__(self, all_kinds: dict[str, Probe], cores: int, by_cpu: bool = False):
         self.all, self.cores, self.by_cpu = all_kinds, cores, by_cpu
         for probe in self.all.values():
             probe.work()
+            begun = time.perf_counter()
+            probe.work()
+            probe.times = ceil(LEAST / max(time.perf_counter() - begun, 1e-6))
 
     def round(self) -> None:
+        clock = time.process_time if self.by_cpu else time.perf_counter
         for probe in self.all.values():
-            begun, spent = time.perf_counter(), time.process_time()
+            time.sleep(PAUSE)
             probe.work()
-            took, spent = time.perf_counter() - begun, (time.process_time() - spent) / max(self.cores, 1)
-            probe.taken += 1
-            if self.by_cpu:
-                probe.seconds.append(spent)
-            elif self.cores == 0 or spent >= OWN * took:
-                probe.seconds.append(took)
+            begun = clock()
+            for _ in range(probe.times):
+                probe.work()
+            probe.seconds.append((clock() - begun) / probe.times / (self.cores if self.by_cpu else 1))
 
     def seen(self) -> Seen:
         rates, doubts = {}, []
         for name, probe in self.all.items():
-            if len(probe.seconds) < max(2, probe.taken // 4):
-                return Seen(0.0, {}, f"in {probe.taken - len(probe.seconds)} of {probe.taken} tries of {name} another "
-                            "program had the cores")  # fmt: skip
-            low, middle, high = statistics.quantiles(probe.seconds, n=4)
-            rates[name] = probe.amount / middle
-            if (high - low) / middle > AGREE:
-                doubts.append(f"{name} by {(high - low) / middle:.0%}")
+            quick, middle, _ = statistics.quantiles(probe.seconds, n=4)
+            rates[name] = probe.amount / quick
+            if middle > (1 + AGREE) * quick:
+                doubts.append(f"{name} by {middle / quick - 1:.0%}")
         bandwidth = rates.pop("bandwidth")
         if self.cores:
             rates["fp32" + ROW] = bandwidth / 2  # 4 bytes are two operations
-        return Seen(bandwidth, rates, f"tries differ: {', '.join(doubts)}" if doubts else None)
+        doubt = f"the middle of the tries is slower than the quick ones: {', '.join(doubts)}" if doubts else None
+        return Seen(bandwidth, rates, doubt)
 
 
 def measured(where: str, cores: int) -> Seen:
     turns = Turns(probes(where, cores), cores if where == "cpu" else 0)
     for _ in range(ROUNDS):
         turns.round()
-        time.sleep(PAUSE)
     return turns.seen()
 
 
