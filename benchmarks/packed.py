@@ -89,7 +89,7 @@ def size(packed: Packed) -> int:
 KINDS = {"int4": "int4 128 zero", "nf4": "nf4 64 nested", "int8": "int8 row signed", "fp8": "fp8 row"}
 MORE = (
     "int4 128", "int4 64 zero", "int4 32 zero", "int4 row", "int4 row zero", "int4 128 zero order", "int8 128 zero",
-    "int8 row", "int8 row zero", "fp8 one", "fp8 block", "nf4 64",
+    "int8 row", "int8 row zero", "fp8 one", "fp8 block", "nf4 64", "nf4 32", "int8 16 signed", "int8 16 zero",
 )  # fmt: skip
 
 

@@ -681,8 +681,8 @@ def storm(args: argparse.Namespace) -> bool:
         async def once() -> float:
             tasks = [asyncio.create_task(one()) for _ in range(60)]
             await asyncio.sleep(random.random())
-            if random.random() < 0.5:
-                os.kill(server.children("engine")[0], signal.SIGKILL)
+            for engine in server.children("engine")[: random.randrange(2)]:  # none while the last one is being replaced
+                os.kill(engine, signal.SIGKILL)
             await asyncio.gather(*tasks)
             return await idle(server.port)
 

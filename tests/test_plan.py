@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bloomery.cli import main
 from bloomery.machines import here, named, recall, remember
@@ -110,8 +111,20 @@ def test_a_gguf_counts_its_real_bits(capsys: pytest.CaptureFixture[str]) -> None
     plan = planned(capsys, "--gpu", "zen3-2")
     stored = sum(tensor.nbytes for tensor in read(locate(None).path).tensors.values())
     assert plan["weights_bytes"] == pytest.approx(stored, rel=0.01)
-    opened = planned(capsys, "--gpu", "l4")
-    assert opened["weights_bytes"] == 2 * opened["parameters"] and opened["precision"] == "bf16"
+    gpu = planned(capsys, "--gpu", "l4")
+    assert gpu["weights_bytes"] == pytest.approx(stored, rel=0.01) and gpu["precision"] == plan["precision"]
+
+
+def test_a_gguf_takes_what_the_engine_says_it_takes() -> None:
+    """Every type's bits, counted where they lie."""
+    from bloomery.plan.subject import GRIDS
+    from bloomery.quant.gguf_blocks import STEPS
+    from tests.quant.test_law import CPU, kept
+
+    assert GRIDS.keys() == STEPS.keys()
+    for kind, (bits, _) in GRIDS.items():
+        matrix = kept(kind)(torch.randn(64, 1024))
+        assert matrix.prepare(torch.bfloat16, CPU).nbytes * 8 / (64 * 1024) == pytest.approx(bits, rel=0.005), kind
 
 
 COMPRESSED = {

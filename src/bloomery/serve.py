@@ -177,7 +177,7 @@ async def loading(client: EngineClient | Replicas, url: str) -> None:
         return  # the owner is told by wait_failed
     gc.collect()
     gc.freeze()  # what is there by now stays, and would be looked through in the middle of a thousand streams
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(10_000, 4, 2)  # the rest is soon looked through, and a disconnect leaves rings behind
     for note in capacity.notes:
         log.warning(note)
     log.info(

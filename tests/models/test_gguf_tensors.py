@@ -12,7 +12,8 @@ from bloomery.artifacts.gguf import BLOCKS, read
 from bloomery.artifacts.locate import locate
 from bloomery.errors import CheckpointError
 from bloomery.models.checkpoint import FileSource
-from bloomery.models.gguf import DECODERS, decoder
+from bloomery.models.gguf import decoder
+from bloomery.quant.gguf_blocks import STEPS
 
 CPU = torch.device("cpu")
 PACKAGE = sorted(kind.name for kind in _type_traits)
@@ -75,13 +76,13 @@ def test_whole_rows_and_columns_equal_the_package(everything, kind):
 
 
 def test_everyday_types_have_decoders_of_their_own():
-    assert DECODERS.keys() >= {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+    assert STEPS.keys() >= {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
 
 
-@pytest.mark.parametrize("kind", sorted(DECODERS))
+@pytest.mark.parametrize("kind", sorted(STEPS))
 def test_decoders_on_many_blocks(kind):
     blocks = some_blocks(kind, 3000, seed=7)
-    have = DECODERS[kind](torch.from_numpy(blocks))
+    have = STEPS[kind](torch.from_numpy(blocks)).values()
     assert same_bits(have, dequantize(blocks, gguf.GGMLQuantizationType[kind]))
 
 

@@ -13,7 +13,7 @@ from bloomery import LLM, SamplingParams
 from bloomery.artifacts.locate import locate
 from bloomery.models.load import load
 from bloomery.native.team import team
-from bloomery.quant.gguf import BlocksReady
+from bloomery.quant.native import BlocksReady
 from tests.parity.serve import decoder_logits
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "embedded.json").read_text(encoding="utf-8"))

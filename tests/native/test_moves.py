@@ -8,7 +8,8 @@ import torch
 from bloomery.native import ops
 from bloomery.quant.base import Coded, Piece, Stored
 from bloomery.quant.dense import DenseReady
-from bloomery.quant.gguf import Blocks, BlocksReady
+from bloomery.quant.gguf import Blocks
+from bloomery.quant.native import BlocksReady
 from tests.native.test_kernels import blocks, close, random, rounded
 
 CPU = torch.device("cpu")
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 def stored(kind: str, rows: int, columns: int, seed: int) -> tuple[Blocks, torch.Tensor]:
     raw, values = blocks(kind, rows, columns, seed)
     size = 256 if kind.endswith("_K") else 32
-    coded = Coded(kind, size, raw.shape[1] * size // columns, lambda r: raw[slice(*r)])
+    coded = Coded(kind, size, raw.shape[1] * size // columns, Stored.of(raw))
     piece = Piece(lambda r, c: values[slice(*r), slice(*c)], (0, rows), (0, columns), None, coded)
     return Blocks(Stored((piece,), torch.float32)), values
 

@@ -14,8 +14,8 @@ from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.executors.local import Local
 from bloomery.executors.processes import Processes
-from bloomery.models.gguf import DECODERS
 from bloomery.quant.choose import ON_LOAD
+from bloomery.quant.gguf_blocks import STEPS
 from tests.parity.cases import SPECIAL, VOCAB, Case, make_checkpoint
 from tests.parity.gguf_writer import write
 from tests.parity.serve import greedy, ids, plan, run
@@ -26,7 +26,7 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num
 WIDE = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}  # halves are whole blocks of every type
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 PROMPT = [5, 17, 80, 41, 3, 99, 23, 8, 64, 12]
-BLOCKS = [name if name == "Q8_0" else pytest.param(name, marks=pytest.mark.slow) for name in ("BF16", *DECODERS)]
+BLOCKS = [name if name == "Q8_0" else pytest.param(name, marks=pytest.mark.slow) for name in ("BF16", *STEPS)]
 
 
 @pytest.fixture(scope="module")

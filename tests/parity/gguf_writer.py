@@ -56,7 +56,7 @@ def write(model: Any, path: Path, kind: Kind = Kind.F32, extra: dict[str, Any] |
 # much larger that must be for values to lie around zero.
 SCALES = {
     Kind.Q2_K: (80, 82, 1.5), Kind.Q3_K: (108, None, 0), Kind.Q4_K: (0, 2, 7.5), Kind.Q5_K: (0, 2, 15.5),
-    Kind.Q6_K: (208, None, 0),
+    Kind.Q6_K: (208, None, 0), Kind.IQ4_NL: (0, None, 0), Kind.IQ4_XS: (0, None, 0),
 }  # fmt: skip
 
 
@@ -69,6 +69,8 @@ def blocks(data: np.ndarray, kind: Kind) -> np.ndarray:
     made = random.integers(0, 256, (data.size // values, size), dtype=np.uint8)
     scale, offset, ratio = SCALES[kind]
     each = random.uniform(1e-3, 2e-3, (len(made), 1))
+    if kind.name.startswith("IQ4"):  # whose levels do not lie around zero
+        each *= random.choice([-1, 1], each.shape)
     made[:, scale : scale + 2] = each.astype(np.float16).view(np.uint8)
     if offset is not None:
         made[:, offset : offset + 2] = (ratio * each).astype(np.float16).view(np.uint8)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import gguf
 import pytest
 import torch
 
@@ -16,13 +17,17 @@ from bloomery.families.quantization import quantization
 from bloomery.families.reader import Reader
 from bloomery.kernels.packed import Packed
 from bloomery.models.weights import grouped_ranges
-from bloomery.quant.base import Format, Matrix, Product, Range, Stored
+from bloomery.quant.base import Coded, Format, Matrix, Piece, Product, Range, Ready, Stored
 from bloomery.quant.choose import ON_LOAD, choose
 from bloomery.quant.dense import DenseFormat
+from bloomery.quant.gguf import Blocks
+from bloomery.quant.gguf_blocks import STEPS
 from bloomery.quant.int4 import int4
 from bloomery.quant.int8 import int8
 from bloomery.quant.onload import CACHED, OnLoad
+from bloomery.quant.packed import as_ready, values
 from bloomery.spec import Attention
+from tests.parity import gguf_writer
 from tests.quant.packers import CASES
 
 
@@ -57,10 +62,37 @@ def ready_made(name: str) -> Callable[[torch.Tensor], Matrix]:
     return lambda weight: stored(form, CASES[name].pack(weight)[0], tuple(weight.shape))
 
 
+class Kept(Blocks):
+    """GGUF's blocks as any device but a CPU keeps them, also in float32 on a CPU."""
+
+    def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
+        return as_ready(self.held(dtype, device), dtype)
+
+    def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.cat([values(held, dtype) for held in self.held(dtype, device)])
+
+
+def in_blocks(kind: str, weight: torch.Tensor) -> Stored:
+    """Columns that fill no block are the first of one."""
+    number, (rows, width) = gguf.GGMLQuantizationType[kind], weight.shape
+    size, octets = gguf.GGML_QUANT_SIZES[number]
+    full = torch.nn.functional.pad(weight, (0, -width % size)).contiguous().numpy()
+    raw = gguf_writer.blocks(full, number)
+    meant = torch.from_numpy(gguf.quants.dequantize(raw, number))
+    coded = Coded(kind, size, octets, Stored.of(torch.from_numpy(raw)))
+    piece = Piece(lambda r, c: meant[slice(*r), slice(*(c or (0, width)))], (0, rows), (0, width), None, coded)
+    return Stored((piece,), torch.float32)
+
+
+def kept(kind: str) -> Callable[[torch.Tensor], Matrix]:
+    return lambda weight: Kept(in_blocks(kind, weight))
+
+
 FORMATS: dict[str, Callable[[torch.Tensor], Matrix]] = {
     "dense": lambda weight: stored(DenseFormat(), {"weight": weight}, tuple(weight.shape)),
     **{name: on_load(name) for name in ON_LOAD},
     **{name: ready_made(name) for name in CASES},
+    **{kind: kept(kind) for kind in STEPS},
 }
 CPU = torch.device("cpu")
 

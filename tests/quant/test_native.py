@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bloomery.native.team import team
-from bloomery.quant.gguf import BlocksReady
+from bloomery.quant.native import BlocksReady
 from bloomery.quant.packed import PackedReady
 from tests.quant.test_law import CPU, FORMATS
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 
 from bloomery.errors import InvalidRequest, TemplateError
-from bloomery.text.apart import Apart
+from bloomery.text.apart import Apart, left
 from bloomery.text.chat import render
 from bloomery.text.tokenizer import Extras, Piece, Tokenizer
 from tests.server.speaker import TEMPLATE, words
@@ -113,3 +114,13 @@ def test_templates_do_not_get_out_of_the_sandbox(template: str) -> None:
     """An error, or the nothing that an attribute is which a template may not see."""
     with suppress(TemplateError):
         assert render(with_template(template), HELLO) == ""
+
+
+def test_a_child_whose_parent_is_gone_does_not_begin() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        assert not left(theirs)
+        ours.send(b"a task")
+        assert not left(theirs)
+        ours.close()
+        assert left(theirs), "though the task can still be read"

@@ -135,6 +135,11 @@ class Entry:
     def row_bytes(self) -> int:
         return self.nbytes // prod(self.shape[:-1])
 
+    def undecoded(self) -> Entry:
+        """The bytes of its blocks."""
+        shape = (*self.shape[:-1], self.row_bytes)
+        return replace(self, shape=shape, dtype=torch.uint8, block=(1, 1), decode=None)
+
     def column_bytes(self, cols: Range) -> Range:
         """The bytes of a row that hold these columns: whole blocks."""
         values, size = self.block
@@ -210,11 +215,6 @@ class _Matrix:
             out[row : row + step].copy_(entry.values(part, cols, out.device))
         return None
 
-    def bytes(self, rows: Range) -> torch.Tensor:
-        """As the file has them: uint8 [rows, bytes of a row]."""
-        self.source.advance((rows[1] - rows[0]) * self.entry.row_bytes)
-        return self.entry.bytes((self.first + rows[0], self.first + rows[1]))
-
     def _values(self, rows: Range, cols: Range, device: torch.device) -> torch.Tensor:
         a, b = self.entry.column_bytes(cols)
         self.source.advance((rows[1] - rows[0]) * (b - a))
@@ -268,7 +268,11 @@ class FileSource:
         height = stored[0] if len(stored) > 1 else 1
         matrix = _Matrix(entry, height * (expert or 0), transposed, self)
         rows, *cols = shape
-        coded = Coded(entry.kind, *entry.block, matrix.bytes) if entry.decode is not None and not transposed else None
+        coded = None
+        if entry.decode is not None and cols and not transposed:
+            octets = _Matrix(entry.undecoded(), matrix.first, False, self)
+            raw = Piece(octets.read, (0, rows), (0, entry.row_bytes), octets.fill)
+            coded = Coded(entry.kind, *entry.block, Stored((raw,), torch.uint8))
         whole = Piece(matrix.read, (0, rows), (0, cols[0]) if cols else None, matrix.fill, coded)
         return Stored((whole,), entry.dtype)
 

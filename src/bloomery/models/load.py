@@ -55,10 +55,10 @@ def load(
     cut: Cut | None = None,
 ) -> Loaded:
     """The model, or of the layers that `cut` leaves here what belongs to this rank; with `native` a GGUF's blocks stay
-    blocks."""
+    blocks on a CPU too."""
     found, source = opened(artifact, load_format)
     names = as_stored(found.names, source.names())
-    kept = native and artifact.kind == "gguf" and quantize == "auto" and load_format == "auto"
+    kept = (native or device.type != "cpu") and artifact.kind == "gguf" and quantize == "auto" and load_format == "auto"
     form = BlocksFormat() if kept else choose(found.quantization, quantize)
 
     def rank() -> Weights:

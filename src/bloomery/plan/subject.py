@@ -22,13 +22,13 @@ from bloomery.spec import Model
 class Subject:
     name: str
     model: Model
-    stored: Precision  # as the checkpoint keeps its weights
-    opened: Precision | None = None  # a GGUF's blocks as a CPU's own kernels keep them
+    stored: Precision  # as the checkpoint keeps its weights; a GGUF's blocks as a GPU's kernels read them
+    panels: Precision | None = None  # those blocks as a CPU's own kernels read them
 
     def kept(self, cpu: bool) -> Precision:
-        """As the engine holds the weights: a CPU has no arithmetic of 16 bits, a GPU no kernels for GGUF's blocks."""
-        if self.opened is not None:
-            return self.opened if cpu else PRECISIONS["bf16"]
+        """As the engine holds the weights: a CPU has no arithmetic of 16 bits."""
+        if cpu and self.panels is not None:
+            return self.panels
         return PRECISIONS["fp32"] if cpu and self.stored.bits == 16 else self.stored
 
 
@@ -41,7 +41,7 @@ def subject(name: str | None, revision: str | None = None) -> Subject:
     model = description(artifact).model
     if artifact.kind == "gguf":
         tensors = list(read(artifact.path).tensors.values())
-        return Subject(artifact.name, model, _gguf(tensors, False), _gguf(tensors, True))
+        return Subject(artifact.name, model, _gguf(tensors, GRIDS, 16), _gguf(tensors, PANELS, 32))
     path = artifact.path / "config.json"
     return Subject(
         artifact.name, model, _stated(strict_json(path.read_bytes(), str(path)), native_dtype(artifact, True))
@@ -70,21 +70,27 @@ def _stated(config: dict[str, Any], dtype: str) -> Precision:
 
 
 # GGUF's types as native kernels keep them: bits a value, and which of the measured ways of computing it is. Others are
-# expanded to floats.
+# expanded.
 PANELS: Mapping[str, tuple[float, str]] = {
     "Q4_0": (4.5, "int4"), "Q4_1": (5, "int4"), "Q4_K": (4.625, "Q4_K"), "Q8_0": (8.5, "int8"), "Q5_0": (8.5, "int8"),
     "Q5_1": (9, "int8"), "Q5_K": (8.625, "Q6_K"), "Q6_K": (8.5625, "Q6_K"),
 }  # fmt: skip
+# The same for a GPU's kernels: codes of 4 or 8 bits, and 16 each for scale and zero, if any, of 16 or 32 values.
+GRIDS: Mapping[str, tuple[float, str]] = {
+    "Q4_0": (4.5, "int4"), "Q4_1": (5, "int4"), "Q4_K": (5, "int4"), "IQ4_NL": (4.5, "int4"), "IQ4_XS": (4.5, "int4"),
+    "Q8_0": (8.5, "int8"), "Q5_0": (8.5, "int8"), "Q5_1": (9, "int8"), "Q5_K": (9, "int8"), "Q6_K": (9, "int8"),
+    "Q3_K": (9, "int8"), "Q2_K": (10, "int8"),
+}  # fmt: skip
 
 
-def _gguf(tensors: Sequence[GgufTensor], opened: bool) -> Precision:
-    """Bits a value, layers and the rest apart: as the file's blocks take them, or `opened`, as a CPU keeps them."""
+def _gguf(tensors: Sequence[GgufTensor], ways: Mapping[str, tuple[float, str]], expanded: int) -> Precision:
+    """Bits a value, layers and the rest apart."""
     size: dict[bool, float] = {True: 0.0, False: 0.0}
     count, types, kinds = Counter[bool](), Counter[str](), Counter[str]()
     for tensor in (tensor for tensor in tensors if len(tensor.shape) > 1):
         inside, values = tensor.name.startswith("blk."), prod(tensor.shape)
-        bits, kind = PANELS.get(tensor.type, (32.0, "fp32"))
-        size[inside] += values * bits if opened else 8 * tensor.nbytes
+        bits, kind = ways.get(tensor.type, (expanded, "fp32" if expanded == 32 else "bf16"))
+        size[inside] += values * bits
         count[inside] += values
         types[tensor.type] += tensor.nbytes
         kinds[kind] += values * inside

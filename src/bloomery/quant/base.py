@@ -102,7 +102,7 @@ class Coded(NamedTuple):
     kind: str  # the format's own name of the type
     values: int  # of a block
     bytes: int
-    read: Callable[[Range], torch.Tensor]  # rows as uint8 [rows, bytes of a row], without a copy
+    raw: Stored  # uint8 [rows of the whole tensor, bytes of a row]
 
 
 @dataclass(frozen=True)

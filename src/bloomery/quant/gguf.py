@@ -1,23 +1,27 @@
-"""GGUF's blocks kept in their own bits: the numbers and scales of the file, interleaved for the kernels that read them.
+"""GGUF's blocks kept in their own bits: the codes and scales of the file, laid out for the kernels that read them.
 
-On a CPU with native kernels a matrix is never expanded; rows and columns are moves of whole blocks. Elsewhere, for a
-type the kernels do not know, or where a shard cuts a block in two, the matrix is expanded as it is read.
+On a CPU in float32 these are the native ones, for which blocks are interleaved; without them, for a type they do not
+know, or where a shard cuts a block in two, the matrix is expanded as it is read, for there it is the fastest. Elsewhere
+blocks become what kernels.packed knows, and only what that cannot say is expanded: other types, and shards cut inside
+of 16 columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
-import torch.nn.functional as F
 
-from bloomery.kernels.cpu import phrase
-from bloomery.kernels.gemv import After, Norm
 from bloomery.native import ops
 from bloomery.native.team import team
 from bloomery.quant.base import Piece, Product, Range, Ready, Stored, Tensors
 from bloomery.quant.dense import Dense
+from bloomery.quant.gguf_blocks import STEPS
+from bloomery.quant.native import BlocksReady
+from bloomery.quant.onload import in_panels
+from bloomery.quant.packed import FINEST, Held, as_ready, cut
 
 
 @dataclass(frozen=True)
@@ -31,20 +35,31 @@ class Blocks:
         rows, cols = self.weight.shape
         return rows, cols
 
-    def rows(self, ranges: Sequence[Range]) -> Blocks:
-        return Blocks(self.weight.rows(ranges))
+    def rows(self, ranges: Sequence[Range]) -> Self:
+        return replace(self, weight=self.weight.rows(ranges))
 
-    def cols(self, start: int, end: int) -> Blocks:
-        return Blocks(self.weight.cols(start, end))
+    def cols(self, start: int, end: int) -> Self:
+        return replace(self, weight=self.weight.cols(start, end))
 
-    def cat(self, others: Sequence[Blocks]) -> Blocks:
-        return Blocks(self.weight.cat([other.weight for other in others]))
+    def cat(self, others: Sequence[Self]) -> Self:
+        return replace(self, weight=self.weight.cat([other.weight for other in others]))
 
     def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
-        kept = device.type == "cpu" and dtype == torch.float32 and team().active
-        if kept and all(packable(piece) for piece in self.weight.pieces):
-            return BlocksReady(ops.Matrix(self.shape[1], [packed(piece) for piece in self.weight.pieces]))
+        pieces = self.weight.pieces
+        if device.type == "cpu" and dtype == torch.float32:
+            if team().active and all(map(packable, pieces)):
+                return BlocksReady(ops.Matrix(self.shape[1], [packed(piece) for piece in pieces]))
+        elif any(map(gridded, pieces)):
+            return as_ready(self.held(dtype, device), dtype)
         return Dense(self.weight).prepare(dtype, device)
+
+    def held(self, dtype: torch.dtype, device: torch.device) -> Iterator[Held]:
+        """Piece by piece, as any kernel but the native ones reads them."""
+        for piece in self.weight.pieces:
+            if gridded(piece):
+                yield from matrices(piece, device)
+            else:
+                yield replace(self.weight, pieces=(piece,)).load(dtype, device)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.weight.load(dtype, device)
@@ -55,6 +70,30 @@ class BlocksFormat:
 
     def matrix(self, tensors: Tensors, product: Product) -> Blocks:
         return Blocks(tensors.tensor(f"{product.name}.weight", product.shape, product.transposed, product.expert))
+
+
+# ---- for kernels.packed --------------------------------------------------------------------------
+
+
+def gridded(piece: Piece) -> bool:
+    known = piece.blocks is not None and piece.blocks.kind in STEPS
+    return known and piece.cols is not None and all(col % FINEST == 0 for col in piece.cols)
+
+
+def matrices(piece: Piece, device: torch.device) -> Iterator[Held]:
+    """A panel of rows at a time, taken apart on the device."""
+    blocks, cols = piece.blocks, piece.cols
+    if blocks is None or cols is None:
+        raise ValueError("a piece without blocks")
+    first, last = cols[0] // blocks.values, -(-cols[1] // blocks.values)  # blocks that hold the columns
+    start, end, width = *(col - first * blocks.values for col in cols), (last - first) * blocks.values
+    raw = blocks.raw.cols(first * blocks.bytes, last * blocks.bytes)
+    for panel in in_panels(raw, [piece.rows], width, device):
+        whole = STEPS[blocks.kind](panel.view(-1, blocks.bytes)).matrix(len(panel))
+        yield whole if (start, end) == (0, width) else cut(whole, start, end, blocks.kind)
+
+
+# ---- for native kernels --------------------------------------------------------------------------
 
 
 def packable(piece: Piece) -> bool:
@@ -69,34 +108,6 @@ def packed(piece: Piece) -> tuple[torch.Tensor, int, int]:
     if blocks is None or cols is None:
         raise ValueError("a piece without blocks")
     start, end = (col // blocks.values * blocks.bytes for col in cols)
-    data = ops.pack(blocks.kind, blocks.read(piece.rows)[:, start:end], cols[1] - cols[0])
+    raw = blocks.raw.pieces[0].read(piece.rows, (start, end))  # a view of the file
+    data = ops.pack(blocks.kind, raw, cols[1] - cols[0])
     return data, piece.height, ops.PACKED[blocks.kind][1]
-
-
-@dataclass(frozen=True)
-class BlocksReady:
-    """Weights as native kernels read them. Activations are rounded to eight bits, with a scale for every 32."""
-
-    matrix: ops.Matrix
-
-    @property
-    def nbytes(self) -> int:
-        return self.matrix.nbytes
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return ops.gather(self.matrix, rows)
-
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if team().takes(x, bias):
-            return ops.linear(self.matrix, x, bias)
-        y = ops.linear(self.matrix, x.float().contiguous())
-        return (y if bias is None else y + bias).to(x.dtype)
-
-    def phrase(
-        self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
-    ) -> torch.Tensor | None:
-        return phrase(self.matrix, x, bias, before, after)
-
-    def reference(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The same product without rounding the activations, from the values the blocks stand for."""
-        return F.linear(x, self.gather(torch.arange(self.matrix.rows)), bias)

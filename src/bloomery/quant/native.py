@@ -1,20 +1,53 @@
-"""Grids as GGUF's blocks of 32, which native CPU kernels read.
+"""Matrices that native CPU kernels read, GGUF's blocks; and grids as such blocks, of 32.
 
-The same codes and scales; the offset of a block, a zero times a scale, is rounded to half precision: an error of less
-than a hundredth of a step. The products' inputs are rounded to eight bits.
+Of a grid the same codes and scales; the offset of a block, a zero times a scale, is rounded to half precision: an error
+of less than a hundredth of a step. The products' inputs are rounded to eight bits.
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
+
+from bloomery.kernels.cpu import phrase
+from bloomery.kernels.gemv import After, Norm
 from bloomery.kernels.packed import Grid, unpack
 from bloomery.native import ops
 from bloomery.native.team import team
-from bloomery.quant.gguf import BlocksReady
 
 WIDTH = 32
 NORMAL = 2.0**-14  # below it half precision has fewer digits
+
+
+@dataclass(frozen=True)
+class BlocksReady:
+    """Weights as native kernels read them. Activations are rounded to eight bits, with a scale for every 32."""
+
+    matrix: ops.Matrix
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return ops.gather(self.matrix, rows)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if team().takes(x, bias):
+            return ops.linear(self.matrix, x, bias)
+        y = ops.linear(self.matrix, x.float().contiguous())
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    def phrase(
+        self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
+    ) -> torch.Tensor | None:
+        return phrase(self.matrix, x, bias, before, after)
+
+    def reference(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The same product without rounding the activations, from the values the blocks stand for."""
+        return F.linear(x, self.gather(torch.arange(self.matrix.rows)), bias)
 
 
 def native(packed: object, dtype: torch.dtype) -> BlocksReady | None:

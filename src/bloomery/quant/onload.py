@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from bloomery.kernels.packed import Packed
-from bloomery.quant.base import Product, Range, Tensors, ahead
+from bloomery.quant.base import Product, Range, Stored, Tensors, ahead
 from bloomery.quant.dense import DenseFormat
 from bloomery.quant.packed import Held, PackedMatrix, joined, kept, within
 
@@ -33,13 +33,18 @@ class OnLoad:
         weight, pack = DenseFormat().matrix(tensors, product).weight, self.inside if product.inside else self.outside
 
         def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Held:
-            cpu = device.type == "cpu"
-            height = max(1, (CACHED if cpu else PANEL) // product.shape[1])
-            begun = (weight.rows(panel).begin(weight.dtype, device) for panel in panels(ranges, height))
-            loaded = ahead(begun, 1 if cpu else AHEAD)
+            loaded = in_panels(weight, ranges, product.shape[1], device)
             return joined([pack(panel.float()) for panel in loaded])  # widened where it is, not on the way there
 
         return PackedMatrix.whole(product, read)
+
+
+def in_panels(stored: Stored, ranges: Sequence[Range], width: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """These rows of `width` values, as the file has them."""
+    cpu = device.type == "cpu"
+    height = max(1, (CACHED if cpu else PANEL) // width)
+    begun = (stored.rows(panel).begin(stored.dtype, device) for panel in panels(ranges, height))
+    return ahead(begun, 1 if cpu else AHEAD)
 
 
 def panels(ranges: Sequence[Range], height: int) -> Iterator[list[Range]]:

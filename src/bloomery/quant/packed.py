@@ -21,8 +21,7 @@ from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed, unpack
 from bloomery.kernels.packed_linear import few, packed_linear, packed_phrase, shifts, unpacked
 from bloomery.quant.base import Product, Range, Ready, Stored, Tensors
 from bloomery.quant.dense import DenseFormat, DenseReady
-from bloomery.quant.gguf import BlocksReady
-from bloomery.quant.native import native
+from bloomery.quant.native import BlocksReady, native
 
 PANEL = 1 << 18  # values a CPU unpacks at once: what its caches hold
 STREAMED = 1 << 24  # the same on a GPU, where no kernel reads them packed
@@ -143,16 +142,19 @@ class PackedMatrix:
         return PackedMatrix(sum((other.parts for other in others), self.parts))
 
     def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
-        held = stacked(part for whole in self.parts for part in whole.load(dtype, device))
-        ready = tuple(as_ready(one, dtype) for one in held)
-        return ready[0] if len(ready) == 1 else SideBySide(ready)
+        return as_ready((part for whole in self.parts for part in whole.load(dtype, device)), dtype)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.cat([values(held, dtype) for part in self.parts for held in part.load(dtype, device)])
 
 
-def as_ready(held: Held, dtype: torch.dtype) -> Ready:
-    return DenseReady.of(held) if isinstance(held, torch.Tensor) else native(held, dtype) or PackedReady(held, dtype)
+def as_ready(helds: Iterator[Held], dtype: torch.dtype) -> Ready:
+    """From top to bottom."""
+    ready = tuple(
+        DenseReady.of(held) if isinstance(held, torch.Tensor) else native(held, dtype) or PackedReady(held, dtype)
+        for held in stacked(helds)
+    )
+    return ready[0] if len(ready) == 1 else SideBySide(ready)
 
 
 def within(ranges: Sequence[Range], start: int, end: int) -> Iterator[Range]:

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -221,6 +222,8 @@ def main(tasks: int, vocabulary: int, template_seconds: float, text_seconds: flo
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # in the middle of a task, too
     os.nice(NICENESS)
     line = socket.socket(fileno=tasks)
+    if left(line):  # before that was asked for
+        return
     data = os.pread(vocabulary, os.fstat(vocabulary).st_size, 0)
     os.close(vocabulary)
     known = msgspec.msgpack.decode(data, type=Vocabulary)
@@ -248,6 +251,13 @@ def trim() -> None:
     """Back to the system with what reading a vocabulary leaves behind: half of what this process holds by then."""
     with contextlib.suppress(AttributeError, OSError):  # the C library of another system
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def left(line: socket.socket) -> bool:
+    """Whether there is nobody at the other end, whatever was said before."""
+    poll = select.poll()
+    poll.register(line, 0)  # a hang-up is always told
+    return bool(poll.poll(0))
 
 
 def bound(memory: int) -> None:
