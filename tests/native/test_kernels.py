@@ -17,7 +17,7 @@ from bloomery.attention.native_paged import NativePaged
 from bloomery.attention.torch_paged import TorchPaged
 from bloomery.kernels.activation import ACTIVATIONS, gate_reference
 from bloomery.kernels.noise import words
-from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
+from bloomery.kernels.norm import add_scaled, layer_norm_reference, rms_norm_reference
 from bloomery.kernels.pick import Wishes, pick_reference
 from bloomery.kernels.rounded_cache import cache_bytes, of_memory, read
 from bloomery.kernels.rows import advance_reference, fetch_reference
@@ -143,6 +143,7 @@ def test_elements(name: str, shape: tuple[int, int]) -> None:
     close(ops.elements(ops.ACTIVATED, x, activation=name), ACTIVATIONS[name](x), 1e-6)
     close(ops.elements(ops.GATED, x, activation=name), gate_reference(x, name), 1e-6)
     close(ops.elements(ops.ADD_SCALED, x, y, 0.5), x + 0.5 * y, 1e-6)
+    close(add_scaled(x, y, 0.5), torch.add(x, y, alpha=0.5), 1e-6)
     close(ops.elements(ops.MULTIPLY, x, y), x * y, 1e-6)
     close(ops.elements(ops.TIMES, x, number=3.0), x * 3, 1e-6)
     close(ops.elements(ops.PLUS, x, number=3.0), x + 3, 1e-6)

@@ -29,6 +29,13 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
     return layer_norm_reference(x, weight, bias, eps)
 
 
+def add_scaled(residual: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+    """residual + scale * y. Torch's threads would look for more work afterwards, on cores that the team wants."""
+    if residual.shape == y.shape and team().takes(residual, y):
+        return ops.elements(ops.ADD_SCALED, residual, y, scale)
+    return torch.add(residual, y, alpha=scale)
+
+
 def add_norm(
     residual: torch.Tensor, y: torch.Tensor, scale: float, weight: torch.Tensor | None, bias: torch.Tensor | None,
     eps: float, centered: bool,
@@ -36,7 +43,7 @@ def add_norm(
     """residual + scale * y, and its norm: one pass over both."""
     if fused(y) and fits(y, weight, bias) and residual.is_contiguous() and y.is_contiguous():
         return norm_rows(y, weight, bias, eps, centered, residual, scale)
-    total = torch.add(residual, y, alpha=scale)
+    total = add_scaled(residual, y, scale)
     if centered:
         return total, layer_norm_reference(total, weight, bias, eps)
     return total, rms_norm_reference(total, weight, eps)

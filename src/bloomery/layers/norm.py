@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from bloomery.kernels.gemv import Norm
-from bloomery.kernels.norm import add_norm, layer_norm, rms_norm
+from bloomery.kernels.norm import add_norm, add_scaled, layer_norm, rms_norm
 
 
 class Sum:
@@ -21,7 +21,7 @@ class Sum:
 
     def value(self) -> torch.Tensor:
         if self.added is None:
-            self.added = torch.add(self.residual, self.y, alpha=self.scale)
+            self.added = add_scaled(self.residual, self.y, self.scale)
         return self.added
 
     def normed(self, norm: Norm) -> torch.Tensor:
