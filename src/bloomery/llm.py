@@ -16,13 +16,15 @@ import itertools
 import logging
 import queue
 import secrets
+import signal
 import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from bloomery.config import Config, Plan
 from bloomery.describe import plan_for
@@ -42,6 +44,7 @@ from bloomery.text.tokenizer import Tokenizer
 
 log = logging.getLogger("bloomery")
 T = TypeVar("T")
+P = ParamSpec("P")
 
 SWITCH = 5e-4  # seconds until the event loop hands the interpreter to the engine's thread, back from the device
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -176,6 +179,26 @@ def many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 # ---- in the caller's thread --------------------------------------------------------------------------
 
 
+def undivided(work: Callable[P, T]) -> Callable[P, T]:
+    """Ctrl-C comes before it or after it and never inside, where it would leave the engine and its model apart."""
+
+    @wraps(work)
+    def whole(*args: P.args, **kwargs: P.kwargs) -> T:
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return work(*args, **kwargs)
+        came = list[int]()
+        signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+        try:
+            return work(*args, **kwargs)
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if came:
+                raise KeyboardInterrupt
+
+    return whole
+
+
 class LLM:
     def __init__(self, model: str | None = None, **options: Any):
         """`model` is a folder, a .gguf file, a Hub id or None for the embedded one; options are those of Front."""
@@ -266,11 +289,13 @@ class LLM:
     def close(self) -> None:
         self.front.stack.executor.close()
 
+    @undivided
     def _submit(self, generation: Generation, ready: deque[Delta] | None) -> None:
         for name, answer in generation.answers.items():
             self.loop.add(answer.request)
             self.arrivals[name] = generation, answer, ready
 
+    @undivided
     def _step(self) -> tuple[set[str], int]:
         """One step of the loop, its news handed to whom they concern; which generations ended, how many tokens came."""
         count, ended = 0, set()
@@ -294,6 +319,7 @@ class LLM:
                 self.loop.abort(news.request)
         return ended, count
 
+    @undivided
     def _drop(self, generation: Generation) -> None:
         for name in generation.answers:
             self.arrivals.pop(name, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,25 @@ def test_greedy_equals_transformers(llm: LLM) -> None:
         assert out.outputs[0].token_ids == entry["ids"], entry["prompt"]
         assert llm.tokenizer is not None
         assert out.outputs[0].text == llm.tokenizer.decode(entry["ids"])
+
+
+def test_an_interrupt_leaves_the_engine_whole(llm: LLM) -> None:
+    """Wherever Ctrl-C strikes, the next answer is what it would have been."""
+    want = ask(llm, [GOLDEN[0]["prompt"]], GREEDY)[0].outputs[0].token_ids[:12]
+    few, struck = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), 0
+    for turn in range(25):
+        before = signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 0.004 + 0.0037 * turn)
+        try:
+            for _ in llm.stream(GOLDEN[turn % len(GOLDEN)]["prompt"], GREEDY):
+                pass
+        except KeyboardInterrupt:
+            struck += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert ask(llm, [GOLDEN[0]["prompt"]], few)[0].outputs[0].token_ids == want
+    assert struck > 20 and not llm.loop.busy
 
 
 def logprobs(out: RequestOutput) -> list[float]:
