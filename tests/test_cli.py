@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "embedded.json").read_text(encoding="utf-8"))
@@ -56,23 +55,20 @@ def test_chat_keeps_the_conversation_and_its_commands() -> None:
 
 
 def test_control_c_stops_the_answer_and_not_the_chat() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bloomery", "chat", *SMALL],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    process.stdout.readline()  # the greeting: loaded
-    process.stdin.write("Write a very long story about a blacksmith.\n")
-    process.stdin.flush()
-    assert process.stdout.read(20)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    process.stdin.write("What is the capital of France?\n")
-    process.stdin.close()
-    rest = process.stdout.read()
-    assert process.wait(120) == 0
+    command = [sys.executable, "-m", "bloomery", "chat", *SMALL]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()  # the greeting: loaded
+        process.stdin.write("Write a very long story about a blacksmith.\n")
+        process.stdin.flush()
+        assert process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        process.stdin.write("What is the capital of France?\n")
+        process.stdin.close()
+        rest = process.stdout.read()
+        assert process.wait(120) == 0
     assert rest.strip(), "no second answer"
-    process.stdout.close()
 
 
 def test_errors_say_what_to_do() -> None:
