@@ -24,8 +24,10 @@ PAUSE = 5e-3  # seconds between the last result and the next step from which on 
 def roofline(
     model: Model, machine: Machine, weights: int, dtype: torch.dtype, kv: torch.dtype, tp: int, pp: int
 ) -> Roofline:
-    """Of a model as it was loaded: `weights` bytes in all."""
-    bits = 8 * weights / max(parameters(model).total, 1)
+    """Of a model as it was loaded: `weights` bytes in all. Tables beside the weights make them no wider than they are,
+    and those that stand twice no narrower."""
+    bits, whole = 8 * weights / max(parameters(model).total, 1), 8.0 * dtype.itemsize
+    bits = whole if bits > 0.9 * whole else bits
     wide = "fp32" if dtype == torch.float32 else "bf16"
     return Roofline(model, machine, bits, 8 * kv.itemsize, tp, pp, bits, wide)
 
