@@ -44,9 +44,11 @@ from bloomery.kernels import (
     rounded_cache,
     store,
 )
+from bloomery.kernels.experts import route
 from bloomery.kernels.gemv import Activation, After, Heads, Residual
 from bloomery.kernels.norm import layer_norm
 from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed, unpack
+from bloomery.kernels.packed_experts import grouped, mix_packed_reference, singly
 from bloomery.kernels.store import Turn
 from bloomery.quant.nf4 import nested
 from bloomery.spec import Attention
@@ -104,8 +106,7 @@ def check_rows(
     line = Line.of(rows, columns, before, after, True, dtype, device)
     packed, x = made(kind, rows, columns, device), (torch.randn(tokens, columns, device=device) + 0.3).to(dtype)
     then = line.after(tokens, dtype)
-    shift = packed_linear.shifts(packed, line.before) if before == "layer" else None
-    got = poisoned(lambda: packed_gemv.packed_rows(x, packed, line.bias, line.before, then, cut, shift=shift))
+    got = poisoned(lambda: packed_gemv.packed_rows(x, packed, line.bias, line.before, then, cut))
     then64 = wide(then)
     if isinstance(then64, Heads):
         then64.cache.zero_()
@@ -134,6 +135,23 @@ def check_way(
         codes, scale = quantize_rows.quantize_rows_reference(x, packed.codes.dtype)
         given = codes.double() * scale.double()
     return error(got, F.linear(given, packed.dequantize(torch.float64), bias.double()))
+
+
+def check_again(kind: str, tokens: int, rows: int, columns: int, times: int, device: str) -> float:
+    """Several programs a processor, over and over: other bits than the first time are infinitely wrong."""
+    packed, x = made(kind, rows, columns, device), torch.randn(tokens, columns, device=device).bfloat16()
+    first = packed_gemm.packed_product(x, packed)
+    same = all(torch.equal(packed_gemm.packed_product(x, packed), first) for _ in range(times))
+    return error(first, F.linear(x.double(), packed.dequantize(torch.float64))) if same else float("inf")
+
+
+def check_experts(kind: str, tokens: int, way: Callable[..., torch.Tensor], device: str) -> float:
+    """Eight experts, of which a token visits two; the fresh tensors between the products are full of NaN."""
+    up, down = made(kind, 8 * 2 * 384, 512, device), made(kind, 8 * 512, 384, device)
+    x = torch.randn(tokens, 512, device=device).bfloat16()
+    chosen, weights = route(torch.randn(tokens, 8, device=device), 2, True)
+    got = poisoned(lambda: way(x, chosen, weights, up, down, 8))
+    return error(got, mix_packed_reference(x.double(), chosen, weights, up, down, 8))
 
 
 def check_quantize(tokens: int, columns: int, dtype: torch.dtype, to: torch.dtype, device: str) -> float:
@@ -182,7 +200,6 @@ PHRASES = (
     ("rms", "gate silu"),
     ("", "activate gelu"),
     ("rms", "heads 6 2 64 64 tables"),
-    ("layer", "activate gelu"),
 )
 
 
@@ -206,6 +223,14 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
     for kind, tokens in product(("fp8 row", "fp8 one", "int8 row signed both"), (17, 300)):
         call = lambda a=("rounded", kind, tokens, 1024, 2048, half, "cuda"): check_way(*a)  # noqa: E731
         yield f"rounded {kind} {tokens}", call, LIMITS[half]
+    for kind, tokens in product(KINDS.values(), (16, 64, 128, 256)):
+        call = lambda a=(kind, tokens, 49152, 2048, 20, "cuda"): check_again(*a)  # noqa: E731
+        yield f"again {kind} {tokens}", call, LIMITS[half]
+    for kind, (tokens, way) in product(
+        (*KINDS.values(), "fp8 block", "int4 64 zero"), ((2, singly), (7, grouped), (300, grouped), (2000, grouped))
+    ):
+        call = lambda a=(kind, tokens, way, "cuda"): check_experts(*a)  # noqa: E731
+        yield f"experts {kind} {tokens}", call, 2 * LIMITS[half]
     for bits, group in ((4, 128), (4, 64), (3, 64), (2, 32)):
         yield f"groups {bits} {group}", lambda a=(bits, group, "cuda"): check_groups(*a), 0.002
     for (counts, lengths), heads, to in product(
@@ -385,7 +410,8 @@ def compile_chain(part: int, jobs: list[tuple[str, str, str, int, str]]) -> None
 
 
 CUTS = [
-    (outputs, chunks, chunks // 32, ahead) for outputs, chunks, ahead in product((4, 8), (64, 128, 256), (False, True))
+    (outputs, chunks, chunks // 32, ahead)
+    for outputs, chunks, ahead in product((4, 8, 16), (64, 128, 256), (False, True))
 ]
 
 
@@ -453,10 +479,10 @@ def tune(wish: str) -> None:
             f"{model} {name} {kind} {(rows, width)}: floor {floor:.1f} us, {floor / times[0][0]:.0%}: {shown}",
             flush=True,
         )
-        best[kind == "fp8", rows, width] = times[0][1]
+        best.setdefault({"fp8": "FLOATS", "nf4": "TILINGS"}.get(kind, "DOTS"), {})[rows, width] = times[0][1]
         torch.cuda.empty_cache()
-    packed_gemv.TILINGS = {**packed_gemv.TILINGS, **{key[1:]: cut for key, cut in best.items() if not key[0]}}
-    packed_gemv.FLOATS = {**packed_gemv.FLOATS, **{key[1:]: cut for key, cut in best.items() if key[0]}}
+    for table, cuts in best.items():
+        setattr(packed_gemv, table, {**getattr(packed_gemv, table), **cuts})
     tune_products(wish)
     bench_chains(wish)
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as xml
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import pytest
 import torch
 
 from bloomery.cli import main
+from bloomery.config import Config
+from bloomery.describe import plan_for
 from bloomery.machines import here, named, recall, remember
 from bloomery.plan.forecast import Forecast, Layout, Placed, Wish, layouts
 from bloomery.plan.subject import subject
 from bloomery.plan.words import advice
 from bloomery.roofline import MACHINES, PRECISIONS, machine
+from bloomery.runtime.cache import block_bytes, fit
 
 SHAPES = Path(__file__).parent.parent / "benchmarks" / "shapes"
 BF16 = PRECISIONS["bf16"]
@@ -182,6 +186,38 @@ def test_what_fits_fits(name: str, kind: str) -> None:
             assert placed.expected(users, 1024) <= 0.1
 
 
+def test_a_window_frees_no_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many sequences as the engine's blocks hold: every layer keeps every position."""
+    path = tmp_path / "windowed.json"
+    path.write_text(json.dumps({**json.loads(Path(shape("llama-8b")).read_text()), "model_type": "mistral"}))
+    model = subject(str(path)).model
+    assert model.layers[0].attention.window == 4096
+    each = block_bytes(model, 64, torch.bfloat16)
+    assert Placed(model, machine("h200"), BF16, 16, Layout()).sequence_bytes(32768) == 32768 // 64 * each
+    command = ("--gpu", "h200", "--context", "32768")
+    windowed, plain = planned(capsys, str(path), *command), planned(capsys, shape("llama-8b"), *command)
+    assert windowed["largest_batch"] == plain["largest_batch"]
+    assert windowed["rows"][-1]["floor_ms"] < plain["rows"][-1]["floor_ms"], "but it is quicker: less is read"
+
+
+def test_users_beyond_the_defaults_are_told_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", shape("llama-8b"), "--gpu", "h200"]) == 0
+    out = capsys.readouterr().out
+    users = int(out.partition("  users            ")[2].split()[0])
+    assert users > 256 and f"bloomery serve --max-sequences {users}\n" in out
+    assert main(["plan", "--gpu", "zen3-2"]) == 0
+    out = capsys.readouterr().out
+    users, gib = (
+        int(out.partition("  users            ")[2].split()[0]),
+        float(out.partition("--kv-cache-gib ")[2].split()[0]),
+    )
+    plan = replace(plan_for(Config(kv_cache_gib=gib, device="cpu"))[0], max_sequences=users)
+    size = fit(plan, subject(None).model, torch.float16, torch.device("cpu"))
+    assert 8 < users <= 64 and size.blocks * plan.block_size >= 1024 * users
+    assert main(["plan", shape("octocoder"), "--gpu", "t4", "--precision", "int4"]) == 0
+    assert "bloomery serve" not in capsys.readouterr().out
+
+
 def test_goals_choose_differently_where_links_are_slow() -> None:
     about = subject(shape("llama-8b"))
     plans = {
@@ -193,6 +229,15 @@ def test_goals_choose_differently_where_links_are_slow() -> None:
     assert plans["throughput"].throughput(plans["throughput"].chosen) >= plans["latency"].throughput(
         plans["latency"].chosen
     )
+
+
+def test_what_is_no_faster_is_not_worth_a_message() -> None:
+    about = subject(shape("llama-8b"))
+    plan = Forecast(about, Wish(machine("h200"), BF16, goal="throughput", devices=4))
+    assert plan.chosen.layout == Layout(1, 1, 4)
+    most = max(map(plan.throughput, plan.fitting))
+    assert 0.95 * most <= plan.throughput(plan.chosen) < most, "a pipeline's small lead is not taken"
+    assert not any("PP" in line for line in advice(plan))
 
 
 def test_tensor_parallelism_cuts_latency_and_stages_do_not() -> None:
@@ -217,6 +262,33 @@ def test_impossible_wishes_are_refused_with_what_is_possible(capsys: pytest.Capt
         assert "matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flags",
+    ["--price -1", "--price nan", "--context 0", "--devices 1.5", "--tp 0", "--plot nowhere/plan.svg", "--plot ."],
+)
+def test_flags_that_mean_nothing_are_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", shape("llama-1b"), "--gpu", "h200", *flags.split()])
+    assert f"argument {flags.split()[0]}: " in capsys.readouterr().err
+
+
+def test_devices_beyond_one_copy_of_the_model_are_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [shape("llama-8b"), "--gpu", "h200", "--devices", "8", "--tp", "4"]
+    assert planned(capsys, *command)["layout"] == {"tp": 4, "pp": 1, "replicas": 2}
+    assert main(["plan", *command, "--pp", "3"]) == 1
+    assert "takes 12 devices, and --devices says 8" in capsys.readouterr().err
+
+
+def test_what_is_planned_is_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """A device for nothing, a precision that a CPU has not, steps of a CPU's size, a context beyond the model's."""
+    assert main(["plan", shape("llama-1b"), "--gpu", "h200", "--price", "0"]) == 0
+    assert "cost             0.00 a million tokens" in capsys.readouterr().out
+    cpu = planned(capsys, shape("llama-1b"), "--gpu", "zen3-2", "--precision", "bf16", "--context", "500000")
+    assert cpu["precision"] == "fp32" and cpu["weights_bytes"] == 4 * cpu["parameters"]
+    assert cpu["activation_bytes"] < 150e6 < planned(capsys, shape("llama-1b"), "--gpu", "h200")["activation_bytes"]
+    assert cpu["advice"][0] == "A context of 500,000 is beyond what it was made for: planned for 131,072."
+
+
 # ---- pictures and machines -------------------------------------------------------------------------
 
 
@@ -235,6 +307,20 @@ def test_devices_are_known_by_the_driver_s_names() -> None:
         "NVIDIA L4": "l4", "NVIDIA A10": "a10", "Tesla T4": "t4", "Something else": "unknown",
     }  # fmt: skip
     assert {title: named(title).name for title in names} == names
+
+
+def test_a_measurement_in_doubt_replaces_none(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.plan.answer import measure
+    from bloomery.runtime import measure as probes
+
+    for bandwidth, doubt, kept in ((9e9, "busy", 9e9), (12e9, None, 12e9), (3e9, "busy", 12e9), (11e9, None, 11e9)):
+        seen = probes.Seen(bandwidth, {"fp32": 1e11}, doubt)
+        monkeypatch.setattr(probes, "measured", lambda where, cores, seen=seen: seen)
+        measure()
+        assert here("cpu").bandwidth == kept
+        assert ("Is the machine in use?" in capsys.readouterr().err) == bool(doubt)
 
 
 def test_what_was_measured_overrides_the_table(tmp_path: Path) -> None:

@@ -41,6 +41,9 @@ def test_a_table_and_a_trace(model: str, tmp_path: Path, capsys: pytest.CaptureF
     assert "aten::" in out and "never publish" in out
     assert any(event.get("name", "").startswith("aten::") for event in json.loads(trace.read_text())["traceEvents"])
     assert main([*command, "--batch", "10000"]) == 1
+    for flags in ("--steps 0", "--batch -1", "--trace nowhere/trace.json", "--record nowhere/steps.jsonl"):
+        with pytest.raises(SystemExit):
+            main([*command, *flags.split()])
 
 
 def test_native_kernels_are_seen_by_name(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,9 +85,18 @@ def test_conversations_find_their_prefix_and_replicas_share_the_load() -> None:
 
 
 def test_what_can_never_fit_is_refused_alone() -> None:
-    records = Fleet(placed(kind="l4")).run([Arrival(0.0, 400_000, 4), Arrival(0.0, 10, 4)])
-    assert records[0].error and "cache positions" in records[0].error
+    fleet = Fleet(placed(kind="l4"))
+    longest = fleet.replicas[0].longest
+    records = fleet.run([Arrival(0.0, longest, 4), Arrival(0.0, 10, 4), Arrival(0.0, longest - 3, 10)])
+    assert records[0].error and "no room" in records[0].error
     assert records[1].answered
+    assert records[2].tokens == 3, "an answer ends where the context does"
+    assert fleet.replicas[0].load == 0
+
+
+def test_the_first_of_a_session_waits_for_nobody() -> None:
+    first, second = Fleet(placed()).run([Arrival(None, 10, 4, "a", after=1.0), Arrival(None, 10, 4, "a", after=2.0)])
+    assert first.sent == 1.0 and second.sent == pytest.approx(first.done + 2.0)
 
 
 def test_calibration_finds_the_constants_of_the_steps_it_is_given() -> None:
@@ -121,6 +130,12 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for policy in POLICIES:
         assert quick[policy]["answered"] == 60
         assert slow[policy]["between_tokens_ms"]["p50"] > 20 > quick[policy]["between_tokens_ms"]["p50"]
+    assert main([*command, "--calibration", str(tmp_path / "missing")]) == 1
+    assert main(["plan", "--calibration", str(steps)]) == 1
+    assert "--simulate" in capsys.readouterr().err
+    trace.write_text('{"arrival": 0, "prompt": 500000, "output": 5}\n')
+    assert main(command[:-1]) == 0
+    assert "fair: 1 x a prompt of 500000 tokens" in capsys.readouterr().err
     trace.write_text('{"arrival": 0, "prompt": 5}\n')
     assert main(command) == 1
     assert "line 1" in capsys.readouterr().err

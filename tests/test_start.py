@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from bloomery.artifacts import gguf
 from bloomery.artifacts.locate import locate
 from bloomery.config import Config
 from bloomery.describe import plan_for
-from bloomery.engine.birth import ON_CPU, bear
+from bloomery.engine.birth import bear, command
 from bloomery.native.team import team
 from bloomery.runtime.worker import Worker
+from tests.waiting import LONG
 
 SERVER = """
 import sys, bloomery.cli
@@ -48,10 +50,20 @@ def test_an_engine_on_a_cpu_leaves_the_compiler_out() -> None:
 
 
 def test_an_engine_nobody_takes_over_ends() -> None:
-    engine = bear(ON_CPU)
+    engine = bear(command("json", on_cpu=True))
     engine.end()
     with pytest.raises(ProcessLookupError):
         os.kill(engine.process.pid, 0)
+
+
+@pytest.mark.parametrize("style", ["json", "human"])
+def test_an_engine_writes_its_log_as_the_server_does(style: str, capfd: pytest.CaptureFixture[str]) -> None:
+    engine = bear(command(style))
+    engine.line.sendall(b"this is no frame" * 8)
+    assert engine.process.wait(LONG) == 1
+    engine.end()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "engine: the engine ends on a malformed frame" in (json.loads(line)["message"] if style == "json" else line)
 
 
 def test_a_vocabulary_can_be_passed_over() -> None:

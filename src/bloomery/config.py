@@ -6,12 +6,15 @@ fields below. This is the only file that reads the environment.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -240,8 +243,43 @@ def parse(field: dataclasses.Field[Any], text: str, name: str) -> Any:
         raise ConfigError(f"{name} must be {'a whole number' if kind is int else 'a number'}, not {text!r}") from None
 
 
-def profiler_variable(environ: Mapping[str, str] | None = None) -> str | None:
-    """The variable by which a profiler attached itself to this process and its children, if one did."""
+def at_least(least: int | float) -> Callable[[str], Any]:
+    """Of a flag that is no option: a number of that kind, no smaller and not without end."""
+    kind = type(least)
+
+    def number(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = -inf
+        if not least <= value < inf:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least:g} upwards")
+        return value
+
+    return number
+
+
+def destination(text: str) -> Path:
+    """Of a flag: where a file will be written; refused before the work whose result it is to hold."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} may not be written")
+    return path
+
+
+def profiler(environ: Mapping[str, str] | None = None) -> str | None:
+    """What slows this process down by watching it, if anything does: in Python, or by a variable that it set."""
+    if sys.getprofile() is not None or sys.gettrace() is not None:
+        return "sys.setprofile or sys.settrace"
+    if watching := getattr(sys, "monitoring", None):  # from Python 3.12 on, and cProfile by it
+        for tool in range(6):
+            if name := watching.get_tool(tool):
+                return str(name)
     environ = os.environ if environ is None else environ
     return next((name for name in PROFILERS if environ.get(name)), None)
 
@@ -314,6 +352,7 @@ class Plan:
     executor: str = "auto"
     interface: str | None = None
     first_device: int = 0  # where `device` names no single one: the first GPU of this engine
+    shared: bool = False  # its Ray cluster is that of other engines too
 
 
 def resolve(config: Config, *, name: str, path: str, kind: str, dtype: str, device: str, context: int) -> Plan:

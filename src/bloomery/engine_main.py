@@ -1,4 +1,4 @@
-"""The engine process: `python -m bloomery.engine_main [cpu] DESCRIPTOR`, started by engine/birth.py and by nobody else.
+"""The engine process: `python -m bloomery.engine_main [cpu] [json] DESCRIPTOR`, started by engine/birth.py alone.
 
 A composition root: here the engine meets its executor. The plan comes over the socket whose descriptor it inherits.
 With `cpu` it is known that the worker will be here and on a CPU: all that needs is imported before the plan has come.
@@ -52,19 +52,19 @@ def link() -> None:
 
 
 def main() -> int:
-    *on_cpu, descriptor = sys.argv[1:]
-    if on_cpu:
+    *wishes, descriptor = sys.argv[1:]
+    style = "json" if "json" in wishes else "human"
+    if "cpu" in wishes:
         try:
             prepare()
         except (ImportError, AttributeError) as error:  # another torch, which does want what was left out
             print(f"engine: torch is imported once more, and whole: {error}", file=sys.stderr, flush=True)
-            os.execv(sys.executable, [sys.executable, "-m", "bloomery.engine_main", descriptor])
-    import logging
-
+            os.execv(sys.executable, [sys.executable, "-m", "bloomery.engine_main", style, descriptor])
     from bloomery.engine.process import serve
     from bloomery.executors.chosen import Chosen
+    from bloomery.logs import write
 
-    logging.basicConfig(level=logging.INFO, format="engine: %(message)s", stream=sys.stderr)
+    write(style, "engine: %(message)s")
     return serve(socket.socket(fileno=int(descriptor)), lambda report: Chosen(report=report))
 
 

@@ -184,6 +184,7 @@ class Capacity:
     device: str = "cpu"
     notes: tuple[str, ...] = field(default=())  # what the operator should know, one line each
     stages: int = 1  # of a pipeline: so many groups of sequences take turns, none of them twice in flight
+    lone: float = 0.0  # seconds that a step of one sequence is expected to take; 0: nobody knows
 
 
 @dataclass(frozen=True, slots=True)

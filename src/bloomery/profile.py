@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from bloomery.config import at_least, destination
 from bloomery.engine.executor import Executor, Result
 from bloomery.engine.loop import Loop
 from bloomery.errors import ConfigError
@@ -25,11 +26,17 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=16, metavar="N", help="decode steps to profile (default 16)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences in each (default 8)")
-    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="their prompts (default 128)")
-    parser.add_argument("--trace", type=Path, default=Path("trace.json"), metavar="FILE", help="for chrome://tracing")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="no profiler: measured steps, as JSON lines")
+    parser.add_argument(
+        "--steps", type=at_least(1), default=16, metavar="N", help="decode steps to profile (default 16)"
+    )
+    parser.add_argument("--batch", type=at_least(1), default=8, metavar="N", help="sequences in each (default 8)")
+    parser.add_argument(
+        "--prompt-tokens", type=at_least(1), default=128, metavar="N", help="their prompts (default 128)"
+    )
+    parser.add_argument(
+        "--trace", type=destination, default=Path("trace.json"), metavar="FILE", help="for chrome://tracing"
+    )
+    parser.add_argument("--record", type=destination, metavar="FILE", help="no profiler: measured steps, as JSON lines")
 
 
 def run(llm: Any, args: argparse.Namespace) -> int:

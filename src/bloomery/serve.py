@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import os
 import signal
@@ -23,10 +22,11 @@ import uvicorn
 
 from bloomery.config import Config, Plan, ServerConfig
 from bloomery.describe import plan_for
-from bloomery.engine.birth import COMMAND, ON_CPU, Born
+from bloomery.engine.birth import Born, command
 from bloomery.engine.client import EngineClient, Patience
 from bloomery.engine.replicas import Replicas, share
 from bloomery.errors import BloomeryError
+from bloomery.logs import resolved, write
 from bloomery.server.app import create_app
 from bloomery.server.limits import Limits
 from bloomery.server.protocol import bounded
@@ -42,7 +42,10 @@ DOORS = 8  # connections taken in at a time
 
 def serve(config: Config, wishes: ServerConfig, engine: Born | None = None) -> int:
     """`engine`: one that was started before this file was imported."""
-    logs(wishes.log_format)
+    style = resolved(wishes.log_format)
+    write(style)
+    for noisy in ("uvicorn", "uvicorn.error", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     plan, artifact = plan_for(config)
     names = wishes.items(wishes.served_model_name) or (artifact.name,)
     settings = Settings(
@@ -62,7 +65,7 @@ def serve(config: Config, wishes: ServerConfig, engine: Born | None = None) -> i
     patience = replace(
         Patience.for_device(plan.device, limits.step_seconds), queue=limits.queue_seconds, restarts=limits.restarts
     )
-    client = engines(plan, wishes.replicas, patience, engine)
+    client = engines(plan, wishes.replicas, patience, style, engine)
     traces = traces_to(wishes.otlp_endpoint, wishes.otlp_service_name) if wishes.otlp_endpoint else None
 
     def make_app() -> Any:
@@ -73,12 +76,11 @@ def serve(config: Config, wishes: ServerConfig, engine: Born | None = None) -> i
     return asyncio.Runner(loop_factory=new_loop).run(run(client, make_app, wishes, limits))
 
 
-def engines(plan: Plan, count: int, patience: Patience, born: Born | None) -> EngineClient | Replicas:
+def engines(plan: Plan, count: int, patience: Patience, style: str, born: Born | None) -> EngineClient | Replicas:
     if count == 1:
         alone = plan.tp * plan.pp == 1 and plan.executor == "auto"
-        command = ON_CPU if plan.device == "cpu" and alone else COMMAND
-        return EngineClient(plan, command, patience, born=born)
-    return Replicas([EngineClient(share(plan, number, count), patience=patience) for number in range(count)])
+        return EngineClient(plan, command(style, plan.device == "cpu" and alone), patience, born=born)
+    return Replicas([EngineClient(share(plan, number, count), command(style), patience) for number in range(count)])
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -195,33 +197,3 @@ def tell(plan: Plan, found: str) -> None:
         else f"{plan.threads} threads" if plan.device == "cpu" else "GPU",
         plan.max_length, plan.max_sequences, plan.max_batch_tokens, "on" if plan.prefix_cache else "off",
     )  # fmt: skip
-
-
-# ---- logs --------------------------------------------------------------------------------------------
-
-
-class Lines(logging.Formatter):
-    """For people: the message, behind the time."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        return f"{self.formatTime(record, '%H:%M:%S')} {level}{super().format(record)}"
-
-
-class Json(logging.Formatter):
-    """For machines: one object a line, with the fields of a request's timings."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        said = {"time": round(record.created, 3), "level": record.levelname.lower(), "logger": record.name}
-        fields = getattr(record, "fields", {})
-        text = super().format(record)
-        return json.dumps({**said, "message": text, **fields}, default=str)
-
-
-def logs(format: str) -> None:
-    human = format == "human" or (format == "auto" and sys.stderr.isatty())
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Lines() if human else Json())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    for noisy in ("uvicorn", "uvicorn.error", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import sys
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from copy import copy
@@ -24,7 +25,7 @@ from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import Loop
 from bloomery.engine.policy import policy_for
 from bloomery.engine.scheduler import Scheduler
-from bloomery.errors import ConfigError, InvalidRequest
+from bloomery.errors import ConfigError, InvalidRequest, PromptTooLong
 from bloomery.messages import Capacity, Request, Sampled, Sampling, Step, StepOutput
 from bloomery.plan.forecast import Placed
 from bloomery.roofline import Calibration, Roofline, work
@@ -90,6 +91,7 @@ class Replica:
         policy, stages = policy_for(settings, capacity), capacity.stages
         self.scheduler = Scheduler(self.blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, stages)
         self.loop = Loop(self.scheduler, self.executor, max(settings.depth, stages), self.clock)
+        self.longest = min(capacity.max_length, capacity.blocks * capacity.block_size)
         self.load = 0  # tokens promised and not out yet
         self.met = False  # whether somebody came while it waited: the first ends its patience
 
@@ -115,6 +117,7 @@ class Fleet:
             max_length=settings.max_length,
             vocab=placed.model.vocab,
             stages=layout.pp,
+            lone=placed.roofline.expected(1, 1, 1),
         )
         self.replicas = [Replica(settings, capacity, placed.roofline) for _ in range(layout.replicas)]
         self.homes: dict[str, int] = {}  # session -> replica that has its prefix
@@ -135,11 +138,13 @@ class Fleet:
         records = [Record(0.0, arrival.prompt) for arrival in arrivals]
         later: dict[str, deque[int]] = defaultdict(deque)
         coming: list[tuple[float, int]] = []
+        known: set[str] = set()  # sessions: who is the first of one follows nobody
         for i, arrival in enumerate(arrivals):
-            if arrival.arrival is None:
-                later[arrival.session].append(i)
+            if arrival.arrival is not None or arrival.session not in known:
+                heapq.heappush(coming, (arrival.after if arrival.arrival is None else arrival.arrival, i))
             else:
-                heapq.heappush(coming, (arrival.arrival, i))
+                later[arrival.session].append(i)
+            known.add(arrival.session)
         while True:
             busy = [replica for replica in self.replicas if replica.loop.busy]
             next_up = min(busy, key=lambda replica: replica.clock.now) if busy else None
@@ -160,13 +165,15 @@ class Fleet:
         replica.met |= at > replica.clock.now
         replica.clock.now = max(replica.clock.now, at)
         record.sent = at
-        prompt = self._prompt(arrival, i)
+        output = min(arrival.output, replica.longest - arrival.prompt)  # as a server cuts an answer short
         try:
-            replica.loop.add(Request(str(i), prompt, GREEDY, arrival.output, priority=arrival.priority))
+            if output < 1:
+                raise PromptTooLong(f"a prompt of {arrival.prompt} tokens leaves no room in {replica.longest}")
+            replica.loop.add(Request(str(i), self._prompt(arrival, i), GREEDY, output, priority=arrival.priority))
         except InvalidRequest as refusal:
             record.error, record.done = str(refusal), at
             return False
-        replica.load += arrival.prompt + arrival.output
+        replica.load += arrival.prompt + output
         return True
 
     def _prompt(self, arrival: Arrival, i: int) -> tuple[int, ...]:
@@ -224,7 +231,7 @@ class Measured:
 def read_steps(path: Path) -> list[Measured]:
     try:
         return [Measured(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{path}: {error}; a line is tokens, attended, sampled, seconds and, of chunks, pairs"
         ) from None
@@ -298,4 +305,7 @@ def run(placed: Placed, trace: Path, calibration: Path | None, as_json: bool) ->
         return 0
     print(f"{len(arrivals):,} requests of {trace.name} on {placed.layout}, {placed.machine.title}, in virtual time\n")
     print(table(results))
+    for policy, result in results.items():
+        for why, count in result["errors"].items():
+            print(f"{policy}: {count} x {why}", file=sys.stderr)
     return 0

@@ -5,12 +5,14 @@ before its parent has imported anything. Then serve.py takes over. A composition
 from __future__ import annotations
 
 from bloomery.config import Config, ServerConfig, device
-from bloomery.engine.birth import ON_CPU, bear
+from bloomery.engine.birth import bear, command
+from bloomery.logs import resolved
 
 
 def start(config: Config, wishes: ServerConfig) -> int:
     one = config.tp * config.pp * wishes.replicas == 1 and config.executor == "auto"
-    engine = bear(ON_CPU) if one and device(config.device) == "cpu" else None
+    on_cpu = one and device(config.device) == "cpu"
+    engine = bear(command(resolved(wishes.log_format), on_cpu)) if on_cpu else None
     try:
         from bloomery.serve import serve
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from bloomery.cli import main
+from bloomery.config import profiler
 from tests.bench.metronome import Metronome, ticking
 from tests.chaos.http import free_port
 from tests.waiting import LONG, until
@@ -100,20 +102,57 @@ def test_nothing_is_published_from_under_a_profiler(
     assert not path.exists()
 
 
+def test_a_profiler_of_python_is_noticed_by_any_python() -> None:
+    """From Python 3.12 on cProfile is one of several that sys.monitoring knows, and no sys.setprofile is seen."""
+    with cProfile.Profile():
+        seen = profiler({})
+    assert seen is not None and profiler({}) is None
+
+
 def test_runs_side_by_side_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [tmp_path / "first.json", tmp_path / "second.json"]
     for path, pace in zip(paths, (0.0, 0.005), strict=True):
         with ticking(Metronome(first=0.0, gap=pace)) as server:
-            measured(server.url, path, "-n", "4", "--label", "<b>&" if pace else "")
+            target = ("--first-token-ms", "321" if pace else "654")
+            measured(server.url, path, "-n", "4", "--label", "<b>&" if pace else "", *target)
     page = tmp_path / "report.html"
     assert main(["bench", "--report", *map(str, paths), "-o", str(page)]) == 0
     text = page.read_text()
     assert text.count("<svg") == 4 and "first" in text
+    assert "<td>654, 100</td><td>321, 100</td>" in text, "goodput is told with the targets of each run"
     assert "&lt;b&gt;&amp;" in text and "<b>&<" not in text  # names are data
     assert "<script" not in text and "http://www.w3.org" in text
     assert "first token, ms p99" in capsys.readouterr().out
+    assert main(["bench", "--report", *[str(paths[1])] * 2, "-o", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["<b>&", "<b>&", "(2)"], "one name, and still two runs"
     assert main(["bench", "--report", str(page), "-o", str(page)]) == 1  # not a run's JSON
     assert main(["bench"]) == 1
+
+
+def test_what_cannot_be_measured_is_refused_before_any_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ticking(Metronome(first=0.0, gap=0.0)) as server:
+        for flags in ("-n 0", "--warmup -1", "--first-token-ms nan", "--json nowhere/a.json", "-o ."):
+            with pytest.raises(SystemExit):
+                main(["bench", server.url, *flags.split()])
+        for pattern in ("poisson:nan", "poisson:inf", "nowhere.txt", str(tmp_path / "nowhere.jsonl")):
+            assert main(["bench", server.url, "--pattern", pattern]) == 1
+        assert server.asked == []
+    for url in ("http://127.0.0.1:99999", "http://[::1", "127.0.0.1:80"):
+        assert main(["bench", url]) == 1
+        assert f"{url!r} is not the URL of a server" in capsys.readouterr().err
+    part = tmp_path / "part.json"
+    part.write_text('{"curves": {}}')
+    assert main(["bench", "--report", str(part), "-o", str(tmp_path / "page.html")]) == 1
+
+
+def test_a_trace_has_any_name_and_its_priorities_are_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.txt"
+    trace.write_text('{"arrival": 0, "prompt": 5, "output": 3, "priority": -2}\n')
+    with ticking(Metronome(first=0.0, gap=0.0, fail_every=3)) as server:
+        for api, code in (("chat", 0), ("tgi", 0), ("chat", 1)):
+            measured(f"{server.url}/v1", tmp_path / "a.json", "--pattern", str(trace), "--api", api, code=code)
+        assert [asked.get("parameters", asked)["priority"] for asked in server.asked] == [-2] * 3
+    assert "run 1: 1 x HTTP 503" in capsys.readouterr().err
 
 
 def test_our_own_server(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ if __name__ == "__main__":
 
 from bloomery.config import ServerConfig
 from bloomery.engine.client import EngineClient, Patience
-from bloomery.serve import logs, new_loop, run
+from bloomery.logs import write
+from bloomery.serve import new_loop, run
 from bloomery.server.app import create_app
 from bloomery.server.limits import Limits
 from bloomery.server.service import Settings
@@ -38,7 +39,7 @@ def main() -> int:
     parser.add_argument("--drain", type=float, default=30.0)
     parser.add_argument("--silence", type=float, default=300.0)
     arguments = parser.parse_args()
-    logs("json")
+    write("json")
     wishes = ServerConfig(
         port=arguments.port, api_key=arguments.api_key, limits=arguments.limits, drain_seconds=arguments.drain
     )

@@ -24,6 +24,8 @@ from tests.chaos.ghost_engine import BLOCKS, command, plan
 from tests.ghost.ghost import plain
 from tests.waiting import LONG, eventually
 
+SLOW_END = "import os, sys, time; os.close(int(sys.argv[1])); time.sleep(0.1); sys.exit(4)"
+
 
 @asynccontextmanager
 async def engine(*options: str, patience: Patience | None = None, **changes: object) -> AsyncIterator[EngineClient]:
@@ -224,10 +226,11 @@ def test_what_cannot_be_loaded_fails_at_once_and_says_why() -> None:
     ("bad", "why"),
     [
         ((sys.executable, "-c", "raise SystemExit(3)"), "exited with status 3"),
+        ((sys.executable, "-c", SLOW_END), "exited with status 4"),
         (("/nowhere/to/be/found",), "could not be started"),
         ((sys.executable, "-c", "import os, sys; os.write(int(sys.argv[1]), b'HTTP/1.1 400')"), "broke the protocol"),
     ],
-    ids=["exits", "absent", "babbles"],
+    ids=["exits", "exits slowly", "absent", "babbles"],
 )
 def test_restarts_are_bounded(bad: tuple[str, ...], why: str) -> None:
     async def main() -> None:

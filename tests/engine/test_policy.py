@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from benchmarks.policy import Arrival, Crowd, Device, alone, mixed, percentile, produced, rough, waits
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.pace import Pace, Work
-from bloomery.engine.policy import Aims, Fair, FirstCome
+from bloomery.engine.policy import Aims, Fair, FirstCome, Policy
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import Item, Request, Sampled, Sampling, StepOutput
 
@@ -62,17 +62,31 @@ def test_short_requests_among_long_ones() -> None:
 
 
 def test_256_long_requests_hardly_notice_the_short_ones() -> None:
-    """On an H200, by measured times of steps: short ones within four times their time alone, long ones within 7 % of
+    """On an H200, by measured times of steps: short ones within four times their time alone, long ones within 9 % of
     first come, first served, and 65 ms between their tokens, all at once."""
     fair = Fair(256, 12000)
     crowd, plain, single = mixed(fair, 40.0), mixed(FirstCome(), 40.0), alone(FirstCome(), 32, 16)
     shorts = [life.last - life.arrived for life in crowd.done("short")]
     assert percentile(shorts, 0.99) < 4 * single
     speed = produced(crowd, "long", crowd.now) / crowd.now
-    assert speed > 4636 and speed > 0.93 * produced(plain, "long", plain.now) / plain.now
+    assert speed > 4636 and speed > 0.91 * produced(plain, "long", plain.now) / plain.now
     gaps = [gap for life in crowd.lives.values() if life.kind == "long" for gap in life.gaps]
     assert percentile(gaps, 0.99) < 0.065
     assert 0 < fair.tax / crowd.now < fair.aims.tax and not crowd.scheduler.preemptions
+
+
+@pytest.mark.parametrize("prompt, answer", [(32, 16), (200, 51), (2000, 16)])
+def test_nothing_but_short_ones_are_as_fast_as_in_any_other_order(prompt: int, answer: int) -> None:
+    """Their promises cannot all be kept: that is no reason to compute their prompts in crumbs."""
+
+    def speed(policy: Policy) -> float:
+        again: Callable[[str, float], Arrival | None]
+        again = lambda kind, now: (now, "short", prompt, answer, "", 0) if now < 5.0 else None  # noqa: E731
+        crowd = Crowd(policy, iter([(0.0, "short", prompt, answer, "", 0)] * 256), again)
+        crowd.run(10**6)
+        return produced(crowd, "short", crowd.now) / crowd.now
+
+    assert speed(Fair(256, 12000)) > 0.9 * speed(FirstCome())
 
 
 def test_a_tax_that_is_bounded_lower_is_lower() -> None:

@@ -6,9 +6,10 @@ import asyncio
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 
 from bloomery.engine.client import EngineClient, Patience
-from bloomery.engine.replicas import GRAIN, SLACK, Affinity, Replicas
+from bloomery.engine.replicas import GRAIN, SLACK, Affinity, Replicas, share
 from bloomery.messages import Request, Sampling, Tokens
 from tests.chaos.ghost_engine import POISON, command, plan
 from tests.ghost.ghost import plain
@@ -33,6 +34,16 @@ async def read(engines: Replicas, request: Request) -> Tokens:
     if news.finish != "error":
         assert got == plain(request)
     return news
+
+
+def test_each_replica_has_devices_of_its_own() -> None:
+    gpus = replace(plan(), device="cuda", memory=0.9)
+    assert [share(gpus, number, 3).device for number in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [share(replace(gpus, tp=2, pp=2), number, 2).first_device for number in range(2)] == [0, 4]
+    assert share(replace(gpus, device="cuda:0"), 1, 3).memory == 0.3, "they share the one that was named"
+    assert share(replace(plan(), threads=64), 1, 2).threads <= 32
+    on_ray = replace(gpus, executor="ray")
+    assert share(on_ray, 1, 2) == replace(on_ray, shared=True), "which GPU is whose is Ray's affair"
 
 
 def test_a_prompt_goes_where_its_beginning_is_known() -> None:

@@ -67,10 +67,23 @@ def test_maxima_of_a_codebook_are_codes_themselves(columns: int) -> None:
     torch.testing.assert_close(got.float(), x @ values.T, rtol=1e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("kind", ["int4 128 zero", "fp8 row"])
-def test_a_layer_norm_is_taken_out_of_the_sums(kind: str) -> None:
-    torch.manual_seed(5)
-    assert check_rows(kind, 2, 20, 768, "layer", "gate silu", FULL, "cpu", packed_gemv.Tiling(4, 32, 1)) < LIMITS[FULL]
+@pytest.mark.parametrize("kind", ["int4 128 zero", "int4 row", "int8 row signed"])
+def test_a_norm_goes_before_whole_numbers(kind: str) -> None:
+    torch.manual_seed(len(kind))
+    cut = packed_gemv.Tiling(4, 32, 1)
+    assert check_rows(kind, 1, 20, 768, "rms", "gate silu", HALF, "cpu", cut) < LIMITS[HALF]
+
+
+@pytest.mark.parametrize("kind", ["int4 128 zero", "int8 row signed"])
+def test_whole_numbers_hide_nothing(kind: str) -> None:
+    """Inputs are rounded to the largest of their chunk: beside one of thousands, among zeros, and where one is none."""
+    torch.manual_seed(1)
+    packed, x = made(kind, 20, 768, "cpu"), torch.randn(4, 768).to(HALF)
+    x[0, 5], x[1, 300:], x[2], x[3, 700] = 6000.0, 0.0, 0.0, float("nan")
+    got = packed_gemv.packed_rows(x, packed, cut=packed_gemv.Tiling(4, 32, 1))
+    wanted = x.double() @ packed.dequantize(torch.float64).T
+    torch.testing.assert_close(got[:2].double(), wanted[:2], rtol=2e-3, atol=1e-2)
+    assert not got[2].any() and bool(got[3].isnan().all())
 
 
 def test_heads_are_turned_and_stored() -> None:
@@ -85,6 +98,15 @@ def test_dozens_of_tokens_equal_the_reference(kind: str) -> None:
     torch.manual_seed(len(kind))
     cut = packed_gemm.Tiling(16, 64 * (1 + len(kind) % 3 % 2), 4, 2, 1 + len(kind) % 2)
     assert check_way("product", kind, 20, 150, 384, HALF, "cpu", cut) < LIMITS[HALF]
+
+
+@pytest.mark.parametrize("kind", ["int4 128 zero", "nf4 64", "int8 row signed", "fp8 block"])
+@pytest.mark.parametrize("rows", [60, 150])
+def test_programs_share_the_tiles(kind: str, rows: int) -> None:
+    """Four programs: of 150 rows a tile each, and a stretch of two more; of 60 rows only stretches."""
+    torch.manual_seed(rows)
+    cut = packed_gemm.Tiling(16, 64, 4, 2, 0)
+    assert check_way("product", kind, 20, rows, 384, HALF, "cpu", cut) < LIMITS[HALF]
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -144,8 +166,12 @@ def test_every_shape_has_a_cut() -> None:
         for width, paired, tokens in ((columns // 2, False, 1), (columns, True, 4)):
             cut = packed_gemv.tiling(rows, width, paired, tokens)
             assert all(number & (number - 1) == 0 for number in cut[:3]) and cut.chunks == 32 * cut.warps
-        cut = packed_gemm.tiling(48, rows, columns // 128, "grid", 4, 132)
-        assert cut.tokens == 64 and 1 <= cut.splits <= 8
+        for tokens in (3, 20, 48, 100, 300):
+            cut = packed_gemm.tiling(tokens, rows, columns // 128, "grid", 4, 132)
+            assert cut.tokens == min(128, max(16, 1 << (tokens - 1).bit_length())) and 1 <= cut.splits <= 8
+    assert packed_gemm.tiling(64, 128, 1, "grid", 4, 132).splits == 1, "one unit is not cut"
+    assert packed_gemm.sharing(256, 24576, 6144, 4, 132).splits == 0
+    assert packed_gemm.sharing(256, 1024, 1024, 4, 132) is packed_gemm.sharing(128, 24576, 6144, 4, 132) is None
 
 
 def test_without_a_kernel_the_reference_answers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from bloomery.engine.blocks import Blocks
 from bloomery.engine.client import EngineClient, Patience
 from bloomery.engine.executor import Executor
 from bloomery.engine.loop import Loop
+from bloomery.engine.replicas import Replicas, share
 from bloomery.engine.scheduler import Scheduler
 from bloomery.errors import ConfigError
 from bloomery.executors.local import Local
 from bloomery.messages import Request, Sampling
 from tests.parity.cases import CASES, make_checkpoint
 from tests.parity.serve import greedy, ids, plan, run
+from tests.waiting import LONG, eventually
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -48,13 +51,19 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     made.shutdown()
 
 
-def answer(by: Executor, folder: Path, **wishes: object) -> list[list[int]]:
-    wanted = plan(folder, 128, **WISHES, **wishes)
+def answer(by: Executor, folder: Path, count: int = 24, **wishes: object) -> list[list[int]]:
+    wanted = plan(folder, 512, **WISHES, **wishes)
     capacity = by.start(wanted)
     blocks = Blocks(capacity.blocks, capacity.block_size)
     scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages)
-    news = run(Loop(scheduler, by, wanted.depth), [greedy(str(i), PROMPT[i:], 24) for i in range(3)])
+    news = run(Loop(scheduler, by, wanted.depth), [greedy(str(i), PROMPT[i:], count) for i in range(3)])
     return [ids(one) for one in news.values()]
+
+
+def actors() -> list[int]:
+    """Processes of the ranks on this machine."""
+    names = {int(path.name): path / "cmdline" for path in Path("/proc").iterdir() if path.name.isdigit()}
+    return [pid for pid, path in names.items() if path.exists() and path.read_bytes().startswith(b"ray::Actor")]
 
 
 def stages(executor: Any, tp: int) -> list[list[str]]:
@@ -101,10 +110,6 @@ def test_a_cluster_too_small_says_what_it_has(folder: Path, cluster: str) -> Non
 def test_a_stream_goes_on_when_an_actor_is_killed(folder: Path, cluster: str) -> None:
     want = answer(Local(), folder)[0]
 
-    def actors() -> list[int]:
-        names = {int(path.name): path / "cmdline" for path in Path("/proc").iterdir() if path.name.isdigit()}
-        return [pid for pid, path in names.items() if path.exists() and path.read_bytes().startswith(b"ray::Actor")]
-
     async def main() -> None:
         client = EngineClient(plan(folder, 128, pp=2, executor="ray", **WISHES), patience=Patience(pause=0.0))
         await client.start()
@@ -120,5 +125,61 @@ def test_a_stream_goes_on_when_an_actor_is_killed(folder: Path, cluster: str) ->
                 found = []
         assert got == want and client.epoch == 2
         await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_cluster_that_is_gone_is_told_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bloomery.executors.ray import Actors
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match=f"the Ray cluster at 127.0.0.1:{port} cannot be reached: .*refused"):
+        answer(Actors(), folder, executor="ray")
+
+
+def test_replicas_want_a_cluster_that_outlives_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bloomery.executors.ray import Actors
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="share a cluster, and none is running"):
+        Actors().start(share(plan(folder, 128, executor="ray", **WISHES), 0, 2))
+
+
+def test_when_the_actor_of_a_replica_is_killed_its_streams_go_on_at_the_other(folder: Path, cluster: str) -> None:
+    """And the replica comes back. Both are held still around the kill, so that no stream comes to its end meanwhile."""
+    count = 400
+    want = answer(Local(), folder, count)
+    wanted = plan(folder, 512, executor="ray", **WISHES)
+    got: dict[str, list[int]] = {str(number): [] for number in range(3)}
+
+    async def read(engines: Replicas | EngineClient, name: str) -> str | None:
+        async for news in engines.stream([Request(name, tuple(PROMPT[int(name) :]), Sampling(temperature=0.0), count)]):
+            assert news.position == len(got[name]), "a gap or a duplicate"
+            got[name] += news.ids
+        return news.finish
+
+    async def main() -> None:
+        engines = Replicas([EngineClient(share(wanted, number, 2), patience=Patience(pause=0.0)) for number in (0, 1)])
+        await engines.start()
+        await asyncio.gather(*(client.ready() for client in engines.clients))
+        readers = [asyncio.create_task(read(engines, name)) for name in got]
+        assert await eventually(lambda: all(len(tokens) >= 5 for tokens in got.values()))
+        victim, other = actors()
+        for pid in (victim, other):
+            os.kill(pid, signal.SIGSTOP)
+        assert sorted(len(open) for open in engines.open) == [1, 2]
+        os.kill(victim, signal.SIGKILL)
+        assert await eventually(lambda: sorted(len(open) for open in engines.open) == [0, 3])
+        os.kill(other, signal.SIGCONT)
+        assert await asyncio.wait_for(asyncio.gather(*readers), LONG) == ["length"] * 3
+        assert list(got.values()) == want
+        dead = next(client for client in engines.clients if client.epoch > 1 or client.status.state != "ready")
+        await asyncio.wait_for(dead.ready(), LONG)
+        assert sorted(client.epoch for client in engines.clients) == [1, 2]
+        got["0"].clear()
+        assert await asyncio.wait_for(read(dead, "0"), LONG) == "length" and got["0"] == want[0]
+        await engines.close()
 
     asyncio.run(main())

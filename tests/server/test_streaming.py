@@ -302,3 +302,21 @@ def test_a_deadline_that_is_no_number(server: Running) -> None:
     for value in ("soon", "-1", "1.5", "9" * 30):
         answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 1}, headers={"x-request-deadline-ms": value})
         assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HELLO, "max_tokens": 1}),
+        (COMPLETIONS, {"prompt": "iron", "max_tokens": 1}),
+        ("/v1/responses", {"input": "iron", "max_output_tokens": 1}),
+        ("/generate", {"inputs": "iron", "parameters": {"max_new_tokens": 1}}),
+    ],
+)
+def test_priority_and_deadline_reach_the_engine(server: Running, path: str, body: dict[str, Any]) -> None:
+    more = {"priority": -3, "deadline_ms": 60_000}
+    if "parameters" in body:
+        more = {"parameters": body["parameters"] | more}
+    assert server.post(path, body | more).status_code == 200
+    asked = server.backend.seen[-1]
+    assert asked.priority == -3 and asked.deadline == 60.0

@@ -143,6 +143,9 @@ await check('the dashboard shows live numbers', async (page) => {
   await page.goto(`${base}/#/dashboard`)
   await page.waitForFunction(() => document.querySelectorAll('.plot canvas').length === 6)
   await page.locator('.tile', { hasText: 'Requests' }).getByText(/^[\d,.]+[KM]?$/).waitFor()
+  await page.request.post(`${base}/generate`, { data: { inputs: 'Once', parameters: { max_new_tokens: 200 } } })
+  const { seconds_by_part: parts } = await (await page.request.get(`${base}/stats`)).json()
+  await page.locator('.rest').getByText(parts.kernels ? /kernels \d+%/ : '–').waitFor() // not every server has any
   await page.getByRole('button', { name: '5 min' }).click()
   assert.equal(await page.locator('.plot canvas').count(), 6)
 })

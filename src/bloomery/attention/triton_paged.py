@@ -114,18 +114,13 @@ class TritonPaged:
                 found = self._library(q[prompt.tokens], cache, spec, prompt, ragged)
                 out[prompt.tokens] = found.view(-1, spec.num_heads, spec.head_dim)
                 continue
-            cut = self.prefill or self._cut(prompt, spec, q, ragged)
+            rows = prompt.longest * (spec.num_heads // spec.num_kv_heads)
+            cut = self.prefill or paged_prefill.tiling(rows, spec.head_dim, q.element_size())
             paged_prefill.paged_prefill(
                 q, cache, out, ragged.tables, ragged.starts, ragged.ends, prompt.first, prompt.count, prompt.longest,
-                ragged.block_size, scoring, cut,
+                prompt.tokens.stop - prompt.tokens.start, ragged.block_size, scoring, cut,
             )  # fmt: skip
         return out.flatten(1)
-
-    def _cut(self, prompt: Prompt, spec: Attention, q: torch.Tensor, ragged: Ragged) -> paged_prefill.Tiling:
-        rows = prompt.longest * (spec.num_heads // spec.num_kv_heads)
-        sequences = 1 if ragged.several else prompt.count  # one may be as long as the step, but not all of them
-        few = sequences * spec.num_kv_heads * -(-rows // 64) <= launch.processors(q.device)
-        return paged_prefill.tiling(rows, spec.head_dim, q.element_size(), few)
 
     def _decode(
         self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, spec: Attention, scoring: Scoring, plan: Plan

@@ -195,6 +195,8 @@ class Target:
         if self.api == "tgi":
             asked = "\n".join(text for _, text in messages)
             parameters: dict[str, Any] = {"max_new_tokens": output, "details": True}
+            if priority:
+                parameters["priority"] = priority
             return msgspec.json.encode({"inputs": asked, "parameters": parameters})
         common = {
             "model": self.model, "stream": True, "max_tokens": output, "temperature": self.temperature,
@@ -213,11 +215,16 @@ class Target:
 
 class Client:
     def __init__(self, target: Target):
-        self.target, parts = target, urlsplit(target.url)
+        self.target = target
+        try:
+            parts = urlsplit(target.url)
+            port = parts.port
+        except ValueError:  # not a port, or a bracket too few
+            parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{target.url!r} is not the URL of a server; wanted: http://host:port")
         self.host, self.base = parts.hostname, parts.path.rstrip("/")
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.port = port or (443 if parts.scheme == "https" else 80)
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.name = parts.netloc
         self.idle: list[Connection] = []

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bloomery.config import at_least, destination
 from bloomery.errors import ConfigError
 
 
@@ -25,18 +26,23 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", default="128:64", help="IN:OUT in tokens, ranges as 100-1024:64, or sharegpt (default 128:64)"
     )
-    parser.add_argument("-n", "--requests", type=int, default=64, metavar="N", help="how many in all (default 64)")
-    parser.add_argument("--warmup", type=int, default=8, metavar="N", help="requests before the clock runs (default 8)")
+    parser.add_argument(
+        "-n", "--requests", type=at_least(1), default=64, metavar="N", help="how many in all (default 64)"
+    )
+    parser.add_argument(
+        "--warmup", type=at_least(0), default=8, metavar="N", help="requests before the clock runs (default 8)"
+    )
     parser.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="answers of full length"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--first-token-ms", type=float, default=1000.0, metavar="X", help="goodput: the target (1000)")
-    parser.add_argument("--per-token-ms", type=float, default=100.0, metavar="X", help="goodput: the target (100)")
+    ms = at_least(0.0)
+    parser.add_argument("--first-token-ms", type=ms, default=1000.0, metavar="X", help="goodput: the target (1000)")
+    parser.add_argument("--per-token-ms", type=ms, default=100.0, metavar="X", help="goodput: the target (100)")
     parser.add_argument("--label", default="", help="what the run is called in the report")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--json", type=destination, metavar="FILE", help="write the figures here")
     parser.add_argument("--report", type=Path, nargs="+", metavar="JSON", help="no load: earlier runs on one page")
-    parser.add_argument("-o", "--out", type=Path, metavar="HTML", help="write the one-page report here")
+    parser.add_argument("-o", "--out", type=destination, metavar="HTML", help="write the one-page report here")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,17 +61,24 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give the URL of a server, or --report with the JSON of earlier runs")
     if args.out:
         args.out.write_text(page(runs))
-    print(table({str(found["label"] or f"run {i}"): found for i, found in enumerate(runs, 1)}))
-    for found in runs:
+    named: dict[str, dict[str, Any]] = {}
+    for i, found in enumerate(runs, 1):
+        name = str(found["label"] or f"run {i}")
+        named[f"{name} ({i})" if name in named else name] = found
+    print(table(named))
+    for name, found in named.items():
         for why, count in found["errors"].items():
-            print(f"{found['label']}: {count} x {why}", file=sys.stderr)
+            print(f"{name}: {count} x {why}", file=sys.stderr)
     return 0 if all(found["answered"] == found["requests"] for found in runs) else 1
 
 
 def read(path: Path) -> dict[str, Any]:
+    from bloomery.bench.summary import Targets, summarise
+
     try:
         found = json.loads(path.read_text())
-        if not isinstance(found, dict) or "curves" not in found:
+        wanted = {"curves", *summarise([], Targets())}
+        if not isinstance(found, dict) or not wanted <= found.keys():
             raise ValueError("not written by `bloomery bench --json`")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -78,12 +91,13 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     from bloomery.bench.summary import Targets
 
     trace = Path(args.pattern)
-    known = load.read(trace) if trace.suffix == ".jsonl" else None
+    known = load.read(trace) if trace.suffix == ".jsonl" or trace.is_file() else None
     arrivals = known or load.pattern(args.pattern, args.requests, load.lengths(args.lengths), args.seed)
     targets = Targets(args.first_token_ms / 1e3, args.per_token_ms / 1e3)
 
     async def all_of_it() -> dict[str, Any]:
-        target = await target_of(args.url.rstrip("/"), args.api, args.model, args.api_key, ignore_eos=args.ignore_eos)
+        url = args.url.rstrip("/").removesuffix("/v1")  # which clients of OpenAI's are used to
+        target = await target_of(url, args.api, args.model, args.api_key, ignore_eos=args.ignore_eos)
         found = await drive(target, arrivals, targets, args.warmup, args.seed)
         return {"label": args.label, "url": target.url, "api": target.api, "model": target.model, **found}
 

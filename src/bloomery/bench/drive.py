@@ -16,7 +16,7 @@ import msgspec
 from bloomery.bench.client import Client, Target
 from bloomery.bench.load import Arrival
 from bloomery.bench.summary import Record, Targets, percentile, summarise
-from bloomery.config import profiler_variable
+from bloomery.config import profiler
 from bloomery.errors import ConfigError
 
 # Words of one token each in most vocabularies.
@@ -95,10 +95,8 @@ async def about(client: Client) -> dict[str, Any]:
 
 async def profiled(client: Client) -> str | None:
     """Why figures taken now would not count: a profiler here, or one the server admits to."""
-    if sys.getprofile() is not None or sys.gettrace() is not None:
-        return "this process runs under a profiler or a tracer"
-    if variable := profiler_variable():
-        return f"this process was started by a profiler ({variable} is set)"
+    if why := profiler():
+        return f"this process is being profiled ({why})"
     if why := (await about(client)).get("profiling"):
         return f"the server says that it is being profiled ({why})"
     return None

@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from math import exp
+from math import exp, inf
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +111,14 @@ def pattern(text: str, count: int, length: Lengths, seed: int = 0) -> list[Arriv
     chance = random.Random(seed)
     try:
         values = [float(number) for number in numbers]
-        if min(values) <= 0 or (kind != "poisson" and values[kind == "chat"] < 1):  # of whom there must be one
+        if not all(0 < value < inf for value in values) or (
+            kind != "poisson" and values[kind == "chat"] < 1
+        ):  # of whom there must be one
             raise ValueError("nobody would come")
         return list(_PATTERNS[kind](count, length, chance, *values))
     except (KeyError, ValueError, TypeError, IndexError):
-        wanted = "closed:CLIENTS, poisson:RATE, burst:SIZE:SECONDS or chat:RATE:TURNS"
-        raise ConfigError(f"pattern {text!r} is not one; wanted: {wanted}, all above 0") from None
+        wanted = "closed:CLIENTS, poisson:RATE, burst:SIZE:SECONDS or chat:RATE:TURNS, all above 0, or a trace file"
+        raise ConfigError(f"pattern {text!r} is not one; wanted: {wanted}") from None
 
 
 def _closed(count: int, length: Lengths, chance: random.Random, clients: float) -> Iterator[Arrival]:

@@ -15,7 +15,11 @@ from typing import NamedTuple
 from bloomery.config import child_environment
 
 COMMAND = (sys.executable, "-m", "bloomery.engine_main")
-ON_CPU = (*COMMAND, "cpu")  # which may get ready for a plan before it is told one
+
+
+def command(style: str, on_cpu: bool = False) -> tuple[str, ...]:
+    """Of an engine that writes its log so, and may get ready for a plan on a CPU before it is told one."""
+    return (*COMMAND, *(("cpu",) if on_cpu else ()), style)
 
 
 class Born(NamedTuple):

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from bloomery.engine.birth import Born, bear
 from bloomery.engine.wire import Frames, Message, WireError, encode
 
+LAST = 0.5  # seconds in which one that has closed its line may end by itself, and so say how
+
 
 class Child(asyncio.Protocol):
     def __init__(self, hear: Callable[[Child, Message], None]):
@@ -52,11 +54,13 @@ class Child(asyncio.Protocol):
             try:
                 if grace:
                     self.process.terminate()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        await asyncio.to_thread(self.process.wait, grace)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    await asyncio.to_thread(self.process.wait, grace or (LAST if self.lost.done() else 0.0))
             finally:
+                late = self.process.poll() is None
                 self.process.kill()
             code = await asyncio.to_thread(self.process.wait)
-            self.fault = self.fault or (f"was killed by signal {-code}" if code < 0 else f"exited with status {code}")
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+            self.fault = self.fault or ("closed its line; its log may say why" if late else how)
         if self.line is not None:
             self.line.abort()

@@ -12,6 +12,7 @@ from bloomery.messages import Request, Step, Timing, Tokens
 
 AHEAD, SHARE = 4e-3, 0.2  # seconds, and part of the step under way, before whose end the next one should be queued
 LONGEST = 0.1  # seconds: no foretelling is good enough to let a device stand idle for longer
+PROMPT = 3e-4  # seconds: a result that takes no longer was there before
 REST = 10  # times as long as a piece of spare work took, until the next one while requests wait
 
 
@@ -25,7 +26,7 @@ class Loop:
     ):
         self.scheduler, self.executor, self.depth, self.clock = scheduler, executor, depth, clock
         self.flight: deque[tuple[Step, Result, float]] = deque()  # with the time it was begun
-        self.latest = 0.0  # when a result last came in
+        self.latest = 0.0  # when a step last ended, as far as is known
         self.timing = Timing()  # of all steps
         self.left = 1  # pieces of work the executor would do in its spare time; until it is asked, perhaps one
         self.rested = 0.0  # from when on such a piece may delay requests
@@ -66,14 +67,18 @@ class Loop:
         if not self.flight:
             return news
         step, pending, begun = self.flight.popleft()
+        asked = self.clock()
         output = pending.result()
-        now = self.clock()
-        seconds, self.latest = now - max(begun, self.latest), now
+        now, begun = self.clock(), max(begun, self.latest)
+        seconds, self.latest = now - begun, now
         if output.timing is not None:
             self.timing = total(self.timing, output.timing)
             if output.timing.steps == 1 and self.scheduler.stages == 1:
-                # A host that is late would see this step take too long and the next, already done, no time at all.
+                # A host that is late would see this step take too long and the next, already done, no time at all;
+                # and would wait for the end of the one after it when that is long past.
                 seconds = output.timing.device + output.timing.idle
+                if now - asked < PROMPT:
+                    self.latest = min(now, begun + seconds)
         return news + self.scheduler.update(step, output, seconds)
 
 

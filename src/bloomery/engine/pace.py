@@ -16,6 +16,7 @@ GUESS = (5e-3, 1e-4, 1e-3, 0.0, 5e-3, 1e-3)  # before anything was measured
 TRUST = 1e-2  # weight of the guess, far below that of one measured step
 MEMORY = 0.998  # what an observation still counts one step later
 SWEEPS = 4
+RECENT = 0.1  # weight of the latest step of one position
 
 
 class Work(NamedTuple):
@@ -25,12 +26,14 @@ class Work(NamedTuple):
 
 
 class Pace:
-    def __init__(self) -> None:
+    def __init__(self, lone: float = 0.0) -> None:
+        """`lone`: seconds that a step of one position is expected to take; 0: nobody knows."""
         count = len(UNITS)
         self.prices = list(GUESS)
         self.gram = [[TRUST * (i == j) for j in range(count)] for i in range(count)]
         self.moment = [TRUST * guess for guess in GUESS]
         self.steps = 0
+        self.single = lone  # a step of one position, as expected, then as measured
 
     def seconds(self, work: Work) -> float:
         step, *_, key, pair = self.prices
@@ -46,8 +49,8 @@ class Pace:
 
     @property
     def lone(self) -> float:
-        """A step of one sequence that goes on by one."""
-        return max(self.seconds(Work(1)), 1e-6)
+        """A step of one sequence that goes on by one. Prices fitted to full batches say little of it."""
+        return max(self.single or self.seconds(Work(1)), 1e-6)
 
     def marginal(self, context: int = 0) -> float:
         """One more position of a chunk, in a step that is bound by arithmetic, after `context` others."""
@@ -69,6 +72,8 @@ class Pace:
         if seconds <= 0:
             return
         tokens, attended, pairs = work
+        if tokens == 1:
+            self.single += (seconds - self.single) * (RECENT if self.single else 1.0)
         raw = (1.0, tokens, *(max(tokens - knee, 0) for knee in KNEES), attended, pairs)
         features = [value / unit / seconds for value, unit in zip(raw, UNITS, strict=True)]
         gram, moment, prices = self.gram, self.moment, self.prices

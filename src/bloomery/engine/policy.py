@@ -6,10 +6,10 @@ into rows kept for them while some have been there of late; where none is free, 
 
 Streams are given their next token all together, lap by lap, for a step's price hardly grows with those that share it.
 While nobody is in a hurry a step is a whole lap: streams, and the prompts that a lap has room for. While short ones are
-there, or were a moment ago, the lap is cut, and they take part in every step of it: one of the streams, and between it
-and the next some of prompts. What is left of the most urgent promise by the tokens it still owes is what a step may
-take on average, and the lap is cut as coarsely as that allows. Steps of a good size waste little, smaller ones more:
-that is the tax on long requests, counted, and bounded by cutting less.
+there the lap is cut, and they take part in every step of it: one of the streams, and between it and the next some of
+prompts. Of the ways to cut it that keep the most urgent promises, as the pace foretells, the one is taken in which
+prompts get on fastest. Steps of a good size waste little, smaller ones more: that is the tax on long requests, counted,
+and bounded by cutting less.
 
 The queue is in order of promised times (arrival, plus some multiple of the time alone), which are fixed on arrival:
 whoever waits long enough comes before everybody who arrives later, so nobody starves. Among the keys that share a
@@ -25,7 +25,7 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf
 from typing import NamedTuple, Protocol
 
 from bloomery.config import Plan
@@ -131,14 +131,16 @@ class Aims:
 
 
 PRIORITY = 10.0  # seconds of waiting that one degree of priority is worth
+LONGEST = 1.25  # times the target between two tokens that a lap may take,
 PREFILL = 1.5  # a lap may grow to so many times what its streams take, for the sake of prompts
 KNOWN = 64  # measured steps from which on the pace is to be relied on
 RESERVED = 30.0  # seconds after a short one for which rows are kept for others
-SPAN = 10.0  # seconds over which the tax is judged
-LATELY = 2.0  # seconds after a short one for which laps are cut as if the next one might come any moment,
-EXPECTED = 1.4  # and steps take so many times what it will want
+SPAN = 30.0  # seconds over which the tax is judged
 MOST = 4  # steps between two of the streams
-GRAIN, LEAST = 128, 32  # a whole lap's positions are a multiple of one or the other: sizes are few
+URGENT = 3  # promises that a lap is cut by
+WIDTHS = (0, 1, 2, 3, 4, 6)  # of steps, in halves of a good size
+GRAINS = (256, 128, 32)  # a whole lap's positions are a multiple of the first that is not too coarse: sizes are few
+LEAST = 32  # positions that may be a good size
 
 
 class Queue:
@@ -190,17 +192,18 @@ class Census(NamedTuple):
     own: int  # keys that short ones attend to
     attended: int  # and streams
     context: int  # the most that stands before a prompt's next position
+    longest: int  # and the most that are left of one
     asking: int  # positions of short ones' prompts
     owing: int  # and of long ones'
 
 
 def census(running: Mapping[int, Sequence]) -> Census:
     shorts, streams, prompts = list[Sequence](), list[Sequence](), list[Sequence]()
-    own = attended = context = asking = owing = 0
+    own = attended = context = longest = asking = owing = 0
     for sequence in running.values():
         behind = len(sequence.tokens) + sequence.pending - sequence.computed
         if behind > 1:
-            context = max(context, sequence.computed)
+            context, longest = max(context, sequence.computed), max(longest, behind)
         if sequence.short:
             shorts.append(sequence)
             asking, own = (asking + behind, own) if behind > 1 else (asking, own + sequence.computed)
@@ -210,7 +213,7 @@ def census(running: Mapping[int, Sequence]) -> Census:
         else:
             streams.append(sequence)
             attended += sequence.computed
-    return Census(shorts, streams, prompts, own, attended, context, asking, owing)
+    return Census(shorts, streams, prompts, own, attended, context, longest, asking, owing)
 
 
 class Fair:
@@ -228,7 +231,6 @@ class Fair:
         self.held: Counter[str] = Counter()  # rows by tenant, where there are several
         self.left = 0  # rows that tenants with their part of all leave free
         self.since = 0  # steps since the streams' last
-        self.usual = SLOW  # seconds a step may take by the promise to the last short one
         self.inside = 0  # short ones in the batch
         self.now, self.asked = 0.0, -RESERVED  # the last step, and when a short one last came
         self.owed = self.spent = 0.0  # tax and time of late, fading
@@ -244,7 +246,7 @@ class Fair:
             sequence.cost, sequence.due = alone, sequence.arrived + self.aims.stretch * alone
             sequence.promise = sequence.due + PRIORITY * request.priority
         if sequence.short:
-            self.asked, self.usual = now, (sequence.due - sequence.arrived) / (request.max_tokens + 1)
+            self.asked = now
         self.seen[request.tenant] = now
         queue = self.short if sequence.short else self.long
         if request.tenant not in self.short.lines and request.tenant not in self.long.lines:
@@ -311,63 +313,75 @@ class Fair:
         self.inside = len(here.shorts)
         door = self.short.top(self.served, self._barred(free))
         asking = here.asking + (0 if door is None else self.short.positions() if free else 1)  # 1: to be made room for
-        owing = here.owing
-        if free > self._kept() and self.long.top(self.served, self._barred(free)) is not None:
-            owing += self.long.positions()
+        owing, longest = here.owing, max(here.longest, 0 if door is None else len(door.tokens))
+        if free > self._kept() and (first := self.long.top(self.served, self._barred(free))) is not None:
+            owing, longest = owing + self.long.positions(), max(longest, len(first.tokens))
         riding = Work(len(here.shorts), here.own)
         both = Work(riding.tokens + len(here.streams), here.own + here.attended)
-        lap = self._lap(both) if here.streams else INSTANT
-        chunk = min(self._room(both, lap, here.context, tokens), asking + owing)
-        wanted = self._wanted(here.shorts if door is None else [*here.shorts, door], lap, now)
+        lap = self._lap(both) if both.tokens else INSTANT
+        chunk = min(self._room(both, lap, here.context, longest, tokens), asking + owing)
         cut = Cut(chunk, 0, 0)
-        if wanted < lap and (here.shorts or (chunk and (here.prompts or free))):  # or a step between may be nobody's
-            cut = self._cut(riding, both, chunk, here.context, wanted)
+        pressing = self._pressing(here.shorts if door is None else [*here.shorts, door], lap, now)
+        if pressing and (here.shorts or (chunk and (here.prompts or free))):  # or a step between may be nobody's
+            cut = self._cut(riding, both, min(asking + owing, tokens), here.context, pressing, lap)
         if self.since < cut.steps:
             self.since, streams, part = self.since + 1, list[Sequence](), cut.between
         else:
-            self.since, streams, part = 0, here.streams, cut.beside or min(asking, self._size())
+            self.since, streams, part = 0, here.streams, cut.beside
+        part = max(part, min(asking, chunk))  # laps are cut for the short: their own prompts never are
         order = [*here.shorts, *streams, *(here.prompts if cut.beside or self.since else ())]
         work = Work(len(here.shorts) + len(streams) + part, here.own + here.attended * (not self.since))
-        tax = self._levy(here, work, min(part, owing)) if here.streams or owing else 0.0
+        tax = self._levy(here, work, min(part, owing)) if pressing and (here.streams or owing) else 0.0
         kept = 0 if door is None else max(min(asking, part - max(part // 4, 1)), 0)  # others go on
-        return Portion(order, part if part or cut.steps else tokens, kept, tax, not self.since)
+        return Portion(order, part if part or cut.steps or cut.beside != chunk else tokens, kept, tax, not self.since)
 
     def _lap(self, work: Work) -> float:
-        """Seconds from one token of the streams to the next, and at most half the target of them for prompts."""
-        streams = self.pace.seconds(work)
-        return max(streams + self.aims.target(self.pace.lone) / 2, PREFILL * streams)
+        """Seconds from one token of the streams to the next. Prompts get half the target of them, more the more rows
+        have no stream yet, and no less than half of what the streams take."""
+        streams, target = self.pace.seconds(work), self.aims.target(self.pace.lone)
+        free = 1 - min(work.tokens / self.rows, 1.0)
+        return max(min(streams + (0.5 + free) * target, LONGEST * target), PREFILL * streams)
 
-    def _wanted(self, pressing: list[Sequence], lap: float, now: float) -> float:
-        """Seconds that steps may take on average."""
-        wanted = EXPECTED * self.usual if now - self.asked < LATELY else lap
-        for short in pressing:
-            left = short.request.max_tokens - short.produced - short.pending
-            wanted = min(wanted, (short.due - now) / max(left, 1))
-        wanted = min(max(wanted, 0.0), lap)
-        excess = self.owed / max(self.aims.tax * self.spent, 1e-9)  # from 0.9 to 1.1 of the bound: cut less and less
-        return wanted + (lap - wanted) * min(max(5 * (excess - 0.9), 0.0), 1.0)
+    def _pressing(self, shorts: list[Sequence], lap: float, now: float) -> list[tuple[int, float]]:
+        """The most urgent promises: tokens, and the seconds left for them; more of these the nearer the tax is to its
+        bound, from 0.9 of it up to 1.1, where whole laps will do."""
+        excess = self.owed / (self.aims.tax * max(self.spent, SPAN))
+        if excess >= 1.1:
+            return []
+        more = lap * max(5 * (excess - 0.9), 0.0)
+        left = [(max(one.request.max_tokens - one.produced - one.pending, 1), one.due - now) for one in shorts]
+        return sorted([(n, seconds + n * more) for n, seconds in left], key=lambda one: one[1] / one[0])[:URGENT]
 
-    def _cut(self, riding: Work, both: Work, chunk: int, context: int, wanted: float) -> Cut:
-        """The cheapest that keeps the pace; beyond them all, steps between in which there is nobody but the short."""
-        good, cut = self._size(), Cut(chunk, 0, 0)
-        ways = ((chunk + both.tokens, True), (good, True), (good, False), (good // 2, True), (good // 2, False))
-        for size, filled in ways:
-            beside = min(max(size - both.tokens, 0), chunk) if filled or both == riding else 0
-            between = min(max(size - riding.tokens, 1), chunk - beside)
-            cut = Cut(beside, between, min(round((chunk - beside) / between), MOST) if between else 0)
-            if self._average(riding, both, cut, context) <= wanted:
-                return cut
-        while (
-            both != riding and riding.tokens and cut.steps < MOST and self._average(riding, both, cut, context) > wanted
-        ):
-            cut = cut._replace(steps=cut.steps + 1)
-        return cut
+    def _cut(
+        self, riding: Work, both: Work, most: int, context: int, pressing: list[tuple[int, float]], lap: float
+    ) -> Cut:
+        """Of the laps that keep every promise and are not too long, the one in which prompts get on fastest; if none
+        does, the one that breaks them least. Sizes are halves of a good one: they are few."""
+        half = max(self._size() // 2, 1)
+        beside = {min(max(half * i - both.tokens, 0), most) for i in WIDTHS}
+        between = {max(half * i - riding.tokens, 0) for i in WIDTHS} if both != riding else set[int]()
+        first = [(n, self.pace.seconds(Work(both.tokens + n, both.attended, n * context))) for n in beside]
+        other = [(n, self.pace.seconds(Work(riding.tokens + n, riding.attended, n * context))) for n in between]
+        best, found = (inf, 0.0, 0.0), Cut(0, 0, 0)
+        for n, seconds in first:
+            for m, each in [(0, 0.0), *other]:
+                for steps in range(1, MOST + 1) if each else (0,):
+                    if m and n + (steps - 1) * m >= most:
+                        break
+                    total, done = seconds + steps * each, min(n + steps * m, most)
+                    late = max([self._takes(left, steps, seconds, each) - given for left, given in pressing])
+                    rank = max(late, total - lap if steps else 0.0, 0.0), -done / max(total, 1e-9), total
+                    if rank < best:
+                        best, found = rank, Cut(n, m, steps)
+        return found
 
-    def _average(self, riding: Work, both: Work, cut: Cut, context: int) -> float:
-        """Seconds a step of such a lap."""
-        first = self.pace.seconds(Work(both.tokens + cut.beside, both.attended, cut.beside * context))
-        other = self.pace.seconds(Work(riding.tokens + cut.between, riding.attended, cut.between * context))
-        return (first + cut.steps * other) / (cut.steps + 1)
+    def _takes(self, tokens: int, steps: int, seconds: float, each: float) -> float:
+        """Until a short one has so many more, in laps of one step and `steps` of the others, from the next step on."""
+        before = max(steps - self.since, 0)
+        if tokens <= before:
+            return tokens * each
+        laps, more = divmod(tokens - before, steps + 1)
+        return before * each + laps * (seconds + steps * each) + (seconds + (more - 1) * each if more else 0.0)
 
     def _size(self) -> int:
         """Positions from which on a step is well spent: there is as much to compute as to read."""
@@ -376,11 +390,11 @@ class Fair:
             size *= 2
         return size
 
-    def _room(self, work: Work, seconds: float, context: int, most: int) -> int:
-        """Positions of prompts that fill the step, to a size that is often seen."""
+    def _room(self, work: Work, seconds: float, context: int, longest: int, most: int) -> int:
+        """Positions of prompts that fill the step, to a size that is often seen; those of one see each other, too."""
         room = min(self.pace.room(work, seconds, context), most)
-        room = work.tokens + min(self.pace.room(work, seconds, context + room // 2), most)  # they see each other, too
-        grain = GRAIN if room >= GRAIN else LEAST
+        room = work.tokens + min(self.pace.room(work, seconds, context + min(room, longest) // 2), most)
+        grain = next((grain for grain in GRAINS if room >= 4 * grain), GRAINS[-1])
         size = max(round(room / grain), 1) * grain
         return min(size - work.tokens if size > work.tokens else grain, most)
 
@@ -434,4 +448,4 @@ def policy_for(plan: Plan, capacity: Capacity) -> Policy:
     if plan.policy == "first-come":
         return FirstCome()
     aims = Aims(between=plan.target_inter_token, short=plan.short_request)
-    return Fair(capacity.max_sequences, capacity.blocks, aims)
+    return Fair(capacity.max_sequences, capacity.blocks, aims, Pace(capacity.lone))

@@ -29,6 +29,7 @@ SLACK = 4  # open requests by which an engine that knows a prompt may be ahead o
 def share(plan: Plan, number: int, count: int) -> Plan:
     """The plan of one replica of so many: GPUs of its own, or its share of the one that was named and of the cores."""
     ranks = plan.tp * plan.pp
+    plan = replace(plan, shared=plan.executor == "ray")
     if plan.device == "cpu":
         return replace(plan, threads=min(plan.threads, max(cores() // (ranks * count), 1)))
     if plan.executor == "ray":

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import queue
+import signal
 import socket
 import struct
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from typing import Any, TypeVar
 
 import ray
 import torch.distributed as dist
+from ray._private.services import get_ray_address_from_environment
 from ray.exceptions import RayError
 from ray.util import get_node_ip_address, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -33,6 +36,7 @@ from bloomery.messages import Capacity, Step, StepOutput
 from bloomery.runtime.worker import Pending
 
 PATIENCE = 120.0  # seconds until others have given back what the placement group needs
+ANSWER = 10.0  # seconds a cluster has to take a connection; Ray itself would try for a quarter of an hour
 SIOCGIFADDR = 0x8915
 M = TypeVar("M", Join, Order, Capacity, StepOutput)
 
@@ -105,7 +109,7 @@ class Actors:
         self.flight: deque[tuple[Any, list[Any]]] = deque()  # of each step what the speaker will say, and all ranks
 
     def start(self, plan: Plan) -> Capacity:
-        connect()
+        connect(plan.shared)
         with self._ending():
             self.group = self._place(plan)
             self.actors = [self._actor(plan, rank) for rank in range(plan.tp * plan.pp)]
@@ -121,16 +125,17 @@ class Actors:
     def _place(self, plan: Plan) -> Any:
         bundle = wanted(plan)
         stages = {name: count * plan.tp for name, count in bundle.items()}
-        if not fits(stages, plan.pp, "Resources"):
+        if not fits(stages, plan.pp):
             raise ConfigError(
                 f"the Ray cluster cannot hold tp {plan.tp} x pp {plan.pp}: each of {plan.pp} stages needs "
-                f"{amounts(stages)} on one node. It has {listing('Resources')}"
+                f"{amounts(stages)} on one node. It has {listing()}"
             )
         group = placement_group([stages] * plan.pp, strategy="PACK")
         if not group.wait(PATIENCE):
             remove_placement_group(group)
             raise ConfigError(
-                f"the Ray cluster is busy: for {PATIENCE:.0f} s there was no room for {plan.pp} times {amounts(stages)}"
+                f"the Ray cluster is busy: no room for {plan.pp} times {amounts(stages)} within {PATIENCE:.0f} s. "
+                f"It has {listing()}; free of all that: {amounts(ray.available_resources())}"
             )
         return group
 
@@ -201,18 +206,38 @@ class Actors:
 # ---- the cluster ---------------------------------------------------------------------------------
 
 
-def connect() -> None:
-    """To the cluster that runs, or else to one of this machine alone, for which Ray asks a token of this user's."""
-    quiet = {"logging_level": "ERROR", "log_to_driver": True}
+def connect(shared: bool) -> None:
+    """Ray's own way with SIGTERM is not kept: it writes a stack trace, and leaves no time to clear up."""
+    former, address = signal.getsignal(signal.SIGTERM), find(shared)
     try:
-        ray.init(address="auto", **quiet)
-    except ConnectionError as error:
-        if "any running Ray instance" not in str(error):
+        host, _, port = address.rpartition(":")
+        if port.isdigit() and "://" not in host:
+            socket.create_connection((host.strip("[]"), int(port)), ANSWER).close()
+        ray.init(address=address, logging_level="ERROR", **({"include_dashboard": False} if address == "local" else {}))
+    except OSError as error:
+        raise ConfigError(
+            f"the Ray cluster at {address} cannot be reached: {error}; RAY_ADDRESS names another, RAY_AUTH_MODE=token "
+            "and RAY_AUTH_TOKEN open one that asks for a token, and `ray stop` has this machine forget one that is gone"
+        ) from None
+    if former is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, former)
+
+
+def find(shared: bool) -> str:
+    """The cluster that runs, or else "local", one of this machine alone, for which Ray asks a token of this user's.
+
+    The latter ends with the engine that started it, so several engines cannot share it.
+    """
+    try:
+        address: str = get_ray_address_from_environment("auto", None)
+    except ConnectionError:
+        if shared:
             raise ConfigError(
-                f"the Ray cluster cannot be reached: {error}; RAY_ADDRESS names another, and `ray stop` has this "
-                "machine forget one that is gone"
+                "replicas on Ray share a cluster, and none is running: `ray start --head` starts one; on one machine "
+                "replicas need no --executor ray"
             ) from None
-        ray.init(address="local", include_dashboard=False, **quiet)
+        return "local"
+    return address
 
 
 def wanted(plan: Plan) -> dict[str, float]:
@@ -220,22 +245,20 @@ def wanted(plan: Plan) -> dict[str, float]:
     return {"CPU": plan.threads} if plan.device == "cpu" else {"CPU": 1, "GPU": 1}
 
 
-def fits(stage: dict[str, float], count: int, which: str) -> bool:
+def fits(stage: dict[str, float], count: int) -> bool:
     """Whether `count` such stages find room, each on one node."""
 
     def room(node: dict[str, Any]) -> int:
-        return min(int(node[which].get(name, 0) // amount) for name, amount in stage.items())
+        return min(int(node["Resources"].get(name, 0) // amount) for name, amount in stage.items())
 
     return sum(room(node) for node in ray.nodes() if node["Alive"]) >= count
 
 
-def listing(which: str) -> str:
+def listing() -> str:
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    each = (f"{node['NodeManagerAddress']}: {amounts(node[which])}" for node in nodes)
+    each = (f"{node['NodeManagerAddress']}: {amounts(node['Resources'])}" for node in nodes)
     return f"{len(nodes)} node(s): {'; '.join(each)}"
 
 
 def amounts(resources: dict[str, float]) -> str:
-    return ", ".join(
-        f"{resources.get(name, 0):g} {name}" for name in ("GPU", "CPU") if name in resources or name == "GPU"
-    )
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("GPU", "CPU"))

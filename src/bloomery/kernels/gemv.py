@@ -207,7 +207,7 @@ def shifts(weight: torch.Tensor, norm: Norm) -> torch.Tensor:
     columns = weight.shape[-1]
     ones = torch.ones(columns, device=weight.device) if norm.weight is None else norm.weight.float()
     vectors = torch.stack((ones, torch.zeros_like(ones) if norm.bias is None else norm.bias.float()), 1)
-    return torch.cat([panel.float() @ vectors for panel in weight.split(4096)]).t().contiguous()
+    return torch.cat([panel.float() @ vectors for panel in weight.split(256)]).t().contiguous()
 
 
 class Ends(NamedTuple):

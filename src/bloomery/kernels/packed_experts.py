@@ -105,7 +105,8 @@ def products(
     rows, units = packed.shape[0] // experts, columns // unit(how.bits)
     outputs = rows // 2 if activation else rows
     if cut is None:
-        cut = tiling(max(16, visits // experts), rows, units, how.kind, how.bits, processors(x.device))
+        tokens = min(128, max(16, visits // experts))
+        cut = tiling(tokens, packed.shape[0], units, how.kind, how.bits, processors(x.device))
         cut = cut._replace(outputs=64) if activation and cut.tokens >= 64 else cut  # two sums in registers
     out = torch.empty(visits, outputs, dtype=x.dtype, device=x.device)
     x = arranged(x, how, None)

@@ -7,13 +7,17 @@ four numbers of a row. Which columns meet in one step is free to choose: so they
 
 A masked code beside a fixed exponent is a float, 128 + code in bfloat16 or 1024 + code in float16; two at a time a
 subtraction makes the code of it, exactly, and a multiplication with addition the weight. A row's only scale waits for
-the sums. Short matrices are cut along their columns as well, and the parts added up in their order. This file must
-not know layers, formats or what a model is.
+the sums. Short matrices are cut along their columns as well, and the parts added up in their order. Where tokens are
+so many that arithmetic counts, tiles are taken in turn by as many programs as there are processors (`stream_kernel`),
+and of those that are left each program takes an equal stretch: none waits for the last. This file must not know
+layers, formats or what a model is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -23,6 +27,7 @@ from bloomery.kernels.packed import Grid, Packed
 from bloomery.kernels.packed_gemv import Layout, largest, layout
 
 MOST = 8  # splits
+STRETCH = 1200  # columns of a tile that are worth a program
 
 
 class Tiling(NamedTuple):
@@ -30,8 +35,12 @@ class Tiling(NamedTuple):
     outputs: int
     warps: int
     stages: int
-    splits: int
+    splits: int  # of the columns; 0: as many programs as processors share the tiles
     turn: int = 1  # times 64 bytes of a row that are read at once; the columns of a split are a multiple
+
+
+# Tokens of a tile -> stages -> programs of 128 outputs of 4 bits that a processor has room for.
+BESIDE: Mapping[int, Mapping[int, int]] = {32: {3: 3}, 64: {3: 3, 4: 2, 6: 1}, 128: {3: 2, 4: 1}}
 
 
 @lru_cache(maxsize=4096)
@@ -39,16 +48,44 @@ def tiling(tokens: int, rows: int, units: int, kind: str, bits: int, count: int)
     """For `count` processors and rows of `units` times 64 bytes; measured (benchmarks/packed.py tune)."""
     wide = min(max(16, power_of_two(tokens)), 128)
     slow = kind == "codebook"  # registers and instructions that another row would need
-    outputs = 64 if (slow and wide <= 64) or (bits == 8 and wide <= 32) else 128
-    stages = (6 if bits == 8 else 4) if wide <= 32 else 4 if bits == 8 and wide == 128 else 3
+    if bits == 4 and not slow and wide >= 32:
+        return filling(wide, -(-rows // 128) * -(-tokens // wide), units, count)
+    eight = bits == 8 and wide <= 32 and not (wide == 16 and rows >= 128 * count)
+    outputs = 64 if eight or (slow and wide <= 64) else 128
     programs = -(-rows // outputs) * -(-tokens // wide)
-    waves = 3 if tokens > 128 else 1.4 if wide == 128 else 5 if outputs == 64 and wide <= 32 else 2.5
-    splits, least = 1, 6 if wide <= 32 else 12  # units that are worth a program
+    many = 5 if (outputs == 64 and wide <= 32) or (wide == 16 and bits == 4) else 2.5
+    waves = 3 if tokens > 128 else 1.4 if wide == 128 or (wide == 64 and bits == 8) else many
+    least = 4 if wide == 16 and bits == 4 and not slow else 6 if slow or wide <= 32 else 12  # units worth a program
+    splits = 1
     while programs * splits < waves * count and units >= 2 * least * splits and splits < MOST:
         splits *= 2
-    if bits == 8 and units % (2 * splits) == 0:  # of 8 bits at once too few to multiply some while others are unpacked
-        return Tiling(wide, outputs, 4, 3 if wide <= 64 else 2, splits, 2)
+    if bits == 8 and wide <= 64 and units % (2 * splits) == 0:  # of one at once too few to unpack some meanwhile
+        return Tiling(wide, outputs, 4, 3, splits, 2)
+    stages = (6 if bits == 8 else 4 if slow else 3) if wide <= 32 else 4 if bits == 8 and wide == 128 else 3
     return Tiling(wide, outputs, 4, stages, splits)
+
+
+def sharing(tokens: int, rows: int, columns: int, bits: int, count: int) -> Tiling | None:
+    """For more tokens than `tiling` has in a tile, and a Hopper's memory; None: a program would have too little."""
+    tiles = -(-tokens // 256) * -(-rows // 128)
+    if tokens <= 128 or tiles * columns < STRETCH * count:
+        return None
+    return Tiling(256, 128, 8, 4 if bits == 8 else 3, 0)
+
+
+def filling(wide: int, programs: int, units: int, count: int) -> Tiling:
+    """The cut of 4-bit codes that keeps processors busiest: what rounds of programs fill, less what it takes to get
+    under way (some units' time), and a quarter where a processor has but one program, which waits for itself."""
+    start, places = 3 if wide == 32 else 7, BESIDE[wide]
+
+    def busy(stages: int, splits: int) -> float:
+        rounds = programs * splits / (places[stages] * count)
+        filled = rounds / max(1, ceil(rounds - 0.05)) * (0.75 if places[stages] == 1 else 1.0)
+        return filled * units / (units + start * splits)
+
+    cuts = [(stages, splits) for stages in places for splits in (1, 2, 4, MOST) if units >= 4 * splits or splits == 1]
+    stages, splits = max(cuts, key=lambda cut: busy(*cut))
+    return Tiling(wide, 128, 4, stages, splits)
 
 
 def unit(bits: int) -> int:
@@ -71,9 +108,14 @@ def packed_product(
     """The kernels: x [tokens, in] -> [tokens, out]."""
     (tokens, columns), rows, how = x.shape, packed.shape[0], layout(packed)
     units = columns // unit(how.bits)
-    cut = cut or tiling(tokens, rows, units, how.kind, how.bits, processors(x.device))
+    count = processors(x.device)
+    if cut is None and hopper(x.device):
+        cut = sharing(tokens, rows, columns, how.bits, count)
+    cut = cut or tiling(tokens, rows, units, how.kind, how.bits, count)
     x = arranged(x, how, packed.order if isinstance(packed, Grid) else None)
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    if cut.splits == 0:
+        return streamed(x, packed, bias, cut, out, count)
     parts = out
     if cut.splits > 1:
         parts = torch.empty(cut.splits, tokens, rows, dtype=torch.float32, device=x.device)
@@ -93,6 +135,30 @@ def packed_product(
     return out
 
 
+def streamed(
+    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, cut: Tiling, out: torch.Tensor, count: int
+) -> torch.Tensor:
+    """x, arranged, times the matrix into `out`, by `count` programs."""
+    (tokens, columns), rows, how = x.shape, packed.shape[0], layout(packed)
+    turns = columns // (unit(how.bits) * cut.turn)
+    rounds, rest = divmod(-(-tokens // cut.tokens) * -(-rows // cut.outputs), count)
+    parts = torch.empty(2 * count if rest else 1, cut.tokens, cut.outputs, dtype=torch.float32, device=x.device)
+    stream_kernel[(count,)](
+        x, how.codes.view(torch.int16), how.scale, x if how.zero is None else how.zero,
+        x if how.table is None else how.table, x if bias is None else bias, out, parts, tokens, rows, columns, rounds,
+        rest * turns, BIAS=bias is not None, **choices(packed, x.dtype, x.device), BLOCK_OUT=cut.outputs,
+        BLOCK_IN=cut.tokens, WARPS=cut.warps, STAGES=cut.stages, TURN=cut.turn, num_warps=cut.warps,
+        **overlap(x.device),
+    )  # fmt: skip
+    if rest:
+        gather_kernel[(rest, cut.tokens // 16)](
+            parts, out if bias is None else bias, out, tokens, rows, turns, rounds, rest * turns, count,
+            BIAS=bias is not None, BLOCK_OUT=cut.outputs, BLOCK_IN=cut.tokens, LINES=16, num_warps=4,
+            **overlap(x.device),
+        )  # fmt: skip
+    return out
+
+
 def choices(packed: Packed, dtype: torch.dtype, device: torch.device) -> dict[str, str | int | bool | None]:
     """What the kernel is told of a packed matrix. GROUP 0: a row has one scale; TALL 0: all have. LATE: a row's only
     scale waits for the sums."""
@@ -102,8 +168,16 @@ def choices(packed: Packed, dtype: torch.dtype, device: torch.device) -> dict[st
         "KIND": how.kind, "BITS": how.bits, "GROUP": how.group if how.group < columns else 0,
         "TALL": how.tall if how.tall < rows else 0, "NEST": how.nest, "ZERO": how.zero is not None,
         "SIGNED": how.signed, "LATE": late,
-        "ASSEMBLY": assembly(how.kind, how.bits, how.signed, dtype, late) if hopper(device) else None,
+        "ASSEMBLY": None if not hopper(device) else assembly(
+            how.kind, how.bits, how.signed, dtype, late, asynchronous(device)
+        ),
     }  # fmt: skip
+
+
+@lru_cache
+def asynchronous(device: torch.device) -> bool:
+    """Whether the matrix units read their left factor from registers while the program goes on: Hopper's do."""
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def arranged(x: torch.Tensor, how: Layout, order: torch.Tensor | None) -> torch.Tensor:
@@ -167,6 +241,70 @@ def packed_gemm_kernel(
         if BIAS:
             y += tl.load(bias + tl.minimum(n, rows - 1)).to(tl.float32)[:, None]
         tl.store(out + at, y.to(out.dtype.element_ty), mask=here)
+
+
+@jit(do_not_specialize=["tokens", "rounds", "work"])
+def stream_kernel(
+    x, codes, scale, zero, table, bias, out, parts, tokens, rows, columns, rounds, work,
+    BIAS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr,
+    NEST: tl.constexpr, ZERO: tl.constexpr, SIGNED: tl.constexpr, LATE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TURN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`rounds` whole tiles a program, then its stretch of the `work`, turns of the tiles that are left: less than a
+    tile, so it touches two at the most, of which parts[2 * program] and the next hold what it added."""
+    begin(PDL)
+    wait(PDL)
+    p, count = tl.program_id(0), tl.num_programs(0)
+    turns = columns // (512 // BITS * TURN)
+    across = (tokens + BLOCK_IN - 1) // BLOCK_IN
+    start, end = p * work // count, (p + 1) * work // count
+    for i in range(rounds + 2):
+        left = start // turns + i - rounds
+        first = tl.where(i < rounds, 0, tl.maximum(start, left * turns) - left * turns)
+        last = tl.where(i < rounds, turns, tl.minimum(end, (left + 1) * turns) - left * turns)
+        tile = tl.where(i < rounds, i * count + p, rounds * count + left)
+        if first < last:
+            n0, m = tile // across * BLOCK_OUT, tile % across * BLOCK_IN + tl.arange(0, BLOCK_IN)
+            y = summed(
+                x, tl.minimum(m, tokens - 1), codes, scale, zero, table, n0, rows, first * TURN, last * TURN, columns,
+                KIND, BITS, GROUP, TALL, NEST, ZERO, SIGNED, LATE, ASSEMBLY, BLOCK_OUT, BLOCK_IN, WARPS, STAGES, TURN,
+                False,
+            )  # fmt: skip
+            n = n0 + tl.arange(0, BLOCK_OUT)
+            if i < rounds:
+                if BIAS:
+                    y += tl.load(bias + tl.minimum(n, rows - 1)).to(tl.float32)[:, None]
+                at = m.to(tl.int64)[None, :] * rows + n[:, None]
+                tl.store(out + at, y.to(out.dtype.element_ty), mask=(n < rows)[:, None] & (m < tokens)[None, :])
+            else:
+                at_part = parts + (2 * p + i - rounds).to(tl.int64) * (BLOCK_OUT * BLOCK_IN)
+                tl.store(at_part + tl.arange(0, BLOCK_IN)[None, :] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None], y)
+
+
+@jit(do_not_specialize=["tokens", "rounds", "work"])
+def gather_kernel(
+    parts, bias, out, tokens, rows, turns, rounds, work, count,
+    BIAS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """LINES tokens of a tile that several programs of `stream_kernel` have made, added up in their order."""
+    begin(PDL)
+    wait(PDL)
+    left, across = tl.program_id(0), (tokens + BLOCK_IN - 1) // BLOCK_IN
+    tile, line = rounds * count + left, tl.program_id(1) * LINES + tl.arange(0, LINES)
+    m, n = tile % across * BLOCK_IN + line, tile // across * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    p = left * turns * count // work
+    while (p + 1) * work // count <= left * turns:  # divisions round down
+        p += 1
+    y = tl.zeros([LINES, BLOCK_OUT], tl.float32)
+    while p * work // count < (left + 1) * turns and p < count:
+        at = (2 * p + left - p * work // count // turns).to(tl.int64) * (BLOCK_OUT * BLOCK_IN)
+        y += tl.load(parts + at + line[:, None] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[None, :])
+        p += 1
+    if BIAS:
+        y += tl.load(bias + tl.minimum(n, rows - 1)).to(tl.float32)[None, :]
+    at = m.to(tl.int64)[:, None] * rows + n[None, :]
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=(m < tokens)[:, None] & (n < rows)[None, :])
 
 
 @jit
@@ -343,13 +481,17 @@ def plainly(
 
 
 @lru_cache
-def assembly(form: str, bits: int, signed: bool, dtype: torch.dtype, late: bool) -> str:
+def assembly(form: str, bits: int, signed: bool, dtype: torch.dtype, late: bool, waits: bool) -> str:
     """Two or four pairs of weights out of a word of codes, two at a time throughout. Operands: the pairs; the word, the
-    scale, what is to be added after it (of a grid), what is to be taken off before (of 4 bits) or the table's bytes."""
+    scale, what is to be added after it (of a grid), what is to be taken off before (of 4 bits) or the table's bytes.
+
+    `waits`: the registers of the turn before may still be read by matrix units, which Triton does not see to.
+    """
     short = dtype == torch.bfloat16
     kind, pairs = "bf16x2" if short else "f16x2", 4 if bits == 4 else 2
     word, scale, more, less = (f"${pairs + i}" for i in range(4))
-    lines = [".reg .b32 w, t, u, m, la, lb, ha, hb, v0, v1, v2, v3;", f"mov.b32 w, {word};"]
+    lines = [".reg .b32 w, t, u, m, la, lb, ha, hb, v0, v1, v2, v3;"]
+    lines += ["wgmma.wait_group.sync.aligned 0;"] * waits + [f"mov.b32 w, {word};"]
     if form == "codebook":
         lines += LOOKED_UP
     elif form == "fp8":  # the bits moved to where they belong; what is wrong with the exponent is a factor

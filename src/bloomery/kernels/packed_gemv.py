@@ -1,10 +1,12 @@
 """A product of few tokens with a matrix of fewer bits, and what stands around it: kernels/gemv for packed weights.
 
 The fewer the bytes, the more the unpacking counts: a memory that delivers 4.2 TB/s brings eight and a half thousand
-billion 4-bit codes a second, and a card has about four instructions for each. So no code is ever converted: masked
-where it stands, its bits are a float below the least normal one, the code times a power of two that its place gives,
-and the tokens' numbers come multiplied by the rest. 8-bit floats are converted by the card, two at a time. A codebook's
-values lie in the lanes of a warp, and a code is the lane to ask.
+billion 4-bit codes a second, and a card has about four instructions for each. So no code is ever converted. Where
+`by_dots` says so, the tokens' numbers are rounded to 16 bits of the largest of their chunk instead (short floats have
+fewer), and the card multiplies and adds four bytes of codes at once, with the high and with the low bytes of them.
+Elsewhere a code is masked where it stands: its bits are a float below the least normal one, the code times a power of
+two that its place gives, and the tokens' numbers come multiplied by the rest. 8-bit floats are converted by the card,
+two at a time. A codebook's values lie in the lanes of a warp, and a code is the lane to ask.
 
 A thread reads 16 bytes of a row at once and all numbers of a token that belong to them; nothing passes between threads
 before the last sum. Scales are applied to the sums of those 16 bytes, or to the whole sum where a row has but one.
@@ -34,7 +36,28 @@ class Tiling(NamedTuple):
     ahead: bool = False  # tokens are read one turn ahead, which takes registers
 
 
-# Measured (benchmarks/packed.py tune); (rows, bytes of a row) -> the best cut.
+# Measured (benchmarks/packed.py tune); (rows, bytes of a row) -> the best cut. By dots:
+DOTS: Mapping[tuple[int, int], Tiling] = {
+    (6400, 3072): Tiling(4, 64, 2),
+    (6144, 3072): Tiling(8, 64, 2, True),
+    (24576, 3072): Tiling(16, 64, 2),
+    (6144, 12288): Tiling(16, 128, 4),
+    (6144, 2048): Tiling(8, 128, 4),
+    (4096, 2048): Tiling(16, 128, 4),
+    (28672, 2048): Tiling(8, 128, 4),
+    (4096, 7168): Tiling(8, 128, 4),
+    (6400, 6144): Tiling(4, 128, 4),
+    (6144, 6144): Tiling(8, 128, 4),
+    (24576, 6144): Tiling(16, 128, 4),
+    (6144, 24576): Tiling(16, 128, 4),
+    (6144, 4096): Tiling(8, 128, 4),
+    (4096, 4096): Tiling(4, 128, 4, True),
+    (28672, 4096): Tiling(8, 128, 4),
+    (4096, 14336): Tiling(4, 128, 4),
+}
+
+
+# By masks, and of codebooks.
 TILINGS: Mapping[tuple[int, int], Tiling] = {
     (6400, 3072): Tiling(4, 64, 2, True),
     (6144, 3072): Tiling(8, 64, 2, True),
@@ -44,14 +67,6 @@ TILINGS: Mapping[tuple[int, int], Tiling] = {
     (4096, 2048): Tiling(4, 128, 4),
     (28672, 2048): Tiling(8, 128, 4),
     (4096, 7168): Tiling(8, 128, 4, True),
-    (6400, 6144): Tiling(4, 128, 4),
-    (6144, 6144): Tiling(4, 128, 4),
-    (24576, 6144): Tiling(4, 64, 2),
-    (6144, 24576): Tiling(4, 128, 4),
-    (6144, 4096): Tiling(8, 64, 2),
-    (4096, 4096): Tiling(4, 128, 4),
-    (28672, 4096): Tiling(4, 64, 2),
-    (4096, 14336): Tiling(16, 256, 8),
 }
 
 
@@ -117,7 +132,7 @@ def possible(packed: Packed, after: After = None) -> bool:
 
 def tiling(rows: int, width: int, paired: bool, tokens: int = 1, kind: str = "grid") -> Tiling:
     """For rows of `width` bytes, as measured or by a rule."""
-    measured = FLOATS if kind == "fp8" else TILINGS
+    measured = {"dots": DOTS, "fp8": FLOATS}.get(kind, TILINGS)
     if tokens == 1 and (rows, width) in measured:
         return measured[rows, width]
     chunks = width // 16
@@ -126,6 +141,11 @@ def tiling(rows: int, width: int, paired: bool, tokens: int = 1, kind: str = "gr
         size //= 2
     outputs = 4 if paired and chunks > size else 8
     return Tiling(outputs, size, size // 32, tokens == 1 and chunks > size and rows < 16384)
+
+
+def by_dots(how: Layout, dtype: torch.dtype) -> bool:
+    """Whether codes are multiplied four at a time, as whole numbers: 16 bits hold what short floats say."""
+    return how.kind == "grid" and dtype.itemsize == 2
 
 
 def packed_rows(
@@ -137,9 +157,8 @@ def packed_rows(
     cut: Tiling | None = None,
     visits: torch.Tensor | None = None,
     experts: int = 0,
-    shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The kernel: after(before(x) @ matrix.T + bias). A layer norm needs a `shift` (see gemv.shifts).
+    """The kernel: after(before(x) @ matrix.T + bias), where a norm before is of the root mean square.
 
     With `visits` the matrix is that of so many experts, one below the other: see gemv.product_rows.
     """
@@ -149,17 +168,18 @@ def packed_rows(
     share, tokens = lines // tokens, tokens if visits is None else 1
     paired = isinstance(after, Heads) or (isinstance(after, Activation) and after.gated)
     outputs = rows // 2 if paired else rows
-    cut = cut or tiling(rows, how.codes.shape[1], paired, tokens, how.kind)
+    dots = by_dots(how, x.dtype)
+    cut = cut or tiling(rows, how.codes.shape[1], paired, tokens, "dots" if dots else how.kind)
     end = ends(x, after, rows, (lines, outputs), x.dtype)
     weight = None if before is None else before.weight
-    given = (how.zero, how.table, visits, bias, weight, shift)
+    given = (how.zero, how.table, visits, bias, weight)
     packed_gemv_kernel[(-(-outputs // cut.outputs), lines if experts else 1)](
         x, how.codes.view(torch.int32), how.scale, *(x if part is None else part for part in given), *end.tensors,
         0.0 if before is None else before.eps, *end.numbers,
         OUTPUTS=outputs, COLUMNS=columns, TOKENS=tokens, TOKENS_UP=power_of_two(tokens), EXPERTS=experts, SHARE=share,
         KIND=how.kind, BITS=how.bits, GROUP=how.group, TALL=how.tall, NEST=how.nest, ZERO=how.zero is not None,
-        SIGNED=how.signed, BIAS=bias is not None, NORM=None if before is None else before.kind,
-        NORM_WEIGHT=weight is not None, PAIRED=paired, **end.choices, AHEAD=cut.ahead, BLOCK_OUT=cut.outputs,
+        SIGNED=how.signed, BIAS=bias is not None, NORM=before is not None, NORM_WEIGHT=weight is not None,
+        PAIRED=paired, **end.choices, DOTS=dots, AHEAD=cut.ahead, BLOCK_OUT=cut.outputs,
         LANES=hopper(x.device) if how.kind == "fp8" else x.is_cuda, BLOCK_IN=cut.chunks,
         num_warps=cut.warps, **overlap(x.device),
     )  # fmt: skip
@@ -168,23 +188,24 @@ def packed_rows(
 
 @jit
 def packed_gemv_kernel(
-    x, codes, scale, zero, table, visits, bias, norm_weight, shift, other, slots, positions, cos, sin, out,
+    x, codes, scale, zero, table, visits, bias, norm_weight, other, slots, positions, cos, sin, out,
     eps, factor, half,
     OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, TOKENS_UP: tl.constexpr,
     EXPERTS: tl.constexpr, SHARE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     TALL: tl.constexpr, NEST: tl.constexpr, ZERO: tl.constexpr, SIGNED: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, PAIRED: tl.constexpr,
     AFTER: tl.constexpr, ACTIVATION: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TABLES: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
+    TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TABLES: tl.constexpr, LANES: tl.constexpr, DOTS: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles are [chunks, tokens, outputs], so that a warp lies along the chunks: 16 bytes of a row, EACH columns."""
     begin(PDL)
     EACH: tl.constexpr = 128 // BITS
     CHUNKS: tl.constexpr = COLUMNS // EACH
     GROUPED: tl.constexpr = GROUP < COLUMNS
-    p = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    first, second = rows_of(tl.minimum(p, OUTPUTS - 1), OUTPUTS, DIM, TURNED, INTERLEAVED, AFTER)
+    p = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = p if OUTPUTS % BLOCK_OUT == 0 else tl.minimum(p, OUTPUTS - 1)  # else rows are as far apart as they look
+    first, second = rows_of(row, OUTPUTS, DIM, TURNED, INTERLEAVED, AFTER)
     if EXPERTS > 0:
         wait(PDL)  # the experts are news of this step
         visit = tl.program_id(1).to(tl.int64)
@@ -195,8 +216,8 @@ def packed_gemv_kernel(
         out += visit * OUTPUTS
     m, c = tl.arange(0, TOKENS_UP), tl.arange(0, BLOCK_IN)
     i = c[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-    at_first = codes + first.to(tl.int64)[None, None, :, None] * (CHUNKS * 4) + i
-    at_second = codes + second.to(tl.int64)[None, None, :, None] * (CHUNKS * 4) + i
+    at_first = codes + first[None, None, :, None] * (CHUNKS * 4) + i
+    at_second = codes + second[None, None, :, None] * (CHUNKS * 4) + i
     a = chunk(at_first, 0, c, CHUNKS)
     b = a
     a_scale, a_zero = scales(scale, zero, table, first, 0, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO)
@@ -215,7 +236,7 @@ def packed_gemv_kernel(
     y = tl.zeros([BLOCK_IN, TOKENS_UP, BLOCK_OUT], tl.float32)
     z = y
     square = tl.zeros([BLOCK_IN, TOKENS_UP, 1], tl.float32)
-    total, plain = square, square  # sums of x before its weight and behind: the latter over all chunks without groups
+    plain = square  # sums of x: without groups over all chunks
     for c0 in tl.range(0, CHUNKS, BLOCK_IN, num_stages=1):
         a_now, b_now, a_by, b_by, a_less, b_less = a, b, a_scale, b_scale, a_zero, b_zero
         if AHEAD:
@@ -242,53 +263,55 @@ def packed_gemv_kernel(
             plain = tl.zeros([BLOCK_IN, TOKENS_UP, 1], tl.float32)
         else:
             y_part, z_part = y, z
-        for piece in tl.static_range(EACH // 8):
-            v = eight(pick4(now0, now1, now2, now3, piece), TOKENS_UP, BLOCK_IN)
-            if NORM is not None:
-                square += v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]
-                square += v[4] * v[4] + v[5] * v[5] + v[6] * v[6] + v[7] * v[7]
-            if NORM == "layer":
-                total += (v[0] + v[1] + v[2] + v[3]) + (v[4] + v[5] + v[6] + v[7])
-            if NORM_WEIGHT:
-                at = norm_weight + (c0 + c)[:, None, None, None] * EACH + tl.arange(0, 8)[None, None, None, :]
-                inside = ((c0 + c) * EACH < COLUMNS)[:, None, None, None]
-                v = times(v, eight(tl.load(at + piece * 8, mask=inside, other=0.0), 1, BLOCK_IN))
-            if KIND == "grid":
-                plain += (v[0] + v[1] + v[2] + v[3]) + (v[4] + v[5] + v[6] + v[7])
-                v = placed(v, BITS)
+        at_weight = norm_weight + (c0 + c)[:, None, None, None] * EACH + tl.arange(0, 8)[None, None, None, :]
+        inside = ((c0 + c) * EACH < COLUMNS)[:, None, None, None]
+        if DOTS:
+            v0, square = given(now0, square, at_weight, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN)
+            v1, square = given(now1, square, at_weight + 8, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN)
+            v2, v3 = v0, v1
             if BITS == 4:
-                y_part = eight4(y_part, pick4(a0, a1, a2, a3, piece), v, values, table, KIND, LANES)
-                if PAIRED:
-                    z_part = eight4(z_part, pick4(b0, b1, b2, b3, piece), v, values, table, KIND, LANES)
-            else:
-                left, right = pick4(a0, a1, a2, a3, 2 * piece), pick4(a0, a1, a2, a3, 2 * piece + 1)
-                y_part = eight8(y_part, left, right, v, KIND, LANES)
-                if PAIRED:
-                    left, right = pick4(b0, b1, b2, b3, 2 * piece), pick4(b0, b1, b2, b3, 2 * piece + 1)
-                    z_part = eight8(z_part, left, right, v, KIND, LANES)
-        if GROUPED:
-            y += a_by * centred(y_part, plain, a_less, KIND, BITS, ZERO)
+                v2, square = given(now2, square, at_weight + 16, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN)
+                v3, square = given(now3, square, at_weight + 24, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN)
+            unit, high, low, all_high, all_low = in_bytes(v0, v1, v2, v3, BITS, LANES)
+            none = tl.zeros([BLOCK_IN, TOKENS_UP, BLOCK_OUT], tl.int32)
+            y_part += unit * dots((a0, a1, a2, a3), high, low, none, BITS, LANES)
             if PAIRED:
-                z += b_by * centred(z_part, plain, b_less, KIND, BITS, ZERO)
+                z_part += unit * dots((b0, b1, b2, b3), high, low, none, BITS, LANES)
+            plain += unit * (all_high * 256 + all_low).to(tl.float32)
+        else:
+            for piece in tl.static_range(EACH // 8):
+                now = pick4(now0, now1, now2, now3, piece)
+                v, square = given(now, square, at_weight + piece * 8, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN)
+                if KIND == "grid":
+                    plain += (v[0] + v[1] + v[2] + v[3]) + (v[4] + v[5] + v[6] + v[7])
+                    v = placed(v, BITS)
+                if BITS == 4:
+                    y_part = eight4(y_part, pick4(a0, a1, a2, a3, piece), v, values, table, KIND, LANES)
+                    if PAIRED:
+                        z_part = eight4(z_part, pick4(b0, b1, b2, b3, piece), v, values, table, KIND, LANES)
+                else:
+                    left, right = pick4(a0, a1, a2, a3, 2 * piece), pick4(a0, a1, a2, a3, 2 * piece + 1)
+                    y_part = eight8(y_part, left, right, v, KIND, LANES)
+                    if PAIRED:
+                        left, right = pick4(b0, b1, b2, b3, 2 * piece), pick4(b0, b1, b2, b3, 2 * piece + 1)
+                        z_part = eight8(z_part, left, right, v, KIND, LANES)
+        if GROUPED:
+            y += a_by * centred(y_part, plain, a_less, KIND, BITS, ZERO, DOTS)
+            if PAIRED:
+                z += b_by * centred(z_part, plain, b_less, KIND, BITS, ZERO, DOTS)
         else:
             y, z = y_part, z_part
     y, z = tl.sum(y, 0), tl.sum(z, 0)
     if not GROUPED:
         plain = tl.sum(plain, 0)
         a_scale, a_zero = whole(scale, zero, first, TALL, ZERO)
-        y = a_scale * centred(y, plain, a_zero, KIND, BITS, ZERO)
+        y = a_scale * centred(y, plain, a_zero, KIND, BITS, ZERO, DOTS)
         if PAIRED:
             b_scale, b_zero = whole(scale, zero, second, TALL, ZERO)
-            z = b_scale * centred(z, plain, b_zero, KIND, BITS, ZERO)
-    if NORM == "rms":
+            z = b_scale * centred(z, plain, b_zero, KIND, BITS, ZERO, DOTS)
+    if NORM:
         root = tl.rsqrt(tl.sum(square, 0) / COLUMNS + eps)
         y, z = y * root, z * root
-    if NORM == "layer":
-        mean, rows = tl.sum(total, 0) / COLUMNS, OUTPUTS * (2 if PAIRED else 1)
-        root = tl.rsqrt(tl.maximum(tl.sum(square, 0) / COLUMNS - mean * mean, 0.0) + eps)
-        y = (y - mean * tl.load(shift + first)[None, :]) * root + tl.load(shift + rows + first)[None, :]
-        if PAIRED:
-            z = (z - mean * tl.load(shift + second)[None, :]) * root + tl.load(shift + rows + second)[None, :]
     if BIAS:
         y += tl.load(bias + first)[None, :].to(tl.float32)
         z += tl.load(bias + second)[None, :].to(tl.float32)
@@ -348,6 +371,21 @@ def eight(v, TOKENS_UP: tl.constexpr, BLOCK_IN: tl.constexpr):
     v1, v5 = tl.split(odd_low)
     v3, v7 = tl.split(odd_high)
     return v0, v1, v2, v3, v4, v5, v6, v7
+
+
+@jit
+def given(
+    now, square, at_weight, inside, NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, TOKENS_UP: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    """Eight columns of every chunk, times the norm's weights; and the sum of the squares of what they were."""
+    v = eight(now, TOKENS_UP, BLOCK_IN)
+    if NORM:
+        square += v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]
+        square += v[4] * v[4] + v[5] * v[5] + v[6] * v[6] + v[7] * v[7]
+    if NORM_WEIGHT:
+        v = times(v, eight(tl.load(at_weight, mask=inside, other=0.0), 1, BLOCK_IN))
+    return v, square
 
 
 @jit
@@ -454,14 +492,112 @@ def byte(w, j: tl.constexpr, KIND: tl.constexpr):
 
 
 @jit
-def centred(sums, plain, zero, KIND: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr):
+def in_bytes(v0, v1, v2, v3, BITS: tl.constexpr, LANES: tl.constexpr):
+    """Numbers of a chunk, each [chunks, tokens, 1], in 16 bits: what one counts (no number where one is none), the high
+    and the low bytes that meet each word of codes (of 4 bits the even columns, then the odd), and the sums of both."""
+    most = tl.maximum(largest_of(v0), largest_of(v1), propagate_nan=tl.PropagateNan.ALL)
+    if BITS == 4:
+        most = tl.maximum(most, largest_of(v2), propagate_nan=tl.PropagateNan.ALL)
+        most = tl.maximum(most, largest_of(v3), propagate_nan=tl.PropagateNan.ALL)
+    by = 32767.0 / tl.maximum(most, 1e-30)
+    h0, l0, h1, l1 = four_and_four(v0, by, BITS, LANES)
+    h2, l2, h3, l3 = four_and_four(v1, by, BITS, LANES)
+    if BITS == 4:
+        h4, l4, h5, l5 = four_and_four(v2, by, BITS, LANES)
+        h6, l6, h7, l7 = four_and_four(v3, by, BITS, LANES)
+        return with_sums(most, (h0, h1, h2, h3, h4, h5, h6, h7), (l0, l1, l2, l3, l4, l5, l6, l7), 8, LANES)
+    else:
+        return with_sums(most, (h0, h1, h2, h3), (l0, l1, l2, l3), 4, LANES)
+
+
+@jit
+def with_sums(most, high, low, COUNT: tl.constexpr, LANES: tl.constexpr):
+    ones = high[0] * 0 + 0x01010101
+    all_high, all_low = high[0] * 0, high[0] * 0
+    for i in tl.static_range(COUNT):
+        all_high, all_low = dot4(all_high, ones, high[i], True, LANES), dot4(all_low, ones, low[i], False, LANES)
+    return most / 32767.0, high, low, all_high, all_low
+
+
+@jit
+def largest_of(v):
+    most = tl.abs(v[0])
+    for j in tl.static_range(1, 8):
+        most = tl.maximum(most, tl.abs(v[j]), propagate_nan=tl.PropagateNan.ALL)
+    return most
+
+
+@jit
+def four_and_four(v, by, BITS: tl.constexpr, LANES: tl.constexpr):
+    """High and low bytes of v * by: of columns 0, 2, 4, 6 and of 1, 3, 5, 7 for codes of 4 bits, else of neighbours."""
+    if BITS == 4:
+        h, l = bytes_of(v[0], v[2], v[4], v[6], by, LANES)
+        m, n = bytes_of(v[1], v[3], v[5], v[7], by, LANES)
+    else:
+        h, l = bytes_of(v[0], v[1], v[2], v[3], by, LANES)
+        m, n = bytes_of(v[4], v[5], v[6], v[7], by, LANES)
+    return h, l, m, n
+
+
+@jit
+def bytes_of(a, b, c, d, by, LANES: tl.constexpr):
+    """Beside the exponent of 2 ** 23 the nearest whole number of a * by needs no conversion."""
+    MAGIC: tl.constexpr = 12582912.0
+    a, b = (a * by + MAGIC).to(tl.int32, bitcast=True), (b * by + MAGIC).to(tl.int32, bitcast=True)
+    c, d = (c * by + MAGIC).to(tl.int32, bitcast=True), (d * by + MAGIC).to(tl.int32, bitcast=True)
+    if LANES:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, u;
+            prmt.b32 t, $2, $3, 0x5410;
+            prmt.b32 u, $4, $5, 0x5410;
+            prmt.b32 $0, t, u, 0x7531;
+            prmt.b32 $1, t, u, 0x6420;
+            }""",
+            "=&r,=&r,r,r,r,r", [a, b, c, d], (tl.int32, tl.int32), True, 1,
+        )  # fmt: skip
+    else:
+        high = ((a >> 8) & 255) | (((b >> 8) & 255) << 8) | (((c >> 8) & 255) << 16) | (((d >> 8) & 255) << 24)
+        return high, (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | ((d & 255) << 24)
+
+
+@jit
+def dots(w, high, low, none, BITS: tl.constexpr, LANES: tl.constexpr):
+    """Sums of codes times whole numbers, of each chunk [chunks, tokens, outputs]: below 2 ** 24 of 4 bits, so exact."""
+    h, l = none, none
+    for i in tl.static_range(4):
+        if BITS == 4:
+            even, odd = w[i] & 0x0F0F0F0F, (w[i] >> 4) & 0x0F0F0F0F
+            h = dot4(dot4(h, even, high[2 * i], True, LANES), odd, high[2 * i + 1], True, LANES)
+            l = dot4(dot4(l, even, low[2 * i], False, LANES), odd, low[2 * i + 1], False, LANES)
+        else:
+            h, l = dot4(h, w[i], high[i], True, LANES), dot4(l, w[i], low[i], False, LANES)
+    return (h * 256 + l).to(tl.float32)
+
+
+@jit
+def dot4(acc, w, v, SIGNED: tl.constexpr, LANES: tl.constexpr):
+    """acc + the four bytes of w times those of v, which may be signed."""
+    if LANES:
+        NAME: tl.constexpr = "dp4a.u32.s32 $0, $1, $2, $3;" if SIGNED else "dp4a.u32.u32 $0, $1, $2, $3;"
+        return tl.inline_asm_elementwise(NAME, "=r,r,r,r", [w, v, acc], tl.int32, True, 1)
+    else:
+        for j in tl.static_range(4):
+            part = ((v << (24 - 8 * j)) >> 24) if SIGNED else ((v >> (8 * j)) & 255)
+            acc = acc + ((w >> (8 * j)) & 255) * part
+        return acc
+
+
+@jit
+def centred(
+    sums, plain, zero, KIND: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, DOTS: tl.constexpr
+):  # fmt: skip
     """Sums of values, from sums of codes as they were read, and the sum of x."""
     if KIND != "grid":
         return sums
-    elif ZERO:
-        return sums * (2.0**45) - plain * zero
     else:
-        return sums * (2.0**45) - plain * (1 << (BITS - 1))
+        FACTOR: tl.constexpr = 1.0 if DOTS else 2.0**45
+        return sums * FACTOR - plain * (zero if ZERO else (1 << (BITS - 1)))
 
 
 @jit

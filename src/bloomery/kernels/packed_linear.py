@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels import gemv, packed_gemm, packed_gemv
+from bloomery.kernels import packed_gemm, packed_gemv
 from bloomery.kernels.gemv import After, Norm
 from bloomery.kernels.launch import begin, fused, jit, overlap, tl, wait
 from bloomery.kernels.norm import layer_norm
@@ -25,7 +25,6 @@ from bloomery.kernels.quantize_rows import INT8, quantize_rows
 
 LIBRARY = 32  # tokens from which the library multiplies int8
 SCRATCH = 1 << 27  # bytes unpacked at once
-PANEL = 2048  # rows unpacked at once to sum them up
 SPAN = 2048  # bytes of codes that a program unpacks
 
 Way = Literal["rows", "product", "rounded", "scratch"]
@@ -81,29 +80,17 @@ def packed_linear_reference(x: torch.Tensor, packed: Packed, bias: torch.Tensor 
 
 
 def packed_phrase(
-    x: torch.Tensor,
-    packed: Packed,
-    bias: torch.Tensor | None,
-    before: Norm | None,
-    after: After,
-    shift: torch.Tensor | None = None,
+    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, before: Norm | None, after: After
 ) -> torch.Tensor | None:
     """The product with all that surrounds it; None where there is no kernel, or it does not pay.
 
-    A layer norm without its `shift` goes ahead on its own.
+    A layer norm goes ahead on its own, which was measured to cost less than its sums inside of the product.
     """
     if not fused(x) or len(x) > few(packed) or not packed_gemv.possible(packed, after):
         return None
-    if before is not None and before.kind == "layer" and shift is None:
+    if before is not None and before.kind == "layer":
         x, before = layer_norm(x, before.weight, before.bias, before.eps), None
-    return packed_gemv.packed_rows(x, packed, bias, before, after, shift=shift)
-
-
-def shifts(packed: Packed, norm: Norm) -> torch.Tensor:
-    """gemv.shifts of a packed matrix, which is unpacked some rows at a time."""
-    rows = packed.shape[0]
-    parts = [range(start, min(start + PANEL, rows)) for start in range(0, rows, PANEL)]
-    return torch.cat([gemv.shifts(unpacked(packed, part, torch.float32), norm) for part in parts], 1)
+    return packed_gemv.packed_rows(x, packed, bias, before, after)
 
 
 def rounded(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:

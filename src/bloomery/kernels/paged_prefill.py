@@ -2,7 +2,8 @@
 
 One program takes a tile of rows: the queries of one key head, position by position and, within a position, head by
 head, so that heads that share keys share their reading. It runs over tiles of keys, from the window's edge or the
-beginning to the diagonal; only tiles that some row does not see whole are masked.
+beginning to the diagonal; only tiles that some row does not see whole are masked. Where the host does not know how long
+the sequences are, there are as many programs as their tiles can be at most, and each finds its own.
 """
 
 from __future__ import annotations
@@ -26,16 +27,13 @@ class Tiling:
 
 
 @lru_cache(maxsize=256)
-def tiling(rows: int, dim: int, item: int, few: bool = False) -> Tiling:
-    """For sequences of at most `rows` rows, of numbers of `item` bytes. `few`: 64 rows a program, and each has a
-    processor for itself: only how soon it is through its keys counts."""
+def tiling(rows: int, dim: int, item: int) -> Tiling:
+    """For sequences of at most `rows` rows, of numbers of `item` bytes; measured (benchmarks/kernels.py tune)."""
     if item == 4:
         return Tiling(16, 16, 8, 2) if dim > 128 else Tiling(16 if rows <= 16 else 32, 32, 8, 2)
-    if rows <= 64:
-        return Tiling(64, 64, 4, 2) if dim <= 128 else Tiling(64, 32, 4, 2)
-    if dim <= 64:
-        return Tiling(128, 64, 4, 3)
-    return Tiling(64, 128, 4, 2) if few and dim <= 128 else Tiling(128, 64, 8, 2)
+    if dim > 128:
+        return Tiling(64, 32, 4, 2) if rows <= 64 else Tiling(128, 64, 8, 2)
+    return Tiling(64, 64, 4, 2 if rows <= 64 else 3) if dim > 64 or rows <= 64 else Tiling(128, 64, 4, 3)
 
 
 def paged_prefill(
@@ -48,11 +46,12 @@ def paged_prefill(
     first: int,
     count: int,
     longest: int,
+    tokens: int,
     block_size: int,
     scoring: Scoring,
     cut: Tiling,
 ) -> None:
-    """Sequences `first` to `first + count` of the step, of at most `longest` new positions each.
+    """Sequences `first` to `first + count` of the step, of at most `longest` new positions each and `tokens` in all.
 
     q and out [tokens, heads, dim]: sequence i has tokens starts[i] to starts[i + 1], the last ones of its ends[i].
     Tokens of a sequence that ends at 0 are nobody's, and get zeros.
@@ -61,32 +60,35 @@ def paged_prefill(
     kv_heads = cache.shape[2]
     share = heads // kv_heads
     by = scales(cache)
-    prefill_kernel[(kv_heads, -(-longest * share // cut.rows), count)](
+    tiles = min(-(-longest * share // cut.rows) * count, tokens * share // cut.rows + count)
+    prefill_kernel[(kv_heads, tiles)](
         q, bits(cache), q if by is None else by, out, tables, starts, ends,
         q if scoring.slopes is None else scoring.slopes, cache.stride(0), cache.shape[1], tables.stride(0), first,
-        scoring.scale * LOG2E,
+        count, scoring.scale * LOG2E,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=max(16, power_of_two(dim)), BLOCK=block_size, ROWS=cut.rows,
         TILE=cut.tile, WINDOW=scoring.window or 0, CAP=scoring.softcap or 0.0, ALIBI=scoring.slopes is not None,
-        SCALED=by is not None, STAGES=cut.stages, num_warps=cut.warps, **overlap(q.device),
+        SCALED=by is not None, COUNT_UP=8 if count <= 8 else max(64, power_of_two(count)), STAGES=cut.stages,
+        num_warps=cut.warps, **overlap(q.device),
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["tables", "starts", "ends", "width", "first"])
+@jit(do_not_specialize=["tables", "starts", "ends", "width", "first", "count"])
 def prefill_kernel(
-    q, cache, scales, out, tables, starts, ends, slopes, half, places, width, first, scale,
+    q, cache, scales, out, tables, starts, ends, slopes, half, places, width, first, count, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SCALED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, COUNT_UP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     wait(PDL)
-    kv_head, sequence = tl.program_id(0), first + tl.program_id(2)
+    kv_head = tl.program_id(0)
     SHARE: tl.constexpr = HEADS // KV_HEADS
+    which, begins = found(starts + first, tl.program_id(1), count, SHARE, ROWS, COUNT_UP)
+    if which >= count:
+        return
+    sequence = first + which
     start = tl.load(starts + sequence).to(tl.int32)
     count = tl.load(starts + sequence + 1).to(tl.int32) - start
-    begins = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS  # the longest rows first
-    if begins >= count * SHARE:
-        return
     end = tl.load(ends + sequence).to(tl.int32)
     r, d = begins + tl.arange(0, ROWS), tl.arange(0, DIM_UP)
     at = end - count + r // SHARE  # positions of the rows
@@ -123,6 +125,18 @@ def prefill_kernel(
         KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, SCALED, STAGES,
     )  # fmt: skip
     tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+@jit
+def found(starts, tile, count, SHARE: tl.constexpr, ROWS: tl.constexpr, COUNT_UP: tl.constexpr):
+    """The sequence of a tile and its first row there; `count` where there are not so many tiles. A sequence's are taken
+    from behind: the rows that see most come first."""
+    i = tl.arange(0, COUNT_UP)
+    new = tl.load(starts + 1 + i, mask=i < count, other=0) - tl.load(starts + i, mask=i < count, other=0)
+    tiles = (new.to(tl.int32) * SHARE + ROWS - 1) // ROWS
+    upto = tl.cumsum(tiles, 0)
+    which = tl.sum((upto <= tile).to(tl.int32), 0)
+    return tl.minimum(which, count), (tl.sum(tl.where(i <= which, tiles, 0), 0) - 1 - tile) * ROWS
 
 
 @jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 
 from bloomery.config import cores, device
 from bloomery.errors import ConfigError
@@ -25,16 +26,25 @@ def wish_of(args: argparse.Namespace, about: Subject) -> Wish:
         found = here(device("auto"))
     cpu, model = found.cpu, about.model
     precision = PRECISIONS[args.precision] if args.precision else about.kept(cpu)
-    if any(value is not None and value < 1 for value in (args.context, args.devices, args.tp, args.pp, args.replicas)):
-        raise ConfigError("--context, --devices, --tp, --pp and --replicas count from 1")
-    layout = None
-    if args.tp or args.pp or args.replicas:
-        layout = Layout(args.tp or 1, args.pp or 1, args.replicas or 1)
+    if cpu and precision.bits == 16:
+        precision = PRECISIONS["fp32"]  # a CPU has no arithmetic of 16 bits
+    layout = layout_of(args)
     wide = cpu and precision.bits >= 16  # a CPU's products of fewer bits round their inputs: 16 bits do for the cache
     kv_bits = KV_BITS[args.kv or ("fp32" if wide else "bf16")]
     if kv_bits == 8:
         kv_bits += 32 / model.layers[0].attention.head_dim  # a scale a head
     return Wish(found, precision, kv_bits, args.context, args.goal, args.devices, layout, args.price)
+
+
+def layout_of(args: argparse.Namespace) -> Layout | None:
+    """As the flags say; devices that TP and PP leave over are replicas."""
+    if not (args.tp or args.pp or args.replicas):
+        return None
+    one = Layout(args.tp or 1, args.pp or 1)
+    layout = replace(one, replicas=args.replicas or max((args.devices or 0) // one.devices, 1))
+    if args.devices and layout.devices != args.devices:
+        raise ConfigError(f"{layout} takes {layout.devices} devices, and --devices says {args.devices}")
+    return layout
 
 
 def measure() -> None:
@@ -47,10 +57,15 @@ def measure() -> None:
     print(f"{title}: reads {size(seen.bandwidth)}/s{speeds}", file=sys.stderr)
     if seen.doubt:
         print(f"Is the machine in use? {seen.doubt}. Run it again when it is quiet.", file=sys.stderr)
+        if title in recall():
+            print("What is remembered of it stays as it is.", file=sys.stderr)
+            return
     print(f"Remembered in {remember(title, seen.bandwidth, seen.rates)}.", file=sys.stderr)
 
 
 def answer(args: argparse.Namespace) -> int:
+    if args.calibration and not args.simulate:
+        raise ConfigError("--calibration says how long the steps of --simulate take; give a trace too")
     if args.measure:
         measure()
     about = subject(args.model, args.revision)

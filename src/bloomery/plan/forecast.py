@@ -37,6 +37,7 @@ GRAPHS = 1 << 30  # bytes a GPU keeps for captured steps
 NODE = 8  # devices that one machine's links join; tensor parallelism does not leave it
 BATCHES = (1, 8, 64)
 COUNTS = (1, 2, 4, 8, 16, 32)
+ALIKE = 0.95  # of the most tokens a second: a forecast is no finer than that
 PROMPTS = (16_000, 100_000)  # tokens at which memory for attention is shown
 
 
@@ -68,6 +69,18 @@ class Row:
     cost: float | None = None  # of a million tokens
 
 
+def sizes(machine: Machine) -> tuple[int, int]:
+    """Positions and sequences of a step, as an engine takes them unless it is told otherwise."""
+    return (512, 64) if machine.cpu else (8192, 256)
+
+
+def largest_step(model: Model, machine: Machine) -> tuple[int, float]:
+    """Its positions, and its activations' bytes."""
+    tokens, sequences = sizes(machine)
+    tokens = min(tokens, model.context)
+    return tokens, activation_bytes(model, tokens, sequences, 32 if machine.cpu else 16)
+
+
 class Placed:
     """A model at a precision on so many devices."""
 
@@ -88,17 +101,19 @@ class Placed:
     @cached_property
     def room(self) -> float:
         """Bytes left on each device for keys and values."""
-        cpu = self.machine.cpu
-        tokens = 512 if cpu else 8192
-        step = activation_bytes(self.model, min(tokens, self.model.context), 64 if cpu else 256) / self.layout.tp
+        step = largest_step(self.model, self.machine)[1] / self.layout.tp
         weights = weights_bytes(self.model, self.precision) / (self.layout.tp * self.layout.pp)
-        return self.machine.memory * USED - weights - step - (0 if cpu else GRAPHS)
+        return self.machine.memory * USED - weights - step - (0 if self.machine.cpu else GRAPHS)
+
+    @property
+    def share(self) -> float:
+        """Of a layer's heads of keys and values, on each device: those that cannot be split are kept by every rank."""
+        heads = self.model.layers[0].attention.num_kv_heads
+        return ceil(heads / self.layout.tp) / heads
 
     def sequence_bytes(self, context: int) -> float:
-        """Keys and values of one sequence on each device; heads that cannot be split are kept by every rank."""
-        attention = self.model.layers[0].attention
-        share = ceil(attention.num_kv_heads / self.layout.tp) / attention.num_kv_heads
-        return kv_bytes(self.model, context, self.kv_bits) * share / self.layout.pp
+        """Keys and values of one sequence on each device: all of them, for a window hides positions and frees none."""
+        return context * kv_bytes_per_token(self.model, self.kv_bits) * self.share / self.layout.pp
 
     def largest(self, context: int) -> int:
         return max(0, int(self.room // self.sequence_bytes(context)))
@@ -121,13 +136,14 @@ class Placed:
         floor = self.roofline.floor(group, group * context, group)
         expected = self.expected(batch, context)
         speed = batch / expected * self.layout.replicas
-        work, cache = floor.operations / self.roofline.rate, group * self.sequence_bytes(context) * self.layout.pp
+        work = floor.operations / self.roofline.rate
+        cache = group * kv_bytes(self.model, context, self.kv_bits) * self.share  # what is read of it
         kinds = {
             "computing": work,
             "cache": cache / self.machine.bandwidth,
             "weights": floor.bytes / self.roofline.bandwidth - cache / self.machine.bandwidth,
         }
-        cost = price * self.layout.devices / (speed * 3600) * 1e6 if price else None
+        cost = price * self.layout.devices / (speed * 3600) * 1e6 if price is not None else None
         fits = batch <= self.largest(context)
         return Row(batch, context, floor.ms, expected * 1e3, speed, fits, max(kinds, key=lambda k: kinds[k]), cost)
 
@@ -211,7 +227,10 @@ class Forecast:
     def best(self, goal: str) -> Placed:
         if goal == "latency":
             return min(self.fitting, key=lambda placed: (placed.expected(1, self.context), placed.layout.pp))
-        return max(self.fitting, key=self.throughput)
+        least = ALIKE * max(map(self.throughput, self.fitting))
+        alike = [placed for placed in self.fitting if self.throughput(placed) >= least]
+        # Of those alike the one whose replicas are smallest: who talks to nobody falls with nobody.
+        return min(alike, key=lambda placed: (placed.layout.tp * placed.layout.pp, -self.throughput(placed)))
 
     def throughput(self, placed: Placed) -> float:
         """Tokens a second of all replicas, the batch as large as fits, requests half prompt and half answer. The stages
@@ -238,7 +257,7 @@ class Forecast:
             "weights_bytes": round(weights_bytes(model, wish.precision)),
             "weights_bytes_by_precision": {p.name: round(weights_bytes(model, p)) for p in self.precisions()},
             "kv_bytes_per_token": round(kv_bytes_per_token(model, wish.kv_bits)),
-            "activation_bytes": round(activation_bytes(model, min(8192, model.context), 256)),
+            "activation_bytes": round(largest_step(model, wish.machine)[1]),
             "scores_bytes": round(scores_bytes(model.layers[0].attention.num_heads, self.context)),
             "prompt_memory": self.prompt_memory(),
             "library_peak_bytes": {name: round(peak_bytes(model, p)) for name, p in LIBRARY.items()},

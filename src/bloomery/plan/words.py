@@ -7,14 +7,12 @@ from pathlib import Path
 from textwrap import fill
 
 from bloomery.errors import ConfigError
-from bloomery.plan.forecast import COUNTS, READING, Forecast, Layout, layouts
+from bloomery.plan.forecast import COUNTS, READING, Forecast, Layout, largest_step, layouts, sizes
 from bloomery.plot import Series, chart
 from bloomery.roofline import (
     LIBRARY,
     MACHINES,
     Machine,
-    activation_bytes,
-    kv_bytes,
     kv_bytes_per_token,
     parameters,
     peak_bytes,
@@ -32,6 +30,8 @@ def advice(plan: Forecast) -> list[str]:
         ]
     alone, layout = chosen.expected(1, context) * 1e3, chosen.layout
     lines = []
+    if wish.context > context:
+        lines.append(f"A context of {wish.context:,} is beyond what it was made for: planned for {context:,}.")
     if layout.devices == 1:
         lines.append(f"It fits one device: neither TP nor PP is needed, {size(chosen.room)} are left for the cache.")
     if layout.tp > 1:
@@ -54,7 +54,8 @@ def advice(plan: Forecast) -> list[str]:
 def _spared(plan: Forecast) -> list[str]:
     """Why the simple way, stage after stage, was not taken for throughput."""
     plain = next((option for option in plan.fitting if option.layout.tp == option.layout.replicas == 1), None)
-    if plan.wish.goal != "throughput" or plain is None or plan.chosen.layout.pp > 1 or plain.layout.pp == 1:
+    chosen = plan.chosen.layout
+    if plan.wish.goal != "throughput" or plain is None or chosen.pp > 1 or chosen.tp == 1:
         return []
     stages, most = plain.layout.pp, plain.largest(plan.context)
     return [
@@ -86,6 +87,7 @@ def size(count: float, unit: str = "B") -> str:
 def text(plan: Forecast) -> str:
     model, wish, chosen, context = plan.model, plan.wish, plan.chosen, plan.context
     attention, count, weights = model.layers[0].attention, parameters(model), weights_bytes(model, wish.precision)
+    tokens, activations = largest_step(model, wish.machine)
     heads = f"{attention.num_heads} heads"
     if attention.num_kv_heads != attention.num_heads:
         heads += f" over {attention.num_kv_heads} of keys and values"
@@ -96,9 +98,8 @@ def text(plan: Forecast) -> str:
         f"  weights          {size(weights):>9}  ({gib(weights)} GiB) in {wish.precision.name}, "
         f"{wish.precision.bits / 8:.3g} bytes a parameter of the layers",
         f"  keys and values  {size(kv_bytes_per_token(model, wish.kv_bits)):>9}  a token, "
-        f"{size(kv_bytes(model, context, wish.kv_bits))} for {context:,}",
-        f"  activations      {size(activation_bytes(model, min(8192, model.context), 256)):>9}  in a step of "
-        f"{min(8192, model.context):,} tokens",
+        f"{size(context * kv_bytes_per_token(model, wish.kv_bits))} for {context:,}",
+        f"  activations      {size(activations):>9}  in a step of {tokens:,} tokens",
         *_memory_lines(plan),
         "",
         *_machine_lines(plan),
@@ -210,6 +211,8 @@ def _capacity_lines(plan: Forecast) -> list[str]:
         f"  users            {users:,} reading {READING:g} tokens/s each",
         f"  a prompt         {context:,} tokens: floor {floor * 1e3:.1f} ms, expected {expected * 1e3:.1f} ms",
     ]
+    if asked := wanted(plan, users // chosen.layout.replicas):
+        lines.insert(2, f"  for all of them  bloomery serve {asked}")
     if plan.wish.price is not None and users:
         each = max(1, users // chosen.layout.replicas)
         cost = chosen.row(each, context, plan.wish.price).cost
@@ -217,6 +220,16 @@ def _capacity_lines(plan: Forecast) -> list[str]:
             f"  cost             {cost:.2f} a million tokens with that many users, {plan.wish.price:g} an hour a device"
         )
     return lines
+
+
+def wanted(plan: Forecast, users: int) -> str:
+    """Flags without which an engine takes fewer users: a CPU's keeps no more positions than it must."""
+    chosen, context, most = plan.chosen, plan.context, max(8192, plan.model.context)
+    flags = [f"--max-sequences {users}"] if users > sizes(chosen.machine)[1] else []
+    if chosen.machine.cpu and users * context > most:
+        held = users * chosen.sequence_bytes(context) * chosen.layout.tp * chosen.layout.pp
+        flags.append(f"--kv-cache-gib {held / 2**30 + 0.05:.1f}")
+    return " ".join(flags)
 
 
 # ---- as a picture ----------------------------------------------------------------------------------

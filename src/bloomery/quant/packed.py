@@ -8,7 +8,7 @@ may stand beside k in full precision. On a CPU a product unpacks a panel of rows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import TypeGuard
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from bloomery.errors import UnsupportedModel
 from bloomery.kernels.gemv import After, Norm
 from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed, unpack
-from bloomery.kernels.packed_linear import few, packed_linear, packed_phrase, shifts, unpacked
+from bloomery.kernels.packed_linear import packed_linear, packed_phrase, unpacked
 from bloomery.quant.base import Product, Range, Ready, Stored, Tensors
 from bloomery.quant.dense import DenseFormat, DenseReady
 from bloomery.quant.native import BlocksReady, native
@@ -348,7 +348,6 @@ class PackedReady:
 
     packed: Packed | Scattered
     dtype: torch.dtype  # of what comes out of it
-    shifts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)  # by the norm in front of the product
 
     @property
     def nbytes(self) -> int:
@@ -372,15 +371,9 @@ class PackedReady:
     def phrase(
         self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
     ) -> torch.Tensor | None:
-        packed = self.packed
-        if not x.is_cuda or not has_kernels(packed):
+        if not x.is_cuda or not has_kernels(self.packed):
             return None
-        shift = None
-        if before is not None and before.kind == "layer" and len(x) <= few(packed) and in_order(packed):
-            if id(before) not in self.shifts:
-                self.shifts[id(before)] = shifts(packed, before)
-            shift = self.shifts[id(before)]
-        return packed_phrase(x, packed, bias, before, after, shift)
+        return packed_phrase(x, self.packed, bias, before, after)
 
 
 def has_kernels(packed: Packed | Scattered) -> TypeGuard[Packed]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -48,3 +49,18 @@ def download(values: torch.Tensor) -> torch.Tensor:
     may overwrite the values."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return host.copy_(values, non_blocking=True)
+
+
+@contextmanager
+def one_thread(wanted: bool) -> Iterator[None]:
+    """Torch's threads spin for milliseconds after their work, on cores that native kernels want next, and wait for each
+    other where somebody else has one: what is small is better done by one of them."""
+    before = torch.get_num_threads()
+    if not wanted or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -58,7 +58,7 @@ class Meter:
 
     def begin(self, step: Step) -> None:
         now = time.perf_counter()
-        self.current = Reading(step, now, now - self.resulted < PAUSE)
+        self.current = Reading(step, now, bool(self.open) or now - self.resulted < PAUSE)
         self.mark()
 
     def mark(self) -> None:

@@ -26,7 +26,8 @@ from bloomery.runtime.rows import Row, Rows
 
 LINES = (8, 32, 64, 128, 192)  # that may be captured; and as many as there are rows
 # Larger steps keep the device longer than the host. For 448 the matrix library knows no good way: 512 takes less time.
-TOKENS = (32, 64, *range(128, 448, 64), *range(512, 1281, 128))
+TOKENS = (32, 64, *range(128, 448, 64), *range(512, 1280, 128), *range(1280, 2049, 256))
+USUAL = (32, 64, 128, 256, 512, 768, 1024, 1280, 1536)  # sizes that come wherever prompts are cut into good steps
 PROMPTS = 8  # the last of them is what fills the step up
 
 Placed = Sequence[tuple[Item, Row]]
@@ -58,11 +59,17 @@ class MixedStep:
             and all(row.plain and row.draws_only and not item.drafts and row.knows(item.start) for item, row in chunks)
         )
 
-    def prepare(self) -> None:
-        """Capture the largest step, which decides how much memory graphs take; others are once they have come twice."""
+    def usual(self) -> list[tuple[int, int]]:
+        """Lines and positions of the steps to be captured beforehand: the largest, which decides how much memory graphs
+        take, then those that will come. Others are once they have come twice."""
+        found = [(self.rows.count, self.most)] if self.sizes else []
+        for before, lines in zip([0, *self.lines], self.lines):
+            found += [(lines, tokens) for tokens in USUAL if before < tokens < self.most]
+        return found
+
+    def prepare(self, lines: int, tokens: int) -> None:
         if isinstance(self.runs, Captured):
-            lines, tokens = self.rows.count, self.most
-            self._send(layout((), (), lines, tokens, lines))
+            self._send(layout((), (), lines, tokens, self.rows.count))
             self.runs.prepare((lines, tokens), partial(self.forward, lines, tokens))
 
     def _send(self, sent: np.ndarray) -> None:

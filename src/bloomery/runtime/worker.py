@@ -27,7 +27,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.runtime.batch import Batch, Share
 from bloomery.runtime.cache import allocate, fit, kv_dtype
 from bloomery.runtime.decode import DecodeStep
-from bloomery.runtime.device import check, download, upload
+from bloomery.runtime.device import check, download, one_thread, upload
 from bloomery.runtime.forward import Forward, Steady, Whole, steady
 from bloomery.runtime.largest import LOGIT_ROWS, largest_step
 from bloomery.runtime.meter import Meter, Reading, roofline
@@ -87,6 +87,9 @@ class Worker:
         runs = Captured(self.graphs) if self.graphs else None
         self.decode = DecodeStep(self.model, model.vocab, self.rows, plan.block_size, pick, mesh.last, runs)
         self.mixed = self._mixed(pick, plan.max_batch_tokens)
+        limit = roofline(
+            self.decoder.whole, here(self.device.type), loaded.bytes * plan.tp * plan.pp, dtype, kv, plan.tp, plan.pp
+        )
         self.capacity = Capacity(
             blocks=size.blocks,
             block_size=plan.block_size,
@@ -98,12 +101,10 @@ class Worker:
             kv_bytes=size.bytes,
             device=str(self.device),
             notes=tuple(filter(None, (*loaded.notes, size.note, self._native(why_not)))),
+            lone=limit.expected(1, 1, 1),
         )
 
         self.capturing: Iterator[int] = self._capture() if self.graphs else iter(())
-        limit = roofline(
-            self.decoder.whole, here(self.device.type), loaded.bytes * plan.tp * plan.pp, dtype, kv, plan.tp, plan.pp
-        )
         self.padded = 0  # lines of the step under way that are nobody's
         self.meter: Meter | None = Meter(limit, self.device)
 
@@ -132,13 +133,15 @@ class Worker:
 
     def _capture(self) -> Iterator[int]:
         """The largest step first: the others fit into the room it leaves. Then decode steps from the smallest on, as a
-        server fills; all others when they have come twice. Steps may run in between, without a graph if need be."""
+        server fills, and those with prompts; all others when they have come twice. Steps may run in between, without a
+        graph if need be."""
         sizes = self.decode.sizes[-1:] + self.decode.sizes[:-1]
+        work = [partial(self.decode.prepare, size) for size in sizes]
         if self.mixed is not None:
-            self.mixed.prepare()
-            yield len(sizes)
-        for left, size in zip(reversed(range(len(sizes))), sizes, strict=True):
-            self.decode.prepare(size)
+            largest, *usual = [partial(self.mixed.prepare, *size) for size in self.mixed.usual()]
+            work = [largest, *work, *usual]
+        for left, prepare in zip(reversed(range(len(work))), work, strict=True):
+            prepare()
             if left:  # with the last it is over, and holds nothing any more
                 yield left
 
@@ -241,7 +244,8 @@ class Worker:
         if self.meter is not None:
             self.meter.choosing()
         asked = [(share.row.index, share.item.start + share.item.count, share.item.drafts) for share in shares]
-        draws = self.sampler.sample(logits, asked)
+        with one_thread(team().active):
+            draws = self.sampler.sample(logits, asked)
         rows, ends = upload([(row, position) for row, position, _ in asked], self.device).unbind(1)
         if len(logits) == len(shares):
             self.rows.last[rows] = draws.tokens.to(self.rows.last.dtype)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 
+from bloomery.engine.gauge import parts
 from bloomery.messages import Stats
 from bloomery.server.backend import Backend
 
@@ -236,6 +237,7 @@ class Metrics:
             "ttft": self.seen["first_token"].percentiles(),
             "inter_token": self.seen["between"].percentiles(),
             "share_of_limit": stats.share,
+            "seconds_by_part": {"floor": stats.timing.floor, **parts(stats.timing)},
             "preemptions": stats.preemptions,
             "requests": self.requests,
             "model": self.model,

@@ -17,6 +17,7 @@ export interface Sample {
   ttft: Percentiles
   inter_token: Percentiles
   share_of_limit: number | null
+  seconds_by_part: Record<string, number> // of all steps so far: the floor, and where the rest went
   preemptions: number | null
   requests: number | null
   model: string
@@ -26,11 +27,22 @@ export interface Sample {
 const KEPT = 3600
 const EVERY = 1000
 const GAP = 5 // seconds without a sample that a line must not bridge
+const RECENT = 5 // seconds over which the parts of a step are told
 
 class History {
   samples = $state.raw<(Sample | { time: number })[]>([])
   latest = $state.raw<Sample | null>(null)
   error = $state('')
+
+  /** What each part of the steps was of the last seconds, the floor first; empty while nothing ran. */
+  get parts(): [string, number][] {
+    const now = this.latest
+    const then = this.samples.find((sample): sample is Sample => 'model' in sample && !!now && sample.time >= now.time - RECENT)
+    if (!now || !then) return []
+    const spent = Object.entries(now.seconds_by_part).map(([name, sum]): [string, number] => [name, Math.max(sum - (then.seconds_by_part[name] ?? 0), 0)])
+    const whole = spent.reduce((sum, [, seconds]) => sum + seconds, 0)
+    return whole ? spent.map(([name, seconds]) => [name, seconds / whole]) : []
+  }
 
   /** Samples until `signal` ends it; waits while the page is hidden. */
   async follow(signal: AbortSignal) {

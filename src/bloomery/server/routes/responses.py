@@ -39,6 +39,8 @@ class ResponseBody(Body, kw_only=True):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    priority: int | None = None
+    deadline_ms: int | None = None
     stream: bool | None = None
     store: bool | None = None
     text: dict[str, Any] | None = None
@@ -67,7 +69,7 @@ def wishes(call: Call, body: ResponseBody) -> SamplingParams:
     if kind != "text":
         raise InvalidRequest(f"text.format {str(kind)[:64]!r} is not supported: {GRAMMAR}", "text.format")
     check_tools(body.tool_choice)
-    return wished(call, body, ("temperature", "top_p"), max_tokens=body.max_output_tokens)
+    return wished(call, body, ("temperature", "top_p", "priority", "deadline_ms"), max_tokens=body.max_output_tokens)
 
 
 def messages(call: Call, body: ResponseBody) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from bloomery import __version__
-from bloomery.config import profiler_variable
+from bloomery.config import profiler
 from bloomery.server.call import Call, Route
 from bloomery.server.errors import tgi
 from bloomery.server.shapes import INFO, READY
@@ -63,7 +63,7 @@ async def info(call: Call) -> ASGIApp:
             "sha": None,
             "docker_label": None,
             "limits": asdict(limits),
-            **({"profiling": under} if (under := profiler_variable()) else {}),  # so that nobody publishes its figures
+            **({"profiling": under} if (under := profiler()) else {}),  # so that nobody publishes its figures
         }
     )
 

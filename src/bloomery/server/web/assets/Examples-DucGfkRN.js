@@ -1,4 +1,4 @@
-import{A as e,C as t,D as n,F as r,I as i,L as a,M as o,N as s,O as c,P as l,R as u,S as d,T as f,_ as p,b as m,c as h,g,j as _,k as v,n as y,p as b,v as x,w as S,y as C}from"./index-BP4HPW13.js";function w(e){return[N(e),P(e),F(e),I(e)]}var T=({key:e},t,n,r=``)=>[`curl ${r}${t}`,e&&`-H "Authorization: Bearer $BLOOMERY_API_KEY"`,`-H 'Content-Type: application/json'`,`-d '${D(n)}'`].filter(Boolean).join(` \\
+import{A as e,C as t,D as n,F as r,I as i,L as a,M as o,N as s,O as c,P as l,R as u,S as d,T as f,_ as p,b as m,c as h,g,j as _,k as v,n as y,p as b,v as x,w as S,y as C}from"./index-BkmGvQMh.js";function w(e){return[N(e),P(e),F(e),I(e)]}var T=({key:e},t,n,r=``)=>[`curl ${r}${t}`,e&&`-H "Authorization: Bearer $BLOOMERY_API_KEY"`,`-H 'Content-Type: application/json'`,`-d '${D(n)}'`].filter(Boolean).join(` \\
   `),E=e=>JSON.stringify(e,null,1).replace(/\n\s*/g,` `).replace(/([[{]) | ([\]}])/g,`$1$2`),D=e=>`{\n${Object.entries(e).map(([e,t])=>`    "${e}": ${E(t)}`).join(`,
 `)}\n  }`.replaceAll(`'`,String.raw`'\''`),O=({key:e})=>e?`os.environ["BLOOMERY_API_KEY"]`:`"none"`,k=({key:e})=>e?`process.env.BLOOMERY_API_KEY`:`'none'`,A=({key:e})=>e?`import os
 
