@@ -134,11 +134,10 @@ class Crowd:
         if len(self.flight) != 1 or not (expected := self.scheduler.expected()):
             return
         until = max(self.flight[0][1], self.latest) + expected - max(AHEAD, SHARE * expected)
-        if self.coming and self.now < self.coming[0][0] <= until:
+        while self.coming and self.now < self.coming[0][0] <= until:
             self.now = self.coming[0][0]
             self._arrive()
-        else:
-            self.now = max(self.now, until)
+        self.now = max(self.now, until)
 
     def _arrive(self) -> None:
         while self.coming and self.coming[0][0] <= self.now:

@@ -414,14 +414,14 @@ class AsyncLLM:
             self._post(self._fail, error)
 
     def _read(self, patience: float | None) -> bool:
-        """Take in what has arrived, waiting so long for something, or for ever; False when asked to end."""
+        """Take in what arrives within so long, or what has once something has (None); False when asked to end."""
         loop = self.front.stack.loop
         while patience != 0 or not self.inbox.empty():
             try:
                 order = self.inbox.get(timeout=patience)
             except queue.Empty:
                 break
-            patience = 0
+            patience = loop.patience()
             if order is None:
                 return False
             if isinstance(order, str):

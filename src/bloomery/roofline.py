@@ -195,7 +195,7 @@ class Calibration:
     kernels: tuple[int, int] = (5, 10)  # kernels a layer: one position in the whole step, more
     step: float = 4e-6  # seconds a step beside its layers
     eager: float = 45e-6  # seconds a kernel takes to start where a step is not captured
-    captured: int = 1280  # positions up to which a step with pieces of prompts is
+    captured: int = 2048  # positions up to which a step with pieces of prompts is
     mixed: float = 20e-6  # seconds a layer, where streams go on beside pieces of prompts
     sequence: float = 0.052e-6  # seconds a sequence adds to each layer beside what it reads and computes
 

@@ -9,11 +9,15 @@ from dataclasses import replace
 import pytest
 
 from bloomery.engine.blocks import Blocks
+from bloomery.engine.executor import Result
 from bloomery.engine.loop import Loop
 from bloomery.engine.pace import Work
 from bloomery.engine.policy import Fair
+from bloomery.engine.process import Engine
 from bloomery.engine.scheduler import Scheduler, work_of
-from bloomery.messages import Request, Sampling, Step, StepOutput, Timing
+from bloomery.engine.wire import Hello, Message
+from bloomery.messages import Capacity, Request, Sampling, Step, StepOutput, Timing
+from tests.chaos.ghost_engine import plan
 from tests.ghost.ghost import Ghost
 
 ROWS = 16
@@ -84,3 +88,46 @@ def test_the_next_step_is_left_open_for_who_comes() -> None:
         if turn == 251:  # the step that was under way has ended, and the newcomer was in the one behind it
             assert "newcomer" in [entry.request for entry in news]
     assert patience > 0 and late <= 0, f"the device waited for {late} s"
+
+
+class Line:
+    """Messages that come at their time; whoever waits for them lets time pass."""
+
+    def __init__(self, device: Device):
+        self.device, self.coming = device, deque[tuple[float, Message]]()
+
+    def send(self, message: Message) -> None:
+        pass
+
+    def receive(self, seconds: float | None) -> list[Message]:
+        until = self.device.now + (seconds or 0.0)
+        if self.coming and self.coming[0][0] <= until:
+            when, message = self.coming.popleft()
+            self.device.now = max(self.device.now, when)
+            return [message]
+        self.device.now = until
+        return []
+
+
+def test_who_comes_early_does_not_make_the_next_step_come_early() -> None:
+    """Two of one moment: were the next step queued for the first, the second would wait for the one behind it."""
+    device = Device(stalls=0.0)
+    line, begun = Line(device), list[tuple[float, float, int]]()
+    engine = Engine(line, Hello(1, plan()), device, Capacity(4000, 16, ROWS, 2048, 8000, 7), device.clock)
+    submit = engine.loop.executor.submit
+
+    def watched(step: Step) -> Result:
+        begun.append((device.now, device.free, len(step.chunks)))
+        return submit(step)
+
+    engine.loop.executor.submit = watched  # type: ignore[method-assign]
+    engine.take([Request(str(i), (1, 2, 3) * 2000, Sampling(), 400) for i in range(ROWS // 2)])
+    while len(begun) < 250:
+        engine.turn()
+    under_way = device.free
+    line.coming += [(device.now + 1e-4 * i, Request(f"newcomer {i}", (1, 2), Sampling(), 4)) for i in (1, 2)]
+    before = len(begun)
+    while line.coming or len(begun) < before + 3:
+        engine.turn()
+    joined = next(entry for entry in begun[before:] if entry[2])
+    assert joined[2] == 2 and joined[0] <= max(joined[1], under_way)

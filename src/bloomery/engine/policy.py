@@ -120,7 +120,7 @@ class Aims:
 
     between: float | None = None  # two tokens of a running stream; None: ten lone steps, but no slower than one reads
     short: float | None = None  # a request that takes no longer alone is short; None: 64 lone steps
-    stretch: float = 3.7  # a short request is promised so many times what it takes alone
+    stretch: float = 3.6  # a short request is promised so many times what it takes alone
     tax: float = 0.05  # the most of their time that long ones give for the short
 
     def target(self, lone: float) -> float:
@@ -139,7 +139,12 @@ SPAN = 30.0  # seconds over which the tax is judged
 MOST = 4  # steps between two of the streams
 URGENT = 3  # promises that a lap is cut by
 WIDTHS = (0, 1, 2, 3, 4, 6)  # of steps, in halves of a good size
-GRAINS = (256, 128, 32)  # a whole lap's positions are a multiple of the first that is not too coarse: sizes are few
+GRAINS = (
+    512,
+    256,
+    128,
+    32,
+)  # a whole lap's positions are a multiple of the first that is not too coarse: sizes are few
 LEAST = 32  # positions that may be a good size
 
 
@@ -357,20 +362,23 @@ class Fair:
     ) -> Cut:
         """Of the laps that keep every promise and are not too long, the one in which prompts get on fastest; if none
         does, the one that breaks them least. Sizes are halves of a good one: they are few."""
-        half = max(self._size() // 2, 1)
-        beside = {min(max(half * i - both.tokens, 0), most) for i in WIDTHS}
-        between = {max(half * i - riding.tokens, 0) for i in WIDTHS} if both != riding else set[int]()
+        half, widest = max(self._size() // 2, 1), sorted(WIDTHS, reverse=True)
+        beside = dict.fromkeys(min(max(half * i - both.tokens, 0), most) for i in widest)
+        between = dict.fromkeys(max(half * i - riding.tokens, 0) for i in widest) if both != riding else {}
         first = [(n, self.pace.seconds(Work(both.tokens + n, both.attended, n * context))) for n in beside]
         other = [(n, self.pace.seconds(Work(riding.tokens + n, riding.attended, n * context))) for n in between]
         best, found = (inf, 0.0, 0.0), Cut(0, 0, 0)
         for n, seconds in first:
-            for m, each in [(0, 0.0), *other]:
+            for m, each in [*other, (0, 0.0)]:
                 for steps in range(1, MOST + 1) if each else (0,):
                     if m and n + (steps - 1) * m >= most:
                         break
-                    total, done = seconds + steps * each, min(n + steps * m, most)
+                    total = seconds + steps * each
+                    speed = min(n + steps * m, most) / max(total, 1e-9)
+                    if not best[0] and -speed > best[1]:
+                        continue  # it could keep all promises, and would be slower still
                     late = max([self._takes(left, steps, seconds, each) - given for left, given in pressing])
-                    rank = max(late, total - lap if steps else 0.0, 0.0), -done / max(total, 1e-9), total
+                    rank = max(late, total - lap if steps else 0.0, 0.0), -speed, total
                     if rank < best:
                         best, found = rank, Cut(n, m, steps)
         return found

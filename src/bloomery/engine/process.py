@@ -151,7 +151,11 @@ class Engine:
     def turn(self) -> None:
         """What has arrived, one step, and what there is to tell."""
         busy, begun = self.loop.busy, self.clock()
-        self.take(self.channel.receive(self.loop.patience() if busy or self.loop.left else HEARTBEAT))
+        patience = self.loop.patience() if busy or self.loop.left else HEARTBEAT
+        while arrived := self.channel.receive(patience):  # who comes early does not make the next step come early
+            self.take(arrived)
+            if not (patience := self.loop.patience()):
+                break
         self.prepare()
         begun = begun if busy else self.clock()
         news = self.loop.step()
