@@ -365,7 +365,11 @@ class Fair:
         half, widest = max(self._size() // 2, 1), sorted(WIDTHS, reverse=True)
         beside = dict.fromkeys(min(max(half * i - both.tokens, 0), most) for i in widest)
         between = dict.fromkeys(max(half * i - riding.tokens, 0) for i in widest) if both != riding else {}
-        first = [(n, self.pace.seconds(Work(both.tokens + n, both.attended, n * context))) for n in beside]
+        first = [
+            (n, self.pace.seconds(Work(both.tokens + n, both.attended, n * context)))
+            for n in beside
+            if both.tokens + n  # a step of nobody is none
+        ]
         other = [(n, self.pace.seconds(Work(riding.tokens + n, riding.attended, n * context))) for n in between]
         best, found = (inf, 0.0, 0.0), Cut(0, 0, 0)
         for n, seconds in first:
