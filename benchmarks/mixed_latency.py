@@ -2,10 +2,14 @@
 
     PYTHONPATH=src python3 benchmarks/mixed_latency.py llama-8b --plot mixed.svg     # a GPU, random weights
     PYTHONPATH=src python3 benchmarks/mixed_latency.py embedded --plot mixed.svg     # two cores, scaled down
+    PYTHONPATH=src python3 benchmarks/mixed_latency.py imagined                      # no GPU: see below
 
 Long requests in a closed loop (2,000 in, 512 out, 256 at once), short ones (32 in, 16 out) arriving at random, 5 a
 second. Each policy is a process of its own, one after the other: an engine keeps its memory for itself. The plot has
 every short request's time, in order, and every gap between two tokens of a long one.
+
+`imagined` is the GPU's load on the real API, loop and scheduler, in real time, before a device that takes what
+policy.py says of an H200: it shows what the host does to the figures, and nothing of a card.
 """
 
 from __future__ import annotations
@@ -35,6 +39,10 @@ class Load:
 
 GPU = Load(256, (2000, 512), (32, 16), 5.0)
 TWO_CORES = Load(6, (160, 48), (8, 6), 0.4)
+NOBODY = SHAPES["llama-1b"] | {  # a model so small that a cache for everybody is nothing; it never runs
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 1000,
+}  # fmt: skip
 TARGETS = {"short_p99_x": 4.0, "long_tok_s": 4636, "long_gap_p99": 0.065}  # on an H200, for the 8B shape
 
 
@@ -49,10 +57,16 @@ async def drive(shape: str, policy: str, load: Load, seconds: float, options: di
     if shape != "embedded":
         folder = Path(tempfile.mkdtemp()) / shape
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+        (folder / "config.json").write_text(json.dumps(NOBODY if shape == "imagined" else SHAPES[shape]))
         model, options = str(folder), {"load_format": "dummy", "max_model_len": 8192, **options}
+    if shape == "imagined":
+        options |= {"device": "cpu", "max_sequences": 256, "max_batch_tokens": 8192, "kv_cache_gib": 0.3}
     engine = AsyncLLM(model, skip_tokenizer_init=True, enable_prefix_caching=False, policy=policy, **options)
     stack, chance = engine.front.stack, random.Random(1)
+    if shape == "imagined":
+        from policy import Imagined
+
+        stack.loop.executor, stack.loop.depth = Imagined(), 2
     if aims and policy == "fair":
         fair = stack.loop.scheduler.policy
         fair.aims = replace(fair.aims, **aims)
@@ -147,7 +161,7 @@ def verdict(runs: dict[str, dict], shape: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=[*SHAPES, "embedded"])
+    parser.add_argument("shape", choices=[*SHAPES, "embedded", "imagined"])
     parser.add_argument("--policy", choices=("fair", "first-come"), action="append")
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--longs", type=int)

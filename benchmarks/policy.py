@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import AHEAD, SHARE
 from bloomery.engine.policy import Aims, Fair, FirstCome, Policy
 from bloomery.engine.scheduler import Scheduler, work_of
-from bloomery.messages import Item, Request, Sampled, Sampling, Step, StepOutput
+from bloomery.messages import Item, Request, Sampled, Sampling, Step, StepOutput, Timing
 
 # An 8B model in 16 bits on an H200: milliseconds of the layers' products by positions of a captured step
 PRODUCTS = {32: 4.45, 64: 4.45, 128: 4.7, 192: 5.2, 256: 5.95, 320: 7.3, 384: 8.1, 512: 10.3, 640: 12.6,
@@ -59,6 +60,35 @@ class Device:
 
 
 H200 = Device()
+
+
+class Imagined:
+    """An executor in real time: steps take what the device would, tokens mean nothing."""
+
+    def __init__(self, device: Device = H200, seed: int = 0):
+        self.device, self.chance, self.free = device, random.Random(seed), 0.0
+
+    def submit(self, step: Step) -> Imagined.Later:
+        now, seconds = time.monotonic(), self.device.seconds(step.items, self.chance)
+        begun = max(now, self.free)
+        idle, self.free = (begun - self.free if self.free else 0.0), begun + seconds
+        samples = tuple(Sampled(item.sequence, (2,)) for item in step.items if item.samples)
+        return Imagined.Later(StepOutput(samples, Timing(steps=1, device=seconds, idle=idle)), self.free)
+
+    def spare(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+    @dataclass(frozen=True)
+    class Later:
+        output: StepOutput
+        end: float
+
+        def result(self) -> StepOutput:
+            time.sleep(max(self.end - time.monotonic(), 0.0))
+            return self.output
 
 
 @dataclass

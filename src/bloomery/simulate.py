@@ -93,7 +93,6 @@ class Replica:
         self.loop = Loop(self.scheduler, self.executor, max(settings.depth, stages), self.clock)
         self.longest = min(capacity.max_length, capacity.blocks * capacity.block_size)
         self.load = 0  # tokens promised and not out yet
-        self.met = False  # whether somebody came while it waited: the first ends its patience
 
 
 class Fleet:
@@ -148,7 +147,7 @@ class Fleet:
         while True:
             busy = [replica for replica in self.replicas if replica.loop.busy]
             next_up = min(busy, key=lambda replica: replica.clock.now) if busy else None
-            patience = next_up.loop.patience() if next_up and not next_up.met else 0.0
+            patience = next_up.loop.patience() if next_up else 0.0
             if coming and (next_up is None or coming[0][0] <= next_up.clock.now + patience):
                 at, i = heapq.heappop(coming)
                 if not self._enter(arrivals[i], records[i], at, i):
@@ -162,7 +161,6 @@ class Fleet:
 
     def _enter(self, arrival: Arrival, record: Record, at: float, i: int) -> bool:
         replica = self.route(arrival)
-        replica.met |= at > replica.clock.now
         replica.clock.now = max(replica.clock.now, at)
         record.sent = at
         output = min(arrival.output, replica.longest - arrival.prompt)  # as a server cuts an answer short
@@ -188,7 +186,6 @@ class Fleet:
     def _advance(replica: Replica, records: Sequence[Record]) -> list[int]:
         """One step of a replica; who is done."""
         ended = []
-        replica.met = False
         for news in replica.loop.step():
             i = int(news.request)
             record = records[i]

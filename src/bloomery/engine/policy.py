@@ -131,20 +131,15 @@ class Aims:
 
 
 PRIORITY = 10.0  # seconds of waiting that one degree of priority is worth
-LONGEST = 1.25  # times the target between two tokens that a lap may take,
-PREFILL = 1.5  # a lap may grow to so many times what its streams take, for the sake of prompts
+LONGEST = 1.25  # times the target between two tokens that a lap may take; or, for the sake of prompts,
+PREFILL = 1.5  # so many times what its streams take, if that is more
 KNOWN = 64  # measured steps from which on the pace is to be relied on
 RESERVED = 30.0  # seconds after a short one for which rows are kept for others
 SPAN = 30.0  # seconds over which the tax is judged
 MOST = 4  # steps between two of the streams
 URGENT = 3  # promises that a lap is cut by
 WIDTHS = (0, 1, 2, 3, 4, 6)  # of steps, in halves of a good size
-GRAINS = (
-    512,
-    256,
-    128,
-    32,
-)  # a whole lap's positions are a multiple of the first that is not too coarse: sizes are few
+GRAINS = (512, 256, 128, 32)  # a whole lap is a multiple of the first that is not too coarse: sizes are few
 LEAST = 32  # positions that may be a good size
 
 
