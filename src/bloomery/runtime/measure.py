@@ -140,7 +140,7 @@ def on_cpu(cores: int, values: int) -> dict[str, Probe]:
         blocks = torch.full((values // WIDTH, WIDTH // 256 * size), BYTE, dtype=torch.uint8)
         segment = (ops.pack(kind, blocks, WIDTH), len(blocks), ops.PACKED[kind][1])
         found[name + ROW] = product(ops.Matrix(WIDTH, [segment]), one)
-        found[name] = product(ops.Matrix(WIDTH, [(segment[0], WIDTH, segment[2])]), rows)
+        found[name] = product(ops.Matrix(WIDTH, [(segment[0], min(WIDTH, len(blocks)), segment[2])]), rows)
     return found | _attention()
 
 
