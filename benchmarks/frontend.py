@@ -285,7 +285,7 @@ def main() -> int:
     parser.add_argument("descriptor", nargs="?", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine:
-        return run_engine(socket.socket(fileno=arguments.descriptor), lambda report: Ghost(arguments.pace))
+        return run_engine(socket.socket(fileno=arguments.descriptor), lambda plan, report: Ghost(arguments.pace))
     if arguments.serve:
         return server(arguments.serve, arguments.pace, arguments.profile)
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(measure(arguments))

@@ -49,7 +49,7 @@ def check(name: str, times: int) -> tuple[str, str, float, float]:
             got = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
             if got != want:
                 wrong.append(way)
-            mixed = llm.front.stack.executor.executor.worker.mixed
+            mixed = llm.front.stack.executor.worker.mixed
             if way == "graphs" and not (mixed and len(mixed.runs.found) > 1):  # the largest is there from the start
                 wrong.append("no chunks captured")
             del llm

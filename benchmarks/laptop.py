@@ -324,7 +324,7 @@ def agreement(texts: int) -> None:
     for kept, native in (("auto", True), ("model", True), ("int8", True), ("float32 reference", False)):
         kv = kept if native else "model"
         llm = LLM(None, native=native, kv_dtype=kv, kv_cache_gib=0.3, max_model_len=2048, enable_prefix_caching=False)
-        worker = llm.loop.executor.executor.worker
+        worker = llm.loop.executor.worker
         lines: list[torch.Tensor] = []
         worker.sampler.prompt_logprobs = partial(overheard, lines)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)

@@ -39,7 +39,7 @@ def main() -> None:
         (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
         model, options = str(folder), {"load_format": "dummy", "max_model_len": 4096, **options}
     llm = LLM(model, skip_tokenizer_init=True, enable_prefix_caching=False, **options)
-    worker, loop = llm.front.stack.executor.executor.worker, llm.front.stack.loop
+    worker, loop = llm.front.stack.executor.worker, llm.front.stack.loop
     meter = worker.meter
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
 

@@ -90,7 +90,7 @@ def floor(llm, prompts: list[list[int]], outs: list[int], copy: float, product: 
     """Seconds: each prompt position's operations, then a pass over weights and cache for every step."""
     from bloomery.roofline import parameters
 
-    decoder = llm.front.stack.executor.executor.worker.decoder
+    decoder = llm.front.stack.executor.worker.decoder
     spec, capacity = decoder.spec, llm.front.stack.capacity
     per_token = sum(2 * l.attention.num_kv_heads * l.attention.head_dim * 2 for l in spec.layers)
     embed = 0 if spec.tied else decoder.embed.matrix.nbytes

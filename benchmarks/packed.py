@@ -39,6 +39,7 @@ from bloomery.kernels import (
     packed_gemm,
     packed_gemv,
     packed_linear,
+    packed_woven,
     quantize_groups,
     quantize_rows,
     rounded_cache,
@@ -89,6 +90,7 @@ def size(packed: Packed) -> int:
 
 
 KINDS = {"int4": "int4 128 zero", "nf4": "nf4 64 nested", "int8": "int8 row signed", "fp8": "fp8 row"}
+WOVEN = ("int8 row signed", "int4 128 zero", "int4 128", "int4 256 zero", "int4 row zero")
 MORE = (
     "int4 128", "int4 64 zero", "int4 32 zero", "int4 row", "int4 row zero", "int4 128 zero order", "int8 128 zero",
     "int8 row", "int8 row zero", "fp8 one", "fp8 block", "nf4 64", "nf4 32", "int8 16 signed", "int8 16 zero",
@@ -120,12 +122,13 @@ def check_rows(
 
 def check_way(
     way: str, kind: str, tokens: int, rows: int, columns: int, dtype: torch.dtype, device: str,
-    cut: packed_gemm.Tiling | None = None,
+    cut: packed_gemm.Tiling | tuple[packed_woven.Cut, ...] | None = None,
 ) -> float:  # fmt: skip
     packed, bias = made(kind, rows, columns, device), torch.randn(rows, device=device).to(dtype)
     x = torch.randn(tokens, columns, device=device).to(dtype)
     calls = {
         "product": lambda: packed_gemm.packed_product(x, packed, bias, cut),
+        "woven": lambda: packed_woven.woven_product(x, packed, bias, cut),
         "rounded": lambda: packed_linear.rounded(x, packed, bias),
         "scratch": lambda: packed_linear.by_scratch(x, packed, bias),
     }
@@ -137,11 +140,11 @@ def check_way(
     return error(got, F.linear(given, packed.dequantize(torch.float64), bias.double()))
 
 
-def check_again(kind: str, tokens: int, rows: int, columns: int, times: int, device: str) -> float:
+def check_again(way: str, kind: str, tokens: int, rows: int, columns: int, times: int, device: str) -> float:
     """Several programs a processor, over and over: other bits than the first time are infinitely wrong."""
     packed, x = made(kind, rows, columns, device), torch.randn(tokens, columns, device=device).bfloat16()
-    first = packed_gemm.packed_product(x, packed)
-    same = all(torch.equal(packed_gemm.packed_product(x, packed), first) for _ in range(times))
+    first = linear_call(packed, x, way)
+    same = all(torch.equal(linear_call(packed, x, way), first) for _ in range(times))
     return error(first, F.linear(x.double(), packed.dequantize(torch.float64))) if same else float("inf")
 
 
@@ -217,15 +220,22 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
         if dtype == half or tokens == 64:
             call = lambda a=("product", kind, tokens, 1000, 2048, dtype, "cuda"): check_way(*a)  # noqa: E731
             yield f"product {kind} {tokens} {dtype}", call, LIMITS[dtype]
+    for kind, tokens, (tile, *rest) in product(WOVEN, (100, 200, 300), (packed_woven.TALL, packed_woven.HALF)):
+        for dtype, programs, first in ((half, 132, 0), (torch.float16, 8 * -(-tokens // tile), 0), (half, 5, 512)):
+            parts = [packed_woven.Cut(first, 1008, tile, *rest, programs)]
+            parts += [packed_woven.Cut(0, first, tile, *rest, 3)] * (first > 0)
+            call = lambda a=("woven", kind, tokens, 1008, 4096, dtype, "cuda", tuple(parts)): check_way(*a)  # noqa: E731
+            yield f"woven {kind} {tokens} {tile} {programs}", call, LIMITS[dtype]
     for kind, tokens in product(every, (300,)):
         call = lambda a=("scratch", kind, tokens, 1000, 2048, half, "cuda"): check_way(*a)  # noqa: E731
         yield f"scratch {kind} {tokens}", call, LIMITS[half]
     for kind, tokens in product(("fp8 row", "fp8 one", "int8 row signed both"), (17, 300)):
         call = lambda a=("rounded", kind, tokens, 1024, 2048, half, "cuda"): check_way(*a)  # noqa: E731
         yield f"rounded {kind} {tokens}", call, LIMITS[half]
-    for kind, tokens in product(KINDS.values(), (16, 64, 128, 256)):
-        call = lambda a=(kind, tokens, 49152, 2048, 20, "cuda"): check_again(*a)  # noqa: E731
-        yield f"again {kind} {tokens}", call, LIMITS[half]
+    ways = [*product(("product",), KINDS.values(), (16, 64, 128, 256)), *product(("woven",), WOVEN[:2], (128, 256))]
+    for way, kind, tokens in ways:
+        call = lambda a=(way, kind, tokens, 49152, 2048, 20, "cuda"): check_again(*a)  # noqa: E731
+        yield f"again {way} {kind} {tokens}", call, LIMITS[half]
     for kind, (tokens, way) in product(
         (*KINDS.values(), "fp8 block", "int4 64 zero"), ((2, singly), (7, grouped), (300, grouped), (2000, grouped))
     ):
@@ -325,6 +335,7 @@ def linear_jobs(wish: str, batches: tuple[int, ...] = BATCHES) -> list[tuple[str
     for model, name, kind, tokens in product(("octocoder", "8b"), ("qkv", "o", "up", "down"), KINDS, batches):
         if wish in f"linear {model} {name} {kind} {tokens}":
             ways = ["rows"] * (tokens <= 4) + ["product"] * (tokens >= 2) + ["scratch"] * (tokens >= 256)
+            ways += ["woven"] * (kind in ("int4", "int8") and tokens > 64)
             ways += ["rounded"] * (kind == "fp8" and tokens >= 4)
             jobs += [(model, name, kind, tokens, way) for way in ways]
     return jobs
@@ -333,7 +344,7 @@ def linear_jobs(wish: str, batches: tuple[int, ...] = BATCHES) -> list[tuple[str
 def linear_call(packed: Packed, x: torch.Tensor, way: str) -> torch.Tensor:
     calls = {
         "rows": packed_gemv.packed_rows, "product": packed_gemm.packed_product, "rounded": packed_linear.rounded,
-        "scratch": packed_linear.by_scratch,
+        "scratch": packed_linear.by_scratch, "woven": packed_woven.woven_product,
     }  # fmt: skip
     return calls[way](x, packed, None)
 

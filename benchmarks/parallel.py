@@ -28,9 +28,10 @@ from bloomery.artifacts.locate import locate
 from bloomery.config import Config
 from bloomery.describe import plan_for
 from bloomery.engine.blocks import Blocks
+from bloomery.engine.executor import Executor
 from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
-from bloomery.executors.chosen import Chosen
+from bloomery.executors.chosen import chosen
 from bloomery.messages import Request, Sampling
 
 WAYS = {"one rank": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2)}
@@ -49,23 +50,23 @@ def config(folder: Path, weights: str, streams: int = 16, tp: int = 1, pp: int =
     )  # fmt: skip
 
 
-def build(folder: Path, weights: str, streams: int, tp: int, pp: int) -> tuple[Loop, Chosen]:
+def build(folder: Path, weights: str, streams: int, tp: int, pp: int) -> tuple[Loop, Executor]:
     plan, _ = plan_for(config(folder, weights, streams, tp, pp))
-    executor = Chosen()
+    executor = chosen(plan)
     capacity = executor.start(plan)
     blocks = Blocks(capacity.blocks, capacity.block_size, plan.prefix_cache)
     scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages)
     return Loop(scheduler, executor, plan.depth), executor
 
 
-def busy(executor: Chosen) -> list[float]:
+def busy(executor: Executor) -> list[float]:
     """CPU seconds every rank has used, by the process's own clock, whose number Linux makes of the process's."""
-    members = getattr(executor.executor, "members", ())
+    members = getattr(executor, "members", ())
     processes = [member.process.pid for member in members] or [os.getpid()]
     return [time.clock_gettime((~process << 3) | 2) for process in processes]
 
 
-def seconds_a_token(loop: Loop, executor: Chosen, streams: int, tokens: int) -> tuple[float, float]:
+def seconds_a_token(loop: Loop, executor: Executor, streams: int, tokens: int) -> tuple[float, float]:
     """Between the moment all streams have their second token and the last token, over all tokens in between: by the
     clock, and of the busiest rank's CPU time."""
     for number in range(streams):

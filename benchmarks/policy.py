@@ -25,22 +25,22 @@ from bloomery.engine.scheduler import Scheduler, work_of
 from bloomery.messages import Item, Request, Sampled, Sampling, Step, StepOutput, Timing
 
 # An 8B model in 16 bits on an H200: milliseconds of the layers' products by positions of a captured step
-PRODUCTS = {32: 4.45, 64: 4.45, 128: 4.7, 192: 5.2, 256: 5.95, 320: 7.3, 384: 8.1, 512: 10.3, 640: 12.6,
-            768: 15.0, 896: 17.6, 1024: 20.0, 1152: 22.5, 1280: 25.6, 1536: 31.0, 1792: 36.3, 2048: 41.6}  # fmt: skip
+PRODUCTS = {32: 4.6, 64: 4.85, 128: 5.2, 192: 5.55, 256: 6.7, 320: 7.6, 384: 8.6, 512: 10.6, 640: 13.2,
+            768: 16.0, 896: 18.2, 1024: 20.4, 1152: 23.0, 1280: 25.6, 1536: 30.8, 1792: 37.0, 2048: 42.5}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a step takes on that card, fitted to 4,300 steps of both policies under the mixed load: 3 % off in the mean,
-    8 in one of twenty."""
+    """What a step takes on that card, fitted to 3,100 steps under the mixed load: 3 % off in the mean, 7 in one of
+    twenty."""
 
     position: float = 21e-6  # seconds, beyond the largest captured size
     host: float = 16e-3  # what a step that is not captured cannot go below: its kernels start one by one
-    draw: float = 0.65e-3  # of more than eight tokens
-    key: float = 30.5e-9
-    chunk: float = 1.55e-3  # of a prompt, by itself,
-    more: float = 0.6e-3  # and each of the others in the same step, up to three
-    pair: float = 2.2e-9
+    draw: float = 0.4e-3  # of more than eight tokens
+    key: float = 29e-9
+    chunk: float = 0.4e-3  # of a prompt, by itself,
+    more: float = 0.5e-3  # and each of the others in the same step, up to three
+    pair: float = 1.9e-9
     jitter: float = 0.05
 
     def seconds(self, items: Collection[Item], chance: random.Random) -> float:
@@ -49,7 +49,7 @@ class Device:
     def exact(self, items: Collection[Item]) -> float:
         work, lines = work_of(items), sum(item.count == 1 for item in items)
         if work.tokens == 1:
-            return 4.0e-3 + self.key * work.attended
+            return 3.9e-3 + self.key * work.attended
         size = next((size for size in PRODUCTS if size >= work.tokens), 0)
         largest = max(PRODUCTS)
         exact = 1e-3 * PRODUCTS[size or largest] + self.position * (0 if size else work.tokens - largest)

@@ -1,6 +1,6 @@
 """What fewer bits cost in quality: a model's answers to a page of real text, format by format, against full precision.
 
-    PYTHONPATH=src python3 benchmarks/quality.py [MODEL] [--tokens 1024] [--plot docs/quality.svg]
+    PYTHONPATH=src python3 benchmarks/quality.py [MODEL] [--tokens 1024] [--packed FOLDER] [--plot docs/quality.svg]
 
 Without MODEL: the embedded SmolLM2-135M. The page is the language reference that comes with Python. KL is of the full
 precision's next-token distribution to the format's, averaged over positions, in nats; top-1 the share of positions with
@@ -65,7 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--formats", nargs="+", default=list(ON_LOAD), choices=ON_LOAD)
+    parser.add_argument("--formats", nargs="+", default=list(ON_LOAD), choices=(*ON_LOAD, "none"))
+    parser.add_argument("--packed", nargs="+", default=[], metavar="FOLDER", help="what `bloomery quantize` made of it")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     artifact = locate(args.model)
@@ -77,11 +78,13 @@ def main() -> None:
     print(f"{artifact.name}: {len(ids)} tokens, {count / 1e6:.0f} million weights\n")
     print("| format | bits a weight | MB | perplexity | KL | same top-1 |\n|---|---|---|---|---|---|")
     points = []
-    for form in ("full", *args.formats):
+    ways = [(form, artifact, form) for form in args.formats if form != "none"]
+    ways += [(Path(folder).name, locate(folder), "auto") for folder in args.packed]
+    for form, origin, how in (("full", artifact, "auto"), *ways):
         if form == "full":
             got, bits = full, 16.0
         else:
-            decoder, size = load(artifact, form)
+            decoder, size = load(origin, how)
             got, bits = logprobs(decoder, ids), size * 8 / count
         kl = float((full.exp() * (full - got)).sum(-1).mean())
         same = float((full.argmax(-1) == got.argmax(-1)).float().mean())

@@ -141,7 +141,7 @@ COMPRESSED = {
     "packed, bits",
     [
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4 + 20 / 128),
-        ({"quant_method": "gptq", "bits": 3, "group_size": -1}, 3),
+        ({"quant_method": "gptq", "bits": 3, "group_size": -1}, 4),  # as kernels read them
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
         ({"quant_method": "fp8"}, 8),
@@ -155,6 +155,18 @@ def test_quantised_checkpoints_say_so(packed: dict[str, Any] | None, bits: float
     path = tmp_path / "packed.json"
     path.write_text(json.dumps({**config, "quantization_config": packed} if packed else config))
     assert subject(str(path)).stored.bits == bits
+    assert main(["plan", str(path), "--gpu", "zen3-2"]) == 0
+
+
+def test_formats_are_told_by_what_they_save(capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag of `serve` is one here; a CPU keeps in eight bits what it has no kernel for."""
+    assert main(["plan", shape("llama-8b"), "--gpu", "h200", "--quantize", "int4-64", "--kv-dtype", "fp8"]) == 0
+    table = capsys.readouterr().out.partition("  precision")[2].splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in table[1:7]}
+    assert table[0].endswith("ms a token, alone")
+    assert float(rows["int4-64"][-1]) < float(rows["int8"][-1]) < float(rows["bf16"][-1])
+    cpu = planned(capsys, shape("llama-8b"), "--gpu", "zen3-2", "--quantize", "nf4")
+    assert cpu["weights_bytes"] == pytest.approx(8.5 / 8 * cpu["parameters"], rel=0.01)
 
 
 def test_no_torch_and_quick() -> None:

@@ -18,6 +18,7 @@ from bloomery.roofline import (
     LIBRARY,
     MACHINES,
     PRECISIONS,
+    Precision,
     Roofline,
     activation_bytes,
     kv_bytes,
@@ -174,10 +175,8 @@ def test_stages_pass_hidden_states_and_nothing_else() -> None:
 
 def test_fewer_bits_are_less_to_read() -> None:
     here = machine("h200")
-    steps = [
-        Roofline(LLAMA, here, p.bits, outer_bits=p.outer, compute=p.compute).step(1, 100, 1)
-        for p in (PRECISIONS[name] for name in ("fp32", "bf16", "int8", "int4", "nf4"))
-    ]
+    names = ("fp32", "bf16", "int8", "int4", "nf4")
+    steps = [Roofline(LLAMA, here, PRECISIONS[name]).step(1, 100, 1) for name in names]
     assert steps == sorted(steps, reverse=True)
 
 
@@ -192,10 +191,8 @@ def test_windows_bound_what_is_multiplied() -> None:
 @pytest.mark.parametrize("batch", [1, 8, 256])
 def test_packed_weights_gain_most_where_reading_is_most(batch: int) -> None:
     """On the H200 as measured: faster than bf16 alone, slower in batches of hundreds; prompts are unpacked first."""
-    bf16, int8, int4 = (
-        Roofline(OCTOCODER, machine("h200"), p.bits, outer_bits=p.outer, compute=p.compute)
-        for p in (PRECISIONS[name] for name in ("bf16", "int8", "int4"))
-    )
+    names = ("bf16", "int8", "int4")
+    bf16, int8, int4 = (Roofline(OCTOCODER, machine("h200"), PRECISIONS[name]) for name in names)
     step = batch, 256 * batch, batch
     assert int4.expected(*step) < int8.expected(*step)
     assert (int8.expected(*step) < bf16.expected(*step)) == (batch <= 8)
@@ -207,8 +204,9 @@ def test_a_processor_mixes_what_a_file_mixes() -> None:
     here = machine("zen3-2")
     assert here.mean_rate({"int4": 1.0}) == here.rate("int4")
     assert here.rate("Q6_K") < here.mean_rate({"int4": 0.5, "Q6_K": 0.5}) < here.rate("int4")
-    mixed = Roofline(LLAMA, here, 5, outer_bits=8.5, kinds={"Q4_K": 0.8, "Q6_K": 0.2})
-    assert Roofline(LLAMA, here, 5, outer_bits=8.5).expected(8, 800, 8) < mixed.expected(8, 800, 8)
+    plain = Precision("Q4_K", 5, 8.5)
+    mixed = Roofline(LLAMA, here, replace(plain, kinds={"Q4_K": 0.8, "Q6_K": 0.2}))
+    assert Roofline(LLAMA, here, plain).expected(8, 800, 8) < mixed.expected(8, 800, 8)
 
 
 def test_unknown_machines_are_named() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from bloomery.bench.load import Arrival, lengths, pattern, read, write
+from bloomery.bench.load import Arrival, lengths, pattern, read
 from bloomery.bench.summary import Targets
 from bloomery.cli import main
 from bloomery.config import Config
@@ -118,7 +118,7 @@ def test_calibration_finds_the_constants_of_the_steps_it_is_given() -> None:
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, steps = tmp_path / "trace.jsonl", tmp_path / "steps.jsonl"
     arrivals = pattern("chat:20:3", 60, lengths("50:10"))
-    write(arrivals, trace)
+    trace.write_text("".join(json.dumps(asdict(arrival)) + "\n" for arrival in arrivals))
     assert read(trace) == arrivals
     rows = [{"tokens": n, "attended": 100 * n, "sampled": n, "seconds": 0.02 + 0.001 * n} for n in (1, 2, 8, 32, 64)]
     steps.write_text("".join(json.dumps(row) + "\n" for row in rows))

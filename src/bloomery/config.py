@@ -110,7 +110,11 @@ class Config:
         False, "the same tokens alone and in any batch, chunked, cached or replayed; costs speed", "Batching"
     )
     steps_in_flight: int | None = option(
-        None, "steps queued on the device; default: 2 on a GPU, 1 on a CPU, at least one a stage", "Batching", kind=int
+        None,
+        "steps queued on the device; default: 2 on a GPU, and up to 8 short ones while no row can change; 1 on a CPU; "
+        "at least one a stage",
+        "Batching",
+        kind=int,
     )
     policy: str = option(
         "auto",

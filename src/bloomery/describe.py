@@ -18,7 +18,6 @@ from bloomery.errors import ConfigError, UnsupportedModel
 from bloomery.families import Description, describe
 from bloomery.families.gguf import describe as describe_gguf
 
-DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -52,10 +51,10 @@ def native_dtype(artifact: Artifact, dummy: bool = False) -> str:
     packed = config.get("quantization_config") or {}
     words = (config.get("dtype"), config.get("torch_dtype"), packed.get("bnb_4bit_compute_dtype"), "auto")
     stated = str(next(word for word in words if word)).removeprefix("torch.")
-    if stated in DTYPES:
+    if stated in STORED.values():
         return stated
     if stated != "auto":
-        raise UnsupportedModel(f"config.json: dtype {stated!r} is not known. Known: {', '.join(DTYPES)}")
+        raise UnsupportedModel(f"config.json: dtype {stated!r} is not known. Known: {', '.join(STORED.values())}")
     if dummy:
         return "bfloat16"
     count: Counter[str] = Counter()

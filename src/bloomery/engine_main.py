@@ -61,11 +61,11 @@ def main() -> int:
             print(f"engine: torch is imported once more, and whole: {error}", file=sys.stderr, flush=True)
             os.execv(sys.executable, [sys.executable, "-m", "bloomery.engine_main", style, descriptor])
     from bloomery.engine.process import serve
-    from bloomery.executors.chosen import Chosen
+    from bloomery.executors.chosen import chosen
     from bloomery.logs import write
 
     write(style, "engine: %(message)s")
-    return serve(socket.socket(fileno=int(descriptor)), lambda report: Chosen(report=report))
+    return serve(socket.socket(fileno=int(descriptor)), chosen)
 
 
 if __name__ == "__main__":

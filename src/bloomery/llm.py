@@ -34,7 +34,7 @@ from bloomery.engine.loop import Loop
 from bloomery.engine.policy import policy_for
 from bloomery.engine.scheduler import Scheduler
 from bloomery.errors import BloomeryError, ConfigError, InvalidRequest, RequestFailed, TemplateError
-from bloomery.executors.chosen import Chosen
+from bloomery.executors.chosen import chosen
 from bloomery.messages import Capacity, Pooling, Request, Tokens
 from bloomery.sampling import SamplingParams, embedding_request, requests
 from bloomery.text.answer import Answer, Delta, Generation, RequestOutput
@@ -71,7 +71,7 @@ def build(config: Config, tokenizer: bool = True, progress: bool = False) -> Sta
     """Locate, plan, load. Torch is imported here and no earlier."""
     plan, artifact = plan_for(config)
     words = load_tokenizer(artifact) if tokenizer else None
-    executor = Chosen(progress)
+    executor = chosen(plan, progress=progress)
     capacity = executor.start(plan)
     prepare(executor, progress)
     for note in capacity.notes:
@@ -120,9 +120,9 @@ class Front:
     @property
     def default_params(self) -> SamplingParams:
         """What the checkpoint's generation_config asks for."""
-        said = dict(self.tokenizer.defaults) if self.tokenizer else {}
-        wishes = {field.name for field in fields(SamplingParams)} & said.keys()
-        return SamplingParams(max_tokens=said.get("max_new_tokens"), **{name: said[name] for name in wishes})
+        said: Mapping[str, Any] = self.tokenizer.defaults if self.tokenizer else {}
+        known = {field.name for field in fields(SamplingParams)}
+        return SamplingParams(**{"max_tokens": None, **{name: said[name] for name in said if name in known}})
 
     def generation(self, prompt: Prompt, params: SamplingParams) -> Generation:
         text, ids = self._ids(prompt)
@@ -394,7 +394,6 @@ class AsyncLLM:
         finally:
             for name in generation.answers:
                 self.listeners.pop(name, None)
-            for name in generation.open:
                 self.inbox.put(name)
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ what it saw to the user's cache folder, and everybody who asks for this machine 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -15,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bloomery import remembered
 from bloomery.config import cores
 from bloomery.roofline import CPU, MACHINES, Machine, machine
 
-REMEMBERED = Path("~/.cache/bloomery/machines.json")
+REMEMBERED = remembered.FOLDER / "machines.json"
 
 
 def here(device: str, path: Path = REMEMBERED) -> Machine:
@@ -45,22 +45,12 @@ def overridden(found: Machine, seen: Mapping[str, Any] | None) -> Machine:
 
 
 def recall(path: Path = REMEMBERED) -> dict[str, Any]:
-    """Title -> {bandwidth, rates} as remembered; empty where nothing readable is."""
-    try:
-        found = json.loads(path.expanduser().read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    """Title -> {bandwidth, rates} as remembered."""
+    return remembered.recall(path)
 
 
 def remember(title: str, bandwidth: float, rates: Mapping[str, float], path: Path = REMEMBERED) -> Path:
-    path = path.expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    all_seen = recall(path) | {title: {"bandwidth": bandwidth, "rates": dict(rates)}}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(all_seen, indent=1))
-    partial.replace(path)
-    return path
+    return remembered.remember(path, title, {"bandwidth": bandwidth, "rates": dict(rates)})
 
 
 def _processor() -> Machine:

@@ -184,7 +184,9 @@ class Capacity:
     device: str = "cpu"
     notes: tuple[str, ...] = field(default=())  # what the operator should know, one line each
     stages: int = 1  # of a pipeline: so many groups of sequences take turns, none of them twice in flight
-    lone: float = 0.0  # seconds that a step of one sequence is expected to take; 0: nobody knows
+    # What steps are expected to take, of which the first is of one position: positions, keys that single ones attend
+    # to, pairs of query and key in prompts, seconds. Empty: nobody knows.
+    expected: tuple[tuple[int, int, int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from bloomery.config import at_least, destination
-from bloomery.engine.executor import Executor, Result
 from bloomery.engine.loop import Loop
+from bloomery.engine.process import Announced
 from bloomery.errors import ConfigError
 from bloomery.messages import Capacity, Request, Sampling, Step
 from bloomery.roofline import work
@@ -47,7 +47,7 @@ def run(llm: Any, args: argparse.Namespace) -> int:
         args.record.write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{len(rows)} sizes of step in {args.record}")
         return 0
-    unroll(getattr(getattr(stack.executor, "executor", None), "worker", None))
+    unroll(getattr(stack.executor, "worker", None))
     print(profile(loop, capacity, args.batch, args.prompt_tokens, args.steps, args.trace))
     print(f"\nThe trace is in {args.trace}. Under a profiler everything is slower: never publish times from here.")
     return 0
@@ -79,7 +79,7 @@ def stop(loop: Loop, names: list[str]) -> None:
         loop.step()
 
 
-class Announced:
+class Named:
     """Native functions that a profiler sees by name."""
 
     def __init__(self, library: Any):
@@ -105,7 +105,7 @@ def unroll(worker: Any) -> None:
 
     if worker is not None and isinstance(worker.decode.runs, Recorded):
         worker.decode.runs = Plainly()
-        team().call = cast(Any, Announced(team().call))
+        team().call = cast(Any, Named(team().call))
 
 
 def profile(loop: Loop, capacity: Capacity, batch: int, prompt: int, steps: int, trace: Path) -> str:
@@ -132,27 +132,6 @@ def profile(loop: Loop, capacity: Capacity, batch: int, prompt: int, steps: int,
 # ---- steps measured ----------------------------------------------------------------------------------
 
 
-class Remembering:
-    """An executor that keeps the steps it was handed, oldest first."""
-
-    def __init__(self, executor: Executor):
-        self.executor = executor
-        self.steps: deque[Step] = deque()
-
-    def start(self, plan: Any) -> Capacity:
-        return self.executor.start(plan)
-
-    def submit(self, step: Step) -> Result:
-        self.steps.append(step)
-        return self.executor.submit(step)
-
-    def spare(self) -> int:
-        return self.executor.spare()
-
-    def close(self) -> None:
-        self.executor.close()
-
-
 PROMPTS, BATCHES = (16, 64, 256, 1024, 4096), (1, 2, 4, 8, 16, 32, 64, 128, 256)
 Clock = Callable[[], float]
 
@@ -166,17 +145,17 @@ def recorded(
     repeat: int = 8,
 ) -> Iterator[dict[str, float]]:
     """Prompts alone and batches decoding, each size once; the median of several like steps."""
-    executor = Remembering(loop.executor)
-    ours = Loop(loop.scheduler, executor, loop.depth)
+    steps: deque[Step] = deque()  # handed to the executor, oldest first
+    ours = Loop(loop.scheduler, Announced(loop.executor, steps.append), loop.depth)
     longest = capacity.max_length - repeat - 8
     for length in sorted({min(length, longest, capacity.max_batch_tokens) for length in prompts}):
         times = []
         for _ in range(3):
-            executor.steps.clear()
+            steps.clear()
             begun = clock()
             names = start(ours, capacity, 1, length, 1)
             times.append(clock() - begun)
-            step = executor.steps[0]
+            step = steps[0]
             stop(ours, names)
         yield {**work(step.items)._asdict(), "seconds": statistics.median(times)}
     room = capacity.blocks * capacity.block_size
@@ -184,16 +163,16 @@ def recorded(
         for length in (32, 512):
             short = batch * length <= 4 * capacity.max_batch_tokens  # minutes of prompts teach nothing
             if short and length + 16 <= longest and batch * (length + repeat + 16 + capacity.block_size) <= room:
-                yield decoding(ours, executor, capacity, batch, length, clock, repeat)
+                yield decoding(ours, steps, capacity, batch, length, clock, repeat)
 
 
 def decoding(
-    loop: Loop, executor: Remembering, capacity: Capacity, batch: int, length: int, clock: Clock, repeat: int
+    loop: Loop, steps: deque[Step], capacity: Capacity, batch: int, length: int, clock: Clock, repeat: int
 ) -> dict[str, float]:
     names = start(loop, capacity, batch, length, repeat + 16)
     loop.step()
-    while len(executor.steps) > len(loop.flight):
-        executor.steps.popleft()
+    while len(steps) > len(loop.flight):
+        steps.popleft()
     times = []
     last = clock()
     for _ in range(repeat):
@@ -201,7 +180,7 @@ def decoding(
         now = clock()
         times.append(now - last)
         last = now
-    step = executor.steps[repeat // 2]
+    step = steps[repeat // 2]
     stop(loop, names)
-    executor.steps.clear()
+    steps.clear()
     return {**work(step.items)._asdict(), "seconds": statistics.median(times)}

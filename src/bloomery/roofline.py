@@ -104,9 +104,9 @@ def kv_bytes(model: Model, length: int, kv_bits: float = 16) -> float:
     )
 
 
-def scores_bytes(heads: int, tokens: int, bits: float = 16) -> float:
-    """The matrix of all queries times all keys, which plain attention stores and Flash Attention never does."""
-    return heads * tokens * tokens * bits / 8
+def scores_bytes(heads: int, tokens: int) -> float:
+    """The matrix of all queries times all keys, which plain attention stores in 16 bits and Flash Attention never."""
+    return heads * tokens * tokens * 2.0
 
 
 def activation_bytes(model: Model, tokens: int, sampled: int, bits: float = 16) -> float:
@@ -145,8 +145,11 @@ PRECISIONS: Mapping[str, Precision] = _named(
     Precision("bf16", 16),
     Precision("fp8", 8, 8, "fp8"),  # one scale a row: nothing
     Precision("int8", 8, 8, "int8"),
+    Precision("w8a8", 8, 8, "int8"),
     Precision("int4", 4 + 32 / 128, 8, "int4"),  # groups of 128: a scale and a zero of 16 bits
+    Precision("int4-64", 4 + 32 / 64, 8, "int4"),
     Precision("nf4", DOUBLE, 8, "nf4"),
+    Precision("fp4", DOUBLE, 8, "nf4"),
 )
 # What a library without kernels of its own keeps (bitsandbytes): embedding and head stay as they are, and a matrix is
 # unpacked to multiply: outliers of 8 bits to 16; blocks of 64 with a maximum of 32 bits to 16 and then to 32.
@@ -343,7 +346,6 @@ class Floor:
     bytes: float
     operations: float
     messages: int  # collectives and hops from stage to stage
-    message_bytes: float  # what one device sends
     communication: float  # seconds of the messages, were nothing else done meanwhile; no part of `seconds`
 
     @property
@@ -374,21 +376,18 @@ class Roofline:
         self,
         model: Model,
         machine: Machine,
-        weight_bits: float = 16,
+        precision: Precision = PRECISIONS["bf16"],
         kv_bits: float = 16,
         tp: int = 1,
         pp: int = 1,
-        outer_bits: float | None = None,
-        compute: str | None = None,
-        kinds: Mapping[str, float] | None = None,
     ):
         self.model, self.machine, self.tp, self.pp = model, machine, tp, pp
         self.calibration = machine.calibration
         count, hidden = parameters(model), model.hidden
-        outer = outer_bits if outer_bits is not None else max(16.0, weight_bits)
+        weight_bits, outer, compute = precision.bits, precision.outer, precision.compute
         wide = "fp32" if max(outer, weight_bits) > 16 or compute == "fp32" else "bf16"
         kind, head_kind = _kind(weight_bits, compute), _kind(outer, "fp8" if compute == "fp8" else None)
-        kinds, head_kinds = kinds or {kind or wide: 1.0}, {head_kind or wide: 1.0}
+        kinds, head_kinds = precision.kinds or {kind or wide: 1.0}, {head_kind or wide: 1.0}
         self.bandwidth, self.rate = machine.bandwidth * tp, machine.mean_rate(kinds) * tp
         self.matrices_values, self.head_values = count.matrices, count.head
         self.matrices_bytes = (count.matrices * weight_bits + count.vectors * max(outer, 16.0)) / 8
@@ -461,12 +460,12 @@ class Roofline:
             work += self.pairs[window] * min(pairs, window * tokens or pairs)
         messages, sent = self.messages(tokens, sampled)
         seconds = max(self.step(tokens, attended, sampled, pairs), sent / self.machine.link)
-        return Floor(seconds, read, work, messages, sent, self.communication(tokens, sampled))
+        return Floor(seconds, read, work, messages, self.communication(tokens, sampled))
 
-    def messages(self, tokens: int, sampled: int, bits: float = 16) -> tuple[int, float]:
+    def messages(self, tokens: int, sampled: int) -> tuple[int, float]:
         """Tensor parallel: two sums over all ranks a layer, one where its blocks are parallel, one for the embedding;
-        the logits gathered at the end. Pipeline parallel: hidden states from stage to stage."""
-        hidden = tokens * self.model.hidden * bits / 8
+        the logits gathered at the end. Pipeline parallel: hidden states, of 16 bits, from stage to stage."""
+        hidden = tokens * self.model.hidden * 2.0
         count, sent = self.pp - 1, (self.pp - 1) * hidden
         if self.tp > 1:
             count += self.sums + (1 if sampled else 0)
@@ -497,6 +496,18 @@ class Roofline:
                 begun = layers * c.kernels[1] * c.eager
                 seconds = seconds + begun if self.machine.cpu else max(seconds, begun)  # a GPU's host works ahead
         return seconds + self.communication(tokens, sampled)
+
+    def usual(self) -> tuple[tuple[int, int, int, float], ...]:
+        """Steps of all sizes that come, and what they should take: see messages.Capacity."""
+        singles = [(n, n * length) for n in (1, 8, 64, 256) for length in (100, 2000)]
+        prompts = [(n, before) for n in (32, 128, 256, 512, 1024, 2048, 8192) for before in (0, 1000)]
+        return (
+            *[(n, keys, 0, self.expected(n, keys, n)) for n, keys in singles],
+            *[
+                (n, 0, n * (before + n // 2), self.expected(n, before + n, 1, n * (before + n // 2)))
+                for n, before in prompts
+            ],
+        )
 
     def _product(self, products: Products, rows: float, share: float, decoding: bool) -> float:
         """`rows` times a share of the matrices. Packed ones are multiplied as they are or, where arithmetic is most of

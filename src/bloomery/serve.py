@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import uvicorn
+import uvloop
 
 from bloomery.config import Config, Plan, ServerConfig
 from bloomery.describe import plan_for
@@ -73,7 +74,7 @@ def serve(config: Config, wishes: ServerConfig, engine: Born | None = None) -> i
         trim()
         return create_app(client, tokenizer, settings, traces)
 
-    return asyncio.Runner(loop_factory=new_loop).run(run(client, make_app, wishes, limits))
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run(client, make_app, wishes, limits))
 
 
 def engines(plan: Plan, count: int, patience: Patience, style: str, born: Born | None) -> EngineClient | Replicas:
@@ -81,14 +82,6 @@ def engines(plan: Plan, count: int, patience: Patience, style: str, born: Born |
         alone = plan.tp * plan.pp == 1 and plan.executor == "auto"
         return EngineClient(plan, command(style, plan.device == "cpu" and alone), patience, born=born)
     return Replicas([EngineClient(share(plan, number, count), command(style), patience) for number in range(count)])
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 class Server(uvicorn.Server):
@@ -190,9 +183,11 @@ async def loading(client: EngineClient | Replicas, url: str) -> None:
 
 
 def tell(plan: Plan, found: str) -> None:
+    rounded = {"weights": plan.quantize, "keys and values": plan.kv_dtype}
+    narrow = [f"({what} in {form})" for what, form in rounded.items() if form != "auto"]
     log.info(
         "%s (%s): %s on %s, %s, at most %d tokens, %d sequences and %d positions a step, prefix cache %s",
-        plan.name, found, plan.dtype, plan.device,
+        plan.name, found, " ".join([plan.dtype, *narrow]), plan.device,
         f"tp {plan.tp} x pp {plan.pp}" if plan.tp * plan.pp > 1
         else f"{plan.threads} threads" if plan.device == "cpu" else "GPU",
         plan.max_length, plan.max_sequences, plan.max_batch_tokens, "on" if plan.prefix_cache else "off",

@@ -116,7 +116,7 @@ class Fleet:
             max_length=settings.max_length,
             vocab=placed.model.vocab,
             stages=layout.pp,
-            lone=placed.roofline.expected(1, 1, 1),
+            expected=placed.roofline.usual(),
         )
         self.replicas = [Replica(settings, capacity, placed.roofline) for _ in range(layout.replicas)]
         self.homes: dict[str, int] = {}  # session -> replica that has its prefix

@@ -221,3 +221,4 @@ class Quantization:
 
     method: Literal["bitsandbytes", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4"]
     first_zero: int = 0  # what GPTQ's zeros count from: 1 in the first version of the format
+    needed: tuple[str, ...] = ()  # tensors without which a packed product would be read as another one

@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("descriptor", type=int)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
-    return serve(socket.socket(fileno=arguments.descriptor), lambda report: Haunted(arguments, report))
+    return serve(socket.socket(fileno=arguments.descriptor), lambda plan, report: Haunted(arguments, report))
 
 
 if __name__ == "__main__":

@@ -16,10 +16,12 @@ ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
+import uvloop
+
 from bloomery.config import ServerConfig
 from bloomery.engine.client import EngineClient, Patience
 from bloomery.logs import write
-from bloomery.serve import new_loop, run
+from bloomery.serve import run
 from bloomery.server.app import create_app
 from bloomery.server.limits import Limits
 from bloomery.server.service import Settings
@@ -55,7 +57,7 @@ def main() -> int:
     options = (*arguments.engine.split(), "--vocab", str(tokenizer.vocab_size))
     client = EngineClient(made, command(*options), patience)
     make_app = partial(create_app, client, tokenizer, settings)
-    return asyncio.Runner(loop_factory=new_loop).run(run(client, make_app, wishes, limits))
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run(client, make_app, wishes, limits))
 
 
 if __name__ == "__main__":

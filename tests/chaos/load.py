@@ -19,7 +19,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bloomery.serve import new_loop
+import uvloop
+
 from tests.chaos.http import Refused, send
 
 LONG = {"prompt": "The iron", "ignore_eos": True, "temperature": 0, "stream": True}
@@ -118,7 +119,7 @@ def knocks(port: int, delays: Sequence[float]) -> list[Knock]:
 
 
 def main(port: int, streams: int, tokens: int, ramp: float) -> None:
-    asyncio.Runner(loop_factory=new_loop).run(Crowd(port, tokens).come(streams, ramp))
+    asyncio.Runner(loop_factory=uvloop.new_event_loop).run(Crowd(port, tokens).come(streams, ramp))
 
 
 if __name__ == "__main__":

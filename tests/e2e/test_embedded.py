@@ -168,6 +168,17 @@ def test_prompt_logprobs_do_not_depend_on_the_cache_or_chunks(llm: LLM) -> None:
         assert values == pytest.approx(want, abs=1e-4)
 
 
+def test_what_a_checkpoint_asks_for_is_the_default(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    own = llm.tokenizer.defaults
+    assert llm.default_params == SamplingParams(temperature=0.2, top_p=0.9, max_tokens=None)
+    try:
+        llm.tokenizer.defaults = {"top_k": 7, "max_tokens": 3, "unknown": 1}
+        assert llm.default_params == SamplingParams(top_k=7, max_tokens=3)
+    finally:
+        llm.tokenizer.defaults = own
+
+
 def test_bad_input_is_refused_by_name_and_harms_nobody(llm: LLM) -> None:
     for prompts, params, field in (
         ([], None, None),

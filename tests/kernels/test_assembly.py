@@ -1,4 +1,4 @@
-"""The matrix-unit kernel's assembly, which no interpreter of Triton runs: read here, line by line, over every code."""
+"""The matrix-unit kernels' assembly, which no interpreter of Triton runs: read here, line by line, over every code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from bloomery.kernels import packed_woven
 from bloomery.kernels.packed_gemm import assembly
 
 MASK = 0xFFFFFFFF
@@ -41,6 +42,8 @@ def run(text: str, given: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[s
         match operation.split("."):
             case ["mov", _]:
                 held[to] = a
+            case ["mad", "lo", _]:
+                held[to] = a * more[0] + more[1] & MASK
             case ["shr", _]:
                 held[to] = a >> more[0]
             case ["shl", _]:
@@ -119,3 +122,21 @@ def test_matrix_units_have_read_what_is_written_next(form: str, bits: int) -> No
     """They read registers while the program goes on; without them there is nothing to wait for."""
     assert assembly(form, bits, False, torch.bfloat16, False, True).count("wgmma.wait_group.sync.aligned 0;") == 1
     assert "wgmma" not in assembly(form, bits, False, torch.bfloat16, False, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_pairs_of_neighbours(bits: int, dtype: torch.dtype) -> None:
+    """Two codes that stand side by side: every pair there is."""
+    word = torch.arange(1 << 2 * bits)
+    codes = torch.stack((word & ((1 << bits) - 1), word >> bits), -1)
+    text = packed_woven.assembly(bits, dtype)
+    spread = run(text["SPREAD"], {"$1": word}, dtype)["$0"]
+    given = {"$1": spread}
+    if bits == 4:
+        above = 128 if dtype == torch.bfloat16 else 1024
+        given |= {f"${i}": both(value, dtype, len(word)) for i, value in ((2, 0.25), (3, 0.125), (4, above + 5))}
+        wanted = (codes - 5) * 0.25 + 0.125
+    else:
+        wanted = codes - 256 * (codes > 127)
+    assert torch.equal(halves(run(text["UNPACK"], given, dtype)["$0"], dtype).double(), wanted.double())

@@ -109,6 +109,22 @@ def test_programs_share_the_tiles(kind: str, rows: int) -> None:
     assert check_way("product", kind, 20, rows, 384, HALF, "cpu", cut) < LIMITS[HALF]
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("programs", "turns", "rest"), [(4, 6, 3), (5, 3, 1), (7, 5, 4), (3, 4, 1)])
+def test_stretches_are_added_up(programs: int, turns: int, rest: int, turned: bool) -> None:
+    """A tile's parts by whoever had a stretch of it; what nobody wrote is no number."""
+    parts, out = torch.full((2 * programs, 16, 64), torch.nan), torch.zeros(20, 64 * 4)
+    wanted = torch.zeros(16 * 2, 64 * 4)  # two tiles beside each other, for there are more tokens than a tile has
+    for p in range(programs):
+        start, end = p * rest * turns // programs, (p + 1) * rest * turns // programs
+        for piece, tile in enumerate(range(start // turns, -(-end // turns) if end > start else 0)):
+            parts[2 * p + piece] = torch.randn(16, 64)
+            wanted[tile % 2 * 16 :][:16, tile // 2 * 64 + 64 :][:, :64] += parts[2 * p + piece]
+    given = parts.transpose(1, 2).contiguous() if turned else parts
+    packed_gemm.gather(given, None, out, 64, turns, 0, rest, turned)
+    torch.testing.assert_close(out, wanted[:20])
+
+
 @pytest.mark.parametrize("kind", EVERY)
 def test_unpacking_equals_the_reference(kind: str) -> None:
     torch.manual_seed(len(kind))

@@ -86,10 +86,12 @@ def test_splits_follow_the_device_and_the_length() -> None:
 
     assert splits(1, 32, 8, 32768) == paged_decode.USUAL_SPLITS
     assert splits(1, 32, 8, 200) == 4
-    assert splits(8, 32, 8, 1024) == 8
+    assert splits(8, 32, 8, 1024) == 4
     assert splits(64, 32, 8, 4096) == 2
     assert splits(128, 32, 8, 4096) == 1
     assert splits(1, 48, 1, 64) == 1
+    assert splits(1, 48, 1, 32768) == paged_decode.USUAL_SPLITS
+    assert splits(256, 48, 1, 32768) == 1
 
 
 def test_more_splits_than_counters_are_refused() -> None:

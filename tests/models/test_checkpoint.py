@@ -139,7 +139,7 @@ def test_bytes_are_reported_once_each(tmp_path, monkeypatch):
     files = source(tmp_path, w=torch.zeros(64, 32), v=torch.zeros(64, dtype=torch.bfloat16))
     seen: list[int] = []
     stored = files.tensor("w", (64, 32))
-    files.report(seen.append)
+    files.advance = seen.append
     stored.load(torch.float32, CPU)
     files.tensor("v", (64,)).load(torch.float32, CPU)
     assert sum(seen) == files.nbytes == 64 * 32 * 4 + 64 * 2 and len(seen) > 10
@@ -155,7 +155,7 @@ def test_progress_in_plain_lines_and_on_a_terminal(tmp_path):
 
     files = source(tmp_path, w=torch.zeros(1000, 1000))
     for stream, expected in ((io.StringIO(), "weights: 0.00 GB read in"), (Terminal(), "4.0/4.0 MB")):
-        with progress(files, stream):
+        with progress(files.nbytes, stream) as files.advance:
             files.tensor("w", (1000, 1000)).load(torch.float32, CPU)
         assert expected in stream.getvalue()
 

@@ -38,7 +38,10 @@ def test_moves_commute(kind: str) -> None:
     close(ready.linear(x, bias), ready.reference(rounded(x), bias))
 
 
-def test_a_cut_through_a_block_expands_the_matrix() -> None:
-    whole, values = stored("Q4_1", 8, 64, 0)
-    ready = whole.cols(16, 48).prepare(torch.float32, CPU)
-    assert isinstance(ready, DenseReady) and torch.equal(ready.weight, values[:, 16:48])
+def test_a_cut_through_a_block_is_rounded_to_eight_bits() -> None:
+    whole, values = stored("Q4_1", 8, 96, 0)
+    ready, want = whole.cols(16, 80).prepare(torch.float32, CPU), values[:, 16:80]
+    assert isinstance(ready, BlocksReady)
+    assert (ready.gather(torch.arange(8)) - want).norm() < 6e-3 * want.norm()
+    ready = whole.cols(16, 56).prepare(torch.float32, CPU)  # not whole blocks of 32
+    assert isinstance(ready, DenseReady) and torch.equal(ready.weight, values[:, 16:56])

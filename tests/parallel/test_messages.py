@@ -43,7 +43,7 @@ def part_of(model: Path, group: Counting, layers: range | None = None) -> tuple[
     artifact = locate(str(model))
     found, source = description(artifact), open_source(artifact)
     read: list[int] = []
-    source.report(read.append)
+    source.advance = read.append
     names = as_stored(found.names, source.names())
     weights = Weights(source, names, torch.float32, torch.device("cpu"), layout=Layout(group.rank, group.size))
     return Decoder(found.model, weights, group, layers), sum(read), source.nbytes

@@ -209,7 +209,7 @@ CASES: dict[str, Case] = {
     "gptq-8": Case(gptq_config(8), gptq(8, 32)),
     "awq": Case({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq(32)),
     "w4a16": Case(scheme("pack-quantized", num_bits=4, type="int", strategy="group"), words(4, 32, True)),
-    "w4a16-zeros": Case(scheme("pack-quantized", num_bits=4, type="int", strategy="group"), words(4, 32, False)),
+    "w4a16-zeros": Case(scheme("pack-quantized", num_bits=4, type="int", symmetric=False), words(4, 32, False)),
     "w4a16-act-order": Case(scheme("pack-quantized", num_bits=4, type="int"), words(4, 32, True, act_order=True)),
     "w8a16": Case(scheme("pack-quantized", num_bits=8, type="int", strategy="channel"), words(8, -1, True)),
     "w8a8": Case(scheme("int-quantized", num_bits=8, type="int", strategy="channel"), bytes_of("channel")),

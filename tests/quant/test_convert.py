@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
+import transformers
 
 from bloomery.artifacts.locate import locate
 from bloomery.cli import main
@@ -16,7 +17,7 @@ from bloomery.errors import ConfigError
 from bloomery.models.convert import Wish, convert
 from bloomery.models.load import load
 from bloomery.quant.int4 import int4
-from bloomery.quant.solve import excess, solve
+from bloomery.quant.solve import solve
 from tests.parity.cases import CASES, make_checkpoint
 from tests.parity.serve import decoder_logits
 from tests.quant.test_checkpoints import PROMPT, answer, llama  # noqa: F401  # a fixture
@@ -66,6 +67,9 @@ def test_gptq_goes_on_where_it_was_interrupted(act_order: bool, llama: Path, tmp
     kept = first.stat().st_mtime_ns
     with pytest.raises(ConfigError, match="not what this conversion left unfinished"):
         converted(llama, tmp_path / "parts", Wish("gptq", group=16))
+    shutil.copytree(llama, tmp_path / "another")  # of the same shapes
+    with pytest.raises(ConfigError, match="not what this conversion left unfinished"):
+        converted(tmp_path / "another", tmp_path / "parts", wish)
     converted(llama, tmp_path / "parts", wish)
     assert first.stat().st_mtime_ns == kept
     for file in sorted((tmp_path / "whole").iterdir()):
@@ -73,6 +77,11 @@ def test_gptq_goes_on_where_it_was_interrupted(act_order: bool, llama: Path, tmp
     said = json.loads((tmp_path / "whole" / "config.json").read_text())["quantization_config"]
     assert said["quant_method"] == "gptq" and said["desc_act"] is act_order
     assert answer(tmp_path / "whole") == answer(tmp_path / "parts")
+
+
+def excess(error: torch.Tensor, weight: torch.Tensor, hessian: torch.Tensor) -> float:
+    """|error x|^2 over |weight x|^2."""
+    return float(((error @ hessian) * error).sum() / ((weight @ hessian) * weight).sum())
 
 
 def test_gptq_is_nearer_than_plain_rounding() -> None:
@@ -85,8 +94,7 @@ def test_gptq_is_nearer_than_plain_rounding() -> None:
     for act_order in (False, True):
         solved = solve(weight, hessian, 4, 32, act_order)
         values = (solved.codes.float() - 8) * solved.scale[:, solved.groups.long()]
-        assert excess(values - weight, weight, hessian) == pytest.approx(solved.error, rel=0.02, abs=1e-6)
-        assert solved.error < 0.6 * least
+        assert excess(values - weight, weight, hessian) < 0.6 * least
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2", "bloom"])
@@ -108,8 +116,43 @@ def test_a_folder_with_something_else_is_left_alone(llama: Path, tmp_path: Path)
     (tmp_path / "out" / "letter.txt").write_text("dear")
     with pytest.raises(ConfigError, match="is not empty"):
         converted(llama, tmp_path / "out", Wish("int8"))
-    with pytest.raises(ConfigError, match=r"160 columns are not groups of 128; try --group 32"):
-        converted(llama, tmp_path / "other", Wish("int4"))
+
+
+def test_sizes_a_format_cannot_say_are_refused_before_any_work(llama: Path, tmp_path: Path) -> None:  # noqa: F811
+    with pytest.raises(ConfigError, match=r"down_proj: 160 columns are not groups of 128; try --group 32"):
+        converted(llama, tmp_path / "out", Wish("int4"))
+    sizes = {"hidden_size": 100, "num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 136}
+    odd = transformers.LlamaConfig(vocab_size=101, num_hidden_layers=1, **sizes)
+    transformers.LlamaForCausalLM(odd).save_pretrained(tmp_path / "odd")
+    for form, said in (
+        ("gptq", r"100 columns are not groups of 128; choose --format int8 or fp8"),
+        ("int4", r"100 columns are not groups of 128; choose --format int8 or fp8"),
+        ("nf4", r"100 x 100 weights are not several blocks of 64; choose --format int8"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            converted(tmp_path / "odd", tmp_path / "out", Wish(form))
+    assert not (tmp_path / "out").exists()
+    converted(tmp_path / "odd", tmp_path / "out", Wish("int8"))
+    load(locate(str(tmp_path / "out")), "auto", torch.float32, CPU)
+
+
+@pytest.mark.parametrize("form", ["gptq", "int4"])
+def test_a_group_a_row(form: str, llama: Path, tmp_path: Path) -> None:  # noqa: F811
+    converted(llama, tmp_path / "out", Wish(form, group=-1))
+    written = load(locate(str(tmp_path / "out")), "auto", torch.float32, CPU)
+    plain = load(locate(str(llama)), "auto", torch.float32, CPU)
+    for ours, theirs in zip(written.decoder.layers, plain.decoder.layers, strict=True):
+        got, want = (layer.attention.out.matrix.gather(torch.arange(128)) for layer in (ours, theirs))
+        assert (got - want).norm() <= 0.2 * want.norm()
+
+
+def test_columns_no_text_has_reached_keep_their_values() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(32, 64), torch.randn(100, 64)
+    x[:, 10:20] = 0
+    solved = solve(weight, x.T @ x, 8, 32)
+    values = (solved.codes.float() - 128) * solved.scale[:, solved.groups.long()]
+    assert (values - weight)[:, 10:20].norm() < 0.02 * weight[:, 10:20].norm()
 
 
 def test_from_the_command_line(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
@@ -124,3 +167,29 @@ def test_from_the_command_line(llama: Path, tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert main(["quantize", str(tmp_path / "out"), str(tmp_path / "twice"), "--format", "int8"]) == 1
     assert "is packed by gptq already" in capsys.readouterr().err
+
+
+def test_what_cannot_be_honoured_is_said_at_once(
+    llama: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "octets").write_bytes(b"\xff\xfe\xff")
+    gptq = ["--format", "gptq", "--calibration", str(tmp_path / "empty")]
+    for options, said in (
+        (["--format", "int8", "--bits", "3", "--act-order"], "--bits, --act-order: for gptq; int8 has no such choice"),
+        (["--format", "nf4", "--group", "64"], "--group: for gptq and int4"),
+        (["--format", "int4", "--group", "0"], "--group must be -1, which is a whole row, or at least 16, not 0"),
+        ([*gptq, "--samples", "0"], "--samples must be at least 1"),
+        ([*gptq, "--damping", "nan"], "--damping must be above 0"),
+        (gptq, "empty: is empty"),
+        (["--format", "gptq", "--calibration", str(tmp_path / "octets")], "octets: is not a file of text in UTF-8"),
+        (["--format", "gptq", "--calibration", str(tmp_path / "none")], "none: is not a file of text in UTF-8"),
+        (["--format", "int8", "--device", "gpu"], "device 'gpu' is not known"),
+    ):
+        assert main(["quantize", str(llama), str(tmp_path / "out"), *options]) == 1
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["quantize", str(llama), str(tmp_path / "empty"), "--format", "int8", "--device", "cpu"]) == 1
+    assert "empty: cannot be written: " in capsys.readouterr().err

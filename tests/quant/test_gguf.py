@@ -172,6 +172,15 @@ def test_sixteen_bits_on_a_cpu_are_kept_too(tmp_path: Path) -> None:
     assert kept.bytes < 0.35 * expanded.bytes
 
 
+def test_rounding_what_is_packed_or_to_two_bits_is_said(tmp_path: Path) -> None:
+    """A packed file may be rounded again, and a model to two bits; not without a word."""
+    for kind, said in ((Kind.Q4_1, ["ruin", "rounded once more"]), (Kind.F16, ["ruin"])):
+        gguf_writer.write(make_checkpoint(LLAMA, tmp_path), tmp_path / "model.gguf", kind)
+        artifact = locate(str(tmp_path / "model.gguf"))
+        notes = load(artifact, "auto", torch.float32, CPU, quantize="int2").notes
+        assert len(notes) == len(said) and all(word in note for word, note in zip(said, notes, strict=True))
+
+
 def test_streamed_as_to_a_gpu(tmp_path: Path) -> None:
     """Panels of whole rows, and columns cut from them, while later ones are on their way."""
     data = gguf_writer.blocks(torch.randn(1500, 1024).numpy(), Kind.Q5_K)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,49 @@ def test_damaged_tensors_are_named(llama: Path, tmp_path: Path) -> None:  # noqa
         damaged(g_idx=tensors[f"{name}.g_idx"] + 3)
     with pytest.raises(CheckpointError, match=r"down_proj\.qzeros' has shape"):
         damaged(qzeros=tensors[f"{name}.qzeros"][:2].clone())
+
+
+DAMAGED: list[tuple[str, str, str]] = [  # a case, and what is done to which part
+    ("gptq-4", "qweight", "wide"), ("gptq-4", "qzeros", "wide"), ("gptq-4", "scales", "whole"),
+    ("gptq-4", "scales", "gone"), ("gptq-4", "scales", "empty"), ("gptq-4-act-order", "g_idx", "gone"),
+    ("gptq-4-act-order", "g_idx", "flags"), ("awq", "qweight", "wide"), ("awq", "scales", "empty"),
+    ("w4a16-zeros", "weight_packed", "flat"), ("w4a16-zeros", "weight_zero_point", "wide"),
+    ("w4a16-zeros", "weight_zero_point", "gone"), ("w4a16-zeros", "weight_scale", "empty"),
+    ("w4a16-act-order", "weight_scale", "fewer"), ("w8a8", "weight_scale", "gone"), ("w8a8", "weight", "wide"),
+    ("naive", "weight_scale", "whole"), ("float8-row", "weight_scale", "gone"), ("mxfp4", "weight_scales", "wide"),
+    ("fp8-squares", "weight_scale_inv", "gone"), ("mxfp4", "weight_blocks", "gone"),
+    ("bitsandbytes-8", "SCB", "gone"), ("bitsandbytes-8", "weight", "wide"),
+]  # fmt: skip
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "wide": lambda tensor: tensor.to(torch.int64),
+    "whole": lambda tensor: tensor.to(torch.int32),
+    "flags": lambda tensor: tensor.bool(),
+    "empty": lambda tensor: tensor[:, :0].clone(),
+    "fewer": lambda tensor: tensor[:, :-1].clone(),
+    "flat": lambda tensor: tensor.flatten(),
+}
+
+
+@pytest.mark.parametrize(("case", "part", "change"), DAMAGED)
+def test_no_part_is_taken_for_another(case: str, part: str, change: str, llama: Path, tmp_path: Path) -> None:  # noqa: F811
+    """A part that is missing, or of another type or shape, is named: read all the same it would be numbers too."""
+    packed = tmp_path / "packed"
+    repack(llama, packed, tmp_path / "meant", CASES[case], lambda module: ".layers." in module)
+    tensors = load_file(packed / "model.safetensors")
+    damaged = tensors.pop(name := f"model.layers.1.mlp.down_proj.{part}")
+    if change != "gone":
+        tensors[name] = CHANGES[change](damaged)
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj"):
+        load(locate(str(packed)), "auto", torch.float32, torch.device("cpu"))
+
+
+def test_packed_weights_without_a_word_of_it_in_the_configuration(llama: Path, tmp_path: Path) -> None:  # noqa: F811
+    repack(llama, tmp_path, tmp_path / "meant", CASES["bitsandbytes-8"], lambda module: ".layers." in module)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "quantization_config": None}))
+    with pytest.raises(CheckpointError, match=r"weight: is torch\.int8, where torch\.float32 .* belongs"):
+        load(locate(str(tmp_path)), "auto", torch.float32, torch.device("cpu"))
 
 
 def test_what_is_packed_is_not_rounded_again(llama: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -19,7 +19,7 @@ import transformers as tf
 from gguf import GGMLQuantizationType as Kind
 
 from bloomery.engine.loop import Loop
-from bloomery.executors.chosen import Chosen
+from bloomery.executors.chosen import chosen
 from bloomery.messages import Request, Sampling, TokenLogprob, Tokens
 from bloomery.runtime.forward import CPU_TILE, Steady
 from bloomery.sampling import embedding_request
@@ -125,7 +125,8 @@ def test_beside_other_choices(checkpoint: Path, name: str) -> None:
 
     def start(blocks: int | None = None, **more: Any) -> Loop:
         common = {"max_batch_tokens": 256, "prefix_cache": False, "kv_cache_gib": 0.05, "block_size": 8}
-        return engine(plan(model, LENGTH, deterministic=True, **common | wishes | more), blocks, Chosen())
+        made = plan(model, LENGTH, deterministic=True, **common | wishes | more)
+        return engine(made, blocks, chosen(made))
 
     random = Random(11)
     requests = asked(random, [random.randrange(3, VOCAB) for _ in range(24)])

@@ -69,6 +69,25 @@ def test_spelled_out_or_not(native: bool, special: bool, tmp_path: Path) -> None
     assert ours.executor.worker.recorded == native  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_however_many_steps_are_in_flight(native: bool, tmp_path: Path) -> None:
+    make_checkpoint(next(case for case in CASES if case.name == "llama"), tmp_path)
+    asked = [*requests(3, True), Request("long", (5, 6, 7), Sampling(temperature=0.8, seed=1), 40)]
+    found = []
+    for depth in (1, 2, 8):
+        loop, deepest = engine(plan(tmp_path, 64, native=native, **WISHES | {"steps_in_flight": depth})), 0
+        for request in asked:
+            loop.add(request)
+        got: dict[str, list[int]] = {request.id: [] for request in asked}
+        while loop.busy:
+            for news in loop.step():
+                got[news.request] += news.ids
+            deepest = max(deepest, len(loop.flight) + 1)
+        assert depth <= deepest <= max(8 * (depth > 1), depth)
+        found.append(got)
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_step_counts_as_much_as_it_does_spelled_out() -> None:
     chunk = Item(8, 4, 6, (2,), None, (), False)
     step = Step((chunk,), (1,), (5, 6), (3, 7), ((6, (4,)),))

@@ -20,7 +20,7 @@ LLAMA = {
 def test_tables_beside_the_weights_do_not_change_their_kind(more: int) -> None:
     """A step of thousands of positions is bound by arithmetic: bfloat16's, whatever else was loaded."""
     model, card = describe(LLAMA).model, MACHINES["h200"]
-    exact = Roofline(model, card, 16, 16, 1, 1, 16, "bf16")
+    exact = Roofline(model, card)
     loaded = 2 * parameters(model).total + more
     seen = roofline(model, card, loaded, torch.bfloat16, torch.bfloat16, 1, 1)
     for step in ((1, 100, 1, 100), (4096, 4096, 1, 8_000_000)):

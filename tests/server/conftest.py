@@ -74,7 +74,7 @@ def run(
     exit.callback(listener.close)
     app: Any = create_app(backend, tokenizer, settings, traces)
     service = getattr(app, "app", app).service
-    service.memory.measure = measure
+    service.measure = measure
     apart = service.apart
     if before:
         app = Attended(app, before, after)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -131,6 +131,18 @@ class _Cursor:
         self.at -= 8
         return self.strings(1)[0]
 
+    def names(self, count: int, what: str, one: str) -> Iterator[str]:
+        """So many, none of them twice; whoever asks for them reads what follows each."""
+        seen = set[str]()
+        for i in range(count):
+            self.where = f"{one} {i}"
+            name = self.name()
+            self.where = f"{what} {name!r}"
+            if name in seen:
+                raise self.refuse("appears twice")
+            seen.add(name)
+            yield name
+
     def strings(self, count: int, wanted: bool = True) -> list[str]:
         """The hot loop: half a million tokens and merges in a fraction of a second."""
         found: list[str] = []
@@ -188,14 +200,7 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
 
 
 def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for i in range(count):
-        cursor.where = f"metadata pair {i}"
-        key = cursor.name()
-        cursor.where = f"metadata {key!r}"
-        if key in found:
-            raise cursor.refuse("appears twice")
-        found[key] = cursor.value(cursor.number("I"))
+    found = {key: cursor.value(cursor.number("I")) for key in cursor.names(count, "metadata", "metadata pair")}
     cursor.where = "metadata"
     parts = found.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
@@ -213,14 +218,7 @@ def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTensor]:
-    found: dict[str, GgufTensor] = {}
-    for i in range(count):
-        cursor.where = f"tensor {i}"
-        name = cursor.name()
-        cursor.where = f"tensor {name!r}"
-        if name in found:
-            raise cursor.refuse("appears twice")
-        found[name] = _tensor(cursor, name, alignment)
+    found = {name: _tensor(cursor, name, alignment) for name in cursor.names(count, "tensor", "tensor")}
     base = -(-cursor.at // alignment) * alignment
     end = base
     for tensor in sorted(found.values(), key=lambda tensor: tensor.start):

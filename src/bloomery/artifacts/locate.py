@@ -40,12 +40,10 @@ class Artifact:
     sampling: tuple[tuple[str, float], ...] = ()  # defaults known to go with it, where its files have none
 
 
-def locate(
-    model: str | None, revision: str | None = None, cache: str | Path | None = None, weights: bool = True
-) -> Artifact:
+def locate(model: str | None, revision: str | None = None, weights: bool = True) -> Artifact:
     """The model's files, downloaded if need be. Without `weights` a description is enough: no tensor is fetched."""
     if model is not None and HUB_ID.fullmatch(model) and not Path(model).exists():
-        return _from_hub(model, revision, cache, weights)
+        return _from_hub(model, revision, weights)
     if revision is not None:
         raise ConfigError(f"revision {revision!r} is for a Hub id; {model or 'the embedded model'} is a local file")
     if model is None:
@@ -132,12 +130,12 @@ def _choose(files: Iterable[str], where: str, prefix: str, weights: bool, wanted
 # ---- the Hub -------------------------------------------------------------------------------------
 
 
-def _from_hub(model: str, revision: str | None, cache: str | Path | None, weights: bool) -> Artifact:
+def _from_hub(model: str, revision: str | None, weights: bool) -> Artifact:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HTTPError
 
     repository, _, wanted = model.partition(":")
-    described = _description(repository, revision, cache)
+    described = _description(repository, revision)
     commit = described.name
     try:
         listed = HfApi().model_info(repository, revision=commit).siblings or ()
@@ -150,7 +148,7 @@ def _from_hub(model: str, revision: str | None, cache: str | Path | None, weight
     fetched = [chosen] if chosen else _wanted_files(files, weights)
     try:
         patterns = [glob.escape(file) for file in fetched]
-        folder = Path(snapshot_download(repository, revision=commit, cache_dir=cache, allow_patterns=patterns))
+        folder = Path(snapshot_download(repository, revision=commit, allow_patterns=patterns))
     except (HTTPError, OSError) as error:
         raise ModelNotFound(
             f"{repository}: the download stopped ({_reason(error)}); run the same command again to go on from there"
@@ -160,21 +158,14 @@ def _from_hub(model: str, revision: str | None, cache: str | Path | None, weight
     return _artifact(repository, folder, chosen, f"Hub, commit {commit}", commit)
 
 
-def _description(repository: str, revision: str | None, cache: str | Path | None) -> Path:
+def _description(repository: str, revision: str | None) -> Path:
     """The small files at the top of a repository, in a folder named by the commit: here a revision is resolved."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HFValidationError,
-        HTTPError,
-        LocalEntryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, RevisionNotFoundError
 
     patterns = ["*.json", "*.jinja", "*.txt", "*.model"]
     try:
-        folder = snapshot_download(
-            repository, revision=revision, cache_dir=cache, allow_patterns=patterns, ignore_patterns="*/*"
-        )
+        folder = snapshot_download(repository, revision=revision, allow_patterns=patterns, ignore_patterns="*/*")
     except HFValidationError:
         raise ModelNotFound(f"{repository}: no such folder or file, and not a name the Hub could have") from None
     except RevisionNotFoundError:

@@ -2,12 +2,14 @@
 
 Sequences with one new position go through kernels/paged_decode, the others through kernels/paged_prefill. A long
 prompt, or a long chunk of one, may go to the library instead (cuDNN, by way of torch), which is faster there and knows
-no pages. Nothing here waits for the device. A captured step has no host copy of counts and lengths: it is all single
+no pages. Single positions keep the memory busy and prompts the arithmetic, so a step of both runs them side by side, on
+two streams. Nothing here waits for the device. A captured step has no host copy of counts and lengths: it is all single
 positions, or has a fixed number of prompts behind them, each perhaps as long as the step.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -45,10 +47,33 @@ class Plan:
     arrived: torch.Tensor  # zeros between launches
 
 
+class Aside:
+    """A second stream that starts where the current one stands. What it was given must be joined before memory of
+    either stream is used for something else."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+        self.within = torch.cuda.stream(self.stream)
+        self.forked, self.done = torch.cuda.Event(), torch.cuda.Event()
+
+    def __enter__(self) -> None:
+        self.forked.record()
+        self.stream.wait_event(self.forked)
+        self.within.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        self.done.record()
+        self.within.__exit__(*raised)
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_event(self.done)
+
+
 class TritonPaged:
     """early: in a captured step, decode reads the cache before its predecessor has ended. The step's layout (tables,
     ends, slots) must then be written before the graph, or by a kernel of it that no other may overtake.
     library: the new positions from which a prompt goes to the library; None is never.
+    abreast: single positions and prompts of a step run side by side.
     decode, prefill: tilings, for measuring; otherwise they are chosen by shape.
     """
 
@@ -58,8 +83,11 @@ class TritonPaged:
         library: int | None = LIBRARY,
         decode: paged_decode.Tiling | None = None,
         prefill: paged_prefill.Tiling | None = None,
+        abreast: bool = True,
     ):
         self.early, self.library, self.decode, self.prefill = early, library, decode, prefill
+        self.abreast = abreast
+        self.aside: Aside | None = None
         self.slopes: dict[tuple[int, Alibi], torch.Tensor] = {}
         self.arrived: torch.Tensor | None = None
 
@@ -107,20 +135,36 @@ class TritonPaged:
             return self._library(q, cache, spec, plan.prompts[0], ragged)
         q = q.contiguous()
         out = torch.empty_like(q)
+        by_library = [prompt for prompt in plan.prompts if self._by_library(prompt, spec, q)]
+        own = [prompt for prompt in plan.prompts if prompt not in by_library]
+        aside = self._aside(q.device) if ragged.singles and own else None
+        with aside or nullcontext():
+            for prompt in own:
+                self._prefill(q, cache, out, spec, scoring, prompt, ragged)
         if ragged.singles:
             self._decode(q, cache, out, spec, scoring, plan)
-        for prompt in plan.prompts:
-            if self._by_library(prompt, spec, q):
-                found = self._library(q[prompt.tokens], cache, spec, prompt, ragged)
-                out[prompt.tokens] = found.view(-1, spec.num_heads, spec.head_dim)
-                continue
-            rows = prompt.longest * (spec.num_heads // spec.num_kv_heads)
-            cut = self.prefill or paged_prefill.tiling(rows, spec.head_dim, q.element_size())
-            paged_prefill.paged_prefill(
-                q, cache, out, ragged.tables, ragged.starts, ragged.ends, prompt.first, prompt.count, prompt.longest,
-                prompt.tokens.stop - prompt.tokens.start, ragged.block_size, scoring, cut,
-            )  # fmt: skip
+        for prompt in by_library:
+            found = self._library(q[prompt.tokens], cache, spec, prompt, ragged)
+            out[prompt.tokens] = found.view(-1, spec.num_heads, spec.head_dim)
+        if aside is not None:
+            aside.join()
         return out.flatten(1)
+
+    def _aside(self, device: torch.device) -> Aside | None:
+        if self.abreast and self.aside is None and device.type == "cuda":
+            self.aside = Aside(device)
+        return self.aside
+
+    def _prefill(
+        self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, spec: Attention, scoring: Scoring,
+        prompt: Prompt, ragged: Ragged,
+    ) -> None:  # fmt: skip
+        rows = prompt.longest * (spec.num_heads // spec.num_kv_heads)
+        cut = self.prefill or paged_prefill.tiling(rows, spec.head_dim, q.element_size())
+        paged_prefill.paged_prefill(
+            q, cache, out, ragged.tables, ragged.starts, ragged.ends, prompt.first, prompt.count, prompt.longest,
+            prompt.tokens.stop - prompt.tokens.start, ragged.block_size, scoring, cut,
+        )  # fmt: skip
 
     def _decode(
         self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, spec: Attention, scoring: Scoring, plan: Plan
@@ -149,9 +193,8 @@ class TritonPaged:
         return Scoring(spec.softmax_scale, spec.window, spec.softcap, found)
 
     def _by_library(self, prompt: Prompt, spec: Attention, q: torch.Tensor) -> bool:
-        plain = spec.softcap is None and not isinstance(spec.position, Alibi)
         near = spec.window is None or prompt.before + prompt.longest <= spec.window
-        return prompt.whole and plain and near and q.element_size() == 2 and spec.head_dim in (64, 128)
+        return prompt.whole and near and known(spec, q.dtype)
 
     def _library(
         self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, prompt: Prompt, ragged: Ragged
@@ -176,6 +219,12 @@ class TritonPaged:
             other = library(asked, keys[:, :, :before], values[:, :, :before], scale, causal=False, summed=True)
             out = merge(out, other[0], sums, other[1])
         return out[:count].flatten(1)
+
+
+def known(spec: Attention, dtype: torch.dtype) -> bool:
+    """Whether the library does such attention, within a window if there is one."""
+    plain = spec.softcap is None and not isinstance(spec.position, Alibi)
+    return plain and dtype.itemsize == 2 and spec.head_dim in (64, 128)
 
 
 def library(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 import time
@@ -86,6 +85,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
+    import uvloop
+
     from bloomery.bench import load
     from bloomery.bench.drive import drive, target_of
     from bloomery.bench.summary import Targets
@@ -105,13 +106,4 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         "pattern": args.pattern, "lengths": "of the trace" if known else args.lengths, "seed": args.seed,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }  # fmt: skip
-    with asyncio.Runner(loop_factory=_loop) as runner:
-        return runner.run(all_of_it()) | about
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+    return uvloop.run(all_of_it()) | about

@@ -93,13 +93,15 @@ async def about(client: Client) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-async def profiled(client: Client) -> str | None:
-    """Why figures taken now would not count: a profiler here, or one the server admits to."""
-    if why := profiler():
-        return f"this process is being profiled ({why})"
-    if why := (await about(client)).get("profiling"):
-        return f"the server says that it is being profiled ({why})"
-    return None
+async def check_unwatched(client: Client) -> None:
+    """Refuse figures that would not count: with a profiler here, or one that the server admits to."""
+    who, why = "this process is", profiler()
+    if why is None:
+        who, why = "the server says that it is", (await about(client)).get("profiling")
+    if why:
+        raise ConfigError(
+            f"{who} being profiled ({why}): numbers taken so are not numbers. Stop the profiler and run again"
+        )
 
 
 # ---- a run -----------------------------------------------------------------------------------------
@@ -109,8 +111,7 @@ async def drive(
     target: Target, arrivals: Sequence[Arrival], targets: Targets, warmup: int, seed: int
 ) -> dict[str, Any]:
     client = Client(target)
-    if why := await profiled(client):
-        raise ConfigError(f"{why}: numbers taken so are not numbers. Stop the profiler and run again")
+    await check_unwatched(client)
     if warmup:
         warm = [Arrival(0.0, arrival.prompt, min(8, arrival.output)) for arrival in arrivals[:warmup]]
         await Driver(client, warm, seed + 1).run()
@@ -121,10 +122,8 @@ async def drive(
     if view:
         view.cancel()
     share = (_spent() - before) / (time.perf_counter() - begun)
-    why = await profiled(client)
     client.close()
-    if why:
-        raise ConfigError(f"{why}: numbers taken so are not numbers. Stop the profiler and run again")
+    await check_unwatched(client)
     result = summarise(records, targets)
     return result | {"client_cpu_share": round(share, 3), "curves": curves(records)}
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from math import exp, inf
 from pathlib import Path
 from typing import Any
@@ -65,17 +65,8 @@ def _arrival(entry: Any) -> Arrival:
     prompt, output = int(entry["prompt"]), int(entry["output"])
     if prompt < 1 or output < 1 or not (at is None or float(at) >= 0):
         raise ValueError("prompt and output count from 1, arrival from 0")
-    prefix, after, priority = (kind(entry.get(name, 0)) for name, kind in _NUMBERS)
+    prefix, after, priority = int(entry.get("prefix", 0)), float(entry.get("after", 0)), int(entry.get("priority", 0))
     return Arrival(None if at is None else float(at), prompt, output, session, prefix, after, priority)
-
-
-_NUMBERS: tuple[tuple[str, Callable[[Any], Any]], ...] = (("prefix", int), ("after", float), ("priority", int))
-
-
-def write(arrivals: Sequence[Arrival], path: Path) -> None:
-    empty = Arrival(None, 0, 0)
-    kept = ({name: v for name, v in asdict(a).items() if v != getattr(empty, name)} for a in arrivals)
-    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
 # ---- lengths ---------------------------------------------------------------------------------------
@@ -111,9 +102,8 @@ def pattern(text: str, count: int, length: Lengths, seed: int = 0) -> list[Arriv
     chance = random.Random(seed)
     try:
         values = [float(number) for number in numbers]
-        if not all(0 < value < inf for value in values) or (
-            kind != "poisson" and values[kind == "chat"] < 1
-        ):  # of whom there must be one
+        crowd = kind != "poisson" and values[kind == "chat"]  # of whom there must be one
+        if not all(0 < value < inf for value in values) or 0 < crowd < 1:
             raise ValueError("nobody would come")
         return list(_PATTERNS[kind](count, length, chance, *values))
     except (KeyError, ValueError, TypeError, IndexError):

@@ -90,13 +90,6 @@ class Blocks:
         sequence.blocks.clear()
         sequence.chain.clear()
 
-    def forget(self) -> None:
-        """Drop every published prefix; blocks in use stay with their sequences."""
-        self.published.clear()
-        self.key_of.clear()
-        self.serial_of.clear()
-        self.roots.clear()
-
     def _take(self) -> int:
         block, _ = self.free.popitem(last=False)
         key = self.key_of.pop(block, None)

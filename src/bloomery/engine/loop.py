@@ -1,18 +1,24 @@
-"""The engine's heartbeat: schedule, run, fold the result back in; as many steps in flight as the executor likes."""
+"""The engine's heartbeat: schedule, run, fold the result back in; as many steps in flight as the executor likes.
+
+Where it likes several, there are more of them while they are short and no row can change: a host that is held up for a
+moment is not noticed then, and who comes meanwhile waits no longer than `AHEAD`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
+from math import inf
 
 from bloomery.engine.executor import Executor, Result
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import Request, Step, Timing, Tokens
 
-AHEAD, SHARE = 4e-3, 0.2  # seconds, and part of the step under way, before whose end the next one should be queued
+AHEAD, SHARE = 4e-3, 0.1  # seconds, and part of the step under way, before whose end the next one should be queued
 LONGEST = 0.1  # seconds: no foretelling is good enough to let a device stand idle for longer
 PROMPT = 3e-4  # seconds: a result that takes no longer was there before
+MOST = 8  # steps in flight
 REST = 10  # times as long as a piece of spare work took, until the next one while requests wait
 
 
@@ -27,6 +33,7 @@ class Loop:
         self.scheduler, self.executor, self.depth, self.clock = scheduler, executor, depth, clock
         self.flight: deque[tuple[Step, Result, float]] = deque()  # with the time it was begun
         self.latest = 0.0  # when a step last ended, as far as is known
+        self.took = inf  # seconds of that step
         self.timing = Timing()  # of all steps
         self.left = 1  # pieces of work the executor would do in its spare time; until it is asked, perhaps one
         self.rested = 0.0  # from when on such a piece may delay requests
@@ -59,10 +66,10 @@ class Loop:
         return min(max(begun + expected - max(AHEAD, SHARE * expected) - self.clock(), 0.0), LONGEST)
 
     def step(self) -> list[Tokens]:
-        """Keep `depth` steps in flight, wait for the oldest, and tell what it brought."""
+        """Keep `depth` steps in flight or more, wait for the oldest, and tell what it brought."""
         now = self.clock()
         news = self.scheduler.expire(now)
-        while len(self.flight) < self.depth and (step := self.scheduler.schedule(now)) is not None:
+        while self._wants_more() and (step := self.scheduler.schedule(now)) is not None:
             self.flight.append((step, self.executor.submit(step), now))
         if not self.flight:
             return news
@@ -79,7 +86,15 @@ class Loop:
                 seconds = output.timing.device + output.timing.idle
                 if now - asked < PROMPT:
                     self.latest = min(now, begun + seconds)
+        self.took = seconds
         return news + self.scheduler.update(step, output, seconds)
+
+    def _wants_more(self) -> bool:
+        """Who joins comes with a prompt: the step that ended last is no shorter than steady ones behind it."""
+        count = len(self.flight)
+        if count < self.depth or self.depth < 2:
+            return count < self.depth
+        return count < MOST and (count + 1) * self.took <= AHEAD and self.scheduler.steady
 
 
 def total(one: Timing, other: Timing) -> Timing:

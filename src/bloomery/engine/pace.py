@@ -8,6 +8,7 @@ and forget slowly, so that one stall changes little and a slower machine is noti
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 KNEES = (128, 512)
@@ -26,14 +27,16 @@ class Work(NamedTuple):
 
 
 class Pace:
-    def __init__(self, lone: float = 0.0) -> None:
-        """`lone`: seconds that a step of one position is expected to take; 0: nobody knows."""
+    def __init__(self, expected: Iterable[tuple[int, int, int, float]] = ()) -> None:
+        """`expected`: steps and their seconds, as Capacity has them: believed of all kinds that were not measured."""
         count = len(UNITS)
-        self.prices = list(GUESS)
+        self.prices, self.steps = list(GUESS), 0
         self.gram = [[TRUST * (i == j) for j in range(count)] for i in range(count)]
         self.moment = [TRUST * guess for guess in GUESS]
-        self.steps = 0
-        self.single = lone  # a step of one position, as expected, then as measured
+        self.single = 0.0  # a step of one position; 0: not known
+        for tokens, attended, pairs, seconds in expected:
+            self.learn(Work(tokens, attended, pairs), seconds)
+        self.steps = 0  # that were measured
 
     def seconds(self, work: Work) -> float:
         step, *_, key, pair = self.prices

@@ -120,7 +120,7 @@ class Aims:
 
     between: float | None = None  # two tokens of a running stream; None: ten lone steps, but no slower than one reads
     short: float | None = None  # a request that takes no longer alone is short; None: 64 lone steps
-    stretch: float = 3.6  # a short request is promised so many times what it takes alone
+    stretch: float = 3.65  # a short request is promised so many times what it takes alone
     tax: float = 0.05  # the most of their time that long ones give for the short
 
     def target(self, lone: float) -> float:
@@ -138,7 +138,7 @@ RESERVED = 30.0  # seconds after a short one for which rows are kept for others
 SPAN = 30.0  # seconds over which the tax is judged
 MOST = 4  # steps between two of the streams
 URGENT = 3  # promises that a lap is cut by
-WIDTHS = (0, 1, 2, 3, 4, 6)  # of steps, in halves of a good size
+WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12)  # of steps, in quarters of a good size
 GRAINS = (512, 256, 128, 32)  # a whole lap is a multiple of the first that is not too coarse: sizes are few
 LEAST = 32  # positions that may be a good size
 
@@ -356,10 +356,10 @@ class Fair:
         self, riding: Work, both: Work, most: int, context: int, pressing: list[tuple[int, float]], lap: float
     ) -> Cut:
         """Of the laps that keep every promise and are not too long, the one in which prompts get on fastest; if none
-        does, the one that breaks them least. Sizes are halves of a good one: they are few."""
-        half, widest = max(self._size() // 2, 1), sorted(WIDTHS, reverse=True)
-        beside = dict.fromkeys(min(max(half * i - both.tokens, 0), most) for i in widest)
-        between = dict.fromkeys(max(half * i - riding.tokens, 0) for i in widest) if both != riding else {}
+        does, the one that breaks them least. Sizes are quarters of a good one: they are few."""
+        part, widest = max(self._size() // 4, 1), sorted(WIDTHS, reverse=True)
+        beside = dict.fromkeys(min(max(part * i - both.tokens, 0), most) for i in widest)
+        between = dict.fromkeys(max(part * i - riding.tokens, 0) for i in widest) if both != riding else {}
         first = [
             (n, self.pace.seconds(Work(both.tokens + n, both.attended, n * context)))
             for n in beside
@@ -455,4 +455,4 @@ def policy_for(plan: Plan, capacity: Capacity) -> Policy:
     if plan.policy == "first-come":
         return FirstCome()
     aims = Aims(between=plan.target_inter_token, short=plan.short_request)
-    return Fair(capacity.max_sequences, capacity.blocks, aims, Pace(capacity.lone))
+    return Fair(capacity.max_sequences, capacity.blocks, aims, Pace(capacity.expected))

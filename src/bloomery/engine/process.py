@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from bloomery.config import Plan
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.executor import Executor, Report, Result
 from bloomery.engine.gauge import Gauge
@@ -35,7 +36,7 @@ REPORTS = 0.1  # seconds between two reports while loading
 PR_SET_PDEATHSIG = 1
 
 
-def serve(connection: socket.socket, make_executor: Callable[[Report], Executor]) -> int:
+def serve(connection: socket.socket, make_executor: Callable[[Plan, Report], Executor]) -> int:
     """Greet, load, and step until the other end is gone; the process's exit status."""
     die_with_parent()
     connection.set_inheritable(False)
@@ -47,12 +48,15 @@ def serve(connection: socket.socket, make_executor: Callable[[Report], Executor]
             hello, *early = arrived
             if not isinstance(hello, Hello):
                 raise WireError(f"a {type(hello).__name__} where a Hello was due")
-            executor = make_executor(reporter(channel.send))
-            ends.callback(executor.close)
-            ends.callback(connection.close)  # before the executor: the client need not wait for that
-            capacity = start(channel, executor, hello)
-            if capacity is not None:
-                Engine(channel, hello, executor, capacity).run(early)
+            try:
+                executor = make_executor(hello.plan, reporter(channel.send))
+                ends.callback(executor.close)
+                ends.callback(connection.close)  # before the executor: the client need not wait for that
+                capacity = executor.start(hello.plan)
+            except BloomeryError as error:  # what a person must mend: another try would not help
+                channel.send(Status("failed", detail=str(error)))
+                return 1
+            Engine(channel, hello, executor, capacity).run(early)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return 0
         except WireError as error:
@@ -60,15 +64,6 @@ def serve(connection: socket.socket, make_executor: Callable[[Report], Executor]
         except Exception:
             log.exception("the engine ends on an error")
         return 1
-
-
-def start(channel: Channel, executor: Executor, hello: Hello) -> Capacity | None:
-    """None if loading met what a person must mend: another try would not help."""
-    try:
-        return executor.start(hello.plan)
-    except BloomeryError as error:
-        channel.send(Status("failed", detail=str(error)))
-        return None
 
 
 def die_with_parent() -> None:

@@ -118,6 +118,18 @@ class Scheduler:
         """Seconds that the oldest step in flight should take, if the policy can tell."""
         return self.policy.foretell(self.scheduled[0].work)
 
+    @property
+    def steady(self) -> bool:
+        """Whether every step in flight holds everybody by one position, and the next can, for no row can change: nobody
+        waits, nobody can end but by its limit, and there are blocks enough for nobody to give way."""
+        count = len(self.running)
+        return (
+            not self.waiting
+            and count <= self.blocks.available
+            and all(len(flight.going) == count and not flight.chunks for flight in self.scheduled)
+            and not any(sequence.request.stop_ids for sequence in self.running.values())
+        )
+
     # ---- the next step ---------------------------------------------------------------------------
 
     def schedule(self, now: float = 0.0) -> Step | None:

@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 from bloomery.config import Plan
-from bloomery.engine.executor import Executor, Report, Result
+from bloomery.engine.executor import Executor, Report
 from bloomery.errors import ConfigError
-from bloomery.messages import Capacity, Step
 
 
-class Chosen:
-    def __init__(self, progress: bool = False, report: Report | None = None):
-        self.progress, self.report = progress, report
-        self.executor: Executor | None = None
+def chosen(plan: Plan, report: Report | None = None, progress: bool = False) -> Executor:
+    """Only what the plan needs is imported."""
+    if plan.executor == "ray":
+        try:
+            from bloomery.executors.ray import Actors
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"--executor ray needs {error.name}: pip install 'bloomery[ray]'") from None
+        return Actors(report)
+    if plan.tp * plan.pp > 1:
+        from bloomery.executors.processes import Processes
 
-    def start(self, plan: Plan) -> Capacity:
-        """Only what the plan needs is imported."""
-        if plan.executor == "ray":
-            try:
-                from bloomery.executors.ray import Actors
-            except ModuleNotFoundError as error:
-                raise ConfigError(f"--executor ray needs {error.name}: pip install 'bloomery[ray]'") from None
-            self.executor = Actors(self.report)
-        elif plan.tp * plan.pp > 1:
-            from bloomery.executors.processes import Processes
+        return Processes(report)
+    from bloomery.executors.local import Local
 
-            self.executor = Processes(self.report)
-        else:
-            from bloomery.executors.local import Local
-
-            self.executor = Local(self.progress, self.report)
-        return self.executor.start(plan)
-
-    def submit(self, step: Step) -> Result:
-        if self.executor is None:
-            raise RuntimeError("submit before start")
-        return self.executor.submit(step)
-
-    def spare(self) -> int:
-        return 0 if self.executor is None else self.executor.spare()
-
-    def close(self) -> None:
-        if self.executor is not None:
-            self.executor.close()
+    return Local(progress, report)

@@ -93,16 +93,8 @@ NORMS = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
 # ---- what one architecture says in its own way ---------------------------------------------------
 
 
-def nothing(c: Reader, shapes: Shapes) -> Config:
-    return {}
-
-
 def llama(c: Reader, shapes: Shapes) -> Config:
     return {"model_type": "mixtral"} if c.whole("expert_count", 0) else {}
-
-
-def qwen3moe(c: Reader, shapes: Shapes) -> Config:
-    return {"norm_topk_prob": c.flag("expert_weights_norm", True)}
 
 
 def gemma(largest: int) -> Callable[[Reader, Shapes], Config]:
@@ -160,7 +152,7 @@ def granite(c: Reader, shapes: Shapes) -> Config:
 class Architecture:
     family: str  # model_type of the config.json it was converted from
     epsilon: str = RMS  # the key without which its norms are unknown
-    words: Callable[[Reader, Shapes], Config] = nothing
+    words: Callable[[Reader, Shapes], Config] = lambda c, shapes: {}
     permuted: bool = False  # rows of q and k are stored so that pairs (0,1), (2,3).. turn
     window: int = 0  # of a file that does not state one
     period: int = 0  # every so many layers one sees everything; 0: all slide, where there is a window
@@ -171,7 +163,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe"),
     "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture("qwen3_moe", words=qwen3moe),
+    "qwen3moe": Architecture("qwen3_moe", words=lambda c, _: {"norm_topk_prob": c.flag("expert_weights_norm", True)}),
     "gemma": Architecture("gemma"),
     "gemma2": Architecture("gemma2", words=gemma(46), window=4096, period=2),
     "gemma3": Architecture("gemma3_text", words=gemma(62), period=6),

@@ -1,6 +1,9 @@
-"""GPT-2: learned positions, weights stored as [in, out]."""
+"""GPT-2: learned positions, weights stored as [in, out]. GPT-BigCode (SantaCoder, StarCoder): the same with one
+key-value head for all, or QKV fused head by head."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from bloomery.families import Family
 from bloomery.families.llama import model
@@ -24,6 +27,7 @@ NAMES = Names(
 DEFAULTS = defaults(
     vocab=50257, hidden=768, layers=12, heads=12, context=1024, tied=True, activation_function="gelu_new"
 )
+BIGCODE = DEFAULTS | {"activation_function": "gelu_pytorch_tanh", "multi_query": True}
 
 
 def gpt2(c: Reader, kv_heads: int | None = None) -> Model:
@@ -42,4 +46,14 @@ def gpt2(c: Reader, kv_heads: int | None = None) -> Model:
     return model(c, layers, final_norm=norm, positions=c.size("max_position_embeddings"))
 
 
-FAMILIES = {"gpt2": Family(gpt2, NAMES, DEFAULTS)}
+def bigcode_names(c: Reader) -> Names:
+    return replace(NAMES, attn_qkv=Fused("attn.c_attn", grouped=not c.flag("multi_query")), transposed=False)
+
+
+def gpt_bigcode(c: Reader) -> Model:
+    kv_heads = 1 if c.flag("multi_query") else c.size("num_attention_heads")
+    c.must("num_key_value_heads", kv_heads)
+    return gpt2(c, kv_heads)
+
+
+FAMILIES = {"gpt2": Family(gpt2, NAMES, DEFAULTS), "gpt_bigcode": Family(gpt_bigcode, bigcode_names, BIGCODE)}

@@ -57,7 +57,8 @@ def gptq(c: Reader) -> Quantization:
     one_of(c, "bits", (2, 3, 4, 8), None)
     group(c)
     layout = one_of(c, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    return Quantization("gptq", first_zero=1 if layout == "gptq" else 0)
+    needed = ("g_idx",) if c.flag("desc_act", False) and c.get("group_size", -1) != -1 else ()
+    return Quantization("gptq", 1 if layout == "gptq" else 0, needed)
 
 
 def awq(c: Reader) -> Quantization:
@@ -73,7 +74,7 @@ def compressed(c: Reader) -> Quantization:
     if c.get("transform_config"):
         raise c.wrong("transform_config", f"asks for rotations, which are not supported{REMEDY}")
     one_of(c.under("sparsity_config"), "format", ("dense",), "dense")
-    groups = c.under("config_groups")
+    groups, even, ordered = c.under("config_groups"), [], []
     for name in groups.values:
         scheme = groups.under(name)
         one_of(scheme, "format", COMPRESSED, COMPRESSED[0])
@@ -83,7 +84,11 @@ def compressed(c: Reader) -> Quantization:
         one_of(weights, "strategy", ("tensor", "channel", "group", "block"), "tensor")
         if kind == "float" and weights.get("strategy") == "block":
             one_of(weights, "block_structure", ([128, 128],), [128, 128])
-    return Quantization("compressed-tensors")
+        even.append(kind == "float" or weights.flag("symmetric", True))
+        ordered.append(weights.get("actorder") == "group")
+    # Of several schemes a product does not say which is its own.
+    parts = {"weight_zero_point": groups.values and not any(even), "weight_g_idx": groups.values and all(ordered)}
+    return Quantization("compressed-tensors", needed=tuple(part for part, always in parts.items() if always))
 
 
 def fp8(c: Reader) -> Quantization:

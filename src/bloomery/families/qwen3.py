@@ -6,8 +6,7 @@ from typing import Any
 
 from bloomery.families import Family
 from bloomery.families.llama import NAMES, layer, model
-from bloomery.families.qwen2 import QWEN, upper_windows, uses_window
-from bloomery.families.qwen2_moe import MOE_NAMES, QWEN2_MOE, experts, mixed
+from bloomery.families.qwen2 import MOE_NAMES, QWEN, QWEN2_MOE, experts, mixed, upper_windows, uses_window
 from bloomery.families.reader import Reader, defaults
 from bloomery.families.window import windows
 from bloomery.spec import Layer, Model, Norm

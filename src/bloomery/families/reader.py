@@ -151,9 +151,9 @@ class Reader:
     def activation(self, name: str, default: Any = REQUIRED) -> Activation:
         return self.choice(name, ACTIVATIONS, default)
 
-    def must(self, name: str, wanted: Any, default: Any = None) -> None:
+    def must(self, name: str, wanted: Any) -> None:
         """Refuse a switch we do not implement when it is thrown."""
-        value = self.get(name, default if default is not None else wanted)
+        value = self.get(name, wanted)
         if value != wanted:
             raise self.wrong(name, f"{value!r} is not supported, only {wanted!r}")
 

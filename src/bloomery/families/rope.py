@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from bloomery.families.reader import Reader
+from bloomery.families.reader import REQUIRED, Reader
 from bloomery.spec import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
 
 Scaling = Linear | Dynamic | Llama3 | Yarn | LongRope
@@ -101,8 +102,8 @@ KINDS: Mapping[str, Callable[[Reader, Reader, int], Scaling] | None] = {
 }
 
 
-def factor(scaling: Reader, default: float | None = None) -> float:
-    value = scaling.number("factor") if default is None else scaling.number("factor", default)
+def factor(scaling: Reader, default: Any = REQUIRED) -> float:
+    value = scaling.number("factor", default)
     if value <= 0:
         raise scaling.wrong("factor", f"must be above 0, not {value}")
     return value

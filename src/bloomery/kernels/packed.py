@@ -4,8 +4,8 @@
     Codebook  sixteen values of a table, times the largest of their block, which may itself be a code of 8 bits
     Fp8       8-bit floats, times a scale for all, for a row or for a square block
 
-Codes of 4 bits lie two a byte, the even column in the low half. `dequantize` is the reference of every kernel that
-reads them. This file must not know where codes come from.
+Codes of 4 bits lie two a byte, the even column in the low half; of 3 bits eight in three bytes, the first lowest.
+`dequantize` is the reference of every kernel that reads them. This file must not know where codes come from.
 """
 
 from __future__ import annotations
@@ -112,6 +112,10 @@ Packed = Grid | Codebook | Fp8
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """[out, in] numbers below 2 ** bits -> [out, in * bits / 8] uint8."""
     codes = codes.to(torch.uint8)
+    if bits == 3:
+        places = torch.arange(0, 24, 3, device=codes.device)
+        words = (codes.unflatten(1, (-1, 8)).int() << places).sum(-1)
+        return torch.stack([words >> shift & 255 for shift in (0, 8, 16)], -1).flatten(1).to(torch.uint8)
     each = 8 // bits
     out = codes[:, ::each].clone()
     for place in range(1, each):
@@ -123,6 +127,10 @@ def unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """[out, in * bits / 8] -> [out, in]; 8 bits stay as they are."""
     if bits == 8:
         return codes
+    if bits == 3:
+        octets = codes.unflatten(1, (-1, 3)).int()
+        words = octets[..., 0] | octets[..., 1] << 8 | octets[..., 2] << 16
+        return (words[..., None] >> torch.arange(0, 24, 3, device=codes.device) & 7).flatten(1).to(torch.uint8)
     parts = [(codes >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return torch.stack(parts, -1).flatten(1)
 

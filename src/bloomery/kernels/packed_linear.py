@@ -2,6 +2,7 @@
 
     rows      few tokens: kernels/packed_gemv, with what stands around the product
     product   dozens: kernels/packed_gemm
+    woven     hundreds, on a Hopper: kernels/packed_woven
     rounded   8-bit weights that allow it: the input rounded too, and the library's product of 8-bit factors
     scratch   beyond, where arithmetic counts: unpacked into passing memory, and the library's product
 
@@ -15,7 +16,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels import packed_gemm, packed_gemv
+from bloomery.kernels import packed_gemm, packed_gemv, packed_woven
 from bloomery.kernels.gemv import After, Norm
 from bloomery.kernels.launch import begin, fused, jit, overlap, tl, wait
 from bloomery.kernels.norm import layer_norm
@@ -27,7 +28,7 @@ LIBRARY = 32  # tokens from which the library multiplies int8
 SCRATCH = 1 << 27  # bytes unpacked at once
 SPAN = 2048  # bytes of codes that a program unpacks
 
-Way = Literal["rows", "product", "rounded", "scratch"]
+Way = Literal["rows", "product", "woven", "rounded", "scratch"]
 
 
 def few(packed: Packed) -> int:
@@ -45,6 +46,8 @@ def way(tokens: int, packed: Packed, dtype: torch.dtype) -> Way:
         return "rows"
     if rounds(packed) and tokens >= (LIBRARY if isinstance(packed, Grid) else 1):
         return "rounded"
+    if packed_woven.plan(tokens, packed, dtype):
+        return "woven"
     if tokens <= many(packed) and dtype.itemsize == 2 and packed_gemm.possible(packed):
         return "product"
     return "scratch"
@@ -69,6 +72,8 @@ def packed_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = N
             return packed_gemv.packed_rows(x, packed, bias)
         case "product":
             return packed_gemm.packed_product(x, packed, bias)
+        case "woven":
+            return packed_woven.woven_product(x, packed, bias)
         case "rounded":
             return rounded(x, packed, bias)
         case "scratch":

@@ -20,6 +20,7 @@ LOG2E = 1.4426950408889634
 PROGRAMS = 4  # a processor should have so many to hide latency
 USUAL_SPLITS, MOST_SPLITS = 32, 64  # putting more together costs more than they gain; what the kernel can take
 EARLY = 32  # sequences up to which reading early pays
+FEW = 4  # sequences up to which small kernels overtake one another: there a lean program is worth more than tiles ahead
 
 
 @dataclass(frozen=True)
@@ -75,20 +76,26 @@ def attention_reference(
 
 @lru_cache(maxsize=4096)
 def tiling(batch: int, heads: int, kv_heads: int, dim: int, item: int, positions: int, processors: int) -> Tiling:
-    """For sequences of at most `positions`, of numbers of `item` bytes. Few programs: queries apart, and splits."""
+    """For sequences of at most `positions`, of numbers of `item` bytes. Few programs: queries apart, and splits.
+    Measured (benchmarks/kernels.py tune); no cut needs more than 80 KiB to share, which every processor has."""
     share, few = heads // kv_heads, batch * kv_heads < processors
     parts = -(-share // (16 if few or item == 4 else 64))
-    tile = max(16, min(64, 16384 // (power_of_two(dim) * item)))
-    fill = max(1, processors * PROGRAMS // (batch * kv_heads * parts))
-    splits = min(1 << (fill.bit_length() - 1), power_of_two(-(-positions // tile)), USUAL_SPLITS)
-    if splits == 1 and share <= 16:
-        rounds = batch * kv_heads * parts / processors  # two programs run side by side
-        if rounds <= 6:  # of long sequences halves are dealt out more evenly
-            return Tiling(tile, 2, 3, min(2, power_of_two(-(-positions // tile))), parts, direct=8)
-        if rounds >= 15 and power_of_two(dim) * item == 256:
-            return Tiling(tile // 2, 2, 4, 1, parts)
-        return Tiling(tile, 2, 3, 1, parts)
-    return Tiling(tile, 4, 2, splits, parts)
+    row = power_of_two(dim) * item  # bytes of a position
+    tile = max(16, min(64, 16384 // row))
+    programs, tiles = batch * kv_heads * parts, power_of_two(-(-positions // tile))
+    fill = max(1, processors * PROGRAMS // programs)
+    splits = min(1 << (fill.bit_length() - 1), tiles, USUAL_SPLITS)
+    if batch <= FEW:
+        return Tiling(tile, 4, 2, splits, parts)
+    if share > 16:  # much arithmetic for what is read
+        splits = splits if parts > 1 else 1
+        return Tiling(tile, 4, 3, splits, parts, direct=8 if splits == 2 else 2)
+    half = max(16, min(tile, 8192 // row))
+    if splits > 1:
+        return Tiling(half, 2, 3, splits // 2, parts)
+    if programs <= 6 * processors:  # two run side by side, and halves of long sequences are dealt out more evenly
+        return Tiling(half, 2, 4, min(2, tiles), parts, direct=8)
+    return Tiling(tile, 2, 3 if tile * row == 16384 else 4, 1, parts)
 
 
 def paged_decode(
@@ -169,8 +176,9 @@ def decode_kernel(
     if EARLY > 0:
         # What earlier steps stored is read while the query is still being computed; what this step stores, again below.
         near = tl.minimum(first, last - 1) * TILE
+        here = blocks_of(row, near, end, BLOCK, TILE)
         k, v = load_tile(
-            cache, scales, half, places, row, near, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
+            cache, scales, half, places, here, near, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
         )
         i = tl.arange(0, EARLY)
         new = tl.load(slots + i, mask=i < tl.num_programs(1), other=-BLOCK) // BLOCK
@@ -191,13 +199,18 @@ def decode_kernel(
     if EARLY > 0:
         if stale:
             k, v = load_tile(
-                cache, scales, half, places, row, near, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
+                cache, scales, half, places, here, near, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
             )
         top, total, acc = attend(queries, k, v, top, total, acc, near + n, at, slope, scale, WINDOW, CAP, ALIBI, True)
         first += 1
+    ahead = blocks_of(row, first * TILE, end, BLOCK, TILE)
     for t in tl.range(first, last, num_stages=STAGES):
+        if STAGES > 2:
+            here, ahead = ahead, blocks_of(row, (t + 1) * TILE, end, BLOCK, TILE)
+        else:
+            here = blocks_of(row, t * TILE, end, BLOCK, TILE)
         k, v = load_tile(
-            cache, scales, half, places, row, t * TILE, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
+            cache, scales, half, places, here, t * TILE, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
         )
         top, total, acc = attend(
             queries, k, v, top, total, acc, t * TILE + n, at, slope, scale, WINDOW, CAP, ALIBI, True
@@ -221,21 +234,33 @@ def decode_kernel(
 
 
 @jit
+def blocks_of(row, at, end, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """The blocks of a tile of positions from `at` on, a multiple of TILE; past `end`, the last one's.
+
+    To be asked a turn ahead: were an address to wait for its block in the same turn, the compiler would share the tiles
+    in flight between the two, and start to copy a tile only when the one before it is done with.
+    """
+    place = at
+    if TILE > BLOCK:
+        place = at + tl.arange(0, TILE)
+    return tl.load(row + tl.minimum(place, end - 1) // BLOCK)
+
+
+@jit
 def load_tile(
-    cache, scales, half, places, row, at, end, head, MASK: tl.constexpr, SCALED: tl.constexpr,
+    cache, scales, half, places, blocks, at, end, head, MASK: tl.constexpr, SCALED: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values [TILE, dim] of positions from `at` on, a multiple of TILE.
+    """Keys and values [TILE, dim] of positions from `at` on, in the blocks that blocks_of gave.
 
     Past `end` keys are anything and, with MASK, values zero: a weight of zero would not hide a NaN. Past the first
     cache (.cg), which may hold what stood here before the wait.
     """
     n, d = tl.arange(0, TILE), tl.arange(0, DIM_UP)
     if TILE <= BLOCK:
-        slot = tl.load(row + at // BLOCK).to(tl.int64) * BLOCK + at % BLOCK + n
+        slot = blocks.to(tl.int64) * BLOCK + at % BLOCK + n
     else:
-        place = tl.minimum(at + n, end - 1)
-        slot = tl.load(row + place // BLOCK).to(tl.int64) * BLOCK + place % BLOCK
+        slot = blocks.to(tl.int64) * BLOCK + tl.minimum(at + n, end - 1) % BLOCK
     keys = cache + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :]
     live, real = (at + n < end)[:, None], (d < DIM)[None, :]
     if DIM < DIM_UP:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from bloomery.kernels.launch import begin, jit, overlap, power_of_two, tl, wait
-from bloomery.kernels.paged_decode import LOG2E, Scoring, attend, load_tile
+from bloomery.kernels.paged_decode import LOG2E, Scoring, attend, blocks_of, load_tile
 from bloomery.kernels.rounded_cache import bits, scales
 
 
@@ -33,7 +33,7 @@ def tiling(rows: int, dim: int, item: int) -> Tiling:
         return Tiling(16, 16, 8, 2) if dim > 128 else Tiling(16 if rows <= 16 else 32, 32, 8, 2)
     if dim > 128:
         return Tiling(64, 32, 4, 2) if rows <= 64 else Tiling(128, 64, 8, 2)
-    return Tiling(64, 64, 4, 2 if rows <= 64 else 3) if dim > 64 or rows <= 64 else Tiling(128, 64, 4, 3)
+    return Tiling(64, 128, 4, 2) if dim <= 64 and rows <= 2048 else Tiling(64, 64, 4, 3)
 
 
 def paged_prefill(
@@ -147,9 +147,11 @@ def over_tiles(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, TILE)
+    ahead = blocks_of(row, first * TILE, end, BLOCK, TILE)
     for t in tl.range(first, last, num_stages=STAGES):
+        here, ahead = ahead, blocks_of(row, (t + 1) * TILE, end, BLOCK, TILE)
         k, v = load_tile(
-            cache, scales, half, places, row, t * TILE, end, kv_head, MASK, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
+            cache, scales, half, places, here, t * TILE, end, kv_head, MASK, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
         )
         top, total, acc = attend(q, k, v, top, total, acc, t * TILE + n, at, slope, scale, WINDOW, CAP, ALIBI, MASK)
     return top, total, acc

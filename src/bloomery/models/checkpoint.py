@@ -13,7 +13,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -27,7 +27,7 @@ from bloomery.errors import CheckpointError
 from bloomery.kernels.dice import throw
 from bloomery.models.gguf import Decoder, decoder
 from bloomery.models.stream import Stream, Wait
-from bloomery.quant.base import Arriving, Coded, Piece, Range, Stored, ahead
+from bloomery.quant.base import Arriving, Coded, Range, Stored, Tensors, ahead
 
 Advance = Callable[[int], None]
 Report = Callable[[str, int, int], None]  # what is being loaded, how much is done, how much there is
@@ -54,24 +54,14 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-class Source(Protocol):
+class Source(Tensors, Protocol):
     """Where weights come from."""
+
+    advance: Advance  # called with n for every n bytes read
 
     @property
     def nbytes(self) -> int:
         """All there is to read; 0 for a source that makes its weights up."""
-        ...
-
-    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None) -> Stored:
-        """The vector [out] or matrix [out, in] of that name, which must be of that shape.
-
-        `transposed`: the file has it as [in, out]. `expert`: the file has a stack of them, and this one is meant.
-        """
-        ...
-
-    def has(self, name: str) -> bool: ...
-    def shape(self, name: str) -> tuple[int, ...]:
-        """As the file has it."""
         ...
 
     def names(self) -> Collection[str]: ...
@@ -79,9 +69,9 @@ class Source(Protocol):
         """Names nobody has asked for."""
         ...
 
-    def report(self, advance: Advance) -> None:
-        """From now on call `advance(n)` for every n bytes read."""
-        ...
+
+def unheard(count: int) -> None:
+    """Of a source that nobody watches."""
 
 
 def open_source(artifact: Artifact, load_format: str = "auto") -> Source:
@@ -233,7 +223,7 @@ class FileSource:
     def __init__(self, origin: Path, entries: Mapping[str, Entry]):
         self.origin, self.entries = origin, entries
         self.used: set[str] = set()
-        self.advance: Advance = lambda count: None
+        self.advance: Advance = unheard
         self.stream: Stream | None = None
 
     @classmethod
@@ -267,14 +257,12 @@ class FileSource:
         self.used.add(name)
         height = stored[0] if len(stored) > 1 else 1
         matrix = _Matrix(entry, height * (expert or 0), transposed, self)
-        rows, *cols = shape
         coded = None
-        if entry.decode is not None and cols and not transposed:
+        if entry.decode is not None and len(shape) > 1 and not transposed:
             octets = _Matrix(entry.undecoded(), matrix.first, False, self)
-            raw = Piece(octets.read, (0, rows), (0, entry.row_bytes), octets.fill)
-            coded = Coded(entry.kind, *entry.block, Stored((raw,), torch.uint8))
-        whole = Piece(matrix.read, (0, rows), (0, cols[0]) if cols else None, matrix.fill, coded)
-        return Stored((whole,), entry.dtype)
+            raw = Stored.whole((shape[0], entry.row_bytes), torch.uint8, octets.read, octets.fill)
+            coded = Coded(entry.kind, *entry.block, raw)
+        return Stored.whole(shape, entry.dtype, matrix.read, matrix.fill, coded)
 
     def has(self, name: str) -> bool:
         return name in self.entries
@@ -287,9 +275,6 @@ class FileSource:
 
     def unused(self) -> tuple[str, ...]:
         return tuple(sorted(self.entries.keys() - self.used))
-
-    def report(self, advance: Advance) -> None:
-        self.advance = advance
 
     def _found(self, name: str) -> Entry:
         entry = self.entries.get(name)
@@ -320,6 +305,8 @@ class FileSource:
 
 # ---- tensors made up -----------------------------------------------------------------------------
 
+DEVIATION = 0.02  # of made-up weights
+
 
 class DummySource:
     """Random weights of whatever shape is asked for: to measure and to plan without a checkpoint.
@@ -329,8 +316,9 @@ class DummySource:
 
     nbytes = 0
 
-    def __init__(self, std: float = 0.02, dtype: torch.dtype = torch.float32):
-        self.std, self.stored = std, dtype
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        self.stored = dtype
+        self.advance: Advance = unheard
 
     def tensor(self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None) -> Stored:
         seed = int.from_bytes(
@@ -341,7 +329,7 @@ class DummySource:
             if cols is None:  # norms leave their input alone, biases add nothing
                 out.fill_(float(name.endswith("weight")))
             else:
-                throw(out, seed, (rows[0], cols[0]), self.std)
+                throw(out, seed, (rows[0], cols[0]), DEVIATION)
 
         def read(rows: Range, cols: Range | None) -> torch.Tensor:
             spans = (rows,) if cols is None else (rows, cols)
@@ -349,8 +337,7 @@ class DummySource:
             fill(out, rows, cols)
             return out
 
-        height, *width = shape
-        return Stored((Piece(read, (0, height), (0, width[0]) if width else None, fill),), self.stored)
+        return Stored.whole(shape, self.stored, read, fill)
 
     def has(self, name: str) -> bool:
         """Plain weights always are; parts of a quantised format never."""
@@ -365,35 +352,26 @@ class DummySource:
     def unused(self) -> tuple[str, ...]:
         return ()
 
-    def report(self, advance: Advance) -> None:
-        pass
-
 
 # ---- progress ------------------------------------------------------------------------------------
 
 
-@contextmanager
-def progress(source: Source, stream: TextIO) -> Iterator[None]:
-    """Show how many bytes of the source are read and how long the rest will take."""
-    with _bar(source.nbytes, stream) if stream.isatty() else _lines(source.nbytes, stream) as advance:
-        source.report(advance)
-        yield
-    source.report(lambda count: None)
+def progress(total: int, stream: TextIO) -> AbstractContextManager[Advance]:
+    """Show how many bytes are read and how long the rest will take."""
+    return _bar(total, stream) if stream.isatty() else _lines(total, stream)
 
 
 @contextmanager
-def reported(source: Source, report: Report) -> Iterator[None]:
-    """Tell `report` how many bytes of the source are read."""
+def reported(total: int, report: Report) -> Iterator[Advance]:
+    """Tell how many bytes are read."""
     done = 0
 
     def advance(count: int) -> None:
         nonlocal done
         done += count
-        report("weights", done, source.nbytes)
+        report("weights", done, total)
 
-    source.report(advance)
-    yield
-    source.report(lambda count: None)
+    yield advance
 
 
 @contextmanager

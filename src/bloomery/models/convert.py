@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -32,24 +32,25 @@ from bloomery.models.checkpoint import FileSource
 from bloomery.models.decoder import Decoder
 from bloomery.models.weights import Weights
 from bloomery.parallel.groups import ALONE
-from bloomery.quant.base import Format, Product, Range, Ready, Tensors
+from bloomery.quant.base import Format, Product, Ready, Tensors
 from bloomery.quant.dense import Dense, DenseFormat, DenseReady
 from bloomery.quant.gptq import Gptq
 from bloomery.quant.solve import solve
-from bloomery.quant.write import WRITERS, Written, configuration, gptq_tensors
+from bloomery.quant.write import WRITERS, Written, configuration, gptq_tensors, misfit
 from bloomery.spec import Model, Names
 
 BLOCK = 16  # positions a block of the calibration's cache holds
 STATE = "unfinished.json"
 BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")  # what goes with the weights
 META = torch.device("meta")
+GROUPS = (128, 64, 32, 16, -1)  # to propose, the usual first
 
 
 @dataclass(frozen=True)
 class Wish:
     form: str  # gptq, int4, int8, fp8 or nf4
     bits: int = 4  # of gptq
-    group: int = 128  # of gptq and int4
+    group: int = 128  # of gptq and int4; -1: a whole row
     act_order: bool = False
     damping: float = 0.01
 
@@ -71,37 +72,59 @@ def convert(
     job = Job(found.model, names, source, wish, getattr(torch, dtype), torch.device(device), texts)
     count = len(found.model.layers)
     shards = [out / f"model-{i + 1:05}-of-{count + 1:05}.safetensors" for i in range(count + 1)]
-    begin(out, wish, samples)
+    layers = [job.products(i) for i in range(count)]
+    check(wish, [product for products in layers for product in products if not product.precise])
+    begin(out, wish, samples, source)
     whole = [names.head] if names.head else []
-    for i, shard in enumerate(shards[:-1]):
+    for i, (shard, products) in enumerate(zip(shards[:-1], layers, strict=True)):
         prefix = names.layer.format(i=i)
-        products = job.products(i)
         whole += [product.name for product in products if product.precise]
         if not shard.exists():
-            packed = job.packed(i, [product for product in products if not product.precise])
-            others = [name for name in source.names() if name.startswith(prefix) and name not in packed.replaced]
-            save(shard, packed.tensors | raw(source, others))
+            rounded = [product for product in products if not product.precise]
+            replaced = {f"{product.name}.weight" for product in rounded}
+            others = [name for name in source.names() if name.startswith(prefix) and name not in replaced]
+            save(shard, job.packed(i, rounded) | raw(source, others))
         job.pass_on(i, shard)
         advance()
-    layers = tuple(names.layer.format(i=i) for i in range(count))
-    save(shards[-1], raw(source, [name for name in source.names() if not name.startswith(layers)]))
+    inside = tuple(names.layer.format(i=i) for i in range(count))
+    save(shards[-1], raw(source, [name for name in source.names() if not name.startswith(inside)]))
     finish(artifact.path, out, shards, configuration(wish.form, wish.group, wish.bits, wish.act_order, whole))
     advance()
+
+
+def check(wish: Wish, products: Sequence[Product]) -> None:
+    """All of them, before hours have been spent on some."""
+
+    def reasons(group: int) -> Iterator[str]:
+        for product in products:
+            if reason := misfit(wish.form, product.shape, group, wish.bits):
+                yield f"{product.name}: {reason}"
+
+    if wrong := next(reasons(wish.group), None):
+        fitting = [group for group in GROUPS if next(reasons(group), None) is None]
+        remedy = f"try --group {fitting[0]}" if fitting else "choose --format int8 or fp8, which take any size"
+        raise ConfigError(f"{wrong}; {remedy}")
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def begin(out: Path, wish: Wish, samples: Sequence[Sequence[int]]) -> None:
+def begin(out: Path, wish: Wish, samples: Sequence[Sequence[int]], source: FileSource) -> None:
     """A new folder, or one that the same conversion left unfinished."""
-    text = blake2b(json.dumps([list(sample) for sample in samples]).encode(), digest_size=8).hexdigest()
-    state = {**asdict(wish), "calibration": text}
+    files = [(file, file.stat()) for file in sorted({entry.file.resolve() for entry in source.entries.values()})]
+    model = [(str(file), found.st_size, found.st_mtime_ns) for file, found in files]
+    state = {**asdict(wish), "model": digest(model), "calibration": digest([list(sample) for sample in samples])}
     if out.exists() and any(out.iterdir()):
         if not (out / STATE).is_file() or strict_json((out / STATE).read_bytes(), str(out / STATE)) != state:
             raise ConfigError(f"{out}: is not empty, and not what this conversion left unfinished; name another folder")
         return
     out.mkdir(parents=True, exist_ok=True)
-    (out / STATE).write_text(json.dumps(state))
+    (out / "state.part").write_text(json.dumps(state))
+    (out / "state.part").replace(out / STATE)
+
+
+def digest(data: Any) -> str:
+    return blake2b(json.dumps(data).encode(), digest_size=8).hexdigest()
 
 
 def raw(source: FileSource, names: Sequence[str]) -> Written:
@@ -138,24 +161,16 @@ def finish(origin: Path, out: Path, shards: Sequence[Path], quantization: Mappin
 # ---- a layer at a time ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Watching:
+@dataclass(frozen=True, kw_only=True)
+class Watching(DenseReady):
     """A product that remembers what went into it."""
 
-    matrix: DenseReady
     products: tuple[Product, ...]
     hessian: torch.Tensor  # [in, in] float32: the sum of x xT
 
-    @property
-    def nbytes(self) -> int:
-        return self.matrix.nbytes
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.matrix.gather(rows)
-
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         self.hessian.addmm_(x.float().T, x.float())
-        return self.matrix.linear(x, bias)
+        return super().linear(x, bias)
 
     def phrase(
         self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
@@ -164,39 +179,23 @@ class Watching:
 
 
 @dataclass(frozen=True)
-class Noted:
+class Noted(Dense):
     """A dense matrix that knows of which products it was made."""
 
-    matrix: Dense
     products: tuple[Product, ...]
     watched: list[Watching] | None  # where to put what it becomes
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.matrix.shape
-
-    def rows(self, ranges: Sequence[Range]) -> Noted:
-        return Noted(self.matrix.rows(ranges), self.products, self.watched)
-
-    def cols(self, start: int, end: int) -> Noted:
-        return Noted(self.matrix.cols(start, end), self.products, self.watched)
-
-    def cat(self, others: Sequence[Noted]) -> Noted:
-        products = sum((other.products for other in others), self.products)
-        return Noted(self.matrix.cat([other.matrix for other in others]), products, self.watched)
+    def cat(self, others: Sequence[Self]) -> Self:
+        return replace(super().cat(others), products=sum((other.products for other in others), self.products))
 
     def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
         if device == META:
             return DenseReady(torch.empty(self.shape, dtype=dtype, device=device))
-        dense = self.matrix.prepare(dtype, device)
         if self.watched is None:
-            return dense
-        width = self.shape[1]
-        self.watched.append(Watching(dense, self.products, torch.zeros(width, width, device=device)))
+            return super().prepare(dtype, device)
+        hessian = torch.zeros(self.shape[1], self.shape[1], device=device)
+        self.watched.append(Watching(self.dense(dtype, device), products=self.products, hessian=hessian))
         return self.watched[-1]
-
-    def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.matrix.dense(dtype, device)
 
 
 @dataclass(frozen=True)
@@ -210,13 +209,8 @@ class Noting:
     def matrix(self, tensors: Tensors, product: Product) -> Noted:
         self.products.append(product)
         watched = None if product.precise or (self.experts and self.experts in product.name) else self.watched
-        return Noted(DenseFormat().matrix(tensors, product), (product,), watched if product.inside else None)
-
-
-@dataclass(frozen=True)
-class PackedLayer:
-    tensors: Written
-    replaced: set[str]  # tensors they stand for
+        weight = DenseFormat().matrix(tensors, product).weight
+        return Noted(weight, (product,), watched if product.inside else None)
 
 
 @dataclass(frozen=True)
@@ -239,27 +233,23 @@ class Job:
         self.decoder(i, self.source, noting, META)
         return [product for product in noting.products if product.inside]
 
-    def packed(self, i: int, products: Sequence[Product]) -> PackedLayer:
+    def packed(self, i: int, products: Sequence[Product]) -> Written:
         hessians = self._hessians(i) if self.wish.form == "gptq" else {}
         tensors: Written = {}
         for product in products:
             weight = DenseFormat().matrix(self.source, product).dense(torch.float32, self.device)
             for part, tensor in self._packed(product, weight, hessians.get(product.name)).items():
                 tensors[f"{product.name}.{part}"] = tensor
-        return PackedLayer(tensors, {f"{product.name}.weight" for product in products})
+        return tensors
 
     def _packed(self, product: Product, weight: torch.Tensor, hessian: torch.Tensor | None) -> Written:
         wish, width = self.wish, product.shape[1]
-        if wish.form in ("gptq", "int4") and width % wish.group:
-            fitting = [group for group in (256, 128, 64, 32, 16) if width % group == 0]
-            raise ConfigError(
-                f"{product.name}: {width} columns are not groups of {wish.group}; try --group {fitting[0]}"
-            )
+        group = width if wish.group == -1 else wish.group
         if wish.form != "gptq":
-            return WRITERS[wish.form](weight, wish.group)
+            return WRITERS[wish.form](weight, group)
         # Experts see too little of any text: as if each of their inputs mattered alike.
         seen = torch.eye(width, device=weight.device) if hessian is None else hessian
-        return gptq_tensors(solve(weight, seen, wish.bits, wish.group, wish.act_order, wish.damping), wish.bits)
+        return gptq_tensors(solve(weight, seen, wish.bits, group, wish.act_order, wish.damping), wish.bits)
 
     @torch.inference_mode()
     def _hessians(self, i: int) -> dict[str, torch.Tensor]:

@@ -89,37 +89,18 @@ class Decoder:
         self.first, self.last = layers.start == 0, layers.stop == len(model.layers)
         # In the model's own precision: Gemma was trained with a rounded factor.
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
-        self.embed: Embedding | None = None
-        self.positions: torch.Tensor | None = None
-        self.project_in: Linear | None = None
-        self.embed_norm: Norm | None = None
-        self.project_out: Linear | None = None
-        self.final_norm: Norm | None = None
-        self.head: Head | None = None
-        if self.first:
-            self._begin(weights, group)
-        self.layers = [
-            decoder_layer(model.layers[i], spec.hidden, weights, weights.names.layer.format(i=i), group) for i in layers
-        ]
-        if self.last:
-            self._end(weights, group)
+        names, extra, width = weights.names, weights.names.extra, spec.hidden
+        begins, ends = self.first, self.last
+        self.embed = embedding(spec, weights, group) if begins else None
+        self.positions = weights.table(extra["positions"], spec.positions, width) if begins and spec.positions else None
+        narrow = spec.embed_dim  # of embeddings that are projected to the model's width and back
+        self.project_in = weights.outside(extra["project_in"], width, narrow) if begins and narrow else None
+        self.embed_norm = weights.norm(spec.embed_norm, extra.get("embed_norm", ""), width) if begins else None
+        self.layers = [decoder_layer(model.layers[i], width, weights, names.layer.format(i=i), group) for i in layers]
+        self.project_out = weights.outside(extra["project_out"], narrow, width) if ends and narrow else None
+        self.final_norm = weights.norm(spec.final_norm, names.final_norm, width) if ends else None
+        self.head = head(spec, weights, self.embed, group) if ends else None
         self.ropes: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def _begin(self, weights: Weights, group: Group) -> None:
-        spec, extra = self.spec, weights.names.extra
-        self.embed = embedding(spec, weights, group)
-        if spec.positions:
-            self.positions = weights.table(extra["positions"], spec.positions, spec.hidden)
-        if spec.embed_dim is not None:
-            self.project_in = weights.outside(extra["project_in"], spec.hidden, spec.embed_dim)
-        self.embed_norm = weights.norm(spec.embed_norm, extra.get("embed_norm", ""), spec.hidden)
-
-    def _end(self, weights: Weights, group: Group) -> None:
-        spec, extra = self.spec, weights.names.extra
-        if spec.embed_dim is not None:
-            self.project_out = weights.outside(extra["project_out"], spec.embed_dim, spec.hidden)
-        self.final_norm = weights.norm(spec.final_norm, weights.names.final_norm, spec.hidden)
-        self.head = head(spec, weights, self.embed, group)
 
     def reach(self, length: int) -> None:
         """Make the position tables for sequences of at most `length`; before the first forward pass."""

@@ -15,7 +15,7 @@ from bloomery.artifacts.locate import Artifact
 from bloomery.describe import describe_file, description
 from bloomery.families import Description, as_stored
 from bloomery.layout import Layout
-from bloomery.models.checkpoint import FileSource, Report, Source, open_source, progress, reported
+from bloomery.models.checkpoint import FileSource, Report, Source, open_source, progress, reported, unheard
 from bloomery.models.decoder import Decoder
 from bloomery.models.stream import Stream
 from bloomery.models.weights import Weights
@@ -66,11 +66,14 @@ def load(
 
     model = found.model
     layers = cut(model, lambda some: Decoder(model, rank(), mesh.group, some)) if cut else range(len(model.layers))
-    shown = progress(source, sys.stderr) if show_progress and source.nbytes else nullcontext()
-    with reported(source, report) if report is not None else shown, streamed(source, device):
+    shown = progress(source.nbytes, sys.stderr) if show_progress and source.nbytes else nullcontext(unheard)
+    told = shown if report is None else reported(source.nbytes, report)
+    with told as source.advance, streamed(source, device):
         weights = rank()
         decoder = Decoder(model, weights, mesh.group, layers)
     notes = [WARNINGS[quantize]] if quantize in WARNINGS else []
+    if quantize != "auto" and isinstance(source, FileSource) and any(entry.decode for entry in source.entries.values()):
+        notes.append(f"{quantize}: the file's blocks are expanded and rounded once more; left alone they lose nothing")
     if found.unread:
         notes.append(f"the model's description has keys without a meaning here: {', '.join(found.unread)}")
     unused = [name for name in source.unused() if not any(fnmatch(name, pattern) for pattern in names.ignored)]

@@ -99,7 +99,11 @@ class Weights:
 
         `part` is what this rank keeps of it, `group` those with whom its results must be added up.
         """
-        vector = self._bias(prefix, stored, parts, heads, part) if bias and part.bias else None
+        vector = None
+        if bias and part.bias:
+            tensor = self.source.tensor
+            found = arranged(lambda name, rows: tensor(f"{prefix}{name}.bias", (rows,)), stored, parts, heads)
+            vector = self._loaded(of_rows(found, part), self.dtype)
         matrix = kept(self._matrix(prefix, stored, parts, inputs, heads), part)
         return Linear(self._prepared(matrix), vector, group)
 
@@ -138,14 +142,6 @@ class Weights:
             return self.format.matrix(self.source, product)
 
         return arranged(pull, stored, parts, heads)
-
-    def _bias(
-        self, prefix: str, stored: str | Split | Fused, parts: Sequence[int], heads: Attention | None, part: Part
-    ) -> torch.Tensor:
-        def pull(name: str, rows: int) -> Stored:
-            return self.source.tensor(f"{prefix}{name}.bias", (rows,))
-
-        return self._loaded(of_rows(arranged(pull, stored, parts, heads), part), self.dtype)
 
 
 class Arrangeable(Protocol):

@@ -26,11 +26,13 @@ PANEL = 8  # rows
 KEPT = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # what keys and values may be kept in
 
 
+Segment = tuple[torch.Tensor, int, int]  # bytes or floats, rows, kind
+
+
 class Matrix:
     """[rows, columns] weights as products.c knows them: segments from top to bottom."""
 
-    def __init__(self, columns: int, segments: Sequence[tuple[torch.Tensor, int, int]]):
-        """`segments`: bytes or floats, rows, kind."""
+    def __init__(self, columns: int, segments: Sequence[Segment]):
         self.rows, self.columns, self.segments = sum(rows for _, rows, _ in segments), columns, tuple(segments)
         count = len(segments)
         data = (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor, _, _ in segments))
@@ -70,6 +72,10 @@ def pack(kind: str, blocks: torch.Tensor, columns: int) -> torch.Tensor:
     out = team().lasting(call.native_packed_bytes(number, rows, columns))
     call.native_pack(number, blocks.data_ptr(), rows, columns, blocks.stride(0), out.data_ptr())
     return out
+
+
+def segment(kind: str, blocks: torch.Tensor, columns: int) -> Segment:
+    return pack(kind, blocks, columns), len(blocks), PACKED[kind][1]
 
 
 def linear(

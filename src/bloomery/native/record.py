@@ -37,15 +37,12 @@ class Watch(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if function.is_view:
-            return (
-                team().keep(function(*args, **(kwargs or {})))
-                if function is LIFT
-                else function(*args, **(kwargs or {}))
-            )
+            view = function(*args, **kwargs)
+            return team().keep(view) if function is LIFT else view
         form = FORMS.get(function)
-        found = None if form is None else form(*args, **(kwargs or {}))
-        if found is None:
+        if form is None or (found := form(*args, **kwargs)) is None:
             raise Unrecordable(f"{function} has no native form here")
         return found
 

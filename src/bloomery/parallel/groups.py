@@ -60,21 +60,17 @@ class Ranks:
         return every.unflatten(0, (self.size, len(x))).transpose(0, 1).flatten(1)[:, :total]
 
 
-class Hosted:
+class Hosted(Ranks):
     """The same for GPU tensors whose messages go through the host: slow, and never part of a graph."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.ranks = Ranks(group)
-        self.rank, self.size = self.ranks.rank, self.ranks.size
-
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ranks.sum(x.cpu()).to(x.device)
+        return super().sum(x.cpu()).to(x.device)
 
     def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
-        return self.ranks.join(x.cpu(), total).to(x.device)
+        return super().join(x.cpu(), total).to(x.device)
 
 
-class OneShot:
+class OneShot(Ranks):
     """Short sums in one go: every rank reads what all others have laid in memory that each can reach."""
 
     MOST = 256 << 10  # bytes; beyond it reading everything everywhere costs more than NCCL's ring
@@ -84,16 +80,13 @@ class OneShot:
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device):
         import torch.distributed._symmetric_memory as symmetric
 
-        self.ranks = Ranks(group)
-        self.rank, self.size, self.name = self.ranks.rank, self.ranks.size, group.group_name
+        super().__init__(group)
+        self.name = group.group_name
         self.shared = symmetric.empty(self.MOST // dtype.itemsize, dtype=dtype, device=device)
         symmetric.rendezvous(self.shared, self.name)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel() > self.shared.numel() or x.dtype != self.shared.dtype:
-            return self.ranks.sum(x)
+            return super().sum(x)
         mine = self.shared[: x.numel()].view(x.shape)
         return torch.ops.symm_mem.one_shot_all_reduce_copy(mine, x.contiguous(), "sum", self.name)
-
-    def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
-        return self.ranks.join(x, total)

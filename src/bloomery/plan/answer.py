@@ -10,7 +10,7 @@ from dataclasses import replace
 from bloomery.config import cores, device
 from bloomery.errors import ConfigError
 from bloomery.machines import here, overridden, recall, remember
-from bloomery.plan.forecast import Forecast, Layout, Wish
+from bloomery.plan.forecast import Forecast, Layout, Wish, held
 from bloomery.plan.subject import Subject, subject
 from bloomery.plan.words import advice, plot, size, text
 from bloomery.roofline import PRECISIONS, machine
@@ -25,9 +25,7 @@ def wish_of(args: argparse.Namespace, about: Subject) -> Wish:
     else:
         found = here(device("auto"))
     cpu, model = found.cpu, about.model
-    precision = PRECISIONS[args.precision] if args.precision else about.kept(cpu)
-    if cpu and precision.bits == 16:
-        precision = PRECISIONS["fp32"]  # a CPU has no arithmetic of 16 bits
+    precision = held(PRECISIONS[args.precision] if args.precision else about.kept(cpu), found)
     layout = layout_of(args)
     wide = cpu and precision.bits >= 16  # a CPU's products of fewer bits round their inputs: 16 bits do for the cache
     kv_bits = KV_BITS[args.kv or ("fp32" if wide else "bf16")]

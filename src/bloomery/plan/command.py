@@ -17,9 +17,10 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", metavar="NAME", help=f"a machine of the table instead of this one: {', '.join(MACHINES)}"
     )
-    parser.add_argument("--precision", choices=PRECISIONS, help="of the weights; default: as stored")
+    parser.add_argument("--precision", "--quantize", choices=PRECISIONS, help="of the weights; default: as stored")
     parser.add_argument(
         "--kv",
+        "--kv-dtype",
         choices=("bf16", "fp8", "int8", "fp32"),
         help="precision of keys and values; default: bf16, on a CPU fp32 unless weights have fewer bits than 16",
     )

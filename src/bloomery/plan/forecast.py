@@ -5,6 +5,7 @@ Arithmetic only: roofline.py says what a step costs, this file asks about all th
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -81,22 +82,21 @@ def largest_step(model: Model, machine: Machine) -> tuple[int, float]:
     return tokens, activation_bytes(model, tokens, sequences, 32 if machine.cpu else 16)
 
 
+def held(precision: Precision, machine: Machine) -> Precision:
+    """A CPU has no arithmetic of 16 bits, and keeps in eight, blocks of 32, what its kernels do not read."""
+    if not machine.cpu:
+        return precision
+    if precision.bits == 16:
+        return PRECISIONS["fp32"]
+    return replace(precision, bits=8.5, compute="int8") if precision.compute in ("nf4", "fp8") else precision
+
+
 class Placed:
     """A model at a precision on so many devices."""
 
     def __init__(self, model: Model, machine: Machine, precision: Precision, kv_bits: float, layout: Layout):
         self.model, self.machine, self.precision, self.kv_bits, self.layout = model, machine, precision, kv_bits, layout
-        self.roofline = Roofline(
-            model,
-            machine,
-            precision.bits,
-            kv_bits,
-            layout.tp,
-            layout.pp,
-            precision.outer,
-            precision.compute,
-            precision.kinds,
-        )
+        self.roofline = Roofline(model, machine, precision, kv_bits, layout.tp, layout.pp)
 
     @cached_property
     def room(self) -> float:
@@ -120,11 +120,7 @@ class Placed:
 
     def longest(self) -> int:
         """Positions of one sequence that fit, at most what the model was made for."""
-        low, high = 0, self.model.context
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.largest(middle) else (low, middle - 1)
-        return low
+        return bisect(range(1, self.model.context + 1), False, key=lambda length: not self.largest(length))
 
     def expected(self, batch: int, context: int) -> float:
         """Seconds a token: in a pipeline the batch goes in as many groups as there are stages."""
@@ -149,11 +145,8 @@ class Placed:
 
     def users(self, context: int) -> int:
         """Sequences of all replicas that each get READING tokens a second."""
-        low, high = 0, self.largest(context)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.expected(middle, context) <= 1 / READING else (low, middle - 1)
-        return low * self.layout.replicas
+        every = range(1, self.largest(context) + 1)
+        return self.layout.replicas * bisect(every, 1 / READING, key=lambda batch: self.expected(batch, context))
 
     def prefill(self, length: int) -> tuple[float, float]:
         """Seconds of one prompt, floor and expected, in steps of 8,192."""
@@ -213,9 +206,7 @@ class Forecast:
 
     def placed(self, layout: Layout, machine: Machine | None = None, precision: Precision | None = None) -> Placed:
         machine, precision = machine or self.wish.machine, precision or self.wish.precision
-        if machine.cpu and precision.bits == 16:
-            precision = PRECISIONS["fp32"]  # a CPU has no arithmetic of 16 bits
-        return Placed(self.model, machine, precision, self.wish.kv_bits, layout)
+        return Placed(self.model, machine, held(precision, machine), self.wish.kv_bits, layout)
 
     def devices_for(self, machine: Machine, precision: Precision) -> int | None:
         """The fewest devices on which one sequence of the context fits."""

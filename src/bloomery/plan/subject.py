@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ class Subject:
         """As the engine holds the weights: a CPU has no arithmetic of 16 bits."""
         if cpu and self.panels is not None:
             return self.panels
-        return PRECISIONS["fp32"] if cpu and self.stored.bits == 16 else self.stored
+        if not cpu or self.stored.outer != 16:
+            return self.stored
+        return PRECISIONS["fp32"] if self.stored.bits == 16 else replace(self.stored, outer=32)
 
 
 def subject(name: str | None, revision: str | None = None) -> Subject:
@@ -41,7 +43,7 @@ def subject(name: str | None, revision: str | None = None) -> Subject:
     model = description(artifact).model
     if artifact.kind == "gguf":
         tensors = list(read(artifact.path).tensors.values())
-        return Subject(artifact.name, model, _gguf(tensors, GRIDS, 16), _gguf(tensors, PANELS, 32))
+        return Subject(artifact.name, model, _gguf(tensors, GRIDS, False), _gguf(tensors, PANELS, True))
     path = artifact.path / "config.json"
     return Subject(
         artifact.name, model, _stated(strict_json(path.read_bytes(), str(path)), native_dtype(artifact, True))
@@ -65,12 +67,14 @@ def _stated(config: dict[str, Any], dtype: str) -> Precision:
     if bits == 8 or packed.get("load_in_8bit"):
         return LIBRARY["int8"]
     if isinstance(bits, int):
-        return Precision(f"int{bits}", bits + (16 + bits) / group if group > 0 else bits, compute=f"int{bits}")
+        held = max(bits, 4)  # no kernel reads fewer
+        return Precision(f"int{bits}", held + (16 + bits) / group if group > 0 else held, compute=f"int{held}")
     return PRECISIONS["fp32" if dtype.endswith("float32") else "bf16"]
 
 
+FULL = ("F64", "F32", "F16", "BF16")
 # GGUF's types as native kernels keep them: bits a value, and which of the measured ways of computing it is. Others are
-# expanded.
+# rounded to eight bits, or expanded if they are no blocks.
 PANELS: Mapping[str, tuple[float, str]] = {
     "Q4_0": (4.5, "int4"), "Q4_1": (5, "int4"), "Q4_K": (4.625, "Q4_K"), "Q8_0": (8.5, "int8"), "Q5_0": (8.5, "int8"),
     "Q5_1": (9, "int8"), "Q5_K": (8.625, "Q6_K"), "Q6_K": (8.5625, "Q6_K"),
@@ -83,13 +87,14 @@ GRIDS: Mapping[str, tuple[float, str]] = {
 }  # fmt: skip
 
 
-def _gguf(tensors: Sequence[GgufTensor], ways: Mapping[str, tuple[float, str]], expanded: int) -> Precision:
+def _gguf(tensors: Sequence[GgufTensor], ways: Mapping[str, tuple[float, str]], cpu: bool) -> Precision:
     """Bits a value, layers and the rest apart."""
     size: dict[bool, float] = {True: 0.0, False: 0.0}
     count, types, kinds = Counter[bool](), Counter[str](), Counter[str]()
     for tensor in (tensor for tensor in tensors if len(tensor.shape) > 1):
         inside, values = tensor.name.startswith("blk."), prod(tensor.shape)
-        bits, kind = ways.get(tensor.type, (expanded, "fp32" if expanded == 32 else "bf16"))
+        other = (8.5, "int8") if cpu and tensor.type not in FULL else (32, "fp32") if cpu else (16, "bf16")
+        bits, kind = ways.get(tensor.type, other)
         size[inside] += values * bits
         count[inside] += values
         types[tensor.type] += tensor.nbytes

@@ -146,7 +146,8 @@ def _machine_lines(plan: Forecast) -> list[str]:
     lines = [
         f"{wish.machine.title}: {size(wish.machine.memory)}, reads {size(wish.machine.bandwidth)}/s, "
         f"{size(rate, 'FLOP')}/s ({_known(wish.machine)})",
-        f"  {'precision':12}{'weights':>10}{'devices':>9}{'longest':>11}{f'sequences of {context:,}':>21}",
+        f"  {'precision':12}{'weights':>10}{'devices':>9}{'longest':>11}{f'sequences of {context:,}':>21}"
+        f"{'ms a token, alone':>20}",
     ]
     for precision in plan.precisions():
         count = plan.devices_for(wish.machine, precision)
@@ -157,7 +158,9 @@ def _machine_lines(plan: Forecast) -> list[str]:
         ways = [plan.placed(layout, precision=precision) for layout in layouts(plan.model, count)]
         best = max(ways, key=lambda placed: placed.largest(context) * placed.layout.replicas)
         longest = max(placed.longest() for placed in ways)
-        lines.append(f"  {precision.name:12}{weights:>10}{count:>9}{longest:>11,}{best.largest(context):>21,}")
+        alone = min(placed.expected(1, context) for placed in ways if placed.largest(context)) * 1e3
+        fits = f"{longest:>11,}{best.largest(context):>21,}{alone:>20.2f}"
+        lines.append(f"  {precision.name:12}{weights:>10}{count:>9}{fits}")
     return [*lines, "", *_elsewhere(plan)]
 
 

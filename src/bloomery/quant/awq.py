@@ -8,7 +8,8 @@ import torch
 
 from bloomery.errors import CheckpointError
 from bloomery.kernels.packed import Grid, pack
-from bloomery.quant.base import Product, Range, Stored, Tensors
+from bloomery.quant.base import Product, Range, Stored, Tensors, part, sizes
+from bloomery.quant.gptq import WORDS
 from bloomery.quant.packed import PackedMatrix, kept, rows_of
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs of a word lie in it
@@ -19,15 +20,15 @@ class Awq:
         (rows, width), name = product.shape, product.name
         if not tensors.has(f"{name}.qweight"):
             return kept(tensors, product)
-        groups = tensors.shape(f"{name}.scales")[0]
+        groups = sizes(tensors, f"{name}.scales")[0]
         if width % groups or rows % 8:
             raise CheckpointError(
                 f"{name}: {groups} groups of {width} columns, {rows} rows eight a word: neither may leave a rest"
             )
         # Words first, that is outputs: one line a word.
-        codes = tensors.tensor(f"{name}.qweight", (rows // 8, width), transposed=True)
-        zeros = tensors.tensor(f"{name}.qzeros", (rows // 8, groups), transposed=True)
-        scales = tensors.tensor(f"{name}.scales", (rows, groups), transposed=True)
+        codes = part(tensors, f"{name}.qweight", (rows // 8, width), WORDS, transposed=True)
+        zeros = part(tensors, f"{name}.qzeros", (rows // 8, groups), WORDS, transposed=True)
+        scales = part(tensors, f"{name}.scales", (rows, groups), transposed=True)
 
         def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Grid:
             scale = rows_of(scales, ranges, device)

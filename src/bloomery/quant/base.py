@@ -14,16 +14,18 @@ Stored tensors, so a rank reads only its slices.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
+from bloomery.errors import CheckpointError
 from bloomery.kernels.gemv import After, Norm
 
 Range = tuple[int, int]
+Read = Callable[[Range, Range | None], torch.Tensor]
 
 
 class Ready(Protocol):
@@ -79,6 +81,35 @@ class Tensors(Protocol):
         ...
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def part(
+    tensors: Tensors,
+    name: str,
+    shape: Sequence[int],
+    kinds: Sequence[torch.dtype] = FLOATS,
+    transposed: bool = False,
+    expert: int | None = None,
+) -> Stored:
+    """A tensor of one of these types: bits taken for another would be numbers too, and wrong."""
+    found = tensors.tensor(name, shape, transposed, expert)
+    if found.dtype not in kinds:
+        raise CheckpointError(
+            f"{name}: is {found.dtype}, where {' or '.join(map(str, kinds))} belongs; the checkpoint is damaged, or "
+            "packed in a way that its quantization_config does not tell"
+        )
+    return found
+
+
+def sizes(tensors: Tensors, name: str, count: int = 2) -> tuple[int, ...]:
+    """The shape of a tensor, of so many dimensions; of a packed one it says how it is packed."""
+    found = tensors.shape(name)
+    if len(found) != count or 0 in found:
+        raise CheckpointError(f"{name}: {list(found)} is not of {count} dimensions; the checkpoint is damaged")
+    return found
+
+
 class Product(NamedTuple):
     """A matrix as the model asks for it."""
 
@@ -105,11 +136,22 @@ class Coded(NamedTuple):
     raw: Stored  # uint8 [rows of the whole tensor, bytes of a row]
 
 
+def overlaps(heights: Iterable[int], start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Of parts of such heights, stacked: the number of each that has some of the rows start:end, and which of its own
+    rows these are."""
+    offset = 0
+    for i, height in enumerate(heights):
+        a, b = max(start - offset, 0), min(end - offset, height)
+        if a < b:
+            yield i, a, b
+        offset += height
+
+
 @dataclass(frozen=True)
 class Piece:
     """A rectangle of a tensor in a file: `read(rows, cols)` gives it as [rows, cols] (or [rows] without columns)."""
 
-    read: Callable[[Range, Range | None], torch.Tensor]
+    read: Read
     rows: Range
     cols: Range | None  # None: a vector
     # The same into memory that is already where it belongs, for sources that can go without a copy beside it; where it
@@ -130,11 +172,9 @@ class Stored:
     dtype: torch.dtype
 
     @classmethod
-    def whole(
-        cls, shape: Sequence[int], dtype: torch.dtype, read: Callable[[Range, Range | None], torch.Tensor]
-    ) -> Stored:
+    def whole(cls, shape: Sequence[int], dtype: torch.dtype, read: Read, *more: Any) -> Stored:
         rows, *cols = shape
-        return cls((Piece(read, (0, rows), (0, cols[0]) if cols else None),), dtype)
+        return cls((Piece(read, (0, rows), (0, cols[0]) if cols else None, *more),), dtype)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Stored:
@@ -152,14 +192,11 @@ class Stored:
     def rows(self, ranges: Sequence[Range]) -> Stored:
         picked: list[Piece] = []
         for start, end in ranges:
-            offset = 0
-            for piece in self.pieces:
-                a, b = max(start - offset, 0), min(end - offset, piece.height)
-                if a < b:
-                    picked.append(replace(piece, rows=(piece.rows[0] + a, piece.rows[0] + b)))
-                offset += piece.height
-            if not 0 <= start < end <= offset:
-                raise IndexError(f"rows {start}:{end} of a tensor with {offset}")
+            if not 0 <= start < end <= self.shape[0]:
+                raise IndexError(f"rows {start}:{end} of a tensor with {self.shape[0]}")
+            for i, a, b in overlaps([piece.height for piece in self.pieces], start, end):
+                first = self.pieces[i].rows[0]
+                picked.append(replace(self.pieces[i], rows=(first + a, first + b)))
         return replace(self, pieces=tuple(picked))
 
     def cols(self, start: int, end: int) -> Stored:

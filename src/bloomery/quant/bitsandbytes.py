@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
 
 import torch
 
 from bloomery.errors import CheckpointError
 from bloomery.kernels.packed import Codebook, Grid
-from bloomery.quant.base import Product, Range, Tensors
+from bloomery.quant.base import FLOATS, Product, Range, Tensors, part, sizes
 from bloomery.quant.nf4 import TABLES
 from bloomery.quant.packed import PackedMatrix, claim, kept, rows_of
 
@@ -30,8 +30,8 @@ class BitsAndBytes:
 
 def integers(tensors: Tensors, product: Product) -> PackedMatrix:
     """A row's largest magnitude (SCB) is 127 steps. Outliers of the input need no second product: it is not rounded."""
-    weight = tensors.tensor(f"{product.name}.weight", product.shape)
-    largest = tensors.tensor(f"{product.name}.SCB", product.shape[:1])
+    weight = part(tensors, f"{product.name}.weight", product.shape, (torch.int8,))
+    largest = part(tensors, f"{product.name}.SCB", product.shape[:1])
     claim(tensors, product.name, "weight_format")
 
     def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Grid:
@@ -49,14 +49,14 @@ def codes(tensors: Tensors, product: Product, kind: str, state_name: str) -> Pac
     block, total = state.get("blocksize"), rows * width
     if state.get("shape") != [rows, width] or not isinstance(block, int) or block < 1 or total % block or width % 2:
         raise CheckpointError(f"{state_name}: {state} does not describe a matrix of {rows} x {width}")
-    found = tensors.shape(name)
-    weight = tensors.tensor(name, found)
+    found = sizes(tensors, name)
+    weight = part(tensors, name, found, (torch.uint8, torch.int8, *FLOATS))
     words = found[0] // rows  # a row
-    if words * rows != found[0] or words * weight.dtype.itemsize * 2 != width:
+    if found != (words * rows, 1) or words * weight.dtype.itemsize * 2 != width:
         raise CheckpointError(f"{name}: {found} {weight.dtype} do not hold {rows} x {width} codes of four bits")
-    table = tensors.tensor(f"{name}.quant_map", (16,))
-    largest = tensors.tensor(f"{name}.absmax", (total // block,)).load
-    nested = nesting(tensors, name, state, total // block) if "nested_blocksize" in state else None
+    table = part(tensors, f"{name}.quant_map", (16,))
+    nested = nesting(tensors, name, state_name, state, total // block) if "nested_blocksize" in state else None
+    largest = part(tensors, f"{name}.absmax", (total // block,), FLOATS if nested is None else (torch.uint8,)).load
     smaller = gcd(block, width)  # blocks that end with their row
 
     def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Codebook:
@@ -71,23 +71,27 @@ def codes(tensors: Tensors, product: Product, kind: str, state_name: str) -> Pac
     return PackedMatrix.whole(product, read)
 
 
-def nesting(tensors: Tensors, name: str, state: dict, count: int):
+def nesting(
+    tensors: Tensors, name: str, state_name: str, state: dict, count: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """8-bit codes of largest magnitudes -> the magnitudes."""
-    block = state["nested_blocksize"]
-    table = tensors.tensor(f"{name}.nested_quant_map", (256,))
-    largest = tensors.tensor(f"{name}.nested_absmax", (-(-count // block),))
+    block, mean = state["nested_blocksize"], state.get("nested_offset")
+    if not isinstance(block, int) or block < 1 or not isinstance(mean, int | float):
+        raise CheckpointError(f"{state_name}: {state} does not describe magnitudes of eight bits")
+    table = part(tensors, f"{name}.nested_quant_map", (256,))
+    largest = part(tensors, f"{name}.nested_absmax", (-(-count // block),))
 
     def magnitudes(codes: torch.Tensor) -> torch.Tensor:
         values = table.load(torch.float32, codes.device)[codes.long()]
         each = largest.load(torch.float32, codes.device).repeat_interleave(block)[:count]
-        return values * each + float(state["nested_offset"])
+        return values * each + mean
 
     return magnitudes
 
 
 def described(tensors: Tensors, name: str) -> dict:
     """A JSON object, written as bytes into a tensor."""
-    text = bytes(tensors.tensor(name, tensors.shape(name)).load(torch.uint8, HOST).tolist())
+    text = bytes(part(tensors, name, sizes(tensors, name, 1), (torch.uint8,)).load(torch.uint8, HOST).tolist())
     try:
         state = json.loads(text)
     except ValueError:

@@ -13,9 +13,9 @@ from bloomery.quant.dense import DenseFormat
 from bloomery.quant.fp8 import Fp8Format, fp8
 from bloomery.quant.gptq import Gptq
 from bloomery.quant.int4 import int4
-from bloomery.quant.int8 import int8, w8a8
+from bloomery.quant.int8 import int8
 from bloomery.quant.mxfp4 import Mxfp4
-from bloomery.quant.nf4 import fp4, nf4
+from bloomery.quant.nf4 import FP4, NF4, codebook
 from bloomery.quant.onload import OnLoad
 from bloomery.spec import Quantization
 
@@ -25,15 +25,14 @@ ON_LOAD: Mapping[str, OnLoad] = {
     "int4-64": OnLoad(partial(int4, group=64), int8),
     "int3": OnLoad(partial(int4, bits=3, group=64), int8),
     "int2": OnLoad(partial(int4, bits=2, group=64), int8),
-    "nf4": OnLoad(nf4, int8),
-    "fp4": OnLoad(fp4, int8),
+    "nf4": OnLoad(partial(codebook, values=NF4), int8),
+    "fp4": OnLoad(partial(codebook, values=FP4), int8),
     "fp8": OnLoad(fp8, fp8),
-    "w8a8": OnLoad(w8a8, int8),
+    "w8a8": OnLoad(partial(int8, both=True), int8),
 }
 READY_MADE: Mapping[str, Format] = {
     "bitsandbytes": BitsAndBytes(),
     "awq": Awq(),
-    "compressed-tensors": Compressed(),
     "fp8": Fp8Format(),
     "mxfp4": Mxfp4(),
 }
@@ -50,4 +49,6 @@ def choose(stored: Quantization | None, wish: str = "auto") -> Format:
         return ON_LOAD[wish]
     if stored is None:
         return DenseFormat()
-    return Gptq(stored.first_zero) if stored.method == "gptq" else READY_MADE[stored.method]
+    if stored.method == "gptq":
+        return Gptq(stored.first_zero, stored.needed)
+    return Compressed(stored.needed) if stored.method == "compressed-tensors" else READY_MADE[stored.method]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from bloomery.kernels.cpu import phrase
 from bloomery.kernels.gemv import Activation, After, Norm, pays, product_rows, shifts
 from bloomery.native import ops
 from bloomery.native.team import team
-from bloomery.quant.base import Product, Range, Stored, Tensors
+from bloomery.quant.base import Product, Range, Ready, Stored, Tensors, part
 
 GELU, MANY = Activation("gelu_tanh", gated=False), 256  # which the GPU's library puts behind a product of many tokens
 NATIVE = 4  # tokens up to which our own kernel reads the weights fastest; a recorded step has no other
@@ -30,16 +31,16 @@ class Dense:
         rows, cols = self.weight.shape
         return rows, cols
 
-    def rows(self, ranges: Sequence[Range]) -> Dense:
-        return Dense(self.weight.rows(ranges))
+    def rows(self, ranges: Sequence[Range]) -> Self:
+        return replace(self, weight=self.weight.rows(ranges))
 
-    def cols(self, start: int, end: int) -> Dense:
-        return Dense(self.weight.cols(start, end))
+    def cols(self, start: int, end: int) -> Self:
+        return replace(self, weight=self.weight.cols(start, end))
 
-    def cat(self, others: Sequence[Dense]) -> Dense:
-        return Dense(self.weight.cat([other.weight for other in others]))
+    def cat(self, others: Sequence[Self]) -> Self:
+        return replace(self, weight=self.weight.cat([other.weight for other in others]))
 
-    def prepare(self, dtype: torch.dtype, device: torch.device) -> DenseReady:
+    def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
         return DenseReady.of(self.weight.begin(dtype, device).tensor)  # nobody looks at it yet
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -50,8 +51,8 @@ class DenseFormat:
     """A tensor a product, as `name.weight`."""
 
     def matrix(self, tensors: Tensors, product: Product) -> Dense:
-        weight = f"{product.name}.weight"
-        return Dense(tensors.tensor(weight, product.shape, product.transposed, product.expert))
+        name = f"{product.name}.weight"
+        return Dense(part(tensors, name, product.shape, transposed=product.transposed, expert=product.expert))
 
 
 @dataclass(frozen=True)

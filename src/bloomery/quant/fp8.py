@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from bloomery.errors import UnsupportedModel
 from bloomery.kernels.packed import BLOCK, Fp8
 from bloomery.kernels.quantize_rows import FP8, quantize_rows
-from bloomery.quant.base import Product, Range, Stored, Tensors
+from bloomery.quant.base import FLOATS, Product, Range, Stored, Tensors, part
 from bloomery.quant.packed import PackedMatrix, claim, kept, narrow, rows_of
 
 
@@ -33,15 +32,13 @@ class Fp8Format:
 
 def floats(tensors: Tensors, product: Product, scale_name: str) -> PackedMatrix:
     (rows, width), name = product.shape, f"{product.name}.weight"
-    weight = tensors.tensor(name, product.shape, expert=product.expert)
-    if weight.dtype != FP8:
-        raise UnsupportedModel(f"{name}: {weight.dtype} with a scale is not known; 8-bit floats here are {FP8}")
+    weight = part(tensors, name, product.shape, (FP8,), expert=product.expert)
     claim(tensors, product.name, "input_scale", "input_scale_ub", "weight_zero_point")
     found = tensors.shape(scale_name)
     squares = (-(-rows // BLOCK), -(-width // BLOCK))
-    square = found == squares and found != (rows, 1)
     wanted = found if found in ((rows, 1), (rows,), (1,), (1, 1)) else squares
-    scale = tensors.tensor(scale_name, wanted)
+    square = wanted == squares and wanted != (rows, 1)
+    scale = part(tensors, scale_name, wanted, (*FLOATS, torch.float8_e8m0fnu))
 
     def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Fp8:
         codes = rows_of(weight, ranges, device)

@@ -1,57 +1,42 @@
 """GGUF's blocks kept in their own bits: the codes and scales of the file, laid out for the kernels that read them.
 
-On a CPU in float32 these are the native ones, for which blocks are interleaved; without them, for a type they do not
-know, or where a shard cuts a block in two, the matrix is expanded as it is read, for there it is the fastest. Elsewhere
-blocks become what kernels.packed knows, and only what that cannot say is expanded: other types, and shards cut inside
-of 16 columns.
+On a CPU in float32 these are the native ones, for which blocks are interleaved; a type they do not know, and a shard
+that cuts a block in two, is rounded to eight bits. Without them the matrix is expanded as it is read, for there it is
+the fastest. Elsewhere blocks become what kernels.packed knows, and only what that cannot say is expanded: other types,
+and shards cut inside of 16 columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from bloomery.native import ops
 from bloomery.native.team import team
-from bloomery.quant.base import Piece, Product, Range, Ready, Stored, Tensors
-from bloomery.quant.dense import Dense
+from bloomery.quant.base import Piece, Product, Ready, Tensors
+from bloomery.quant.dense import Dense, DenseFormat
 from bloomery.quant.gguf_blocks import STEPS
-from bloomery.quant.native import BlocksReady
+from bloomery.quant.native import WIDTH, BlocksReady, rounded
 from bloomery.quant.onload import in_panels
 from bloomery.quant.packed import FINEST, Held, as_ready, cut
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Weights still in their file."""
-
-    weight: Stored  # [out, in]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, cols = self.weight.shape
-        return rows, cols
-
-    def rows(self, ranges: Sequence[Range]) -> Self:
-        return replace(self, weight=self.weight.rows(ranges))
-
-    def cols(self, start: int, end: int) -> Self:
-        return replace(self, weight=self.weight.cols(start, end))
-
-    def cat(self, others: Sequence[Self]) -> Self:
-        return replace(self, weight=self.weight.cat([other.weight for other in others]))
+class Blocks(Dense):
+    """Weights whose file has them in blocks."""
 
     def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
         pieces = self.weight.pieces
         if device.type == "cpu" and dtype == torch.float32:
-            if team().active and all(map(packable, pieces)):
-                return BlocksReady(ops.Matrix(self.shape[1], [packed(piece) for piece in pieces]))
+            if team().active and self.shape[1] % WIDTH == 0 and all(piece.blocks for piece in pieces):
+                found = [packed(piece) if packable(piece) else self.rounded(piece) for piece in pieces]
+                segments = [segment for segment in found if segment is not None]
+                if len(segments) == len(pieces):
+                    return BlocksReady(ops.Matrix(self.shape[1], segments))
         elif any(map(gridded, pieces)):
             return as_ready(self.held(dtype, device), dtype)
-        return Dense(self.weight).prepare(dtype, device)
+        return super().prepare(dtype, device)
 
     def held(self, dtype: torch.dtype, device: torch.device) -> Iterator[Held]:
         """Piece by piece, as any kernel but the native ones reads them."""
@@ -61,15 +46,18 @@ class Blocks:
             else:
                 yield replace(self.weight, pieces=(piece,)).load(dtype, device)
 
-    def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.weight.load(dtype, device)
+    def rounded(self, piece: Piece) -> ops.Segment | None:
+        """Of a type that native kernels do not know, or cut through its blocks."""
+        part = replace(self.weight, pieces=(piece,))
+        whole = [(0, piece.height)]
+        return rounded((piece.height, self.shape[1]), in_panels(part, whole, self.shape[1], torch.device("cpu")))
 
 
 class BlocksFormat:
     """A tensor a product, as `name.weight`."""
 
     def matrix(self, tensors: Tensors, product: Product) -> Blocks:
-        return Blocks(tensors.tensor(f"{product.name}.weight", product.shape, product.transposed, product.expert))
+        return Blocks(DenseFormat().matrix(tensors, product).weight)
 
 
 # ---- for kernels.packed --------------------------------------------------------------------------
@@ -102,12 +90,10 @@ def packable(piece: Piece) -> bool:
     return piece.cols[0] % piece.blocks.values == 0 and piece.cols[1] % piece.blocks.values == 0
 
 
-def packed(piece: Piece) -> tuple[torch.Tensor, int, int]:
-    """A segment of a native matrix."""
+def packed(piece: Piece) -> ops.Segment:
     blocks, cols = piece.blocks, piece.cols
     if blocks is None or cols is None:
         raise ValueError("a piece without blocks")
     start, end = (col // blocks.values * blocks.bytes for col in cols)
     raw = blocks.raw.pieces[0].read(piece.rows, (start, end))  # a view of the file
-    data = ops.pack(blocks.kind, raw, cols[1] - cols[0])
-    return data, piece.height, ops.PACKED[blocks.kind][1]
+    return ops.segment(blocks.kind, raw, cols[1] - cols[0])

@@ -80,32 +80,8 @@ def _centred(codes: torch.Tensor, middle: int) -> torch.Tensor:
     return codes.view(torch.int8).sub_(middle)
 
 
-def _q4_0(blocks: torch.Tensor) -> Steps:
-    return Steps(_centred(_nibbles(blocks, 2), 8), _half(blocks, 0), bits=4)
-
-
-def _q4_1(blocks: torch.Tensor) -> Steps:
-    return Steps(_nibbles(blocks, 4), _half(blocks, 0), -_half(blocks, 2), bits=4)
-
-
-def _q5_0(blocks: torch.Tensor) -> Steps:
-    return Steps(_centred(_nibbles(blocks, 6) | _fifth_bits(blocks, 2), 16), _half(blocks, 0))
-
-
-def _q5_1(blocks: torch.Tensor) -> Steps:
-    return Steps(_nibbles(blocks, 8) | _fifth_bits(blocks, 4), _half(blocks, 0), -_half(blocks, 2))
-
-
-def _q8_0(blocks: torch.Tensor) -> Steps:
-    return Steps(blocks[:, 2:].view(torch.int8), _half(blocks, 0))
-
-
 # Sixteen levels, closer together near zero.
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-
-def _iq4_nl(blocks: torch.Tensor) -> Steps:
-    return Steps(_nibbles(blocks, 2), _half(blocks, 0), table=LEVELS, bits=4)
 
 
 # ---- super-blocks of 256 values, with scales of their own for each 16 or 32 ----------------------
@@ -159,13 +135,13 @@ def _q6_k(blocks: torch.Tensor) -> Steps:
     return Steps(_centred((low | (high << 4)).flatten(1), 32), scale)
 
 
-STEPS: Mapping[str, Callable[[torch.Tensor], Steps]] = {  # uint8 [blocks, bytes]
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "IQ4_NL": _iq4_nl,
+STEPS: Mapping[str, Callable[[torch.Tensor], Steps]] = {  # of b: uint8 [blocks, bytes]
+    "Q4_0": lambda b: Steps(_centred(_nibbles(b, 2), 8), _half(b, 0), bits=4),
+    "Q4_1": lambda b: Steps(_nibbles(b, 4), _half(b, 0), -_half(b, 2), bits=4),
+    "Q5_0": lambda b: Steps(_centred(_nibbles(b, 6) | _fifth_bits(b, 2), 16), _half(b, 0)),
+    "Q5_1": lambda b: Steps(_nibbles(b, 8) | _fifth_bits(b, 4), _half(b, 0), -_half(b, 2)),
+    "Q8_0": lambda b: Steps(b[:, 2:].view(torch.int8), _half(b, 0)),
+    "IQ4_NL": lambda b: Steps(_nibbles(b, 2), _half(b, 0), table=LEVELS, bits=4),
     "IQ4_XS": _iq4_xs,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,

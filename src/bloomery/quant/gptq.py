@@ -12,32 +12,36 @@ import torch
 
 from bloomery.errors import CheckpointError
 from bloomery.kernels.packed import Grid, pack
-from bloomery.quant.base import Product, Range, Tensors
+from bloomery.quant.base import Product, Range, Tensors, part, sizes
 from bloomery.quant.packed import Held, PackedMatrix, Scattered, kept, rows_of
 
 HOST = torch.device("cpu")
 BITS = (2, 3, 4, 8)
+WORDS = (torch.int32,)
 
 
 @dataclass(frozen=True)
 class Gptq:
     first_zero: int  # what is added to stored zeros: 1 in the first version of the format
+    needed: tuple[str, ...] = ()  # parts that must not be missing
 
     def matrix(self, tensors: Tensors, product: Product) -> PackedMatrix:
         (rows, width), name = product.shape, product.name
         if not tensors.has(f"{name}.qweight"):
             return kept(tensors, product)
-        found = tensors.shape(f"{name}.qweight")
-        bits, groups = found[0] * 32 // width, tensors.shape(f"{name}.scales")[0]
+        for suffix in self.needed:
+            tensors.shape(f"{name}.{suffix}")
+        found = sizes(tensors, f"{name}.qweight")
+        bits, groups = found[0] * 32 // width, sizes(tensors, f"{name}.scales")[0]
         if bits not in BITS or found[0] * 32 != width * bits or rows * bits % 32:
             raise CheckpointError(
                 f"{name}.qweight: {list(found)} words do not hold {rows} x {width} codes of 2, 3, 4 or 8 bits"
             )
         # Rows first; a row's words follow one another as a stream of bits.
-        codes = tensors.tensor(f"{name}.qweight", (rows, width * bits // 32), transposed=True)
-        scales = tensors.tensor(f"{name}.scales", (rows, groups), transposed=True)
-        zeros = tensors.tensor(f"{name}.qzeros", (groups, rows * bits // 32))
-        index = self._index(tensors, name, width, groups)
+        codes = part(tensors, f"{name}.qweight", (rows, width * bits // 32), WORDS, transposed=True)
+        scales = part(tensors, f"{name}.scales", (rows, groups), transposed=True)
+        zeros = part(tensors, f"{name}.qzeros", (groups, rows * bits // 32), WORDS)
+        index = groups_of(tensors, f"{name}.g_idx", width, groups)
 
         def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Held:
             scale = rows_of(scales, ranges, device)
@@ -47,18 +51,18 @@ class Gptq:
 
         return PackedMatrix.whole(product, read)
 
-    def _index(self, tensors: Tensors, name: str, width: int, groups: int) -> torch.Tensor | None:
-        """The group of each column; None where they follow one another."""
-        group = -(-width // groups)
-        plain = torch.arange(width) // group
-        if not tensors.has(f"{name}.g_idx"):
-            return None if width % groups == 0 else plain
-        index = tensors.tensor(f"{name}.g_idx", (width,)).load(torch.int64, HOST)
+
+def groups_of(tensors: Tensors, name: str, width: int, groups: int) -> torch.Tensor | None:
+    """The group of each column, by a tensor that need not be there; None where they follow one another."""
+    plain = torch.arange(width) // -(-width // groups)
+    index = plain
+    if tensors.has(name):
+        stated = part(tensors, name, (width,), (torch.int32, torch.int64)).load(torch.int64, HOST)
+        if not (stated == -1).all():  # which is how a library leaves it that had no use for it
+            index = stated
         if not ((index >= 0) & (index < groups)).all():
-            raise CheckpointError(
-                f"{name}.g_idx: names groups beyond the {groups} there are; the checkpoint is damaged"
-            )
-        return None if width % groups == 0 and torch.equal(index, plain) else index
+            raise CheckpointError(f"{name}: names groups beyond the {groups} there are; the checkpoint is damaged")
+    return None if width % groups == 0 and torch.equal(index, plain) else index
 
 
 def streamed(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ import torch
 from bloomery.kernels.packed import Grid, pack
 from bloomery.kernels.quantize_groups import SMALLEST, quantize_groups, rounded
 from bloomery.quant.int8 import int8
-from bloomery.quant.packed import ThreeBits
 
 
 def int4(weight: torch.Tensor, bits: int = 4, group: int = 128) -> Grid:
@@ -17,7 +16,7 @@ def int4(weight: torch.Tensor, bits: int = 4, group: int = 128) -> Grid:
     if group < 8:
         return int8(weight)
     codes, scale, zero = quantize_groups(weight, bits, group)
-    return ThreeBits.pack(codes, scale, zero) if bits == 3 else Grid(codes, scale, zero, bits)
+    return Grid(pack(codes, 3) if bits == 3 else codes, scale, zero, bits)
 
 
 def whole_zeros(weight: torch.Tensor, bits: int, group: int) -> Grid:

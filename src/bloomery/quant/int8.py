@@ -12,7 +12,3 @@ def int8(weight: torch.Tensor, both: bool = False) -> Grid:
     """`both`: products may round their input to eight bits as well (W8A8)."""
     codes, scale = quantize_rows(weight, INT8)
     return Grid(codes, scale, bits=8, both=both)
-
-
-def w8a8(weight: torch.Tensor) -> Grid:
-    return int8(weight, both=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from bloomery.kernels.packed import Codebook
-from bloomery.quant.base import Product, Range, Tensors
+from bloomery.quant.base import Product, Range, Tensors, part
 from bloomery.quant.packed import PackedMatrix, kept, rows_of
 
 BLOCK = 32
@@ -30,8 +30,8 @@ class Mxfp4:
 
 def powers(tensors: Tensors, product: Product, codes_name: str, scales_name: str) -> PackedMatrix:
     (rows, width), expert = product.shape, product.expert
-    codes = tensors.tensor(codes_name, (rows, width // 2), expert=expert)
-    exponents = tensors.tensor(scales_name, (rows, width // BLOCK), expert=expert)
+    codes = part(tensors, codes_name, (rows, width // 2), (torch.uint8,), expert=expert)
+    exponents = part(tensors, scales_name, (rows, width // BLOCK), (torch.uint8, torch.float8_e8m0fnu), expert=expert)
 
     def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Codebook:
         power = torch.exp2(rows_of(exponents, ranges, device).view(torch.uint8).float() - 127)

@@ -75,11 +75,3 @@ def nested(codes: torch.Tensor, table: torch.Tensor, absmax: torch.Tensor) -> Co
 def on(device: torch.device, values: tuple[float, ...]) -> torch.Tensor:
     """A table, sent to a device once: the host would wait for it each time."""
     return torch.tensor(values, device=device)
-
-
-def nf4(weight: torch.Tensor) -> Codebook | Grid:
-    return codebook(weight, NF4)
-
-
-def fp4(weight: torch.Tensor) -> Codebook | Grid:
-    return codebook(weight, FP4)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,8 @@ from bloomery.errors import UnsupportedModel
 from bloomery.kernels.gemv import After, Norm
 from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed, unpack
 from bloomery.kernels.packed_linear import packed_linear, packed_phrase, unpacked
-from bloomery.quant.base import Product, Range, Ready, Stored, Tensors
+from bloomery.kernels.quantize_rows import FP8
+from bloomery.quant.base import Product, Range, Ready, Stored, Tensors, overlaps
 from bloomery.quant.dense import DenseFormat, DenseReady
 from bloomery.quant.native import BlocksReady, native
 
@@ -46,27 +47,6 @@ class Scattered:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         scale, zero = (part.float()[:, self.index] for part in (self.scale, self.zero))
         return ((self.codes.float() - zero) * scale).to(dtype)
-
-
-@dataclass(frozen=True)
-class ThreeBits(Grid):
-    """Eight codes in three bytes, the first lowest."""
-
-    bits: int = 3
-
-    @classmethod
-    def pack(cls, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> ThreeBits:
-        """codes [out, in] below 8."""
-        places = torch.arange(0, 24, 3, device=codes.device)
-        words = (codes.unflatten(1, (-1, 8)).int() << places).sum(-1)
-        octets = torch.stack([words >> shift & 255 for shift in (0, 8, 16)], -1).flatten(1)
-        return cls(octets.to(torch.uint8), scale, zero)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        octets = self.codes.unflatten(1, (-1, 3)).int()
-        words = octets[..., 0] | octets[..., 1] << 8 | octets[..., 2] << 16
-        codes = (words[..., None] >> torch.arange(0, 24, 3, device=words.device) & 7).flatten(1).to(torch.uint8)
-        return Grid(codes, self.scale, self.zero, 8).dequantize(dtype)
 
 
 Held = Packed | Scattered | torch.Tensor
@@ -121,16 +101,12 @@ class PackedMatrix:
         for start, end in ranges:
             if not 0 <= start < end <= self.shape[0]:
                 raise IndexError(f"rows {start}:{end} of a matrix with {self.shape[0]}")
-            offset = 0
-            for part in self.parts:
-                a, b = max(start - offset, 0), min(end - offset, part.height)
-                if a < b:
-                    found = tuple(within(part.ranges, a, b))
-                    if picked and picked[-1].read is part.read:  # one reading for all that is wanted of a product
-                        picked[-1] = replace(picked[-1], ranges=(*picked[-1].ranges, *found))
-                    else:
-                        picked.append(replace(part, ranges=found))
-                offset += part.height
+            for i, a, b in overlaps([part.height for part in self.parts], start, end):
+                part, found = self.parts[i], tuple(within(self.parts[i].ranges, a, b))
+                if picked and picked[-1].read is part.read:  # one reading for all that is wanted of a product
+                    picked[-1] = replace(picked[-1], ranges=(*picked[-1].ranges, *found))
+                else:
+                    picked.append(replace(part, ranges=found))
         return PackedMatrix(tuple(picked))
 
     def cols(self, start: int, end: int) -> PackedMatrix:
@@ -151,7 +127,9 @@ class PackedMatrix:
 def as_ready(helds: Iterator[Held], dtype: torch.dtype) -> Ready:
     """From top to bottom."""
     ready = tuple(
-        DenseReady.of(held) if isinstance(held, torch.Tensor) else native(held, dtype) or PackedReady(held, dtype)
+        DenseReady.of(held)
+        if isinstance(held, torch.Tensor)
+        else native(held, dtype, (panel for _, panel in slabs(held, torch.float32))) or PackedReady(held, dtype)
         for held in stacked(helds)
     )
     return ready[0] if len(ready) == 1 else SideBySide(ready)
@@ -159,12 +137,8 @@ def as_ready(helds: Iterator[Held], dtype: torch.dtype) -> Ready:
 
 def within(ranges: Sequence[Range], start: int, end: int) -> Iterator[Range]:
     """Rows start:end of those that `ranges` picks, as ranges of the stored product."""
-    offset = 0
-    for first, last in ranges:
-        a, b = max(start - offset, 0), min(end - offset, last - first)
-        if a < b:
-            yield first + a, first + b
-        offset += last - first
+    for i, a, b in overlaps([last - first for first, last in ranges], start, end):
+        yield ranges[i][0] + a, ranges[i][0] + b
 
 
 def kept(tensors: Tensors, product: Product) -> PackedMatrix:
@@ -218,7 +192,7 @@ def cut(held: Held, start: int, end: int, name: str) -> Held:
         case Codebook():
             block = finer(held.block, start, end, held.shape[1], name)
             if held.outer is not None and (held.nest < held.shape[1] or block < held.block or end - start == block):
-                held = Codebook(held.codes, held.table[:16], held.largest.half())  # the second level cannot say it
+                held = Codebook(held.codes, held.table[:16], held.largest)  # the second level cannot say it
             absmax = regroup(held.absmax, held.block, block, start, end)
             return replace(held, codes=held.codes[:, start // 2 : end // 2].contiguous(), absmax=absmax)
         case Fp8(scale=scale):
@@ -300,43 +274,30 @@ def alike(run: list[Held], other: Held) -> bool:
     return False
 
 
-def joined(run: list[Held]) -> Held:
-    def each(field: str) -> torch.Tensor:
-        return torch.cat([getattr(held, field) for held in run])
+LINES = ("codes", "scale", "zero", "absmax", "outer")  # what has a line for each row; the rest is for all of them
 
-    match run[0]:
-        case torch.Tensor():
-            return torch.cat([held for held in run if isinstance(held, torch.Tensor)])
-        case Grid() as first:
-            zero = None if first.zero is None else each("zero")
-            return replace(first, codes=each("codes"), scale=each("scale"), zero=zero)
-        case Scattered() as first:
-            return replace(first, codes=each("codes"), scale=each("scale"), zero=each("zero"))
-        case Codebook() as first:
-            outer = None if first.outer is None else each("outer")
-            return replace(first, codes=each("codes"), absmax=each("absmax"), outer=outer)
-        case Fp8() as first:
-            codes = torch.cat([held.codes.view(torch.uint8) for held in run if isinstance(held, Fp8)])
-            return replace(first, codes=codes.view(first.codes.dtype), scale=each("scale"))
+
+def by_lines(run: Sequence[Held], change: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
+    """These parts of all, made one; 8-bit floats, which torch neither picks nor stacks, as bytes."""
+    made: dict[str, torch.Tensor] = {}
+    for name in LINES:
+        if (first := getattr(run[0], name, None)) is not None:
+            parts = [getattr(held, name) for held in run]
+            octets = first.dtype == FP8
+            made[name] = change([part.view(torch.uint8) for part in parts]).view(FP8) if octets else change(parts)
+    return replace(cast(Any, run[0]), **made)
+
+
+def joined(run: list[Held]) -> Held:
+    return torch.cat(cast(Any, run)) if isinstance(run[0], torch.Tensor) else by_lines(run, torch.cat)
 
 
 def some(held: Packed | Scattered, rows: slice | torch.Tensor) -> Packed | Scattered:
     """These rows; a view where they are a slice. Those of squares begin with a square."""
-    match held:
-        case Codebook():
-            outer = None if held.outer is None else held.outer[rows]
-            return replace(held, codes=held.codes[rows], absmax=held.absmax[rows], outer=outer)
-        case Fp8():
-            if held.blocks and isinstance(rows, slice):
-                squares = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
-                return replace(held, codes=held.codes[rows], scale=held.scale[squares])
-            codes = held.codes.view(torch.uint8)[rows].view(held.codes.dtype)
-            return replace(held, codes=codes, scale=held.scale[rows])
-        case Scattered():
-            return replace(held, codes=held.codes[rows], scale=held.scale[rows], zero=held.zero[rows])
-        case Grid():
-            zero = None if held.zero is None else held.zero[rows]
-            return replace(held, codes=held.codes[rows], scale=held.scale[rows], zero=zero)
+    if isinstance(held, Fp8) and held.blocks and isinstance(rows, slice):
+        squares = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+        return replace(held, codes=held.codes[rows], scale=held.scale[squares])
+    return by_lines([held], lambda parts: parts[0][rows])
 
 
 # ---- ready to multiply ---------------------------------------------------------------------------
@@ -392,19 +353,26 @@ def by_row(packed: Packed | Scattered) -> TypeGuard[Grid]:
 
 def linear_in_panels(x: torch.Tensor, packed: Packed | Scattered, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [tokens, in] -> [tokens, out], unpacking a panel of rows at a time: the reference, and good for any device."""
-    rows, width = packed.shape
-    step = max(1, (PANEL if x.device.type == "cpu" else STREAMED) // width // BLOCK) * BLOCK
-    y = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
+    y = torch.empty(len(x), packed.shape[0], dtype=x.dtype, device=x.device)
     if by_row(packed) and x.dtype != torch.float16:  # a row's scale can wait for the sum, where that has the room
-        for row in range(0, rows, step):
-            torch.mm(x, packed.codes[row : row + step].to(x.dtype).T, out=y[:, row : row + step])
+        for rows in strips(packed):
+            torch.mm(x, packed.codes[rows].to(x.dtype).T, out=y[:, rows])
         y *= packed.scale.T
         return y if bias is None else y.add_(bias)
-    for row in range(0, rows, step):
-        end = min(row + step, rows)
-        panel = some(packed, slice(row, end)).dequantize(x.dtype)
-        y[:, row:end] = F.linear(x, panel, None if bias is None else bias[row:end])
+    for rows, panel in slabs(packed, x.dtype):
+        y[:, rows] = F.linear(x, panel, None if bias is None else bias[rows])
     return y
+
+
+def strips(packed: Packed | Scattered) -> Iterator[slice]:
+    """Rows to unpack at once: whole squares of them."""
+    rows, width = packed.shape
+    step = max(1, (PANEL if packed.codes.device.type == "cpu" else STREAMED) // width // BLOCK) * BLOCK
+    return (slice(row, min(row + step, rows)) for row in range(0, rows, step))
+
+
+def slabs(packed: Packed | Scattered, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    return ((rows, some(packed, rows).dequantize(dtype)) for rows in strips(packed))
 
 
 @dataclass(frozen=True)
@@ -453,12 +421,6 @@ def slab(ready: Ready, start: int, end: int) -> torch.Tensor:
         case PackedReady(packed, dtype) if start % BLOCK == 0 or not (isinstance(packed, Fp8) and packed.blocks):
             return some(packed, slice(start, end)).dequantize(dtype)
         case SideBySide(parts):
-            found, offset = [], 0
-            for part in parts:
-                a, b = max(start - offset, 0), min(end - offset, height(part))
-                if a < b:
-                    found.append(slab(part, a, b))
-                offset += height(part)
-            return torch.cat(found)
+            return torch.cat([slab(parts[i], a, b) for i, a, b in overlaps(map(height, parts), start, end)])
     device = ready.packed.codes.device if isinstance(ready, PackedReady) else None
     return ready.gather(torch.arange(start, end, device=device))

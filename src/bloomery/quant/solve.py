@@ -19,23 +19,21 @@ class Solved(NamedTuple):
     codes: torch.Tensor  # [out, in] uint8
     scale: torch.Tensor  # [out, groups] float32, as half precision keeps it
     groups: torch.Tensor  # [in] int32: of each column
-    error: float  # of the outputs over the inputs seen, relative
 
 
 def solve(
     weight: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, act_order: bool = False, damping: float = 0.01
 ) -> Solved:
-    """weight [out, in], symmetric. `act_order`: columns whose inputs are largest go first."""
+    """weight [out, in], symmetric. `act_order`: columns whose inputs are largest go first.
+
+    Columns whose inputs were never seen are rounded as they are: another text may need them.
+    """
     width = weight.shape[1]
-    dead = hessian.diagonal() == 0
-    weight, hessian = weight.float().clone(), hessian.float().clone()
-    hessian.diagonal()[dead] = 1
-    weight[:, dead] = 0
+    weight, hessian = weight.float(), hessian.float().clone()
+    hessian.diagonal()[hessian.diagonal() == 0] = 1
     order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(width, device=weight.device)
-    rest, wanted = weight[:, order], weight[:, order].clone()
-    inverse = factor(hessian[order][:, order], damping)
+    rest, inverse = weight[:, order], factor(hessian[order][:, order], damping)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    rounded = torch.empty_like(weight)
     scales = []
     for start in range(0, width, WIDTH):
         end = min(start + WIDTH, width)
@@ -45,31 +43,27 @@ def solve(
                 scales.append(scale_of(rest[:, i : i + group], bits))
             column, scale, middle = rest[:, i], scales[-1], 1 << bits - 1
             steps = (column / scale).round_().clamp_(-middle, middle - 1)
-            codes[:, i], rounded[:, i] = (steps + middle).to(torch.uint8), steps * scale
-            errors[:, i - start] = (column - rounded[:, i]) / inverse[i, i]
+            codes[:, i] = (steps + middle).to(torch.uint8)
+            errors[:, i - start] = (column - steps * scale) / inverse[i, i]
             rest[:, i:end] -= errors[:, i - start, None] * inverse[i, i:end]
         rest[:, end:] -= errors @ inverse[start:end, end:]
     groups = torch.empty(width, dtype=torch.int32, device=weight.device)
     groups[order] = (torch.arange(width, device=weight.device) // group).int()
     natural = torch.empty_like(codes)
     natural[:, order] = codes
-    error = excess(rounded - wanted, wanted, hessian[order][:, order])
-    return Solved(natural, torch.stack(scales, 1), groups, error)
+    return Solved(natural, torch.stack(scales, 1), groups)
 
 
 def scale_of(block: torch.Tensor, bits: int) -> torch.Tensor:
     """The step for each row that brings its values nearest, as half precision keeps it."""
     middle = 1 << bits - 1
     full = block.abs().amax(1) / (middle - 0.5)
-    best: torch.Tensor | None = None
+    best, found = torch.full_like(full, torch.inf), full
     for shrink in SHRINKS:
         scale = (full * shrink).half().float().clamp_(min=2.0**-24)
         steps = (block / scale[:, None]).round_().clamp_(-middle, middle - 1)
         error = (steps * scale[:, None] - block).square().sum(1)
-        if best is None:
-            best, found = error, scale
-        else:
-            best, found = torch.minimum(best, error), torch.where(error < best, scale, found)
+        best, found = torch.minimum(best, error), torch.where(error < best, scale, found)
     return found
 
 
@@ -85,8 +79,3 @@ def factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
                 return upper
         damping *= 10
     raise CheckpointError("the inputs of a product have no usable statistics; give more calibration text")
-
-
-def excess(error: torch.Tensor, weight: torch.Tensor, hessian: torch.Tensor) -> float:
-    """|error x|^2 over |weight x|^2."""
-    return float(((error @ hessian) * error).sum() / ((weight @ hessian) * weight).sum().clamp(min=1e-30))

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from bloomery.errors import ConfigError
 from bloomery.kernels.packed import NESTED, Codebook, unpack
 from bloomery.quant.fp8 import fp8
 from bloomery.quant.int4 import whole_zeros
@@ -68,11 +67,8 @@ def int8_tensors(weight: torch.Tensor, group: int) -> Written:
 
 def nf4_tensors(weight: torch.Tensor, group: int, dtype: str = "bfloat16") -> Written:
     """Largest magnitudes are codes themselves, of a table that is fine near zero, less their mean."""
-    if weight.numel() % BLOCK:
-        raise ConfigError(f"{list(weight.shape)} weights are not blocks of {BLOCK}; choose another format than nf4")
     packed = codebook(weight.reshape(1, -1), NF4)  # blocks do not mind where a row ends
-    if not isinstance(packed, Codebook) or packed.outer is None:
-        raise ConfigError(f"{list(weight.shape)} weights are a single block; choose another format than nf4")
+    assert isinstance(packed, Codebook) and packed.outer is not None
     numbers, (mean, *_) = unpack(packed.codes, 4), packed.outer[0].tolist()
     state = {
         "quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype, "shape": list(weight.shape),
@@ -91,6 +87,20 @@ def nf4_tensors(weight: torch.Tensor, group: int, dtype: str = "bfloat16") -> Wr
 WRITERS = {"int4": int4_tensors, "int8": int8_tensors, "fp8": fp8_tensors, "nf4": nf4_tensors}
 
 
+def misfit(form: str, shape: tuple[int, int], group: int, bits: int) -> str | None:
+    """Why a format cannot say a product of these sizes. `group` -1: a whole row."""
+    rows, width = shape
+    if form == "nf4" and (width % 2 or rows * width % BLOCK or rows * width == BLOCK):
+        return f"{rows} x {width} weights are not several blocks of {BLOCK}"
+    if form in ("gptq", "int4") and group != -1 and width % group:
+        return f"{width} columns are not groups of {group}"
+    if form == "int4" and width % 8:
+        return f"{width} columns of four bits are not whole words"
+    if form == "gptq" and (width * bits % 32 or rows * bits % 32):
+        return f"{rows} x {width} codes of {bits} bits are not whole words"
+    return None
+
+
 def configuration(form: str, group: int, bits: int, act_order: bool, kept: Sequence[str]) -> Mapping[str, Any]:
     """`kept`: products in full precision."""
     if form == "gptq":
@@ -106,6 +116,8 @@ def configuration(form: str, group: int, bits: int, act_order: bool, kept: Seque
             "llm_int8_skip_modules": list(kept), "llm_int8_threshold": 6.0,
         } | (wide if four else {})  # fmt: skip
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": group}
+    if group == -1:
+        weights |= {"strategy": "channel", "group_size": None}
     inputs = None
     if form == "fp8":
         weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}

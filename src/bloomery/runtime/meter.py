@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from bloomery.messages import Step, Timing
-from bloomery.roofline import Machine, Roofline, parameters
+from bloomery.roofline import Machine, Precision, Roofline, parameters
 from bloomery.spec import Model
 
 PAUSE = 5e-3  # seconds between the last result and the next step from which on there was nothing to do
@@ -29,7 +29,7 @@ def roofline(
     bits, whole = 8 * weights / max(parameters(model).total, 1), 8.0 * dtype.itemsize
     bits = whole if bits > 0.9 * whole else bits
     wide = "fp32" if dtype == torch.float32 else "bf16"
-    return Roofline(model, machine, bits, 8 * kv.itemsize, tp, pp, bits, wide)
+    return Roofline(model, machine, Precision("as loaded", bits, bits, wide), 8 * kv.itemsize, tp, pp)
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from bloomery.runtime.rows import Row, Rows
 LINES = (8, 32, 64, 128, 192)  # that may be captured; and as many as there are rows
 # Larger steps keep the device longer than the host. For 448 the matrix library knows no good way: 512 takes less time.
 TOKENS = (32, 64, *range(128, 448, 64), *range(512, 1280, 128), *range(1280, 2049, 256))
-USUAL = (32, 64, 128, 256, 512, 768, *range(1024, 2049, 256))  # sizes that good steps with prompts have
+USUAL = (32, 64, 128, 192, 256, 384, 512, 768, *range(1024, 2049, 256))  # sizes that good steps with prompts have
 PROMPTS = 8  # the last of them is what fills the step up
 
 Placed = Sequence[tuple[Item, Row]]

@@ -67,7 +67,8 @@ class Worker:
         )
         self.decoder, model = loaded.decoder, loaded.decoder.spec
         specs = [layer.attention for layer in model.layers]
-        self.backend = choose(specs, dtype, self.device, plan.deterministic, native and plan.kv_dtype != "fp8")
+        kv = None if mesh.shared else kv_dtype(plan.kv_dtype, dtype)  # on a shared device nothing can be measured
+        self.backend = choose(specs, dtype, self.device, plan.deterministic, native and plan.kv_dtype != "fp8", kv)
         rounds = isinstance(self.backend, NativePaged) and artifact.kind == "gguf" and plan.quantize == "auto"
         kv = kv_dtype(plan.kv_dtype, dtype, rounds)
         self.block_size = plan.block_size
@@ -101,7 +102,7 @@ class Worker:
             kv_bytes=size.bytes,
             device=str(self.device),
             notes=tuple(filter(None, (*loaded.notes, size.note, self._native(why_not)))),
-            lone=limit.expected(1, 1, 1),
+            expected=limit.usual(),
         )
 
         self.capturing: Iterator[int] = self._capture() if self.graphs else iter(())

@@ -57,22 +57,17 @@ class Application:
             await send({"type": "websocket.close", "code": 1003})
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
-        tasks: list[asyncio.Task[None]] = []
-        while True:
-            kind = (await receive())["type"]
-            if kind == "lifespan.startup":
-                tasks.append(asyncio.create_task(self._watch_memory()))
-                if self.service.settings.warm:
-                    self.service.apart.warm()
-            if kind == "lifespan.shutdown":
-                for task in tasks:
-                    task.cancel()
-                self.service.apart.close()
-                if self.traces is not None:
-                    await asyncio.to_thread(self.traces.close)
-            await send({"type": f"{kind}.complete"})
-            if kind == "lifespan.shutdown":
-                return
+        await receive()
+        watch = asyncio.create_task(self._watch_memory())
+        if self.service.settings.warm:
+            self.service.apart.warm()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        watch.cancel()
+        self.service.apart.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
+        await send({"type": "lifespan.shutdown.complete"})
 
     async def _watch_memory(self) -> None:
         while True:
@@ -93,9 +88,9 @@ class Application:
                 raise self._nothing(methods)
         except Refusal as error:
             dialect = route.dialect if route else dialect_of(path)
-            status, response = self._refuse(error, dialect, id)
+            response = self._refuse(error, dialect, id)
             await response(scope, receive, send)
-            self._log(route, scope, id, status, began, {})
+            self._log(route, scope, id, response.status_code, began, {})
             return
         call = Call(self.service, route, scope, receive, headers, id, salt, parameter)
         with call.cleanup:
@@ -144,7 +139,7 @@ class Application:
             return 499
         except Exception as error:
             call.fail(error)
-            _, response = self._refuse(error, call.dialect, call.id)
+            response = self._refuse(error, call.dialect, call.id)
         await response(call.scope, call.receive, send)
         return int(response.status_code)
 
@@ -156,10 +151,10 @@ class Application:
         except TimeoutError:
             raise Late from None
 
-    def _refuse(self, error: Exception, dialect: Dialect, id: str) -> tuple[int, Response]:
+    def _refuse(self, error: Exception, dialect: Dialect, id: str) -> Response:
         found = problem(error)
         status, body = dialect(found, id)
-        return status, Response(encode(body), status, {**found.headers, "x-request-id": id}, "application/json")
+        return Response(encode(body), status, {**found.headers, "x-request-id": id}, "application/json")
 
     def _log(
         self, route: Route | None, scope: Scope, id: str, status: int, began: float, facts: dict[str, Any]

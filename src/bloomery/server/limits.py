@@ -242,20 +242,6 @@ class Ticket:
         self.sequences = 0
 
 
-# ---- memory ----------------------------------------------------------------------------------------
-
-
-class Memory:
-    """This process's own, and the share of its limit that was in use at the last look."""
-
-    def __init__(self, limit: int, measure: Callable[[], int] | None = None):
-        self.limit, self.measure, self.pressure = limit, measure or resident, 0.0
-
-    def look(self) -> float:
-        self.pressure = self.measure() / self.limit
-        return self.pressure
-
-
 def resident() -> int:
     """Bytes of memory this process holds; 0 where the system does not tell."""
     try:

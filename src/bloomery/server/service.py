@@ -18,7 +18,7 @@ from bloomery.sampling import SamplingParams
 from bloomery.server.backend import Backend
 from bloomery.server.conversations import Conversations
 from bloomery.server.errors import Late, Refusal, overloaded, unavailable
-from bloomery.server.limits import Admission, Limits, Memory, Ticket
+from bloomery.server.limits import Admission, Limits, Ticket, resident
 from bloomery.server.metrics import Metrics
 from bloomery.text.apart import Apart, listed
 from bloomery.text.tokenizer import Tokenizer
@@ -33,7 +33,6 @@ SAMPLING = {field.name for field in fields(SamplingParams)} - {"max_tokens"}
 class Settings:
     model: str  # the id it is served under
     aliases: tuple[str, ...] = ()
-    any_model: bool = False  # whatever name is asked for, this model answers
     keys: tuple[str, ...] = ()  # none: everybody may come in
     host: str = "127.0.0.1"  # what the server is bound to
     allowed_hosts: tuple[str, ...] = ()  # names it answers to besides the local ones
@@ -53,15 +52,14 @@ class Prompt:
 class Service:
     def __init__(self, backend: Backend, tokenizer: Tokenizer, settings: Settings, routes: Sequence[Any] = ()):
         self.backend, self.tokenizer, self.settings, self.routes = backend, tokenizer, settings, routes
-        self.limits = settings.limits
+        self.limits = limits = settings.limits
         self.metrics = Metrics(backend, settings.model)
-        self.door = Admission(self.limits.requests, self.limits.greed if len(settings.keys) > 1 else None)
-        self.memory = Memory(self.limits.memory_bytes)
-        limits = self.limits
+        self.door = Admission(limits.requests, limits.greed if len(settings.keys) > 1 else None)
+        self.measure, self.pressure = resident, 0.0  # this process's memory, and the share of its limit last in use
         self.apart = Apart(
             tokenizer, limits.text_processes, limits.template_seconds, limits.text_seconds, limits.text_bytes
         )
-        self.conversations = Conversations(self.limits.stored_responses, self.limits.stored_characters)
+        self.conversations = Conversations(limits.stored_responses, limits.stored_characters)
         self.fingerprint = f"bloomery-{__version__}"
         self.started = int(time.time())
         self.defaults = {name: value for name, value in tokenizer.defaults.items() if name in SAMPLING}
@@ -90,7 +88,7 @@ class Service:
         """Refuse who cannot be let in. Asked before a body is read: under overload this is all that a request costs."""
         if (why := self.absent()) is not None:
             raise why
-        if self.memory.pressure > FULL or not self.door.fits(sequences, key):
+        if self.pressure > FULL or not self.door.fits(sequences, key):
             if self.backend.status.state == "restarting":
                 raise unavailable("the engine is restarting and its queue is full", 5)
             raise overloaded(self.door.retry_after(self.prompt_rate))
@@ -104,10 +102,10 @@ class Service:
 
     def relieve(self) -> None:
         """What the memory in use asks for; looked at once a second."""
-        pressure = self.memory.look()
-        if pressure > EMPTY:
+        self.pressure = self.measure() / self.limits.memory_bytes
+        if self.pressure > EMPTY:
             self.conversations.clear()
-        if pressure > DIRE:
+        if self.pressure > DIRE:
             self.door.shed()
 
     def failure(self, news: Tokens, ticket: Ticket) -> Exception:
@@ -132,7 +130,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         settings = self.settings
-        if settings.any_model or name is None or name in (settings.model, *settings.aliases, *RESERVED):
+        if name is None or name in (settings.model, *settings.aliases, *RESERVED):
             return
         message = f"the model {name[:64]!r} is not served here; GET /v1/models says which is"
         raise Refusal(404, message, "model_not_found")

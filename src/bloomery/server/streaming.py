@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -41,12 +40,10 @@ class Watch:
         self._listener = asyncio.create_task(self._listen())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         self._listener.cancel()
         try:
-            await self._scope.__aexit__(kind, error, trace)
+            await self._scope.__aexit__(*error)
         except TimeoutError:
             raise self._reason or Late() from None
 

@@ -40,8 +40,13 @@ class Traces:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         operation = OPERATIONS.get(call.route.path, "text_completion")
-        ended, wall = time.monotonic(), Wall()
-        model = call.service.settings.model
+        ended, model = time.monotonic(), call.service.settings.model
+        offset = time.time_ns() - time.monotonic_ns()  # one for all, so that moments keep their order and distances
+
+        def wall(moment: float) -> int:
+            """In nanoseconds since 1970."""
+            return offset + int(moment * 1e9)
+
         parent = self.context.extract({name: call.headers.get(name, "") for name in ("traceparent", "tracestate")})
         span = self.tracer.start_span(
             f"{operation} {model}",
@@ -108,14 +113,3 @@ def parts(call: Call) -> Iterator[tuple[str, float, float]]:
         yield "queue", times.submitted, times.begun
         yield "prefill", times.begun, times.first
         yield "decode", times.first, times.last
-
-
-class Wall:
-    """Moments of the monotonic clock in nanoseconds since 1970. The two clocks are compared once, so that moments of
-    one request keep their order and their distances."""
-
-    def __init__(self) -> None:
-        self.offset = time.time_ns() - time.monotonic_ns()
-
-    def __call__(self, moment: float) -> int:
-        return self.offset + int(moment * 1e9)

@@ -146,11 +146,6 @@ class Generation:
     def finished(self) -> bool:
         return all(answer.finish_reason is not None for answer in self.answers.values())
 
-    @property
-    def open(self) -> list[str]:
-        """Requests whose answer has not ended."""
-        return [id for id, answer in self.answers.items() if answer.finish_reason is None]
-
     def take(self, news: Tokens) -> tuple[Delta | None, bool]:
         """What the news adds, and whether the engine must be told to stop that request."""
         answer = self.answers[news.request]

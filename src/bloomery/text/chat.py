@@ -37,30 +37,19 @@ def render(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool = False,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    limit: int = LIMIT,
+    **options: Any,
 ) -> str:
     """By the model's template, or the one named or written in `chat_template`; encode it with add_special=False.
 
-    The prompt for an answer is added unless the last message is to be continued.
+    Options are those of render_template. The prompt for an answer is added unless the last message is to be continued.
     """
-    if add_generation_prompt is None:
-        add_generation_prompt = not continue_final_message
-    return render_template(
-        select(tokenizer.chat_templates, chat_template, bool(tools)),
-        messages,
-        tools=tools,
-        documents=documents,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        variables={**tokenizer.special_tokens, **(chat_template_kwargs or {})},
-        limit=limit,
-    )
+    if options.get("add_generation_prompt") is None:
+        options["add_generation_prompt"] = not options.get("continue_final_message")
+    template = select(tokenizer.chat_templates, chat_template, bool(options.get("tools")))
+    variables = {**tokenizer.special_tokens, **(chat_template_kwargs or {})}
+    return render_template(template, messages, variables=variables, **options)
 
 
 def select(templates: Mapping[str, str], wanted: str | None = None, tools: bool = False) -> str:

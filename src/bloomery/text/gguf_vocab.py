@@ -226,13 +226,9 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
             for cut in range(len(piece) - 1, 0, -1)
             if (left := piece[:cut]) in pieces and (right := piece[cut:]) in pieces
         ]
-        cuts.sort(key=_lengths, reverse=True)
+        cuts.sort(key=lambda cut: (len(cut[0]), len(cut[1])), reverse=True)
         merges += cuts
     return merges
-
-
-def _lengths(cut: tuple[str, str]) -> tuple[int, int]:
-    return len(cut[0]), len(cut[1])
 
 
 # ---- both --------------------------------------------------------------------------------------

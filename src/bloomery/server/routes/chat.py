@@ -25,7 +25,6 @@ from bloomery.server.routes.openai import (
 )
 from bloomery.server.service import Prompt
 from bloomery.server.shapes import CHAT
-from bloomery.server.streaming import event
 from bloomery.text.answer import Answer, Delta
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -134,12 +133,11 @@ class Chat:
             more = {} if self.begun else self._prompt_ids()
             self.begun.add(delta.index)
             opening = {"delta": {"role": "assistant", "content": "", "refusal": None}}
-            said = event(self.envelope.chunk(self._choice(delta.index, opening), **more))
+            said = self.envelope.chunk(self._choice(delta.index, opening), **more)
         if delta.text or not self.silent:
-            said += event(self.envelope.chunk(self._choice(delta.index, {"delta": {"content": delta.text}}, delta)))
+            said += self.envelope.chunk(self._choice(delta.index, {"delta": {"content": delta.text}}, delta))
         if delta.finish_reason is not None:
-            ending = self._choice(delta.index, {"delta": {}}, None, delta.finish_reason)
-            said += event(self.envelope.chunk(ending))
+            said += self.envelope.chunk(self._choice(delta.index, {"delta": {}}, None, delta.finish_reason))
         return said
 
     def _choice(

@@ -16,7 +16,6 @@ from bloomery.server.generation import Ask, Job
 from bloomery.server.routes.openai import Envelope, GenerationBody, finish_reason, prompt_logprobs, sampling, value
 from bloomery.server.service import Prompt, Service
 from bloomery.server.shapes import COMPLETION
-from bloomery.server.streaming import event
 from bloomery.text.answer import Delta
 from bloomery.text.tokenizer import Tokenizer
 
@@ -99,7 +98,7 @@ class Completion:
         begins = self.body.echo and choice not in self.offsets
         if not delta.text and not begins and self.quiet and delta.finish_reason is None:
             return b""
-        return event(self.envelope.chunk(self._choice(index, choice, delta)))
+        return self.envelope.chunk(self._choice(index, choice, delta))
 
     def end(self) -> bytes:
         return self.envelope.end()

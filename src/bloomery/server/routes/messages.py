@@ -103,7 +103,7 @@ class Message:
 
     def whole(self) -> dict[str, Any]:
         text = {"type": "text", "text": self.answer.text}
-        return {**self._head(), "content": [text], **self._ending(), "usage": {**self._input(), **self._output()}}
+        return {**self._head(), "content": [text], **self._ending(), "usage": self._usage()}
 
     def delta(self, index: int, delta: Delta) -> bytes:
         said = b"" if self.begun else self._begin()
@@ -114,14 +114,14 @@ class Message:
 
     def end(self) -> bytes:
         said = self._event("content_block_stop", index=0)
-        said += self._event("message_delta", delta=self._ending(), usage={**self._input(), **self._output()})
+        said += self._event("message_delta", delta=self._ending(), usage=self._usage())
         return said + self._event("message_stop")
 
     def failed(self, problem: Problem) -> bytes:
         return event(anthropic(problem, self.job.call.id)[1], "error")
 
     def _begin(self) -> bytes:
-        empty = {"stop_reason": None, "stop_sequence": None, "usage": {**self._input(), "output_tokens": 0}}
+        empty = {"stop_reason": None, "stop_sequence": None, "usage": {**self._usage(), "output_tokens": 0}}
         said = self._event("message_start", message={**self._head(), "content": [], **empty})
         said += self._event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         return said + self._event("ping")
@@ -145,17 +145,15 @@ class Message:
         found = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
 
-    def _input(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, int]:
         """Anthropic counts what was found in a cache apart."""
         cached = sum(self.job.cached)
         return {
             "input_tokens": self.job.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
+            "output_tokens": self.job.completion_tokens,
         }
-
-    def _output(self) -> dict[str, int]:
-        return {"output_tokens": self.job.completion_tokens}
 
 
 ROUTES = (

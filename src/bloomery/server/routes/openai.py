@@ -131,9 +131,9 @@ class Envelope:
     def whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {**self.head, "choices": choices, "usage": self.job.usage(), **self.tail, **more}
 
-    def chunk(self, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
         usage = {"usage": self.job.usage() if self.always else None} if self.counts or self.always else {}
-        return {**self.head, **self.tail, "choices": [choice], **usage, **more}
+        return event({**self.head, **self.tail, "choices": [choice], **usage, **more})
 
     def end(self) -> bytes:
         usage = {**self.head, **self.tail, "choices": [], "usage": self.job.usage()} if self.counts else None

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import gzip
 from functools import lru_cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from mimetypes import guess_type
+from pathlib import Path
 
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -25,6 +24,7 @@ POLICY = (
 )
 GUARDS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 FOREVER = "public, max-age=31536000, immutable"  # an asset's name holds a hash of what is in it
+WEB = Path(__file__).parent.parent / "web"
 
 
 async def root(call: Call) -> ASGIApp:
@@ -54,16 +54,9 @@ def served(call: Call, name: str, caching: str) -> Response:
 def contents() -> dict[str, tuple[bytes, bytes, str]]:
     """The page's files by path: as they are, compressed, their type. Read once; no path of a client's is opened."""
     found: dict[str, tuple[bytes, bytes, str]] = {}
-
-    def walk(folder: Traversable, prefix: str) -> None:
-        for entry in folder.iterdir():
-            if entry.is_dir():
-                walk(entry, f"{prefix}{entry.name}/")
-            else:
-                data, media = entry.read_bytes(), guess_type(entry.name)[0] or "text/plain"
-                found[prefix + entry.name] = data, gzip.compress(data, mtime=0), media
-
-    walk(files("bloomery.server") / "web", "")
+    for path in (path for path in WEB.rglob("*") if path.is_file()):
+        data, media = path.read_bytes(), guess_type(path.name)[0] or "text/plain"
+        found[path.relative_to(WEB).as_posix()] = data, gzip.compress(data, mtime=0), media
     return found
 
 
