@@ -11,7 +11,7 @@ import pytest
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.executor import Result
 from bloomery.engine.loop import Loop
-from bloomery.engine.pace import Work
+from bloomery.engine.pace import Pace, Work
 from bloomery.engine.policy import Fair
 from bloomery.engine.process import Engine
 from bloomery.engine.scheduler import Scheduler, work_of
@@ -131,3 +131,19 @@ def test_who_comes_early_does_not_make_the_next_step_come_early() -> None:
         engine.turn()
     joined = next(entry for entry in begun[before:] if entry[2])
     assert joined[2] == 2 and joined[0] <= max(joined[1], under_way)
+
+
+@pytest.mark.parametrize("slower", [0.2, 1.0, 50.0])
+def test_what_was_never_measured_is_believed_in_proportion(slower: float) -> None:
+    """A plan that is wrong about the machine is right about how steps compare; one it knows by heart is not spoilt."""
+
+    def true(work: Work) -> float:
+        return 4e-3 + 2e-5 * work.tokens + 3e-8 * work.attended + 1e-9 * work.pairs
+
+    known = [Work(1, 100), Work(64, 64000), Work(128, 0, 9e4), Work(512, 0, 4e5), Work(4096, 0, 2e7)]
+    pace, chance = Pace([(*work, true(work)) for work in known]), random.Random(3)
+    for _ in range(2000):
+        work = Work(lines := chance.randint(1, 64), lines * chance.randint(100, 1000))
+        pace.learn(work, slower * true(work) * chance.uniform(0.95, 1.05))
+    for work in known:
+        assert pace.seconds(work) == pytest.approx(slower * true(work), rel=0.15)

@@ -3,18 +3,20 @@
 A step costs something by itself (weights are read, kernels start); something a position, more beyond each of two knees,
 for products turn from reading weights to arithmetic somewhere there; something a key that a single position attends to,
 and something a pair of query and key within a chunk. Prices are never below zero; they are fitted to the relative error
-and forget slowly, so that one stall changes little and a slower machine is noticed within a few hundred steps.
+and forget slowly, so that one stall changes little and a slower machine is noticed within a few hundred steps. What was
+expected of steps before any was measured stays what is believed of those that never are, in proportion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 KNEES = (128, 512)
 UNITS = (1.0, 1e2, 1e2, 1e2, 1e5, 1e6)  # of the prices: keeps them of one size
-GUESS = (5e-3, 1e-4, 1e-3, 0.0, 5e-3, 1e-3)  # before anything was measured
+GUESS = (5e-3, 1e-4, 1e-3, 0.0, 5e-3, 1e-3)  # before anything was measured or expected
 TRUST = 1e-2  # weight of the guess, far below that of one measured step
+SHRINK = 1e-3  # by which a price of its own is worth less than the expectation scaled
 MEMORY = 0.998  # what an observation still counts one step later
 SWEEPS = 4
 RECENT = 0.1  # weight of the latest step of one position
@@ -26,17 +28,42 @@ class Work(NamedTuple):
     pairs: float = 0.0  # queries times keys, of sequences of several
 
 
-class Pace:
-    def __init__(self, expected: Iterable[tuple[int, int, int, float]] = ()) -> None:
-        """`expected`: steps and their seconds, as Capacity has them: believed of all kinds that were not measured."""
-        count = len(UNITS)
-        self.prices, self.steps = list(GUESS), 0
+class Fit:
+    """Prices that are not below zero, by coordinate descent from where the last observation left off."""
+
+    def __init__(self, guess: Sequence[float], shrink: Sequence[float]):
+        count = len(guess)
+        self.prices, self.shrink = list(guess), shrink
         self.gram = [[TRUST * (i == j) for j in range(count)] for i in range(count)]
-        self.moment = [TRUST * guess for guess in GUESS]
-        self.single = 0.0  # a step of one position; 0: not known
-        for tokens, attended, pairs, seconds in expected:
-            self.learn(Work(tokens, attended, pairs), seconds)
+        self.moment = [TRUST * price for price in guess]
+
+    def learn(self, features: Sequence[float]) -> None:
+        """Of an observation, as parts of it: its prices should add up to one."""
+        gram, moment, prices = self.gram, self.moment, self.prices
+        for i, feature in enumerate(features):
+            moment[i] = MEMORY * moment[i] + feature
+            gram[i] = [MEMORY * known + feature * other for known, other in zip(gram[i], features, strict=True)]
+        for _ in range(SWEEPS):
+            for i, line in enumerate(gram):
+                if line[i] > 1e-12:
+                    rest = sum([a * b for a, b in zip(line, prices, strict=True)]) - line[i] * prices[i]
+                    prices[i] = max((moment[i] - rest) / (line[i] * (1 + self.shrink[i])), 0.0)
+
+
+class Pace:
+    def __init__(self, expected: Sequence[tuple[int, int, int, float]] = ()) -> None:
+        """`expected`: steps and their seconds, as Capacity has them."""
         self.steps = 0  # that were measured
+        self.single = expected[0][3] if expected else 0.0  # a step of one position; 0: not known
+        prior = Fit(GUESS, [0.0] * len(GUESS))
+        for _ in range(SWEEPS * SWEEPS if expected else 0):
+            for tokens, attended, pairs, seconds in expected:
+                prior.learn(parts(Work(tokens, attended, pairs), seconds))
+        self.expected = tuple(prior.prices)
+        # How many times what was expected a step takes, and what each part of it costs beyond that: so a kind of step
+        # that was never measured is believed to be as much slower as the others are.
+        self.fit = Fit([1.0, *[0.0] * len(GUESS)], [0.0, *[SHRINK] * len(GUESS)])
+        self.prices = list(self.expected)
 
     def seconds(self, work: Work) -> float:
         step, *_, key, pair = self.prices
@@ -74,18 +101,17 @@ class Pace:
     def learn(self, work: Work, seconds: float) -> None:
         if seconds <= 0:
             return
-        tokens, attended, pairs = work
-        if tokens == 1:
+        if work.tokens == 1:
             self.single += (seconds - self.single) * (RECENT if self.single else 1.0)
-        raw = (1.0, tokens, *(max(tokens - knee, 0) for knee in KNEES), attended, pairs)
-        features = [value / unit / seconds for value, unit in zip(raw, UNITS, strict=True)]
-        gram, moment, prices = self.gram, self.moment, self.prices
-        for i, feature in enumerate(features):
-            moment[i] = MEMORY * moment[i] + feature
-            gram[i] = [MEMORY * known + feature * other for known, other in zip(gram[i], features, strict=True)]
-        for _ in range(SWEEPS):  # coordinate descent, from where the last step left off
-            for i, line in enumerate(gram):
-                if line[i] > 1e-12:
-                    rest = sum([a * b for a, b in zip(line, prices, strict=True)]) - line[i] * prices[i]
-                    prices[i] = max((moment[i] - rest) / line[i], 0.0)
+        features = parts(work, seconds)
+        self.fit.learn([sum([a * b for a, b in zip(self.expected, features, strict=True)]), *features])
+        times, *own = self.fit.prices
+        self.prices = [times * price + more for price, more in zip(self.expected, own, strict=True)]
         self.steps += 1
+
+
+def parts(work: Work, seconds: float) -> list[float]:
+    """What prices are multiplied by, as parts of the time it took: errors are relative ones."""
+    tokens, attended, pairs = work
+    raw = (1.0, tokens, *(max(tokens - knee, 0) for knee in KNEES), attended, pairs)
+    return [value / unit / seconds for value, unit in zip(raw, UNITS, strict=True)]

@@ -120,7 +120,7 @@ class Aims:
 
     between: float | None = None  # two tokens of a running stream; None: ten lone steps, but no slower than one reads
     short: float | None = None  # a request that takes no longer alone is short; None: 64 lone steps
-    stretch: float = 3.65  # a short request is promised so many times what it takes alone
+    stretch: float = 3.6  # a short request is promised so many times what it takes alone
     tax: float = 0.05  # the most of their time that long ones give for the short
 
     def target(self, lone: float) -> float:
