@@ -25,7 +25,7 @@ import torch
 
 from bloomery.attention.base import Ragged
 from bloomery.attention.triton_paged import TritonPaged
-from bloomery.kernels import activation, norm, paged_decode, paged_prefill, store
+from bloomery.kernels import activation, launch, norm, paged_decode, paged_prefill, store
 from bloomery.kernels.paged_decode import attention_reference
 from bloomery.kernels.store import Turn
 from bloomery.spec import Alibi, Attention
@@ -467,7 +467,9 @@ def decode_tilings(spec: Attention, batch: int, length: int) -> list[paged_decod
 
 
 def prefill_tilings(spec: Attention) -> list[paged_prefill.Tiling]:
-    usual = paged_prefill.tiling(8192, spec.head_dim, 2)
+    every = 8192 * spec.num_heads // spec.num_kv_heads
+    processors = launch.processors(torch.device("cuda"))
+    usual = paged_prefill.tiling(every, every, spec.head_dim, 2, spec.num_kv_heads, processors)
     cuts = [paged_prefill.Tiling(*cut) for cut in product((64, 128), (32, 64), (4, 8), (2, 3, 5))]
     return [usual, *(cut for cut in cuts if cut != usual)]
 

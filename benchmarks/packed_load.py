@@ -63,7 +63,7 @@ def timed(folder: Path, form: str, load_format: str, device: str) -> tuple[float
     return seconds, weights, most
 
 
-def written(folder: Path) -> None:
+def written(folder: Path, device: str) -> None:
     """Random weights beside the description that is there: a file for each tensor the model asks for."""
     import torch
     from safetensors.torch import save_file
@@ -92,7 +92,8 @@ def written(folder: Path) -> None:
     index: dict[str, str] = {}
     for number, (name, shape) in enumerate(source.asked.items()):
         shard = f"model-{number:05d}.safetensors"
-        save_file({name: torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02)}, folder / shard)
+        made = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
+        save_file({name: made.cpu()}, folder / shard)
         index[name] = shard
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
@@ -115,7 +116,7 @@ def main() -> int:
         (folder / "config.json").write_text(json.dumps((SHAPES | SMALL)[args.shape]))
         load_format = "dummy"
         if args.file:
-            written(folder)
+            written(folder, args.device)
             load_format = "auto"
         best: dict[str, tuple[float, float, float]] = {}
         for _ in range(args.turns):

@@ -4,9 +4,10 @@
 
 A random Llama, so many times as wide as the tests' own, is written by `bloomery quantize` in each format and served in
 float32 on both devices: greedy tokens of eight prompts, and the largest difference of their tokens' log-probabilities.
-Both devices read the same codes; what differs is the order of sums and, in fp8, that the GPU rounds the input of large
-products to eight bits as well, which is the format's own way: tokens may differ there, log-probabilities by FP8. The
-CPU's own kernels, which round the input of every product to eight bits, stay out of it.
+Both devices read the same codes; what differs is the order of sums and, in fp8, that the GPU rounds the input of
+products of more than a few tokens to eight bits as well, which is the format's own way: tokens may differ there, and
+log-probabilities by FP8. (Rounded the same way on a CPU this model's move by up to 0.51: nothing in random weights
+forgives.) The CPU's own kernels, which round the input of every product in a way of their own, stay out of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 FORMS = ("int8", "int4", "nf4", "fp8", "gptq", "gptq act-order")
-CLOSE, FP8 = 2e-3, 0.3
+CLOSE, FP8 = 2e-3, 0.8
 COUNT = 24
 
 

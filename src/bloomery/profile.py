@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from bloomery.config import at_least, destination
+from bloomery.engine.executor import Announced
 from bloomery.engine.loop import Loop
-from bloomery.engine.process import Announced
 from bloomery.errors import ConfigError
 from bloomery.messages import Capacity, Request, Sampling, Step
 from bloomery.roofline import work

@@ -35,7 +35,7 @@ SPECS = {
 BACKENDS: dict[str, Backend] = {"torch": TorchPaged(), "torch-plain": TorchPaged(fused=False)}
 if interpreted():  # small tiles, so that short sequences have several, and splits
     BACKENDS["triton"] = TritonPaged(
-        decode=paged_decode.Tiling(16, 4, 2, splits=2, direct=1), prefill=paged_prefill.Tiling(16, 16, 4, 2)
+        decode=paged_decode.Tiling(16, 4, 2, splits=2, direct=1), prefill=paged_prefill.Tiling(16, 16, 4, 2, 2, 1)
     )
 
 

@@ -41,9 +41,9 @@ class Device(Ghost):
         return self.now
 
     def submit(self, step: Step) -> Device:  # type: ignore[override]
-        took = true_seconds(work_of(step.items))
+        took, idle = true_seconds(work_of(step.items)), max(self.now - self.free, 0.0) if self.free else 0.0
         self.free = max(self.free, self.now) + took
-        self.queue.append((replace(self.run(step), timing=Timing(steps=1, device=took)), self.free))
+        self.queue.append((replace(self.run(step), timing=Timing(steps=1, device=took, idle=idle)), self.free))
         return self
 
     def result(self) -> StepOutput:

@@ -13,6 +13,7 @@ from bloomery.engine.blocks import Blocks
 from bloomery.engine.pace import Pace, Work
 from bloomery.engine.policy import Aims, Fair, FirstCome, Policy
 from bloomery.engine.scheduler import Scheduler
+from bloomery.engine.sequence import Sequence
 from bloomery.messages import Item, Request, Sampled, Sampling, StepOutput
 
 MIXED: dict[str, float] = {"longs": 32, "rows": 32, "blocks": 2000, "seconds": 15.0, "rate": 3.0}
@@ -59,6 +60,24 @@ def test_short_requests_among_long_ones() -> None:
     assert 0 < fair.tax / crowds["fair"].now <= fair.aims.tax and not crowds["fair"].scheduler.preemptions
     gaps = [gap for life in crowds["fair"].lives.values() if life.kind == "long" for gap in life.gaps]
     assert percentile(gaps, 0.99) < 1.2 * fair.aims.target(fair.pace.lone)
+
+
+def test_a_promise_is_what_a_lone_request_takes_whatever_fills_the_batch() -> None:
+    """Prices fitted to full batches say less and less of lone steps: promises made late are those made early."""
+    crowd: list[tuple[float, float]] = []
+
+    class Told(Fair):
+        def enqueue(self, sequence: Sequence, now: float) -> None:
+            super().enqueue(sequence, now)
+            if sequence.short:
+                crowd.append((sequence.arrived, sequence.due - sequence.arrived))
+
+    fair = Told(256, 12000)
+    mixed(fair, 20.0)
+    single = alone(FirstCome(), 32, 16)
+    early, late = ([due for at, due in crowd if low < at < high] for low, high in ((0.0, 5.0), (15.0, 20.0)))
+    assert abs(fair.pace.seconds(Work(1, 32)) / fair.pace.lone - 1) > 0.02  # or nothing is shown
+    assert max(late) / min(early) < 1.03 and max(late) < 1.05 * fair.aims.stretch * single
 
 
 def test_256_long_requests_hardly_notice_the_short_ones() -> None:

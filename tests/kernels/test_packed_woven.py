@@ -1,5 +1,5 @@
-"""The interleaved product: which parts a matrix is cut into, and that its kernel compiles for a Hopper. No interpreter
-runs it; benchmarks/packed.py check compares it on a card."""
+"""The interleaved product: how a matrix is cut, and that its kernel compiles for a Hopper. No interpreter runs it;
+benchmarks/packed.py check compares it on a card."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from bloomery.kernels.packed_woven import HALF, MOST, OUTPUTS, TALL, Cut, cuts, gluon
+from bloomery.kernels.packed_woven import HALF, MOST, TALL, Cut, cut_for, gluon
 
 SHAPES = [
     (24576, 6144),
@@ -25,33 +25,35 @@ SHAPES = [
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_parts_cover_every_row_once(rows: int, columns: int, bits: int) -> None:
+def test_turns_are_whole(rows: int, columns: int, bits: int) -> None:
     for tokens, count in product([65, 128, 129, 200, 256, 257, 512, 1000, 2048], [132, 78, 7]):
-        parts = cuts(tokens, rows, columns, bits, count)
-        if parts is None:
-            continue
-        covered = sorted((cut.first, cut.end) for cut in parts)
-        assert covered[0][0] == 0 and covered[-1][1] == rows
-        assert all(a[1] == b[0] and a[1] % OUTPUTS == 0 for a, b in zip(covered, covered[1:], strict=False))
-        for cut in parts:
-            tiles = -(-tokens // cut.tokens) * -(-(cut.end - cut.first) // OUTPUTS)
-            assert 0 < cut.programs <= count and columns % (cut.span * cut.slots) == 0
-            assert cut.programs == count or tiles == cut.programs, "fewer programs than processors: each has a tile"
-
-
-def test_parts_as_measured() -> None:
-    """256 tokens on 132 processors: what a whole round leaves of a tall matrix goes ahead in halves; a short one is all
-    halves, a program each; a long row is shared."""
-    assert cuts(256, 24576, 6144, 8, 132) == (Cut(16896, 24576, *HALF, 120), Cut(0, 16896, *TALL, 132))
-    assert cuts(256, 6144, 6144, 8, 132) == (Cut(0, 6144, *HALF, 96),)
-    assert cuts(256, 6144, 24576, 8, 132) == (Cut(0, 6144, *TALL, 132),)
+        cut = cut_for(tokens, rows, columns, bits, count)
+        assert cut is None or columns % (cut.span * cut.slots) == 0
+        assert cut is not TALL or tokens > 128, "half of every tile would be empty"
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "columns"), [(64, 24576, 6144), (256, 24576, 6272), (256, 4096, 4096), (4096, 24576, 6144)]
+    ("tokens", "rows", "columns", "bits", "cut"),
+    [
+        (256, 24576, 6144, 8, TALL),
+        (256, 6144, 6144, 4, TALL),
+        (256, 4096, 4096, 8, HALF),  # little to do, and smaller pieces to add up
+        (384, 28672, 4096, 8, HALF),  # a quarter of the large tiles would be empty,
+        (384, 28672, 4096, 4, TALL),  # which costs less than unpacking for fewer tokens
+        (128, 24576, 6144, 4, HALF),
+    ],
+)
+def test_cuts_as_measured(tokens: int, rows: int, columns: int, bits: int, cut: Cut) -> None:
+    """On 132 processors."""
+    assert cut_for(tokens, rows, columns, bits, 132) == cut
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns"), [(64, 24576, 6144), (256, 24576, 6272), (256, 1024, 4096), (4096, 24576, 6144)]
 )
 def test_what_other_kernels_do_better(tokens: int, rows: int, columns: int) -> None:
-    assert all(cuts(tokens, rows, columns, bits, 132) is None for bits in MOST)
+    assert all(cut_for(tokens, rows, columns, bits, 132) is None for bits in MOST)
+    assert cut_for(128, 28672, 4096, 4, 132) is None
 
 
 COMPILE = """
@@ -67,7 +69,7 @@ def outline(dtype, name, lines, width):
 kinds = dict(
     x=outline(half, "bf16", tokens, span), codes=outline(codes, "i16" if bits == 8 else "u8", 128, span // 2),
     out=outline(half, "bf16", tokens, 128), scale="*fp32" if bits == 8 else "*fp16", zero="*fp16", bias="*bf16",
-    sums="*fp32", **dict.fromkeys(("tokens", "row", "rows", "columns", "rounds", "rest"), "i32"),
+    sums="*fp32", given="*i32", **dict.fromkeys(("tokens", "rows", "columns", "rounds", "rest", "each"), "i32"),
 )
 fixed = dict(
     BITS=bits, GROUP=0 if bits == 8 else 128, ZERO=bits == 4, BIAS=True, N=tokens, SPAN=span, SLOTS=slots, PDL=True,
@@ -85,7 +87,7 @@ print("products", made.asm["ptx"].count("wgmma.mma_async"), "shared", made.metad
 
 @pytest.mark.skipif(gluon is None, reason="no Gluon")
 @pytest.mark.parametrize(("bits", "tile"), [(8, TALL), (4, HALF)])
-def test_it_compiles_for_a_hopper(bits: int, tile: tuple[int, int, int]) -> None:
+def test_it_compiles_for_a_hopper(bits: int, tile: Cut) -> None:
     """In a process of its own, for this one's kernels are interpreted. One product for every 16 columns of a turn, and
     no more shared memory than a processor has."""
     tokens, span, slots = tile

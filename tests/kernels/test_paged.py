@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 SMALL = TritonPaged(decode=paged_decode.Tiling(16, 4, 2, 4, 1, 1), prefill=paged_prefill.Tiling(16, 16, 4, 2))
-PARTS = TritonPaged(decode=paged_decode.Tiling(16, 4, 2, 2, 3, 1), prefill=paged_prefill.Tiling(16, 16, 4, 2))
+PARTS = TritonPaged(decode=paged_decode.Tiling(16, 4, 2, 2, 3, 1), prefill=paged_prefill.Tiling(16, 16, 4, 2, 3, 1))
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
@@ -63,7 +63,8 @@ def test_a_captured_step_knows_lengths_on_the_device_only(early: bool) -> None:
     assert not plan.arrived.any()
 
 
-def test_prompts_of_a_captured_step_may_be_empty_or_nobodys() -> None:
+@pytest.mark.parametrize("backend", [SMALL, PARTS])
+def test_prompts_of_a_captured_step_may_be_empty_or_nobodys(backend: TritonPaged) -> None:
     """Two lines of which one is in use, four prompts: seven tokens, none, five, and three that are nobody's."""
     spec = Attention(4, 2, 16)
     material = case(spec, [1, 7, 5], [20, 30, 5], 16, torch.float32, "cpu")
@@ -74,8 +75,8 @@ def test_prompts_of_a_captured_step_may_be_empty_or_nobodys() -> None:
         ragged, counts=(), lengths=(), singles=2, starts=every([0, 1, 1, 8, 8, 13, 16]), tables=tables,
         ends=every([20, 0, 30, 0, 5, 0]), positions=F.pad(ragged.positions, (0, 3)), several=4,
     )  # fmt: skip
-    plan = SMALL.plan(captured)
-    got = SMALL.attend(q, material.cache, spec, plan)
+    plan = backend.plan(captured)
+    got = backend.attend(q, material.cache, spec, plan)
     assert error(got[:13], material.wanted()) < 1e-6
     assert not got[13:].any() and not plan.arrived.any()
 
@@ -92,6 +93,32 @@ def test_splits_follow_the_device_and_the_length() -> None:
     assert splits(1, 48, 1, 64) == 1
     assert splits(1, 48, 1, 32768) == paged_decode.USUAL_SPLITS
     assert splits(256, 48, 1, 32768) == 1
+
+
+def test_prompts_are_shared_where_they_are_too_few_for_the_device() -> None:
+    def splits(tokens: int, heads: int, kv_heads: int, prompts: int = 1) -> int:
+        rows = tokens * heads // kv_heads
+        return paged_prefill.tiling(rows // prompts, rows, 128, 2, kv_heads, 132).splits
+
+    assert splits(32, 32, 8) == paged_prefill.MOST_SPLITS
+    assert splits(128, 32, 8) == 4 and splits(256, 32, 8) == 2 and splits(384, 32, 8) == 1
+    assert (
+        splits(64, 48, 1) == 5
+        and splits(256, 48, 1) == 1
+        and splits(8192, 48, 1) == splits(8192, 48, 1, prompts=256) == 1
+    )
+
+
+@pytest.mark.parametrize("least", [1, 3, 50])
+@pytest.mark.parametrize("window", [None, 20])
+def test_programs_that_share_a_tile_find_what_one_does(window: int | None, least: int) -> None:
+    """Prompts that begin, that go on behind others, and one shorter than a stretch; the window ends within one."""
+    spec = Attention(4, 2, 16, window=window)
+    material = case(spec, [9, 30, 3, 40], [9, 130, 90, 47], 16, torch.float32, "cpu")
+    shared = TritonPaged(prefill=paged_prefill.Tiling(16, 16, 4, 2, 4, least))
+    plan = shared.plan(material.ragged)
+    got = shared.attend(material.q, material.cache, spec, plan)
+    assert error(got, material.wanted()) < 1e-6 and not plan.arrived.any()
 
 
 def test_more_splits_than_counters_are_refused() -> None:

@@ -20,7 +20,7 @@ from bloomery.kernels import paged_decode, paged_prefill
 from bloomery.kernels.launch import interpreted
 from bloomery.messages import Request, Sampling
 from bloomery.runtime.forward import Whole
-from bloomery.runtime.mixed import PROMPTS, MixedStep, layout
+from bloomery.runtime.mixed import NEAR, PROMPTS, MixedStep, layout
 from bloomery.runtime.picker import Picker
 from bloomery.runtime.worker import Worker
 from tests.parity.cases import Case, make_checkpoint
@@ -48,21 +48,21 @@ pytestmark = [
 class Counted(MixedStep):
     """What it was given."""
 
-    def __init__(self, *given: Any):
+    def __init__(self, *given: Any, near: bool):
         super().__init__(*given)
-        self.seen: list[tuple[int, tuple[bool, ...]]] = []
+        self.near, self.seen = near, list[tuple[int, tuple[bool, ...]]]()
 
-    def run(self, going: Any, chunks: Any) -> Any:
+    def run(self, going: Any, chunks: Any, furthest: int) -> Any:
         self.seen.append((len(going), tuple(item.samples for item, _ in chunks)))
-        return super().run(going, chunks)
+        return super().run(going, chunks, furthest if self.near else NEAR)
 
 
-def with_mixed(worker: Worker, sizes: tuple[tuple[int, ...], tuple[int, ...]]) -> Counted:
+def with_mixed(worker: Worker, sizes: tuple[tuple[int, ...], tuple[int, ...]], near: bool) -> Counted:
     backend = TritonPaged(
-        decode=paged_decode.Tiling(16, 4, 2, splits=2, direct=1), prefill=paged_prefill.Tiling(32, 16, 4, 2)
+        decode=paged_decode.Tiling(16, 4, 2, splits=2, direct=1), prefill=paged_prefill.Tiling(32, 16, 4, 2, 2, 1)
     )
     model = Whole(worker.decoder, backend, worker.caches)
-    mixed = Counted(model, worker.rows, worker.block_size, Picker(worker.sampler, PROMPTS))
+    mixed = Counted(model, worker.rows, worker.block_size, Picker(worker.sampler, PROMPTS), near=near)
     mixed.lines, mixed.sizes = list(sizes[0]), list(sizes[1])
     worker.mixed = mixed
     return mixed
@@ -94,15 +94,18 @@ def asked(random: Random) -> list[tuple[int, Request]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "depth"),
-    [("llama", EXACT, 1), ("llama", PADDED, 2), ("gemma2", PADDED, 1), ("mixtral", PADDED, 2), ("bloom", PADDED, 2)],
-)
-def test_tokens_are_those_of_the_batch(name: str, sizes: Any, depth: int, tmp_path: Path) -> None:
+    ("name", "sizes", "depth", "near"),
+    [
+        ("llama", EXACT, 1, False), ("llama", PADDED, 2, True), ("llama", PADDED, 2, False),
+        ("gemma2", PADDED, 1, True), ("mixtral", PADDED, 2, False), ("bloom", PADDED, 2, True),
+    ],
+)  # fmt: skip
+def test_tokens_are_those_of_the_batch(name: str, sizes: Any, depth: int, near: bool, tmp_path: Path) -> None:
     make_checkpoint(Case(name, MODELS[name]), tmp_path)
     wishes = {"max_batch_tokens": 12, "max_sequences": 4, "block_size": 4, "kv_cache_gib": 0.01, "prefix_cache": False}
     settings = plan(tmp_path, LENGTH, steps_in_flight=depth, native=False, **wishes)
     plainly, mixing = engine(settings), engine(settings)
-    mixed = with_mixed(mixing.executor.worker, sizes)
+    mixed = with_mixed(mixing.executor.worker, sizes, near)
     requests = asked(Random(6))
     assert served(mixing, requests) == served(plainly, requests)
     going, chunks = zip(*mixed.seen, strict=True)

@@ -24,7 +24,7 @@ from bloomery.kernels.rounded_cache import read
 from bloomery.spec import Alibi, Attention
 
 WIDEST = 256  # of a head
-COUNTERS = 1 << 14  # of splits that have arrived
+COUNTERS = 1 << 14  # of splits that have arrived, for each of the two kernels
 LIBRARY, GRAIN = 2048, 256  # new positions from which the library pays; a multiple of what it is given
 
 
@@ -44,7 +44,7 @@ class Prompt:
 class Plan:
     ragged: Ragged
     prompts: tuple[Prompt, ...]
-    arrived: torch.Tensor  # zeros between launches
+    arrived: torch.Tensor  # zeros between launches: of single positions, then of prompts, for they run at once
 
 
 class Aside:
@@ -107,7 +107,7 @@ class TritonPaged:
     def plan(self, ragged: Ragged) -> Plan:
         device = ragged.ends.device
         if self.arrived is None:
-            self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+            self.arrived = torch.zeros(2 * COUNTERS, dtype=torch.int32, device=device)
         if ragged.several:
             most = len(ragged.positions)
             prompt = Prompt(ragged.singles, ragged.several, most, slice(0, most), False, 0)
@@ -140,7 +140,7 @@ class TritonPaged:
         aside = self._aside(q.device) if ragged.singles and own else None
         with aside or nullcontext():
             for prompt in own:
-                self._prefill(q, cache, out, spec, scoring, prompt, ragged)
+                self._prefill(q, cache, out, spec, scoring, prompt, ragged, plan.arrived[COUNTERS:])
         if ragged.singles:
             self._decode(q, cache, out, spec, scoring, plan)
         for prompt in by_library:
@@ -157,13 +157,16 @@ class TritonPaged:
 
     def _prefill(
         self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, spec: Attention, scoring: Scoring,
-        prompt: Prompt, ragged: Ragged,
+        prompt: Prompt, ragged: Ragged, arrived: torch.Tensor,
     ) -> None:  # fmt: skip
-        rows = prompt.longest * (spec.num_heads // spec.num_kv_heads)
-        cut = self.prefill or paged_prefill.tiling(rows, spec.head_dim, q.element_size())
+        share, tokens = spec.num_heads // spec.num_kv_heads, prompt.tokens.stop - prompt.tokens.start
+        cut = self.prefill or paged_prefill.tiling(
+            prompt.longest * share, tokens * share, spec.head_dim, q.element_size(), spec.num_kv_heads,
+            launch.processors(q.device),
+        )  # fmt: skip
         paged_prefill.paged_prefill(
             q, cache, out, ragged.tables, ragged.starts, ragged.ends, prompt.first, prompt.count, prompt.longest,
-            prompt.tokens.stop - prompt.tokens.start, ragged.block_size, scoring, cut,
+            tokens, ragged.block_size, scoring, cut, arrived,
         )  # fmt: skip
 
     def _decode(
@@ -180,7 +183,7 @@ class TritonPaged:
         early = self.early and not ragged.counts and not ragged.several
         paged_decode.paged_decode(
             q, cache, out, ragged.tables, ragged.ends, ragged.slots, ragged.singles, ragged.block_size, scoring, cut,
-            plan.arrived, early,
+            plan.arrived[:COUNTERS], early,
         )  # fmt: skip
 
     def scoring(self, spec: Attention, device: torch.device) -> Scoring:

@@ -30,3 +30,23 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Announced:
+    """An executor whose every step is announced before it runs."""
+
+    def __init__(self, executor: Executor, announce: Callable[[Step], None]):
+        self.executor, self.announce = executor, announce
+
+    def start(self, plan: Any) -> Capacity:
+        return self.executor.start(plan)
+
+    def submit(self, step: Step) -> Result:
+        self.announce(step)
+        return self.executor.submit(step)
+
+    def spare(self) -> int:
+        return self.executor.spare()
+
+    def close(self) -> None:
+        self.executor.close()

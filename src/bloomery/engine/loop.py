@@ -82,8 +82,9 @@ class Loop:
             self.timing = total(self.timing, output.timing)
             if output.timing.steps == 1 and self.scheduler.stages == 1:
                 # A host that is late would see this step take too long and the next, already done, no time at all;
-                # and would wait for the end of the one after it when that is long past.
-                seconds = output.timing.device + output.timing.idle
+                # and would wait for the end of the one after it when that is long past. Nor is what the device waited
+                # before it any part of it: a pace that is too slow leaves steps open for too long, and would come true.
+                seconds = output.timing.device
                 if now - asked < PROMPT:
                     self.latest = min(now, begun + seconds)
         self.took = seconds

@@ -120,7 +120,7 @@ class Aims:
 
     between: float | None = None  # two tokens of a running stream; None: ten lone steps, but no slower than one reads
     short: float | None = None  # a request that takes no longer alone is short; None: 64 lone steps
-    stretch: float = 3.6  # a short request is promised so many times what it takes alone
+    stretch: float = 3.8  # a short request is promised so many times what it takes alone
     tax: float = 0.05  # the most of their time that long ones give for the short
 
     def target(self, lone: float) -> float:
@@ -257,8 +257,9 @@ class Fair:
         """Seconds it would take with nobody else there."""
         length = len(sequence.tokens)
         left = max(sequence.request.max_tokens - sequence.produced, 1)
+        wrong = self.pace.lone - self.pace.seconds(Work(1))  # prices follow full batches, a promise must not
         prompt = self.pace.seconds(Work(length, 0, length * length / 2))
-        return prompt + (left - 1) * self.pace.seconds(Work(1, length))
+        return prompt + (left - 1) * self.pace.seconds(Work(1, length)) + left * wrong
 
     def next(self, rows: int) -> Sequence | None:
         barred = self._barred(rows)
@@ -401,7 +402,7 @@ class Fair:
         """Positions of prompts that fill the step, to a size that is often seen; those of one see each other, too."""
         room = min(self.pace.room(work, seconds, context), most)
         room = work.tokens + min(self.pace.room(work, seconds, context + min(room, longest) // 2), most)
-        grain = next((grain for grain in GRAINS if room >= 4 * grain), GRAINS[-1])
+        grain = next((grain for grain in GRAINS if room >= 2 * grain), GRAINS[-1])
         size = max(round(room / grain), 1) * grain
         return min(size - work.tokens if size > work.tokens else grain, most)
 

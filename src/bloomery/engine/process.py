@@ -16,11 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from bloomery.config import Plan
 from bloomery.engine.blocks import Blocks
-from bloomery.engine.executor import Executor, Report, Result
+from bloomery.engine.executor import Announced, Executor, Report
 from bloomery.engine.gauge import Gauge
 from bloomery.engine.loop import Loop
 from bloomery.engine.policy import policy_for
@@ -92,26 +92,6 @@ class Line(Protocol):
 
     def send(self, message: Message) -> None: ...
     def receive(self, seconds: float | None) -> list[Message]: ...
-
-
-class Announced:
-    """An executor whose every step is announced before it runs."""
-
-    def __init__(self, executor: Executor, announce: Callable[[Step], None]):
-        self.executor, self.announce = executor, announce
-
-    def start(self, plan: Any) -> Capacity:
-        return self.executor.start(plan)
-
-    def submit(self, step: Step) -> Result:
-        self.announce(step)
-        return self.executor.submit(step)
-
-    def spare(self) -> int:
-        return self.executor.spare()
-
-    def close(self) -> None:
-        self.executor.close()
 
 
 class Engine:

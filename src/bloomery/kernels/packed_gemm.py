@@ -151,22 +151,19 @@ def streamed(
         **overlap(x.device),
     )  # fmt: skip
     if rest:
-        gather(parts, bias, out, 0, turns, rounds, rest)
+        gather(parts, bias, out, turns, rounds, rest)
     return out
 
 
 def gather(
-    parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, row: int, turns: int, rounds: int, rest: int,
-    turned: bool = False,
-) -> None:  # fmt: skip
-    """What programs, parts [2 * programs, tokens, outputs], or `turned` its last two, have added to the last `rest` of
-    the tiles of rows from `row` on, each of them so many turns; before those came `rounds` tiles of every program."""
-    (programs, *size), (tokens, rows) = parts.shape, out.shape
-    wide, outputs = size[::-1] if turned else size
+    parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, turns: int, rounds: int, rest: int
+) -> None:
+    """What programs, parts [2 * programs, tokens, outputs], have added to the last `rest` tiles, each of so many turns;
+    before those came `rounds` tiles of every program."""
+    (programs, wide, outputs), (tokens, rows) = parts.shape, out.shape
     gather_kernel[(rest, wide // 16)](
-        parts, out if bias is None else bias, out, tokens, row // outputs, rows, turns, rounds, rest * turns,
-        programs // 2, BIAS=bias is not None, BLOCK_OUT=outputs, BLOCK_IN=wide, TURNED=turned, LINES=16, num_warps=4,
-        **overlap(out.device),
+        parts, out if bias is None else bias, out, tokens, rows, turns, rounds, rest * turns, programs // 2,
+        BIAS=bias is not None, BLOCK_OUT=outputs, BLOCK_IN=wide, LINES=16, num_warps=4, **overlap(out.device),
     )  # fmt: skip
 
 
@@ -293,22 +290,18 @@ def stream_kernel(
                 tl.store(at_part + tl.arange(0, BLOCK_IN)[None, :] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None], y)
 
 
-@jit(do_not_specialize=["tokens", "first", "turns", "rounds", "work", "count"])
+@jit(do_not_specialize=["tokens", "turns", "rounds", "work", "count"])
 def gather_kernel(
-    parts, bias, out, tokens, first, rows, turns, rounds, work, count,
-    BIAS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TURNED: tl.constexpr, LINES: tl.constexpr,
-    PDL: tl.constexpr,
+    parts, bias, out, tokens, rows, turns, rounds, work, count,
+    BIAS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """LINES tokens of a tile that several programs have made, added up in their order."""
     begin(PDL)
     wait(PDL)
     left, across = tl.program_id(0), (tokens + BLOCK_IN - 1) // BLOCK_IN
     tile, line = rounds * count + left, tl.program_id(1) * LINES + tl.arange(0, LINES)
-    m, n = tile % across * BLOCK_IN + line, (first + tile // across) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    if TURNED:
-        inside = line[:, None] + tl.arange(0, BLOCK_OUT)[None, :] * BLOCK_IN
-    else:
-        inside = line[:, None] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[None, :]
+    m, n = tile % across * BLOCK_IN + line, tile // across * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    inside = line[:, None] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[None, :]
     p = left * turns * count // work
     while (p + 1) * work // count <= left * turns:  # divisions round down
         p += 1

@@ -3,12 +3,14 @@
 One program takes a tile of rows: the queries of one key head, position by position and, within a position, head by
 head, so that heads that share keys share their reading. It runs over tiles of keys, from the window's edge or the
 beginning to the diagonal; only tiles that some row does not see whole are masked. Where the host does not know how long
-the sequences are, there are as many programs as their tiles can be at most, and each finds its own.
+the sequences are, there are as many programs as their tiles can be at most, and each finds its own. Where those are too
+few for the device, as with a question behind a long conversation, several share a tile of rows, each a stretch of its
+keys, and the last to finish adds up what they found.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -17,6 +19,8 @@ from bloomery.kernels.launch import begin, jit, overlap, power_of_two, tl, wait
 from bloomery.kernels.paged_decode import LOG2E, Scoring, attend, blocks_of, load_tile
 from bloomery.kernels.rounded_cache import bits, scales
 
+MOST_SPLITS = 8
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -24,16 +28,22 @@ class Tiling:
     tile: int  # of positions read at once
     warps: int
     stages: int  # tiles in flight
+    splits: int = 1  # programs that share a tile of rows, at most
+    least: int = 4  # tiles of keys for each of them, or fewer share
 
 
-@lru_cache(maxsize=256)
-def tiling(rows: int, dim: int, item: int) -> Tiling:
-    """For sequences of at most `rows` rows, of numbers of `item` bytes; measured (benchmarks/kernels.py tune)."""
+@lru_cache(maxsize=1024)
+def tiling(rows: int, every: int, dim: int, item: int, kv_heads: int, processors: int) -> Tiling:
+    """For sequences of at most `rows` rows and `every` row of all, of numbers of `item` bytes; measured
+    (benchmarks/kernels.py tune). A processor runs two programs: beyond them sharing costs more than it gives."""
     if item == 4:
-        return Tiling(16, 16, 8, 2) if dim > 128 else Tiling(16 if rows <= 16 else 32, 32, 8, 2)
-    if dim > 128:
-        return Tiling(64, 32, 4, 2) if rows <= 64 else Tiling(128, 64, 8, 2)
-    return Tiling(64, 128, 4, 2) if dim <= 64 and rows <= 2048 else Tiling(64, 64, 4, 3)
+        cut = Tiling(16, 16, 8, 2) if dim > 128 else Tiling(16 if rows <= 16 else 32, 32, 8, 2)
+    elif dim > 128:
+        cut = Tiling(64, 32, 4, 2) if rows <= 64 else Tiling(128, 64, 8, 2)
+    else:
+        cut = Tiling(64, 128, 4, 2) if dim <= 64 and rows <= 2048 else Tiling(64, 64, 4, 3)
+    programs = kv_heads * -(-every // cut.rows)
+    return replace(cut, splits=max(min(2 * processors // programs, MOST_SPLITS), 1))
 
 
 def paged_prefill(
@@ -50,38 +60,50 @@ def paged_prefill(
     block_size: int,
     scoring: Scoring,
     cut: Tiling,
+    arrived: torch.Tensor,
 ) -> None:
     """Sequences `first` to `first + count` of the step, of at most `longest` new positions each and `tokens` in all.
 
     q and out [tokens, heads, dim]: sequence i has tokens starts[i] to starts[i + 1], the last ones of its ends[i].
     Tokens of a sequence that ends at 0 are nobody's, and get zeros.
+
+    arrived: zeros, and zeros again afterwards, which no kernel that runs at the same time counts in.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[2]
     share = heads // kv_heads
     by = scales(cache)
     tiles = min(-(-longest * share // cut.rows) * count, tokens * share // cut.rows + count)
-    prefill_kernel[(kv_heads, tiles)](
+    splits, scratch = cut.splits if kv_heads * tiles <= arrived.numel() else 1, q
+    if splits > 1:
+        scratch = torch.empty(kv_heads * tiles * splits * cut.rows * (dim + 1), dtype=torch.float32, device=q.device)
+    prefill_kernel[(kv_heads, tiles, splits)](
         q, bits(cache), q if by is None else by, out, tables, starts, ends,
-        q if scoring.slopes is None else scoring.slopes, cache.stride(0), cache.shape[1], tables.stride(0), first,
-        count, scoring.scale * LOG2E,
+        q if scoring.slopes is None else scoring.slopes, scratch, arrived, cache.stride(0), cache.shape[1],
+        tables.stride(0), first, count, scoring.scale * LOG2E,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=max(16, power_of_two(dim)), BLOCK=block_size, ROWS=cut.rows,
         TILE=cut.tile, WINDOW=scoring.window or 0, CAP=scoring.softcap or 0.0, ALIBI=scoring.slopes is not None,
-        SCALED=by is not None, COUNT_UP=8 if count <= 8 else max(64, power_of_two(count)), STAGES=cut.stages,
+        SCALED=by is not None, COUNT_UP=counted(count), STAGES=cut.stages, SPLIT=splits > 1, LEAST=cut.least,
         num_warps=cut.warps, **overlap(q.device),
     )  # fmt: skip
 
 
+def counted(sequences: int) -> int:
+    """How many a program looks through for its own: few sizes, for each is a kernel."""
+    return 16 if sequences <= 16 else max(64, power_of_two(sequences))
+
+
 @jit(do_not_specialize=["tables", "starts", "ends", "width", "first", "count"])
 def prefill_kernel(
-    q, cache, scales, out, tables, starts, ends, slopes, half, places, width, first, count, scale,
+    q, cache, scales, out, tables, starts, ends, slopes, scratch, arrived, half, places, width, first, count, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SCALED: tl.constexpr, COUNT_UP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, COUNT_UP: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     wait(PDL)
-    kv_head = tl.program_id(0)
+    kv_head, s = tl.program_id(0), tl.program_id(2)
     SHARE: tl.constexpr = HEADS // KV_HEADS
     which, begins = found(starts + first, tl.program_id(1), count, SHARE, ROWS, COUNT_UP)
     if which >= count:
@@ -90,6 +112,22 @@ def prefill_kernel(
     start = tl.load(starts + sequence).to(tl.int32)
     count = tl.load(starts + sequence + 1).to(tl.int32) - start
     end = tl.load(ends + sequence).to(tl.int32)
+    low = end - count + begins // SHARE
+    high = tl.minimum(end - count + (begins + ROWS - 1) // SHARE, end - 1)
+    tile, whole, last = 0, (low + 1) // TILE, high // TILE + 1
+    seen = tile
+    if WINDOW > 0:
+        tile = tl.maximum(low - WINDOW + 1, 0) // TILE
+        seen = tl.minimum(tl.cdiv(tl.maximum(high - WINDOW + 1, 0), TILE), whole)
+    used = 1
+    if SPLIT:
+        per = tl.maximum(tl.cdiv(last - tile, tl.num_programs(2)), LEAST)
+        used = tl.maximum(tl.cdiv(last - tile, per), 1)
+        if s >= used:
+            return
+        tile = tile + s * per
+        last = tl.minimum(tile + per, last)
+        seen, whole = tl.minimum(tl.maximum(seen, tile), last), tl.minimum(tl.maximum(whole, tile), last)
     r, d = begins + tl.arange(0, ROWS), tl.arange(0, DIM_UP)
     at = end - count + r // SHARE  # positions of the rows
     head = kv_head * SHARE + r % SHARE
@@ -106,12 +144,7 @@ def prefill_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_UP], tl.float32)
     row = tables + sequence.to(tl.int64) * width
-    low = end - count + begins // SHARE
-    high = tl.minimum(end - count + (begins + ROWS - 1) // SHARE, end - 1)
-    seen, whole, last = 0, (low + 1) // TILE, high // TILE + 1
     if WINDOW > 0:
-        tile = tl.maximum(low - WINDOW + 1, 0) // TILE
-        seen = tl.minimum(tl.cdiv(tl.maximum(high - WINDOW + 1, 0), TILE), whole)
         top, total, acc = over_tiles(
             queries, top, total, acc, tile, seen, at, end, cache, scales, half, places, row, kv_head, slope, scale,
             KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, SCALED, STAGES,
@@ -124,7 +157,45 @@ def prefill_kernel(
         queries, top, total, acc, whole, last, at, end, cache, scales, half, places, row, kv_head, slope, scale,
         KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, SCALED, STAGES,
     )  # fmt: skip
-    tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+    y = acc / tl.maximum(total, 1e-30)[:, None]  # of a stretch, rows may see nothing
+    if SPLIT:
+        group = tl.program_id(1) * KV_HEADS + kv_head
+        parts = scratch + group.to(tl.int64) * (tl.num_programs(2) * ROWS * (DIM + 1))
+        log = tl.where(total > 0, top + tl.log2(total), -1e30)
+        y, last_one = together(y, log, parts, arrived + group, s, used, ROWS, DIM, DIM_UP)
+        if not last_one:
+            return
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=real)
+
+
+@jit
+def together(y, log, parts, counter, s, used, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr):
+    """What `used` programs have found, in their order, and whether this is the last of them: for others it is nothing.
+
+    parts: [programs, ROWS, dim], then the logarithms of their sums [programs, ROWS].
+    """
+    last_one = used == 1
+    if used > 1:
+        i, d = tl.arange(0, ROWS), tl.arange(0, DIM_UP)
+        there, inside = i[:, None] * DIM + d[None, :], (d < DIM)[None, :]
+        logs = parts + tl.num_programs(2) * ROWS * DIM
+        tl.store(parts + s * (ROWS * DIM) + there, y, mask=inside)
+        tl.store(logs + s * ROWS + i, log)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        last_one = tl.atomic_add(counter, 1, sem="acq_rel") == used - 1
+        if last_one:
+            tl.store(counter, 0)
+            top, total = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
+            y = tl.zeros([ROWS, DIM_UP], tl.float32)
+            for p in range(used):
+                each = tl.load(logs + p * ROWS + i, cache_modifier=".cg")
+                x = tl.load(parts + p * (ROWS * DIM) + there, mask=inside, other=0.0, cache_modifier=".cg")
+                new = tl.maximum(top, each)
+                fade, share = tl.exp2(top - new), tl.where(each > -1e30, tl.exp2(each - new), 0.0)
+                y = y * fade[:, None] + x * share[:, None]
+                top, total = new, total * fade + share
+            y = y / total[:, None]
+    return y, last_one
 
 
 @jit

@@ -15,6 +15,8 @@ from bloomery.kernels.launch import begin, fused, jit, overlap, tl, wait
 from bloomery.native import ops
 from bloomery.native.team import team
 
+WIDTH = 256  # rows that a program of `advance` takes
+
 
 class Inputs(NamedTuple):
     ids: torch.Tensor  # [lines]
@@ -142,7 +144,7 @@ def gather_reference(
     return Mixed(*(*(numbers.to(last.dtype) for numbers in found), tables[torch.cat((rows, owners))]))
 
 
-@jit
+@jit(do_not_specialize=["lines", "prompts", "tokens", "nobody"])
 def gather_kernel(
     sent, last, positions, tables, out, blocks, lines, prompts, tokens, width, nobody,
     SIZE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -203,9 +205,8 @@ def advance(
         advance_reference(rows, tokens, ends, last, positions)
         return
     lines = len(rows)
-    width = 1 << max(lines - 1, 1).bit_length()
-    advance_kernel[(1,)](
-        rows, tokens, ends, last, positions, lines, len(last) - 1, WIDTH=width, num_warps=4, **overlap(rows.device)
+    advance_kernel[(-(-lines // WIDTH),)](
+        rows, tokens, ends, last, positions, lines, len(last) - 1, WIDTH=WIDTH, num_warps=4, **overlap(rows.device)
     )
 
 
@@ -218,11 +219,11 @@ def advance_reference(
     positions[index] = ends[real].to(positions.dtype)
 
 
-@jit
+@jit(do_not_specialize=["rows", "tokens", "ends", "lines", "nobody"])
 def advance_kernel(rows, tokens, ends, last, positions, lines, nobody, WIDTH: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     wait(PDL)
-    line = tl.arange(0, WIDTH)
+    line = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     row = tl.load(rows + line, mask=line < lines, other=nobody).to(tl.int64)
     real = row != nobody
     tl.store(last + row, tl.load(tokens + line, mask=real, other=0).to(last.dtype.element_ty), mask=real)

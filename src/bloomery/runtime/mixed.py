@@ -3,7 +3,8 @@
 Captured, it is one graph, where the host would otherwise take longer to start its kernels one by one than the device to
 run them. Rows that go on feed themselves; of the chunks the host sends ids and where they begin and end. A size is how
 many lines there may be and how many positions there are: lines in use, chunks, and at the end positions that are
-nobody's and go to the reserved block. A prompt that ends here draws its first token here.
+nobody's and go to the reserved block. A prompt that ends here draws its first token here. Where lines are few and have
+little behind them, attention takes them for prompts of one position: a kernel for them alone would cost more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bloomery.runtime.replay import Captured, Plainly, Runs
 from bloomery.runtime.rows import Row, Rows
 
 LINES = (8, 32, 64, 128, 192)  # that may be captured; and as many as there are rows
+NEAR = 1024  # positions that few lines may attend to and be prompts; prompts themselves seldom see fewer
 # Larger steps keep the device longer than the host. For 448 the matrix library knows no good way: 512 takes less time.
 TOKENS = (32, 64, *range(128, 448, 64), *range(512, 1280, 128), *range(1280, 2049, 256))
 USUAL = (32, 64, 128, 192, 256, 384, 512, 768, *range(1024, 2049, 256))  # sizes that good steps with prompts have
@@ -59,39 +61,42 @@ class MixedStep:
             and all(row.plain and row.draws_only and not item.drafts and row.knows(item.start) for item, row in chunks)
         )
 
-    def usual(self) -> list[tuple[int, int]]:
-        """Lines and positions of the steps to be captured beforehand: the largest, which decides how much memory graphs
-        take, then those that will come. Others are once they have come twice."""
-        found = [(self.rows.count, self.most)] if self.sizes else []
+    def usual(self) -> list[tuple[int, int, bool]]:
+        """Lines, positions and whether lines are near, of the steps to be captured beforehand: the largest, which
+        decides how much memory graphs take, then those that will come. Others are once they have come twice."""
+        found = [(self.rows.count, self.most, False)] if self.sizes else []
         for before, lines in zip([0, *self.lines], self.lines):
-            found += [(lines, tokens) for tokens in USUAL if before < tokens < self.most]
+            for near in (True, False) if lines <= LINES[0] else (False,):
+                found += [(lines, tokens, near) for tokens in USUAL if before < tokens < self.most]
         return found
 
-    def prepare(self, lines: int, tokens: int) -> None:
+    def prepare(self, lines: int, tokens: int, near: bool) -> None:
         if isinstance(self.runs, Captured):
             self._send(layout((), (), lines, tokens, self.rows.count))
-            self.runs.prepare((lines, tokens), partial(self.forward, lines, tokens))
+            self.runs.prepare((lines, tokens, near), partial(self.forward, lines, tokens, near))
 
     def _send(self, sent: np.ndarray) -> None:
         self.sent[: len(sent)] = upload(torch.from_numpy(sent), self.sent.device, self.sent.dtype)
 
-    def forward(self, lines: int, tokens: int) -> None:
+    def forward(self, lines: int, tokens: int, near: bool) -> None:
         """The work of a step of that size; what it holds is in `sent`."""
         rows, size, sequences = self.rows, self.block_size, lines + PROMPTS
         sent = self.sent[: numbers(lines, tokens)]
         found = gather(sent, rows.last, rows.positions, rows.tables, size, lines, PROMPTS, tokens)
+        alone = 0 if near else lines
         ragged = Ragged(
-            (), (), lines, found.starts, found.ends, found.positions, found.slots, found.tables, size, PROMPTS
-        )
+            (), (), alone, found.starts, found.ends, found.positions, found.slots, found.tables, size,
+            sequences - alone,
+        )  # fmt: skip
         hidden = self.model.hidden(found.ids, ragged, found.wanted)
         drawing = sent[:sequences]
         drawn = self.pick(self.model.logits(hidden, wide=False), drawing, found.ends)
         self.tokens[:sequences] = drawn
         advance(drawing, drawn, found.ends, rows.last, rows.positions)
 
-    def run(self, going: Sequence[int], chunks: Placed) -> tuple[list[int], torch.Tensor]:
-        """Queue the step of these rows and chunks; the chunks' sequences that draw, and all tokens, those of rows
-        first."""
+    def run(self, going: Sequence[int], chunks: Placed, furthest: int) -> tuple[list[int], torch.Tensor]:
+        """Queue the step of these rows, each at a position no further than that, and chunks; the chunks' sequences that
+        draw, and all tokens, those of rows first."""
         chunks = sorted(chunks, key=lambda pair: not pair[0].samples)
         self.rows.send()
         used = len(going) + sum(item.count for item, _ in chunks)
@@ -99,7 +104,8 @@ class MixedStep:
         tokens = next((size for size in self.sizes if size >= used), used)
         self.padded = tokens - used
         self._send(layout(going, chunks, lines, tokens, self.rows.count))
-        self.runs.run((lines, tokens), partial(self.forward, lines, tokens))
+        near = lines <= LINES[0] and furthest < NEAR
+        self.runs.run((lines, tokens, near), partial(self.forward, lines, tokens, near))
         drawing = [item.sequence for item, _ in chunks if item.samples]
         return drawing, torch.cat((self.tokens[: len(going)], self.tokens[lines : lines + len(drawing)]))
 

@@ -193,14 +193,14 @@ class Worker:
             return self._go_on(step)
         lineup = self.rows.line_up(step.going, step.starts)
         if self.mixed is not None and lineup.plain and self.mixed.takes(len(lineup.rows), chunks):
-            return self._mix(self.mixed, lineup, chunks)
+            return self._mix(self.mixed, lineup, chunks, max(step.starts, default=0))
         placed = [(item, self.rows.by_sequence[item.sequence]) for item in step.items]
         return self._compute(Batch.of(placed, self.rows.last, self.block_size))
 
-    def _mix(self, mixed: MixedStep, lineup: Lineup, chunks: list[tuple[Item, Row]]) -> Pending:
+    def _mix(self, mixed: MixedStep, lineup: Lineup, chunks: list[tuple[Item, Row]], furthest: int) -> Pending:
         """Some sequences by one position, and a few chunks of prompts."""
         self.sampler.settle()
-        sequences, tokens = mixed.run(lineup.indices, chunks)
+        sequences, tokens = mixed.run(lineup.indices, chunks, furthest)
         self.padded = mixed.padded
         return Pending(sequences, Draws(tokens, ()) if len(tokens) else None, lines=lineup.places)
 
