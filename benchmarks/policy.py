@@ -25,21 +25,21 @@ from bloomery.engine.scheduler import Scheduler, work_of
 from bloomery.messages import Item, Request, Sampled, Sampling, Step, StepOutput, Timing
 
 # An 8B model in 16 bits on an H200: milliseconds of the layers' products by positions of a captured step
-PRODUCTS = {32: 4.83, 64: 4.94, 128: 5.4, 192: 6.27, 256: 7.41, 320: 8.29, 384: 9.3, 512: 11.49, 640: 14.4,
-            768: 17.3, 896: 19.7, 1024: 22.1, 1152: 24.8, 1280: 27.4, 1536: 32.0, 1792: 38.5, 2048: 43.5}  # fmt: skip
+PRODUCTS = {32: 4.72, 64: 4.74, 128: 5.17, 192: 5.97, 256: 7.03, 384: 8.93, 512: 10.77, 640: 13.2, 768: 15.75,
+            896: 17.55, 1024: 20.29, 1280: 26.13, 1536: 31.0, 1792: 36.8, 2048: 42.0}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a step takes on that card, fitted to 3,300 steps under the mixed load: 2 % off in the mean, 6 in one of
+    """What a step takes on that card, fitted to 7,900 steps under the mixed load: 3 % off in the mean, 10 in one of
     twenty."""
 
     position: float = 21e-6  # seconds, beyond the largest captured size
     host: float = 16e-3  # what a step that is not captured cannot go below: its kernels start one by one
-    draw: float = 0.6e-3  # of more than eight tokens
-    key: float = 29.5e-9
-    chunk: float = 0.43e-3  # of a prompt, by itself,
-    more: float = 0.33e-3  # and each of the others in the same step, up to three
+    draw: float = 0.3e-3  # of more than eight tokens
+    key: float = 28.5e-9
+    chunk: float = 0.6e-3  # of a prompt, by itself,
+    more: float = 0.17e-3  # and each of the others in the same step, up to three
     pair: float = 2.3e-9
     jitter: float = 0.05
 

@@ -81,14 +81,14 @@ def test_a_promise_is_what_a_lone_request_takes_whatever_fills_the_batch() -> No
 
 
 def test_256_long_requests_hardly_notice_the_short_ones() -> None:
-    """On an H200, by measured times of steps: short ones within four times their time alone, long ones within 9 % of
+    """On an H200, by measured times of steps: short ones within four times their time alone, long ones within 7 % of
     first come, first served, and 65 ms between their tokens, all at once."""
     fair = Fair(256, 12000)
     crowd, plain, single = mixed(fair, 40.0), mixed(FirstCome(), 40.0), alone(FirstCome(), 32, 16)
     shorts = [life.last - life.arrived for life in crowd.done("short")]
     assert percentile(shorts, 0.99) < 4 * single
     speed = produced(crowd, "long", crowd.now) / crowd.now
-    assert speed > 4636 and speed > 0.91 * produced(plain, "long", plain.now) / plain.now
+    assert speed > 4636 and speed > 0.93 * produced(plain, "long", plain.now) / plain.now
     gaps = [gap for life in crowd.lives.values() if life.kind == "long" for gap in life.gaps]
     assert percentile(gaps, 0.99) < 0.065
     assert 0 < fair.tax / crowd.now < fair.aims.tax and not crowd.scheduler.preemptions

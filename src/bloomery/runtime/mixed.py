@@ -27,9 +27,9 @@ from bloomery.runtime.rows import Row, Rows
 
 LINES = (8, 32, 64, 128, 192)  # that may be captured; and as many as there are rows
 NEAR = 1024  # positions that few lines may attend to and be prompts; prompts themselves seldom see fewer
-# Larger steps keep the device longer than the host. For 448 the matrix library knows no good way: 512 takes less time.
-TOKENS = (32, 64, *range(128, 448, 64), *range(512, 1280, 128), *range(1280, 2049, 256))
-USUAL = (32, 64, 128, 192, 256, 384, 512, 768, *range(1024, 2049, 256))  # sizes that good steps with prompts have
+# Few, so that all are captured before anybody needs one: the first two who did would wait for it. Larger steps keep the
+# device longer than the host.
+TOKENS = (32, 64, 128, 192, 256, *range(384, 1025, 128), *range(1280, 2049, 256))
 PROMPTS = 8  # the last of them is what fills the step up
 
 Placed = Sequence[tuple[Item, Row]]
@@ -63,12 +63,12 @@ class MixedStep:
 
     def usual(self) -> list[tuple[int, int, bool]]:
         """Lines, positions and whether lines are near, of the steps to be captured beforehand: the largest, which
-        decides how much memory graphs take, then those that will come. Others are once they have come twice."""
+        decides how much memory graphs take, then all others in which there is room for a prompt."""
         found = [(self.rows.count, self.most, False)] if self.sizes else []
         for before, lines in zip([0, *self.lines], self.lines):
             for near in (True, False) if lines <= LINES[0] else (False,):
-                found += [(lines, tokens, near) for tokens in USUAL if before < tokens < self.most]
-        return found
+                found += [(lines, tokens, near) for tokens in self.sizes if before < tokens]
+        return list(dict.fromkeys(found))
 
     def prepare(self, lines: int, tokens: int, near: bool) -> None:
         if isinstance(self.runs, Captured):
