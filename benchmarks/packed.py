@@ -227,7 +227,7 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
             call = lambda a=("product", kind, tokens, 1000, 2048, dtype, "cuda"): check_way(*a)  # noqa: E731
             yield f"product {kind} {tokens} {dtype}", call, LIMITS[dtype]
     for kind, tokens, cut in product(WOVEN, (100, 200, 300), (packed_woven.TALL, packed_woven.HALF)):
-        for dtype, programs in ((half, 0), (torch.float16, 8), (half, 5)):  # stretches alone, tiles alone, both
+        for dtype, programs in ((half, 0), (torch.float16, 0), (torch.float16, 8), (half, 5)):  # stretches, tiles, both
             call = lambda a=("woven", kind, tokens, 1008, 4096, dtype, "cuda", (cut, programs)): check_way(*a)  # noqa: E731
             yield f"woven {kind} {tokens} {cut.tokens} {programs}", call, LIMITS[dtype]
     for kind, tokens in product(every, (300,)):

@@ -143,7 +143,11 @@ def test_what_was_never_measured_is_believed_in_proportion(slower: float) -> Non
     known = [Work(1, 100), Work(64, 64000), Work(128, 0, 9e4), Work(512, 0, 4e5), Work(4096, 0, 2e7)]
     pace, chance = Pace([(*work, true(work)) for work in known]), random.Random(3)
     for _ in range(2000):
-        work = Work(lines := chance.randint(1, 64), lines * chance.randint(100, 1000))
+        work = Work(lines := chance.randint(2, 64), lines * chance.randint(100, 1000))
         pace.learn(work, slower * true(work) * chance.uniform(0.95, 1.05))
     for work in known:
         assert pace.seconds(work) == pytest.approx(slower * true(work), rel=0.15)
+    assert pace.lone == pytest.approx(slower * true(Work(1)), rel=0.15)
+    for _ in range(100):  # of whom there is much to read: a lone one who has little is not like him
+        pace.learn(Work(1, 200_000), slower * true(Work(1, 200_000)))
+    assert pace.lone == pytest.approx(slower * true(Work(1)), rel=0.3)

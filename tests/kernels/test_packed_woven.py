@@ -41,9 +41,10 @@ def test_turns_are_whole(rows: int, columns: int, bits: int) -> None:
         (384, 28672, 4096, 8, HALF),  # a quarter of the large tiles would be empty,
         (384, 28672, 4096, 4, TALL),  # which costs less than unpacking for fewer tokens
         (128, 24576, 6144, 4, HALF),
+        (128, 28672, 4096, 4, None),  # other kernels are quicker
     ],
 )
-def test_cuts_as_measured(tokens: int, rows: int, columns: int, bits: int, cut: Cut) -> None:
+def test_cuts_as_measured(tokens: int, rows: int, columns: int, bits: int, cut: Cut | None) -> None:
     """On 132 processors."""
     assert cut_for(tokens, rows, columns, bits, 132) == cut
 
@@ -53,7 +54,6 @@ def test_cuts_as_measured(tokens: int, rows: int, columns: int, bits: int, cut: 
 )
 def test_what_other_kernels_do_better(tokens: int, rows: int, columns: int) -> None:
     assert all(cut_for(tokens, rows, columns, bits, 132) is None for bits in MOST)
-    assert cut_for(128, 28672, 4096, 4, 132) is None
 
 
 COMPILE = """

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels import case, check_attention, error
-from bloomery.attention.triton_paged import TritonPaged
+from bloomery.attention.triton_paged import COUNTERS, TritonPaged
 from bloomery.kernels import paged_decode, paged_prefill
 from bloomery.kernels.launch import interpreted
 from bloomery.spec import Alibi, Attention
@@ -117,6 +117,15 @@ def test_programs_that_share_a_tile_find_what_one_does(window: int | None, least
     material = case(spec, [9, 30, 3, 40], [9, 130, 90, 47], 16, torch.float32, "cpu")
     shared = TritonPaged(prefill=paged_prefill.Tiling(16, 16, 4, 2, 4, least))
     plan = shared.plan(material.ragged)
+    got = shared.attend(material.q, material.cache, spec, plan)
+    assert error(got, material.wanted()) < 1e-6 and not plan.arrived.any()
+
+
+def test_prompts_are_not_shared_where_counters_are_too_few() -> None:
+    spec = Attention(4, 2, 16)
+    material = case(spec, [30], [130], 16, torch.float32, "cpu")
+    shared = TritonPaged(prefill=paged_prefill.Tiling(16, 16, 4, 2, 4, 1))
+    plan = replace(shared.plan(material.ragged), arrived=torch.zeros(COUNTERS + 1, dtype=torch.int32))
     got = shared.attend(material.q, material.cache, spec, plan)
     assert error(got, material.wanted()) < 1e-6 and not plan.arrived.any()
 

@@ -38,7 +38,7 @@ def test_fetch_and_advance(lines: int) -> None:
     tokens = numbers(1000, lines)
     states = [(last.clone(), positions.clone()) for _ in range(2)]
     kernels.advance_reference(rows, tokens, want.ends, *states[0])
-    kernels.advance_kernel[(1,)](rows, tokens, want.ends, *states[1], lines, count, WIDTH=8, PDL=False)
+    kernels.advance_kernel[(-(-lines // 2),)](rows, tokens, want.ends, *states[1], lines, count, WIDTH=2, PDL=False)
     for got, wanted in zip(states[1], states[0], strict=True):
         assert torch.equal(got, wanted)
     assert states[0][0][count] == last[count] and states[0][1][count] == positions[count]

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 import transformers as tf
 
 from bloomery.attention.triton_paged import TritonPaged
@@ -20,8 +21,10 @@ from bloomery.kernels import paged_decode, paged_prefill
 from bloomery.kernels.launch import interpreted
 from bloomery.messages import Request, Sampling
 from bloomery.runtime.forward import Whole
-from bloomery.runtime.mixed import NEAR, PROMPTS, MixedStep, layout
+from bloomery.runtime.mixed import LINES, NEAR, PROMPTS, MixedStep, layout
 from bloomery.runtime.picker import Picker
+from bloomery.runtime.replay import Captured
+from bloomery.runtime.rows import Rows
 from bloomery.runtime.worker import Worker
 from tests.parity.cases import Case, make_checkpoint
 from tests.parity.serve import engine, plan
@@ -111,6 +114,20 @@ def test_tokens_are_those_of_the_batch(name: str, sizes: Any, depth: int, near: 
     going, chunks = zip(*mixed.seen, strict=True)
     assert max(going) > 1 and max(map(len, chunks)) > 1
     assert any(all(one) for one in chunks) and any(not all(one) for one in chunks)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(4, 512), (64, 2048), (256, 8192), (300, 300)])
+def test_whatever_size_comes_is_captured_beforehand(rows: int, most: int) -> None:
+    held = Rows(rows, 4, 0, torch.device("cpu"))
+    runs = object.__new__(Captured)  # nothing is captured here, which would take a GPU
+    mixed = MixedStep(None, held, 16, None, most, runs)  # type: ignore[arg-type]
+    usual = mixed.usual()
+    assert len(set(usual)) == len(usual) and usual[0] == (rows, mixed.most, False)
+    for lines in range(rows + 1):
+        for tokens in range(lines + 1, mixed.most + 1, 7):
+            size = next(size for size in mixed.lines if size >= lines), next(n for n in mixed.sizes if n >= tokens)
+            assert (*size, False) in usual
+            assert (*size, True) in usual or lines > LINES[0]
 
 
 def test_an_empty_step_is_all_padding() -> None:

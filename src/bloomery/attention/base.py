@@ -27,7 +27,7 @@ class Ragged:
 
     counts: tuple[int, ...]  # new positions of each sequence
     lengths: tuple[int, ...]  # positions of each sequence once they are stored
-    singles: int  # how many leading sequences have exactly one new position, or in a captured step none: an end of 0
+    singles: int  # how many leading sequences have one new position; a captured step may count few as `several` instead
     starts: torch.Tensor  # [sequences + 1] where each sequence's new positions begin in the step
     ends: torch.Tensor  # [sequences] the lengths
     positions: torch.Tensor  # [tokens] place in its sequence

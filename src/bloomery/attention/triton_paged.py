@@ -1,10 +1,10 @@
 """Paged attention in Triton: the path on a GPU, for steps the host knows and for steps captured in a graph.
 
-Sequences with one new position go through kernels/paged_decode, the others through kernels/paged_prefill. A long
+Single positions go through kernels/paged_decode, sequences of several through kernels/paged_prefill. A long
 prompt, or a long chunk of one, may go to the library instead (cuDNN, by way of torch), which is faster there and knows
 no pages. Single positions keep the memory busy and prompts the arithmetic, so a step of both runs them side by side, on
 two streams. Nothing here waits for the device. A captured step has no host copy of counts and lengths: it is all single
-positions, or has a fixed number of prompts behind them, each perhaps as long as the step.
+positions, or has a fixed number of prompts behind them, each perhaps as long as the step or a single position.
 """
 
 from __future__ import annotations

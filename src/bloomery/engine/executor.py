@@ -1,4 +1,5 @@
-"""The bridge to the compute tower: four methods, so that a model, two processes or a ghost can stand behind it."""
+"""The bridge to the compute tower: four methods, so that a model, two processes or a ghost can stand behind it; and one
+who tells of every step that goes over it."""
 
 from __future__ import annotations
 

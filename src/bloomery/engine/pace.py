@@ -54,7 +54,7 @@ class Pace:
     def __init__(self, expected: Sequence[tuple[int, int, int, float]] = ()) -> None:
         """`expected`: steps and their seconds, as Capacity has them."""
         self.steps = 0  # that were measured
-        self.single = expected[0][3] if expected else 0.0  # a step of one position; 0: not known
+        self.single = 0.0  # a step of one position, without its keys; 0: there was none
         prior = Fit(GUESS, [0.0] * len(GUESS))
         for _ in range(SWEEPS * SWEEPS if expected else 0):
             for tokens, attended, pairs, seconds in expected:
@@ -102,7 +102,8 @@ class Pace:
         if seconds <= 0:
             return
         if work.tokens == 1:
-            self.single += (seconds - self.single) * (RECENT if self.single else 1.0)
+            alone = max(seconds - self.prices[4] * 1e-5 * work.attended, 0.1 * seconds)
+            self.single += (alone - self.single) * (RECENT if self.single else 1.0)
         features = parts(work, seconds)
         self.fit.learn([sum([a * b for a, b in zip(self.expected, features, strict=True)]), *features])
         times, *own = self.fit.prices

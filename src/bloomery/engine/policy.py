@@ -139,7 +139,7 @@ SPAN = 30.0  # seconds over which the tax is judged
 MOST = 4  # steps between two of the streams
 URGENT = 3  # promises that a lap is cut by
 WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12)  # of steps, in quarters of a good size
-GRAINS = (512, 256, 128, 32)  # a whole lap is a multiple of the first that is not too coarse: sizes are few
+GRAINS = (512, 256, 128, 64, 32)  # a whole lap is a multiple of the first that is not too coarse: sizes are few
 LEAST = 32  # positions that may be a good size
 
 

@@ -62,7 +62,7 @@ class Cut(NamedTuple):
 
 
 TALL, HALF = Cut(256, 64, 4), Cut(128, 128, 4)
-# What takes the time of how many columns of a tile of TALL: a column of HALF, by bits; adding up stretches of either.
+# In columns of a tile of TALL: what a column of HALF takes, by bits; what it takes to add up stretches of either.
 SMALL, ADDING = {8: 0.66, 4: 0.75}, {TALL: 1000, HALF: 450}
 MOST = {8: 2048, 4: 1024}  # bits -> tokens from more of which on unpacking all weights beforehand costs less
 
@@ -88,7 +88,8 @@ def cut_for(tokens: int, rows: int, columns: int, bits: int, count: int) -> Cut 
 
 
 def possible(packed: Packed, dtype: torch.dtype) -> TypeGuard[Grid]:
-    """Whether the kernel can: codes of 8 bits with one scale a row, of 4 with one for 128 columns or a multiple."""
+    """Whether the kernel can: codes of 8 bits with one scale a row, of 4 with one for 128 columns, 256 or a multiple of
+    512, so that slots of a turn share theirs."""
     if gluon is None or not isinstance(packed, Grid) or packed.order is not None or dtype.itemsize != 2:
         return False
     if packed.shape[0] % 16 or not packed.codes.is_contiguous() or packed.codes.data_ptr() % 16:
@@ -97,7 +98,7 @@ def possible(packed: Packed, dtype: torch.dtype) -> TypeGuard[Grid]:
         return False
     if packed.bits == 8:
         return packed.codes.dtype == torch.int8 and packed.group == packed.shape[1] and packed.zero is None
-    return packed.bits == 4 and packed.group % 128 == 0
+    return packed.bits == 4 and (packed.group in (128, 256) or packed.group % 512 == 0)
 
 
 def plan(tokens: int, packed: Packed, dtype: torch.dtype) -> Cut | None:
@@ -116,6 +117,8 @@ def woven_product(
         raise TypeError("this matrix has no interleaved product: packed_woven.possible says which have")
     x, (rows, columns) = x.contiguous(), packed.shape
     cut, count = cut or plan(len(x), packed, x.dtype) or TALL, programs or processors(x.device)
+    if count > processors(x.device) or columns % (cut.span * cut.slots):
+        raise ValueError(f"{count} programs, {columns} columns: at most one a processor, and whole turns")
     out = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
     rounds, rest = divmod(-(-len(x) // cut.tokens) * -(-rows // OUTPUTS), count)
     rest *= columns // (cut.slots * cut.span)
@@ -135,7 +138,7 @@ def woven_product(
 @cache
 def given(device: torch.device) -> torch.Tensor:
     """Which programs have given a piece: zeros between launches. One for all of a device, so no two products may run at
-    once: all are of one stream."""
+    once: whoever calls them, in this process, does so on one stream of the device."""
     return torch.zeros(processors(device), dtype=torch.int32, device=device)
 
 
@@ -379,8 +382,8 @@ def squares(sums, p, N: gl.constexpr, MMA: gl.constexpr):
 
 @jit
 def gathered(y, sums, given, p, last, N: gl.constexpr, MMA: gl.constexpr):
-    """With the pieces of the programs after p, from the last on, which had time for it first: always in that order.
-    What is taken may be given again."""
+    """With the pieces of the programs after p, always from the last on: it ends with another tile, so it gave its piece
+    first. What is taken may be given again."""
     for q in range(last, p, -1):
         while gl.atomic_cas(given + q, 1, 0, sem="acquire") == 0:
             pass

@@ -20,6 +20,7 @@ from bloomery.kernels.paged_decode import LOG2E, Scoring, attend, blocks_of, loa
 from bloomery.kernels.rounded_cache import bits, scales
 
 MOST_SPLITS = 8
+SCRATCH = 48 << 20  # bytes that programs who share tiles may leave for each other
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Tiling:
 @lru_cache(maxsize=1024)
 def tiling(rows: int, every: int, dim: int, item: int, kv_heads: int, processors: int) -> Tiling:
     """For sequences of at most `rows` rows and `every` row of all, of numbers of `item` bytes; measured
-    (benchmarks/kernels.py tune). A processor runs two programs: beyond them sharing costs more than it gives."""
+    (benchmarks/LOG.md). A processor runs two programs: beyond them sharing costs more than it gives."""
     if item == 4:
         cut = Tiling(16, 16, 8, 2) if dim > 128 else Tiling(16 if rows <= 16 else 32, 32, 8, 2)
     elif dim > 128:
@@ -74,9 +75,10 @@ def paged_prefill(
     share = heads // kv_heads
     by = scales(cache)
     tiles = min(-(-longest * share // cut.rows) * count, tokens * share // cut.rows + count)
-    splits, scratch = cut.splits if kv_heads * tiles <= arrived.numel() else 1, q
+    part = kv_heads * tiles * cut.rows * (dim + 1) * 4  # bytes, of one program a tile
+    splits, scratch = min(cut.splits, max(SCRATCH // part, 1)) if kv_heads * tiles <= arrived.numel() else 1, q
     if splits > 1:
-        scratch = torch.empty(kv_heads * tiles * splits * cut.rows * (dim + 1), dtype=torch.float32, device=q.device)
+        scratch = torch.empty(splits * part // 4, dtype=torch.float32, device=q.device)
     prefill_kernel[(kv_heads, tiles, splits)](
         q, bits(cache), q if by is None else by, out, tables, starts, ends,
         q if scoring.slopes is None else scoring.slopes, scratch, arrived, cache.stride(0), cache.shape[1],

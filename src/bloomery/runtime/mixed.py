@@ -27,8 +27,8 @@ from bloomery.runtime.rows import Row, Rows
 
 LINES = (8, 32, 64, 128, 192)  # that may be captured; and as many as there are rows
 NEAR = 1024  # positions that few lines may attend to and be prompts; prompts themselves seldom see fewer
-# Few, so that all are captured before anybody needs one: the first two who did would wait for it. Larger steps keep the
-# device longer than the host.
+# Few, so that soon all are captured, whoever comes: the first two who needed another would wait for it. Larger steps
+# keep the device longer than the host.
 TOKENS = (32, 64, 128, 192, 256, *range(384, 1025, 128), *range(1280, 2049, 256))
 PROMPTS = 8  # the last of them is what fills the step up
 

@@ -39,7 +39,7 @@ from bloomery.runtime.rows import Lineup, Row, Rows
 from bloomery.runtime.sampler import Draws, Gain, Sampler
 from bloomery.runtime.stages import stage
 
-GRAPHS = 1 << 30  # bytes for what the driver keeps of graphs, and libraries behind our back
+GRAPHS = 5 << 28  # bytes for what the driver keeps of graphs, and libraries behind our back
 
 
 class Worker:
