@@ -60,7 +60,7 @@ async def drive(shape: str, policy: str, load: Load, seconds: float, options: di
         (folder / "config.json").write_text(json.dumps(NOBODY if shape == "imagined" else SHAPES[shape]))
         model, options = str(folder), {"load_format": "dummy", "max_model_len": 8192, **options}
     if shape == "imagined":
-        options |= {"device": "cpu", "max_sequences": 256, "max_batch_tokens": 8192, "kv_cache_gib": 0.3}
+        options |= {"device": "cpu", "max_sequences": 272, "max_batch_tokens": 8192, "kv_cache_gib": 0.3}
     engine = AsyncLLM(model, skip_tokenizer_init=True, enable_prefix_caching=False, policy=policy, **options)
     stack, chance = engine.front.stack, random.Random(1)
     if shape == "imagined":

@@ -51,18 +51,19 @@ def of_log(path: Path) -> Iterator[Row]:
     shape, ours, seen, columns, before = "", False, set(), list[str | None](), ""
     for line in path.read_text().splitlines():
         if line.startswith("#"):
-            shape, ours = "", "H200" in line
+            shape, ours = "", "H200" in line if line.startswith("## ") else ours
         rows = []
         if line.startswith("|--"):
             columns = [OURS.get(cell.strip()) for cell in before.strip("|").split("|")[1:]]
         elif line.startswith("|"):
-            shape = next((SHAPES[name] for name in SHAPES if line[1:].strip().startswith(name)), shape)
+            shape = next((SHAPES[name] for name in SHAPES if f"{name}," in line.split("|")[1]), shape)
             rows += [(shape, *row) for row in _of_table(line, columns)]
         for name, precision, batch, prompt, output, ms in SENTENCE.findall(line):
             rows.append((SHAPES[name], f"fixed:{batch}:{prompt}:{output}", float(ms), precision))
         for row in rows if ours else ():
-            if row[0] and (row[0], row[1], row[3]) not in seen:
-                seen.add((row[0], row[1], row[3]))
+            key = row[0], row[1].rpartition(":")[0], row[3]  # however long the answers were
+            if row[0] and key not in seen:
+                seen.add(key)
                 yield row
         before = line
 
@@ -107,6 +108,10 @@ class Noted:
     def expected(self, *work: int) -> float:
         self.asked.append(work)
         return self.roofline.expected(*work)
+
+    def usual(self) -> tuple[()]:
+        """Nothing to begin with: who is served first does not depend on it."""
+        return ()
 
 
 @cache

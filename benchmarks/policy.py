@@ -25,23 +25,23 @@ from bloomery.engine.scheduler import Scheduler, work_of
 from bloomery.messages import Item, Request, Sampled, Sampling, Step, StepOutput, Timing
 
 # An 8B model in 16 bits on an H200: milliseconds of the layers' products by positions of a captured step
-PRODUCTS = {32: 4.72, 64: 4.74, 128: 5.17, 192: 5.97, 256: 7.03, 384: 8.93, 512: 10.77, 640: 13.2, 768: 15.75,
-            896: 17.55, 1024: 20.29, 1280: 26.13, 1536: 31.0, 1792: 36.8, 2048: 42.0}  # fmt: skip
+PRODUCTS = {32: 4.1, 64: 4.17, 128: 4.57, 192: 5.45, 256: 6.46, 384: 8.14, 512: 10.54, 640: 13.52, 768: 16.09,
+            896: 18.6, 1024: 21.24, 1280: 26.1, 1536: 31.1, 1792: 36.7, 2048: 42.25}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a step takes on that card, fitted to 7,900 steps under the mixed load: 3 % off in the mean, 10 in one of
+    """What a step takes on that card, fitted to 3,700 steps under the mixed load: 2.4 % off in the mean, 6 in one of
     twenty."""
 
     position: float = 21e-6  # seconds, beyond the largest captured size
     host: float = 16e-3  # what a step that is not captured cannot go below: its kernels start one by one
-    draw: float = 0.3e-3  # of more than eight tokens
-    key: float = 28.5e-9
-    chunk: float = 0.6e-3  # of a prompt, by itself,
-    more: float = 0.17e-3  # and each of the others in the same step, up to three
-    pair: float = 2.3e-9
-    jitter: float = 0.05
+    draw: float = 1.25e-3  # of more than eight tokens
+    key: float = 27e-9
+    chunk: float = 1.16e-3  # of a prompt, by itself,
+    more: float = 0.25e-3  # and each of the others in the same step, up to three
+    pair: float = 1.9e-9
+    jitter: float = 0.03
 
     def seconds(self, items: Collection[Item], chance: random.Random) -> float:
         return self.exact(items) * chance.uniform(1 - self.jitter, 1 + self.jitter)
@@ -115,7 +115,7 @@ class Crowd:
         again: Callable[[str, float], Arrival | None] = lambda kind, now: None,
         *,
         device: Device = H200,
-        rows: int = 256,
+        rows: int = 272,
         blocks: int = 12000,
         size: int = 64,
         tokens: int = 8192,
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--tax", type=float, default=Aims().tax)
     args = parser.parse_args()
     if args.steps is None:
-        for name, policy in (("first-come", FirstCome()), ("fair", Fair(256, 12000, Aims(tax=args.tax)))):
+        for name, policy in (("first-come", FirstCome()), ("fair", Fair(272, 12000, Aims(tax=args.tax)))):
             report(name, mixed(policy, args.seconds))
         return
     for name, policy in (("first-come", FirstCome()), ("fair", Fair(16, 400, Aims(tax=args.tax)))):

@@ -97,7 +97,7 @@ class Config:
         KV_DTYPES,
     )
     max_sequences: int | None = option(
-        None, "sequences in one step; default: 256 on a GPU, 64 on a CPU", "Batching", kind=int
+        None, "sequences in one step; default: 272 on a GPU, 64 on a CPU", "Batching", kind=int
     )
     max_batch_tokens: int | None = option(
         None,
@@ -382,7 +382,7 @@ def resolve(config: Config, *, name: str, path: str, kind: str, dtype: str, devi
         max_length=config.max_model_len or context,
         length_is_wish=config.max_model_len is not None,
         block_size=config.block_size or (16 if cpu else 64),
-        max_sequences=config.max_sequences or (64 if cpu else 256),
+        max_sequences=config.max_sequences or (64 if cpu else 272),
         max_batch_tokens=config.max_batch_tokens or (512 if cpu else 8192),
         memory=config.memory,
         kv_bytes=None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30),

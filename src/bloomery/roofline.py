@@ -177,8 +177,8 @@ def peak_bytes(model: Model, precision: Precision) -> float:
 
 PACKED: Mapping[str, tuple[float, float]] = {
     "fp8": (0.74, 0.57),
-    "int8": (0.87, 0.55),
-    "int4": (0.62, 0.41),
+    "int8": (0.95, 0.65),
+    "int4": (0.83, 0.48),
     "nf4": (0.5, 0.29),
 }
 
@@ -189,7 +189,7 @@ class Calibration:
 
     memory: float = 0.99  # share of the bandwidth that products reach
     compute: float = 0.8  # share of the rate that large products reach
-    tile: float = 0.72  # share of `compute` where weights are unpacked on the way
+    tile: float = 0.9  # share of `compute` where weights are unpacked on the way
     # share of `memory` that products with packed weights reach: one position in the whole step, more
     packed: Mapping[str, tuple[float, float]] = field(default_factory=lambda: dict(PACKED))
     attention: float = 1.0  # share of `memory` at which keys and values are read

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from bloomery.engine.blocks import Blocks
-from bloomery.engine.loop import AHEAD, MOST, Loop
+from bloomery.engine.loop import MOST, QUEUED, Loop
 from bloomery.engine.policy import Aims, Fair, FirstCome
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import Request, Sampling, Step, StepOutput
@@ -100,7 +100,7 @@ def test_who_comes_waits_no_longer_for_them_than_for_the_bound() -> None:
             loop.add(Request("b", (4, 5), Sampling(), 5))
         loop.step()
     assert device.deepest == 5
-    assert 2 * device.seconds < device.begun[1] - arrived <= AHEAD + 1e-9
+    assert 2 * device.seconds < device.begun[1] - arrived <= QUEUED + 1e-9
 
 
 def asked(random: Random) -> list[tuple[int, Request, int | None]]:

@@ -151,3 +151,19 @@ def test_what_was_never_measured_is_believed_in_proportion(slower: float) -> Non
     for _ in range(100):  # of whom there is much to read: a lone one who has little is not like him
         pace.learn(Work(1, 200_000), slower * true(Work(1, 200_000)))
     assert pace.lone == pytest.approx(slower * true(Work(1)), rel=0.3)
+
+
+def test_a_lone_step_that_never_was_is_not_read_off_batches() -> None:
+    """Where steps of dozens rise steeply, the line through them meets one position far below what it takes."""
+
+    def true(work: Work) -> float:
+        rising = 8e-5 * max(work.tokens - 32, 0)
+        return 4e-3 + rising + 3e-8 * work.attended + 2e-9 * work.pairs
+
+    known = [Work(1, 100), Work(8, 800), Work(64, 6400), Work(256, 0, 3e4), Work(2048, 0, 2e6)]
+    pace, chance = Pace([(*work, true(work)) for work in known]), random.Random(3)
+    for _ in range(2000):
+        work = Work(lines := chance.randint(40, 64), lines * chance.randint(100, 300))
+        pace.learn(work, true(work) * chance.uniform(0.95, 1.05))
+    assert pace.seconds(Work(1)) < 0.7 * true(Work(1))  # or nothing is shown
+    assert pace.lone == pytest.approx(true(Work(1)), rel=0.15)

@@ -1,7 +1,7 @@
 """The engine's heartbeat: schedule, run, fold the result back in; as many steps in flight as the executor likes.
 
 Where it likes several, there are more of them while they are short and no row can change: a host that is held up for a
-moment is not noticed then, and who comes meanwhile waits no longer than `AHEAD`.
+moment is not noticed then, and who comes meanwhile waits no longer than `QUEUED`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from bloomery.engine.executor import Executor, Result
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import Request, Step, Timing, Tokens
 
-AHEAD, SHARE = 4e-3, 0.1  # seconds, and part of the step under way, before whose end the next one should be queued
+AHEAD, SHARE = 3e-3, 0.07  # seconds, and part of the step under way, before whose end the next one should be queued
+QUEUED = 4e-3  # seconds of short steps in flight
 LONGEST = 0.1  # seconds: no foretelling is good enough to let a device stand idle for longer
 PROMPT = 3e-4  # seconds: a result that takes no longer was there before
 MOST = 8  # steps in flight
@@ -95,7 +96,7 @@ class Loop:
         count = len(self.flight)
         if count < self.depth or self.depth < 2:
             return count < self.depth
-        return count < MOST and (count + 1) * self.took <= AHEAD and self.scheduler.steady
+        return count < MOST and (count + 1) * self.took <= QUEUED and self.scheduler.steady
 
 
 def total(one: Timing, other: Timing) -> Timing:

@@ -55,6 +55,8 @@ class Pace:
         """`expected`: steps and their seconds, as Capacity has them."""
         self.steps = 0  # that were measured
         self.single = 0.0  # a step of one position, without its keys; 0: there was none
+        self.first = expected[0][3] if expected else 0.0  # what is expected of it
+        self.slower = 1.0  # times that steps take what is expected of them, of late
         prior = Fit(GUESS, [0.0] * len(GUESS))
         for _ in range(SWEEPS * SWEEPS if expected else 0):
             for tokens, attended, pairs, seconds in expected:
@@ -79,8 +81,9 @@ class Pace:
 
     @property
     def lone(self) -> float:
-        """A step of one sequence that goes on by one. Prices fitted to full batches say little of it."""
-        return max(self.single or self.seconds(Work(1)), 1e-6)
+        """A step of one sequence that goes on by one. Prices fitted to full batches say little of it: where none was
+        measured, what is expected of it says more."""
+        return max(self.single or self.slower * self.first or self.seconds(Work(1)), 1e-6)
 
     def marginal(self, context: int = 0) -> float:
         """One more position of a chunk, in a step that is bound by arithmetic, after `context` others."""
@@ -105,7 +108,9 @@ class Pace:
             alone = max(seconds - self.prices[4] * 1e-5 * work.attended, 0.1 * seconds)
             self.single += (alone - self.single) * (RECENT if self.single else 1.0)
         features = parts(work, seconds)
-        self.fit.learn([sum([a * b for a, b in zip(self.expected, features, strict=True)]), *features])
+        share = sum([a * b for a, b in zip(self.expected, features, strict=True)])  # of its time, that was expected
+        self.slower += (1 / max(share, 1e-9) - self.slower) * max(1 - MEMORY, 1 / (self.steps + 1))
+        self.fit.learn([share, *features])
         times, *own = self.fit.prices
         self.prices = [times * price + more for price, more in zip(self.expected, own, strict=True)]
         self.steps += 1

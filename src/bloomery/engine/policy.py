@@ -120,7 +120,7 @@ class Aims:
 
     between: float | None = None  # two tokens of a running stream; None: ten lone steps, but no slower than one reads
     short: float | None = None  # a request that takes no longer alone is short; None: 64 lone steps
-    stretch: float = 3.8  # a short request is promised so many times what it takes alone
+    stretch: float = 3.85  # a short request is promised so many times what it takes alone
     tax: float = 0.05  # the most of their time that long ones give for the short
 
     def target(self, lone: float) -> float:
@@ -329,7 +329,8 @@ class Fair:
             self.since, streams, part = self.since + 1, list[Sequence](), cut.between
         else:
             self.since, streams, part = 0, here.streams, cut.beside
-        part = max(part, min(asking, chunk))  # laps are cut for the short: their own prompts never are
+        own = min(asking, chunk, self._size() if here.streams else chunk)
+        part = max(part, own)  # laps are cut for the short: their own prompts are not, beyond a good size
         order = [*here.shorts, *streams, *(here.prompts if cut.beside or self.since else ())]
         work = Work(len(here.shorts) + len(streams) + part, here.own + here.attended * (not self.since))
         tax = self._levy(here, work, min(part, owing)) if pressing and (here.streams or owing) else 0.0

@@ -5,7 +5,8 @@ are, and nobody calls them. Under TRITON_INTERPRET=1 kernels run on CPU tensors,
 
 Programmatic dependent launch lets a kernel start while its predecessor is still running. What keeps that right: every
 kernel calls `begin` first, and `wait`, in all of its programs, before it reads what an earlier kernel of the stream
-wrote and before it writes anything. Only what no kernel of the step writes may be read above the wait.
+wrote and before it writes anything. Only what no kernel of the step writes may be read above the wait, or what one
+wrote that nobody overtakes, for it does not call `begin`.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ def paged_prefill(
     Tokens of a sequence that ends at 0 are nobody's, and get zeros.
 
     arrived: zeros, and zeros again afterwards, which no kernel that runs at the same time counts in.
+    tables, starts and ends are read before earlier kernels have ended: whoever wrote them must not be overtaken.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[2]
@@ -104,13 +105,11 @@ def prefill_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    wait(PDL)
     kv_head, s = tl.program_id(0), tl.program_id(2)
     SHARE: tl.constexpr = HEADS // KV_HEADS
     which, begins = found(starts + first, tl.program_id(1), count, SHARE, ROWS, COUNT_UP)
-    if which >= count:
-        return
-    sequence = first + which
+    nobody = which >= count
+    sequence = first + tl.minimum(which, count - 1)
     start = tl.load(starts + sequence).to(tl.int32)
     count = tl.load(starts + sequence + 1).to(tl.int32) - start
     end = tl.load(ends + sequence).to(tl.int32)
@@ -125,8 +124,7 @@ def prefill_kernel(
     if SPLIT:
         per = tl.maximum(tl.cdiv(last - tile, tl.num_programs(2)), LEAST)
         used = tl.maximum(tl.cdiv(last - tile, per), 1)
-        if s >= used:
-            return
+        nobody = nobody | (s >= used)
         tile = tile + s * per
         last = tl.minimum(tile + per, last)
         seen, whole = tl.minimum(tl.maximum(seen, tile), last), tl.minimum(tl.maximum(whole, tile), last)
@@ -135,6 +133,12 @@ def prefill_kernel(
     head = kv_head * SHARE + r % SHARE
     real = (r < count * SHARE)[:, None] & (d < DIM)[None, :]
     place = ((start + r // SHARE).to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
+    row, past = tables + sequence.to(tl.int64) * width, tl.maximum(end, 1)
+    at_seen = blocks_of(row, seen * TILE, past, BLOCK, TILE)
+    at_whole = blocks_of(row, whole * TILE, past, BLOCK, TILE)
+    wait(PDL)
+    if nobody:
+        return
     if end == 0:
         tl.store(out + place, tl.zeros([ROWS, DIM_UP], out.dtype.element_ty), mask=real)
         return
@@ -145,19 +149,19 @@ def prefill_kernel(
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_UP], tl.float32)
-    row = tables + sequence.to(tl.int64) * width
     if WINDOW > 0:
+        at_first = blocks_of(row, tile * TILE, end, BLOCK, TILE)
         top, total, acc = over_tiles(
-            queries, top, total, acc, tile, seen, at, end, cache, scales, half, places, row, kv_head, slope, scale,
-            KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, SCALED, STAGES,
+            queries, top, total, acc, tile, seen, at_first, at, end, cache, scales, half, places, row, kv_head, slope,
+            scale, KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, SCALED, STAGES,
         )  # fmt: skip
     top, total, acc = over_tiles(
-        queries, top, total, acc, seen, whole, at, end, cache, scales, half, places, row, kv_head, slope, scale,
-        KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, False, SCALED, STAGES,
+        queries, top, total, acc, seen, whole, at_seen, at, end, cache, scales, half, places, row, kv_head, slope,
+        scale, KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, False, SCALED, STAGES,
     )  # fmt: skip
     top, total, acc = over_tiles(
-        queries, top, total, acc, whole, last, at, end, cache, scales, half, places, row, kv_head, slope, scale,
-        KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, SCALED, STAGES,
+        queries, top, total, acc, whole, last, at_whole, at, end, cache, scales, half, places, row, kv_head, slope,
+        scale, KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, SCALED, STAGES,
     )  # fmt: skip
     y = acc / tl.maximum(total, 1e-30)[:, None]  # of a stretch, rows may see nothing
     if SPLIT:
@@ -214,13 +218,12 @@ def found(starts, tile, count, SHARE: tl.constexpr, ROWS: tl.constexpr, COUNT_UP
 
 @jit
 def over_tiles(
-    q, top, total, acc, first, last, at, end, cache, scales, half, places, row, kv_head, slope, scale,
+    q, top, total, acc, first, last, ahead, at, end, cache, scales, half, places, row, kv_head, slope, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, TILE)
-    ahead = blocks_of(row, first * TILE, end, BLOCK, TILE)
     for t in tl.range(first, last, num_stages=STAGES):
         here, ahead = ahead, blocks_of(row, (t + 1) * TILE, end, BLOCK, TILE)
         k, v = load_tile(

@@ -149,8 +149,7 @@ def gather_kernel(
     sent, last, positions, tables, out, blocks, lines, prompts, tokens, width, nobody,
     SIZE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
-    wait(PDL)
+    wait(PDL)  # and no `begin`: attention looks at the layout before its own wait
     sequence = tl.program_id(0)
     begins = sent + lines + 2 * prompts
     wanted, starts = out + lines + prompts, out + 2 * (lines + prompts)
