@@ -18,12 +18,14 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from offline import SHAPES, number
@@ -141,10 +143,15 @@ def plot(runs: dict[str, dict], solo: float) -> str:
     gaps = [Series(name, shares(run["points"]["gaps"])) for name, run in runs.items()]
     upper = chart("Short requests, whole answer", "ms", "% done within", shorts, log_x=True)
     lower = chart("Long requests, between two tokens", "ms", "% within", gaps, log_x=True)
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 770">'
-        f'<g>{upper}</g><g transform="translate(0 390)">{lower}</g></svg>'
-    )
+    return stacked(upper, lower)
+
+
+def stacked(*charts: str) -> str:
+    """One below the other."""
+    tall = [int(re.findall(r'viewBox="0 0 \d+ (\d+)"', chart)[0]) for chart in charts]
+    places = zip(charts, accumulate(tall, initial=0), tall, strict=False)
+    parts = [chart.replace("<svg ", f'<svg y="{y}" height="{height}" ', 1) for chart, y, height in places]
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {sum(tall)}">{"".join(parts)}</svg>'
 
 
 def verdict(runs: dict[str, dict], shape: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.plan_check import of_log, table
 from bloomery.cli import main
-from bloomery.config import Config
+from bloomery.config import Config, sizes
 from bloomery.describe import plan_for
 from bloomery.machines import here, named, recall, remember
 from bloomery.plan.forecast import Forecast, Layout, Placed, Wish, layouts
@@ -225,7 +225,7 @@ def test_users_beyond_the_defaults_are_told_the_flags(capsys: pytest.CaptureFixt
     assert main(["plan", shape("llama-8b"), "--gpu", "h200"]) == 0
     out = capsys.readouterr().out
     users = int(out.partition("  users            ")[2].split()[0])
-    assert users > 256 and f"bloomery serve --max-sequences {users}\n" in out
+    assert users > sizes(cpu=False)[1] and f"bloomery serve --max-sequences {users}\n" in out
     assert main(["plan", "--gpu", "zen3-2"]) == 0
     out = capsys.readouterr().out
     users, gib = (

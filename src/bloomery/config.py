@@ -359,6 +359,11 @@ class Plan:
     shared: bool = False  # its Ray cluster is that of other engines too
 
 
+def sizes(cpu: bool) -> tuple[int, int]:
+    """Positions and sequences of a step unless told otherwise; on a GPU 256 and some for short ones."""
+    return (512, 64) if cpu else (8192, 272)
+
+
 def resolve(config: Config, *, name: str, path: str, kind: str, dtype: str, device: str, context: int) -> Plan:
     """`dtype` is the checkpoint's own, `device` the one found, `context` the model's limit."""
     cpu, ranks = device == "cpu", config.tp * config.pp
@@ -382,8 +387,8 @@ def resolve(config: Config, *, name: str, path: str, kind: str, dtype: str, devi
         max_length=config.max_model_len or context,
         length_is_wish=config.max_model_len is not None,
         block_size=config.block_size or (16 if cpu else 64),
-        max_sequences=config.max_sequences or (64 if cpu else 272),
-        max_batch_tokens=config.max_batch_tokens or (512 if cpu else 8192),
+        max_sequences=config.max_sequences or sizes(cpu)[1],
+        max_batch_tokens=config.max_batch_tokens or sizes(cpu)[0],
         memory=config.memory,
         kv_bytes=None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30),
         prefix_cache=config.prefix_cache,

@@ -167,3 +167,15 @@ def test_a_lone_step_that_never_was_is_not_read_off_batches() -> None:
         pace.learn(work, true(work) * chance.uniform(0.95, 1.05))
     assert pace.seconds(Work(1)) < 0.7 * true(Work(1))  # or nothing is shown
     assert pace.lone == pytest.approx(true(Work(1)), rel=0.15)
+
+
+@pytest.mark.parametrize("stalled", [0, 300])
+def test_one_stall_changes_little_of_a_lone_step_that_never_was(stalled: int) -> None:
+    """Nor do prompts that take a hundred times what was planned."""
+    known = [Work(1, 100), Work(64, 6400), Work(2048, 0, 2e6)]
+    pace = Pace([(*work, true_seconds(work)) for work in known])
+    for step in range(600):
+        pace.learn(Work(40, 8000), 20.0 if step == stalled else 1.5 * true_seconds(Work(40, 8000)))
+        if step % 5 == 0:
+            pace.learn(Work(512, 0, 1e5), 100 * true_seconds(Work(512, 0, 1e5)))
+    assert pace.lone == pytest.approx(1.5 * true_seconds(Work(1)), rel=0.1)

@@ -137,6 +137,21 @@ def test_streams_keep_their_pace_while_long_prompts_arrive(answer: int, streams:
     assert max(gaps) < 1.5 * fair.aims.target(fair.pace.lone)
 
 
+def test_a_flood_of_short_prompts_is_not_computed_in_crumbs() -> None:
+    """Nobody's promise can be kept then; and streams wait for no more than a lap."""
+    fair = Fair(272, 12000)
+    for _ in range(13):
+        alone(fair, 32, 16)  # it knows what lone steps take
+    arrivals: list[Arrival] = [(0.0, "stream", 500, 10000, "", 0)] * 64
+    arrivals += [(3.0 + 2.0 * i, "short", 1100, 8, "", 0) for i in range(4) for _ in range(40)]
+    crowd = Crowd(fair, iter(arrivals))
+    crowd.run(10**6, until=12.0)
+    shorts = [life.last - life.arrived for life in crowd.done("short")]
+    gaps = [gap for life in crowd.lives.values() if life.kind == "stream" for gap in life.gaps[20:]]  # they flow
+    assert len(shorts) == 160 and percentile(shorts, 0.99) < 1.4
+    assert max(gaps) < 2 * fair.aims.target(fair.pace.lone)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_nobody_starves_in_a_rough_crowd(seed: int) -> None:
     """benchmarks/policy.py --steps 1000000 is the long form."""

@@ -56,7 +56,7 @@ class Pace:
         self.steps = 0  # that were measured
         self.single = 0.0  # a step of one position, without its keys; 0: there was none
         self.first = expected[0][3] if expected else 0.0  # what is expected of it
-        self.slower = 1.0  # times that steps take what is expected of them, of late
+        self.share, self.plain = 1.0, 0  # of their time, what is expected of steps without prompts; how many there were
         prior = Fit(GUESS, [0.0] * len(GUESS))
         for _ in range(SWEEPS * SWEEPS if expected else 0):
             for tokens, attended, pairs, seconds in expected:
@@ -83,7 +83,7 @@ class Pace:
     def lone(self) -> float:
         """A step of one sequence that goes on by one. Prices fitted to full batches say little of it: where none was
         measured, what is expected of it says more."""
-        return max(self.single or self.slower * self.first or self.seconds(Work(1)), 1e-6)
+        return max(self.single or self.first / self.share or self.seconds(Work(1)), 1e-6)
 
     def marginal(self, context: int = 0) -> float:
         """One more position of a chunk, in a step that is bound by arithmetic, after `context` others."""
@@ -109,7 +109,9 @@ class Pace:
             self.single += (alone - self.single) * (RECENT if self.single else 1.0)
         features = parts(work, seconds)
         share = sum([a * b for a, b in zip(self.expected, features, strict=True)])  # of its time, that was expected
-        self.slower += (1 / max(share, 1e-9) - self.slower) * max(1 - MEMORY, 1 / (self.steps + 1))
+        if not work.pairs:
+            self.plain += 1
+            self.share = max(self.share + (share - self.share) * max(1 - MEMORY, 1 / self.plain), 1e-9)
         self.fit.learn([share, *features])
         times, *own = self.fit.prices
         self.prices = [times * price + more for price, more in zip(self.expected, own, strict=True)]

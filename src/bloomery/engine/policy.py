@@ -138,6 +138,7 @@ RESERVED = 30.0  # seconds after a short one for which rows are kept for others
 SPAN = 30.0  # seconds over which the tax is judged
 MOST = 4  # steps between two of the streams
 URGENT = 3  # promises that a lap is cut by
+FLOOD = 6  # laps that prompts of short ones take by themselves, from which on none is
 WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12)  # of steps, in quarters of a good size
 GRAINS = (512, 256, 128, 64, 32)  # a whole lap is a multiple of the first that is not too coarse: sizes are few
 LEAST = 32  # positions that may be a good size
@@ -325,12 +326,15 @@ class Fair:
         pressing = self._pressing(here.shorts if door is None else [*here.shorts, door], lap, now)
         if pressing and (here.shorts or (chunk and (here.prompts or free))):  # or a step between may be nobody's
             cut = self._cut(riding, both, min(asking + owing, tokens), here.context, pressing, lap)
+        flood = asking > FLOOD * chunk  # their prompts alone are so many laps: cutting helps nobody
+        if flood:
+            cut = Cut(chunk, 0, 0)
         if self.since < cut.steps:
             self.since, streams, part = self.since + 1, list[Sequence](), cut.between
         else:
             self.since, streams, part = 0, here.streams, cut.beside
-        own = min(asking, chunk, self._size() if here.streams else chunk)
-        part = max(part, own)  # laps are cut for the short: their own prompts are not, beyond a good size
+        own = min(asking, chunk, self._size() if here.streams and not flood else chunk)
+        part = max(part, own)  # laps are cut for the short: their own prompts are only beyond a good size
         order = [*here.shorts, *streams, *(here.prompts if cut.beside or self.since else ())]
         work = Work(len(here.shorts) + len(streams) + part, here.own + here.attended * (not self.since))
         tax = self._levy(here, work, min(part, owing)) if pressing and (here.streams or owing) else 0.0

@@ -3,10 +3,10 @@
 A machine without Triton (a CPU install) imports every kernel file all the same: there `jit` leaves functions as they
 are, and nobody calls them. Under TRITON_INTERPRET=1 kernels run on CPU tensors, slowly: that is how they are tested.
 
-Programmatic dependent launch lets a kernel start while its predecessor is still running. What keeps that right: every
-kernel calls `begin` first, and `wait`, in all of its programs, before it reads what an earlier kernel of the stream
-wrote and before it writes anything. Only what no kernel of the step writes may be read above the wait, or what one
-wrote that nobody overtakes, for it does not call `begin`.
+Programmatic dependent launch lets a kernel start while its predecessor is still running. What keeps that right: kernels
+call `begin` first, and `wait`, in all of their programs, before they read what an earlier kernel of the stream wrote
+and before they write anything. Only what no kernel of the step writes may be read above the wait, or what one wrote
+that nobody overtakes, for it does not call `begin`.
 """
 
 from __future__ import annotations

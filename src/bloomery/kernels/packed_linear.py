@@ -178,8 +178,8 @@ def unpack_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """SPANS times SPAN bytes of one row a program. GROUP 0: a row has one scale."""
-    begin(PDL)
     wait(PDL)
+    begin(PDL)  # not before: whoever comes next may read what stood here before this one
     line = tl.program_id(0).to(tl.int64)
     row = start + line
     if PICKED:

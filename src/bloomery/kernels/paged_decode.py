@@ -176,7 +176,7 @@ def decode_kernel(
     if EARLY > 0:
         # What earlier steps stored is read while the query is still being computed; what this step stores, again below.
         near = tl.minimum(first, last - 1) * TILE
-        here = blocks_of(row, near, end, BLOCK, TILE)
+        here = blocks_of(row, near, end, BLOCK, TILE, False)
         k, v = load_tile(
             cache, scales, half, places, here, near, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
         )
@@ -203,12 +203,12 @@ def decode_kernel(
             )
         top, total, acc = attend(queries, k, v, top, total, acc, near + n, at, slope, scale, WINDOW, CAP, ALIBI, True)
         first += 1
-    ahead = blocks_of(row, first * TILE, end, BLOCK, TILE)
+    ahead = blocks_of(row, first * TILE, end, BLOCK, TILE, False)
     for t in tl.range(first, last, num_stages=STAGES):
         if STAGES > 2:
-            here, ahead = ahead, blocks_of(row, (t + 1) * TILE, end, BLOCK, TILE)
+            here, ahead = ahead, blocks_of(row, (t + 1) * TILE, end, BLOCK, TILE, False)
         else:
-            here = blocks_of(row, t * TILE, end, BLOCK, TILE)
+            here = blocks_of(row, t * TILE, end, BLOCK, TILE, False)
         k, v = load_tile(
             cache, scales, half, places, here, t * TILE, end, kv_head, True, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
         )
@@ -234,7 +234,7 @@ def decode_kernel(
 
 
 @jit
-def blocks_of(row, at, end, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def blocks_of(row, at, end, BLOCK: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr):
     """The blocks of a tile of positions from `at` on, a multiple of TILE; past `end`, the last one's.
 
     To be asked a turn ahead: were an address to wait for its block in the same turn, the compiler would share the tiles
@@ -243,7 +243,10 @@ def blocks_of(row, at, end, BLOCK: tl.constexpr, TILE: tl.constexpr):
     place = at
     if TILE > BLOCK:
         place = at + tl.arange(0, TILE)
-    return tl.load(row + tl.minimum(place, end - 1) // BLOCK)
+    entry = row + tl.minimum(place, end - 1) // BLOCK
+    if EARLY:  # before the wait: past the first cache
+        return tl.load(entry, cache_modifier=".cg")
+    return tl.load(entry)
 
 
 @jit

@@ -110,11 +110,11 @@ def prefill_kernel(
     which, begins = found(starts + first, tl.program_id(1), count, SHARE, ROWS, COUNT_UP)
     nobody = which >= count
     sequence = first + tl.minimum(which, count - 1)
-    start = tl.load(starts + sequence).to(tl.int32)
-    count = tl.load(starts + sequence + 1).to(tl.int32) - start
-    end = tl.load(ends + sequence).to(tl.int32)
-    low = end - count + begins // SHARE
-    high = tl.minimum(end - count + (begins + ROWS - 1) // SHARE, end - 1)
+    start = tl.load(starts + sequence, cache_modifier=".cg").to(tl.int32)
+    count = tl.load(starts + sequence + 1, cache_modifier=".cg").to(tl.int32) - start
+    end = tl.load(ends + sequence, cache_modifier=".cg").to(tl.int32)
+    low = tl.maximum(end - count + begins // SHARE, 0)  # below it, nobody's
+    high = tl.maximum(tl.minimum(end - count + (begins + ROWS - 1) // SHARE, end - 1), 0)
     tile, whole, last = 0, (low + 1) // TILE, high // TILE + 1
     seen = tile
     if WINDOW > 0:
@@ -134,8 +134,8 @@ def prefill_kernel(
     real = (r < count * SHARE)[:, None] & (d < DIM)[None, :]
     place = ((start + r // SHARE).to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
     row, past = tables + sequence.to(tl.int64) * width, tl.maximum(end, 1)
-    at_seen = blocks_of(row, seen * TILE, past, BLOCK, TILE)
-    at_whole = blocks_of(row, whole * TILE, past, BLOCK, TILE)
+    at_seen = blocks_of(row, seen * TILE, past, BLOCK, TILE, True)
+    at_whole = blocks_of(row, whole * TILE, past, BLOCK, TILE, True)
     wait(PDL)
     if nobody:
         return
@@ -150,7 +150,7 @@ def prefill_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_UP], tl.float32)
     if WINDOW > 0:
-        at_first = blocks_of(row, tile * TILE, end, BLOCK, TILE)
+        at_first = blocks_of(row, tile * TILE, end, BLOCK, TILE, False)
         top, total, acc = over_tiles(
             queries, top, total, acc, tile, seen, at_first, at, end, cache, scales, half, places, row, kv_head, slope,
             scale, KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, SCALED, STAGES,
@@ -209,7 +209,8 @@ def found(starts, tile, count, SHARE: tl.constexpr, ROWS: tl.constexpr, COUNT_UP
     """The sequence of a tile and its first row there; `count` where there are not so many tiles. A sequence's are taken
     from behind: the rows that see most come first."""
     i = tl.arange(0, COUNT_UP)
-    new = tl.load(starts + 1 + i, mask=i < count, other=0) - tl.load(starts + i, mask=i < count, other=0)
+    ends = tl.load(starts + 1 + i, mask=i < count, other=0, cache_modifier=".cg")
+    new = ends - tl.load(starts + i, mask=i < count, other=0, cache_modifier=".cg")
     tiles = (new.to(tl.int32) * SHARE + ROWS - 1) // ROWS
     upto = tl.cumsum(tiles, 0)
     which = tl.sum((upto <= tile).to(tl.int32), 0)
@@ -225,7 +226,7 @@ def over_tiles(
 ):  # fmt: skip
     n = tl.arange(0, TILE)
     for t in tl.range(first, last, num_stages=STAGES):
-        here, ahead = ahead, blocks_of(row, (t + 1) * TILE, end, BLOCK, TILE)
+        here, ahead = ahead, blocks_of(row, (t + 1) * TILE, end, BLOCK, TILE, False)
         k, v = load_tile(
             cache, scales, half, places, here, t * TILE, end, kv_head, MASK, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
         )

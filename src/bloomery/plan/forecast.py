@@ -12,6 +12,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
+from bloomery.config import sizes
 from bloomery.errors import ConfigError
 from bloomery.layout import divides
 from bloomery.plan.subject import Subject
@@ -70,14 +71,9 @@ class Row:
     cost: float | None = None  # of a million tokens
 
 
-def sizes(machine: Machine) -> tuple[int, int]:
-    """Positions and sequences of a step, as an engine takes them unless it is told otherwise."""
-    return (512, 64) if machine.cpu else (8192, 256)
-
-
 def largest_step(model: Model, machine: Machine) -> tuple[int, float]:
     """Its positions, and its activations' bytes."""
-    tokens, sequences = sizes(machine)
+    tokens, sequences = sizes(machine.cpu)
     tokens = min(tokens, model.context)
     return tokens, activation_bytes(model, tokens, sequences, 32 if machine.cpu else 16)
 

@@ -6,8 +6,9 @@ from math import ceil
 from pathlib import Path
 from textwrap import fill
 
+from bloomery.config import sizes
 from bloomery.errors import ConfigError
-from bloomery.plan.forecast import COUNTS, READING, Forecast, Layout, largest_step, layouts, sizes
+from bloomery.plan.forecast import COUNTS, READING, Forecast, Layout, largest_step, layouts
 from bloomery.plot import Series, chart
 from bloomery.roofline import (
     LIBRARY,
@@ -228,7 +229,7 @@ def _capacity_lines(plan: Forecast) -> list[str]:
 def wanted(plan: Forecast, users: int) -> str:
     """Flags without which an engine takes fewer users: a CPU's keeps no more positions than it must."""
     chosen, context, most = plan.chosen, plan.context, max(8192, plan.model.context)
-    flags = [f"--max-sequences {users}"] if users > sizes(chosen.machine)[1] else []
+    flags = [f"--max-sequences {users}"] if users > sizes(chosen.machine.cpu)[1] else []
     if chosen.machine.cpu and users * context > most:
         held = users * chosen.sequence_bytes(context) * chosen.layout.tp * chosen.layout.pp
         flags.append(f"--kv-cache-gib {held / 2**30 + 0.05:.1f}")
