@@ -179,7 +179,7 @@ def unpack_kernel(
 ):  # fmt: skip
     """SPANS times SPAN bytes of one row a program. GROUP 0: a row has one scale."""
     wait(PDL)
-    begin(PDL)  # not before: whoever comes next may read what stood here before this one
+    begin(PDL)  # not before: who comes next may read, above its own wait, what was written before this kernel
     line = tl.program_id(0).to(tl.int64)
     row = start + line
     if PICKED:
