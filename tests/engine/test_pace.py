@@ -179,3 +179,15 @@ def test_one_stall_changes_little_of_a_lone_step_that_never_was(stalled: int) ->
         if step % 5 == 0:
             pace.learn(Work(512, 0, 1e5), 100 * true_seconds(Work(512, 0, 1e5)))
     assert pace.lone == pytest.approx(1.5 * true_seconds(Work(1)), rel=0.1)
+
+
+def test_the_first_lone_step_is_held_against_what_batches_say() -> None:
+    """It may stall, and what its keys cost may not be known well: one of them changes little."""
+    pace = Pace([(*work, true_seconds(work)) for work in (Work(1, 100), Work(64, 6400), Work(2048, 0, 2e6))])
+    for _ in range(300):
+        pace.learn(Work(40, 8000), true_seconds(Work(40, 8000)))
+    pace.learn(Work(1, 100), 2 * true_seconds(Work(1, 100)))
+    assert pace.lone == pytest.approx(true_seconds(Work(1)), rel=0.15)
+    for _ in range(100):
+        pace.learn(Work(1, 100), 2 * true_seconds(Work(1, 100)))
+    assert pace.lone == pytest.approx(2 * true_seconds(Work(1)), rel=0.1)

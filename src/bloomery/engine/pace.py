@@ -104,14 +104,15 @@ class Pace:
     def learn(self, work: Work, seconds: float) -> None:
         if seconds <= 0:
             return
-        if work.tokens == 1:
-            alone = max(seconds - self.prices[4] * 1e-5 * work.attended, 0.1 * seconds)
-            self.single += (alone - self.single) * (RECENT if self.single else 1.0)
         features = parts(work, seconds)
         share = sum([a * b for a, b in zip(self.expected, features, strict=True)])  # of its time, that was expected
         if not work.pairs:
             self.plain += 1
             self.share = max(self.share + (share - self.share) * max(1 - MEMORY, 1 / self.plain), 1e-9)
+        if work.tokens == 1:
+            alone = max(seconds - self.prices[4] * 1e-5 * work.attended, 0.1 * seconds)
+            before = self.single or self.first / self.share or alone
+            self.single = before + (alone - before) * RECENT
         self.fit.learn([share, *features])
         times, *own = self.fit.prices
         self.prices = [times * price + more for price, more in zip(self.expected, own, strict=True)]
