@@ -133,8 +133,8 @@ def test_streams_keep_their_pace_while_long_prompts_arrive(answer: int, streams:
     crowd.run(10**6, until=12.0)
     gaps = [gap for life in crowd.lives.values() if life.kind == "stream" for gap in life.gaps]
     assert len(crowd.done("prompt")) == 16
-    assert percentile(gaps, 0.99) < 1.3 * fair.aims.target(fair.pace.lone)
-    assert max(gaps) < 1.5 * fair.aims.target(fair.pace.lone)
+    assert percentile(gaps, 0.99) < 1.5 * fair.aims.target(fair.pace.lone)
+    assert max(gaps) < 1.8 * fair.aims.target(fair.pace.lone)
 
 
 def test_a_flood_of_short_prompts_is_not_computed_in_crumbs() -> None:

@@ -131,7 +131,7 @@ class Aims:
 
 
 PRIORITY = 10.0  # seconds of waiting that one degree of priority is worth
-LONGEST = 1.25  # times the target between two tokens that a lap may take; or, for the sake of prompts,
+LONGEST = 1.4  # times the target between two tokens that a lap may take; or, for the sake of prompts,
 PREFILL = 1.5  # so many times what its streams take, if that is more
 KNOWN = 64  # measured steps from which on the pace is to be relied on
 RESERVED = 30.0  # seconds after a short one for which rows are kept for others
@@ -342,11 +342,11 @@ class Fair:
         return Portion(order, part if part or cut.steps or cut.beside != chunk else tokens, kept, tax, not self.since)
 
     def _lap(self, work: Work) -> float:
-        """Seconds from one token of the streams to the next. Prompts get half the target of them, more the more rows
+        """Seconds from one token of the streams to the next. Prompts get 0.6 of the target of them, more the more rows
         have no stream yet, and no less than half of what the streams take."""
         streams, target = self.pace.seconds(work), self.aims.target(self.pace.lone)
         free = 1 - min(work.tokens / self.rows, 1.0)
-        return max(min(streams + (0.5 + free) * target, LONGEST * target), PREFILL * streams)
+        return max(min(streams + (0.6 + free) * target, LONGEST * target), PREFILL * streams)
 
     def _pressing(self, shorts: list[Sequence], lap: float, now: float) -> list[tuple[int, float]]:
         """The most urgent promises: tokens, and the seconds left for them; more of these the nearer the tax is to its
