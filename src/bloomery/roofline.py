@@ -177,8 +177,8 @@ def peak_bytes(model: Model, precision: Precision) -> float:
 
 PACKED: Mapping[str, tuple[float, float]] = {
     "fp8": (0.74, 0.57),
-    "int8": (0.95, 0.65),
-    "int4": (0.83, 0.48),
+    "int8": (0.95, 0.7),
+    "int4": (0.94, 0.5),
     "nf4": (0.5, 0.29),
 }
 
@@ -189,9 +189,10 @@ class Calibration:
 
     memory: float = 0.99  # share of the bandwidth that products reach
     compute: float = 0.8  # share of the rate that large products reach
-    tile: float = 0.9  # share of `compute` where weights are unpacked on the way
+    tile: float = 0.93  # share of `compute` where weights are unpacked on the way
     # share of `memory` that products with packed weights reach: one position in the whole step, more
     packed: Mapping[str, tuple[float, float]] = field(default_factory=lambda: dict(PACKED))
+    unpacking: tuple[float, float] = (4e-6, 7e-6)  # seconds a layer that such products add: one position, more
     attention: float = 1.0  # share of `memory` at which keys and values are read
     draw: float = 0.0  # times that a line's logits are read to draw its token
     launch: float = 3.4e-6  # seconds lost at each border between two kernels
@@ -244,6 +245,7 @@ ROW, FEW = ", a row", ", few rows"  # of rates: one row times a matrix that no c
 CPU = Calibration(
     memory=1.0,
     compute=1.0,
+    unpacking=(0.0, 0.0),
     launch=1.5e-6,
     kernels=(10, 10),
     step=150e-6,
@@ -490,6 +492,8 @@ class Roofline:
         read, work = self._attention(tokens, attended, attended if pairs is None else pairs)
         seconds += hypot(read / (c.memory * c.attention), work / c.compute)
         seconds += c.step + layers * (c.kernels[tokens > 1] * c.launch + sampled * c.sequence)
+        if self.matrices.kind is not None:
+            seconds += layers * c.unpacking[tokens > 1]
         if not decoding:
             seconds += layers * c.mixed * (sampled > 1)
             if tokens > c.captured:
