@@ -191,3 +191,14 @@ def test_the_first_lone_step_is_held_against_what_batches_say() -> None:
     for _ in range(100):
         pace.learn(Work(1, 100), 2 * true_seconds(Work(1, 100)))
     assert pace.lone == pytest.approx(2 * true_seconds(Work(1)), rel=0.1)
+
+
+def test_one_stall_changes_little_of_a_lone_step_that_was_measured() -> None:
+    """A machine that slept, say: nothing may come for long that would put it right."""
+    pace = Pace([(*work, true_seconds(work)) for work in (Work(1, 100), Work(64, 6400), Work(2048, 0, 2e6))])
+    for step in range(60):
+        pace.learn(Work(1, 100), 20.0 if step == 50 else true_seconds(Work(1, 100)))
+    assert pace.lone == pytest.approx(true_seconds(Work(1)), rel=0.15)
+    for _ in range(60):  # a machine that has become ten times slower is believed in the end
+        pace.learn(Work(1, 100), 10 * true_seconds(Work(1, 100)))
+    assert pace.lone == pytest.approx(10 * true_seconds(Work(1)), rel=0.15)

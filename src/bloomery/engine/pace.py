@@ -112,7 +112,8 @@ class Pace:
         if work.tokens == 1:
             alone = max(seconds - self.prices[4] * 1e-5 * work.attended, 0.1 * seconds)
             before = self.single or self.first / self.share or alone
-            self.single = before + (alone - before) * RECENT
+            # Twice as long at most: more is a stall, or it comes again.
+            self.single = before + (min(alone, 2 * before) - before) * RECENT
         self.fit.learn([share, *features])
         times, *own = self.fit.prices
         self.prices = [times * price + more for price, more in zip(self.expected, own, strict=True)]
