@@ -124,7 +124,7 @@ class Config:
     )
     target_inter_token_ms: float | None = option(
         None,
-        "time between two tokens of a stream, kept while prompts are computed; default: by the measured step",
+        "time between two tokens of a stream, aimed at while prompts are computed; default: by the measured step",
         "Batching",
         kind=float,
     )
