@@ -21,8 +21,11 @@ from bloomery.engine.policy import Aims, Fair
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import Request, Sampled, Sampling, Step, StepOutput, Timing
 
-END, OTHER = 2, 3  # tokens
-PROMPT, LONGEST = 32, 1024
+# tokens
+END = 2
+OTHER = 3
+PROMPT = 32
+LONGEST = 1024
 
 
 @dataclass
@@ -36,16 +39,29 @@ class Clock:
 class Imagined:
     """A 1B model's steps on an H200, and a host that queues them and reads their results; seconds."""
 
-    fixed, line, chunk = 0.78e-3, 8.3e-6, 0.6e-3
-    queued, read = 0.2e-3, 0.15e-3  # by the host, each step
-    held, shortest, longest = 1 / 200, 0.5e-3, 4e-3  # how often it is held up, and for how long
+    fixed = 0.78e-3
+    line = 8.3e-6
+    chunk = 0.6e-3
+    # by the host, each step
+    queued = 0.2e-3
+    read = 0.15e-3
+    # how often it is held up, and for how long
+    held = 1 / 200
+    shortest = 0.5e-3
+    longest = 4e-3
 
     def __init__(self, clock: Clock, mean: int, seed: int):
-        self.clock, self.mean, self.chance = clock, mean, random.Random(seed)
+        self.clock = clock
+        self.mean = mean
+        self.chance = random.Random(seed)
         self.free = self.busy = self.idle = 0.0
 
     def spend(self, seconds: float) -> None:
-        more = self.chance.uniform(self.shortest, self.longest) if self.chance.random() < self.held / 2 else 0.0
+        more = (
+            self.chance.uniform(self.shortest, self.longest)
+            if self.chance.random() < self.held / 2
+            else 0.0
+        )
         self.clock.now += seconds + more
 
     def submit(self, step: Step) -> Later:
@@ -53,9 +69,13 @@ class Imagined:
         positions = len(step.going) + sum(item.count for item in step.chunks)
         seconds = self.fixed + self.line * positions + self.chunk * bool(step.chunks)
         begun = max(self.clock.now, self.free)
-        idle, self.free = begun - self.free, begun + seconds
-        self.busy, self.idle = self.busy + seconds, self.idle + idle
-        drawn = tuple([Sampled(item.sequence, (self.draw(),)) for item in step.chunks if item.samples])
+        idle = begun - self.free
+        self.free = begun + seconds
+        self.busy = self.busy + seconds
+        self.idle = self.idle + idle
+        drawn = tuple(
+            [Sampled(item.sequence, (self.draw(),)) for item in step.chunks if item.samples]
+        )
         tokens = tuple([self.draw() for _ in step.going])
         return Later(self, StepOutput(drawn, Timing(steps=1, device=seconds), tokens), self.free)
 
@@ -80,15 +100,21 @@ class Two(Loop):
         return len(self.flight) < self.depth
 
 
-def crowd(kind: type[Loop], people: int, pause: float, mean: int, ends: str, seconds: float, seed: int) -> list[str]:
+def crowd(
+    kind: type[Loop], people: int, pause: float, mean: int, ends: str, seconds: float, seed: int
+) -> list[str]:
     """Tokens a second, idle share, milliseconds to the first token: in the mean, and for the slowest in a hundred."""
-    clock, rows = Clock(), 64
+    clock = Clock()
+    rows = 64
     device = Imagined(clock, mean, seed)
     scheduler = Scheduler(Blocks(8000, 64, False), 8192, rows, Fair(rows, 8000, Aims()))
     loop = kind(scheduler, device, 2, clock)  # type: ignore[arg-type]
     coming = [(device.chance.uniform(0, 0.05), number) for number in range(people)]
     heapq.heapify(coming)
-    asked, waits, tokens, nobody = dict[str, float](), list[float](), 0, 0.0
+    asked = dict[str, float]()
+    waits = list[float]()
+    tokens = 0
+    nobody = 0.0
     while clock.now < seconds:
         if not loop.busy and coming[0][0] > clock.now:
             clock.now, before = coming[0][0], clock.now
@@ -96,7 +122,8 @@ def crowd(kind: type[Loop], people: int, pause: float, mean: int, ends: str, sec
         while coming and coming[0][0] <= clock.now:
             when, number = heapq.heappop(coming)
             asked[str(number)] = when
-            answer, stops = mean if ends == "length" else LONGEST, (END,) if ends == "token" else ()
+            answer = mean if ends == "length" else LONGEST
+            stops = (END,) if ends == "token" else ()
             loop.add(Request(str(number), (1,) * PROMPT, Sampling(), answer, stops))
         for news in loop.step():
             tokens += len(news.ids)
@@ -108,16 +135,33 @@ def crowd(kind: type[Loop], people: int, pause: float, mean: int, ends: str, sec
                 heapq.heappush(coming, (again, int(news.request)))
     waits.sort()
     idle = (device.idle - nobody) / clock.now
-    mean_wait, slow = sum(waits) / len(waits), waits[int(0.99 * len(waits))]
-    return [f"{tokens / clock.now:10,.0f}", f"{idle:8.2%}", f"{1e3 * mean_wait:8.2f}", f"{1e3 * slow:8.2f}"]
+    mean_wait = sum(waits) / len(waits)
+    slow = waits[int(0.99 * len(waits))]
+    return [
+        f"{tokens / clock.now:10,.0f}",
+        f"{idle:8.2%}",
+        f"{1e3 * mean_wait:8.2f}",
+        f"{1e3 * slow:8.2f}",
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="virtual")
     args = parser.parse_args()
-    print(f"{'people':>8} {'pause s':>8} {'answer':>8} {'ends':>6} {'loop':>8}   tokens/s     idle first ms    p99 ms")
-    for people, pause, mean in ((1, 0.0, 256), (1, 0.0, 64), (1, 0.5, 64), (8, 0.0, 256), (8, 0.2, 64), (32, 0.0, 256)):
+    print(
+        f"{'people':>8} {'pause s':>8} {'answer':>8} {'ends':>6} {'loop':>8}   tokens/s     idle first ms    p99 ms"
+    )
+    for people, pause, mean in (
+        (1, 0.0, 256),
+        (1, 0.0, 64),
+        (1, 0.5, 64),
+        (8, 0.0, 256),
+        (8, 0.2, 64),
+        (32, 0.0, 256),
+    ):
         for ends in ("length", "token", "string"):
             for name, kind in (("two", Two), ("ahead", Loop)):
                 found = crowd(kind, people, pause, mean, ends, args.seconds, 1)

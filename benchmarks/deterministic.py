@@ -57,11 +57,16 @@ def worker_of(model: Any) -> Any:
 
 
 def answers(model: Any, prompts: list[list[int]], params: list[Any]) -> Answer:
-    found = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    found = model.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
     return [
         (
             list(out.outputs[0].token_ids),
-            [sorted((id, entry.logprob) for id, entry in step.items()) for step in out.outputs[0].logprobs or ()],
+            [
+                sorted((id, entry.logprob) for id, entry in step.items())
+                for step in out.outputs[0].logprobs or ()
+            ],
         )
         for out in found
     ]
@@ -75,16 +80,21 @@ def check(args: argparse.Namespace) -> int:
     vocab = model.front.stack.capacity.vocab
     stem = [chance.randrange(10, vocab - 10) for _ in range(200)]
     prompts = [
-        stem[: chance.choice([0, 200])] + [chance.randrange(10, vocab - 10) for _ in range(chance.randrange(1, 300))]
+        stem[: chance.choice([0, 200])]
+        + [chance.randrange(10, vocab - 10) for _ in range(chance.randrange(1, 300))]
         for _ in range(args.prompts)
     ]
     params = [
         SamplingParams(
-            temperature=i % 2, seed=i, max_tokens=args.tokens, logprobs=5 if i % 3 else None, ignore_eos=True,
+            temperature=i % 2,
+            seed=i,
+            max_tokens=args.tokens,
+            logprobs=5 if i % 3 else None,
+            ignore_eos=True,
             detokenize=False,
         )
         for i in range(len(prompts))
-    ]  # fmt: skip
+    ]
     grain = worker_of(model).model.grain
     want = [answers(model, [prompt], [params[i]])[0] for i, prompt in enumerate(prompts)]
     bad = 0
@@ -94,12 +104,23 @@ def check(args: argparse.Namespace) -> int:
         wrong = sum(one != other for one, other in zip(got, want, strict=True))
         tokens = sum(one[0] != other[0] for one, other in zip(got, want, strict=True))
         bad += wrong
-        print(json.dumps({"way": name, "requests": len(got), "differ": wrong, "tokens_differ": tokens}), flush=True)
+        print(
+            json.dumps(
+                {"way": name, "requests": len(got), "differ": wrong, "tokens_differ": tokens}
+            ),
+            flush=True,
+        )
 
     print(json.dumps({"tile": grain, "prompts": len(prompts), "tokens": args.tokens}), flush=True)
-    compare("alone again", [answers(model, [prompt], [params[i]])[0] for i, prompt in enumerate(prompts)])
+    compare(
+        "alone again",
+        [answers(model, [prompt], [params[i]])[0] for i, prompt in enumerate(prompts)],
+    )
     sevens = range(0, len(prompts), 7)
-    compare("batches of 7", [one for i in sevens for one in answers(model, prompts[i : i + 7], params[i : i + 7])])
+    compare(
+        "batches of 7",
+        [one for i in sevens for one in answers(model, prompts[i : i + 7], params[i : i + 7])],
+    )
     compare("all at once", answers(model, prompts, params))
     del model
     warm = llm(args, deterministic=True, enable_prefix_caching=True, max_batch_tokens=61)
@@ -111,7 +132,11 @@ def check(args: argparse.Namespace) -> int:
     del warm, worker
     room = 3 * (500 + args.tokens) // size * bytes_a_block / 2**30
     tight = llm(
-        args, deterministic=True, enable_prefix_caching=True, kv_cache_gib=room, max_model_len=500 + args.tokens
+        args,
+        deterministic=True,
+        enable_prefix_caching=True,
+        kv_cache_gib=room,
+        max_model_len=500 + args.tokens,
     )
     compare("preempted", answers(tight, prompts, params))
     print(json.dumps({"preemptions": tight.front.stack.loop.scheduler.preemptions}))
@@ -133,23 +158,40 @@ def cost(args: argparse.Namespace) -> int:
         spent[mode] = []
         for name in args.work:
             prompts, outs = workload(name, vocab)
-            params = [SamplingParams(temperature=0.0, max_tokens=o, ignore_eos=True, detokenize=False) for o in outs]
+            params = [
+                SamplingParams(temperature=0.0, max_tokens=o, ignore_eos=True, detokenize=False)
+                for o in outs
+            ]
             best = float("inf")
             for _ in range(3):  # the first warms up
                 begun = time.perf_counter()
-                model.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+                model.generate(
+                    [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+                )
                 best = min(best, time.perf_counter() - begun)
             spent[mode].append(best)
-            print(json.dumps({"work": name, "deterministic": mode, "s": round(best, 4)}), flush=True)
+            print(
+                json.dumps({"work": name, "deterministic": mode, "s": round(best, 4)}), flush=True
+            )
         del model
     for name, without, with_it in zip(args.work, spent[False], spent[True], strict=True):
-        print(json.dumps({"work": name, "s": round(without, 4), "deterministic_s": round(with_it, 4),
-                          "times": round(with_it / without, 2)}))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "work": name,
+                    "s": round(without, 4),
+                    "deterministic_s": round(with_it, 4),
+                    "times": round(with_it / without, 2),
+                }
+            )
+        )
     return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("check", "cost"))
     parser.add_argument("work", nargs="*")
     parser.add_argument("--shape", choices=SHAPES, default="llama-1b")

@@ -38,7 +38,8 @@ from bloomery.server.app import create_app
 from bloomery.server.service import Settings
 from bloomery.text.load import load_tokenizer
 
-VOCAB, BLOCK = 49152, 16
+VOCAB = 49152
+BLOCK = 16
 ROWS = 1280  # more than there are streams: some are kept for short requests
 STALL = 2.0  # seconds without a token that count as one
 FIRST = 0.003  # seconds that HTTP may add to the time to first token
@@ -63,7 +64,8 @@ class Ghost:
     """An executor that says word after word of the vocabulary; each step takes `pace` seconds, one after the other."""
 
     def __init__(self, pace: float):
-        self.pace, self.free = pace, 0.0
+        self.pace = pace
+        self.free = 0.0
 
     def start(self, plan: object) -> Capacity:
         return Capacity(1 << 20, BLOCK, ROWS, 1 << 16, 8192, VOCAB)
@@ -82,11 +84,18 @@ class Ghost:
 
 def plan() -> Plan:
     artifact = locate(None)
-    config = Config(device="cpu", threads=1, block_size=BLOCK, max_sequences=ROWS, max_batch_tokens=1 << 16)
+    config = Config(
+        device="cpu", threads=1, block_size=BLOCK, max_sequences=ROWS, max_batch_tokens=1 << 16
+    )
     return resolve(
-        config, name=artifact.name, path=str(artifact.path), kind=artifact.kind, dtype="float32", device="cpu",
+        config,
+        name=artifact.name,
+        path=str(artifact.path),
+        kind=artifact.kind,
+        dtype="float32",
+        device="cpu",
         context=8192,
-    )  # fmt: skip
+    )
 
 
 def client(pace: float) -> EngineClient:
@@ -95,7 +104,8 @@ def client(pace: float) -> EngineClient:
 
 def server(port: int, pace: float, profile: bool) -> int:
     """As `bloomery serve` does it, but for the engine's command."""
-    engine, wishes = client(pace), ServerConfig(port=port, log_format="human")
+    engine = client(pace)
+    wishes = ServerConfig(port=port, log_format="human")
     app = create_app(engine, load_tokenizer(locate(None)), Settings(model="ghost"))
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     if not profile:
@@ -127,13 +137,21 @@ def message(port: int, body: dict[str, object]) -> bytes:
 
 async def stream(port: int, tokens: int) -> Seen:
     """One stream read to its end; nothing is parsed but the last chunk, with its count."""
-    seen, begun = Seen(), time.monotonic()
-    body = {"prompt": "The iron bloom", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    seen = Seen()
+    begun = time.monotonic()
+    body = {
+        "prompt": "The iron bloom",
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.closing(writer):
             writer.write(message(port, body | {"stream_options": {"include_usage": True}}))
-            last, tail = 0.0, b""
+            last = 0.0
+            tail = b""
             while b"[DONE]" not in tail:
                 data = await asyncio.wait_for(reader.read(65536), 30)
                 now = time.monotonic()
@@ -141,8 +159,10 @@ async def stream(port: int, tokens: int) -> Seen:
                     raise ConnectionError("the stream broke off")
                 if not last and not data.startswith(b"HTTP/1.1 200"):
                     raise ConnectionError(data[:80].decode())
-                seen.first, seen.stall = seen.first or now - begun, max(seen.stall, now - last if last else 0.0)
-                last, tail = now, (tail + data)[-1000:]
+                seen.first = seen.first or now - begun
+                seen.stall = max(seen.stall, now - last if last else 0.0)
+                last = now
+                tail = (tail + data)[-1000:]
             seen.tokens = int(tail.rpartition(b'"completion_tokens":')[2].partition(b",")[0])
     except (OSError, ValueError, TimeoutError) as error:
         seen.error = repr(error)
@@ -153,7 +173,9 @@ async def many(port: int, streams: int, seconds: float, pace: float) -> list[See
     tokens = round(seconds / pace)
 
     async def late(number: int) -> Seen:
-        await asyncio.sleep(number / streams * 2.0)  # nobody opens a thousand connections in one moment
+        await asyncio.sleep(
+            number / streams * 2.0
+        )  # nobody opens a thousand connections in one moment
         return await stream(port, tokens)
 
     found = await asyncio.gather(*(late(number) for number in range(streams)))
@@ -165,8 +187,11 @@ async def many(port: int, streams: int, seconds: float, pace: float) -> list[See
 
 async def throughput(port: int, seconds: float, connections: int = 32) -> float:
     """Requests a second: short ones, whole, one after the other on each of some connections."""
-    body = message(port, {"prompt": "The iron bloom", "max_tokens": 4, "temperature": 0, "ignore_eos": True})
-    end, count = time.monotonic() + seconds, 0
+    body = message(
+        port, {"prompt": "The iron bloom", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    )
+    end = time.monotonic() + seconds
+    count = 0
 
     async def one() -> None:
         nonlocal count
@@ -188,7 +213,8 @@ async def throughput(port: int, seconds: float, connections: int = 32) -> float:
 
 async def first_tokens(port: int, rounds: int) -> tuple[float, float]:
     """Median seconds to a first token: by HTTP, and by the engine's client alone, in turns."""
-    by_http, alone = [], []
+    by_http = []
+    alone = []
     engine = client(0.0)
     await engine.start()
     await engine.ready()
@@ -213,7 +239,15 @@ async def running(pace: float, profile: bool) -> AsyncIterator[tuple[int, Callab
     """Where it listens, and how many seconds of a core its process has had: a figure that neighbours do not spoil."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, __file__, "--serve", str(port), "--pace", str(pace), *(["--profile"] * profile)]
+    command = [
+        sys.executable,
+        __file__,
+        "--serve",
+        str(port),
+        "--pace",
+        str(pace),
+        *(["--profile"] * profile),
+    ]
     process = subprocess.Popen(command, stderr=None if profile else subprocess.DEVNULL)
     try:
         while True:
@@ -248,7 +282,10 @@ async def measure(arguments: argparse.Namespace) -> int:
         before = spent()
         rate = await throughput(port, arguments.seconds / 2)
         each = (spent() - before) / (rate * arguments.seconds / 2)
-        print(f"requests/s, 4 tokens each: {rate:.0f} ({each * 1e6:.0f} us of a core each); no target", flush=True)
+        print(
+            f"requests/s, 4 tokens each: {rate:.0f} ({each * 1e6:.0f} us of a core each); no target",
+            flush=True,
+        )
         by_http, alone = await first_tokens(port, 100)
         good.append(by_http - alone <= FIRST)
         print(
@@ -275,17 +312,23 @@ async def measure(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--pace", type=float, default=0.1, help="seconds between two tokens of a stream")
+    parser.add_argument(
+        "--pace", type=float, default=0.1, help="seconds between two tokens of a stream"
+    )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("descriptor", nargs="?", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine:
-        return run_engine(socket.socket(fileno=arguments.descriptor), lambda plan, report: Ghost(arguments.pace))
+        return run_engine(
+            socket.socket(fileno=arguments.descriptor), lambda plan, report: Ghost(arguments.pace)
+        )
     if arguments.serve:
         return server(arguments.serve, arguments.pace, arguments.profile)
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(measure(arguments))

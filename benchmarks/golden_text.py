@@ -34,7 +34,12 @@ from bloomery.text.tokenizer import byte_alphabet
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
 OUT_OF_SCOPE = ("bert", "t5")  # kinds of encoders
-SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+SPECIAL_TOKENS = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
 
 
 # ---- vocabularies ------------------------------------------------------------------------------
@@ -51,13 +56,17 @@ def published(path: Path, tokens: list[str]) -> Path | None:
     if Path(f"{path}.out").exists():
         return path
     others = [Path(str(out).removesuffix(".out")) for out in sorted(path.parent.glob("*.out"))]
-    return next((other for other in others if gguf.read(other).metadata["tokenizer.ggml.tokens"] == tokens), None)
+    return next(
+        (other for other in others if gguf.read(other).metadata["tokenizer.ggml.tokens"] == tokens),
+        None,
+    )
 
 
 def check_vocabulary(path: Path) -> bool:
     name = path.stem.removeprefix("ggml-vocab-")
     metadata = gguf.read(path).metadata
-    kind, words = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "-")
+    kind = metadata["tokenizer.ggml.model"]
+    words = metadata.get("tokenizer.ggml.pre", "-")
     source = published(path, metadata["tokenizer.ggml.tokens"])
     if kind in OUT_OF_SCOPE or source is None:
         why = f"kind {kind} is not served" if kind in OUT_OF_SCOPE else "no published encodings"
@@ -68,11 +77,17 @@ def check_vocabulary(path: Path) -> bool:
     seconds = time.perf_counter() - start
     cases = golden_cases(source)
     wrong = [(text, ids) for text, ids in cases if tokenizer.encode(text, add_special=False) != ids]
-    borrowed = "" if source == path else f"   (encodings of {source.stem.removeprefix('ggml-vocab-')}, the same tokens)"
+    borrowed = (
+        ""
+        if source == path
+        else f"   (encodings of {source.stem.removeprefix('ggml-vocab-')}, the same tokens)"
+    )
     count = f"{len(cases) - len(wrong):3} of {len(cases):3} exact"
     print(f"{name:16} {kind:8} {words:16} {count}   built in {seconds:.2f} s{borrowed}")
     for text, ids in wrong:
-        print(f"    {text[:60]!r}: {ids[:12]} expected, {tokenizer.encode(text, add_special=False)[:12]} found")
+        print(
+            f"    {text[:60]!r}: {ids[:12]} expected, {tokenizer.encode(text, add_special=False)[:12]} found"
+        )
     return not wrong
 
 
@@ -80,7 +95,8 @@ def extract(path: Path) -> dict[str, Any]:
     metadata = gguf.read(path).metadata
     tokenizer = from_gguf(metadata)
     cases = golden_cases(path)
-    names, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    names = metadata["tokenizer.ggml.tokens"]
+    types = metadata["tokenizer.ggml.token_type"]
     merges = [(merge[:at], merge[at + 1 :]) for merge, at in split_merges(metadata)]
     scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(names)
     known = set(names)
@@ -92,12 +108,20 @@ def extract(path: Path) -> dict[str, Any]:
         return -scores[tokenizer.id_of(left + right) or 0] if left + right in known else None
 
     characters = {"▁", *"".join(text for text, _ in cases)} | byte_alphabet().keys()
-    kept = {id for _, ids in cases for id in ids} | {id for id, name in enumerate(names) if name in characters}
+    kept = {id for _, ids in cases for id in ids} | {
+        id for id, name in enumerate(names) if name in characters
+    }
     kept |= {id for id, kind in enumerate(types) if kind in (2, 6) and "PAD" not in names[id]}
     used = [pair for id in sorted(kept) for pair in derivation(names[id], rank)]
-    kept |= {tokenizer.id_of(part) for left, right in used for part in (left, right, left + right)} - {None}
+    kept |= {
+        tokenizer.id_of(part) for left, right in used for part in (left, right, left + right)
+    } - {None}
     order = sorted(kept)
-    small = {key: metadata[key] for key in metadata if key.startswith("tokenizer.ggml.") and key in SCALARS}
+    small = {
+        key: metadata[key]
+        for key in metadata
+        if key.startswith("tokenizer.ggml.") and key in SCALARS
+    }
     small["general.architecture"] = metadata["general.architecture"]
     small["tokenizer.ggml.tokens"] = [names[id] for id in order]
     small["tokenizer.ggml.token_type"] = [types[id] for id in order]
@@ -119,9 +143,14 @@ def split_merges(metadata: Any) -> list[tuple[str, int]]:
 
 def derivation(name: str, rank: Any) -> list[tuple[str, str]]:
     """The merges that make a token of its characters, best rank first, as plain BPE."""
-    parts, used = list(name), []
+    parts = list(name)
+    used = []
     while True:
-        found = [(value, at) for at, pair in enumerate(pairwise(parts)) if (value := rank(*pair)) is not None]
+        found = [
+            (value, at)
+            for at, pair in enumerate(pairwise(parts))
+            if (value := rank(*pair)) is not None
+        ]
         if not found:
             return used
         _, at = min(found)
@@ -144,7 +173,10 @@ USER = {"role": "user", "content": 'What is 2 < 3 & "4"? Ünïcode 你好 😀\n
 SYSTEM = {"role": "system", "content": "You are brief."}
 ANSWER = {"role": "assistant", "content": "True."}
 THOUGHT = {"role": "assistant", "reasoning_content": "Two is less.", "content": "True."}
-PARTS = {"role": "user", "content": [{"type": "text", "text": "First. "}, {"type": "text", "text": "Second."}]}
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": "First. "}, {"type": "text", "text": "Second."}],
+}
 TOOL = {
     "type": "function",
     "function": {
@@ -161,10 +193,19 @@ CALL = {
     "role": "assistant",
     "content": "",
     "tool_calls": [
-        {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+        {
+            "id": "call00001",
+            "type": "function",
+            "function": {"name": "weather", "arguments": {"city": "Zürich"}},
+        }
     ],
 }
-RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": '{"degrees": 21}'}
+RESULT = {
+    "role": "tool",
+    "tool_call_id": "call00001",
+    "name": "weather",
+    "content": '{"degrees": 21}',
+}
 DOCUMENT = {"title": "A title", "text": "A text."}
 
 CASES = (
@@ -172,7 +213,9 @@ CASES = (
     Case("system", [SYSTEM, USER]),
     Case("turns", [SYSTEM, USER, ANSWER, USER]),
     Case("no prompt", [USER, ANSWER], {"add_generation_prompt": False}),
-    Case("continue", [USER, ANSWER], {"add_generation_prompt": False, "continue_final_message": True}),
+    Case(
+        "continue", [USER, ANSWER], {"add_generation_prompt": False, "continue_final_message": True}
+    ),
     Case("thought", [USER, THOUGHT, USER]),
     Case("thinking off", [SYSTEM, USER], variables={"enable_thinking": False, "thinking": False}),
     Case("tools", [USER], {"tools": [TOOL]}),
@@ -199,19 +242,25 @@ def compare(template: str, case: Case) -> tuple[str, str]:
     variables = {**SPECIAL_TOKENS, **case.variables}
     options = {"add_generation_prompt": True, **case.options}
     theirs = outcome(
-        lambda: render_jinja_template([case.messages], chat_template=template, **options, **variables)[0][0]
+        lambda: render_jinja_template(
+            [case.messages], chat_template=template, **options, **variables
+        )[0][0]
     )
     ours = outcome(lambda: render_template(template, case.messages, variables=variables, **options))
     if theirs[0] == ours[0] == "refused":
         return "both refuse", ""
-    return ("same", "") if theirs == ours else ("different", f"expected {theirs}\n      found {ours}")
+    return (
+        ("same", "") if theirs == ours else ("different", f"expected {theirs}\n      found {ours}")
+    )
 
 
 def check_template(path: Path) -> bool:
     template = path.read_text(encoding="utf-8")
     results = {case.name: compare(template, case) for case in CASES}
     counts = Counter(kind for kind, _ in results.values())
-    shown = ", ".join(f"{counts[kind]} {kind}" for kind in ("same", "both refuse", "not comparable", "different"))
+    shown = ", ".join(
+        f"{counts[kind]} {kind}" for kind in ("same", "both refuse", "not comparable", "different")
+    )
     print(f"{path.name:60.60} {shown}")
     for name, (kind, detail) in results.items():
         if kind == "different":
@@ -223,23 +272,38 @@ def checks(folder: Path) -> Iterator[bool]:
     vocabularies = sorted(folder.rglob("ggml-vocab-*.gguf"))
     templates = sorted(folder.rglob("*.jinja"))
     if not vocabularies or not templates:
-        sys.exit(f"{folder} has no ggml-vocab-*.gguf or no *.jinja files; how to get them:\n{__doc__}")
+        sys.exit(
+            f"{folder} has no ggml-vocab-*.gguf or no *.jinja files; how to get them:\n{__doc__}"
+        )
     yield from map(check_vocabulary, vocabularies)
     yield from map(check_template, templates)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--extract", type=Path, metavar="FILE", help="write the cases and what they touch, as JSON")
+    parser.add_argument(
+        "--extract", type=Path, metavar="FILE", help="write the cases and what they touch, as JSON"
+    )
     args = parser.parse_args()
     results = list(checks(args.folder))
     print(f"{sum(results)} of {len(results)} without a difference")
     if args.extract:
-        paths = [Path(str(out).removesuffix(".out")) for out in sorted(args.folder.rglob("ggml-vocab-*.out"))]
-        served = [path for path in paths if gguf.read(path).metadata["tokenizer.ggml.model"] not in OUT_OF_SCOPE]
+        paths = [
+            Path(str(out).removesuffix(".out"))
+            for out in sorted(args.folder.rglob("ggml-vocab-*.out"))
+        ]
+        served = [
+            path
+            for path in paths
+            if gguf.read(path).metadata["tokenizer.ggml.model"] not in OUT_OF_SCOPE
+        ]
         small = {path.stem.removeprefix("ggml-vocab-"): extract(path) for path in served}
-        args.extract.write_text(json.dumps(small, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
+        args.extract.write_text(
+            json.dumps(small, ensure_ascii=False, separators=(",", ":")), encoding="utf-8"
+        )
     return 0 if all(results) else 1
 
 

@@ -20,7 +20,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-WORKERS, TOKENS, PROMPTS = 10, 24, 10
+WORKERS = 10
+TOKENS = 24
+PROMPTS = 10
 
 
 def check(name: str, times: int) -> tuple[str, str, float, float]:
@@ -36,31 +38,58 @@ def check(name: str, times: int) -> tuple[str, str, float, float]:
     generator = torch.Generator().manual_seed(7)
     counts = [min(TOKENS - 3 * (i % 7), case.length - case.prompt) for i in range(PROMPTS)]
     lengths = [case.prompt - 2 * (i % 3) for i in range(PROMPTS)]
-    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    prompts = [
+        torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths
+    ]
     with tempfile.TemporaryDirectory() as folder:
         model = make_checkpoint(case, Path(folder), times).cuda()
-        common = {"skip_tokenizer_init": True, "max_sequences": 4, "kv_cache_gib": 0.02, "max_model_len": case.length}
+        common = {
+            "skip_tokenizer_init": True,
+            "max_sequences": 4,
+            "kv_cache_gib": 0.02,
+            "max_model_len": case.length,
+        }
         want = [greedy(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
         wish = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
         params = [SamplingParams(max_tokens=count, **wish) for count in counts]
         wrong = []
-        for way, options in (("graphs", {}), ("eager", {"cuda_graphs": False}), ("one step", {"steps_in_flight": 1})):
+        for way, options in (
+            ("graphs", {}),
+            ("eager", {"cuda_graphs": False}),
+            ("one step", {"steps_in_flight": 1}),
+        ):
             llm = LLM(folder, dtype="float32", **common, **options)
-            got = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+            got = [
+                out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)
+            ]
             if got != want:
                 wrong.append(way)
             mixed = llm.front.stack.executor.worker.mixed
-            if way == "graphs" and not (mixed and len(mixed.runs.found) > 1):  # the largest is there from the start
+            if way == "graphs" and not (
+                mixed and len(mixed.runs.found) > 1
+            ):  # the largest is there from the start
                 wrong.append("no chunks captured")
             del llm
-        scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
-        out = LLM(folder, dtype="bfloat16", **common).generate(prompts[:1], scored, use_tqdm=False)[0]
+        scored = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False
+        )
+        out = LLM(folder, dtype="bfloat16", **common).generate(prompts[:1], scored, use_tqdm=False)[
+            0
+        ]
         ours = torch.tensor(
-            [entry[t].logprob for entry, t in zip(out.prompt_logprobs[1:], prompts[0][1:], strict=True)]
+            [
+                entry[t].logprob
+                for entry, t in zip(out.prompt_logprobs[1:], prompts[0][1:], strict=True)
+            ]
         )
         exact = own_logprobs(model, prompts[0])
         theirs = own_logprobs(model.bfloat16(), prompts[0])
-    return name, ", ".join(wrong), float((ours - exact).abs().max()), float((theirs - exact).abs().max())
+    return (
+        name,
+        ", ".join(wrong),
+        float((ours - exact).abs().max()),
+        float((theirs - exact).abs().max()),
+    )
 
 
 def own_logprobs(model, prompt: list[int]):
@@ -87,7 +116,9 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
 def main() -> int:
     from tests.parity.cases import CASES
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("word", nargs="?", default="")
     parser.add_argument("--times", type=int, default=1)
     args = parser.parse_args()
@@ -103,7 +134,10 @@ def main() -> int:
                 print(f"{name:26}{type(error).__name__}: {str(error)[:120]}", flush=True)
                 continue
             bad += bool(wrong)
-            print(f"{name:26}{'differs: ' + wrong if wrong else 'equal':>28}{ours:12.4f}{theirs:9.4f}", flush=True)
+            print(
+                f"{name:26}{'differs: ' + wrong if wrong else 'equal':>28}{ours:12.4f}{theirs:9.4f}",
+                flush=True,
+            )
     print(f"{len(names)} cases, {bad} failed")
     return bool(bad)
 

@@ -30,7 +30,8 @@ from bloomery.kernels.paged_decode import attention_reference
 from bloomery.kernels.store import Turn
 from bloomery.spec import Alibi, Attention
 
-BANDWIDTH, PEAK = 4.25e12, 781e12
+BANDWIDTH = 4.25e12
+PEAK = 781e12
 PROCESSES = 12  # compile side by side
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -55,30 +56,43 @@ class Case:
     spec: Attention
 
     def wanted(self) -> torch.Tensor:
-        ragged, scoring = self.ragged, TritonPaged().scoring(self.spec, self.q.device)
-        starts, ends = ragged.starts.tolist(), ragged.ends.tolist()
-        return attention_reference(self.q, self.cache, starts, ends, ragged.tables, ragged.block_size, scoring).flatten(
-            1
-        )
+        ragged = self.ragged
+        scoring = TritonPaged().scoring(self.spec, self.q.device)
+        starts = ragged.starts.tolist()
+        ends = ragged.ends.tolist()
+        return attention_reference(
+            self.q, self.cache, starts, ends, ragged.tables, ragged.block_size, scoring
+        ).flatten(1)
 
     def captured(self) -> Case:
         return replace(self, ragged=replace(self.ragged, counts=(), lengths=()))
 
 
 def case(
-    spec: Attention, counts: list[int], lengths: list[int], size: int, dtype: torch.dtype, device: str, spare: int = 0
+    spec: Attention,
+    counts: list[int],
+    lengths: list[int],
+    size: int,
+    dtype: torch.dtype,
+    device: str,
+    spare: int = 0,
 ) -> Case:
     """Sequences of `lengths` positions of which the last `counts` are new; tables have `spare` blocks more."""
     kind = torch.int64 if device == "cpu" else torch.int32
     widest = max(-(-length // size) for length in lengths) + spare
     blocks = len(lengths) * widest + 3
     tables = torch.randperm(blocks)[: len(lengths) * widest].view(len(lengths), widest)
-    cache = torch.full((2, blocks * size, spec.num_kv_heads, spec.head_dim), torch.nan, dtype=dtype, device=device)
-    positions, slots = [], []
+    cache = torch.full(
+        (2, blocks * size, spec.num_kv_heads, spec.head_dim), torch.nan, dtype=dtype, device=device
+    )
+    positions = []
+    slots = []
     for table, count, length in zip(tables, counts, lengths):
         place = torch.arange(length)
         where = table[place // size] * size + place % size
-        cache[:, where.to(device)] = torch.randn(2, length, *cache.shape[2:], device=device).to(dtype)
+        cache[:, where.to(device)] = torch.randn(2, length, *cache.shape[2:], device=device).to(
+            dtype
+        )
         positions.append(place[length - count :])
         slots.append(where[length - count :])
 
@@ -86,17 +100,29 @@ def case(
         return values.to(device, kind)
 
     ragged = Ragged(
-        tuple(counts), tuple(lengths), counts.count(1), whole(torch.tensor([0, *accumulate(counts)])),
-        whole(torch.tensor(lengths)), whole(torch.cat(positions)), whole(torch.cat(slots)), whole(tables), size,
-    )  # fmt: skip
+        tuple(counts),
+        tuple(lengths),
+        counts.count(1),
+        whole(torch.tensor([0, *accumulate(counts)])),
+        whole(torch.tensor(lengths)),
+        whole(torch.cat(positions)),
+        whole(torch.cat(slots)),
+        whole(tables),
+        size,
+    )
     q = torch.randn(sum(counts), spec.num_heads, spec.head_dim, device=device).to(dtype)
     return Case(q, cache, ragged, spec)
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """Relative, in norm; anything not finite is infinitely wrong."""
-    got, wanted = got.double(), wanted.double()
-    return ((got - wanted).norm() / wanted.norm()).item() if bool(got.isfinite().all()) else float("inf")
+    got = got.double()
+    wanted = wanted.double()
+    return (
+        ((got - wanted).norm() / wanted.norm()).item()
+        if bool(got.isfinite().all())
+        else float("inf")
+    )
 
 
 def poisoned(call: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -127,15 +153,22 @@ def check_norm(width: int, kind: str, dtype: torch.dtype, device: str) -> float:
 def check_activation(width: int, kind: str, gated: bool, dtype: torch.dtype, device: str) -> float:
     x = torch.randn(5, 2 * width if gated else width, device=device).to(dtype)
     got = poisoned(lambda: activation.activate_rows(x, kind, gated))
-    return error(got, activation.gate_reference(x, kind) if gated else activation.ACTIVATIONS[kind](x))
+    return error(
+        got, activation.gate_reference(x, kind) if gated else activation.ACTIVATIONS[kind](x)
+    )
 
 
-def check_turn(heads: int, kv_heads: int, dim: int, turned: int, kind: str, dtype: torch.dtype, device: str) -> float:
+def check_turn(
+    heads: int, kv_heads: int, dim: int, turned: int, kind: str, dtype: torch.dtype, device: str
+) -> float:
     """kind: any of interleaved, tables, rms, layer, each, bare, clip."""
-    tokens, length = 6, 40 if "tables" in kind else 6
+    tokens = 6
+    length = 40 if "tables" in kind else 6
     angles = torch.rand(length, turned // 2, device=device) * 6
     lines = (heads, dim), (kv_heads, dim)
-    q_weight, k_weight = (torch.rand(shape if "each" in kind else shape[1:], device=device) + 0.5 for shape in lines)
+    q_weight, k_weight = (
+        torch.rand(shape if "each" in kind else shape[1:], device=device) + 0.5 for shape in lines
+    )
     normed = "rms" in kind or "layer" in kind
     turn = Turn(
         (angles.cos(), angles.sin()) if turned else None,
@@ -151,7 +184,9 @@ def check_turn(heads: int, kv_heads: int, dim: int, turned: int, kind: str, dtyp
     caches = [torch.zeros(2, 50, kv_heads, dim, dtype=dtype, device=device) for _ in range(2)]
     got = poisoned(lambda: store.turn_rows(qkv, caches[0], slots, turn))
     wanted = store.turn_and_store_reference(qkv, caches[1], slots, turn)
-    return max(error(got, wanted), error(caches[0][0], caches[1][0]), error(caches[0][1], caches[1][1]))
+    return max(
+        error(got, wanted), error(caches[0][0], caches[1][0]), error(caches[0][1], caches[1][1])
+    )
 
 
 def check_attention(material: Case, backend: TritonPaged) -> float:
@@ -159,17 +194,25 @@ def check_attention(material: Case, backend: TritonPaged) -> float:
     plan = backend.plan(material.ragged)
     wanted = material.wanted()
     return max(
-        error(poisoned(lambda: backend.attend(material.q, material.cache, material.spec, plan)), wanted)
+        error(
+            poisoned(lambda: backend.attend(material.q, material.cache, material.spec, plan)),
+            wanted,
+        )
         for _ in range(2)
     )
 
 
 def check_graph(spec: Attention, dtype: torch.dtype, early: bool) -> float:
     """A captured chain of storing, attending and norming, replayed while lengths, tables and queries change."""
-    batch, size = 5, 64
+    batch = 5
+    size = 64
     material = case(spec, [1] * batch, [900] * batch, size, dtype, "cuda").captured()
-    ragged, cache, backend = material.ragged, material.cache, TritonPaged(early=early)
-    qkv = torch.randn(batch, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, device="cuda").to(dtype)
+    ragged = material.ragged
+    cache = material.cache
+    backend = TritonPaged(early=early)
+    qkv = torch.randn(
+        batch, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, device="cuda"
+    ).to(dtype)
     weight = torch.ones(spec.num_heads * spec.head_dim, device="cuda")
 
     def step() -> torch.Tensor:
@@ -188,7 +231,9 @@ def check_graph(spec: Attention, dtype: torch.dtype, early: bool) -> float:
         qkv.normal_()
         out.fill_(torch.nan)
         graph.replay()
-        wanted = replace(material, q=qkv.view(batch, -1, spec.head_dim)[:, : spec.num_heads]).wanted()
+        wanted = replace(
+            material, q=qkv.view(batch, -1, spec.head_dim)[:, : spec.num_heads]
+        ).wanted()
         worst = max(worst, error(out, norm.rms_norm_reference(wanted, weight, 1e-5)))
     return worst
 
@@ -197,15 +242,27 @@ def checks() -> Iterator[tuple[str, Callable[[], float], torch.dtype]]:
     """Name, call, type."""
     for (name, dtype), width in product(DTYPES.items(), (64, 100, 576, 4096, 6144, 14336)):
         for kind in ("rms", "rms bare", "rms strided", "layer", "layer bias", "layer bare"):
-            yield f"norm {kind} {width} {name}", lambda a=(width, kind, dtype): check_norm(*a, "cuda"), dtype
+            yield (
+                f"norm {kind} {width} {name}",
+                lambda a=(width, kind, dtype): check_norm(*a, "cuda"),
+                dtype,
+            )
         for kind, gated in product(activation.ACTIVATIONS, (True, False)):
-            call = lambda a=(width, kind, gated, dtype): check_activation(*a, "cuda")  # noqa: E731
+            call = lambda a=(width, kind, gated, dtype): check_activation(*a, "cuda")
             yield f"{'gate' if gated else 'activation'} {kind} {width} {name}", call, dtype
     turns = (
-        (32, 8, 128, 128, ""), (32, 8, 128, 128, "tables"), (32, 8, 128, 128, "rms tables"), (48, 1, 128, 0, ""),
-        (16, 16, 256, 64, "interleaved"), (32, 32, 80, 32, ""), (32, 32, 96, 96, ""), (7, 7, 112, 112, "clip"),
-        (12, 4, 64, 64, "layer each clip interleaved"), (8, 2, 64, 16, "rms bare"), (71, 1, 64, 64, "rms each"),
-    )  # fmt: skip
+        (32, 8, 128, 128, ""),
+        (32, 8, 128, 128, "tables"),
+        (32, 8, 128, 128, "rms tables"),
+        (48, 1, 128, 0, ""),
+        (16, 16, 256, 64, "interleaved"),
+        (32, 32, 80, 32, ""),
+        (32, 32, 96, 96, ""),
+        (7, 7, 112, 112, "clip"),
+        (12, 4, 64, 64, "layer each clip interleaved"),
+        (8, 2, 64, 16, "rms bare"),
+        (71, 1, 64, 64, "rms each"),
+    )
     for (name, dtype), turn in product(DTYPES.items(), turns):
         yield f"turn {turn} {name}", lambda a=(*turn, dtype): check_turn(*a, "cuda"), dtype
     yield from attention_checks()
@@ -217,8 +274,14 @@ def attention_checks() -> Iterator[tuple[str, Callable[[], float], torch.dtype]]
         specs |= {f"mha d{dim}": Attention(4, 4, dim), f"gqa d{dim}": Attention(14, 2, dim)}
     for dim, window in product((64, 128, 256), (1, 40, 200)):
         specs[f"window {window} d{dim}"] = Attention(8, 4, dim, window=window)
-    specs |= {"softcap": Attention(8, 4, 256, softcap=5.0), "cap window": Attention(8, 4, 128, softcap=5.0, window=130)}
-    specs |= {"alibi gqa": Attention(12, 4, 80, Alibi(scale=0.5)), "mqa 71/1 d64": Attention(71, 1, 64)}
+    specs |= {
+        "softcap": Attention(8, 4, 256, softcap=5.0),
+        "cap window": Attention(8, 4, 128, softcap=5.0, window=130),
+    }
+    specs |= {
+        "alibi gqa": Attention(12, 4, 80, Alibi(scale=0.5)),
+        "mqa 71/1 d64": Attention(71, 1, 64),
+    }
     steps = {
         "few": ([1, 1, 1], [1, 130, 1500]),
         "many": ([1] * 150, [random.randint(1, 400) for _ in range(150)]),
@@ -232,16 +295,20 @@ def attention_checks() -> Iterator[tuple[str, Callable[[], float], torch.dtype]]
             continue  # the same code as for bf16, and compiling takes time
         sizes = (16, 32, 64, 128) if label == "gqa 32/8 d128" and step == "mixed" else (64,)
         for size in sizes:
-            material = lambda a=(spec, counts, lengths, size, dtype): case(*a, "cuda")  # noqa: E731
-            call = lambda m=material: check_attention(m(), TritonPaged(library=None))  # noqa: E731
+            material = lambda a=(spec, counts, lengths, size, dtype): case(*a, "cuda")
+            call = lambda m=material: check_attention(m(), TritonPaged(library=None))
             yield f"attention {label} {step} block {size} {name}", call, dtype
-    for (label, spec), early in product((SHAPES | {"window": Attention(8, 4, 64, window=100)}).items(), (False, True)):
+    for (label, spec), early in product(
+        (SHAPES | {"window": Attention(8, 4, 64, window=100)}).items(), (False, True)
+    ):
         for name in ("fp16", "bf16"):
-            call = lambda a=(spec, DTYPES[name], early): check_graph(*a)  # noqa: E731
+            call = lambda a=(spec, DTYPES[name], early): check_graph(*a)
             yield f"graph {label} {'early' if early else ''} {name}", call, DTYPES[name]
-    for spec, counts in product((Attention(8, 2, 128), Attention(8, 2, 64)), ([700], [1, 300, 700, 500])):
-        material = lambda a=(spec, counts, counts): case(*a, 64, torch.bfloat16, "cuda")  # noqa: E731
-        call = lambda m=material: check_attention(m(), TritonPaged(library=400))  # noqa: E731
+    for spec, counts in product(
+        (Attention(8, 2, 128), Attention(8, 2, 64)), ([700], [1, 300, 700, 500])
+    ):
+        material = lambda a=(spec, counts, counts): case(*a, 64, torch.bfloat16, "cuda")
+        call = lambda m=material: check_attention(m(), TritonPaged(library=400))
         yield f"library d{spec.head_dim} {counts}", call, torch.bfloat16
 
 
@@ -275,7 +342,10 @@ def check(wish: str) -> int:
 def side_by_side(call: Callable, *arguments: object) -> list:
     """call(part, ...) for every part, each in its own process, for compiling takes longer than running."""
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("fork")) as pool:
-        return [job.result() for job in [pool.submit(call, part, *arguments) for part in range(PROCESSES)]]
+        return [
+            job.result()
+            for job in [pool.submit(call, part, *arguments) for part in range(PROCESSES)]
+        ]
 
 
 # ---- bench -------------------------------------------------------------------------------------------------------
@@ -322,11 +392,16 @@ def decode_step(spec: Attention, batch: int, length: int) -> Case:
 
 def decode_bed(material: Case, backend: TritonPaged) -> Bed:
     """Over copies of the cache, as many as layers."""
-    spec, ragged = material.spec, material.ragged
+    spec = material.spec
+    ragged = material.ragged
     size = 4 * int(ragged.ends.sum()) * spec.num_kv_heads * spec.head_dim
     caches = [material.cache, *(material.cache.clone() for _ in range(min(31, (1 << 29) // size)))]
     plan = backend.plan(ragged)
-    return Bed(lambda: [backend.attend(material.q, cache, spec, plan) for cache in caches][-1], len(caches), size)
+    return Bed(
+        lambda: [backend.attend(material.q, cache, spec, plan) for cache in caches][-1],
+        len(caches),
+        size,
+    )
 
 
 def prefill_step(spec: Attention, count: int, length: int) -> Case:
@@ -334,13 +409,17 @@ def prefill_step(spec: Attention, count: int, length: int) -> Case:
 
 
 def prefill_bed(material: Case, backend: TritonPaged) -> Bed:
-    spec, plan = material.spec, backend.plan(material.ragged)
-    (count,), (length,) = material.ragged.counts, material.ragged.lengths
+    spec = material.spec
+    plan = backend.plan(material.ragged)
+    (count,) = material.ragged.counts
+    (length,) = material.ragged.lengths
     flops = 4 * spec.num_heads * spec.head_dim * count * (length - count / 2)
     return Bed(lambda: backend.attend(material.q, material.cache, spec, plan), 1, 0, flops)
 
 
-def rows_bed(tokens: int, width: int, moved: float, call: Callable[[torch.Tensor], torch.Tensor]) -> Bed:
+def rows_bed(
+    tokens: int, width: int, moved: float, call: Callable[[torch.Tensor], torch.Tensor]
+) -> Bed:
     """Over copies too large for the second-level cache; `moved` is what a call moves, in inputs."""
     copies = max(4, min(64, (1 << 28) // (tokens * width * 2)))
     inputs = torch.randn(copies, tokens, width, device="cuda").bfloat16()
@@ -352,7 +431,12 @@ def turn_bed(tokens: int, spec: Attention, kind: str | None) -> Bed:
     slots = torch.randperm(2 * tokens, device="cuda")[:tokens].int()
     angles = torch.rand(tokens, spec.head_dim // 2, device="cuda")
     weight = torch.ones(spec.head_dim, device="cuda")
-    turn = Turn((angles.cos(), angles.sin()), norm=kind, weights=(weight, weight) if kind else None, eps=1e-5)
+    turn = Turn(
+        (angles.cos(), angles.sin()),
+        norm=kind,
+        weights=(weight, weight) if kind else None,
+        eps=1e-5,
+    )
     width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     return rows_bed(tokens, width, 2, lambda x: store.turn_and_store(x, cache, slots, turn))
 
@@ -363,17 +447,25 @@ DECODES = ((1, 64), (1, 256), (1, 1024), (8, 1024), (64, 1024), (256, 1024), (1,
 def beds() -> Iterator[tuple[str, Callable[[], Bed]]]:
     for (name, spec), (batch, length) in product(SHAPES.items(), DECODES):
         for early in (False, True) if batch == 1 and length < 2048 else (False,):
-            made = lambda a=(spec, batch, length), e=early: decode_bed(decode_step(*a), TritonPaged(e))  # noqa: E731
+            made = lambda a=(spec, batch, length), e=early: decode_bed(
+                decode_step(*a), TritonPaged(e)
+            )
             yield f"decode {name} {batch} x {length}{' early' if early else ''}", made
     for (name, spec), length in product(SHAPES.items(), (2048, 8192, 16384)):
         for library in (None, 1) if spec.position is None else (None,):
             backend = TritonPaged(library=library)
-            made = lambda a=(spec, length, length), b=backend: prefill_bed(prefill_step(*a), b)  # noqa: E731
+            made = lambda a=(spec, length, length), b=backend: prefill_bed(prefill_step(*a), b)
             yield f"prefill {name} {length}{' library' if library else ''}", made
     part = (SHAPES["gqa 32/8 d128"], 2048, 8192)
-    yield "prefill gqa 32/8 d128 2048 of 8192", lambda: prefill_bed(prefill_step(*part), TritonPaged())
+    yield (
+        "prefill gqa 32/8 d128 2048 of 8192",
+        lambda: prefill_bed(prefill_step(*part), TritonPaged()),
+    )
     for tokens in (1, 64, 256, 8192):
-        yield f"rms_norm {tokens} x 4096", lambda n=tokens: rows_bed(n, 4096, 2, rms(torch.ones(4096, device="cuda")))
+        yield (
+            f"rms_norm {tokens} x 4096",
+            lambda n=tokens: rows_bed(n, 4096, 2, rms(torch.ones(4096, device="cuda"))),
+        )
         yield (
             f"layer_norm {tokens} x 4096",
             lambda n=tokens: rows_bed(n, 4096, 2, layer(torch.ones(4096, device="cuda"))),
@@ -382,7 +474,7 @@ def beds() -> Iterator[tuple[str, Callable[[], Bed]]]:
             f"gate silu {tokens} x 14336",
             lambda n=tokens: rows_bed(n, 28672, 1.5, lambda x: activation.gate(x, "silu")),
         )
-        gelu = lambda x: activation.activate(x, "gelu_tanh")  # noqa: E731
+        gelu = lambda x: activation.activate(x, "gelu_tanh")
         yield f"gelu_tanh {tokens} x 24576", lambda n=tokens, f=gelu: rows_bed(n, 24576, 2, f)
         for kind in (None, "rms"):
             yield (
@@ -399,7 +491,9 @@ def layer(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: norm.layer_norm(x, weight, weight, 1e-5)
 
 
-def compile_part(part: int, wish: str, these: Callable[[], Iterator[tuple[str, Callable[[], Bed]]]]) -> None:
+def compile_part(
+    part: int, wish: str, these: Callable[[], Iterator[tuple[str, Callable[[], Bed]]]]
+) -> None:
     for i, (name, made) in enumerate(these()):
         if i % PROCESSES == part and wish in name:
             try:
@@ -416,7 +510,11 @@ def bench(wish: str) -> None:
         if wish in name:
             bed = make()
             us = microseconds(bed.step, bed.calls)
-            rate = f"{bed.flops / us / 1e6:6.0f} TFLOP/s" if bed.flops else f"{bed.bytes / us / 1e6:6.2f} TB/s   "
+            rate = (
+                f"{bed.flops / us / 1e6:6.0f} TFLOP/s"
+                if bed.flops
+                else f"{bed.bytes / us / 1e6:6.2f} TB/s   "
+            )
             share = max(bed.flops / PEAK, bed.bytes / BANDWIDTH) * 1e6 / us
             print(
                 f"{name:48s} {us:9.2f} us {rate} {share:6.1%} of the floor; {host(bed):5.0f} us of host a call",
@@ -440,7 +538,8 @@ def host(bed: Bed) -> float:
 
 def first_calls() -> None:
     """What the library costs the first time it meets a length."""
-    spec, backend = Attention(32, 8, 128), TritonPaged()
+    spec = Attention(32, 8, 128)
+    backend = TritonPaged()
     for length in (8192, 8192, 8448, 8300, 12032, 12032, 16000):
         material = case(spec, [length], [length], 64, torch.bfloat16, "cuda")
         plan = backend.plan(material.ragged)
@@ -448,7 +547,9 @@ def first_calls() -> None:
         start = time.perf_counter()
         backend.attend(material.q, material.cache, spec, plan)
         torch.cuda.synchronize()
-        print(f"library, {length} positions, whole call: {(time.perf_counter() - start) * 1e3:.2f} ms")
+        print(
+            f"library, {length} positions, whole call: {(time.perf_counter() - start) * 1e3:.2f} ms"
+        )
 
 
 # ---- tune --------------------------------------------------------------------------------------------------------
@@ -456,13 +557,25 @@ def first_calls() -> None:
 
 def decode_tilings(spec: Attention, batch: int, length: int) -> list[paged_decode.Tiling]:
     """The usual one first."""
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    heads = spec.num_heads
+    kv_heads = spec.num_kv_heads
     usual = paged_decode.tiling(batch, heads, kv_heads, spec.head_dim, 2, length, 132)
-    shapes = [(64, 4, 2), (64, 2, 3), (64, 1, 3), (32, 2, 3), (32, 1, 3), (64, 4, 5), (64, 2, 5), (32, 4, 5)]
+    shapes = [
+        (64, 4, 2),
+        (64, 2, 3),
+        (64, 1, 3),
+        (32, 2, 3),
+        (32, 1, 3),
+        (64, 4, 5),
+        (64, 2, 5),
+        (32, 4, 5),
+    ]
     splits = {max(1, usual.splits // 2), usual.splits, min(64, usual.splits * 2)}
     parts = {usual.parts, 1, -(-heads // kv_heads // 16)}
     directs = (1, 2, 4) if batch == 1 and length <= 256 else (2,)
-    cuts = [paged_decode.Tiling(*shape, *cut) for shape, *cut in product(shapes, splits, parts, directs)]
+    cuts = [
+        paged_decode.Tiling(*shape, *cut) for shape, *cut in product(shapes, splits, parts, directs)
+    ]
     return [usual, *(cut for cut in cuts if cut != usual)]
 
 
@@ -474,24 +587,34 @@ def prefill_tilings(spec: Attention) -> list[paged_prefill.Tiling]:
     return [usual, *(cut for cut in cuts if cut != usual)]
 
 
-def tunings() -> Iterator[tuple[str, Callable[[], Case], Callable[[Case, TritonPaged], Bed], list[TritonPaged]]]:
+def tunings() -> Iterator[
+    tuple[str, Callable[[], Case], Callable[[Case, TritonPaged], Bed], list[TritonPaged]]
+]:
     """A case, its material, what to time, and the backends to compare, the usual one first."""
     for (name, spec), (batch, length) in product(SHAPES.items(), DECODES):
         backends = [TritonPaged(decode=cut) for cut in decode_tilings(spec, batch, length)]
-        made = lambda a=(spec, batch, length): decode_step(*a)  # noqa: E731
+        made = lambda a=(spec, batch, length): decode_step(*a)
         yield f"decode {name} {batch} x {length}", made, decode_bed, backends
     for name, spec in SHAPES.items():
         backends = [TritonPaged(library=None, prefill=cut) for cut in prefill_tilings(spec)]
-        yield f"prefill {name} 8192", lambda a=(spec, 8192, 8192): prefill_step(*a), prefill_bed, backends
+        yield (
+            f"prefill {name} 8192",
+            lambda a=(spec, 8192, 8192): prefill_step(*a),
+            prefill_bed,
+            backends,
+        )
 
 
 def small_tunings() -> Iterator[tuple[str, Callable[[], Bed]]]:
     """Every kernel of `tunings` once, over little: to compile them."""
     seen = set()
     for name, _, bed, backends in tunings():
-        kind, spec = name.split()[0], SHAPES[" ".join(name.split()[1:4])]
+        kind = name.split()[0]
+        spec = SHAPES[" ".join(name.split()[1:4])]
         material = (
-            (lambda s=spec: decode_step(s, 2, 70)) if kind == "decode" else (lambda s=spec: prefill_step(s, 70, 70))
+            (lambda s=spec: decode_step(s, 2, 70))
+            if kind == "decode"
+            else (lambda s=spec: prefill_step(s, 70, 70))
         )
         for backend in backends:
             cut = backend.decode and replace(backend.decode, splits=min(2, backend.decode.splits))
@@ -506,11 +629,14 @@ def tune(wish: str) -> None:
     for name, made, bed, backends in tunings():
         if wish not in name:
             continue
-        material, times = made(), []
+        material = made()
+        times = []
         for i, backend in enumerate(backends):
             try:
                 work = bed(material, backend)
-                times.append((microseconds(work.step, work.calls), "usual" if i == 0 else "", backend))
+                times.append(
+                    (microseconds(work.step, work.calls), "usual" if i == 0 else "", backend)
+                )
             except Exception as problem:
                 print(f"{name} {backend.decode or backend.prefill}: {problem!r}"[:200], flush=True)
         times.sort(key=lambda result: result[0])
@@ -520,7 +646,8 @@ def tune(wish: str) -> None:
 
 
 if __name__ == "__main__":
-    verb, wish = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2] if len(sys.argv) > 2 else ""
+    verb = sys.argv[1] if len(sys.argv) > 1 else ""
+    wish = sys.argv[2] if len(sys.argv) > 2 else ""
     if verb not in ("check", "bench", "tune"):
         sys.exit(__doc__)
     sys.exit({"check": check, "bench": bench, "tune": tune}[verb](wish))

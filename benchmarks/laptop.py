@@ -41,13 +41,20 @@ from bloomery.artifacts.locate import locate
 HOME = Path.home() / ".cache" / "bloomery" / "llama.cpp"
 WHEEL = "xllamacpp==2026.10.11549"
 TARGETS = {  # what to reach, what to aim at, and the share of llama.cpp's best that counts where one is named
-    "decode": (120, 180, 0.8), "prefill 512": (560, 800, None), "prefill 2048": (440, 650, None),
-    "server 1": (90, 120, None), "server 4": (125, 180, None), "server 16": (170, 260, 1.2),
-    "server 32": (180, 300, 1.2), "first token at 1, s": (0.182, 0.12, None), "start, s": (4, 2, None),
-    "memory after 16 chats, MB": (900, 600, None), "memory after all rows, MB": (900, 600, None),
-}  # fmt: skip
+    "decode": (120, 180, 0.8),
+    "prefill 512": (560, 800, None),
+    "prefill 2048": (440, 650, None),
+    "server 1": (90, 120, None),
+    "server 4": (125, 180, None),
+    "server 16": (170, 260, 1.2),
+    "server 32": (180, 300, 1.2),
+    "first token at 1, s": (0.182, 0.12, None),
+    "start, s": (4, 2, None),
+    "memory after 16 chats, MB": (900, 600, None),
+    "memory after all rows, MB": (900, 600, None),
+}
 FASTER = ("decode", "prefill", "server")  # rows where more is better
-WORDS = "time year people way day man thing woman life child world school state family student group".split()  # noqa: SIM905
+WORDS = "time year people way day man thing woman life child world school state family student group".split()
 SERVE = """
 import sys, time, xllamacpp as x
 p = x.CommonParams()
@@ -72,14 +79,19 @@ class Server:
 
     def start(self) -> float:
         """Seconds to the first byte of the first answer."""
-        begun, silent = time.perf_counter(), subprocess.DEVNULL
-        self.process = subprocess.Popen(self.command, stdout=silent, stderr=silent, env=with_bytecode())
+        begun = time.perf_counter()
+        silent = subprocess.DEVNULL
+        self.process = subprocess.Popen(
+            self.command, stdout=silent, stderr=silent, env=with_bytecode()
+        )
         while time.perf_counter() - begun < 300 and self.process.poll() is None:
             try:
                 return asyncio.run(chat(self.port, "Hello", 1)).first_byte - begun
             except (OSError, Unready):
                 time.sleep(0.05)
-        raise TimeoutError(f"{self.name} ended, or did not answer within 300 s; is port {self.port} taken?")
+        raise TimeoutError(
+            f"{self.name} ended, or did not answer within 300 s; is port {self.port} taken?"
+        )
 
     def stop(self) -> None:
         if self.process is not None:
@@ -123,11 +135,17 @@ def opponents(threads: int, kinds: Sequence[str]) -> list[Server]:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(HOME)], check=True)
     if subprocess.run([python, "-c", "import xllamacpp"], capture_output=True).returncode:
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--only-binary", ":all:", WHEEL], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "--only-binary", ":all:", WHEEL], check=True
+        )
     path = locate(None).path
     files = {kind: path if kind == "Q4_1" else requantised(path, kind) for kind in kinds}
     return [
-        Server(f"llama.cpp {kind}", [str(python), "-c", SERVE, str(file), str(8701 + i), str(threads)], 8701 + i)
+        Server(
+            f"llama.cpp {kind}",
+            [str(python), "-c", SERVE, str(file), str(8701 + i), str(threads)],
+            8701 + i,
+        )
         for i, (kind, file) in enumerate(files.items())
     ]
 
@@ -139,15 +157,20 @@ def requantised(path: Path, kind: str) -> Path:
     target = HOME / f"{path.stem}.{kind}.gguf"
     if target.exists():
         return target
-    reader, number = gguf.GGUFReader(path), gguf.GGMLQuantizationType[kind]
-    writer = gguf.GGUFWriter(target.with_suffix(".part"), reader.fields["general.architecture"].contents())
+    reader = gguf.GGUFReader(path)
+    number = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(
+        target.with_suffix(".part"), reader.fields["general.architecture"].contents()
+    )
     for entry in reader.fields.values():
         if not entry.name.startswith(("GGUF.", "general.architecture")):
             inner = entry.types[1] if len(entry.types) > 1 else None
             writer.add_key_value(entry.name, entry.contents(), entry.types[0], sub_type=inner)
     for tensor in reader.tensors:
         if tensor.tensor_type == gguf.GGMLQuantizationType.Q4_1:
-            values = gguf.quants.quantize(gguf.quants.dequantize(tensor.data, tensor.tensor_type), number)
+            values = gguf.quants.quantize(
+                gguf.quants.dequantize(tensor.data, tensor.tensor_type), number
+            )
             writer.add_tensor(tensor.name, values, raw_dtype=number)
         else:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
@@ -189,8 +212,12 @@ async def ask(port: int, path: str, body: dict) -> Answer:
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[6:])
-        if any(choice.get("text") or choice.get("delta", {}).get("content") for choice in event.get("choices") or ()):
-            last, chunks = time.perf_counter(), chunks + 1
+        if any(
+            choice.get("text") or choice.get("delta", {}).get("content")
+            for choice in event.get("choices") or ()
+        ):
+            last = time.perf_counter()
+            chunks = chunks + 1
             first = first or last
         tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
     writer.close()
@@ -204,7 +231,11 @@ def chat(port: int, text: str, count: int):
 
 
 def complete(port: int, ids: list[int], count: int):
-    return ask(port, "/v1/completions", {"prompt": ids, "max_tokens": count, "ignore_eos": True, "cache_prompt": False})
+    return ask(
+        port,
+        "/v1/completions",
+        {"prompt": ids, "max_tokens": count, "ignore_eos": True, "cache_prompt": False},
+    )
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------------
@@ -231,7 +262,9 @@ def decode(server: Server, draw: random.Random) -> None:
 
 def prefill(server: Server, draw: random.Random) -> None:
     for length in (512, 2048):
-        (found,) = run(server, f"prefill {length}", [complete(server.port, prompt(length, draw), 1)])
+        (found,) = run(
+            server, f"prefill {length}", [complete(server.port, prompt(length, draw), 1)]
+        )
         server.note(f"prefill {length}", length / (found.first_byte - found.sent))
 
 
@@ -242,7 +275,10 @@ def burst(server: Server, draw: random.Random) -> None:
         found = run(server, f"server {streams}", [chat(server.port, text, 64) for text in texts])
         spent = max(one.last_byte for one in found) - min(one.sent for one in found)
         server.note(f"server {streams}", sum(one.tokens for one in found) / spent)
-        server.note(f"first token at {streams}, s", statistics.median(one.first_byte - one.sent for one in found))
+        server.note(
+            f"first token at {streams}, s",
+            statistics.median(one.first_byte - one.sent for one in found),
+        )
         if streams == 16:
             server.note("memory after 16 chats, MB", server.memory())
 
@@ -256,12 +292,19 @@ def show(ours: Server, others: list[Server]) -> None:
     for row in sorted(ours.figures, key=lambda row: row.startswith("cpu")):
         middle = [statistics.median(server.figures[row]) for server in (ours, *others)]
         faster = row.startswith(FASTER)
-        share = middle[0] / (max(middle[1:]) if faster else min(middle[1:])) if others else float("nan")
+        share = (
+            middle[0] / (max(middle[1:]) if faster else min(middle[1:])) if others else float("nan")
+        )
         digits = 1 if faster or max(middle) > 100 else 2
         print(
-            f"{row:26}" + "".join(f"{x:16.{digits}f}" for x in middle) + f"{share:9.2f}" + wanted(row, middle[0], share)
+            f"{row:26}"
+            + "".join(f"{x:16.{digits}f}" for x in middle)
+            + f"{share:9.2f}"
+            + wanted(row, middle[0], share)
         )
-    print(f"\nmedians of {max(map(len, ours.figures.values()))} rounds; load of the machine {os.getloadavg()[0]:.1f}")
+    print(
+        f"\nmedians of {max(map(len, ours.figures.values()))} rounds; load of the machine {os.getloadavg()[0]:.1f}"
+    )
 
 
 def wanted(row: str, ours: float, share: float) -> str:
@@ -271,13 +314,25 @@ def wanted(row: str, ours: float, share: float) -> str:
     reach, aim, least = TARGETS[row]
     met = [ours >= goal if row.startswith(FASTER) else ours <= goal for goal in (reach, aim)]
     said = f"{reach}" + (f" or {least} x" if least else "")
-    verdict = "aim met" if met[1] else "reached" if met[0] or (least and share >= least) else "short"
+    verdict = (
+        "aim met" if met[1] else "reached" if met[0] or (least and share >= least) else "short"
+    )
     return f"{said:>16}{aim:>7}  {verdict}"
 
 
 def compare(rows: list[str], rounds: int, threads: int, kinds: list[str]) -> None:
-    command = [sys.executable, "-m", "bloomery", "serve", "--port", "8700", "--threads", str(threads)]
-    ours, others = Server("bloomery", command, 8700), opponents(threads, kinds)
+    command = [
+        sys.executable,
+        "-m",
+        "bloomery",
+        "serve",
+        "--port",
+        "8700",
+        "--threads",
+        str(threads),
+    ]
+    ours = Server("bloomery", command, 8700)
+    others = opponents(threads, kinds)
     try:
         for server in (ours, *others):
             if "start" in rows:
@@ -295,7 +350,9 @@ def compare(rows: list[str], rounds: int, threads: int, kinds: list[str]) -> Non
                     ROWS[row](server, draw)
             if number == 0:  # the first round warms up
                 for server in (ours, *others):
-                    server.figures = {row: values for row, values in server.figures.items() if "start" in row}
+                    server.figures = {
+                        row: values for row, values in server.figures.items() if "start" in row
+                    }
         for server in (ours, *others):
             server.note("memory after all rows, MB", server.memory())
     finally:
@@ -319,11 +376,25 @@ def agreement(texts: int) -> None:
 
     from bloomery import LLM, SamplingParams
 
-    golden = json.loads((Path(__file__).parent.parent / "tests" / "golden" / "embedded.json").read_text())[:texts]
+    golden = json.loads(
+        (Path(__file__).parent.parent / "tests" / "golden" / "embedded.json").read_text()
+    )[:texts]
     found = {}
-    for kept, native in (("auto", True), ("model", True), ("int8", True), ("float32 reference", False)):
+    for kept, native in (
+        ("auto", True),
+        ("model", True),
+        ("int8", True),
+        ("float32 reference", False),
+    ):
         kv = kept if native else "model"
-        llm = LLM(None, native=native, kv_dtype=kv, kv_cache_gib=0.3, max_model_len=2048, enable_prefix_caching=False)
+        llm = LLM(
+            None,
+            native=native,
+            kv_dtype=kv,
+            kv_cache_gib=0.3,
+            max_model_len=2048,
+            enable_prefix_caching=False,
+        )
         worker = llm.loop.executor.worker
         lines: list[torch.Tensor] = []
         worker.sampler.prompt_logprobs = partial(overheard, lines)
@@ -344,10 +415,14 @@ def agreement(texts: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("work", nargs="?", choices=("compare", "agreement"), default="compare")
     parser.add_argument("--rows", default="decode,prefill,server,start")
-    parser.add_argument("--types", default="Q4_1,Q4_0,Q8_0", help="of llama.cpp's files; none: ours alone")
+    parser.add_argument(
+        "--types", default="Q4_1,Q4_0,Q8_0", help="of llama.cpp's files; none: ours alone"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--texts", type=int, default=20)
@@ -356,7 +431,10 @@ def main() -> None:
         agreement(args.texts)
     else:
         compare(
-            args.rows.split(","), args.rounds, args.threads, [kind for kind in args.types.split(",") if kind != "none"]
+            args.rows.split(","),
+            args.rounds,
+            args.threads,
+            [kind for kind in args.types.split(",") if kind != "none"],
         )
 
 

@@ -25,17 +25,23 @@ async def drive(args: argparse.Namespace) -> dict:
     from bloomery import AsyncLLM, SamplingParams
 
     options = {name: number(value) for name, value in (pair.split("=", 1) for pair in args.option)}
-    small, model = args.shape == "embedded", None
+    small = args.shape == "embedded"
+    model = None
     if not small:
         folder = Path(tempfile.mkdtemp()) / args.shape
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
-        model, options = str(folder), {"load_format": "dummy", "max_model_len": 16384, **options}
-    engine = AsyncLLM(model, skip_tokenizer_init=True, enable_prefix_caching=False, policy=args.policy, **options)
-    chance, vocab = random.Random(1), engine.front.stack.capacity.vocab
+        model = str(folder)
+        options = {"load_format": "dummy", "max_model_len": 16384, **options}
+    engine = AsyncLLM(
+        model, skip_tokenizer_init=True, enable_prefix_caching=False, policy=args.policy, **options
+    )
+    chance = random.Random(1)
+    vocab = engine.front.stack.capacity.vocab
     streams, prompt = (4, 600) if small else (64, 8000)
     phases: dict[str, list[float]] = {"before": [], "during": []}
-    phase, stop = "warming", False
+    phase = "warming"
+    stop = False
 
     async def one(length: int, out: int, watched: bool) -> float:
         ids = [chance.randrange(10, vocab - 10) for _ in range(length)]
@@ -59,17 +65,28 @@ async def drive(args: argparse.Namespace) -> dict:
     await asyncio.sleep(args.seconds / 2)
     phase = "before"
     await asyncio.sleep(args.seconds)
-    phase, firsts, begun = "during", [], time.perf_counter()
+    phase = "during"
+    firsts = []
+    begun = time.perf_counter()
     while time.perf_counter() < begun + args.seconds:
         firsts.append(await one(prompt, 16, False))
-    phase, stop = "after", True
+    phase = "after"
+    stop = True
     policy = engine.front.stack.loop.scheduler.policy
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    found = {"shape": args.shape, "policy": args.policy, "streams": streams, "prompt": prompt, "prompts": len(firsts)}
+    found = {
+        "shape": args.shape,
+        "policy": args.policy,
+        "streams": streams,
+        "prompt": prompt,
+        "prompts": len(firsts),
+    }
     for name, gaps in phases.items():
-        found[name] = {f"p{share}": round(1e3 * percentile(gaps, share / 100), 2) for share in (50, 90, 99)}
+        found[name] = {
+            f"p{share}": round(1e3 * percentile(gaps, share / 100), 2) for share in (50, 90, 99)
+        }
     if args.policy == "fair":
         found["target"] = round(1e3 * policy.aims.target(policy.pace.lone), 2)
         found["times_target_p99"] = round(found["during"]["p99"] / found["target"], 2)
@@ -79,11 +96,15 @@ async def drive(args: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=[*SHAPES, "embedded"])
     parser.add_argument("--policy", choices=("fair", "first-come"), default="fair")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each phase")
-    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for AsyncLLM(...)")
+    parser.add_argument(
+        "--option", action="append", default=[], help="NAME=VALUE for AsyncLLM(...)"
+    )
     print(json.dumps(asyncio.run(drive(parser.parse_args()))), flush=True)
 
 

@@ -20,7 +20,9 @@ from offline import SHAPES, number
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=[*SHAPES, "embedded"])
     parser.add_argument("--batch", type=int, action="append")
     parser.add_argument("--rounds", type=int, default=7)
@@ -37,17 +39,24 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp()) / args.shape
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
-        model, options = str(folder), {"load_format": "dummy", "max_model_len": 4096, **options}
+        model = str(folder)
+        options = {"load_format": "dummy", "max_model_len": 4096, **options}
     llm = LLM(model, skip_tokenizer_init=True, enable_prefix_caching=False, **options)
-    worker, loop = llm.front.stack.executor.worker, llm.front.stack.loop
+    worker = llm.front.stack.executor.worker
+    loop = llm.front.stack.loop
     meter = worker.meter
-    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
+    )
 
     def run(batch: int, metered: bool) -> tuple[float, float]:
         """Milliseconds a step, by the clock and of CPU time."""
         worker.meter = meter if metered else None
-        begun, spent = time.perf_counter(), time.process_time()
-        llm.generate([{"prompt_token_ids": [11 + i] * 16} for i in range(batch)], params, use_tqdm=False)
+        begun = time.perf_counter()
+        spent = time.process_time()
+        llm.generate(
+            [{"prompt_token_ids": [11 + i] * 16} for i in range(batch)], params, use_tqdm=False
+        )
         both = time.perf_counter() - begun, time.process_time() - spent
         return both[0] * 1e3 / args.tokens, both[1] * 1e3 / args.tokens
 
@@ -69,8 +78,12 @@ def main() -> None:
             metered = turn % 2 == 0
             taken[metered].append(run(batch, metered))
         for i, clock in enumerate(("by the clock", "CPU time")):
-            on, off = (statistics.median(both[i] for both in taken[metered]) for metered in (True, False))
-            print(f"{args.shape}, batch {batch}, {clock}: {on:.3f} ms with, {off:.3f} without: {on / off - 1:+.2%}")
+            on, off = (
+                statistics.median(both[i] for both in taken[metered]) for metered in (True, False)
+            )
+            print(
+                f"{args.shape}, batch {batch}, {clock}: {on:.3f} ms with, {off:.3f} without: {on / off - 1:+.2%}"
+            )
         print(f"  {words(loop.timing)}")
         own = alone(batch)
         print(f"  its own work: {own:.1f} us, {own / 1e3 / off:.2%} of a step", flush=True)

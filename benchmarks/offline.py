@@ -20,29 +20,61 @@ import time
 from pathlib import Path
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 128, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
-    "num_attention_heads": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
 SHAPES = {
     "llama-8b": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     "llama-1b": LLAMA
     | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
     | {"head_dim": 64, "tie_word_embeddings": True},
     "octocoder": {
-        "architectures": ["GPTBigCodeForCausalLM"], "model_type": "gpt_bigcode", "n_embd": 6144, "n_inner": 24576,
-        "n_layer": 40, "n_head": 48, "n_positions": 8192, "vocab_size": 49152, "multi_query": True,
-        "activation_function": "gelu_pytorch_tanh", "layer_norm_epsilon": 1e-5, "torch_dtype": "bfloat16",
+        "architectures": ["GPTBigCodeForCausalLM"],
+        "model_type": "gpt_bigcode",
+        "n_embd": 6144,
+        "n_inner": 24576,
+        "n_layer": 40,
+        "n_head": 48,
+        "n_positions": 8192,
+        "vocab_size": 49152,
+        "multi_query": True,
+        "activation_function": "gelu_pytorch_tanh",
+        "layer_norm_epsilon": 1e-5,
+        "torch_dtype": "bfloat16",
     },
     "bloom-7b": {
-        "architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 4096, "n_layer": 30, "n_head": 32,
-        "vocab_size": 250880, "layer_norm_epsilon": 1e-5, "torch_dtype": "bfloat16", "seq_length": 2048,
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "hidden_size": 4096,
+        "n_layer": 30,
+        "n_head": 32,
+        "vocab_size": 250880,
+        "layer_norm_epsilon": 1e-5,
+        "torch_dtype": "bfloat16",
+        "seq_length": 2048,
     },
     "bloom-176b": {
-        "architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 14336, "n_layer": 70,
-        "n_head": 112, "vocab_size": 250880, "layer_norm_epsilon": 1e-5, "torch_dtype": "bfloat16", "seq_length": 2048,
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "hidden_size": 14336,
+        "n_layer": 70,
+        "n_head": 112,
+        "vocab_size": 250880,
+        "layer_norm_epsilon": 1e-5,
+        "torch_dtype": "bfloat16",
+        "seq_length": 2048,
     },
-}  # fmt: skip
+}
 
 
 def workload(name: str, vocab: int) -> tuple[list[list[int]], list[int]]:
@@ -57,7 +89,9 @@ def workload(name: str, vocab: int) -> tuple[list[list[int]], list[int]]:
         return [ids(length) for _ in range(batch)], [out] * batch
     if kind == "mixed":
         count = int(numbers[0])
-        return [ids(chance.randint(100, 1024)) for _ in range(count)], [chance.randint(100, 1024) for _ in range(count)]
+        return [ids(chance.randint(100, 1024)) for _ in range(count)], [
+            chance.randint(100, 1024) for _ in range(count)
+        ]
     if kind == "prefill":
         return [ids(int(numbers[0]))], [1]
     raise SystemExit(f"unknown work {name!r}: fixed:BATCH:IN:OUT, mixed:N or prefill:N")
@@ -70,7 +104,8 @@ def rates() -> tuple[float, float]:
     def seconds(work, repeat: int = 10) -> float:
         for _ in range(3):
             work()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(repeat):
             work()
@@ -91,7 +126,8 @@ def floor(llm, prompts: list[list[int]], outs: list[int], copy: float, product: 
     from bloomery.roofline import parameters
 
     decoder = llm.front.stack.executor.worker.decoder
-    spec, capacity = decoder.spec, llm.front.stack.capacity
+    spec = decoder.spec
+    capacity = llm.front.stack.capacity
     per_token = sum(2 * l.attention.num_kv_heads * l.attention.head_dim * 2 for l in spec.layers)
     embed = 0 if spec.tied else decoder.embed.matrix.nbytes
     weights = capacity.weights_bytes - embed
@@ -117,7 +153,9 @@ def number(text: str) -> int | float | str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("work", nargs="+")
     parser.add_argument("--repeat", type=int, default=2)
@@ -131,18 +169,31 @@ def main() -> None:
 
     copy, product = rates()
     torch.cuda.empty_cache()
-    print(f"{args.shape}: copies at {copy / 1e12:.2f} TB/s, multiplies at {product / 1e12:.0f} TFLOP/s", flush=True)
+    print(
+        f"{args.shape}: copies at {copy / 1e12:.2f} TB/s, multiplies at {product / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
     folder = Path(tempfile.mkdtemp()) / args.shape
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
     options: dict[str, int | float | str] = {"quantize": args.quantize}
     options |= {name: number(value) for name, value in (pair.split("=", 1) for pair in args.option)}
     begun = time.time()
-    llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, **options)
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        **options,
+    )
     capacity = llm.front.stack.capacity
     print(
         json.dumps(
-            {"shape": args.shape, "quantize": args.quantize, "startup_s": round(time.time() - begun, 1)}
+            {
+                "shape": args.shape,
+                "quantize": args.quantize,
+                "startup_s": round(time.time() - begun, 1),
+            }
             | {"weights_gib": round(capacity.weights_bytes / 2**30, 2)}
         ),
         flush=True,
@@ -152,25 +203,37 @@ def main() -> None:
 
     def run(prompts: list[list[int]], outs: list[int]) -> tuple[float, int, float]:
         """Seconds, tokens, and the share of its time for which the card waited for the host."""
-        params = [SamplingParams(temperature=0.0, max_tokens=o, ignore_eos=True, detokenize=False) for o in outs]
-        loop.timing, started = Timing(), time.time()
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=o, ignore_eos=True, detokenize=False)
+            for o in outs
+        ]
+        loop.timing = Timing()
+        started = time.time()
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        spent, timing = time.time() - started, loop.timing
+        spent = time.time() - started
+        timing = loop.timing
         idle = timing.idle / max(timing.idle + timing.device, 1e-9)
         return spent, sum(len(out.outputs[0].token_ids) for out in outputs), idle
 
     run([[11] * 64] * 4, [8] * 4)
     for name in args.work:
         prompts, outs = workload(name, SHAPES[args.shape]["vocab_size"])
-        spent, count, idle = min((run(prompts, outs) for _ in range(args.repeat)), key=lambda found: found[0])
+        spent, count, idle = min(
+            (run(prompts, outs) for _ in range(args.repeat)), key=lambda found: found[0]
+        )
         least = floor(llm, prompts, outs, copy, product)
         row = {
-            "shape": args.shape, "quantize": args.quantize, "work": name,
-            "s": round(spent, 4), "tok_s": round(count / spent, 1),
-            "ms_step": round(1000 * spent / max(outs), 3), "floor_ms_step": round(1000 * least / max(outs), 3),
-            "share": round(least / spent, 3), "idle": round(idle, 4),
+            "shape": args.shape,
+            "quantize": args.quantize,
+            "work": name,
+            "s": round(spent, 4),
+            "tok_s": round(count / spent, 1),
+            "ms_step": round(1000 * spent / max(outs), 3),
+            "floor_ms_step": round(1000 * least / max(outs), 3),
+            "share": round(least / spent, 3),
+            "idle": round(idle, 4),
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        }  # fmt: skip
+        }
         print(json.dumps(row), flush=True)
 
 

@@ -21,7 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.offline import SHAPES
 
-SMALL = {"llama-small": SHAPES["llama-1b"] | {"num_hidden_layers": 2, "vocab_size": 4096, "hidden_size": 1024}}
+SMALL = {
+    "llama-small": SHAPES["llama-1b"]
+    | {"num_hidden_layers": 2, "vocab_size": 4096, "hidden_size": 1024}
+}
 REACH = 1.5  # times the plain load
 
 
@@ -38,9 +41,9 @@ def one(folder: str, form: str, load_format: str, device: str) -> None:
     where = torch.device(device)
     artifact = locate(folder, weights=load_format == "auto")
     for inside in (True, False):
-        choose(None, form).matrix(DummySource(), Product("warm", (256, 4096), inside=inside)).prepare(
-            torch.bfloat16, where
-        )
+        choose(None, form).matrix(
+            DummySource(), Product("warm", (256, 4096), inside=inside)
+        ).prepare(torch.bfloat16, where)
 
     def settled() -> float:
         if where.type == "cuda":
@@ -95,11 +98,15 @@ def written(folder: Path, device: str) -> None:
         made = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
         save_file({name: made.cpu()}, folder / shard)
         index[name] = shard
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", nargs="?", default="llama-8b", choices=[*SHAPES, *SMALL])
     parser.add_argument("--formats", nargs="+", default=["int8", "int4", "fp8", "nf4"])
     parser.add_argument("--turns", type=int, default=2)
@@ -122,13 +129,16 @@ def main() -> int:
         for _ in range(args.turns):
             for form in ("auto", *args.formats):
                 best[form] = min(
-                    best.get(form, (float("inf"), 0.0, 0.0)), timed(folder, form, load_format, args.device)
+                    best.get(form, (float("inf"), 0.0, 0.0)),
+                    timed(folder, form, load_format, args.device),
                 )
         plain = best["auto"][0]
         print(f"{args.shape}, {'a checkpoint' if args.file else 'made up'}, best of {args.turns}")
         for form, (seconds, weights, most) in best.items():
             label = "plain" if form == "auto" else form
-            print(f"{label:8}{seconds:8.2f} s{seconds / plain:8.2f} x{weights:9.2f} GiB of weights{most:9.2f} at most")
+            print(
+                f"{label:8}{seconds:8.2f} s{seconds / plain:8.2f} x{weights:9.2f} GiB of weights{most:9.2f} at most"
+            )
             late += seconds > REACH * plain
     return late
 

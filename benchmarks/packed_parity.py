@@ -20,7 +20,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 FORMS = ("int8", "int4", "nf4", "fp8", "gptq", "gptq act-order")
-CLOSE, FP8 = 2e-3, 0.8
+CLOSE = 2e-3
+FP8 = 0.8
 COUNT = 24
 
 
@@ -37,20 +38,31 @@ def check(form: str, times: int, threads: int) -> tuple[str, int, int, float]:
     torch.backends.cuda.matmul.allow_tf32 = False
     case = next(case for case in CASES if case.name == "llama")
     generator = torch.Generator().manual_seed(7)
-    prompts = [torch.randint(3, VOCAB, (case.prompt - i,), generator=generator).tolist() for i in range(8)]
+    prompts = [
+        torch.randint(3, VOCAB, (case.prompt - i,), generator=generator).tolist() for i in range(8)
+    ]
     method, _, act_order = form.partition(" ")
     wish = Wish(method, group=64, act_order=bool(act_order))
     with tempfile.TemporaryDirectory() as folder:
-        plain, packed = Path(folder) / "plain", Path(folder) / "packed"
+        plain = Path(folder) / "plain"
+        packed = Path(folder) / "packed"
         make_checkpoint(case, plain, times)
         convert(locate(str(plain)), packed, wish, prompts if method == "gptq" else [])
         found = []
-        params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False, prompt_logprobs=0)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False, prompt_logprobs=0
+        )
         for device in ("cpu", "cuda"):
             llm = LLM(
-                str(packed), dtype="float32", device=device, skip_tokenizer_init=True, max_sequences=4,
-                kv_cache_gib=0.02, max_model_len=case.length, native=False,
-            )  # fmt: skip
+                str(packed),
+                dtype="float32",
+                device=device,
+                skip_tokenizer_init=True,
+                max_sequences=4,
+                kv_cache_gib=0.02,
+                max_model_len=case.length,
+                native=False,
+            )
             outs = llm.generate(prompts, params, use_tqdm=False)
             scored = [
                 entry[token].logprob
@@ -65,7 +77,9 @@ def check(form: str, times: int, threads: int) -> tuple[str, int, int, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--times", type=int, default=4)
     parser.add_argument("--only", nargs="+", default=list(FORMS), choices=FORMS)
     args = parser.parse_args()
@@ -73,7 +87,9 @@ def main() -> int:
     bad = 0
     print(f"{'format':18}{'equal answers':>15}{'log-probabilities, at most':>30}")
     with ProcessPoolExecutor(len(args.only), get_context("spawn")) as pool:
-        for form, future in [(form, pool.submit(check, form, args.times, threads)) for form in args.only]:
+        for form, future in [
+            (form, pool.submit(check, form, args.times, threads)) for form in args.only
+        ]:
             try:
                 _, equal, count, far = future.result()
             except Exception as error:

@@ -37,17 +37,36 @@ from bloomery.messages import Request, Sampling
 WAYS = {"one rank": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2)}
 GOALS = {("tp 2", "latency"): 1.4, ("pp 2", "throughput"): 1.5}
 SHAPE = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "intermediate_size": 8192,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 32768, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 4096, "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "float32",
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32768,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
 
 
 def config(folder: Path, weights: str, streams: int = 16, tp: int = 1, pp: int = 1) -> Config:
     return Config(
-        str(folder), load_format="dummy", device="cpu", threads=1, tp=tp, pp=pp, max_model_len=256, kv_cache_gib=0.5,
-        max_sequences=streams, prefix_cache=False, quantize="auto" if weights == "float32" else weights,
-    )  # fmt: skip
+        str(folder),
+        load_format="dummy",
+        device="cpu",
+        threads=1,
+        tp=tp,
+        pp=pp,
+        max_model_len=256,
+        kv_cache_gib=0.5,
+        max_sequences=streams,
+        prefix_cache=False,
+        quantize="auto" if weights == "float32" else weights,
+    )
 
 
 def build(folder: Path, weights: str, streams: int, tp: int, pp: int) -> tuple[Loop, Executor]:
@@ -55,7 +74,9 @@ def build(folder: Path, weights: str, streams: int, tp: int, pp: int) -> tuple[L
     executor = chosen(plan)
     capacity = executor.start(plan)
     blocks = Blocks(capacity.blocks, capacity.block_size, plan.prefix_cache)
-    scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages)
+    scheduler = Scheduler(
+        blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages
+    )
     return Loop(scheduler, executor, plan.depth), executor
 
 
@@ -66,20 +87,26 @@ def busy(executor: Executor) -> list[float]:
     return [time.clock_gettime((~process << 3) | 2) for process in processes]
 
 
-def seconds_a_token(loop: Loop, executor: Executor, streams: int, tokens: int) -> tuple[float, float]:
+def seconds_a_token(
+    loop: Loop, executor: Executor, streams: int, tokens: int
+) -> tuple[float, float]:
     """Between the moment all streams have their second token and the last token, over all tokens in between: by the
     clock, and of the busiest rank's CPU time."""
     for number in range(streams):
         prompt = tuple((7 * i + number) % 30000 + 3 for i in range(16))
         loop.add(Request(str(number), prompt, Sampling(temperature=0.0), tokens + 2))
-    counts, begun, counted, before = [0] * streams, 0.0, 0, [0.0]
+    counts = [0] * streams
+    begun = 0.0
+    counted = 0
+    before = [0.0]
     while loop.busy:
         for news in loop.step():
             counts[int(news.request)] += len(news.ids)
             if begun:
                 counted += len(news.ids)
         if not begun and min(counts) >= 2:
-            begun, before = time.perf_counter(), busy(executor)
+            begun = time.perf_counter()
+            before = busy(executor)
     taken = time.perf_counter() - begun
     used = max(after - former for former, after in zip(before, busy(executor), strict=True))
     return taken / counted, used / counted
@@ -99,7 +126,11 @@ def messages(folder: Path) -> None:
         torch.set_num_threads(1)
         use_interface(LOOPBACK)
         group = meet(meeting, number, 2, 1, torch.float32, torch.device("cpu"), False, True).group
-        ways = {"memory": group, "torch": group.other} if isinstance(group, Shared) else {"torch": group}
+        ways = (
+            {"memory": group, "torch": group.other}
+            if isinstance(group, Shared)
+            else {"torch": group}
+        )
         for lines in (1, 16, 512):
             x = torch.zeros(lines, 2048)
             for name, way in ways.items():
@@ -109,7 +140,9 @@ def messages(folder: Path) -> None:
                     way.sum(x)
                     taken.append(time.perf_counter() - begun)
                 if number == 0:
-                    print(f"sum of {x.nbytes / 1024:.0f} KiB through {name}: {1e6 * median(taken):.0f} us")
+                    print(
+                        f"sum of {x.nbytes / 1024:.0f} KiB through {name}: {1e6 * median(taken):.0f} us"
+                    )
 
     processes.start_processes(rank, (str(folder / "meeting"),), 2, start_method="fork")
 
@@ -127,18 +160,29 @@ def stages(folder: Path, weights: str) -> None:
 
     torch.set_num_threads(1)
     native = team().start(1) is None
-    artifact, quantize = locate(str(folder), weights=False), config(folder, weights).quantize
+    artifact = locate(str(folder), weights=False)
+    quantize = config(folder, weights).quantize
 
     def measure(model, part):  # type: ignore[no-untyped-def]
         layers, head = costs(model, part, Mesh(), native)
         found = [len(each) for each in cut(layers, head, 2)]
         each = [parameters(replace(model, layers=(layer,))).matrices for layer in model.layers]
         read = [len(part) for part in cut(each, model.vocab * model.hidden, 2)]
-        print(f"{weights}: a layer {layers[0] / 1e6:.2f} ms, the head {head / 1e6:.2f} ms", end="; ")
+        print(
+            f"{weights}: a layer {layers[0] / 1e6:.2f} ms, the head {head / 1e6:.2f} ms", end="; "
+        )
         print(f"layers of each stage: {found} by the clock, {read} by what is read")
         return range(1)
 
-    load(artifact, "dummy", torch.float32, torch.device("cpu"), quantize=quantize, native=native, cut=measure)
+    load(
+        artifact,
+        "dummy",
+        torch.float32,
+        torch.device("cpu"),
+        quantize=quantize,
+        native=native,
+        cut=measure,
+    )
 
 
 def table(folder: Path, weights: str, args: argparse.Namespace) -> None:
@@ -149,7 +193,10 @@ def table(folder: Path, weights: str, args: argparse.Namespace) -> None:
             for name, (loop, executor) in ways.items():
                 clock, used = seconds_a_token(loop, executor, streams, args.tokens)
                 found.setdefault((name, streams), []).append((clock, used))
-                print(f"{name}, {streams} streams: {1e3 * clock:.1f} ms, CPU {1e3 * used:.1f} ms a token", flush=True)
+                print(
+                    f"{name}, {streams} streams: {1e3 * clock:.1f} ms, CPU {1e3 * used:.1f} ms a token",
+                    flush=True,
+                )
     for _, executor in ways.values():
         executor.close()
     for which, title in enumerate(("by the clock", "the busiest rank's CPU time")):
@@ -158,18 +205,25 @@ def table(folder: Path, weights: str, args: argparse.Namespace) -> None:
 
 
 def show(title: str, found: dict[tuple[str, int], float], streams: int) -> None:
-    print(f"\n| {title} | 1 stream, ms a token | gain | {streams} streams, tokens/s | gain |\n|---|---|---|---|---|")
+    print(
+        f"\n| {title} | 1 stream, ms a token | gain | {streams} streams, tokens/s | gain |\n|---|---|---|---|---|"
+    )
     for name in WAYS:
-        one, many = found[name, 1], found[name, streams]
+        one = found[name, 1]
+        many = found[name, streams]
         gains = []
         for kind, count, value in (("latency", 1, one), ("throughput", streams, many)):
             goal = GOALS.get((name, kind))
-            gains.append(f"{found['one rank', count] / value:.2f}" + (f" (goal {goal})" if goal else ""))
+            gains.append(
+                f"{found['one rank', count] / value:.2f}" + (f" (goal {goal})" if goal else "")
+            )
         print(f"| {name} | {1000 * one:.0f} | {gains[0]} | {1 / many:.1f} | {gains[1]} |")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--weights", nargs="+", default=["float32", "int8"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=12)

@@ -47,14 +47,24 @@ NAMES = (
 TOKENS = 16
 
 
-def tokens(executor: Executor, folder: str, prompts: list[list[int]], length: int, **wishes: Any) -> list[list[int]]:
+def tokens(
+    executor: Executor, folder: str, prompts: list[list[int]], length: int, **wishes: Any
+) -> list[list[int]]:
     config = Config(
-        folder, dtype="float32", max_model_len=length, kv_cache_gib=0.05, max_sequences=4, cuda_graphs=False, **wishes
+        folder,
+        dtype="float32",
+        max_model_len=length,
+        kv_cache_gib=0.05,
+        max_sequences=4,
+        cuda_graphs=False,
+        **wishes,
     )
     plan, _ = plan_for(config)
     capacity = executor.start(plan)
     blocks = Blocks(capacity.blocks, capacity.block_size)
-    scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages)
+    scheduler = Scheduler(
+        blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages
+    )
     loop = Loop(scheduler, executor, plan.depth)
     for number, prompt in enumerate(prompts):
         loop.add(Request(str(number), tuple(prompt), Sampling(temperature=0.0), TOKENS))
@@ -69,20 +79,31 @@ def families(words: list[str], device: str) -> int:
     from tests.parity.cases import CASES, VOCAB, make_checkpoint
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    cases = [case for case in CASES if any(word in case.name for word in words) or (not words and case.name in NAMES)]
-    ranks, wrong = Processes(), 0
+    cases = [
+        case
+        for case in CASES
+        if any(word in case.name for word in words) or (not words and case.name in NAMES)
+    ]
+    ranks = Processes()
+    wrong = 0
     for case in cases:
         begun = time.monotonic()
         generator = torch.Generator().manual_seed(7)
-        prompts = [torch.randint(3, VOCAB, (case.prompt,), generator=generator).tolist() for _ in range(3)]
+        prompts = [
+            torch.randint(3, VOCAB, (case.prompt,), generator=generator).tolist() for _ in range(3)
+        ]
         with tempfile.TemporaryDirectory() as folder:
             make_checkpoint(case, Path(folder))
             want = tokens(Local(), folder, prompts, case.length, device=device)
             got = {
-                f"tp {tp} pp {pp}": tokens(ranks, folder, prompts, case.length, device=device, tp=tp, pp=pp)
+                f"tp {tp} pp {pp}": tokens(
+                    ranks, folder, prompts, case.length, device=device, tp=tp, pp=pp
+                )
                 for tp, pp in ((2, 1), (1, 2))
             }
-        told = ", ".join(f"{name}: {'equal' if found == want else 'DIFFERS'}" for name, found in got.items())
+        told = ", ".join(
+            f"{name}: {'equal' if found == want else 'DIFFERS'}" for name, found in got.items()
+        )
         wrong += sum(found != want for found in got.values())
         print(f"{case.name:20}{told}  ({time.monotonic() - begun:.1f} s)", flush=True)
     ranks.close()
@@ -92,7 +113,8 @@ def families(words: list[str], device: str) -> int:
 def replayed(ranks: Group, device: torch.device) -> bool:
     """Whether what a worker captures is right when it is replayed with other numbers."""
     x = torch.randn(8, 4096, dtype=torch.bfloat16, device=device)
-    summed, joined = torch.zeros_like(x), torch.zeros_like(x)
+    summed = torch.zeros_like(x)
+    joined = torch.zeros_like(x)
 
     def work() -> None:
         summed.copy_(ranks.sum(x * 2))
@@ -108,12 +130,16 @@ def replayed(ranks: Group, device: torch.device) -> bool:
 
 def messages() -> int:
     """Sums inside a captured graph, by NCCL and by symmetric memory, in a group of one."""
-    device, wrong = torch.device("cuda:0"), 0
+    device = torch.device("cuda:0")
+    wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/meeting", 1)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
         group = dist.new_group([0])
-        made: dict[str, Group] = {"NCCL": Ranks(group), "one shot": OneShot(group, torch.bfloat16, device)}
+        made: dict[str, Group] = {
+            "NCCL": Ranks(group),
+            "one shot": OneShot(group, torch.bfloat16, device),
+        }
         for name, ranks in made.items():
             right = replayed(ranks, device)
             wrong += not right
@@ -123,9 +149,13 @@ def messages() -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("words", nargs="*")
-    parser.add_argument("--device", default="cuda:0", help="the one that all ranks share; cpu: to try the command")
+    parser.add_argument(
+        "--device", default="cuda:0", help="the one that all ranks share; cpu: to try the command"
+    )
     parser.add_argument("--messages", action="store_true")
     args = parser.parse_args()
     return 1 if (messages() if args.messages else families(args.words, args.device)) else 0

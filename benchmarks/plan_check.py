@@ -35,7 +35,12 @@ from bloomery.roofline import PRECISIONS, Calibration, Roofline, Work, machine
 from bloomery.simulate import Fleet
 
 HERE = Path(__file__).parent
-SHAPES = {"Llama-8B": "llama-8b", "Llama-1B": "llama-1b", "OctoCoder": "octocoder", "BLOOM-7B1": "bloom-7b"}
+SHAPES = {
+    "Llama-8B": "llama-8b",
+    "Llama-1B": "llama-1b",
+    "OctoCoder": "octocoder",
+    "BLOOM-7B1": "bloom-7b",
+}
 Row = tuple[str, str, float, str]  # shape, work, ms a step, precision
 QUANTIZED = {"auto": "bf16", "w8a8": "int8"}  # what --quantize calls otherwise than the plan does
 
@@ -48,15 +53,22 @@ SENTENCE = re.compile(rf"({'|'.join(SHAPES)}), ({'|'.join(PRECISIONS)}), {WORK}:
 def of_log(path: Path) -> Iterator[Row]:
     """Under headings that name the H200 the newest of `| SHAPE, BATCH : IN : OUT | ms |` and `| prefill A / B | ms / ms
     |`, in columns called ours, now or by a precision; a row without a shape has the one above. Of sentences too."""
-    shape, ours, seen, columns, before = "", False, set(), list[str | None](), ""
+    shape = ""
+    ours = False
+    seen = set()
+    columns = list[str | None]()
+    before = ""
     for line in path.read_text().splitlines():
         if line.startswith("#"):
-            shape, ours = "", "H200" in line if line.startswith("## ") else ours
+            shape = ""
+            ours = "H200" in line if line.startswith("## ") else ours
         rows = []
         if line.startswith("|--"):
             columns = [OURS.get(cell.strip()) for cell in before.strip("|").split("|")[1:]]
         elif line.startswith("|"):
-            shape = next((SHAPES[name] for name in SHAPES if f"{name}," in line.split("|")[1]), shape)
+            shape = next(
+                (SHAPES[name] for name in SHAPES if f"{name}," in line.split("|")[1]), shape
+            )
             rows += [(shape, *row) for row in _of_table(line, columns)]
         for name, precision, batch, prompt, output, ms in SENTENCE.findall(line):
             rows.append((SHAPES[name], f"fixed:{batch}:{prompt}:{output}", float(ms), precision))
@@ -74,7 +86,9 @@ def _of_table(line: str, columns: list[str | None]) -> Iterator[tuple[str, float
     if match := re.search(rf"{WORK}$", first):
         works = ["fixed:" + ":".join(match.groups())]
     elif "prefill" in first:
-        works = [f"fixed:1:{length.replace(',', '')}:1" for length in re.findall(r"[\d,]*\d{3}", first)]
+        works = [
+            f"fixed:1:{length.replace(',', '')}:1" for length in re.findall(r"[\d,]*\d{3}", first)
+        ]
     else:
         return
     for cell, precision in zip(cells, columns, strict=False):
@@ -103,7 +117,9 @@ class Noted:
     """A roofline that keeps what it was asked."""
 
     def __init__(self, roofline: Roofline):
-        self.roofline, self.pp, self.asked = roofline, roofline.pp, list[tuple[int, ...]]()
+        self.roofline = roofline
+        self.pp = roofline.pp
+        self.asked = list[tuple[int, ...]]()
 
     def expected(self, *work: int) -> float:
         self.asked.append(work)
@@ -120,15 +136,19 @@ def steps(shape: str, work: str) -> Sequence[tuple[int, ...]]:
     batch, prompt, output = map(int, work.split(":")[1:])
     home = placed(shape, "h200", "bf16")
     home.roofline = noted = Noted(home.roofline)
-    Fleet(home, Config(policy="first-come", prefix_cache=False)).run([Arrival(0.0, prompt, output)] * batch)
+    Fleet(home, Config(policy="first-come", prefix_cache=False)).run(
+        [Arrival(0.0, prompt, output)] * batch
+    )
     return noted.asked
 
 
 def predicted(home: Placed, shape: str, work: str) -> tuple[float, float]:
     """Milliseconds a step over the whole run: expected, and the floor."""
-    output, all_steps = int(work.split(":")[-1]), steps(shape, work)
+    output = int(work.split(":")[-1])
+    all_steps = steps(shape, work)
     return tuple(
-        sum(count(*step) for step in all_steps) / output * 1e3 for count in (home.roofline.expected, home.roofline.step)
+        sum(count(*step) for step in all_steps) / output * 1e3
+        for count in (home.roofline.expected, home.roofline.step)
     )
 
 
@@ -138,13 +158,16 @@ def placed(shape: str, gpu: str, precision: str) -> Placed:
 
 
 def table(rows: list[Row], gpu: str, calibration: Calibration | None = None) -> None:
-    print(f"{'shape':12}{'work':18}{'in':6}{'measured':>10}{'expected':>10}{'off':>8}{'floor':>9}{'share':>7}")
+    print(
+        f"{'shape':12}{'work':18}{'in':6}{'measured':>10}{'expected':>10}{'off':>8}{'floor':>9}{'share':>7}"
+    )
     worst = 0.0
     for shape, work, ms, precision in rows:
         home = placed(shape, gpu, precision)
         home.roofline.calibration = calibration or home.roofline.calibration
         expected, floor = predicted(home, shape, work)
-        off, worst = expected / ms - 1, max(worst, abs(expected / ms - 1))
+        off = expected / ms - 1
+        worst = max(worst, abs(expected / ms - 1))
         print(
             f"{shape:12}{work:18}{precision:6}{ms:>10.3f}{expected:>10.3f}{off:>+8.1%}{floor:>9.3f}{floor / ms:>7.0%}"
         )
@@ -179,7 +202,8 @@ def changed(calibration: Calibration, name: Constant, factor: float) -> Calibrat
 
 def walk(rows: list[Row], gpu: str, best: Calibration, names: tuple[Constant, ...]) -> Calibration:
     """A random walk over the constants, judged by the squares of the logarithms of expected over measured."""
-    homes, chance = [placed(shape, gpu, precision) for shape, _, _, precision in rows], random.Random(0)
+    homes = [placed(shape, gpu, precision) for shape, _, _, precision in rows]
+    chance = random.Random(0)
 
     def loss(calibration: Calibration) -> float:
         for home in homes:
@@ -195,22 +219,32 @@ def walk(rows: list[Row], gpu: str, best: Calibration, names: tuple[Constant, ..
         for name in names:
             tried = changed(tried, name, 1 + chance.gauss(0, 0.15 * 0.985**turn))
         if (found := loss(tried)) < least:
-            best, least = tried, found
+            best = tried
+            least = found
     return best
 
 
 def bloom() -> None:
     model = subject(str(HERE / "shapes" / "bloom-176b.json")).model
-    print("BLOOM-176B in bf16, one token at a time, TP 8; the talk reached 45 ms on eight A100 of 80 GB\n")
-    print(f"{'':14}{'floor ms':>10}{'messages':>10}{'their ms':>10}{'expected ms':>13}{'of 45 ms':>10}")
+    print(
+        "BLOOM-176B in bf16, one token at a time, TP 8; the talk reached 45 ms on eight A100 of 80 GB\n"
+    )
+    print(
+        f"{'':14}{'floor ms':>10}{'messages':>10}{'their ms':>10}{'expected ms':>13}{'of 45 ms':>10}"
+    )
     for gpu in ("a100-80", "h200"):
         eight = Placed(model, machine(gpu), PRECISIONS["bf16"], 16, Layout(8))
-        floor, expected = eight.roofline.floor(1, 1, 1), eight.expected(1, 1) * 1e3
+        floor = eight.roofline.floor(1, 1, 1)
+        expected = eight.expected(1, 1) * 1e3
         spent = floor.communication * 1e3
-        print(f"8 x {gpu:10}{floor.ms:>10.1f}{floor.messages:>10}{spent:>10.2f}{expected:>13.1f}{expected / 45:>10.0%}")
+        print(
+            f"8 x {gpu:10}{floor.ms:>10.1f}{floor.messages:>10}{spent:>10.2f}{expected:>13.1f}{expected / 45:>10.0%}"
+        )
 
 
-def here(model: str | None, threads: int, by_cpu: bool, rounds: int, batches: Sequence[int]) -> None:
+def here(
+    model: str | None, threads: int, by_cpu: bool, rounds: int, batches: Sequence[int]
+) -> None:
     """This machine and a model on it, measured in turns in one run, against the plan made of the former alone."""
     from bloomery import LLM
     from bloomery.machines import here as this_machine
@@ -218,8 +252,15 @@ def here(model: str | None, threads: int, by_cpu: bool, rounds: int, batches: Se
     from bloomery.profile import recorded
     from bloomery.runtime.measure import PAUSE, Turns, probes
 
-    llm = LLM(model, threads=threads, enable_prefix_caching=False, skip_tokenizer_init=True, max_model_len=1024)
-    stack, taken = llm.front.stack, defaultdict[tuple[int, ...], list[float]](list)
+    llm = LLM(
+        model,
+        threads=threads,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+    )
+    stack = llm.front.stack
+    taken = defaultdict[tuple[int, ...], list[float]](list)
     turns = Turns(probes("cpu", threads), threads, by_cpu)
     clock = (lambda: time.process_time() / threads) if by_cpu else time.perf_counter
     for _ in range(rounds):
@@ -229,18 +270,30 @@ def here(model: str | None, threads: int, by_cpu: bool, rounds: int, batches: Se
             time.sleep(PAUSE)  # threads park
     llm.close()
     seen = turns.seen()
-    about, title = subject(model), this_machine("cpu").title
-    machine_here = overridden(this_machine("cpu"), {"bandwidth": seen.bandwidth, "rates": seen.rates})
-    limit = Placed(about.model, machine_here, about.kept(cpu=True), 16, Layout()).roofline  # the cache in half floats
+    about = subject(model)
+    title = this_machine("cpu").title
+    machine_here = overridden(
+        this_machine("cpu"), {"bandwidth": seen.bandwidth, "rates": seen.rates}
+    )
+    limit = Placed(
+        about.model, machine_here, about.kept(cpu=True), 16, Layout()
+    ).roofline  # the cache in half floats
     rates = ", ".join(f"{kind} {rate / 1e9:.0f}" for kind, rate in seen.rates.items())
-    print(f"{about.name}, {title}, {threads} threads: reads {seen.bandwidth / 1e9:.1f} GB/s, GFLOP/s: {rates}")
+    print(
+        f"{about.name}, {title}, {threads} threads: reads {seen.bandwidth / 1e9:.1f} GB/s, GFLOP/s: {rates}"
+    )
     if seen.doubt:
         print(f"not to be believed: {seen.doubt}")
-    print(f"{'tokens':>8}{'attended':>10}{'measured':>10}{'expected':>10}{'off':>8}{'floor':>9}{'share':>7}")
+    print(
+        f"{'tokens':>8}{'attended':>10}{'measured':>10}{'expected':>10}{'off':>8}{'floor':>9}{'share':>7}"
+    )
     worst = 0.0
     for step, times in taken.items():
-        floor, expected = limit.step(*step) * 1e3, limit.expected(*step) * 1e3
-        ms = min(times) * 1e3 if len(times) < 4 else statistics.quantiles(times, n=4)[0] * 1e3  # as of the machine
+        floor = limit.step(*step) * 1e3
+        expected = limit.expected(*step) * 1e3
+        ms = (
+            min(times) * 1e3 if len(times) < 4 else statistics.quantiles(times, n=4)[0] * 1e3
+        )  # as of the machine
         worst = max(worst, abs(expected / ms - 1))
         line = f"{step[0]:>8}{step[1]:>10}{ms:>10.2f}{expected:>10.2f}{expected / ms - 1:>+8.1%}"
         print(f"{line}{floor:>9.2f}{floor / ms:>7.0%}")
@@ -248,19 +301,30 @@ def here(model: str | None, threads: int, by_cpu: bool, rounds: int, batches: Se
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "rows", type=Path, nargs="?", help="lines of benchmarks/offline.py; default: the table of LOG.md"
+        "rows",
+        type=Path,
+        nargs="?",
+        help="lines of benchmarks/offline.py; default: the table of LOG.md",
     )
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--precision", choices=PRECISIONS, help="only rows in this one")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--bloom", action="store_true")
-    parser.add_argument("--here", metavar="MODEL", nargs="*", help="models on this machine; none: the embedded one")
+    parser.add_argument(
+        "--here", metavar="MODEL", nargs="*", help="models on this machine; none: the embedded one"
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batch", type=int, nargs="+", default=(1, 2, 8, 64), help="sizes of the steps")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=(1, 2, 8, 64), help="sizes of the steps"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of all steps of a model")
-    parser.add_argument("--cpu-time", action="store_true", help="by the threads' own time: for machines never quiet")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="by the threads' own time: for machines never quiet"
+    )
     args = parser.parse_args()
     if args.bloom:
         return bloom()
@@ -269,7 +333,9 @@ def main() -> None:
             here(model, args.threads, args.cpu_time, args.rounds, args.batch)
         return None
     rows = list(of_lines(args.rows) if args.rows else of_log(HERE / "LOG.md"))
-    return (fit if args.fit else table)([row for row in rows if args.precision in (None, row[3])], args.gpu)
+    return (fit if args.fit else table)(
+        [row for row in rows if args.precision in (None, row[3])], args.gpu
+    )
 
 
 if __name__ == "__main__":

@@ -25,8 +25,23 @@ from bloomery.engine.scheduler import Scheduler, work_of
 from bloomery.messages import Item, Request, Sampled, Sampling, Step, StepOutput, Timing
 
 # An 8B model in 16 bits on an H200: milliseconds of the layers' products by positions of a captured step
-PRODUCTS = {32: 4.1, 64: 4.17, 128: 4.57, 192: 5.45, 256: 6.46, 384: 8.14, 512: 10.54, 640: 13.52, 768: 16.09,
-            896: 18.6, 1024: 21.24, 1280: 26.1, 1536: 31.1, 1792: 36.7, 2048: 42.25}  # fmt: skip
+PRODUCTS = {
+    32: 4.1,
+    64: 4.17,
+    128: 4.57,
+    192: 5.45,
+    256: 6.46,
+    384: 8.14,
+    512: 10.54,
+    640: 13.52,
+    768: 16.09,
+    896: 18.6,
+    1024: 21.24,
+    1280: 26.1,
+    1536: 31.1,
+    1792: 36.7,
+    2048: 42.25,
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +51,9 @@ class Device:
     much, which makes first come about 1 % slower than it is."""
 
     position: float = 21e-6  # seconds, beyond the largest captured size
-    host: float = 16e-3  # what a step that is not captured cannot go below: its kernels start one by one
+    host: float = (
+        16e-3  # what a step that is not captured cannot go below: its kernels start one by one
+    )
     draw: float = 1.25e-3  # of more than eight tokens
     key: float = 27e-9
     chunk: float = 1.16e-3  # of a prompt, by itself,
@@ -48,15 +65,20 @@ class Device:
         return self.exact(items) * chance.uniform(1 - self.jitter, 1 + self.jitter)
 
     def exact(self, items: Collection[Item]) -> float:
-        work, lines = work_of(items), sum(item.count == 1 for item in items)
+        work = work_of(items)
+        lines = sum(item.count == 1 for item in items)
         if work.tokens == 1:
             return 3.9e-3 + self.key * work.attended
         size = next((size for size in PRODUCTS if size >= work.tokens), 0)
         largest = max(PRODUCTS)
-        exact = 1e-3 * PRODUCTS[size or largest] + self.position * (0 if size else work.tokens - largest)
+        exact = 1e-3 * PRODUCTS[size or largest] + self.position * (
+            0 if size else work.tokens - largest
+        )
         exact += self.draw * (lines > 8) + self.key * work.attended
         if work.pairs:
-            exact += self.chunk + self.more * min(len(items) - lines - 1, 3) + self.pair * work.pairs
+            exact += (
+                self.chunk + self.more * min(len(items) - lines - 1, 3) + self.pair * work.pairs
+            )
         return exact if size else max(exact, self.host)
 
 
@@ -67,14 +89,20 @@ class Imagined:
     """An executor in real time: steps take what the device would, tokens mean nothing."""
 
     def __init__(self, device: Device = H200, seed: int = 0):
-        self.device, self.chance, self.free = device, random.Random(seed), 0.0
+        self.device = device
+        self.chance = random.Random(seed)
+        self.free = 0.0
 
     def submit(self, step: Step) -> Imagined.Later:
-        now, seconds = time.monotonic(), self.device.seconds(step.items, self.chance)
+        now = time.monotonic()
+        seconds = self.device.seconds(step.items, self.chance)
         begun = max(now, self.free)
-        idle, self.free = (begun - self.free if self.free else 0.0), begun + seconds
+        idle = begun - self.free if self.free else 0.0
+        self.free = begun + seconds
         samples = tuple(Sampled(item.sequence, (2,)) for item in step.items if item.samples)
-        return Imagined.Later(StepOutput(samples, Timing(steps=1, device=seconds, idle=idle)), self.free)
+        return Imagined.Later(
+            StepOutput(samples, Timing(steps=1, device=seconds, idle=idle)), self.free
+        )
 
     def spare(self) -> int:
         return 0
@@ -123,15 +151,21 @@ class Crowd:
         depth: int = 2,
         seed: int = 0,
     ):
-        self.policy, self.device, self.chance, self.depth = policy, device, random.Random(seed), depth
+        self.policy = policy
+        self.device = device
+        self.chance = random.Random(seed)
+        self.depth = depth
         self.blocks = Blocks(blocks, size, prefix_cache=False)
         self.scheduler = Scheduler(self.blocks, tokens, rows, policy)
-        self.arrivals, self.again = arrivals, again
+        self.arrivals = arrivals
+        self.again = again
         self.coming: list[tuple[float, int, Arrival]] = []
         self.lives: dict[str, Life] = {}
         self.open: set[str] = set()
         self.flight: deque[tuple[Step, float, float]] = deque()
-        self.now = self.free = self.latest = 0.0  # the host's time, when the device is done, when a result came
+        self.now = self.free = self.latest = (
+            0.0  # the host's time, when the device is done, when a result came
+        )
         self.steps = self.computed = self.number = 0
         self._pull()
 
@@ -148,7 +182,10 @@ class Crowd:
         while self.steps < steps and self.now < until:
             self._arrive()
             self._wait()
-            while len(self.flight) < self.depth and (step := self.scheduler.schedule(self.now)) is not None:
+            while (
+                len(self.flight) < self.depth
+                and (step := self.scheduler.schedule(self.now)) is not None
+            ):
                 begun = max(self.free, self.now)
                 self.free = begun + self.device.seconds(step.items, self.chance)
                 self.flight.append((step, self.now, self.free))
@@ -176,7 +213,9 @@ class Crowd:
             name = f"{kind}-{number}"
             self.lives[name] = Life(kind, when, asked=answer)
             self.open.add(name)
-            request = Request(name, (1,) * prompt, Sampling(), answer, priority=priority, tenant=tenant)
+            request = Request(
+                name, (1,) * prompt, Sampling(), answer, priority=priority, tenant=tenant
+            )
             self.scheduler.add(request, self.now)  # the engine looks between two steps
             if kind != "again":
                 self._pull()
@@ -184,22 +223,28 @@ class Crowd:
     def _finish(self, step: Step, submitted: float, end: float) -> None:
         self.steps += 1
         self.now = max(self.now, end)
-        output = StepOutput(tuple(Sampled(item.sequence, (2,)) for item in step.items if item.samples))
-        seconds, self.latest = self.now - max(submitted, self.latest), self.now
+        output = StepOutput(
+            tuple(Sampled(item.sequence, (2,)) for item in step.items if item.samples)
+        )
+        seconds = self.now - max(submitted, self.latest)
+        self.latest = self.now
         for news in self.scheduler.update(step, output, seconds):
             life = self.lives[news.request]
             if life.first:
                 life.gaps.append(self.now - life.last)
             else:
                 life.first = self.now
-            life.last, life.count = self.now, life.count + len(news.ids)
+            life.last = self.now
+            life.count = life.count + len(news.ids)
             if news.finish:
                 self.open.remove(news.request)
                 if (arrival := self.again(life.kind, self.now)) is not None:
                     self._expect(arrival)
 
     def done(self, kind: str) -> list[Life]:
-        return [life for name, life in self.lives.items() if life.kind == kind and name not in self.open]
+        return [
+            life for name, life in self.lives.items() if life.kind == kind and name not in self.open
+        ]
 
 
 def produced(crowd: Crowd, kind: str, until: float) -> int:
@@ -213,19 +258,28 @@ def produced(crowd: Crowd, kind: str, until: float) -> int:
 
 
 def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+    return (
+        sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+    )
 
 
 # ---- the mixed load ------------------------------------------------------------------------------------
 
 
 def mixed(
-    policy: Policy, seconds: float = 40.0, longs: int = 256, rate: float = 5.0, seed: int = 1, **options: object
+    policy: Policy,
+    seconds: float = 40.0,
+    longs: int = 256,
+    rate: float = 5.0,
+    seed: int = 1,
+    **options: object,
 ) -> Crowd:
     """People with long requests (2,000 in, 512 out) who ask again, and short ones (32 in, 16 out) now and then; nobody
     asks after so many seconds, and everybody is answered."""
     chance = random.Random(seed)
-    for _ in range(13 if isinstance(policy, Fair) else 0):  # as mixed_latency.py does: it knows what lone steps take
+    for _ in range(
+        13 if isinstance(policy, Fair) else 0
+    ):  # as mixed_latency.py does: it knows what lone steps take
         alone(policy, 32, 16)
 
     def shorts() -> Iterator[Arrival]:
@@ -267,7 +321,9 @@ def report(name: str, crowd: Crowd) -> None:
 # ---- a rough crowd -------------------------------------------------------------------------------------
 
 
-def rough(policy: Policy, steps: int, seed: int = 0, load: float = 1.5, rows: int = 16, blocks: int = 400) -> Crowd:
+def rough(
+    policy: Policy, steps: int, seed: int = 0, load: float = 1.5, rows: int = 16, blocks: int = 400
+) -> Crowd:
     """All lengths, bursts, three tenants, priorities and a cache that is too small for everybody at once."""
     chance = random.Random(seed)
     kinds = (("short", 4, 60, 1, 12), ("middle", 20, 400, 20, 120), ("long", 500, 2000, 100, 600))
@@ -275,10 +331,15 @@ def rough(policy: Policy, steps: int, seed: int = 0, load: float = 1.5, rows: in
     def arrivals() -> Iterator[Arrival]:
         now = 0.0
         while True:
-            now += chance.expovariate(load * 4.0) if chance.random() < 0.9 else chance.expovariate(load / 5)
+            now += (
+                chance.expovariate(load * 4.0)
+                if chance.random() < 0.9
+                else chance.expovariate(load / 5)
+            )
             for _ in range(1 if chance.random() < 0.95 else 12):
                 kind, least, most, shortest, longest = chance.choices(kinds, (6, 3, 2))[0]
-                tenant, priority = chance.choice(("", "a", "b")), chance.choice((0, 0, 0, 1, -1))
+                tenant = chance.choice(("", "a", "b"))
+                priority = chance.choice((0, 0, 0, 1, -1))
                 lengths = chance.randint(least, most), chance.randint(shortest, longest)
                 yield now, kind, *lengths, tenant, priority
 
@@ -298,21 +359,32 @@ def waits(crowd: Crowd) -> dict[str, tuple[int, float, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, help="simulate a rough crowd for so many steps")
     parser.add_argument("--seconds", type=float, default=40.0, help="virtual, of the mixed load")
     parser.add_argument("--tax", type=float, default=Aims().tax)
     args = parser.parse_args()
     if args.steps is None:
-        for name, policy in (("first-come", FirstCome()), ("fair", Fair(272, 12000, Aims(tax=args.tax)))):
+        for name, policy in (
+            ("first-come", FirstCome()),
+            ("fair", Fair(272, 12000, Aims(tax=args.tax))),
+        ):
             report(name, mixed(policy, args.seconds))
         return
     for name, policy in (("first-come", FirstCome()), ("fair", Fair(16, 400, Aims(tax=args.tax)))):
         crowd = rough(policy, args.steps)
-        print(f"{name}: {crowd.steps} steps, {crowd.now:.0f} s, {len(crowd.lives)} requests, {len(crowd.open)} open,")
-        print(f"  {crowd.scheduler.preemptions} preemptions, tax {getattr(policy, 'tax', 0.0) / crowd.now:.1%}")
+        print(
+            f"{name}: {crowd.steps} steps, {crowd.now:.0f} s, {len(crowd.lives)} requests, {len(crowd.open)} open,"
+        )
+        print(
+            f"  {crowd.scheduler.preemptions} preemptions, tax {getattr(policy, 'tax', 0.0) / crowd.now:.1%}"
+        )
         for kind, (count, median, longest) in waits(crowd).items():
-            print(f"  {kind:7} {count:7} answered; first token after {median:.3f} s at p50, {longest:.2f} s at most")
+            print(
+                f"  {kind:7} {count:7} answered; first token after {median:.3f} s at p50, {longest:.2f} s at most"
+            )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,17 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.kernels import BANDWIDTH, DTYPES, PEAK, PROCESSES, capture, error, microseconds, poisoned, side_by_side
+from benchmarks.kernels import (
+    BANDWIDTH,
+    DTYPES,
+    PEAK,
+    PROCESSES,
+    capture,
+    error,
+    microseconds,
+    poisoned,
+    side_by_side,
+)
 from bloomery.kernels import experts, gemv, pick
 from bloomery.kernels.gemv import Activation, After, Heads, Norm, Residual, Tiling
 from bloomery.kernels.noise import words
@@ -51,12 +61,18 @@ class Shape:
 
     def linears(self) -> dict[str, tuple[int, int, str, str]]:
         """Rows, columns, what comes before, what comes after."""
-        qkv, up = (self.heads + 2 * self.kv_heads) * self.dim, self.size * (2 if self.gated else 1)
+        qkv = (self.heads + 2 * self.kv_heads) * self.dim
+        up = self.size * (2 if self.gated else 1)
         turn = f"heads {self.heads} {self.kv_heads} {self.dim} {self.dim if self.turned else 0}"
         return {
             "qkv": (qkv, self.hidden, self.norm, turn),
             "o": (self.hidden, self.heads * self.dim, "", "add"),
-            "up": (up, self.hidden, self.norm, f"{'gate' if self.gated else 'activate'} {self.activation}"),
+            "up": (
+                up,
+                self.hidden,
+                self.norm,
+                f"{'gate' if self.gated else 'activate'} {self.activation}",
+            ),
             "down": (self.hidden, self.size, "", "add"),
             "head": (self.vocab, self.hidden, self.norm, ""),
         }
@@ -65,10 +81,17 @@ class Shape:
 MODELS = {
     "8b": Shape(32, 4096, 32, 8, 128, 14336, 128256),
     "1b": Shape(16, 2048, 32, 8, 64, 8192, 128256),
-    "octocoder": Shape(40, 6144, 48, 1, 128, 24576, 49152, "layer", "gelu_tanh", False, False, True),
-    "bloom-7b": Shape(30, 4096, 32, 32, 128, 16384, 250880, "layer", "gelu_tanh", False, False, True),
+    "octocoder": Shape(
+        40, 6144, 48, 1, 128, 24576, 49152, "layer", "gelu_tanh", False, False, True
+    ),
+    "bloom-7b": Shape(
+        30, 4096, 32, 32, 128, 16384, 250880, "layer", "gelu_tanh", False, False, True
+    ),
 }
-SPARSE = {"mixtral": (8, 2, 14336, 4096), "qwen3-30b": (128, 8, 768, 2048)}  # experts, choices, size, hidden
+SPARSE = {
+    "mixtral": (8, 2, 14336, 4096),
+    "qwen3-30b": (128, 8, 768, 2048),
+}  # experts, choices, size, hidden
 
 
 # ---- material ----------------------------------------------------------------------------------------------------
@@ -86,13 +109,30 @@ class Line:
     shift: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, rows: int, columns: int, before: str, after: str, bias: bool, dtype: torch.dtype, device: str) -> Line:
+    def of(
+        cls,
+        rows: int,
+        columns: int,
+        before: str,
+        after: str,
+        bias: bool,
+        dtype: torch.dtype,
+        device: str,
+    ) -> Line:
         weight = torch.empty(rows, columns, device=device).normal_(0, columns**-0.5).to(dtype)
         scales = torch.rand(2, columns, device=device) + 0.5
-        norm = Norm("rms" if before == "rms" else "layer", scales[0], None if before == "rms" else scales[1], 1e-5)
+        norm = Norm(
+            "rms" if before == "rms" else "layer",
+            scales[0],
+            None if before == "rms" else scales[1],
+            1e-5,
+        )
         norm = norm._replace(weight=None, bias=None) if before == "layer bare" else norm
         line = cls(
-            weight, torch.randn(rows, device=device).to(dtype) if bias else None, norm if before else None, after
+            weight,
+            torch.randn(rows, device=device).to(dtype) if bias else None,
+            norm if before else None,
+            after,
         )
         if norm.kind == "layer" and before:
             line.shift = gemv.shifts(weight, norm)
@@ -103,18 +143,30 @@ class Line:
 
     def after(self, tokens: int, dtype: torch.dtype, residual: torch.Tensor | None = None) -> After:
         """Anew for each call, for the cache must be the caller's."""
-        device, (kind, *words) = self.weight.device, self.kind.split() or [""]
+        device = self.weight.device
+        (kind, *words) = self.kind.split() or [""]
         match kind:
             case "add":
-                given = torch.randn(tokens, len(self.weight), device=device).to(dtype) if residual is None else residual
+                given = (
+                    torch.randn(tokens, len(self.weight), device=device).to(dtype)
+                    if residual is None
+                    else residual
+                )
                 return Residual(given, 1.0 if residual is not None else 0.7)
             case "gate" | "activate":
                 return Activation(words[0], kind == "gate")
             case "heads":
-                turned, tables = int(words[3]), "tables" in words
+                turned = int(words[3])
+                tables = "tables" in words
                 angles = torch.rand(50 if tables else tokens, turned // 2, device=device) * 6
-                places = torch.randint(50, (tokens,), device=device, dtype=torch.int32) if tables else None
-                turn = Turn((angles.cos(), angles.sin()) if turned else None, places, "interleaved" in words)
+                places = (
+                    torch.randint(50, (tokens,), device=device, dtype=torch.int32)
+                    if tables
+                    else None
+                )
+                turn = Turn(
+                    (angles.cos(), angles.sin()) if turned else None, places, "interleaved" in words
+                )
                 return Heads(self.cache, torch.randperm(40, device=device)[:tokens].int(), turn)
         return None
 
@@ -144,28 +196,42 @@ def apart(yes: bool) -> Iterator[None]:
 
 
 def check_product(
-    tokens: int, rows: int, columns: int, before: str, after: str, bias: bool, dtype: torch.dtype, device: str,
-    cut: Tiling | None = None, plain: bool = False,
-) -> float:  # fmt: skip
+    tokens: int,
+    rows: int,
+    columns: int,
+    before: str,
+    after: str,
+    bias: bool,
+    dtype: torch.dtype,
+    device: str,
+    cut: Tiling | None = None,
+    plain: bool = False,
+) -> float:
     line = Line.of(rows, columns, before, after, bias, dtype, device)
     x = (torch.randn(tokens, columns, device=device) + 0.3).to(dtype)
     then = line.after(tokens, dtype)
     with apart(plain):
-        got = poisoned(lambda: gemv.product_rows(x, line.weight, line.bias, line.before, then, cut=cut))
+        got = poisoned(
+            lambda: gemv.product_rows(x, line.weight, line.bias, line.before, then, cut=cut)
+        )
     then64 = wide(then)
     if isinstance(then64, Heads):
         then64.cache.zero_()
     wanted = gemv.product_reference(*map(wide, (x, line.weight, line.bias, line.before)), then64)
     worst = error(got, wanted)
     if isinstance(then64, Heads):
-        worst = max(worst, error(then.cache[0], then64.cache[0]), error(then.cache[1], then64.cache[1]))
+        worst = max(
+            worst, error(then.cache[0], then64.cache[0]), error(then.cache[1], then64.cache[1])
+        )
     return worst
 
 
 def random_wishes(rows: int, kind: str, device: str) -> pick.Wishes:
     """kind: greedy, free, top_p, top_k, min_p, both or mixed, which is one of them a row."""
     kinds = ("greedy", "free", "top_p", "top_k", "min_p", "both")
-    heat, top_p, min_p = torch.rand(rows) * 1.3 + 0.2, torch.ones(rows), torch.zeros(rows)
+    heat = torch.rand(rows) * 1.3 + 0.2
+    top_p = torch.ones(rows)
+    min_p = torch.zeros(rows)
     top_k = torch.zeros(rows, dtype=torch.int64)
     for row in range(rows):
         one = kinds[int(torch.randint(len(kinds), ()))] if kind == "mixed" else kind
@@ -182,13 +248,18 @@ def check_pick(
     lines: int, vocab: int, spread: float, kind: str, dtype: torch.dtype, device: str, **sizes: int
 ) -> float:
     """The share of lines whose token differs, or its rank or log-probability does; twice, for the scratch stays."""
-    wishes, scratch = random_wishes(lines + 3, kind, device), pick.Scratch.of(lines, vocab, device, **sizes)
+    wishes = random_wishes(lines + 3, kind, device)
+    scratch = pick.Scratch.of(lines, vocab, device, **sizes)
     wrong = 0.0
     for scored in (True, False):
         logits = (torch.randn(lines, vocab, device=device) * spread).to(dtype)
         rows = torch.randperm(lines + 3, device=device)[:lines].int()
         positions = torch.randint(1 << 17, (lines,), device=device, dtype=torch.int32)
-        got = poisoned(lambda a=(logits, rows, positions, wishes, scratch), s=scored: pick.pick_lines(*a, scored=s))
+        got = poisoned(
+            lambda a=(logits, rows, positions, wishes, scratch), s=scored: pick.pick_lines(
+                *a, scored=s
+            )
+        )
         wanted = pick.pick_reference(logits, rows, positions, wishes)
         same = got.tokens == wanted.tokens
         if scored:
@@ -203,14 +274,18 @@ def check_draws(draws: int, device: str) -> float:
     wishes = random_wishes(1, "free", device)
     rows = torch.zeros(draws, dtype=torch.int32, device=device)
     scratch = pick.Scratch.of(draws, 50, device, segment=64)
-    tokens = pick.pick_lines(logits, rows, torch.arange(draws, device=device), wishes, scratch, False, False).tokens
+    tokens = pick.pick_lines(
+        logits, rows, torch.arange(draws, device=device), wishes, scratch, False, False
+    ).tokens
     share = torch.bincount(tokens.long(), minlength=50).double() / draws
     return (share - (logits[0].double() / wishes.temperature[0]).softmax(-1)).abs().sum().item() / 2
 
 
 def check_penalties(lines: int, vocab: int, length: int, device: str) -> float:
     rows = torch.randperm(lines + 2, device=device)[:lines].int()
-    numbers = torch.rand(3, lines + 2, device=device) + torch.tensor([[0.5], [-0.5], [-0.5]], device=device)
+    numbers = torch.rand(3, lines + 2, device=device) + torch.tensor(
+        [[0.5], [-0.5], [-0.5]], device=device
+    )
     numbers[:, 0] = torch.tensor([1.0, 0.0, 0.0])
     history = torch.randint(vocab, (lines + 2, length), dtype=torch.int32, device=device)
     prompts = torch.randint(length // 2, (lines + 2,), device=device)
@@ -223,9 +298,16 @@ def check_penalties(lines: int, vocab: int, length: int, device: str) -> float:
 
 
 def check_experts(
-    tokens: int, count: int, k: int, size: int, hidden: int, way: str, dtype: torch.dtype, device: str,
+    tokens: int,
+    count: int,
+    k: int,
+    size: int,
+    hidden: int,
+    way: str,
+    dtype: torch.dtype,
+    device: str,
     cut: experts.Blocks | None = None,
-) -> float:  # fmt: skip
+) -> float:
     logits = torch.randn(tokens, count, device=device)
     chosen, weights = poisoned(lambda: experts.route_rows(logits, k, True))
     same, wanted = experts.route_reference(logits, k, True)
@@ -241,7 +323,9 @@ def check_experts(
     got = poisoned(lambda: call(*given, *more))
     again = call(*given, *more)
     right = experts.mix_reference(*map(wide, given))
-    return max(error(weights, wanted), error(got, right)) if torch.equal(got, again) else float("inf")
+    return (
+        max(error(weights, wanted), error(got, right)) if torch.equal(got, again) else float("inf")
+    )
 
 
 def check_chain(name: str) -> float:
@@ -259,41 +343,65 @@ def check_chain(name: str) -> float:
 
 
 PHRASES = (
-    ("", ""), ("rms", ""), ("layer", ""), ("layer bare", ""), ("", "add"), ("rms", "add"), ("rms", "gate silu"),
-    ("layer", "gate gelu"), ("layer", "activate gelu_tanh"), ("", "activate relu"), ("rms", "heads 6 2 64 64 tables"),
-    ("", "heads 6 2 64 0"), ("layer", "heads 6 2 64 32"), ("rms", "heads 6 2 64 32 interleaved tables"),
+    ("", ""),
+    ("rms", ""),
+    ("layer", ""),
+    ("layer bare", ""),
+    ("", "add"),
+    ("rms", "add"),
+    ("rms", "gate silu"),
+    ("layer", "gate gelu"),
+    ("layer", "activate gelu_tanh"),
+    ("", "activate relu"),
+    ("rms", "heads 6 2 64 64 tables"),
+    ("", "heads 6 2 64 0"),
+    ("layer", "heads 6 2 64 32"),
+    ("rms", "heads 6 2 64 32 interleaved tables"),
     ("layer", "heads 6 2 64 64 interleaved"),
-)  # fmt: skip
+)
 
 
 def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
     """Name, call, limit."""
-    for (name, dtype), (before, after), columns in product(DTYPES.items(), PHRASES, (576, 896, 1536, 4096)):
+    for (name, dtype), (before, after), columns in product(
+        DTYPES.items(), PHRASES, (576, 896, 1536, 4096)
+    ):
         if name == "fp16" and columns != 1536:
             continue  # the same code as for bf16, and compiling takes time
-        plain, bias = columns == 896, columns in (576, 4096)
-        call = lambda a=(1, 640, columns, before, after, bias, dtype, "cuda", None, plain): check_product(*a)  # noqa: E731
+        plain = columns == 896
+        bias = columns in (576, 4096)
+        call = lambda a=(1, 640, columns, before, after, bias, dtype, "cuda", None, plain): (
+            check_product(*a)
+        )
         yield f"product {columns} {before} {after} {name}", call, LIMITS[dtype]
     for (name, dtype), tokens, after in product(DTYPES.items(), (2, 3, 4), ("", "add")):
-        call = lambda a=(tokens, 4096, 6144, "", after, True, dtype, "cuda"): check_product(*a)  # noqa: E731
+        call = lambda a=(tokens, 4096, 6144, "", after, True, dtype, "cuda"): check_product(*a)
         yield f"product {tokens} tokens {after} {name}", call, LIMITS[dtype]
     for model, shape in MODELS.items():
         for linear, (rows, columns, before, after) in shape.linears().items():
-            call = lambda a=(1, rows, columns, before, after, shape.bias, torch.bfloat16, "cuda"): check_product(*a)  # noqa: E731
+            call = lambda a=(1, rows, columns, before, after, shape.bias, torch.bfloat16, "cuda"): (
+                check_product(*a)
+            )
             yield f"product {model} {linear} bf16", call, LIMITS[torch.bfloat16]
         yield f"chain {model}", lambda m=model: check_chain(m), 1e-9
-    for kind, spread in product(("greedy", "free", "top_p", "top_k", "min_p", "both", "mixed"), (0.5, 4.0)):
+    for kind, spread in product(
+        ("greedy", "free", "top_p", "top_k", "min_p", "both", "mixed"), (0.5, 4.0)
+    ):
         for vocab, dtype in ((128256, torch.float32), (49152, torch.bfloat16)):
-            call = lambda a=(64, vocab, spread, kind, dtype, "cuda"): check_pick(*a)  # noqa: E731
+            call = lambda a=(64, vocab, spread, kind, dtype, "cuda"): check_pick(*a)
             yield f"pick {kind} {vocab} spread {spread}", call, 0.02
-    yield "pick overflowing lists", lambda: check_pick(64, 20000, 0.5, "mixed", torch.float32, "cuda", listed=64), 0.02
+    yield (
+        "pick overflowing lists",
+        lambda: check_pick(64, 20000, 0.5, "mixed", torch.float32, "cuda", listed=64),
+        0.02,
+    )
     yield "pick draws", lambda: check_draws(8192, "cuda"), 0.06
     yield "penalties", lambda: check_penalties(16, 1000, 3000, "cuda"), 1e-6
     for (name, dtype), tokens in product(DTYPES.items(), (1, 3, 17, 200, 3000)):
         for sparse, shape in (SPARSE | {"odd": (12, 3, 200, 328)}).items():
             for way in ("singly", "grouped") if tokens <= 17 else ("grouped",):
                 few = (shape[0], shape[1], min(shape[2], 1536), min(shape[3], 2048))
-                call = lambda a=(tokens, *few, way, dtype, "cuda"): check_experts(*a)  # noqa: E731
+                call = lambda a=(tokens, *few, way, dtype, "cuda"): check_experts(*a)
                 yield f"experts {sparse} {way} {tokens} {name}", call, LIMITS[dtype]
 
 
@@ -336,12 +444,17 @@ class Stack:
             return Line.of(*kinds[name], shape.bias and name != "head", torch.bfloat16, "cuda")
 
         self.shape = shape
-        self.layers = [{name: made(name) for name in kinds if name != "head"} for _ in range(layers or shape.layers)]
+        self.layers = [
+            {name: made(name) for name in kinds if name != "head"}
+            for _ in range(layers or shape.layers)
+        ]
         self.head = made("head") if "head" in kinds else None
         self.x = torch.randn(1, shape.hidden, device="cuda").bfloat16()
         turn = Turn((torch.ones(1, shape.dim // 2, device="cuda"),) * 2) if shape.turned else Turn()
         self.turns = torch.zeros(1, dtype=torch.int32, device="cuda"), turn
-        lines = [line for layer in self.layers for line in layer.values()] + ([self.head] if self.head else [])
+        lines = [line for layer in self.layers for line in layer.values()] + (
+            [self.head] if self.head else []
+        )
         self.bytes = sum(line.weight.nbytes for line in lines)
 
     def step(self, cuts: Mapping[str, Tiling] | None = None) -> torch.Tensor:
@@ -372,19 +485,27 @@ def bench_products(wish: str) -> None:
             label = f"product {model} {name}"
             if wish not in label:
                 continue
-            size, bias = rows * columns * 2, shape.bias and name != "head"
-            lines = [Line.of(rows, columns, before, after, bias, torch.bfloat16, "cuda") for _ in range(copies(size))]
+            size = rows * columns * 2
+            bias = shape.bias and name != "head"
+            lines = [
+                Line.of(rows, columns, before, after, bias, torch.bfloat16, "cuda")
+                for _ in range(copies(size))
+            ]
             for tokens in (1, 2, 4) if name in ("o", "down", "head") else (1,):
                 x = torch.randn(tokens, columns, device="cuda").bfloat16()
                 then = [line.after(tokens, torch.bfloat16) for line in lines]
                 ours = microseconds(
                     lambda x=x, t=then, ls=lines: [
-                        gemv.product_rows(x, a.weight, a.bias, a.before, b, shift=a.shift) for a, b in zip(ls, t)
+                        gemv.product_rows(x, a.weight, a.bias, a.before, b, shift=a.shift)
+                        for a, b in zip(ls, t)
                     ][-1],
                     len(lines),
                 )
-                bare = microseconds(lambda x=x, ls=lines: [F.linear(x, a.weight) for a in ls][-1], len(lines))
-                rate, share = size / ours / 1e6, size / BANDWIDTH * 1e6 / ours
+                bare = microseconds(
+                    lambda x=x, ls=lines: [F.linear(x, a.weight) for a in ls][-1], len(lines)
+                )
+                rate = size / ours / 1e6
+                share = size / BANDWIDTH * 1e6 / ours
                 print(
                     f"{label:24s} {tokens} {rows:6d} x {columns:5d}  ours {ours:7.2f} us {rate:5.2f} TB/s {share:6.1%}"
                     f"   bare library {bare:7.2f} us {size / bare / 1e6:5.2f} TB/s",
@@ -398,7 +519,8 @@ def bench_chains(wish: str) -> None:
     for model, shape in MODELS.items():
         if wish in f"chain {model}":
             stack = Stack(shape)
-            us, floor = microseconds(stack.step, 1), stack.bytes / BANDWIDTH * 1e6
+            us = microseconds(stack.step, 1)
+            floor = stack.bytes / BANDWIDTH * 1e6
             with apart(True):
                 plain = microseconds(stack.step, 1)
             print(
@@ -412,55 +534,90 @@ def bench_chains(wish: str) -> None:
 
 def bench_picks(wish: str) -> None:
     sizes = product((1, 64, 256), (4.0, 0.5), (torch.float32, torch.bfloat16))
-    for (lines, spread, dtype), kind in product(sizes, ("greedy", "free", "top_p", "top_k", "both")):
+    for (lines, spread, dtype), kind in product(
+        sizes, ("greedy", "free", "top_p", "top_k", "both")
+    ):
         label = f"pick {lines} {kind} spread {spread} {str(dtype)[6:]}"
         if wish in label and (spread == 4.0 or kind in ("top_p", "both")):
             bench_pick(label, lines, spread, dtype, kind)
 
 
-def bench_pick(label: str, lines: int, spread: float, dtype: torch.dtype, kind: str, vocab: int = 128256) -> None:
-    many = [(torch.randn(lines, vocab, device="cuda") * spread).to(dtype) for _ in range(2 if lines > 64 else 8)]
+def bench_pick(
+    label: str, lines: int, spread: float, dtype: torch.dtype, kind: str, vocab: int = 128256
+) -> None:
+    many = [
+        (torch.randn(lines, vocab, device="cuda") * spread).to(dtype)
+        for _ in range(2 if lines > 64 else 8)
+    ]
     places = torch.arange(lines + len(many), dtype=torch.int32, device="cuda")
-    wishes, scratch = random_wishes(lines, kind, "cuda"), pick.Scratch.of(lines, vocab, "cuda")
+    wishes = random_wishes(lines, kind, "cuda")
+    scratch = pick.Scratch.of(lines, vocab, "cuda")
     wishes.top_p.copy_(torch.where(wishes.top_p < 1, 0.95, 1.0))
     wishes.top_k.copy_(torch.where(wishes.top_k > 0, 50, 0))
     restricted = kind not in ("greedy", "free")
 
     def step() -> torch.Tensor:
         for i, logits in enumerate(many):
-            found = pick.pick_lines(logits, places[:lines], places[i : i + lines], wishes, scratch, restricted)
+            found = pick.pick_lines(
+                logits, places[:lines], places[i : i + lines], wishes, scratch, restricted
+            )
         return found.tokens
 
-    us, floor = microseconds(step, len(many)), many[0].nbytes / BANDWIDTH * 1e6
+    us = microseconds(step, len(many))
+    floor = many[0].nbytes / BANDWIDTH * 1e6
     print(f"{label:40s} {us:8.2f} us; one pass over the logits takes {floor:.2f}", flush=True)
 
 
-def loop(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+def loop(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+) -> None:
     y = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
         token, place = (chosen == expert).nonzero(as_tuple=True)
         gate, right = F.linear(x[token], up[expert]).chunk(2, -1)
-        y.index_add_(0, token, F.linear(F.silu(gate) * right, down[expert]) * weights[token, place, None].to(x.dtype))
+        y.index_add_(
+            0,
+            token,
+            F.linear(F.silu(gate) * right, down[expert]) * weights[token, place, None].to(x.dtype),
+        )
 
 
 def library(
-    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
 ) -> torch.Tensor:
     """torch's grouped product between torch's sort and sums."""
     flat, order = chosen.flatten().sort()
-    ends = torch.searchsorted(flat, torch.arange(1, len(up) + 1, device=x.device, dtype=flat.dtype)).int()
-    gate, right = torch._grouped_mm(x[order // chosen.shape[1]], up.transpose(1, 2), offs=ends).chunk(2, -1)
+    ends = torch.searchsorted(
+        flat, torch.arange(1, len(up) + 1, device=x.device, dtype=flat.dtype)
+    ).int()
+    gate, right = torch._grouped_mm(
+        x[order // chosen.shape[1]], up.transpose(1, 2), offs=ends
+    ).chunk(2, -1)
     y = torch._grouped_mm(F.silu(gate) * right, down.transpose(1, 2), offs=ends)
     y = torch.empty_like(y).index_copy_(0, order, y).view(*chosen.shape, -1)
     return (y * weights[..., None].to(x.dtype)).sum(1)
 
 
 def bench_experts(wish: str) -> None:
-    for (model, (count, k, size, hidden)), tokens in product(SPARSE.items(), (1, 4, 16, 64, 256, 2048, 8192)):
+    for (model, (count, k, size, hidden)), tokens in product(
+        SPARSE.items(), (1, 4, 16, 64, 256, 2048, 8192)
+    ):
         label = f"experts {model} {tokens}"
         if wish in label:
-            up = torch.empty(count, 2 * size, hidden, device="cuda", dtype=torch.bfloat16).normal_(0, hidden**-0.5)
-            down = torch.empty(count, hidden, size, device="cuda", dtype=torch.bfloat16).normal_(0, size**-0.5)
+            up = torch.empty(count, 2 * size, hidden, device="cuda", dtype=torch.bfloat16).normal_(
+                0, hidden**-0.5
+            )
+            down = torch.empty(count, hidden, size, device="cuda", dtype=torch.bfloat16).normal_(
+                0, size**-0.5
+            )
             bench_mixes(label, torch.randn(tokens, hidden, device="cuda").bfloat16(), up, down, k)
             del up, down
             torch.cuda.empty_cache()
@@ -472,7 +629,9 @@ def bench_mixes(label: str, x: torch.Tensor, up: torch.Tensor, down: torch.Tenso
     times = {}
     for way, call in (ways | {"grouped": experts.mix_grouped, "library": library}).items():
         try:
-            times[way] = microseconds(lambda c=call: [c(x, *route, up, down) for route in routes][-1], len(routes))
+            times[way] = microseconds(
+                lambda c=call: [c(x, *route, up, down) for route in routes][-1], len(routes)
+            )
         except Exception as problem:
             print(f"{label} {way}: {problem!r}"[:200])
     loop(x, *routes[0], up, down)
@@ -482,15 +641,21 @@ def bench_mixes(label: str, x: torch.Tensor, up: torch.Tensor, down: torch.Tenso
     end.record()
     end.synchronize()
     visited = sum(len(chosen.unique()) for chosen, _ in routes) / len(routes) / len(up)
-    moved, flops = visited * (up.nbytes + down.nbytes), 2 * len(x) * k * (up[0].numel() + down[0].numel())
+    moved = visited * (up.nbytes + down.nbytes)
+    flops = 2 * len(x) * k * (up[0].numel() + down[0].numel())
     floor = max(moved / BANDWIDTH, flops / PEAK) * 1e6
     shown = ", ".join(f"{way} {us:.1f} us ({floor / us:.0%})" for way, us in times.items())
-    print(f"{label:24s} floor {floor:8.1f}: {shown}, loop {start.elapsed_time(end) * 1e3:.0f}", flush=True)
+    print(
+        f"{label:24s} floor {floor:8.1f}: {shown}, loop {start.elapsed_time(end) * 1e3:.0f}",
+        flush=True,
+    )
 
 
 def bench(wish: str) -> None:
     jobs = [(model, name, None) for model in MODELS for name in MODELS[model].linears()]
-    side_by_side(compile_part, [job for job in jobs if wish in f"chain {job[0]} product {job[0]} {job[1]}"])
+    side_by_side(
+        compile_part, [job for job in jobs if wish in f"chain {job[0]} product {job[0]} {job[1]}"]
+    )
     bench_chains(wish)
     bench_products(wish)
     bench_picks(wish)
@@ -501,16 +666,32 @@ def bench(wish: str) -> None:
 
 
 CUTS = [
-    (4, 2048, 4), (4, 1024, 4), (8, 1024, 4), (2, 2048, 4), (2, 4096, 4), (8, 2048, 8), (4, 4096, 8), (4, 4096, 4),
-    (8, 2048, 4), (4, 1024, 2), (8, 512, 2), (16, 512, 4), (4, 8192, 8), (8, 1024, 2), (16, 1024, 4),
-]  # fmt: skip
+    (4, 2048, 4),
+    (4, 1024, 4),
+    (8, 1024, 4),
+    (2, 2048, 4),
+    (2, 4096, 4),
+    (8, 2048, 8),
+    (4, 4096, 8),
+    (4, 4096, 4),
+    (8, 2048, 4),
+    (4, 1024, 2),
+    (8, 512, 2),
+    (16, 512, 4),
+    (4, 8192, 8),
+    (8, 1024, 2),
+    (16, 1024, 4),
+]
 
 
 def cuts(rows: int, columns: int, after: str) -> list[Tiling]:
     """The usual one first."""
     paired = after.startswith(("heads", "gate"))
     usual = gemv.tiling(rows, columns, paired, 2)
-    every = [Tiling(max(1, outputs // 2) if paired else outputs, inputs, warps) for outputs, inputs, warps in CUTS]
+    every = [
+        Tiling(max(1, outputs // 2) if paired else outputs, inputs, warps)
+        for outputs, inputs, warps in CUTS
+    ]
     return [usual, *(cut for cut in every if cut != usual and columns % cut.inputs == 0)]
 
 
@@ -520,11 +701,15 @@ def compile_part(part: int, jobs: list[tuple[str, str, Tiling | None]]) -> None:
         shape = MODELS[model]
         rows, columns, before, after = shape.linears()[name]
         for tokens in (1, 2, 4) if cut is None and name in ("o", "down", "head") else (1,):
-            line = Line.of(rows, columns, before, after, shape.bias and name != "head", torch.bfloat16, "cuda")
+            line = Line.of(
+                rows, columns, before, after, shape.bias and name != "head", torch.bfloat16, "cuda"
+            )
             x = torch.randn(tokens, columns, device="cuda").bfloat16()
             then = line.after(tokens, torch.bfloat16)
             try:
-                gemv.product_rows(x, line.weight, line.bias, line.before, then, cut=cut, shift=line.shift)
+                gemv.product_rows(
+                    x, line.weight, line.bias, line.before, then, cut=cut, shift=line.shift
+                )
                 torch.cuda.synchronize()
             except Exception as problem:
                 print(f"{model} {name} {cut}: {problem!r}"[:300], flush=True)
@@ -534,7 +719,9 @@ def tune(wish: str) -> None:
     """One product after another, in a chain of some layers: with overlap, neighbours matter."""
     names = [model for model in MODELS if wish in model]
     found = {m: {n: cuts(k[0], k[1], k[3]) for n, k in MODELS[m].linears().items()} for m in names}
-    side_by_side(compile_part, [(m, n, cut) for m in names for n in found[m] for cut in found[m][n]])
+    side_by_side(
+        compile_part, [(m, n, cut) for m in names for n in found[m] for cut in found[m][n]]
+    )
     for model in names:
         stack = Stack(MODELS[model], layers=8)
         best = {name: tries[0] for name, tries in found[model].items()}
@@ -544,7 +731,9 @@ def tune(wish: str) -> None:
             times = []
             for cut in tries:
                 try:
-                    times.append((microseconds(lambda s=stack, b=best | {name: cut}: s.step(b), 1), cut))
+                    times.append(
+                        (microseconds(lambda s=stack, b=best | {name: cut}: s.step(b), 1), cut)
+                    )
                 except Exception as problem:
                     print(f"{model} {name} {cut}: {problem!r}"[:200], flush=True)
             times.sort()
@@ -552,7 +741,9 @@ def tune(wish: str) -> None:
             shape = MODELS[model].linears()[name][:2]
             shown = ", ".join(f"{tuple(cut)} {us:.1f}" for us, cut in times[:4])
             usual = next(us for us, cut in times if cut == tries[0])
-            print(f"    {name:5s} {shape}: {shown}; usual {tuple(tries[0])} {usual:.1f}", flush=True)
+            print(
+                f"    {name:5s} {shape}: {shown}; usual {tuple(tries[0])} {usual:.1f}", flush=True
+            )
         del stack
         torch.cuda.empty_cache()
 

@@ -29,7 +29,17 @@ from bloomery.quant.choose import ON_LOAD, choose
 from bloomery.text.load import load_tokenizer
 
 CPU = torch.device("cpu")
-PAGE = ("objects", "naming", "execmodel", "exceptions", "import", "types", "class", "function", "yieldexpr")
+PAGE = (
+    "objects",
+    "naming",
+    "execmodel",
+    "exceptions",
+    "import",
+    "types",
+    "class",
+    "function",
+    "yieldexpr",
+)
 KEPT = 16  # positions of each answer held back: they have seen too little
 
 
@@ -39,9 +49,14 @@ def page(tokens: int, encode) -> list[int]:
 
 
 def load(artifact: Artifact, form: str) -> tuple[Decoder, int]:
-    found, source = description(artifact), open_source(artifact)
+    found = description(artifact)
+    source = open_source(artifact)
     weights = Weights(
-        source, as_stored(found.names, source.names()), torch.float32, CPU, choose(found.quantization, form)
+        source,
+        as_stored(found.names, source.names()),
+        torch.float32,
+        CPU,
+        choose(found.quantization, form),
     )
     return Decoder(found.model, weights), weights.bytes
 
@@ -49,24 +64,44 @@ def load(artifact: Artifact, form: str) -> tuple[Decoder, int]:
 @torch.inference_mode()
 def logprobs(decoder: Decoder, ids: list[int]) -> torch.Tensor:
     """[positions, vocab], every position in one pass."""
-    n, size, backend = len(ids), 16, TorchPaged()
+    n = len(ids)
+    size = 16
+    backend = TorchPaged()
     decoder.reach(n)
     blocks = -(-n // size)
-    caches = [torch.zeros(cache_shape(layer.attention, blocks, size)) for layer in decoder.spec.layers]
+    caches = [
+        torch.zeros(cache_shape(layer.attention, blocks, size)) for layer in decoder.spec.layers
+    ]
     every = torch.arange(n)
     step = Ragged(
-        (n,), (n,), 0, torch.tensor([0, n]), torch.tensor([n]), every, every, torch.arange(blocks)[None], size
+        (n,),
+        (n,),
+        0,
+        torch.tensor([0, n]),
+        torch.tensor([n]),
+        every,
+        every,
+        torch.arange(blocks)[None],
+        size,
     )
     hidden = decoder(torch.tensor(ids), every, every, caches, backend, backend.plan(step))
     return decoder.logits(hidden)[KEPT:].log_softmax(-1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--formats", nargs="+", default=list(ON_LOAD), choices=(*ON_LOAD, "none"))
-    parser.add_argument("--packed", nargs="+", default=[], metavar="FOLDER", help="what `bloomery quantize` made of it")
+    parser.add_argument(
+        "--packed",
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="what `bloomery quantize` made of it",
+    )
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     artifact = locate(args.model)
@@ -76,27 +111,40 @@ def main() -> None:
     full = logprobs(decoder, ids)
     target = torch.tensor(ids[KEPT + 1 :])
     print(f"{artifact.name}: {len(ids)} tokens, {count / 1e6:.0f} million weights\n")
-    print("| format | bits a weight | MB | perplexity | KL | same top-1 |\n|---|---|---|---|---|---|")
+    print(
+        "| format | bits a weight | MB | perplexity | KL | same top-1 |\n|---|---|---|---|---|---|"
+    )
     points = []
     ways = [(form, artifact, form) for form in args.formats if form != "none"]
     ways += [(Path(folder).name, locate(folder), "auto") for folder in args.packed]
     for form, origin, how in (("full", artifact, "auto"), *ways):
         if form == "full":
-            got, bits = full, 16.0
+            got = full
+            bits = 16.0
         else:
             decoder, size = load(origin, how)
-            got, bits = logprobs(decoder, ids), size * 8 / count
+            got = logprobs(decoder, ids)
+            bits = size * 8 / count
         kl = float((full.exp() * (full - got)).sum(-1).mean())
         same = float((full.argmax(-1) == got.argmax(-1)).float().mean())
         perplexity = math.exp(-float(got[:-1].gather(1, target[:, None]).mean()))
         megabytes = bits * count / 8e6
-        print(f"| {form} | {bits:.2f} | {megabytes:.0f} | {perplexity:.2f} | {kl:.4f} | {same:.1%} |", flush=True)
+        print(
+            f"| {form} | {bits:.2f} | {megabytes:.0f} | {perplexity:.2f} | {kl:.4f} | {same:.1%} |",
+            flush=True,
+        )
         if form != "full":
             points.append((form, megabytes, max(kl, 1e-6)))
     if args.plot:
         series = [Series(name, [(megabytes, kl)], [name]) for name, megabytes, kl in points]
         args.plot.write_text(
-            chart(f"{artifact.name}: quality against bytes", "MB of weights", "KL, nats", series, log_y=True)
+            chart(
+                f"{artifact.name}: quality against bytes",
+                "MB of weights",
+                "KL, nats",
+                series,
+                log_y=True,
+            )
         )
 
 

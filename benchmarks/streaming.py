@@ -33,11 +33,16 @@ RINGS = ((READERS, CHUNK), (4, 16 << 20), (16, 4 << 20), (2, 64 << 20), (1, CHUN
 
 
 def write(folder: Path, size: int) -> FileSource:
-    header, end = {}, 0
+    header = {}
+    end = 0
     while end < size:
         for rows, cols in SHAPES:
             name = f"{len(header):04}.weight"
-            header[name] = {"dtype": "BF16", "shape": [rows, cols], "data_offsets": [end, end + 2 * rows * cols]}
+            header[name] = {
+                "dtype": "BF16",
+                "shape": [rows, cols],
+                "data_offsets": [end, end + 2 * rows * cols],
+            }
             end += 2 * rows * cols
     text = json.dumps(header).encode()
     block = os.urandom(1 << 26)
@@ -68,21 +73,33 @@ def mapped(source: FileSource, device: torch.device) -> int:
     return int(flat(weight)[-1])
 
 
-def streamed(source: FileSource, device: torch.device, readers: int, chunk: int, half: str = "", form: str = "") -> int:
+def streamed(
+    source: FileSource,
+    device: torch.device,
+    readers: int,
+    chunk: int,
+    half: str = "",
+    form: str = "",
+) -> int:
     """With `half` what one of two ranks takes of each matrix: some of its rows, or some columns."""
     with Stream(device, readers, chunk) as source.stream:
         for product in matrices(source):
             matrix = (ON_LOAD[form] if form else DenseFormat()).matrix(source, product)
             rows, cols = product.shape
             if half:
-                matrix = matrix.rows([(0, rows // 2)]) if half == "rows" else matrix.cols(cols // 2, cols)
+                matrix = (
+                    matrix.rows([(0, rows // 2)])
+                    if half == "rows"
+                    else matrix.cols(cols // 2, cols)
+                )
             ready = matrix.prepare(torch.bfloat16, device)
     source.stream = None
     return int(flat(ready.weight)[-1]) if not form else 0
 
 
 def alone(file: Path, readers: int, chunk: int) -> int:
-    handle, size = os.open(file, os.O_RDONLY), file.stat().st_size
+    handle = os.open(file, os.O_RDONLY)
+    size = file.stat().st_size
 
     def some(first: int) -> None:
         buffer = bytearray(chunk)
@@ -95,7 +112,9 @@ def alone(file: Path, readers: int, chunk: int) -> int:
     return size
 
 
-def timed(name: str, size: int, device: torch.device, work: Callable[[], object], cold: Path | None = None) -> None:
+def timed(
+    name: str, size: int, device: torch.device, work: Callable[[], object], cold: Path | None = None
+) -> None:
     best = float("inf")
     for _ in range(1 if cold or name == "mapped" else 3):
         if cold:
@@ -105,7 +124,10 @@ def timed(name: str, size: int, device: torch.device, work: Callable[[], object]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begun)
-    print(f"{'cold' if cold else 'warm'} {name:34} {best:7.3f} s {size / best / 1e9:6.2f} GB/s", flush=True)
+    print(
+        f"{'cold' if cold else 'warm'} {name:34} {best:7.3f} s {size / best / 1e9:6.2f} GB/s",
+        flush=True,
+    )
 
 
 def check(source: FileSource, device: torch.device) -> None:
@@ -121,17 +143,23 @@ def check(source: FileSource, device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", type=float, default=4.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", default=None)
     args = parser.parse_args()
-    device, folder = torch.device(args.device), Path(tempfile.mkdtemp(dir=args.folder))
+    device = torch.device(args.device)
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
         begun = time.perf_counter()
-        source, file = write(folder, int(args.gib * 2**30)), folder / "model.safetensors"
+        source = write(folder, int(args.gib * 2**30))
+        file = folder / "model.safetensors"
         size = file.stat().st_size
-        print(f"{size / 1e9:.2f} GB, {len(source.entries)} matrices, written in {time.perf_counter() - begun:.1f} s")
+        print(
+            f"{size / 1e9:.2f} GB, {len(source.entries)} matrices, written in {time.perf_counter() - begun:.1f} s"
+        )
         check(source, device)
         every = (
             ("read alone, one thread", lambda: alone(file, 1, CHUNK)),
@@ -148,9 +176,19 @@ def main() -> None:
             timed(name, size, device, lambda r=readers, c=chunk: streamed(source, device, r, c))
         for half in ("rows", "columns"):
             name = f"stream, half of the {half}"
-            timed(name, size // 2, device, lambda h=half: streamed(source, device, READERS, CHUNK, half=h))
+            timed(
+                name,
+                size // 2,
+                device,
+                lambda h=half: streamed(source, device, READERS, CHUNK, half=h),
+            )
         for form in ("int8", "nf4"):
-            timed(f"stream to {form}", size, device, lambda f=form: streamed(source, device, READERS, CHUNK, form=f))
+            timed(
+                f"stream to {form}",
+                size,
+                device,
+                lambda f=form: streamed(source, device, READERS, CHUNK, form=f),
+            )
     finally:
         shutil.rmtree(folder)
 

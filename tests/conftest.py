@@ -16,7 +16,9 @@ from hypothesis import HealthCheck, settings
 
 # The same examples every time, at whatever speed: a run fails for what was changed and for nothing else. To look
 # further, `pytest --hypothesis-profile=explore` draws new ones.
-settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("explore", settings.get_profile("steady"), derandomize=False)
 settings.load_profile("steady")
 
@@ -33,6 +35,8 @@ def pytest_runtest_setup() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--server", type=int, help="the port of a ghost_server.py that tests/chaos/test_bad_ways.py shall use"
+        "--server",
+        type=int,
+        help="the port of a ghost_server.py that tests/chaos/test_bad_ways.py shall use",
     )
     parser.addoption("--engines", type=int, default=2000, help="how many random engines to try")

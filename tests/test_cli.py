@@ -9,15 +9,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "embedded.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads(
+    (Path(__file__).parent / "golden" / "embedded.json").read_text(encoding="utf-8")
+)
 SMALL = ["--threads", "1", "--kv-cache-gib", "0.1", "--max-model-len", "1024", "-t", "0"]
 
 
-def run(*arguments: str, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, stdin: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "bloomery", *arguments],
-        input=stdin, capture_output=True, text=True, timeout=240, env=os.environ | environment,
-    )  # fmt: skip
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | environment,
+    )
 
 
 def test_help_is_quick_and_imports_no_torch() -> None:

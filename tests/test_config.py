@@ -7,17 +7,32 @@ from pathlib import Path
 import pytest
 
 from bloomery.cli import configuration, parser
-from bloomery.config import Config, Plan, ServerConfig, child_environment, from_environment, options, resolve
+from bloomery.config import (
+    Config,
+    Plan,
+    ServerConfig,
+    child_environment,
+    from_environment,
+    options,
+    resolve,
+)
 from bloomery.errors import ConfigError
 
 
 def resolved(config: Config, device: str = "cpu", context: int = 4096) -> Plan:
-    return resolve(config, name="m", path="p", kind="folder", dtype="bfloat16", device=device, context=context)
+    return resolve(
+        config, name="m", path="p", kind="folder", dtype="bfloat16", device=device, context=context
+    )
 
 
 def test_every_option_is_a_flag_and_a_variable() -> None:
     for field in options():
-        sample = {int: "7", float: "0.5", bool: "false", str: (field.metadata["choices"] or ["word"])[-1]}
+        sample = {
+            int: "7",
+            float: "0.5",
+            bool: "false",
+            str: (field.metadata["choices"] or ["word"])[-1],
+        }
         text = sample[field.metadata["kind"]]
         by_variable, warnings = from_environment({f"BLOOMERY_{field.name.upper()}": text})
         assert not warnings
@@ -31,7 +46,9 @@ def test_every_option_is_a_flag_and_a_variable() -> None:
 def test_a_variable_nobody_reads_is_named_with_the_nearest() -> None:
     values, warnings = from_environment({"BLOOMERY_MAX_MODEL_LENGTH": "5", "HOME": "x"})
     assert values == {}
-    assert warnings == ["BLOOMERY_MAX_MODEL_LENGTH has no meaning; did you mean BLOOMERY_MAX_MODEL_LEN?"]
+    assert warnings == [
+        "BLOOMERY_MAX_MODEL_LENGTH has no meaning; did you mean BLOOMERY_MAX_MODEL_LEN?"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,12 +68,15 @@ def test_a_value_that_cannot_be_honoured_is_refused_by_name(wish: dict, message:
 def test_a_variable_of_the_wrong_kind_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="BLOOMERY_THREADS must be a whole number, not 'two'"):
         from_environment({"BLOOMERY_THREADS": "two"})
-    with pytest.raises(ConfigError, match="BLOOMERY_PREFIX_CACHE must be true or false, not 'maybe'"):
+    with pytest.raises(
+        ConfigError, match="BLOOMERY_PREFIX_CACHE must be true or false, not 'maybe'"
+    ):
         from_environment({"BLOOMERY_PREFIX_CACHE": "maybe"})
 
 
 def test_defaults_follow_the_device() -> None:
-    laptop, card = resolved(Config()), resolved(Config(), device="cuda")
+    laptop = resolved(Config())
+    card = resolved(Config(), device="cuda")
     assert (laptop.dtype, card.dtype) == ("float32", "bfloat16")
     assert laptop.depth == 1 < card.depth
     assert laptop.max_length == 4096 and not laptop.length_is_wish
@@ -79,4 +99,6 @@ def test_keys_may_stand_in_a_file_and_children_do_not_inherit_them(
         _ = ServerConfig(api_key="@/nowhere/to/be/found").keys
     monkeypatch.setenv("BLOOMERY_API_KEY", "secret")
     monkeypatch.setenv("BLOOMERY_PORT", "1")
-    assert "secret" not in child_environment().values() and child_environment()["BLOOMERY_PORT"] == "1"
+    assert (
+        "secret" not in child_environment().values() and child_environment()["BLOOMERY_PORT"] == "1"
+    )

@@ -19,7 +19,11 @@ from bloomery.errors import UnsupportedModel
 
 def folder(path: Path, **config: object) -> Artifact:
     (path / "config.json").write_text(json.dumps(config))
-    halves = {"a": torch.zeros(100).half(), "b": torch.zeros(10), "c": torch.zeros(1000, dtype=torch.int32)}
+    halves = {
+        "a": torch.zeros(100).half(),
+        "b": torch.zeros(10),
+        "c": torch.zeros(1000, dtype=torch.int32),
+    }
     save_file(halves, path / "model.safetensors")
     return Artifact("x", "folder", path, "local folder")
 

@@ -43,7 +43,10 @@ def table() -> dict[str, set[str]]:
 
 
 TABLE = table()
-PACKAGES = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in FILES} - {"__init__", "__main__"}
+PACKAGES = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in FILES} - {
+    "__init__",
+    "__main__",
+}
 
 
 def package_of(path: Path) -> str:
@@ -79,9 +82,13 @@ def test_imports_follow_the_table(path: Path) -> None:
             target = rest[0] if rest else "__init__"
             if target == "__version__":
                 continue
-            assert target in TABLE[package] or "all" in TABLE[package], f"{where}: {package} may not import {target}"
+            assert target in TABLE[package] or "all" in TABLE[package], (
+                f"{where}: {package} may not import {target}"
+            )
         elif root in ("torch", "triton"):
-            assert package in COMPUTE, f"{where}: {package} is in the control tower and may not import {root}"
+            assert package in COMPUTE, (
+                f"{where}: {package} is in the control tower and may not import {root}"
+            )
         else:
             assert root != "transformers", f"{where}: transformers is for tests"
             assert root not in ("pickle", "marshal", "shelve", "dill", "cloudpickle"), (
@@ -95,7 +102,9 @@ def test_nothing_evaluates_unpickles_or_reads_the_environment(path: Path) -> Non
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            assert called not in ("eval", "exec", "torch.load", "compile", "__import__"), f"{where}: {called}"
+            assert called not in ("eval", "exec", "torch.load", "compile", "__import__"), (
+                f"{where}: {called}"
+            )
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv"):
             assert path.name == "config.py", f"{where}: only config reads the environment"
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):

@@ -79,8 +79,12 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("name, precision, batch, ms", MEASURED)
-def test_expectations_are_near_what_was_measured(name: str, precision: str, batch: int, ms: float) -> None:
-    placed = Placed(subject(shape(name)).model, machine("h200"), PRECISIONS[precision], 16, Layout())
+def test_expectations_are_near_what_was_measured(
+    name: str, precision: str, batch: int, ms: float
+) -> None:
+    placed = Placed(
+        subject(shape(name)).model, machine("h200"), PRECISIONS[precision], 16, Layout()
+    )
     assert placed.expected(batch, 256) * 1e3 == pytest.approx(ms, rel=0.15)
 
 
@@ -95,10 +99,16 @@ def test_every_row_of_the_log_is_near_what_is_expected(capsys: pytest.CaptureFix
 def test_what_the_founding_documents_have(capsys: pytest.CaptureFixture[str]) -> None:
     """Peaks of OctoCoder in a library, and scores of 40 heads: nearly nothing, 19 GB, almost 1 TB; ours grow evenly."""
     plan = planned(capsys, shape("octocoder"), "--gpu", "a100-40")
-    assert plan["weights_bytes"] == pytest.approx(31e9, rel=0.01) and plan["fits"]["a100-40"]["bf16"] == 1
+    assert (
+        plan["weights_bytes"] == pytest.approx(31e9, rel=0.01)
+        and plan["fits"]["a100-40"]["bf16"] == 1
+    )
     peaks = [plan["library_peak_bytes"][name] / 2**30 for name in ("bf16", "int8", "nf4")]
     assert peaks == pytest.approx([29.03, 15.22, 9.54], rel=0.012)
-    rows = {row["tokens"]: row for row in planned(capsys, shape("llama-13b"), "--gpu", "h200")["prompt_memory"]}
+    rows = {
+        row["tokens"]: row
+        for row in planned(capsys, shape("llama-13b"), "--gpu", "h200")["prompt_memory"]
+    }
     assert rows[16_000]["scores_bytes"] / 2**30 == pytest.approx(19, abs=0.1)
     assert 0.7e12 < rows[100_000]["scores_bytes"] < 1e12
     ratio = rows[100_000]["tiled_bytes"] / rows[16_000]["tiled_bytes"]
@@ -125,7 +135,10 @@ def test_a_gguf_counts_its_real_bits(capsys: pytest.CaptureFixture[str]) -> None
     stored = sum(tensor.nbytes for tensor in read(locate(None).path).tensors.values())
     assert plan["weights_bytes"] == pytest.approx(stored, rel=0.01)
     gpu = planned(capsys, "--gpu", "l4")
-    assert gpu["weights_bytes"] == pytest.approx(stored, rel=0.01) and gpu["precision"] == plan["precision"]
+    assert (
+        gpu["weights_bytes"] == pytest.approx(stored, rel=0.01)
+        and gpu["precision"] == plan["precision"]
+    )
 
 
 def test_a_gguf_takes_what_the_engine_says_it_takes() -> None:
@@ -137,13 +150,18 @@ def test_a_gguf_takes_what_the_engine_says_it_takes() -> None:
     assert GRIDS.keys() == STEPS.keys()
     for kind, (bits, _) in GRIDS.items():
         matrix = kept(kind)(torch.randn(64, 1024))
-        assert matrix.prepare(torch.bfloat16, CPU).nbytes * 8 / (64 * 1024) == pytest.approx(bits, rel=0.005), kind
+        assert matrix.prepare(torch.bfloat16, CPU).nbytes * 8 / (64 * 1024) == pytest.approx(
+            bits, rel=0.005
+        ), kind
 
 
 COMPRESSED = {
-    "quant_method": "compressed-tensors", "format": "pack-quantized",
-    "config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32, "type": "int"}}},
-}  # fmt: skip
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "a": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32, "type": "int"}}
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -158,8 +176,10 @@ COMPRESSED = {
         (COMPRESSED, 4.625),
         (None, 16),
     ],
-)  # fmt: skip
-def test_quantised_checkpoints_say_so(packed: dict[str, Any] | None, bits: float, tmp_path: Path) -> None:
+)
+def test_quantised_checkpoints_say_so(
+    packed: dict[str, Any] | None, bits: float, tmp_path: Path
+) -> None:
     config = json.loads((SHAPES / "llama-8b.json").read_text())
     path = tmp_path / "packed.json"
     path.write_text(json.dumps({**config, "quantization_config": packed} if packed else config))
@@ -169,7 +189,21 @@ def test_quantised_checkpoints_say_so(packed: dict[str, Any] | None, bits: float
 
 def test_formats_are_told_by_what_they_save(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag of `serve` is one here; a CPU keeps in eight bits what it has no kernel for."""
-    assert main(["plan", shape("llama-8b"), "--gpu", "h200", "--quantize", "int4-64", "--kv-dtype", "fp8"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                shape("llama-8b"),
+                "--gpu",
+                "h200",
+                "--quantize",
+                "int4-64",
+                "--kv-dtype",
+                "fp8",
+            ]
+        )
+        == 0
+    )
     table = capsys.readouterr().out.partition("  precision")[2].splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in table[1:7]}
     assert table[0].endswith("ms a token, alone")
@@ -194,11 +228,14 @@ def test_no_torch_and_quick() -> None:
 @pytest.mark.parametrize("name", ["llama-8b", "bloom-176b", "octocoder"])
 @pytest.mark.parametrize("kind", ["h200", "a100-40", "l4"])
 def test_what_fits_fits(name: str, kind: str) -> None:
-    model, device = subject(shape(name)).model, MACHINES[kind]
+    model = subject(shape(name)).model
+    device = MACHINES[kind]
     for layout in layouts(model, 8):
         placed = Placed(model, device, BF16, 16, layout)
         most = placed.largest(1024)
-        assert most == 0 or most * placed.sequence_bytes(1024) <= placed.room < (most + 1) * placed.sequence_bytes(1024)
+        assert most == 0 or most * placed.sequence_bytes(1024) <= placed.room < (
+            most + 1
+        ) * placed.sequence_bytes(1024)
         longest = placed.longest()
         assert longest == model.context or placed.largest(longest + 1) == 0
         users = placed.users(1024) // layout.replicas
@@ -210,15 +247,23 @@ def test_what_fits_fits(name: str, kind: str) -> None:
 def test_a_window_frees_no_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As many sequences as the engine's blocks hold: every layer keeps every position."""
     path = tmp_path / "windowed.json"
-    path.write_text(json.dumps({**json.loads(Path(shape("llama-8b")).read_text()), "model_type": "mistral"}))
+    path.write_text(
+        json.dumps({**json.loads(Path(shape("llama-8b")).read_text()), "model_type": "mistral"})
+    )
     model = subject(str(path)).model
     assert model.layers[0].attention.window == 4096
     each = block_bytes(model, 64, torch.bfloat16)
-    assert Placed(model, machine("h200"), BF16, 16, Layout()).sequence_bytes(32768) == 32768 // 64 * each
+    assert (
+        Placed(model, machine("h200"), BF16, 16, Layout()).sequence_bytes(32768)
+        == 32768 // 64 * each
+    )
     command = ("--gpu", "h200", "--context", "32768")
-    windowed, plain = planned(capsys, str(path), *command), planned(capsys, shape("llama-8b"), *command)
+    windowed = planned(capsys, str(path), *command)
+    plain = planned(capsys, shape("llama-8b"), *command)
     assert windowed["largest_batch"] == plain["largest_batch"]
-    assert windowed["rows"][-1]["floor_ms"] < plain["rows"][-1]["floor_ms"], "but it is quicker: less is read"
+    assert windowed["rows"][-1]["floor_ms"] < plain["rows"][-1]["floor_ms"], (
+        "but it is quicker: less is read"
+    )
 
 
 def test_users_beyond_the_defaults_are_told_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,10 +273,8 @@ def test_users_beyond_the_defaults_are_told_the_flags(capsys: pytest.CaptureFixt
     assert users > sizes(cpu=False)[1] and f"bloomery serve --max-sequences {users}\n" in out
     assert main(["plan", "--gpu", "zen3-2"]) == 0
     out = capsys.readouterr().out
-    users, gib = (
-        int(out.partition("  users            ")[2].split()[0]),
-        float(out.partition("--kv-cache-gib ")[2].split()[0]),
-    )
+    users = int(out.partition("  users            ")[2].split()[0])
+    gib = float(out.partition("--kv-cache-gib ")[2].split()[0])
     plan = replace(plan_for(Config(kv_cache_gib=gib, device="cpu"))[0], max_sequences=users)
     size = fit(plan, subject(None).model, torch.float16, torch.device("cpu"))
     assert 8 < users <= 64 and size.blocks * plan.block_size >= 1024 * users
@@ -242,14 +285,15 @@ def test_users_beyond_the_defaults_are_told_the_flags(capsys: pytest.CaptureFixt
 def test_goals_choose_differently_where_links_are_slow() -> None:
     about = subject(shape("llama-8b"))
     plans = {
-        goal: Forecast(about, Wish(machine("l4"), BF16, goal=goal, devices=8)) for goal in ("latency", "throughput")
+        goal: Forecast(about, Wish(machine("l4"), BF16, goal=goal, devices=8))
+        for goal in ("latency", "throughput")
     }
     assert plans["latency"].chosen.layout.tp > plans["throughput"].chosen.layout.tp
     for plan in plans.values():
         assert plan.chosen.layout.devices == 8
-    assert plans["throughput"].throughput(plans["throughput"].chosen) >= plans["latency"].throughput(
-        plans["latency"].chosen
-    )
+    assert plans["throughput"].throughput(plans["throughput"].chosen) >= plans[
+        "latency"
+    ].throughput(plans["latency"].chosen)
 
 
 def test_what_is_no_faster_is_not_worth_a_message() -> None:
@@ -257,7 +301,9 @@ def test_what_is_no_faster_is_not_worth_a_message() -> None:
     plan = Forecast(about, Wish(machine("h200"), BF16, goal="throughput", devices=4))
     assert plan.chosen.layout == Layout(1, 1, 4)
     most = max(map(plan.throughput, plan.fitting))
-    assert 0.95 * most <= plan.throughput(plan.chosen) < most, "a pipeline's small lead is not taken"
+    assert 0.95 * most <= plan.throughput(plan.chosen) < most, (
+        "a pipeline's small lead is not taken"
+    )
     assert not any("PP" in line for line in advice(plan))
 
 
@@ -266,12 +312,15 @@ def test_tensor_parallelism_cuts_latency_and_stages_do_not() -> None:
     plan = Forecast(about, Wish(machine("a100-80"), BF16, devices=8))
     alone = {str(option.layout): option.expected(1, 1024) for option in plan.fitting}
     assert alone["PP 8"] > 2 * alone["TP 4 x PP 2"] > 2 * alone["TP 8"]
-    assert any("PP 8 is good for throughput" in line for line in advice(Forecast(about, Wish(
-        machine("a100-80"), BF16, layout=Layout(1, 8)
-    ))))  # fmt: skip
+    assert any(
+        "PP 8 is good for throughput" in line
+        for line in advice(Forecast(about, Wish(machine("a100-80"), BF16, layout=Layout(1, 8))))
+    )
 
 
-def test_impossible_wishes_are_refused_with_what_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_wishes_are_refused_with_what_is_possible(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["plan", shape("bloom-176b"), "--gpu", "h200", "--tp", "3"]) == 1
     assert "PP 3" in capsys.readouterr().err
     assert main(["plan", shape("bloom-176b"), "--gpu", "t4", "--devices", "1"]) == 0
@@ -285,15 +334,27 @@ def test_impossible_wishes_are_refused_with_what_is_possible(capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     "flags",
-    ["--price -1", "--price nan", "--context 0", "--devices 1.5", "--tp 0", "--plot nowhere/plan.svg", "--plot ."],
+    [
+        "--price -1",
+        "--price nan",
+        "--context 0",
+        "--devices 1.5",
+        "--tp 0",
+        "--plot nowhere/plan.svg",
+        "--plot .",
+    ],
 )
-def test_flags_that_mean_nothing_are_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_mean_nothing_are_refused(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["plan", shape("llama-1b"), "--gpu", "h200", *flags.split()])
     assert f"argument {flags.split()[0]}: " in capsys.readouterr().err
 
 
-def test_devices_beyond_one_copy_of_the_model_are_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_beyond_one_copy_of_the_model_are_replicas(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     command = [shape("llama-8b"), "--gpu", "h200", "--devices", "8", "--tp", "4"]
     assert planned(capsys, *command)["layout"] == {"tp": 4, "pp": 1, "replicas": 2}
     assert main(["plan", *command, "--pp", "3"]) == 1
@@ -304,10 +365,19 @@ def test_what_is_planned_is_what_is_said(capsys: pytest.CaptureFixture[str]) -> 
     """A device for nothing, a precision that a CPU has not, steps of a CPU's size, a context beyond the model's."""
     assert main(["plan", shape("llama-1b"), "--gpu", "h200", "--price", "0"]) == 0
     assert "cost             0.00 a million tokens" in capsys.readouterr().out
-    cpu = planned(capsys, shape("llama-1b"), "--gpu", "zen3-2", "--precision", "bf16", "--context", "500000")
+    cpu = planned(
+        capsys, shape("llama-1b"), "--gpu", "zen3-2", "--precision", "bf16", "--context", "500000"
+    )
     assert cpu["precision"] == "fp32" and cpu["weights_bytes"] == 4 * cpu["parameters"]
-    assert cpu["activation_bytes"] < 150e6 < planned(capsys, shape("llama-1b"), "--gpu", "h200")["activation_bytes"]
-    assert cpu["advice"][0] == "A context of 500,000 is beyond what it was made for: planned for 131,072."
+    assert (
+        cpu["activation_bytes"]
+        < 150e6
+        < planned(capsys, shape("llama-1b"), "--gpu", "h200")["activation_bytes"]
+    )
+    assert (
+        cpu["advice"][0]
+        == "A context of 500,000 is beyond what it was made for: planned for 131,072."
+    )
 
 
 # ---- pictures and machines -------------------------------------------------------------------------
@@ -323,10 +393,17 @@ def test_the_plot_is_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_devices_are_known_by_the_driver_s_names() -> None:
     names = {
-        "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-80GB": "a100-80",
-        "NVIDIA A100-SXM4-40GB": "a100-40", "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA L40S": "l40s",
-        "NVIDIA L4": "l4", "NVIDIA A10": "a10", "Tesla T4": "t4", "Something else": "unknown",
-    }  # fmt: skip
+        "NVIDIA H200": "h200",
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-80GB": "a100-80",
+        "NVIDIA A100-SXM4-40GB": "a100-40",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+        "NVIDIA L40S": "l40s",
+        "NVIDIA L4": "l4",
+        "NVIDIA A10": "a10",
+        "Tesla T4": "t4",
+        "Something else": "unknown",
+    }
     assert {title: named(title).name for title in names} == names
 
 
@@ -336,7 +413,12 @@ def test_a_measurement_in_doubt_replaces_none(
     from bloomery.plan.answer import measure
     from bloomery.runtime import measure as probes
 
-    for bandwidth, doubt, kept in ((9e9, "busy", 9e9), (12e9, None, 12e9), (3e9, "busy", 12e9), (11e9, None, 11e9)):
+    for bandwidth, doubt, kept in (
+        (9e9, "busy", 9e9),
+        (12e9, None, 12e9),
+        (3e9, "busy", 12e9),
+        (11e9, None, 11e9),
+    ):
         seen = probes.Seen(bandwidth, {"fp32": 1e11}, doubt)
         monkeypatch.setattr(probes, "measured", lambda where, cores, seen=seen: seen)
         measure()

@@ -15,11 +15,20 @@ from bloomery.roofline import PRECISIONS, machine
 from bloomery.simulate import calibrate, read_steps
 
 TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
-    "torch_dtype": "float32", "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True, "hidden_act": "silu",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "torch_dtype": "float32",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
 
 
 @pytest.fixture
@@ -30,23 +39,57 @@ def model(tmp_path: Path) -> str:
     return str(folder)
 
 
-FLAGS = ["--load-format", "dummy", "--threads", "1", "--kv-cache-gib", "0.05", "--no-native", "--device", "cpu"]
+FLAGS = [
+    "--load-format",
+    "dummy",
+    "--threads",
+    "1",
+    "--kv-cache-gib",
+    "0.05",
+    "--no-native",
+    "--device",
+    "cpu",
+]
 
 
-def test_a_table_and_a_trace(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_and_a_trace(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = tmp_path / "trace.json"
-    command = ["profile", model, *FLAGS, "--steps", "3", "--batch", "2", "--prompt-tokens", "8", "--trace", str(trace)]
+    command = [
+        "profile",
+        model,
+        *FLAGS,
+        "--steps",
+        "3",
+        "--batch",
+        "2",
+        "--prompt-tokens",
+        "8",
+        "--trace",
+        str(trace),
+    ]
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "aten::" in out and "never publish" in out
-    assert any(event.get("name", "").startswith("aten::") for event in json.loads(trace.read_text())["traceEvents"])
+    assert any(
+        event.get("name", "").startswith("aten::")
+        for event in json.loads(trace.read_text())["traceEvents"]
+    )
     assert main([*command, "--batch", "10000"]) == 1
-    for flags in ("--steps 0", "--batch -1", "--trace nowhere/trace.json", "--record nowhere/steps.jsonl"):
+    for flags in (
+        "--steps 0",
+        "--batch -1",
+        "--trace nowhere/trace.json",
+        "--record nowhere/steps.jsonl",
+    ):
         with pytest.raises(SystemExit):
             main([*command, *flags.split()])
 
 
-def test_native_kernels_are_seen_by_name(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_native_kernels_are_seen_by_name(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A recorded step is one call: the profile does its operations one by one."""
     from bloomery.native.team import team
 
@@ -68,6 +111,8 @@ def test_recorded_steps_calibrate_the_simulator(model: str, tmp_path: Path) -> N
         assert step.pairs is not None and step.pairs >= step.attended
     placed = Placed(subject(model).model, machine("zen3-2"), PRECISIONS["fp32"], 32, Layout())
     # Their times are those of a machine that may be busy; what they must do is grow with the work.
-    known = [replace(step, seconds=0.001 + 3 * placed.roofline.expected(*step.work)) for step in steps]
+    known = [
+        replace(step, seconds=0.001 + 3 * placed.roofline.expected(*step.work)) for step in steps
+    ]
     found = calibrate(placed.roofline, known)
     assert 0.001 <= found.step < 0.01 and found.memory > 0 and found.compute > 0

@@ -40,14 +40,18 @@ def shape(name: str) -> Model:
     return describe(json.loads((SHAPES / f"{name}.json").read_text())).model
 
 
-LLAMA, OCTOCODER, BLOOM = shape("llama-8b"), shape("octocoder"), shape("bloom-176b")
+LLAMA = shape("llama-8b")
+OCTOCODER = shape("octocoder")
+BLOOM = shape("bloom-176b")
 BF16 = PRECISIONS["bf16"]
 
 
 # ---- the founding documents ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, billions", [("llama-8b", 8.030), ("octocoder", 15.517), ("bloom-176b", 176.247)])
+@pytest.mark.parametrize(
+    "name, billions", [("llama-8b", 8.030), ("octocoder", 15.517), ("bloom-176b", 176.247)]
+)
 def test_two_bytes_a_parameter(name: str, billions: float) -> None:
     model = shape(name)
     assert parameters(model).total / 1e9 == pytest.approx(billions, abs=1e-3)
@@ -69,7 +73,10 @@ def test_scores_grow_with_the_square_and_activations_do_not() -> None:
     assert scores_bytes(40, 16_000) / GIB == pytest.approx(19, abs=0.1)
     assert 0.7e12 < scores_bytes(40, 100_000) < 1e12  # "almost 1 TB"
     wide = replace(LLAMA, layers=(replace(LLAMA.layers[0], attention=Attention(40, 40, 128)),))
-    once, twice = (activation_bytes(wide, tokens, 1) - activation_bytes(wide, 0, 1) for tokens in (50_000, 100_000))
+    once, twice = (
+        activation_bytes(wide, tokens, 1) - activation_bytes(wide, 0, 1)
+        for tokens in (50_000, 100_000)
+    )
     assert twice == 2 * once < 0.02 * scores_bytes(40, 100_000)
 
 
@@ -88,8 +95,18 @@ def test_bloom_on_eight_a100_cannot_beat_21_6_ms() -> None:
 def test_every_parameter_is_counted() -> None:
     """By hand: a layer of each kind of block."""
     norm = Norm("layer", bias=True)
-    dense = Layer(Attention(4, 2, 8, bias=True, out_bias=True), Mlp(48, gated=False, bias=True), norm, None, norm)
-    sparse = Layer(Attention(4, 4, 8, qk_norm=Norm()), Moe(6, 2, Mlp(16), shared=Mlp(24), shared_gate=True), Norm())
+    dense = Layer(
+        Attention(4, 2, 8, bias=True, out_bias=True),
+        Mlp(48, gated=False, bias=True),
+        norm,
+        None,
+        norm,
+    )
+    sparse = Layer(
+        Attention(4, 4, 8, qk_norm=Norm()),
+        Moe(6, 2, Mlp(16), shared=Mlp(24), shared_gate=True),
+        Norm(),
+    )
     model = Model(100, 32, (dense, sparse), norm, 64, positions=10, tied=False)
     attention = 32 * (32 + 2 * 16) + 32 * 32
     first = attention + (32 + 32) + 32 + 2 * 32 * 48 + 48 + 32 + 2 * 64
@@ -102,13 +119,15 @@ def test_keys_and_values() -> None:
     assert kv_bytes_per_token(LLAMA) == 32 * 2 * 8 * 128 * 2
     assert kv_bytes_per_token(OCTOCODER) == 40 * 2 * 128 * 2  # one head for all
     windowed = replace(
-        LLAMA, layers=tuple(replace(l, attention=replace(l.attention, window=512)) for l in LLAMA.layers)
+        LLAMA,
+        layers=tuple(replace(l, attention=replace(l.attention, window=512)) for l in LLAMA.layers),
     )
     assert kv_bytes(windowed, 4096) == kv_bytes(LLAMA, 512)
 
 
 def test_work_of_a_step() -> None:
-    chunk, decode = Item(1, 10, 4, (), None, (), False), Item(2, 99, 1, (), None, (), True)
+    chunk = Item(1, 10, 4, (), None, (), False)
+    decode = Item(2, 99, 1, (), None, (), True)
     assert work([chunk, decode]) == (5, 114, 1, 11 + 12 + 13 + 14 + 100)
 
 
@@ -126,8 +145,13 @@ def test_floors_are_floors(model: Model, step: tuple[int, int, bool], name: str,
     count = batch if sampled else 0
     floor = roofline.floor(batch, batch * context, count)
     assert floor.seconds <= roofline.expected(batch, batch * context, count)
-    assert floor.seconds >= max(floor.bytes / roofline.bandwidth, floor.operations / roofline.rate) * 0.999999
-    assert roofline.step(batch, batch * context, count) <= roofline.step(batch + 1, batch * context + 1, count)
+    assert (
+        floor.seconds
+        >= max(floor.bytes / roofline.bandwidth, floor.operations / roofline.rate) * 0.999999
+    )
+    assert roofline.step(batch, batch * context, count) <= roofline.step(
+        batch + 1, batch * context + 1, count
+    )
 
 
 @given(st.integers(1, 64), st.integers(1, 2000))
@@ -136,12 +160,18 @@ def test_the_compiled_step_is_the_sum_of_its_kernels(batch: int, context: int) -
     here = machine("h200")
     total = 0.0
     for layer in LLAMA.layers:
-        a, hidden = layer.attention, LLAMA.hidden
+        a = layer.attention
+        hidden = LLAMA.hidden
         assert isinstance(layer.mlp, Mlp)
-        values = hidden * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim + a.num_heads * a.head_dim * hidden
+        values = (
+            hidden * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+            + a.num_heads * a.head_dim * hidden
+        )
         values += 3 * hidden * layer.mlp.size
         vectors = 2 * hidden
-        total += max(2 * (values + vectors) / here.bandwidth, 2 * batch * values / here.rates["bf16"])
+        total += max(
+            2 * (values + vectors) / here.bandwidth, 2 * batch * values / here.rates["bf16"]
+        )
         cache = batch * context * 2 * a.num_kv_heads * a.head_dim * 2 / here.bandwidth
         total += max(cache, batch * context * 4 * a.num_heads * a.head_dim / here.rates["bf16"])
     head = LLAMA.vocab * LLAMA.hidden
@@ -181,10 +211,19 @@ def test_fewer_bits_are_less_to_read() -> None:
 
 
 def test_windows_bound_what_is_multiplied() -> None:
-    narrow = tuple(replace(layer, attention=replace(layer.attention, window=64)) for layer in LLAMA.layers)
-    windowed, whole = (Roofline(replace(LLAMA, layers=layers), machine("h200")) for layers in (narrow, LLAMA.layers))
-    long, pairs = 4096, 4096 * 4097 // 2
-    assert windowed.floor(long, long, 1, pairs).operations < whole.floor(long, long, 1, pairs).operations
+    narrow = tuple(
+        replace(layer, attention=replace(layer.attention, window=64)) for layer in LLAMA.layers
+    )
+    windowed, whole = (
+        Roofline(replace(LLAMA, layers=layers), machine("h200"))
+        for layers in (narrow, LLAMA.layers)
+    )
+    long = 4096
+    pairs = 4096 * 4097 // 2
+    assert (
+        windowed.floor(long, long, 1, pairs).operations
+        < whole.floor(long, long, 1, pairs).operations
+    )
     assert windowed.step(1, long, 1) == pytest.approx(whole.step(1, 64, 1))
 
 

@@ -56,14 +56,18 @@ def test_bad_values_are_refused_by_name(name):
 
 
 def test_a_refusal_reads_well():
-    with pytest.raises(InvalidRequest, match=r"^top_p must be above 0 and at most 1 \(1 turns it off\), not 1.01$"):
+    with pytest.raises(
+        InvalidRequest, match=r"^top_p must be above 0 and at most 1 \(1 turns it off\), not 1.01$"
+    ):
         SamplingParams(top_p=1.01)
     with pytest.raises(
-        InvalidRequest, match=r"^best_of must be at least n, which is 4, not 2: raise best_of or lower n$"
+        InvalidRequest,
+        match=r"^best_of must be at least n, which is 4, not 2: raise best_of or lower n$",
     ):
         SamplingParams(n=4, best_of=2)
     with pytest.raises(
-        InvalidRequest, match=r"^logit_bias must be from -100 to 100 for every token, not 1000 for token 7$"
+        InvalidRequest,
+        match=r"^logit_bias must be from -100 to 100 for every token, not 1000 for token 7$",
     ):
         SamplingParams(logit_bias={7: 1000})
     with pytest.raises(InvalidRequest, match=r"\.\.\.$"):
@@ -72,8 +76,19 @@ def test_a_refusal_reads_well():
 
 def test_good_values():
     SamplingParams()
-    SamplingParams(temperature=0, top_k=-1, top_p=1, min_p=1, typical_p=0.001, seed=2**64 - 1, max_tokens=None, n=128)
-    SamplingParams(temperature=7.5, frequency_penalty=-2, presence_penalty=2, repetition_penalty=1, logprobs=0)
+    SamplingParams(
+        temperature=0,
+        top_k=-1,
+        top_p=1,
+        min_p=1,
+        typical_p=0.001,
+        seed=2**64 - 1,
+        max_tokens=None,
+        n=128,
+    )
+    SamplingParams(
+        temperature=7.5, frequency_penalty=-2, presence_penalty=2, repetition_penalty=1, logprobs=0
+    )
     assert SamplingParams(stop="end").stop_strings == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
     assert SamplingParams().stop_strings == ()
@@ -96,7 +111,13 @@ def test_values_that_do_not_go_together():
 
 
 def made(params: SamplingParams, prompt=(1, 2, 3), **overrides):
-    values = {"id": "r", "entropy": 77, "vocab": 100, "max_length": 50, "eos_ids": (9, 8)} | overrides
+    values = {
+        "id": "r",
+        "entropy": 77,
+        "vocab": 100,
+        "max_length": 50,
+        "eos_ids": (9, 8),
+    } | overrides
     return requests(params, prompt, **values)
 
 
@@ -109,7 +130,12 @@ def refused(field: str, params: SamplingParams, prompt=(1, 2, 3), **overrides) -
 
 def test_defaults():
     (request,) = made(SamplingParams(), salt="tenant")
-    assert (request.id, request.prompt, request.max_tokens, request.salt) == ("r", (1, 2, 3), 16, "tenant")
+    assert (request.id, request.prompt, request.max_tokens, request.salt) == (
+        "r",
+        (1, 2, 3),
+        16,
+        "tenant",
+    )
     assert request.stop_ids == (9, 8)
     assert request.emitted == ()
     assert request.sampling.seed == 77
@@ -118,10 +144,24 @@ def test_defaults():
 
 def test_every_value_arrives():
     params = SamplingParams(
-        temperature=1, top_k=-1, top_p=0.9, min_p=0.1, typical_p=0.5, repetition_penalty=2, frequency_penalty=1,
-        presence_penalty=-1, logit_bias={5: 3, 99: -1.5}, seed=5, min_tokens=2, logprobs=4, prompt_logprobs=6,
-        allowed_token_ids=[4, 5, 4], watermark=True, watermark_gamma=0.25, watermark_delta=3,
-    )  # fmt: skip
+        temperature=1,
+        top_k=-1,
+        top_p=0.9,
+        min_p=0.1,
+        typical_p=0.5,
+        repetition_penalty=2,
+        frequency_penalty=1,
+        presence_penalty=-1,
+        logit_bias={5: 3, 99: -1.5},
+        seed=5,
+        min_tokens=2,
+        logprobs=4,
+        prompt_logprobs=6,
+        allowed_token_ids=[4, 5, 4],
+        watermark=True,
+        watermark_gamma=0.25,
+        watermark_delta=3,
+    )
     (request,) = made(params)
     s = request.sampling
     assert (s.temperature, s.top_k, s.top_p, s.min_p, s.typical_p) == (1.0, 0, 0.9, 0.1, 0.5)
@@ -129,11 +169,19 @@ def test_every_value_arrives():
     assert s.logit_bias == ((5, 3.0), (99, -1.5))
     assert (s.seed, s.min_tokens, s.logprobs, s.prompt_logprobs) == (5, 2, 4, 6)
     assert (s.allowed_token_ids, s.watermark) == ((4, 5), (0.25, 3.0))
-    numbers = (s.temperature, s.repetition_penalty, s.frequency_penalty, s.logit_bias[0][1], s.watermark[1])
+    numbers = (
+        s.temperature,
+        s.repetition_penalty,
+        s.frequency_penalty,
+        s.logit_bias[0][1],
+        s.watermark[1],
+    )
     assert all(type(number) is float for number in numbers)
 
 
-@pytest.mark.parametrize(("top_k", "resolved"), [(0, 0), (-1, 0), (1, 1), (99, 99), (100, 0), (2**31 - 1, 0)])
+@pytest.mark.parametrize(
+    ("top_k", "resolved"), [(0, 0), (-1, 0), (1, 1), (99, 99), (100, 0), (2**31 - 1, 0)]
+)
 def test_top_k_is_off_when_it_excludes_nothing(top_k, resolved):
     assert made(SamplingParams(top_k=top_k))[0].sampling.top_k == resolved
 
@@ -156,7 +204,9 @@ def test_children_and_their_seeds():
 
 
 def test_child_seeds_never_change():
-    assert child_seed(0, 1) == 0xE220A8397B1DCDAF  # the published first output of splitmix64 from state 0
+    assert (
+        child_seed(0, 1) == 0xE220A8397B1DCDAF
+    )  # the published first output of splitmix64 from state 0
     assert child_seed(0, 2) == 0x6E789E6AA1B965F4
 
 
@@ -181,14 +231,18 @@ def test_room():
     assert made(SamplingParams(max_tokens=47))[0].max_tokens == 47
     assert made(SamplingParams(max_tokens=5), [1] * 49)[0].max_tokens == 1
     for length in (50, 51, 500):
-        with pytest.raises(PromptTooLong, match=f"{length} tokens, but at most 49 fit: the context holds 50"):
+        with pytest.raises(
+            PromptTooLong, match=f"{length} tokens, but at most 49 fit: the context holds 50"
+        ):
             made(SamplingParams(), [1] * length)
 
 
 def test_truncation_keeps_the_end():
     assert made(SamplingParams(truncate_prompt_tokens=2))[0].prompt == (2, 3)
     assert made(SamplingParams(truncate_prompt_tokens=10))[0].prompt == (1, 2, 3)
-    assert made(SamplingParams(truncate_prompt_tokens=49), list(range(100)))[0].prompt == tuple(range(51, 100))
+    assert made(SamplingParams(truncate_prompt_tokens=49), list(range(100)))[0].prompt == tuple(
+        range(51, 100)
+    )
     with pytest.raises(PromptTooLong):
         made(SamplingParams(truncate_prompt_tokens=50), list(range(100)))
 
@@ -215,14 +269,21 @@ def letters(text: str) -> list[int]:
 def test_bad_words_with_and_without_a_space():
     words = made(SamplingParams(bad_words=["ab", " c"]), encode=letters)[0].sampling.bad_words
     assert words == ((65, 66), (0, 65, 66), (67,), (0, 67))
-    assert made(SamplingParams(bad_words=["a"]), encode=lambda text: [7])[0].sampling.bad_words == ((7,),)
-    assert made(SamplingParams(bad_words=["a"]), encode=lambda text: [7, 100])[0].sampling.bad_words == ()
+    assert made(SamplingParams(bad_words=["a"]), encode=lambda text: [7])[0].sampling.bad_words == (
+        (7,),
+    )
+    assert (
+        made(SamplingParams(bad_words=["a"]), encode=lambda text: [7, 100])[0].sampling.bad_words
+        == ()
+    )
     assert "tokenizer" in refused("bad_words", SamplingParams(bad_words=["a"]))
 
 
 def test_something_must_remain():
     refused("allowed_token_ids", SamplingParams(allowed_token_ids=[9, 8], min_tokens=1))
-    refused("allowed_token_ids", SamplingParams(allowed_token_ids=[65], bad_words=["a"]), encode=letters)
+    refused(
+        "allowed_token_ids", SamplingParams(allowed_token_ids=[65], bad_words=["a"]), encode=letters
+    )
     made(SamplingParams(allowed_token_ids=[9, 8, 7], min_tokens=1))
     made(SamplingParams(allowed_token_ids=[9, 8]))
     made(SamplingParams(allowed_token_ids=[65], bad_words=["aa"]), encode=letters)

@@ -41,13 +41,20 @@ def test_everybody_is_answered_in_full(policy: str, load: str, layout: Layout) -
         assert record.sent < record.stamps[0] <= record.stamps[-1] == record.done
         assert list(record.stamps) == sorted(record.stamps)
     for replica in fleet.replicas:
-        assert replica.blocks.available == replica.blocks.count and not replica.loop.busy and replica.load == 0
+        assert (
+            replica.blocks.available == replica.blocks.count
+            and not replica.loop.busy
+            and replica.load == 0
+        )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nobody_starves_where_memory_is_short(policy: str) -> None:
     """Long requests among a stream of short ones on a card that holds few: preempted perhaps, never forgotten."""
-    arrivals = [*pattern("poisson:30", 300, lengths("32:16"), 1), *pattern("poisson:1", 12, lengths("6000:200"), 2)]
+    arrivals = [
+        *pattern("poisson:30", 300, lengths("32:16"), 1),
+        *pattern("poisson:1", 12, lengths("6000:200"), 2),
+    ]
     fleet = Fleet(placed(kind="l4"), Config(policy=policy))
     records = fleet.run(arrivals)
     assert all(record.answered for record in records)
@@ -58,7 +65,9 @@ def test_nobody_starves_where_memory_is_short(policy: str) -> None:
 
 def test_the_same_every_time() -> None:
     arrivals = pattern("poisson:50", 50, lengths("sharegpt"), seed=5)
-    first, second = (simulated(placed(Layout(1, 1, 3)), arrivals, Config(), Targets()) for _ in range(2))
+    first, second = (
+        simulated(placed(Layout(1, 1, 3)), arrivals, Config(), Targets()) for _ in range(2)
+    )
     assert first == second and first["steps"] > 100
 
 
@@ -87,7 +96,9 @@ def test_conversations_find_their_prefix_and_replicas_share_the_load() -> None:
 def test_what_can_never_fit_is_refused_alone() -> None:
     fleet = Fleet(placed(kind="l4"))
     longest = fleet.replicas[0].longest
-    records = fleet.run([Arrival(0.0, longest, 4), Arrival(0.0, 10, 4), Arrival(0.0, longest - 3, 10)])
+    records = fleet.run(
+        [Arrival(0.0, longest, 4), Arrival(0.0, 10, 4), Arrival(0.0, longest - 3, 10)]
+    )
     assert records[0].error and "no room" in records[0].error
     assert records[1].answered
     assert records[2].tokens == 3, "an answer ends where the context does"
@@ -95,13 +106,24 @@ def test_what_can_never_fit_is_refused_alone() -> None:
 
 
 def test_the_first_of_a_session_waits_for_nobody() -> None:
-    first, second = Fleet(placed()).run([Arrival(None, 10, 4, "a", after=1.0), Arrival(None, 10, 4, "a", after=2.0)])
+    first, second = Fleet(placed()).run(
+        [Arrival(None, 10, 4, "a", after=1.0), Arrival(None, 10, 4, "a", after=2.0)]
+    )
     assert first.sent == 1.0 and second.sent == pytest.approx(first.done + 2.0)
 
 
 def test_calibration_finds_the_constants_of_the_steps_it_is_given() -> None:
-    home, chance = placed(), random.Random(0)
-    truth = replace(home.roofline.calibration, memory=0.6, compute=0.4, launch=0.0, step=2e-3, eager=0.0, sequence=1e-6)
+    home = placed()
+    chance = random.Random(0)
+    truth = replace(
+        home.roofline.calibration,
+        memory=0.6,
+        compute=0.4,
+        launch=0.0,
+        step=2e-3,
+        eager=0.0,
+        sequence=1e-6,
+    )
     shapes = [(n, n * chance.randint(50, 900), n, None) for n in (1, 2, 5, 9, 20, 40, 80, 160)]
     shapes += [(n, n, 1, n * (n + 1) // 2) for n in (8, 16, 64, 300, 1000, 4000)]
     home.roofline.calibration = truth
@@ -116,20 +138,36 @@ def test_calibration_finds_the_constants_of_the_steps_it_is_given() -> None:
 
 
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, steps = tmp_path / "trace.jsonl", tmp_path / "steps.jsonl"
+    trace = tmp_path / "trace.jsonl"
+    steps = tmp_path / "steps.jsonl"
     arrivals = pattern("chat:20:3", 60, lengths("50:10"))
     trace.write_text("".join(json.dumps(asdict(arrival)) + "\n" for arrival in arrivals))
     assert read(trace) == arrivals
-    rows = [{"tokens": n, "attended": 100 * n, "sampled": n, "seconds": 0.02 + 0.001 * n} for n in (1, 2, 8, 32, 64)]
+    rows = [
+        {"tokens": n, "attended": 100 * n, "sampled": n, "seconds": 0.02 + 0.001 * n}
+        for n in (1, 2, 8, 32, 64)
+    ]
     steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["plan", str(SHAPES / "llama-8b.json"), "--gpu", "h200", "--simulate", str(trace), "--json"]
+    command = [
+        "plan",
+        str(SHAPES / "llama-8b.json"),
+        "--gpu",
+        "h200",
+        "--simulate",
+        str(trace),
+        "--json",
+    ]
     assert main(command) == 0
     quick = json.loads(capsys.readouterr().out)
     assert main([*command, "--calibration", str(steps)]) == 0
     slow = json.loads(capsys.readouterr().out)
     for policy in POLICIES:
         assert quick[policy]["answered"] == 60
-        assert slow[policy]["between_tokens_ms"]["p50"] > 20 > quick[policy]["between_tokens_ms"]["p50"]
+        assert (
+            slow[policy]["between_tokens_ms"]["p50"]
+            > 20
+            > quick[policy]["between_tokens_ms"]["p50"]
+        )
     assert main([*command, "--calibration", str(tmp_path / "missing")]) == 1
     assert main(["plan", "--calibration", str(steps)]) == 1
     assert "--simulate" in capsys.readouterr().err
@@ -145,7 +183,8 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_million_steps_and_nobody_starves(policy: str) -> None:
     """Overload and calm in turn, short among long; everybody is answered within a bounded time."""
-    home, steps = placed(kind="l4"), 0
+    home = placed(kind="l4")
+    steps = 0
     chance = random.Random(7)
     while steps < 1_000_000:
         rate = chance.choice([0.3, 1, 2])

@@ -57,27 +57,37 @@ def test_an_engine_nobody_takes_over_ends() -> None:
 
 
 @pytest.mark.parametrize("style", ["json", "human"])
-def test_an_engine_writes_its_log_as_the_server_does(style: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_writes_its_log_as_the_server_does(
+    style: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     engine = bear(command(style))
     engine.line.sendall(b"this is no frame" * 8)
     assert engine.process.wait(LONG) == 1
     engine.end()
     (line,) = capfd.readouterr().err.splitlines()
-    assert "engine: the engine ends on a malformed frame" in (json.loads(line)["message"] if style == "json" else line)
+    assert "engine: the engine ends on a malformed frame" in (
+        json.loads(line)["message"] if style == "json" else line
+    )
 
 
 def test_a_vocabulary_can_be_passed_over() -> None:
     path = locate(None).path
-    whole, rest = gguf.read(path), gguf.read(path, words=False)
+    whole = gguf.read(path)
+    rest = gguf.read(path, words=False)
     assert rest.tensors == whole.tensors and whole.metadata["tokenizer.ggml.tokens"]
     differing = {key for key, value in whole.metadata.items() if rest.metadata[key] != value}
-    assert differing == {key for key in differing if rest.metadata[key] == []} and "tokenizer.ggml.tokens" in differing
+    assert (
+        differing == {key for key in differing if rest.metadata[key] == []}
+        and "tokenizer.ggml.tokens" in differing
+    )
 
 
 def test_a_worker_without_native_kernels_has_none() -> None:
     """Though one before it in the same process had them."""
     if team().start(1) is not None:
         pytest.skip("no native kernels here")
-    plan, _ = plan_for(Config(native=False, kv_cache_gib=0.02, max_model_len=64, max_sequences=1, threads=1))
+    plan, _ = plan_for(
+        Config(native=False, kv_cache_gib=0.02, max_model_len=64, max_sequences=1, threads=1)
+    )
     Worker(plan)
     assert not team().active

@@ -63,7 +63,9 @@ def parser(wanted: str | None = None) -> argparse.ArgumentParser:
 def generate_command(verbs: Any, name: str) -> None:
     made = verb(verbs, name, generate, "complete a prompt and exit")
     made.add_argument("-p", "--prompt", help="text to complete; default: standard input")
-    made.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
+    made.add_argument(
+        "--chat", action="store_true", help="put the prompt through the model's chat template"
+    )
     sampling_flags(made)
 
 
@@ -88,7 +90,9 @@ def instrument(module: str, help: str) -> Callable[[Any, str], None]:
 
     def add(verbs: Any, name: str) -> None:
         found = import_module(module)
-        made: argparse.ArgumentParser = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        made: argparse.ArgumentParser = verbs.add_parser(
+            name, help=help, description=help[0].upper() + help[1:] + "."
+        )
         made.set_defaults(run=found.run)
         found.flags(made)
 
@@ -98,14 +102,21 @@ def instrument(module: str, help: str) -> Callable[[Any, str], None]:
 def verb(
     verbs: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, *more: Options
 ) -> argparse.ArgumentParser:
-    made: argparse.ArgumentParser = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    made: argparse.ArgumentParser = verbs.add_parser(
+        name, help=help, description=help[0].upper() + help[1:] + "."
+    )
     made.set_defaults(run=run)
     made.add_argument(
-        "model", nargs="?", metavar="MODEL", help="folder, .gguf file or Hub id; default: the embedded model"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="folder, .gguf file or Hub id; default: the embedded model",
     )
     groups: dict[str, Any] = {}
     for field in options(*more, Config):
-        group = groups.setdefault(field.metadata["group"], None) or made.add_argument_group(field.metadata["group"])
+        group = groups.setdefault(field.metadata["group"], None) or made.add_argument_group(
+            field.metadata["group"]
+        )
         groups[field.metadata["group"]] = group
         flag = "--" + field.name.replace("_", "-")
         about = {"dest": field.name, "default": None, "help": field.metadata["help"]}
@@ -118,20 +129,33 @@ def verb(
 
 def metavar(field: Any) -> str:
     choices = field.metadata["choices"]
-    return "|".join(choices) if choices else {int: "N", float: "X"}.get(field.metadata["kind"], "TEXT")
+    return (
+        "|".join(choices) if choices else {int: "N", float: "X"}.get(field.metadata["kind"], "TEXT")
+    )
 
 
 def sampling_flags(to: argparse.ArgumentParser) -> None:
     group = to.add_argument_group("Sampling")
-    group.add_argument("-n", "--max-tokens", type=int, metavar="N", help="longest answer; default: the room there is")
-    group.add_argument("-t", "--temperature", type=float, metavar="X", help="0 is greedy; default: the model's own")
+    group.add_argument(
+        "-n",
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="longest answer; default: the room there is",
+    )
+    group.add_argument(
+        "-t", "--temperature", type=float, metavar="X", help="0 is greedy; default: the model's own"
+    )
     group.add_argument("--top-p", type=float, metavar="X")
     group.add_argument("--top-k", type=int, metavar="N")
     group.add_argument("--min-p", type=float, metavar="X")
     group.add_argument("--repetition-penalty", type=float, metavar="X")
     group.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
     group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end the answer here; may be given several times"
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end the answer here; may be given several times",
     )
 
 
@@ -151,8 +175,19 @@ def configuration(args: argparse.Namespace, kind: Options = Config) -> Any:
 
 
 def sampling(args: argparse.Namespace, default: SamplingParams) -> SamplingParams:
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
-    return replace(default, **{name: value for name in names if (value := getattr(args, name)) is not None})
+    names = (
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "seed",
+        "stop",
+    )
+    return replace(
+        default, **{name: value for name in names if (value := getattr(args, name)) is not None}
+    )
 
 
 # ---- commands ----------------------------------------------------------------------------------------
@@ -162,8 +197,14 @@ def load(args: argparse.Namespace, **more: Any) -> Any:
     from bloomery.llm import LLM
 
     config = configuration(args)
-    wishes = {field.name: getattr(config, field.name) for field in options() if field.name != "prefix_cache"}
-    return LLM(config.model, enable_prefix_caching=config.prefix_cache, progress=True, **wishes, **more)
+    wishes = {
+        field.name: getattr(config, field.name)
+        for field in options()
+        if field.name != "prefix_cache"
+    }
+    return LLM(
+        config.model, enable_prefix_caching=config.prefix_cache, progress=True, **wishes, **more
+    )
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -197,7 +238,9 @@ def chat(args: argparse.Namespace) -> int:
     for line in lines():
         command, _, rest = line.partition(" ")
         if command in ("/reset", "/system"):
-            opening = [{"role": "system", "content": rest}] if command == "/system" and rest else opening
+            opening = (
+                [{"role": "system", "content": rest}] if command == "/system" and rest else opening
+            )
             messages = list(opening)
             print("A new conversation.")
         elif command == "/help":
@@ -211,7 +254,7 @@ def lines() -> Iterator[str]:
     """What a person types, with editing and history where the terminal has them."""
     prompt = "\n> " if sys.stdin.isatty() else ""
     if prompt:
-        import readline  # noqa: F401  # importing it is what gives input() editing and history
+        import readline  # importing it is what gives input() editing and history
     while True:
         try:
             yield input(prompt)
@@ -225,13 +268,17 @@ def lines() -> Iterator[str]:
 def answer(llm: Any, messages: list[dict[str, str]], text: str, params: SamplingParams) -> None:
     """Ask, stream, remember. Ctrl-C keeps what was said so far; an error leaves the conversation as it was."""
     asked = [*messages, {"role": "user", "content": text}]
-    said, tokens, begun, first = "", 0, time.monotonic(), 0.0
+    said = ""
+    tokens = 0
+    begun = time.monotonic()
+    first = 0.0
     try:
         stream = llm.stream(llm.front.conversation(asked), params)
         try:
             for piece in stream:
                 first = first or time.monotonic() - begun
-                said, tokens = said + piece.text, tokens + len(piece.token_ids)
+                said = said + piece.text
+                tokens = tokens + len(piece.token_ids)
                 show(piece.text)
         except KeyboardInterrupt:
             stream.close()
@@ -242,7 +289,9 @@ def answer(llm: Any, messages: list[dict[str, str]], text: str, params: Sampling
     speed = (tokens - 1) / max(time.monotonic() - begun - first, 1e-9)
     print()
     if sys.stdout.isatty():
-        print(f"\x1b[2m{tokens} tokens, first after {first * 1000:.0f} ms, {speed:.0f} tokens/s\x1b[0m")
+        print(
+            f"\x1b[2m{tokens} tokens, first after {first * 1000:.0f} ms, {speed:.0f} tokens/s\x1b[0m"
+        )
 
 
 def show(text: str) -> None:
@@ -255,9 +304,12 @@ COMMANDS: Mapping[str, Callable[[Any, str], None]] = {
     "serve": serve_command,
     "chat": chat_command,
     "plan": instrument(
-        "bloomery.plan.command", "what a model needs, where it fits and how fast it could be; reads no weights"
+        "bloomery.plan.command",
+        "what a model needs, where it fits and how fast it could be; reads no weights",
     ),
-    "bench": instrument("bloomery.bench.command", "put load on a server and measure what its users would feel"),
+    "bench": instrument(
+        "bloomery.bench.command", "put load on a server and measure what its users would feel"
+    ),
     "profile": profile_command,
     "quantize": instrument("bloomery.quantize", "write a checkpoint again in fewer bits"),
 }

@@ -28,22 +28,33 @@ KV_DTYPES = ("auto", "model", "fp8", "int8")
 POLICIES = ("auto", "fair", "first-come")
 LOG_FORMATS = ("auto", "human", "json")
 PREFIX = "BLOOMERY_"
-TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+TRUE = ("1", "true", "yes", "on")
+FALSE = ("0", "false", "no", "off")
 # Set by Nsight Systems and Compute, by torch's profiler when driven from outside, and by samplers of Python.
-PROFILERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "KINETO_USE_DAEMON", "VIZTRACER_ENABLED")
+PROFILERS = (
+    "NSYS_PROFILING_SESSION_ID",
+    "CUDA_INJECTION64_PATH",
+    "KINETO_USE_DAEMON",
+    "VIZTRACER_ENABLED",
+)
 
 
-def option(default: Any, help: str, group: str, choices: tuple[str, ...] | None = None, kind: Any = None) -> Any:
+def option(
+    default: Any, help: str, group: str, choices: tuple[str, ...] | None = None, kind: Any = None
+) -> Any:
     """A field that is also a flag and a variable."""
     kind = kind or (type(default) if default is not None else str)
-    return dataclasses.field(default=default, metadata={"help": help, "group": group, "choices": choices, "kind": kind})
+    return dataclasses.field(
+        default=default, metadata={"help": help, "group": group, "choices": choices, "kind": kind}
+    )
 
 
 def check(config: Any) -> None:
     for field in dataclasses.fields(config):
         if not field.metadata:
             continue
-        value, choices = getattr(config, field.name), field.metadata["choices"]
+        value = getattr(config, field.name)
+        choices = field.metadata["choices"]
         if choices and value not in choices:
             raise ConfigError(f"{field.name} {value!r} is not one of {', '.join(choices)}")
         if field.metadata["kind"] in (int, float) and value is not None and not value > 0:
@@ -55,26 +66,43 @@ class Config:
     model: str | None = None  # the positional argument of every command
     revision: str | None = option(None, "branch, tag or commit of a Hub model", "Model")
     dtype: str = option(
-        "auto", "precision of weights and activations; auto: the checkpoint's own, float32 on a CPU", "Model", DTYPES
+        "auto",
+        "precision of weights and activations; auto: the checkpoint's own, float32 on a CPU",
+        "Model",
+        DTYPES,
     )
     quantize: str = option(
-        "auto", "round the products of any checkpoint to fewer bits while loading; auto: as stored", "Model", QUANTIZE
+        "auto",
+        "round the products of any checkpoint to fewer bits while loading; auto: as stored",
+        "Model",
+        QUANTIZE,
     )
-    load_format: str = option("auto", "dummy: random weights of the right shapes, no file read", "Model", LOAD_FORMATS)
+    load_format: str = option(
+        "auto", "dummy: random weights of the right shapes, no file read", "Model", LOAD_FORMATS
+    )
     max_model_len: int | None = option(
-        None, "longest prompt plus answer, in tokens; default: what the model and memory allow", "Model", kind=int
+        None,
+        "longest prompt plus answer, in tokens; default: what the model and memory allow",
+        "Model",
+        kind=int,
     )
     device: str = option("auto", "cpu, cuda, cuda:1; auto: a GPU if there is one", "Hardware")
     threads: int | None = option(
         None, "CPU threads of the model, or of each rank; default: one a core", "Hardware", kind=int
     )
     native: bool = option(
-        True, "CPU kernels compiled on this machine; without: torch alone, and GGUF's blocks expanded", "Hardware"
+        True,
+        "CPU kernels compiled on this machine; without: torch alone, and GGUF's blocks expanded",
+        "Hardware",
     )
     memory: float = option(0.9, "share of the GPU's memory to use", "Hardware")
     cuda_graphs: bool = option(True, "capture decode steps as CUDA graphs", "Hardware")
-    tp: int = option(1, "ranks that share every layer (tensor parallel): shorter steps, much traffic", "Hardware")
-    pp: int = option(1, "stages of layers (pipeline parallel): more steps at once, little traffic", "Hardware")
+    tp: int = option(
+        1, "ranks that share every layer (tensor parallel): shorter steps, much traffic", "Hardware"
+    )
+    pp: int = option(
+        1, "stages of layers (pipeline parallel): more steps at once, little traffic", "Hardware"
+    )
     executor: str = option(
         "auto",
         "where ranks live: processes of this machine, or actors of a Ray cluster; auto: here",
@@ -82,7 +110,9 @@ class Config:
         EXECUTORS,
     )
     interface: str | None = option(
-        None, "network interface by which ranks of several machines talk; default: that of Ray's address", "Hardware"
+        None,
+        "network interface by which ranks of several machines talk; default: that of Ray's address",
+        "Hardware",
     )
     kv_cache_gib: float | None = option(
         None,
@@ -105,9 +135,13 @@ class Config:
         "Batching",
         kind=int,
     )
-    prefix_cache: bool = option(True, "reuse the keys and values of prompts that begin alike", "Batching")
+    prefix_cache: bool = option(
+        True, "reuse the keys and values of prompts that begin alike", "Batching"
+    )
     deterministic: bool = option(
-        False, "the same tokens alone and in any batch, chunked, cached or replayed; costs speed", "Batching"
+        False,
+        "the same tokens alone and in any batch, chunked, cached or replayed; costs speed",
+        "Batching",
     )
     steps_in_flight: int | None = option(
         None,
@@ -129,10 +163,16 @@ class Config:
         kind=float,
     )
     short_request_ms: float | None = option(
-        None, "a request that takes no longer alone is short; default: 64 measured steps", "Batching", kind=float
+        None,
+        "a request that takes no longer alone is short; default: 64 measured steps",
+        "Batching",
+        kind=float,
     )
     block_size: int | None = option(
-        None, "positions a block of the cache holds; default: 64 on a GPU, 16 on a CPU", "Batching", kind=int
+        None,
+        "positions a block of the cache holds; default: 64 on a GPU, 16 on a CPU",
+        "Batching",
+        kind=int,
     )
 
     def __post_init__(self) -> None:
@@ -151,19 +191,30 @@ class ServerConfig:
     served_model_name: str | None = option(
         None, "names the model answers to; the first is the one it is listed under", "Server"
     )
-    allowed_hosts: str | None = option(None, "names clients may call the server by, beside the local ones", "Server")
+    allowed_hosts: str | None = option(
+        None, "names clients may call the server by, beside the local ones", "Server"
+    )
     cors_origins: str | None = option(None, "pages of other origins that may use the API", "Server")
     open_metrics: bool = option(False, "/metrics without a key", "Server")
     log_format: str = option(
-        "auto", "one line a request: for people, or as JSON; auto: JSON unless on a terminal", "Server", LOG_FORMATS
+        "auto",
+        "one line a request: for people, or as JSON; auto: JSON unless on a terminal",
+        "Server",
+        LOG_FORMATS,
     )
-    limits: str | None = option(None, "what clients may ask for, as name=value; GET /info lists all names", "Server")
+    limits: str | None = option(
+        None, "what clients may ask for, as name=value; GET /info lists all names", "Server"
+    )
     otlp_endpoint: str | None = option(
-        None, "where traces go, by OpenTelemetry's HTTP protocol; needs pip install 'bloomery[otel]'", "Server"
+        None,
+        "where traces go, by OpenTelemetry's HTTP protocol; needs pip install 'bloomery[otel]'",
+        "Server",
     )
     otlp_service_name: str = option("bloomery", "what traces call this server", "Server")
     replicas: int = option(1, "engines behind this one door, each with the whole model", "Server")
-    drain_seconds: float = option(30.0, "how long running answers may go on after a signal to stop", "Server")
+    drain_seconds: float = option(
+        30.0, "how long running answers may go on after a signal to stop", "Server"
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -198,7 +249,9 @@ Options = type[Config] | type[ServerConfig]
 
 
 def options(*of: Options) -> Iterator[dataclasses.Field[Any]]:
-    return (field for kind in of or (Config,) for field in dataclasses.fields(kind) if field.metadata)
+    return (
+        field for kind in of or (Config,) for field in dataclasses.fields(kind) if field.metadata
+    )
 
 
 def from_environment(
@@ -213,7 +266,9 @@ def from_environment(
     for variable in sorted(name for name in environ if name.startswith(PREFIX)):
         if variable not in every:
             near = difflib.get_close_matches(variable, every, 1)
-            warnings.append(f"{variable} has no meaning" + (f"; did you mean {near[0]}?" if near else ""))
+            warnings.append(
+                f"{variable} has no meaning" + (f"; did you mean {near[0]}?" if near else "")
+            )
         elif variable in known:
             field = known[variable]
             values[field.name] = parse(field, environ[variable], variable)
@@ -232,7 +287,11 @@ def use_interface(name: str) -> None:
 
 def child_environment() -> dict[str, str]:
     """What a process that we start inherits: everything but secrets, which it has no use for."""
-    return {name: value for name, value in os.environ.items() if name not in (f"{PREFIX}API_KEY", "API_KEY")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (f"{PREFIX}API_KEY", "API_KEY")
+    }
 
 
 def parse(field: dataclasses.Field[Any], text: str, name: str) -> Any:
@@ -244,7 +303,9 @@ def parse(field: dataclasses.Field[Any], text: str, name: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ConfigError(f"{name} must be {'a whole number' if kind is int else 'a number'}, not {text!r}") from None
+        raise ConfigError(
+            f"{name} must be {'a whole number' if kind is int else 'a number'}, not {text!r}"
+        ) from None
 
 
 def at_least(least: int | float) -> Callable[[str], Any]:
@@ -293,7 +354,8 @@ def device(wish: str) -> str:
     if wish != "auto":
         return wish
     try:
-        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+        driver = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int(0)
         found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
     except (OSError, AttributeError):
         return "cpu"
@@ -364,9 +426,12 @@ def sizes(cpu: bool) -> tuple[int, int]:
     return (512, 64) if cpu else (8192, 272)
 
 
-def resolve(config: Config, *, name: str, path: str, kind: str, dtype: str, device: str, context: int) -> Plan:
+def resolve(
+    config: Config, *, name: str, path: str, kind: str, dtype: str, device: str, context: int
+) -> Plan:
     """`dtype` is the checkpoint's own, `device` the one found, `context` the model's limit."""
-    cpu, ranks = device == "cpu", config.tp * config.pp
+    cpu = device == "cpu"
+    ranks = config.tp * config.pp
     if config.max_model_len is not None and config.max_model_len > context:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is beyond the {context} positions {name} was made for; "
@@ -395,7 +460,9 @@ def resolve(config: Config, *, name: str, path: str, kind: str, dtype: str, devi
         graphs=config.cuda_graphs and not cpu,
         native=config.native and cpu,
         policy="fair" if config.policy == "auto" else config.policy,
-        target_inter_token=None if config.target_inter_token_ms is None else config.target_inter_token_ms / 1000,
+        target_inter_token=None
+        if config.target_inter_token_ms is None
+        else config.target_inter_token_ms / 1000,
         short_request=None if config.short_request_ms is None else config.short_request_ms / 1000,
         deterministic=config.deterministic,
         quantize=config.quantize,

@@ -38,7 +38,9 @@ def describe_file(file: gguf.Gguf) -> Description:
             stored.seek(tensor.start)
             return list(struct.unpack(f"<{prod(tensor.shape)}f", stored.read(tensor.nbytes)))
 
-    return describe_gguf(file.metadata, {name: tensor.shape for name, tensor in file.tensors.items()}, vector)
+    return describe_gguf(
+        file.metadata, {name: tensor.shape for name, tensor in file.tensors.items()}, vector
+    )
 
 
 def native_dtype(artifact: Artifact, dummy: bool = False) -> str:
@@ -49,12 +51,19 @@ def native_dtype(artifact: Artifact, dummy: bool = False) -> str:
     config = strict_json(path.read_bytes(), str(path))
     config = {**(config.get("text_config") or {}), **config}
     packed = config.get("quantization_config") or {}
-    words = (config.get("dtype"), config.get("torch_dtype"), packed.get("bnb_4bit_compute_dtype"), "auto")
+    words = (
+        config.get("dtype"),
+        config.get("torch_dtype"),
+        packed.get("bnb_4bit_compute_dtype"),
+        "auto",
+    )
     stated = str(next(word for word in words if word)).removeprefix("torch.")
     if stated in STORED.values():
         return stated
     if stated != "auto":
-        raise UnsupportedModel(f"config.json: dtype {stated!r} is not known. Known: {', '.join(STORED.values())}")
+        raise UnsupportedModel(
+            f"config.json: dtype {stated!r} is not known. Known: {', '.join(STORED.values())}"
+        )
     if dummy:
         return "bfloat16"
     count: Counter[str] = Counter()

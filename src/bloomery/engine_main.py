@@ -32,12 +32,12 @@ def prepare() -> None:
     from bloomery.engine.process import die_with_parent
 
     die_with_parent()
-    import numpy  # noqa: F401  # while torch's library is linked, all that can do without it
+    import numpy  # while torch's library is linked, all that can do without it
 
     import bloomery.describe
 
     linking.join()
-    import bloomery.executors.local  # noqa: F401
+    import bloomery.executors.local
 
     gc.freeze()
     gc.enable()
@@ -57,9 +57,18 @@ def main() -> int:
     if "cpu" in wishes:
         try:
             prepare()
-        except (ImportError, AttributeError) as error:  # another torch, which does want what was left out
-            print(f"engine: torch is imported once more, and whole: {error}", file=sys.stderr, flush=True)
-            os.execv(sys.executable, [sys.executable, "-m", "bloomery.engine_main", style, descriptor])
+        except (
+            ImportError,
+            AttributeError,
+        ) as error:  # another torch, which does want what was left out
+            print(
+                f"engine: torch is imported once more, and whole: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+            os.execv(
+                sys.executable, [sys.executable, "-m", "bloomery.engine_main", style, descriptor]
+            )
     from bloomery.engine.process import serve
     from bloomery.executors.chosen import chosen
     from bloomery.logs import write

@@ -15,13 +15,33 @@ from ipaddress import ip_address
 from typing import Any
 
 from bloomery import __version__
-from bloomery.config import Config, ServerConfig, from_environment, is_local, options, parse, variables
+from bloomery.config import (
+    Config,
+    ServerConfig,
+    from_environment,
+    is_local,
+    options,
+    parse,
+    variables,
+)
 from bloomery.errors import BloomeryError, ConfigError
 
 log = logging.getLogger("bloomery")
 
-QUANTIZE = {"bitsandbytes": "int8", "bitsandbytes-nf4": "nf4", "bitsandbytes-fp4": "fp4", "eetq": "int8", "fp8": "fp8"}
-STORED = ("awq", "compressed-tensors", "exl2", "gptq", "marlin")  # formats of checkpoints, seen when one is read
+QUANTIZE = {
+    "bitsandbytes": "int8",
+    "bitsandbytes-nf4": "nf4",
+    "bitsandbytes-fp4": "fp4",
+    "eetq": "int8",
+    "fp8": "fp8",
+}
+STORED = (
+    "awq",
+    "compressed-tensors",
+    "exl2",
+    "gptq",
+    "marlin",
+)  # formats of checkpoints, seen when one is read
 LIMIT = "limits."
 
 
@@ -63,7 +83,10 @@ FLAGS = (
     Flag("max-total-tokens", "max_model_len"),
     Flag("waiting-served-ratio", why=CHUNKED),
     Flag("max-batch-prefill-tokens", "max_batch_tokens"),
-    Flag("max-batch-total-tokens", why="the cache takes the memory there is, see --cuda-memory-fraction"),
+    Flag(
+        "max-batch-total-tokens",
+        why="the cache takes the memory there is, see --cuda-memory-fraction",
+    ),
     Flag("max-waiting-tokens", why=CHUNKED),
     Flag("max-batch-size", "max_sequences"),
     Flag("cuda-graphs", "cuda_graphs", "0 turns them off; otherwise sizes are chosen here"),
@@ -139,8 +162,15 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", "-V", action="version", version=f"bloomery {__version__}")
     for flag in FLAGS:
-        ours = f"--{flag.ours.replace(LIMIT, 'limits ').replace('_', '-')}" if flag.ours else "no meaning here"
-        about: dict[str, Any] = {"dest": flag.field, "help": "; ".join(filter(None, (ours, flag.why)))}
+        ours = (
+            f"--{flag.ours.replace(LIMIT, 'limits ').replace('_', '-')}"
+            if flag.ours
+            else "no meaning here"
+        )
+        about: dict[str, Any] = {
+            "dest": flag.field,
+            "help": "; ".join(filter(None, (ours, flag.why))),
+        }
         if flag.switch:
             about |= {"action": "store_const", "const": "true"}
         elif flag.name == "cors-allow-origin":
@@ -151,7 +181,8 @@ def parser() -> argparse.ArgumentParser:
 
 def given(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> dict[Flag, str]:
     """What was said, flags before variables."""
-    args, said = parser().parse_args(arguments), {}
+    args = parser().parse_args(arguments)
+    said = {}
     for flag in FLAGS:
         value = getattr(args, flag.field)
         if value is None and flag.variable:
@@ -163,14 +194,19 @@ def given(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> dict[F
 
 def translate(said: Mapping[Flag, str], known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Our options as text, and warnings about what has no meaning; `known`: the options there are."""
-    values, limits, warnings, known = dict[str, str](), list[str](), list[str](), set(known)
+    values = dict[str, str]()
+    limits = list[str]()
+    warnings = list[str]()
+    known = set(known)
     for flag, text in said.items():
         if flag.ours.startswith(LIMIT):
             limits.append(f"{flag.ours.removeprefix(LIMIT)}={text}")
         elif flag.ours in known or flag.ours == "model":
             values[flag.ours] = VALUES.get(flag.name, str)(text)
         else:
-            warnings.append(f"--{flag.name} has no meaning here: {flag.why or 'there is no such option yet'}")
+            warnings.append(
+                f"--{flag.name} has no meaning here: {flag.why or 'there is no such option yet'}"
+            )
     if limits:
         values["limits"] = ",".join(limits)
     return values, warnings
@@ -179,7 +215,8 @@ def translate(said: Mapping[Flag, str], known: Iterable[str]) -> tuple[dict[str,
 def configured(values: dict[str, str], kind: Any) -> dict[str, Any]:
     """Fields of a configuration: TGI's words over BLOOMERY_* variables over TGI's defaults."""
     fields = {field.name: field for field in options(kind)}
-    said, (found, _) = {**DEFAULTS, **values}, from_environment(of=kind)
+    said = {**DEFAULTS, **values}
+    (found, _) = from_environment(of=kind)
     for name in fields.keys() & said.keys():
         if name in values or name not in found:
             found[name] = parse(fields[name], said[name], name)
@@ -193,7 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         values, warnings = translate(said, (field.name for field in options(Config, ServerConfig)))
         for warning in (*warnings, *from_environment()[1]):
             log.warning(warning)
-        config, wishes = Config(values.get("model"), **configured(values, Config)), server(values)
+        config = Config(values.get("model"), **configured(values, Config))
+        wishes = server(values)
 
         from bloomery.start import start
 

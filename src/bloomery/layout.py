@@ -14,7 +14,12 @@ from bloomery.errors import ConfigError
 from bloomery.spec import Alibi, Attention, Layer, Mlp, Model, Moe
 
 Range = tuple[int, int]
-GRAINS = (256, 128, 64, 32)  # formats keep values in blocks of so many; a cut inside of one may not be possible
+GRAINS = (
+    256,
+    128,
+    64,
+    32,
+)  # formats keep values in blocks of so many; a cut inside of one may not be possible
 UNEVEN = 1.05  # how much more than its even share a rank may get for the sake of whole blocks
 
 
@@ -50,7 +55,9 @@ class Layout:
         position = spec.position
         if isinstance(position, Alibi):
             position = replace(position, first=first, heads=spec.num_heads)
-        return replace(spec, num_heads=end - first, num_kv_heads=kv_end - kv_first, position=position)
+        return replace(
+            spec, num_heads=end - first, num_kv_heads=kv_end - kv_first, position=position
+        )
 
     def mlp(self, spec: Mlp | Moe) -> Mlp | Moe:
         """Experts are split like any MLP, each of them over all ranks: so none has more to do than another."""
@@ -66,7 +73,8 @@ class Layout:
     def heads(self, spec: Attention) -> tuple[Range, Range]:
         """This rank's query heads and key heads; a key head that several ranks need is kept by each of them."""
         each = spec.num_heads // self.size
-        first, last = self.rank * spec.num_kv_heads // self.size, (self.rank + 1) * spec.num_kv_heads // self.size
+        first = self.rank * spec.num_kv_heads // self.size
+        last = (self.rank + 1) * spec.num_kv_heads // self.size
         return (self.rank * each, (self.rank + 1) * each), (first, max(last, first + 1))
 
     def span(self, size: int) -> Range:
@@ -76,8 +84,11 @@ class Layout:
             if -(-units // self.size) * grain * self.size <= UNEVEN * size:
                 break
         if units < self.size:
-            grain, units = 1, size
-        return self.rank * units // self.size * grain, min((self.rank + 1) * units // self.size * grain, size)
+            grain = 1
+            units = size
+        return self.rank * units // self.size * grain, min(
+            (self.rank + 1) * units // self.size * grain, size
+        )
 
     def words(self, vocab: int) -> Range:
         """This rank's tokens: as many for each but the last ones, so that they can be put side by side."""
@@ -94,11 +105,14 @@ class Layout:
         if self.size == 1:
             return WHOLE
         q, kv = self.heads(spec)
-        k_first, v_first = spec.num_heads, spec.num_heads + spec.num_kv_heads
+        k_first = spec.num_heads
+        v_first = spec.num_heads + spec.num_kv_heads
         parts = [q, (k_first + kv[0], k_first + kv[1]), (v_first + kv[0], v_first + kv[1])]
         if spans_heads(spec):
             parts[:2] = [(0, v_first)]
-        return Part(rows=tuple((start * spec.head_dim, end * spec.head_dim) for start, end in parts))
+        return Part(
+            rows=tuple((start * spec.head_dim, end * spec.head_dim) for start, end in parts)
+        )
 
     def out(self, spec: Attention) -> Part:
         (first, end), _ = self.heads(spec)
@@ -131,9 +145,13 @@ def spans_heads(spec: Attention) -> bool:
 def check(model: Model, tp: int, pp: int) -> None:
     """Refuse what cannot be split, and say what can."""
     if pp > len(model.layers):
-        raise ConfigError(f"pp {pp} is more stages than the model has layers; at most {len(model.layers)} would work")
+        raise ConfigError(
+            f"pp {pp} is more stages than the model has layers; at most {len(model.layers)} would work"
+        )
     if not divides(model, tp):
-        heads = sorted({(layer.attention.num_heads, layer.attention.num_kv_heads) for layer in model.layers})
+        heads = sorted(
+            {(layer.attention.num_heads, layer.attention.num_kv_heads) for layer in model.layers}
+        )
         most = max(count for count, _ in heads)
         working = ", ".join(str(size) for size in range(1, most + 1) if divides(model, size))
         have = " and ".join(f"{count} heads over {kv} key heads" for count, kv in heads)
@@ -145,7 +163,10 @@ def divides(model: Model, size: int) -> bool:
         kv = spec.num_kv_heads
         return spec.num_heads % size == 0 and (kv % size == 0 or size % kv == 0)
 
-    narrowest = min(layer.mlp.mlp.size if isinstance(layer.mlp, Moe) else layer.mlp.size for layer in model.layers)
+    narrowest = min(
+        layer.mlp.mlp.size if isinstance(layer.mlp, Moe) else layer.mlp.size
+        for layer in model.layers
+    )
     width = -(-model.vocab // size)
     words = (size - 1) * width < model.vocab  # nobody is left without
     return words and narrowest >= size and all(fits(layer.attention) for layer in model.layers)
@@ -153,14 +174,18 @@ def divides(model: Model, size: int) -> bool:
 
 def cut(layers: Sequence[float], head: float, count: int) -> list[range]:
     """Layers of each stage, so that the slowest is as fast as can be; `layers` and `head` are what each costs."""
-    sums, most = [0.0, *accumulate(layers)], len(layers)
+    sums = [0.0, *accumulate(layers)]
+    most = len(layers)
     # cuts[n]: of the first n layers in the stages so far the smallest maximum, and where each stage begins
     cuts: list[tuple[float, tuple[int, ...]]] = [(total, (0,)) for total in sums]
     for stage in range(1, count):
         extra = head if stage == count - 1 else 0.0
         cuts = [
             min(
-                ((max(cuts[k][0], sums[n] - sums[k] + extra), (*cuts[k][1], k)) for k in range(stage, n)),
+                (
+                    (max(cuts[k][0], sums[n] - sums[k] + extra), (*cuts[k][1], k))
+                    for k in range(stage, n)
+                ),
                 default=(float("inf"), ()),
             )
             for n in range(most + 1)

@@ -78,7 +78,9 @@ def build(config: Config, tokenizer: bool = True, progress: bool = False) -> Sta
         log.warning(note)
     blocks = Blocks(capacity.blocks, capacity.block_size, plan.prefix_cache)
     policy = policy_for(plan, capacity)
-    scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, capacity.stages)
+    scheduler = Scheduler(
+        blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, capacity.stages
+    )
     return Stack(plan, capacity, words, executor, Loop(scheduler, executor, plan.depth))
 
 
@@ -113,7 +115,9 @@ class Front:
         progress: bool = False,
         **options: Any,
     ):
-        self.stack = build(configure(model, enable_prefix_caching, options), not skip_tokenizer_init, progress)
+        self.stack = build(
+            configure(model, enable_prefix_caching, options), not skip_tokenizer_init, progress
+        )
         self.tokenizer = self.stack.tokenizer
         self.numbers = itertools.count()
 
@@ -122,12 +126,15 @@ class Front:
         """What the checkpoint's generation_config asks for."""
         said: Mapping[str, Any] = self.tokenizer.defaults if self.tokenizer else {}
         known = {field.name for field in fields(SamplingParams)}
-        return SamplingParams(**{"max_tokens": None, **{name: said[name] for name in said if name in known}})
+        return SamplingParams(
+            **{"max_tokens": None, **{name: said[name] for name in said if name in known}}
+        )
 
     def generation(self, prompt: Prompt, params: SamplingParams) -> Generation:
         text, ids = self._ids(prompt)
         name = str(next(self.numbers))
-        tokenizer, capacity = self.tokenizer, self.stack.capacity
+        tokenizer = self.tokenizer
+        capacity = self.stack.capacity
         made = requests(
             params,
             ids,
@@ -142,17 +149,24 @@ class Front:
 
     def embedding(self, prompt: Prompt, pooling: Pooling) -> Request:
         capacity = self.stack.capacity
-        name, (_, ids) = str(next(self.numbers)), self._ids(prompt)
-        return embedding_request(ids, pooling, id=name, vocab=capacity.vocab, max_length=capacity.max_length)
+        name = str(next(self.numbers))
+        (_, ids) = self._ids(prompt)
+        return embedding_request(
+            ids, pooling, id=name, vocab=capacity.vocab, max_length=capacity.max_length
+        )
 
     def _ids(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         if isinstance(ids, Mapping):
-            text, ids = ids.get("prompt"), ids.get("prompt_token_ids")
+            text = ids.get("prompt")
+            ids = ids.get("prompt_token_ids")
         if ids is not None:
             return text, ids
         if not isinstance(text, str):
-            raise InvalidRequest("a prompt is a string, a list of token ids, or a dict with prompt_token_ids", "prompt")
+            raise InvalidRequest(
+                "a prompt is a string, a list of token ids, or a dict with prompt_token_ids",
+                "prompt",
+            )
         return text, self.words.encode(text)
 
     def conversation(self, messages: Sequence[Message], **options: Any) -> Prompt:
@@ -164,7 +178,8 @@ class Front:
     def words(self) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequest(
-                "text needs a tokenizer and this model was loaded without one: give token ids", "prompt"
+                "text needs a tokenizer and this model was loaded without one: give token ids",
+                "prompt",
             )
         return self.tokenizer
 
@@ -203,7 +218,9 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any):
         """`model` is a folder, a .gguf file, a Hub id or None for the embedded one; options are those of Front."""
         if options.get("policy", "auto") == "auto":
-            options["policy"] = "first-come"  # all prompts are there, and nobody watches one of them
+            options["policy"] = (
+                "first-come"  # all prompts are there, and nobody watches one of them
+            )
         self.front = Front(model, **options)
         self.tokenizer = self.front.tokenizer
         self.loop = self.front.stack.loop
@@ -226,8 +243,12 @@ class LLM:
         given = sampling_params if sampling_params is not None else self.default_params
         params = [given] * len(asked) if isinstance(given, SamplingParams) else list(given)
         if len(params) != len(asked):
-            raise InvalidRequest(f"{len(asked)} prompts but {len(params)} sampling_params", "sampling_params")
-        made = [self.front.generation(prompt, one) for prompt, one in zip(asked, params, strict=True)]
+            raise InvalidRequest(
+                f"{len(asked)} prompts but {len(params)} sampling_params", "sampling_params"
+            )
+        made = [
+            self.front.generation(prompt, one) for prompt, one in zip(asked, params, strict=True)
+        ]
         for generation in made:
             self._submit(generation, None)
         ours = {generation.id for generation in made}
@@ -258,7 +279,9 @@ class LLM:
         prompts = [self.front.conversation(one, **template) for one in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def embed(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "mean"
+    ) -> list[list[float]]:
         """A vector of length 1 each: the mean of a prompt's final hidden states, or its last token's."""
         made = [self.front.embedding(prompt, pooling) for prompt in many(prompts)]
         try:
@@ -272,7 +295,9 @@ class LLM:
                 self.loop.abort(request.id)
                 self.embedded.pop(request.id, None)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
         """The answer piece by piece. Closing the iterator stops it; several may run side by side."""
         generation = self.front.generation(prompt, sampling_params or self.default_params)
         ready: deque[Delta] = deque()
@@ -298,7 +323,8 @@ class LLM:
     @undivided
     def _step(self) -> tuple[set[str], int]:
         """One step of the loop, its news handed to whom they concern; which generations ended, how many tokens came."""
-        count, ended = 0, set()
+        count = 0
+        ended = set()
         for news in self.loop.step():
             count += len(news.ids)
             if news.embedding:
@@ -333,9 +359,21 @@ def bar(total: int, show: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, tokens: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = "answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[speed]}")
+    columns = (
+        "answers",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}"),
+    )
     with Progress(*columns, console=Console(stderr=True)) as drawn:
         task = drawn.add_task("", total=total, speed="")
         produced = 0
@@ -359,7 +397,9 @@ class AsyncLLM:
         """As for LLM."""
         self.front = Front(model, **options)
         self.tokenizer = self.front.tokenizer
-        self.inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()  # a str aborts, None ends
+        self.inbox: queue.SimpleQueue[Request | str | None] = (
+            queue.SimpleQueue()
+        )  # a str aborts, None ends
         self.listeners: dict[str, asyncio.Queue[Tokens | BaseException]] = {}
         self.events: asyncio.AbstractEventLoop | None = None
         self.failure: BaseException | None = None
@@ -371,7 +411,9 @@ class AsyncLLM:
     def default_params(self) -> SamplingParams:
         return self.front.default_params
 
-    async def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[Delta]:
         """The answer piece by piece; leaving the iterator stops it."""
         if self.failure is not None:
             raise RequestFailed("the engine has stopped") from self.failure

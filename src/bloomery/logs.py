@@ -19,7 +19,11 @@ class Json(logging.Formatter):
     """For machines: one object a line, with the fields of a request's timings."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said = {"time": round(record.created, 3), "level": record.levelname.lower(), "logger": record.name}
+        said = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
         fields = getattr(record, "fields", {})
         text = super().format(record)
         return json.dumps({**said, "message": text, **fields}, default=str)

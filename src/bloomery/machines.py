@@ -41,7 +41,9 @@ def named(title: str) -> Machine:
 def overridden(found: Machine, seen: Mapping[str, Any] | None) -> Machine:
     if not seen:
         return found
-    return replace(found, bandwidth=seen["bandwidth"], rates={**found.rates, **seen["rates"]}, measured=True)
+    return replace(
+        found, bandwidth=seen["bandwidth"], rates={**found.rates, **seen["rates"]}, measured=True
+    )
 
 
 def recall(path: Path = REMEMBERED) -> dict[str, Any]:
@@ -49,7 +51,9 @@ def recall(path: Path = REMEMBERED) -> dict[str, Any]:
     return remembered.recall(path)
 
 
-def remember(title: str, bandwidth: float, rates: Mapping[str, float], path: Path = REMEMBERED) -> Path:
+def remember(
+    title: str, bandwidth: float, rates: Mapping[str, float], path: Path = REMEMBERED
+) -> Path:
     return remembered.remember(path, title, {"bandwidth": bandwidth, "rates": dict(rates)})
 
 
@@ -75,8 +79,14 @@ def _processor() -> Machine:
 
 def _driver_name() -> str | None:
     try:
-        driver, text, device = ctypes.CDLL("libcuda.so.1"), ctypes.create_string_buffer(256), ctypes.c_int(0)
-        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceGetName(text, 256, device):
+        driver = ctypes.CDLL("libcuda.so.1")
+        text = ctypes.create_string_buffer(256)
+        device = ctypes.c_int(0)
+        if (
+            driver.cuInit(0)
+            or driver.cuDeviceGet(ctypes.byref(device), 0)
+            or driver.cuDeviceGetName(text, 256, device)
+        ):
             return None
     except (OSError, AttributeError):
         return None

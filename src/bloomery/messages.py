@@ -58,7 +58,9 @@ class Request:
     salt: str = ""  # prefix-cache blocks are shared among equal salts only
     pooling: Pooling | None = None  # an embedding of the prompt is wanted, and no token
     priority: int = 0  # lower is earlier
-    deadline: float | None = None  # seconds it has left when it is handed over; clocks differ between processes
+    deadline: float | None = (
+        None  # seconds it has left when it is handed over; clocks differ between processes
+    )
     tenant: str = ""  # tenants are served in equal shares
 
 
@@ -107,7 +109,10 @@ class Step:
         """Everybody's share, spelled out."""
         grown = dict(self.grown)
         each = zip(self.going, self.starts, strict=True)
-        return (*(Item(going, start, 1, grown.get(going, ()), None, (), True) for going, start in each), *self.chunks)
+        return (
+            *(Item(going, start, 1, grown.get(going, ()), None, (), True) for going, start in each),
+            *self.chunks,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +155,9 @@ class Timing:
 class StepOutput:
     samples: tuple[Sampled, ...]
     timing: Timing | None = None  # of steps that have ended by now
-    tokens: tuple[int, ...] = ()  # of all that go on, in the step's order; or none, and `samples` has them
+    tokens: tuple[
+        int, ...
+    ] = ()  # of all that go on, in the step's order; or none, and `samples` has them
 
 
 @light
@@ -183,7 +190,9 @@ class Capacity:
     kv_bytes: int = 0
     device: str = "cpu"
     notes: tuple[str, ...] = field(default=())  # what the operator should know, one line each
-    stages: int = 1  # of a pipeline: so many groups of sequences take turns, none of them twice in flight
+    stages: int = (
+        1  # of a pipeline: so many groups of sequences take turns, none of them twice in flight
+    )
     # What steps are expected to take, of which the first is of one position: positions, keys that single ones attend
     # to, pairs of query and key in prompts, seconds. Empty: nobody knows.
     expected: tuple[tuple[int, int, int, float], ...] = ()
@@ -210,7 +219,9 @@ class Stats:
     step_seconds: float = 0.0
     tokens_in: int = 0  # of prompts, prefix hits included, replays not
     tokens_out: int = 0
-    prefix_queried: int = 0  # tokens looked up in the prefix cache when a sequence was admitted, and found there
+    prefix_queried: int = (
+        0  # tokens looked up in the prefix cache when a sequence was admitted, and found there
+    )
     prefix_hit: int = 0
     preemptions: int = 0
     sequences: int = 0  # in a step, summed over steps

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
-WIDTH, HEIGHT = 640, 380
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 36, 48
-ABREAST, COLUMN, LONGEST = 4, 140, 18  # names of lines in a row, their width, and letters of each
+WIDTH = 640
+HEIGHT = 380
+LEFT = 64
+RIGHT = 16
+TOP = 36
+BOTTOM = 48
+# names of lines in a row, their width, and letters of each
+ABREAST = 4
+COLUMN = 140
+LONGEST = 18
 COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#475569", "#0891b2", "#db2777", "#a3a30f")
 
 
@@ -27,15 +34,22 @@ class Axis:
 
     def __init__(self, values: Sequence[float], start: float, end: float, log: bool):
         values = [value for value in values if value > 0] if log else [0.0, *values]
-        low, high = min(values, default=1.0), max(values, default=1.0)
+        low = min(values, default=1.0)
+        high = max(values, default=1.0)
         if log:
-            low, high = low / 1.15, high * 1.15
-        self.low, self.high = low, high if high > low else low + 1
-        self.start, self.end, self.log = start, end, log
+            low = low / 1.15
+            high = high * 1.15
+        self.low = low
+        self.high = high if high > low else low + 1
+        self.start = start
+        self.end = end
+        self.log = log
 
     def place(self, value: float) -> float:
         if self.log:
-            share = (log10(max(value, self.low)) - log10(self.low)) / (log10(self.high) - log10(self.low))
+            share = (log10(max(value, self.low)) - log10(self.low)) / (
+                log10(self.high) - log10(self.low)
+            )
         else:
             share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
@@ -53,7 +67,12 @@ class Axis:
 
 
 def chart(
-    title: str, x_label: str, y_label: str, series: Sequence[Series], log_x: bool = False, log_y: bool = False
+    title: str,
+    x_label: str,
+    y_label: str,
+    series: Sequence[Series],
+    log_x: bool = False,
+    log_y: bool = False,
 ) -> str:
     """An <svg> element; every text in it is escaped."""
     x = Axis([p[0] for s in series for p in s.points], LEFT, WIDTH - RIGHT, log_x)
@@ -68,11 +87,15 @@ def chart(
     for tick in x.ticks():
         at = x.place(tick)
         parts.append(f'<path d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#e5e7eb"/>')
-        parts.append(f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{number(tick)}</text>')
+        parts.append(
+            f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{number(tick)}</text>'
+        )
     for tick in y.ticks():
         at = y.place(tick)
         parts.append(f'<path d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}" stroke="#e5e7eb"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+        parts.append(
+            f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number(tick)}</text>'
+        )
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle">{escape(x_label)}</text>'
@@ -95,7 +118,8 @@ def _legend(series: Sequence[Series], colours: Sequence[str]) -> list[str]:
     """Below everything, so that it hides nothing."""
     parts = []
     for i, (line, colour) in enumerate(zip(series, colours)):
-        left, at = LEFT + i % ABREAST * COLUMN, HEIGHT + 6 + 16 * (i // ABREAST)
+        left = LEFT + i % ABREAST * COLUMN
+        at = HEIGHT + 6 + 16 * (i // ABREAST)
         parts.append(f'<path d="M{left} {at}h20" stroke="{colour}" stroke-width="2"{_dash(line)}/>')
         name = line.name if len(line.name) <= LONGEST else line.name[: LONGEST - 1] + "…"
         parts.append(f'<text x="{left + 25}" y="{at + 4}">{escape(name)}</text>')
@@ -106,7 +130,11 @@ def _line(line: Series, colour: str, x: Axis, y: Axis) -> list[str]:
     dash = _dash(line)
     places = [(x.place(a), y.place(b)) for a, b in line.points]
     path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in places) if places else ""
-    parts = [f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'] if places else []
+    parts = (
+        [f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>']
+        if places
+        else []
+    )
     if len(places) <= 24:
         parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in places]
     for (a, b), label in zip(places, line.labels, strict=False):

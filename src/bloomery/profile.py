@@ -27,21 +27,41 @@ GREEDY = Sampling(temperature=0.0)
 
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--steps", type=at_least(1), default=16, metavar="N", help="decode steps to profile (default 16)"
+        "--steps",
+        type=at_least(1),
+        default=16,
+        metavar="N",
+        help="decode steps to profile (default 16)",
     )
-    parser.add_argument("--batch", type=at_least(1), default=8, metavar="N", help="sequences in each (default 8)")
     parser.add_argument(
-        "--prompt-tokens", type=at_least(1), default=128, metavar="N", help="their prompts (default 128)"
+        "--batch", type=at_least(1), default=8, metavar="N", help="sequences in each (default 8)"
     )
     parser.add_argument(
-        "--trace", type=destination, default=Path("trace.json"), metavar="FILE", help="for chrome://tracing"
+        "--prompt-tokens",
+        type=at_least(1),
+        default=128,
+        metavar="N",
+        help="their prompts (default 128)",
     )
-    parser.add_argument("--record", type=destination, metavar="FILE", help="no profiler: measured steps, as JSON lines")
+    parser.add_argument(
+        "--trace",
+        type=destination,
+        default=Path("trace.json"),
+        metavar="FILE",
+        help="for chrome://tracing",
+    )
+    parser.add_argument(
+        "--record",
+        type=destination,
+        metavar="FILE",
+        help="no profiler: measured steps, as JSON lines",
+    )
 
 
 def run(llm: Any, args: argparse.Namespace) -> int:
     stack = llm.front.stack
-    loop, capacity = stack.loop, stack.capacity
+    loop = stack.loop
+    capacity = stack.capacity
     if args.record:
         rows = list(recorded(loop, capacity))
         args.record.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -49,7 +69,9 @@ def run(llm: Any, args: argparse.Namespace) -> int:
         return 0
     unroll(getattr(stack.executor, "worker", None))
     print(profile(loop, capacity, args.batch, args.prompt_tokens, args.steps, args.trace))
-    print(f"\nThe trace is in {args.trace}. Under a profiler everything is slower: never publish times from here.")
+    print(
+        f"\nThe trace is in {args.trace}. Under a profiler everything is slower: never publish times from here."
+    )
     return 0
 
 
@@ -108,7 +130,9 @@ def unroll(worker: Any) -> None:
         team().call = cast(Any, Named(team().call))
 
 
-def profile(loop: Loop, capacity: Capacity, batch: int, prompt: int, steps: int, trace: Path) -> str:
+def profile(
+    loop: Loop, capacity: Capacity, batch: int, prompt: int, steps: int, trace: Path
+) -> str:
     """The kernel table of so many decode steps; the trace goes to a file."""
     import torch
     from torch.profiler import ProfilerActivity
@@ -132,7 +156,8 @@ def profile(loop: Loop, capacity: Capacity, batch: int, prompt: int, steps: int,
 # ---- steps measured ----------------------------------------------------------------------------------
 
 
-PROMPTS, BATCHES = (16, 64, 256, 1024, 4096), (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PROMPTS = (16, 64, 256, 1024, 4096)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 Clock = Callable[[], float]
 
 
@@ -161,13 +186,25 @@ def recorded(
     room = capacity.blocks * capacity.block_size
     for batch in (n for n in batches if n <= capacity.max_sequences):
         for length in (32, 512):
-            short = batch * length <= 4 * capacity.max_batch_tokens  # minutes of prompts teach nothing
-            if short and length + 16 <= longest and batch * (length + repeat + 16 + capacity.block_size) <= room:
+            short = (
+                batch * length <= 4 * capacity.max_batch_tokens
+            )  # minutes of prompts teach nothing
+            if (
+                short
+                and length + 16 <= longest
+                and batch * (length + repeat + 16 + capacity.block_size) <= room
+            ):
                 yield decoding(ours, steps, capacity, batch, length, clock, repeat)
 
 
 def decoding(
-    loop: Loop, steps: deque[Step], capacity: Capacity, batch: int, length: int, clock: Clock, repeat: int
+    loop: Loop,
+    steps: deque[Step],
+    capacity: Capacity,
+    batch: int,
+    length: int,
+    clock: Clock,
+    repeat: int,
 ) -> dict[str, float]:
     names = start(loop, capacity, batch, length, repeat + 16)
     loop.step()

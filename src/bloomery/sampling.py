@@ -25,7 +25,12 @@ NUMBERS: tuple[tuple[str, float, float, str], ...] = (
     ("repetition_penalty", 0.01, 100.0, "from 0.01 to 100 (1 turns it off)"),
     ("frequency_penalty", -2.0, 2.0, "from -2 to 2 (0 turns it off)"),
     ("presence_penalty", -2.0, 2.0, "from -2 to 2 (0 turns it off)"),
-    ("watermark_gamma", POSITIVE, 1.0, "above 0 and at most 1: the share of the vocabulary that is favoured"),
+    (
+        "watermark_gamma",
+        POSITIVE,
+        1.0,
+        "above 0 and at most 1: the share of the vocabulary that is favoured",
+    ),
     ("watermark_delta", -100.0, 100.0, "from -100 to 100: what is added to the favoured logits"),
 )
 WHOLES: tuple[tuple[str, int, int, str], ...] = (
@@ -34,21 +39,52 @@ WHOLES: tuple[tuple[str, int, int, str], ...] = (
     ("top_k", -1, COUNT, "a whole number, at least 1, or 0 or -1 to turn it off"),
     ("seed", 0, 2**64 - 1, "a whole number from 0 to 2**64 - 1, or None for a random one"),
     ("min_tokens", 0, COUNT, "a whole number, at least 0"),
-    ("max_tokens", 1, COUNT, "a whole number, at least 1, or None for all the room that the prompt leaves"),
+    (
+        "max_tokens",
+        1,
+        COUNT,
+        "a whole number, at least 1, or None for all the room that the prompt leaves",
+    ),
     ("logprobs", 0, COUNT, "a whole number, at least 0, or None for no log-probabilities"),
     ("prompt_logprobs", 0, COUNT, "a whole number, at least 0, or None for no log-probabilities"),
-    ("truncate_prompt_tokens", 1, COUNT, "a whole number, at least 1, or None to keep the whole prompt"),
+    (
+        "truncate_prompt_tokens",
+        1,
+        COUNT,
+        "a whole number, at least 1, or None to keep the whole prompt",
+    ),
     ("priority", -100, 100, "a whole number from -100 to 100; lower is earlier"),
-    ("deadline_ms", 1, COUNT, "a whole number of milliseconds, at least 1, or None for no deadline"),
+    (
+        "deadline_ms",
+        1,
+        COUNT,
+        "a whole number of milliseconds, at least 1, or None for no deadline",
+    ),
 )
-FLAGS = ("include_stop_str_in_output", "ignore_eos", "watermark", "detokenize", "skip_special_tokens")
-OPTIONAL = {"best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "deadline_ms"}
+FLAGS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "watermark",
+    "detokenize",
+    "skip_special_tokens",
+)
+OPTIONAL = {
+    "best_of",
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "deadline_ms",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     n: int = 1
-    best_of: int | None = None  # generate so many and return the n with the highest cumulative log-probability
+    best_of: int | None = (
+        None  # generate so many and return the n with the highest cumulative log-probability
+    )
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -65,7 +101,9 @@ class SamplingParams:
     min_tokens: int = 0  # no end of sequence, stop id or stop string before so many tokens
     max_tokens: int | None = 16
     ignore_eos: bool = False
-    logprobs: int | None = None  # of each token: its own and those of the n best, under the model itself
+    logprobs: int | None = (
+        None  # of each token: its own and those of the n best, under the model itself
+    )
     prompt_logprobs: int | None = None
     bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -81,11 +119,17 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, least, most, words in NUMBERS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not least <= value <= most
+            ):
                 _refuse(name, value, words)
         for name, lowest, highest, words in WHOLES:
             value = getattr(self, name)
-            if not (value is None and name in OPTIONAL) and not (_is_whole(value) and lowest <= value <= highest):
+            if not (value is None and name in OPTIONAL) and not (
+                _is_whole(value) and lowest <= value <= highest
+            ):
                 _refuse(name, value, words)
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -103,9 +147,13 @@ class SamplingParams:
         return self.best_of or self.n
 
     def _check_lists(self) -> None:
-        if not isinstance(self.stop, str | list | tuple | None) or not all(map(_is_text, self.stop_strings)):
+        if not isinstance(self.stop, str | list | tuple | None) or not all(
+            map(_is_text, self.stop_strings)
+        ):
             _refuse("stop", self.stop, "a string or a list of strings, none of them empty")
-        if not isinstance(self.bad_words, list | tuple | None) or not all(map(_is_text, self.bad_words or ())):
+        if not isinstance(self.bad_words, list | tuple | None) or not all(
+            map(_is_text, self.bad_words or ())
+        ):
             _refuse("bad_words", self.bad_words, "a list of strings, none of them empty")
         for name in ("stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
@@ -113,7 +161,9 @@ class SamplingParams:
                 _refuse(name, value, "a list of token ids (int), or None")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             _refuse(
-                "allowed_token_ids", self.allowed_token_ids, "None (all tokens) or a list with at least one token id"
+                "allowed_token_ids",
+                self.allowed_token_ids,
+                "None (all tokens) or a list with at least one token id",
             )
         self._check_bias()
 
@@ -123,17 +173,33 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             if not _is_whole(token):
                 _refuse("logit_bias", token, "keyed by token ids (int)")
-            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-                _refuse("logit_bias", bias, "from -100 to 100 for every token", f" for token {_shown(token)}")
+            if (
+                isinstance(bias, bool)
+                or not isinstance(bias, int | float)
+                or not -100 <= bias <= 100
+            ):
+                _refuse(
+                    "logit_bias",
+                    bias,
+                    "from -100 to 100 for every token",
+                    f" for token {_shown(token)}",
+                )
 
     def _check_together(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
-            _refuse("best_of", self.best_of, f"at least n, which is {self.n}", ": raise best_of or lower n")
+            _refuse(
+                "best_of",
+                self.best_of,
+                f"at least n, which is {self.n}",
+                ": raise best_of or lower n",
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             words = f"at most max_tokens, which is {self.max_tokens}"
             _refuse("min_tokens", self.min_tokens, words, ": lower min_tokens or raise max_tokens")
         if self.stop_strings and not self.detokenize:
-            message = "stop strings are looked for in text: use stop_token_ids or leave detokenize on"
+            message = (
+                "stop strings are looked for in text: use stop_token_ids or leave detokenize on"
+            )
             raise InvalidRequest(message, field="stop")
 
 
@@ -156,7 +222,9 @@ def requests(
     without special tokens; only bad_words need it. Log-probabilities of the prompt are asked of the first alone.
     """
     tokens = _fitted(params, prompt, vocab, max_length)
-    stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *(params.stop_token_ids or ()))))
+    stop_ids = tuple(
+        dict.fromkeys((*(() if params.ignore_eos else eos_ids), *(params.stop_token_ids or ())))
+    )
     _check_ids("stop_token_ids", params.stop_token_ids or (), vocab)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab)
     _check_ids("logit_bias", tuple(params.logit_bias or ()), vocab)
@@ -190,7 +258,14 @@ def requests(
 
 
 def embedding_request(
-    prompt: Sequence[int], pooling: Pooling, *, id: str, vocab: int, max_length: int, salt: str = "", tenant: str = ""
+    prompt: Sequence[int],
+    pooling: Pooling,
+    *,
+    id: str,
+    vocab: int,
+    max_length: int,
+    salt: str = "",
+    tenant: str = "",
 ) -> Request:
     """One prompt as a request for its embedding; unlike a prompt to be completed it may fill the context."""
     if pooling not in get_args(Pooling):
@@ -198,10 +273,14 @@ def embedding_request(
     if not len(prompt):
         raise InvalidRequest("the input has no tokens: give at least one", field="input")
     if len(prompt) > max_length:
-        message = f"the input has {len(prompt)} tokens, but the context holds {max_length}: shorten it"
+        message = (
+            f"the input has {len(prompt)} tokens, but the context holds {max_length}: shorten it"
+        )
         raise PromptTooLong(message, field="input")
     _check_ids("input", prompt, vocab)
-    return Request(id, tuple(prompt), Sampling(temperature=0.0), 0, salt=salt, tenant=tenant, pooling=pooling)
+    return Request(
+        id, tuple(prompt), Sampling(temperature=0.0), 0, salt=salt, tenant=tenant, pooling=pooling
+    )
 
 
 def child_seed(seed: int, child: int) -> int:
@@ -223,10 +302,16 @@ def choose(cumulative: Sequence[float], n: int) -> list[int]:
     return sorted(range(len(cumulative)), key=lambda child: -cumulative[child])[:n]
 
 
-def _fitted(params: SamplingParams, prompt: Sequence[int], vocab: int, max_length: int) -> tuple[int, ...]:
+def _fitted(
+    params: SamplingParams, prompt: Sequence[int], vocab: int, max_length: int
+) -> tuple[int, ...]:
     if not len(prompt):
         raise InvalidRequest("the prompt has no tokens: give at least one", field="prompt")
-    tokens = tuple(prompt if params.truncate_prompt_tokens is None else prompt[-params.truncate_prompt_tokens :])
+    tokens = tuple(
+        prompt
+        if params.truncate_prompt_tokens is None
+        else prompt[-params.truncate_prompt_tokens :]
+    )
     if len(tokens) >= max_length:
         raise PromptTooLong(
             f"the prompt has {len(tokens)} tokens, but at most {max_length - 1} fit: the context holds {max_length}, "
@@ -237,7 +322,9 @@ def _fitted(params: SamplingParams, prompt: Sequence[int], vocab: int, max_lengt
     return tokens
 
 
-def _resolved(params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], vocab: int) -> Sampling:
+def _resolved(
+    params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], vocab: int
+) -> Sampling:
     ranked = params.children > params.n  # best_of compares cumulative log-probabilities
     return Sampling(
         temperature=float(params.temperature),
@@ -252,7 +339,9 @@ def _resolved(params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], vo
         allowed_token_ids=tuple(dict.fromkeys(params.allowed_token_ids or ())),
         bad_words=bad_words,
         min_tokens=params.min_tokens,
-        watermark=(float(params.watermark_gamma), float(params.watermark_delta)) if params.watermark else None,
+        watermark=(float(params.watermark_gamma), float(params.watermark_delta))
+        if params.watermark
+        else None,
         logprobs=0 if params.logprobs is None and ranked else params.logprobs,
     )
 
@@ -264,26 +353,40 @@ def _words(
     if not params.bad_words:
         return ()
     if encode is None:
-        raise InvalidRequest("bad_words are text and no tokenizer is loaded: leave them out", field="bad_words")
-    spelled = [tuple(encode(space + word.lstrip())) for word in params.bad_words for space in ("", " ")]
-    return tuple(dict.fromkeys(word for word in spelled if word and all(0 <= token < vocab for token in word)))
+        raise InvalidRequest(
+            "bad_words are text and no tokenizer is loaded: leave them out", field="bad_words"
+        )
+    spelled = [
+        tuple(encode(space + word.lstrip())) for word in params.bad_words for space in ("", " ")
+    ]
+    return tuple(
+        dict.fromkeys(
+            word for word in spelled if word and all(0 <= token < vocab for token in word)
+        )
+    )
 
 
 def _check_choice(sampling: Sampling, stop_ids: tuple[int, ...]) -> None:
     """Something must remain to choose from at the first token."""
-    out = {word[0] for word in sampling.bad_words if len(word) == 1} | (set(stop_ids) if sampling.min_tokens else set())
+    out = {word[0] for word in sampling.bad_words if len(word) == 1} | (
+        set(stop_ids) if sampling.min_tokens else set()
+    )
     if sampling.allowed_token_ids and out.issuperset(sampling.allowed_token_ids):
         message = "every one of allowed_token_ids is ruled out by bad_words or, with min_tokens, by being a stop id"
         raise InvalidRequest(f"{message}: allow at least one more token", field="allowed_token_ids")
 
 
 def _check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab:  # long prompts one by one take their time
+    if (
+        set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab
+    ):  # long prompts one by one take their time
         return
     for index, token in enumerate(ids):
         if not _is_whole(token) or not 0 <= token < vocab:
             remedy = f"token ids are whole numbers (int) from 0 to {vocab - 1}"
-            raise InvalidRequest(f"{name} holds {_shown(token)} at index {index}; {remedy}", field=name)
+            raise InvalidRequest(
+                f"{name} holds {_shown(token)} at index {index}; {remedy}", field=name
+            )
 
 
 def _is_whole(value: Any) -> bool:

@@ -64,24 +64,39 @@ def serve(config: Config, wishes: ServerConfig, engine: Born | None = None) -> i
     tell(plan, artifact.found)
     limits = settings.limits
     patience = replace(
-        Patience.for_device(plan.device, limits.step_seconds), queue=limits.queue_seconds, restarts=limits.restarts
+        Patience.for_device(plan.device, limits.step_seconds),
+        queue=limits.queue_seconds,
+        restarts=limits.restarts,
     )
     client = engines(plan, wishes.replicas, patience, style, engine)
-    traces = traces_to(wishes.otlp_endpoint, wishes.otlp_service_name) if wishes.otlp_endpoint else None
+    traces = (
+        traces_to(wishes.otlp_endpoint, wishes.otlp_service_name) if wishes.otlp_endpoint else None
+    )
 
     def make_app() -> Any:
         tokenizer = load_tokenizer(artifact)
         trim()
         return create_app(client, tokenizer, settings, traces)
 
-    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run(client, make_app, wishes, limits))
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(
+        run(client, make_app, wishes, limits)
+    )
 
 
-def engines(plan: Plan, count: int, patience: Patience, style: str, born: Born | None) -> EngineClient | Replicas:
+def engines(
+    plan: Plan, count: int, patience: Patience, style: str, born: Born | None
+) -> EngineClient | Replicas:
     if count == 1:
         alone = plan.tp * plan.pp == 1 and plan.executor == "auto"
-        return EngineClient(plan, command(style, plan.device == "cpu" and alone), patience, born=born)
-    return Replicas([EngineClient(share(plan, number, count), command(style), patience) for number in range(count)])
+        return EngineClient(
+            plan, command(style, plan.device == "cpu" and alone), patience, born=born
+        )
+    return Replicas(
+        [
+            EngineClient(share(plan, number, count), command(style), patience)
+            for number in range(count)
+        ]
+    )
 
 
 class Server(uvicorn.Server):
@@ -95,10 +110,14 @@ class Server(uvicorn.Server):
         """libuv takes in one connection in a turn of its loop, so while streams keep it busy newcomers would queue
         outside for seconds, even those that are only to be refused: each further descriptor of the socket takes one."""
         await super().startup(sockets)
-        for descriptor in [listener.fileno() for server in self.servers for listener in server.sockets]:
+        for descriptor in [
+            listener.fileno() for server in self.servers for listener in server.sockets
+        ]:
             for _ in range(DOORS - 1):
                 same = socket.socket(fileno=os.dup(descriptor))
-                self.servers.append(await asyncio.get_running_loop().create_server(self._connection, sock=same))
+                self.servers.append(
+                    await asyncio.get_running_loop().create_server(self._connection, sock=same)
+                )
 
     def _connection(self) -> asyncio.Protocol:
         kind: Any = self.config.http_protocol_class
@@ -113,7 +132,10 @@ class Server(uvicorn.Server):
 
 
 async def run(
-    client: EngineClient | Replicas, make_app: Callable[[], Any], wishes: ServerConfig, limits: Limits | None = None
+    client: EngineClient | Replicas,
+    make_app: Callable[[], Any],
+    wishes: ServerConfig,
+    limits: Limits | None = None,
 ) -> int:
     """Until a signal, or until there will be no engine any more. The engine loads while the app is made."""
     limits = limits or Limits()
@@ -125,13 +147,22 @@ async def run(
         raise
     server = Server(
         uvicorn.Config(
-            app, wishes.host, wishes.port, http=bounded(limits), lifespan="on", access_log=False, server_header=False,
-            timeout_keep_alive=int(limits.idle_seconds), log_config=None,
+            app,
+            wishes.host,
+            wishes.port,
+            http=bounded(limits),
+            lifespan="on",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=int(limits.idle_seconds),
+            log_config=None,
             timeout_graceful_shutdown=int(wishes.drain_seconds) + 5,
         )
-    )  # fmt: skip
+    )
     for name in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(name, server.stop, client.close, wishes.drain_seconds)
+        asyncio.get_running_loop().add_signal_handler(
+            name, server.stop, client.close, wishes.drain_seconds
+        )
     url = f"http://{wishes.host}:{wishes.port}"
     watch = asyncio.create_task(loading(client, url))
     failure = asyncio.create_task(client.wait_failed())
@@ -164,7 +195,11 @@ async def loading(client: EngineClient | Replicas, url: str) -> None:
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("loading", total=1.0)
             while not ready.done():
-                bar.update(task, completed=client.status.progress or 0.0, description=client.status.detail or "loading")
+                bar.update(
+                    task,
+                    completed=client.status.progress or 0.0,
+                    description=client.status.detail or "loading",
+                )
                 await asyncio.wait((ready,), timeout=0.1)
     try:
         capacity = await ready
@@ -172,14 +207,21 @@ async def loading(client: EngineClient | Replicas, url: str) -> None:
         return  # the owner is told by wait_failed
     gc.collect()
     gc.freeze()  # what is there by now stays, and would be looked through in the middle of a thousand streams
-    gc.set_threshold(10_000, 4, 2)  # the rest is soon looked through, and a disconnect leaves rings behind
+    gc.set_threshold(
+        10_000, 4, 2
+    )  # the rest is soon looked through, and a disconnect leaves rings behind
     for note in capacity.notes:
         log.warning(note)
     log.info(
         "ready in %.1f s: cache for %d tokens, %d sequences at once, up to %d tokens each",
-        time.monotonic() - begun, capacity.blocks * capacity.block_size, capacity.max_sequences, capacity.max_length,
-    )  # fmt: skip
-    log.info("open %s to chat; clients: OpenAI at %s/v1, TGI at %s; docs at %s/docs", url, url, url, url)
+        time.monotonic() - begun,
+        capacity.blocks * capacity.block_size,
+        capacity.max_sequences,
+        capacity.max_length,
+    )
+    log.info(
+        "open %s to chat; clients: OpenAI at %s/v1, TGI at %s; docs at %s/docs", url, url, url, url
+    )
 
 
 def tell(plan: Plan, found: str) -> None:
@@ -187,8 +229,17 @@ def tell(plan: Plan, found: str) -> None:
     narrow = [f"({what} in {form})" for what, form in rounded.items() if form != "auto"]
     log.info(
         "%s (%s): %s on %s, %s, at most %d tokens, %d sequences and %d positions a step, prefix cache %s",
-        plan.name, found, " ".join([plan.dtype, *narrow]), plan.device,
-        f"tp {plan.tp} x pp {plan.pp}" if plan.tp * plan.pp > 1
-        else f"{plan.threads} threads" if plan.device == "cpu" else "GPU",
-        plan.max_length, plan.max_sequences, plan.max_batch_tokens, "on" if plan.prefix_cache else "off",
-    )  # fmt: skip
+        plan.name,
+        found,
+        " ".join([plan.dtype, *narrow]),
+        plan.device,
+        f"tp {plan.tp} x pp {plan.pp}"
+        if plan.tp * plan.pp > 1
+        else f"{plan.threads} threads"
+        if plan.device == "cpu"
+        else "GPU",
+        plan.max_length,
+        plan.max_sequences,
+        plan.max_batch_tokens,
+        "on" if plan.prefix_cache else "off",
+    )

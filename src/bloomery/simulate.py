@@ -59,7 +59,9 @@ class Imagined:
     """An executor whose device only knows how long things take. Stages of a pipeline hold one step each."""
 
     def __init__(self, roofline: Roofline, clock: Clock):
-        self.roofline, self.clock, self.stages = roofline, clock, roofline.pp
+        self.roofline = roofline
+        self.clock = clock
+        self.stages = roofline.pp
         self.free = self.busy = 0.0
         self.steps = 0
 
@@ -88,8 +90,11 @@ class Replica:
         self.clock = Clock()
         self.executor = Imagined(roofline, self.clock)
         self.blocks = Blocks(capacity.blocks, capacity.block_size, settings.prefix_cache)
-        policy, stages = policy_for(settings, capacity), capacity.stages
-        self.scheduler = Scheduler(self.blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, stages)
+        policy = policy_for(settings, capacity)
+        stages = capacity.stages
+        self.scheduler = Scheduler(
+            self.blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, stages
+        )
         self.loop = Loop(self.scheduler, self.executor, max(settings.depth, stages), self.clock)
         self.longest = min(capacity.max_length, capacity.blocks * capacity.block_size)
         self.load = 0  # tokens promised and not out yet
@@ -99,12 +104,21 @@ class Fleet:
     """Replicas, who goes to which, and what became of everybody."""
 
     def __init__(self, placed: Placed, config: Config | None = None):
-        layout, longest = placed.layout, placed.longest()
+        layout = placed.layout
+        longest = placed.longest()
         if not longest:
-            raise ConfigError(f"the model does not fit {layout.devices} x {placed.machine.title}; see `bloomery plan`")
+            raise ConfigError(
+                f"the model does not fit {layout.devices} x {placed.machine.title}; see `bloomery plan`"
+            )
         device = "cpu" if placed.machine.cpu else "cuda"
         settings = resolve(
-            config or Config(), name="", path="", kind="", dtype="bfloat16", device=device, context=longest
+            config or Config(),
+            name="",
+            path="",
+            kind="",
+            dtype="bfloat16",
+            device=device,
+            context=longest,
         )
         size = settings.block_size
         most = -(-settings.max_length // size) * settings.max_sequences
@@ -118,9 +132,13 @@ class Fleet:
             stages=layout.pp,
             expected=placed.roofline.usual(),
         )
-        self.replicas = [Replica(settings, capacity, placed.roofline) for _ in range(layout.replicas)]
+        self.replicas = [
+            Replica(settings, capacity, placed.roofline) for _ in range(layout.replicas)
+        ]
         self.homes: dict[str, int] = {}  # session -> replica that has its prefix
-        self.said: dict[str, tuple[int, ...]] = {}  # session -> tokens of its last request and of the answer
+        self.said: dict[
+            str, tuple[int, ...]
+        ] = {}  # session -> tokens of its last request and of the answer
 
     def route(self, arrival: Arrival) -> Replica:
         """To the replica that knows the session unless it is far busier than the idlest; otherwise to the idlest."""
@@ -140,7 +158,9 @@ class Fleet:
         known: set[str] = set()  # sessions: who is the first of one follows nobody
         for i, arrival in enumerate(arrivals):
             if arrival.arrival is not None or arrival.session not in known:
-                heapq.heappush(coming, (arrival.after if arrival.arrival is None else arrival.arrival, i))
+                heapq.heappush(
+                    coming, (arrival.after if arrival.arrival is None else arrival.arrival, i)
+                )
             else:
                 later[arrival.session].append(i)
             known.add(arrival.session)
@@ -163,13 +183,20 @@ class Fleet:
         replica = self.route(arrival)
         replica.clock.now = max(replica.clock.now, at)
         record.sent = at
-        output = min(arrival.output, replica.longest - arrival.prompt)  # as a server cuts an answer short
+        output = min(
+            arrival.output, replica.longest - arrival.prompt
+        )  # as a server cuts an answer short
         try:
             if output < 1:
-                raise PromptTooLong(f"a prompt of {arrival.prompt} tokens leaves no room in {replica.longest}")
-            replica.loop.add(Request(str(i), self._prompt(arrival, i), GREEDY, output, priority=arrival.priority))
+                raise PromptTooLong(
+                    f"a prompt of {arrival.prompt} tokens leaves no room in {replica.longest}"
+                )
+            replica.loop.add(
+                Request(str(i), self._prompt(arrival, i), GREEDY, output, priority=arrival.priority)
+            )
         except InvalidRequest as refusal:
-            record.error, record.done = str(refusal), at
+            record.error = str(refusal)
+            record.done = at
             return False
         replica.load += arrival.prompt + output
         return True
@@ -193,14 +220,19 @@ class Fleet:
                 record.tokens += len(news.ids)
                 record.stamps.append(replica.clock.now)
             if news.finish:
-                record.done, record.error = replica.clock.now, news.error
+                record.done = replica.clock.now
+                record.error = news.error
                 replica.load -= record.prompt + record.tokens
                 ended.append(i)
         return ended
 
     @staticmethod
     def _follow(
-        arrivals: Sequence[Arrival], i: int, now: float, later: dict[str, deque[int]], coming: list[tuple[float, int]]
+        arrivals: Sequence[Arrival],
+        i: int,
+        now: float,
+        later: dict[str, deque[int]],
+        coming: list[tuple[float, int]],
     ) -> None:
         """The session's next request, once the former is answered."""
         waiting = later.get(arrivals[i].session)
@@ -227,7 +259,9 @@ class Measured:
 
 def read_steps(path: Path) -> list[Measured]:
     try:
-        return [Measured(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+        return [
+            Measured(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()
+        ]
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{path}: {error}; a line is tokens, attended, sampled, seconds and, of chunks, pairs"
@@ -238,15 +272,21 @@ def calibrate(roofline: Roofline, steps: Sequence[Measured]) -> Calibration:
     """Four constants by least squares on the relative error: a step, its floors' slowdown, a sequence, and how much
     better the device computes than it reads (the one that is not linear: the best of a row of values)."""
     if len(steps) < 4:
-        raise ConfigError(f"{len(steps)} measured steps are too few to calibrate on; give more, of several sizes")
+        raise ConfigError(
+            f"{len(steps)} measured steps are too few to calibrate on; give more, of several sizes"
+        )
     found = [_fitted(copy(roofline), steps, float(ratio)) for ratio in np.geomspace(0.2, 5, 41)]
     best = min((one for one in found if one is not None), key=lambda one: one[0], default=None)
     if best is None:
-        raise ConfigError("the measured steps do not grow with their work; measure steps of several sizes")
+        raise ConfigError(
+            "the measured steps do not grow with their work; measure steps of several sizes"
+        )
     return best[1]
 
 
-def _fitted(trial: Roofline, steps: Sequence[Measured], ratio: float) -> tuple[float, Calibration] | None:
+def _fitted(
+    trial: Roofline, steps: Sequence[Measured], ratio: float
+) -> tuple[float, Calibration] | None:
     """The best constants for one ratio of compute to memory, and their error."""
     before = trial.calibration
     trial.calibration = replace(
@@ -254,12 +294,16 @@ def _fitted(trial: Roofline, steps: Sequence[Measured], ratio: float) -> tuple[f
     )
     seconds = np.array([s.seconds for s in steps])
     floors = [trial.expected(*s.work) for s in steps]
-    columns = np.stack([np.ones(len(steps)), floors, [s.sampled for s in steps]], 1) / seconds[:, None]
+    columns = (
+        np.stack([np.ones(len(steps)), floors, [s.sampled for s in steps]], 1) / seconds[:, None]
+    )
     step, slow, sequence = map(float, prices := _no_negatives(columns))
     if slow <= 0:
         return None
     each = sequence / len(trial.model.layers)
-    found = replace(before, memory=1 / slow, compute=ratio / slow, launch=0.0, step=step, sequence=each)
+    found = replace(
+        before, memory=1 / slow, compute=ratio / slow, launch=0.0, step=step, sequence=each
+    )
     return float(np.square(columns @ prices - 1).sum()), found
 
 
@@ -280,13 +324,17 @@ def _no_negatives(columns: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 # ---- the command -----------------------------------------------------------------------------------
 
 
-def simulated(placed: Placed, arrivals: Sequence[Arrival], config: Config, targets: Targets) -> dict[str, Any]:
+def simulated(
+    placed: Placed, arrivals: Sequence[Arrival], config: Config, targets: Targets
+) -> dict[str, Any]:
     fleet = Fleet(placed, config)
     result = summarise(fleet.run(arrivals), targets)
     span = max(replica.clock.now for replica in fleet.replicas) or 1.0
     executors = [replica.executor for replica in fleet.replicas]
     result["steps"] = sum(executor.steps for executor in executors)
-    result["device_busy"] = round(sum(executor.busy for executor in executors) / span / len(executors), 4)
+    result["device_busy"] = round(
+        sum(executor.busy for executor in executors) / span / len(executors), 4
+    )
     result["preemptions"] = sum(replica.scheduler.preemptions for replica in fleet.replicas)
     return result
 
@@ -296,11 +344,15 @@ def run(placed: Placed, trace: Path, calibration: Path | None, as_json: bool) ->
         placed.roofline.calibration = calibrate(placed.roofline, read_steps(calibration))
     arrivals = read(trace)
     policies = ("fair", "first-come")
-    results = {policy: simulated(placed, arrivals, Config(policy=policy), Targets()) for policy in policies}
+    results = {
+        policy: simulated(placed, arrivals, Config(policy=policy), Targets()) for policy in policies
+    }
     if as_json:
         print(json.dumps(results, indent=1))
         return 0
-    print(f"{len(arrivals):,} requests of {trace.name} on {placed.layout}, {placed.machine.title}, in virtual time\n")
+    print(
+        f"{len(arrivals):,} requests of {trace.name} on {placed.layout}, {placed.machine.title}, in virtual time\n"
+    )
     print(table(results))
     for policy, result in results.items():
         for why, count in result["errors"].items():

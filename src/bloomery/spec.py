@@ -85,7 +85,9 @@ class Rope:
 class Alibi:
     scale: float = 1.0  # Falcon scales its slopes with the logits
     max_bias: float = 8.0
-    first: int = 0  # where a rank has some of the model's heads: its first, of how many; 0: all are here
+    first: int = (
+        0  # where a rank has some of the model's heads: its first, of how many; 0: all are here
+    )
     heads: int = 0
 
 
@@ -202,10 +204,16 @@ class Names:
     head: str = ""
     extra: Mapping[str, str] = field(default_factory=dict)
     transposed: bool = False  # GPT-2's Conv1D stores weights as [in, out]
-    experts: str = ""  # with {e}, ending in a dot: one expert's expert_up and expert_down are relative to it
-    expert_up: str | Split | Fused = ""  # mlp_up and mlp_down stay those of the dense layers among the sparse ones
+    experts: str = (
+        ""  # with {e}, ending in a dot: one expert's expert_up and expert_down are relative to it
+    )
+    expert_up: str | Split | Fused = (
+        ""  # mlp_up and mlp_down stay those of the dense layers among the sparse ones
+    )
     expert_down: str = ""
-    stacked_experts: bool = False  # all experts in one [expert, out, in] tensor, and `experts` without {e}
+    stacked_experts: bool = (
+        False  # all experts in one [expert, out, in] tensor, and `experts` without {e}
+    )
     shared_up: str | Split | Fused = ""
     shared_down: str = ""
     # What the names above begin with, then what other writers put there: "" where the bare model was saved. The first
@@ -221,4 +229,6 @@ class Quantization:
 
     method: Literal["bitsandbytes", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4"]
     first_zero: int = 0  # what GPTQ's zeros count from: 1 in the first version of the format
-    needed: tuple[str, ...] = ()  # tensors without which a packed product would be read as another one
+    needed: tuple[
+        str, ...
+    ] = ()  # tensors without which a packed product would be read as another one

@@ -21,7 +21,9 @@ class Hub:
     repository: str = "org/model"
     denied: tuple[int, str] | None = None  # answer everything with this status and X-Error-Code
     broken: set[str] = field(default_factory=set)  # files answered with a 404 as if they had gone
-    cut: dict[str, int] = field(default_factory=dict)  # files whose first answer breaks off after so many bytes
+    cut: dict[str, int] = field(
+        default_factory=dict
+    )  # files whose first answer breaks off after so many bytes
     on_info: Any = None  # called after the answer about the repository
     log: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     url: str = ""
@@ -30,7 +32,11 @@ class Hub:
         return [path for verb, path, _ in self.log if verb == method]
 
     def fetched(self) -> set[str]:
-        return {path.split("/resolve/")[1].split("/", 1)[1] for path in self.asked("GET") if "/resolve/" in path}
+        return {
+            path.split("/resolve/")[1].split("/", 1)[1]
+            for path in self.asked("GET")
+            if "/resolve/" in path
+        }
 
 
 def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
@@ -46,7 +52,9 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             self.answer(body=True)
 
-        def reply(self, status: int, data: bytes, headers: dict[str, str], body: bool = True, cut: int = 0) -> None:
+        def reply(
+            self, status: int, data: bytes, headers: dict[str, str], body: bool = True, cut: int = 0
+        ) -> None:
             self.send_response(status)
             for name, value in {"Content-Length": str(len(data)), **headers}.items():
                 self.send_header(name, value)
@@ -58,7 +66,9 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def answer(self, body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
-            hub.log.append((self.command, path, {name.lower(): value for name, value in self.headers.items()}))
+            hub.log.append(
+                (self.command, path, {name.lower(): value for name, value in self.headers.items()})
+            )
             api = f"/api/models/{hub.repository}"
             if hub.denied:
                 self.reply(hub.denied[0], b"{}", {"X-Error-Code": hub.denied[1]}, body)
@@ -77,7 +87,13 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
                 return
             files = [{"rfilename": name} for name in hub.commits[commit]]
-            about = {"id": hub.repository, "modelId": hub.repository, "sha": commit, "siblings": files, "tags": []}
+            about = {
+                "id": hub.repository,
+                "modelId": hub.repository,
+                "sha": commit,
+                "siblings": files,
+                "tags": [],
+            }
             self.reply(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
             if hub.on_info:
                 hub.on_info()
@@ -85,7 +101,8 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def tree(self, revision: str) -> None:
             files = hub.commits[hub.refs.get(revision, revision)]
             rows = [
-                {"type": "file", "path": name, "size": len(data), "oid": etag(data)} for name, data in files.items()
+                {"type": "file", "path": name, "size": len(data), "oid": etag(data)}
+                for name, data in files.items()
             ]
             self.reply(200, json.dumps(rows).encode(), {"Content-Type": "application/json"})
 
@@ -99,7 +116,8 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             asked = self.headers.get("Range")
             if body and asked:
                 first, _, last = asked.removeprefix("bytes=").partition("-")
-                start, end = int(first), min(int(last or len(data)), len(data) - 1)
+                start = int(first)
+                end = min(int(last or len(data)), len(data) - 1)
                 headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
                 self.reply(206, data[start : end + 1], headers)
                 return
@@ -116,7 +134,9 @@ def etag(data: bytes) -> str:
 def serving(hub: Hub):
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(hub))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield hub

@@ -64,7 +64,8 @@ def pair(key: str, kind: int, value: bytes) -> bytes:
 
 def test_types_are_ggmls():
     known = {
-        kind.value: (kind.name, *gguf.constants.GGML_QUANT_SIZES[kind]) for kind in gguf.constants.GGML_QUANT_SIZES
+        kind.value: (kind.name, *gguf.constants.GGML_QUANT_SIZES[kind])
+        for kind in gguf.constants.GGML_QUANT_SIZES
     }
     known |= {
         number: TYPES[number] for number in TYPES.keys() - known.keys()
@@ -90,7 +91,9 @@ def test_small_file_reads_as_written(small):
 def test_embedded_model_is_read_at_once():
     path = locate(None).path
     found = read(path)
-    assert min(timed(lambda: read(path)) for _ in range(3)) < 0.5  # 0.05 s on an idle core; the package takes seconds
+    assert (
+        min(timed(lambda: read(path)) for _ in range(3)) < 0.5
+    )  # 0.05 s on an idle core; the package takes seconds
     assert len(found.metadata["tokenizer.ggml.tokens"]) == 49152
     assert len(found.tensors) == 272
 
@@ -98,8 +101,11 @@ def test_embedded_model_is_read_at_once():
 @pytest.mark.parametrize("which", ["small", pytest.param("embedded", marks=pytest.mark.slow)])
 def test_reads_as_the_package_reads(small, which):
     path = small if which == "small" else locate(None).path
-    found, reference = read(path), gguf.GGUFReader(path)
-    fields = {name: field for name, field in reference.fields.items() if not name.startswith("GGUF.")}
+    found = read(path)
+    reference = gguf.GGUFReader(path)
+    fields = {
+        name: field for name, field in reference.fields.items() if not name.startswith("GGUF.")
+    }
     assert found.metadata.keys() == fields.keys()
     for name in fields.keys() - {"nested"}:  # which the package flattens
         assert found.metadata[name] == fields[name].contents(), name
@@ -146,8 +152,14 @@ HOSTILE = {
     "key not UTF-8": ({"pairs": 1, "body": struct.pack("<Q", 1) + b"\xff" + bytes(8)}, "not UTF-8"),
     "key twice": ({"pairs": 2, "body": pair("k", 4, bytes(4)) * 2}, "'k': appears twice"),
     "unknown kind": ({"pairs": 1, "body": pair("k", 13, bytes(8))}, "'k': value kind 13"),
-    "string past the end": ({"pairs": 1, "body": pair("k", 8, struct.pack("<Q", 2**62))}, "'k': a string passes"),
-    "array of 2**60": ({"pairs": 1, "body": pair("k", 9, struct.pack("<IQ", 4, 2**60))}, "'k': an array of"),
+    "string past the end": (
+        {"pairs": 1, "body": pair("k", 8, struct.pack("<Q", 2**62))},
+        "'k': a string passes",
+    ),
+    "array of 2**60": (
+        {"pairs": 1, "body": pair("k", 9, struct.pack("<IQ", 4, 2**60))},
+        "'k': an array of",
+    ),
     "array past the end": (
         {"pairs": 1, "body": pair("k", 9, struct.pack("<IQ", 4, 10**6))},
         "'k': 4000000 bytes wanted",
@@ -156,26 +168,59 @@ HOSTILE = {
         {"pairs": 1, "body": pair("k", 9, struct.pack("<IQ", 8, 10**6))},
         "'k': .*within a string",
     ),
-    "array of unknown": ({"pairs": 1, "body": pair("k", 9, struct.pack("<IQ", 99, 1))}, "'k': value kind 99"),
-    "deep arrays": ({"pairs": 1, "body": pair("k", 9, struct.pack("<IQ", 9, 1) * 10_000)}, "at depth"),
+    "array of unknown": (
+        {"pairs": 1, "body": pair("k", 9, struct.pack("<IQ", 99, 1))},
+        "'k': value kind 99",
+    ),
+    "deep arrays": (
+        {"pairs": 1, "body": pair("k", 9, struct.pack("<IQ", 9, 1) * 10_000)},
+        "at depth",
+    ),
     "alignment 0": ({"pairs": 1, "body": pair("general.alignment", 4, bytes(4))}, "alignment 0"),
-    "alignment 24": ({"pairs": 1, "body": pair("general.alignment", 4, struct.pack("<I", 24))}, "alignment 24"),
-    "alignment 2**31": ({"pairs": 1, "body": pair("general.alignment", 4, struct.pack("<I", 2**31))}, "alignment"),
-    "alignment a string": ({"pairs": 1, "body": pair("general.alignment", 8, text("32"))}, "alignment '32'"),
-    "split": ({"pairs": 1, "body": pair("split.count", 2, struct.pack("<H", 3))}, "one of 3 parts.*--merge"),
+    "alignment 24": (
+        {"pairs": 1, "body": pair("general.alignment", 4, struct.pack("<I", 24))},
+        "alignment 24",
+    ),
+    "alignment 2**31": (
+        {"pairs": 1, "body": pair("general.alignment", 4, struct.pack("<I", 2**31))},
+        "alignment",
+    ),
+    "alignment a string": (
+        {"pairs": 1, "body": pair("general.alignment", 8, text("32"))},
+        "alignment '32'",
+    ),
+    "split": (
+        {"pairs": 1, "body": pair("split.count", 2, struct.pack("<H", 3))},
+        "one of 3 parts.*--merge",
+    ),
     "no dimensions": ({"tensors": 1, "body": tensor(dims=())}, "'t': 0 dimensions"),
     "five dimensions": ({"tensors": 1, "body": tensor(dims=(1,) * 5)}, "'t': 5 dimensions"),
     "dimensions without end": ({"tensors": 1, "body": tensor(count=2**32 - 1)}, "dimensions"),
     "dimension 0": ({"tensors": 1, "body": tensor(dims=(8, 0))}, "'t': shape"),
-    "product over 2**64": ({"tensors": 1, "body": tensor(dims=(2**32, 2**32, 2))}, "truncated: tensor 't'"),
-    "product wraps to 0": ({"tensors": 1, "body": tensor(dims=(2**63, 2, 1, 1))}, "truncated: tensor 't'"),
+    "product over 2**64": (
+        {"tensors": 1, "body": tensor(dims=(2**32, 2**32, 2))},
+        "truncated: tensor 't'",
+    ),
+    "product wraps to 0": (
+        {"tensors": 1, "body": tensor(dims=(2**63, 2, 1, 1))},
+        "truncated: tensor 't'",
+    ),
     "unknown type": ({"tensors": 1, "body": tensor(kind=4)}, "'t': type 4 is not known"),
-    "block not full": ({"tensors": 1, "body": tensor(dims=(33,), kind=8)}, "'t': shape .* blocks of 32"),
+    "block not full": (
+        {"tensors": 1, "body": tensor(dims=(33,), kind=8)},
+        "'t': shape .* blocks of 32",
+    ),
     "offset not aligned": ({"tensors": 1, "body": tensor(offset=8)}, "'t': offset 8"),
     "offset past the end": ({"tensors": 1, "body": tensor(offset=2**63)}, "truncated: tensor 't'"),
-    "data one byte short": ({"tensors": 1, "body": tensor(), "data": bytes(31)}, "truncated: tensor 't'"),
+    "data one byte short": (
+        {"tensors": 1, "body": tensor(), "data": bytes(31)},
+        "truncated: tensor 't'",
+    ),
     "tensor twice": ({"tensors": 2, "body": tensor() * 2, "data": bytes(64)}, "'t': appears twice"),
-    "overlap": ({"tensors": 2, "body": tensor(dims=(16,)) + tensor("u", offset=32), "data": bytes(96)}, "'u' overlaps"),
+    "overlap": (
+        {"tensors": 2, "body": tensor(dims=(16,)) + tensor("u", offset=32), "data": bytes(96)},
+        "'u' overlaps",
+    ),
 }
 
 
@@ -191,7 +236,11 @@ def test_hostile_files_are_refused_by_name(tmp_path, case):
 def test_smallest_good_files(tmp_path):
     assert read(made(tmp_path / "empty.gguf")).tensors == {}
     for version in (2, 3):
-        found = read(made(tmp_path / "x.gguf", tensor(dims=(4, 2)), tensors=1, version=version, data=bytes(32)))
+        found = read(
+            made(
+                tmp_path / "x.gguf", tensor(dims=(4, 2)), tensors=1, version=version, data=bytes(32)
+            )
+        )
         assert found.tensors["t"].shape == (2, 4)
     body = pair("general.alignment", 4, struct.pack("<I", 64)) + tensor(offset=64)
     path = made(tmp_path / "x.gguf", body, tensors=1, pairs=1, data=bytes(128 + 64))
@@ -206,7 +255,8 @@ def test_files_too_short(tmp_path, raw):
 
 
 def test_every_truncation_is_refused(small, tmp_path):
-    data, path = small.read_bytes(), tmp_path / "x.gguf"
+    data = small.read_bytes()
+    path = tmp_path / "x.gguf"
     last = max(tensor.start + tensor.nbytes for tensor in read(small).tensors.values())
     for length in range(0, last, 3):
         path.write_bytes(data[:length])
@@ -222,14 +272,19 @@ def test_every_truncation_is_refused(small, tmp_path):
 @pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_mutations_are_refused_or_harmless(small, tmp_path, count):
     """Bytes changed at random, one to four at a time: an error of ours or a table within the file, soon and small."""
-    data, path, generator = small.read_bytes(), tmp_path / "x.gguf", random.Random(1)
+    data = small.read_bytes()
+    path = tmp_path / "x.gguf"
+    generator = random.Random(1)
     header = min(tensor.start for tensor in read(small).tensors.values())
     tracemalloc.start()
-    refused, slowest = 0, 0.0
+    refused = 0
+    slowest = 0.0
     for _ in range(count):
         mutated = bytearray(data)
         for _ in range(generator.choice((1, 1, 2, 4))):
-            mutated[generator.randrange(header)] = generator.choice((0, 1, 0x7F, 0x80, 0xFF, generator.randrange(256)))
+            mutated[generator.randrange(header)] = generator.choice(
+                (0, 1, 0x7F, 0x80, 0xFF, generator.randrange(256))
+            )
         path.write_bytes(mutated)
         begun = time.process_time()
         try:

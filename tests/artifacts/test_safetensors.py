@@ -41,8 +41,23 @@ def two_shards(folder):
 
 
 def test_reads_what_the_library_writes(tmp_path):
-    types = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
-    types += [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint32]
+    types = [
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+    ]
+    types += [
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.uint32,
+    ]
     tensors = {f"t{i}": torch.ones(3, i + 1).to(dtype) for i, dtype in enumerate(types)}
     tensors |= {"empty": torch.ones(0, 4), "scalar": torch.tensor(2.0)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -60,8 +75,16 @@ def test_reads_what_the_library_writes(tmp_path):
 @pytest.mark.parametrize(
     ("header", "data", "message"),
     [
-        (b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"x":{}}', b"1234", "'x' appears twice"),
-        (b'{"x":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"1234", "'dtype' appears twice"),
+        (
+            b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"x":{}}',
+            b"1234",
+            "'x' appears twice",
+        ),
+        (
+            b'{"x":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            b"1234",
+            "'dtype' appears twice",
+        ),
         (b'{"x":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}', b"1234", "NaN"),
         (b"[1, 2]", b"", "not a JSON object"),
         (b'{"x":' + b"[" * 100_000, b"", "not valid JSON"),
@@ -100,10 +123,14 @@ def test_header_length_is_bounded_by_the_file(tmp_path, length):
         read_header(write(tmp_path / "model.safetensors", b"{}", b"", length))
 
 
-@pytest.mark.parametrize("raw", [b"", b"1234567", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"1234567", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"]
+)
 def test_files_that_are_not_weights(tmp_path, raw):
     (tmp_path / "model.safetensors").write_bytes(raw)
-    with pytest.raises(CheckpointError, match="git lfs pull" if raw.startswith(b"v") else "truncated"):
+    with pytest.raises(
+        CheckpointError, match="git lfs pull" if raw.startswith(b"v") else "truncated"
+    ):
         index(tmp_path)
 
 
@@ -112,7 +139,10 @@ def test_single_file_and_shards_give_the_same_index(tmp_path):
     found = index(tmp_path)
     assert {name: file.name for name, (file, _) in found.items()} == weight_map
     (tmp_path / "whole").mkdir()
-    save_file({name: torch.zeros(entry.shape) for name, (_, entry) in found.items()}, tmp_path / "whole/x.safetensors")
+    save_file(
+        {name: torch.zeros(entry.shape) for name, (_, entry) in found.items()},
+        tmp_path / "whole/x.safetensors",
+    )
     assert {name: entry.shape for name, (_, entry) in index(tmp_path / "whole").items()} == {
         name: entry.shape for name, (_, entry) in found.items()
     }
@@ -130,25 +160,31 @@ def test_truncated_shard_is_named(tmp_path, cut):
     path = tmp_path / "model-00002-of-00002.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * cut)] if cut < 1 else data[:-cut])
-    with pytest.raises(CheckpointError, match=r"00002-of-00002\.safetensors: truncated: tensor '[bc]'"):
+    with pytest.raises(
+        CheckpointError, match=r"00002-of-00002\.safetensors: truncated: tensor '[bc]'"
+    ):
         index(tmp_path)
 
 
 def test_missing_shard(tmp_path):
     two_shards(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"00002-of-00002\.safetensors: missing; it holds 'b\.\w+' and 1 more"):
+    with pytest.raises(
+        CheckpointError, match=r"00002-of-00002\.safetensors: missing; it holds 'b\.\w+' and 1 more"
+    ):
         index(tmp_path)
 
 
 def test_swapped_shards(tmp_path):
     two_shards(tmp_path)
     a, b, c = (
-        tmp_path / name for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "c")
+        tmp_path / name
+        for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "c")
     )
     a.rename(c), b.rename(a), c.rename(b)
     with pytest.raises(
-        CheckpointError, match=r"tensor 'a\.\w+' should be in model-00001.*it is in model-00002.*swapped"
+        CheckpointError,
+        match=r"tensor 'a\.\w+' should be in model-00001.*it is in model-00002.*swapped",
     ):
         index(tmp_path)
 
@@ -156,7 +192,9 @@ def test_swapped_shards(tmp_path):
 def test_tensor_that_no_shard_has(tmp_path):
     two_shards(tmp_path)
     save_file({"a.weight": torch.ones(2, 3)}, tmp_path / "model-00001-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match=r"'a\.bias' should be in model-00001.*no shard has it"):
+    with pytest.raises(
+        CheckpointError, match=r"'a\.bias' should be in model-00001.*no shard has it"
+    ):
         index(tmp_path)
 
 
@@ -164,9 +202,13 @@ def test_tensor_the_index_does_not_know_or_knows_elsewhere(tmp_path):
     two_shards(tmp_path)
     path = tmp_path / "model-00001-of-00002.safetensors"
     save_file({"a.weight": torch.ones(2, 3), "a.bias": torch.ones(3), "new": torch.ones(1)}, path)
-    with pytest.raises(CheckpointError, match=r"00001-of-00002\.safetensors: holds tensor 'new'.*does not list"):
+    with pytest.raises(
+        CheckpointError, match=r"00001-of-00002\.safetensors: holds tensor 'new'.*does not list"
+    ):
         index(tmp_path)
-    save_file({"a.weight": torch.ones(2, 3), "a.bias": torch.ones(3), "b.bias": torch.ones(1)}, path)
+    save_file(
+        {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(3), "b.bias": torch.ones(1)}, path
+    )
     with pytest.raises(CheckpointError, match=r"holds tensor 'b\.bias'.*places in model-00002"):
         index(tmp_path)
 
@@ -192,7 +234,8 @@ def test_shard_outside_the_folder(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a":"x","a":"y"}}']
+    "text",
+    ["", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a":"x","a":"y"}}'],
 )
 def test_damaged_index(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
@@ -223,7 +266,8 @@ def test_links_into_a_cache_are_followed(tmp_path):
 def test_mutations_never_give_a_tensor_outside_the_file(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(2, 3), "b": torch.ones(5, dtype=torch.float16)}, path)
-    data, generator = path.read_bytes(), random.Random(0)
+    data = path.read_bytes()
+    generator = random.Random(0)
     refused = 0
     for _ in range(1000):
         mutated = bytearray(data)

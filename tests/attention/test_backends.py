@@ -35,17 +35,21 @@ SPECS = {
 BACKENDS: dict[str, Backend] = {"torch": TorchPaged(), "torch-plain": TorchPaged(fused=False)}
 if interpreted():  # small tiles, so that short sequences have several, and splits
     BACKENDS["triton"] = TritonPaged(
-        decode=paged_decode.Tiling(16, 4, 2, splits=2, direct=1), prefill=paged_prefill.Tiling(16, 16, 4, 2, 2, 1)
+        decode=paged_decode.Tiling(16, 4, 2, splits=2, direct=1),
+        prefill=paged_prefill.Tiling(16, 16, 4, 2, 2, 1),
     )
 
 
-def define(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, spec: Attention) -> torch.Tensor:
+def define(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, spec: Attention
+) -> torch.Tensor:
     """One query [heads, dim] over keys and values [length, kv heads, dim], in float64."""
     share = spec.num_heads // spec.num_kv_heads
     out = torch.empty(spec.num_heads, spec.head_dim, dtype=torch.float64)
     first = 0 if spec.window is None else max(0, position - spec.window + 1)
     for head in range(spec.num_heads):
-        k, v = keys[first : position + 1, head // share].double(), values[first : position + 1, head // share].double()
+        k = keys[first : position + 1, head // share].double()
+        v = values[first : position + 1, head // share].double()
         scores = k @ q[head].double() * spec.softmax_scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -56,8 +60,11 @@ def define(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: 
     return out.flatten()
 
 
-def ragged(random: Random, tables: list[list[int]], lengths: list[int], counts: list[int], size: int) -> Ragged:
-    positions, slots = [], []
+def ragged(
+    random: Random, tables: list[list[int]], lengths: list[int], counts: list[int], size: int
+) -> Ragged:
+    positions = []
+    slots = []
     for table, length, count in zip(tables, lengths, counts):
         for position in range(length - count, length):
             positions.append(position)
@@ -66,17 +73,29 @@ def ragged(random: Random, tables: list[list[int]], lengths: list[int], counts: 
     padded = [table + [random.randrange(40)] * (widest - len(table)) for table in tables]
     starts = [0, *accumulate(counts)]
     return Ragged(
-        tuple(counts), tuple(lengths), counts.count(1), torch.tensor(starts), torch.tensor(lengths),
-        torch.tensor(positions), torch.tensor(slots), torch.tensor(padded), size,
-    )  # fmt: skip
+        tuple(counts),
+        tuple(lengths),
+        counts.count(1),
+        torch.tensor(starts),
+        torch.tensor(lengths),
+        torch.tensor(positions),
+        torch.tensor(slots),
+        torch.tensor(padded),
+        size,
+    )
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # interpreted kernels divide by zero for rows of nobody
+@pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # interpreted kernels divide by zero for rows of nobody
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_backend_equals_the_definition(spec: Attention, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_equals_the_definition(
+    spec: Attention, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch_paged, "SCORES", 64)  # so that queries go in many slices
-    random, size = Random(0), 4
+    random = Random(0)
+    size = 4
     torch.manual_seed(0)
     cache = torch.randn(cache_shape(spec, 40, size))
     free = random.sample(range(40), 40)
@@ -92,7 +111,9 @@ def test_backend_equals_the_definition(spec: Attention, backend: Backend, monkey
                 tables[member].append(free.pop())
         q = torch.randn(sum(counts), spec.num_heads, spec.head_dim)
         k, v = torch.randn(2, sum(counts), spec.num_kv_heads, spec.head_dim)
-        step = ragged(random, [tables[m] for m in members], [lengths[m] for m in members], counts, size)
+        step = ragged(
+            random, [tables[m] for m in members], [lengths[m] for m in members], counts, size
+        )
         store(k, v, cache, step.slots)
         got = backend.attend(q, cache, spec, backend.plan(step))
         token = 0
@@ -107,7 +128,9 @@ def test_backend_equals_the_definition(spec: Attention, backend: Backend, monkey
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.skipif(not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1")
+@pytest.mark.skipif(
+    not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
+)
 @pytest.mark.parametrize(
     ("counts", "before", "taken"),
     [([40], 0, 1), ([1, 40, 20, 33, 50], 10, 2), ([1, 20, 40], 256, 1)],
@@ -115,19 +138,29 @@ def test_backend_equals_the_definition(spec: Attention, backend: Backend, monkey
 )
 def test_long_prompts_may_go_to_the_library(counts: list[int], before: int, taken: int) -> None:
     """The same numbers, read from pages or gathered; `before` of the last sequence are in the cache already."""
-    spec, lengths, torch_rng = Attention(4, 2, 64), [*counts[:-1], counts[-1] + before], torch.manual_seed(0)
+    spec = Attention(4, 2, 64)
+    lengths = [*counts[:-1], counts[-1] + before]
+    torch_rng = torch.manual_seed(0)
     tables = torch.randperm(100, generator=torch_rng).view(-1, 20)[: len(counts)].tolist()
     step = ragged(Random(0), tables, lengths, counts, 16)
-    cache, q = torch.randn(cache_shape(spec, 100, 16)).half(), torch.randn(sum(counts), 4, 64).half()
-    mine, library = TritonPaged(library=None), TritonPaged(library=30)
+    cache = torch.randn(cache_shape(spec, 100, 16)).half()
+    q = torch.randn(sum(counts), 4, 64).half()
+    mine = TritonPaged(library=None)
+    library = TritonPaged(library=30)
     assert [prompt.whole for prompt in library.plan(step).prompts].count(True) == taken
     want = mine.attend(q, cache, spec, mine.plan(step))
-    torch.testing.assert_close(library.attend(q, cache, spec, library.plan(step)), want, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(
+        library.attend(q, cache, spec, library.plan(step)), want, rtol=2e-3, atol=2e-3
+    )
 
 
 def test_a_backend_says_why_not() -> None:
-    spec, backend, cpu = Attention(4, 2, 64), TritonPaged(), torch.device("cpu")
-    assert backend.refuses(spec, torch.float16, cpu) == (None if interpreted() else "it needs a CUDA device")
+    spec = Attention(4, 2, 64)
+    backend = TritonPaged()
+    cpu = torch.device("cpu")
+    assert backend.refuses(spec, torch.float16, cpu) == (
+        None if interpreted() else "it needs a CUDA device"
+    )
     if interpreted():
         assert "float64" in (backend.refuses(spec, torch.float64, cpu) or "")
         assert "512" in (backend.refuses(Attention(4, 2, 512), torch.float16, cpu) or "")
@@ -135,7 +168,9 @@ def test_a_backend_says_why_not() -> None:
 
 def test_memory_stays_linear_in_the_prompt() -> None:
     """A prompt of 6,000 tokens would have 36 million scores a head; no slice may hold more than the limit."""
-    spec, backend, n = Attention(2, 1, 8), TorchPaged(fused=False), 6000
+    spec = Attention(2, 1, 8)
+    backend = TorchPaged(fused=False)
+    n = 6000
     sizes: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -148,7 +183,17 @@ def test_memory_stays_linear_in_the_prompt() -> None:
     cache = torch.zeros(cache_shape(spec, n // 16, 16))
     everything = torch.arange(n)
     ends = torch.tensor([n])
-    step = Ragged((n,), (n,), 0, torch.tensor([0, n]), ends, everything, everything, torch.arange(n // 16)[None], 16)
+    step = Ragged(
+        (n,),
+        (n,),
+        0,
+        torch.tensor([0, n]),
+        ends,
+        everything,
+        everything,
+        torch.arange(n // 16)[None],
+        16,
+    )
     q = torch.randn(n, 2, 8)
     with Watch():
         backend.attend(q, cache, spec, backend.plan(step))

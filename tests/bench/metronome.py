@@ -34,7 +34,14 @@ class Metronome:
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-                length = next((int(l.split(":")[1]) for l in head.split("\r\n") if l.startswith("content-length")), 0)
+                length = next(
+                    (
+                        int(l.split(":")[1])
+                        for l in head.split("\r\n")
+                        if l.startswith("content-length")
+                    ),
+                    0,
+                )
                 body = await reader.readexactly(length)
                 await self.answer(head.split()[1], body, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -53,19 +60,29 @@ class Metronome:
             if self.fail_every and number % self.fail_every == 0:
                 self.whole(writer, 503, {"error": "too many"})
             else:
-                await self.stream(path, self.asked[-1], writer, self.drop_every and number % self.drop_every == 0)
+                await self.stream(
+                    path, self.asked[-1], writer, self.drop_every and number % self.drop_every == 0
+                )
 
     def whole(self, writer: asyncio.StreamWriter, status: int, value: Any) -> None:
         out = json.dumps(value).encode()
         writer.write(f"HTTP/1.1 {status} -\r\ncontent-length: {len(out)}\r\n\r\n".encode() + out)
 
-    async def stream(self, path: str, asked: dict[str, Any], writer: asyncio.StreamWriter, drop: Any) -> None:
+    async def stream(
+        self, path: str, asked: dict[str, Any], writer: asyncio.StreamWriter, drop: Any
+    ) -> None:
         tgi = path == "/generate_stream"
         count = asked["parameters"]["max_new_tokens"] if tgi else asked["max_tokens"]
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
 
         def send(value: Any) -> None:
-            data = b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
+            data = (
+                b"data: "
+                + (value if isinstance(value, bytes) else json.dumps(value).encode())
+                + b"\n\n"
+            )
             half = len(data) // 2  # events do not end where chunks do
             for part in (data[:half], data[half:]):
                 writer.write(b"%x\r\n" % len(part) + part + b"\r\n")
@@ -76,7 +93,9 @@ class Metronome:
         if path == "/v1/chat/completions":
             send({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for i in range(count):
-            await asyncio.sleep(begun + self.first + self.gap * i - asyncio.get_running_loop().time())
+            await asyncio.sleep(
+                begun + self.first + self.gap * i - asyncio.get_running_loop().time()
+            )
             if drop and i == count // 2:
                 writer.transport.abort()
                 return
@@ -96,7 +115,8 @@ class Metronome:
 @contextmanager
 def ticking(metronome: Metronome) -> Iterator[Metronome]:
     """The server in a thread of its own."""
-    loop, ready = asyncio.new_event_loop(), threading.Event()
+    loop = asyncio.new_event_loop()
+    ready = threading.Event()
 
     async def main() -> None:
         stop = asyncio.Event()

@@ -32,7 +32,9 @@ def test_patterns() -> None:
     chat = pattern("chat:1:3", 6, fixed)
     assert [(a.prompt, a.prefix) for a in chat] == [(10, 0), (25, 15), (40, 30)] * 2
     assert [a.arrival is None for a in chat] == [False, True, True] * 2
-    assert pattern("poisson:5", 50, lengths("sharegpt"), 1) == pattern("poisson:5", 50, lengths("sharegpt"), 1)
+    assert pattern("poisson:5", 50, lengths("sharegpt"), 1) == pattern(
+        "poisson:5", 50, lengths("sharegpt"), 1
+    )
     for wrong in (
         "closed",
         "poisson:x",
@@ -53,16 +55,26 @@ def test_lengths() -> None:
     drawn = [(a.prompt, a.output) for a in pattern("poisson:1", 4000, lengths("100-200:7"))]
     assert {o for _, o in drawn} == {7} and min(drawn)[0] >= 100 and max(drawn)[0] <= 200
     people = [(a.prompt, a.output) for a in pattern("poisson:1", 4000, lengths("sharegpt"))]
-    assert 40 < statistics.median(p for p, _ in people) < 80 and 120 < statistics.median(o for _, o in people) < 180
+    assert (
+        40 < statistics.median(p for p, _ in people) < 80
+        and 120 < statistics.median(o for _, o in people) < 180
+    )
     for wrong in ("10", "0:5", "9-3:1", "a:b"):
         with pytest.raises(ConfigError):
             lengths(wrong)
 
 
 @pytest.mark.parametrize(
-    "line", ['{"prompt": 1, "output": 1}', '{"arrival": -1, "prompt": 1, "output": 1}', '{"arrival": 0, "prompt": 0}',
-             '{"arrival": 0, "prompt": 1, "output": 1, "colour": 3}', "[1]", "{"],
-)  # fmt: skip
+    "line",
+    [
+        '{"prompt": 1, "output": 1}',
+        '{"arrival": -1, "prompt": 1, "output": 1}',
+        '{"arrival": 0, "prompt": 0}',
+        '{"arrival": 0, "prompt": 1, "output": 1, "colour": 3}',
+        "[1]",
+        "{",
+    ],
+)
 def test_traces_are_checked(line: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps({"arrival": 1, "prompt": 3, "output": 2}) + "\n\n" + line + "\n")
@@ -85,7 +97,9 @@ def test_a_summary_by_hand() -> None:
     late.stamps.extend([13.0, 13.9])
     lost = Record(1.0, error="gone", done=1.5)
     found = summarise([good, late, lost], Targets(first=0.1, per_token=0.5))
-    assert found["seconds"] == 13.0 and found["tokens_per_second"] == pytest.approx(5 / 13, abs=1e-3)
+    assert found["seconds"] == 13.0 and found["tokens_per_second"] == pytest.approx(
+        5 / 13, abs=1e-3
+    )
     assert found["answered"] == 2 and found["errors"] == {"gone": 1}
     assert found["first_token_bands"] == {"instant": 1, "fast": 0, "slow": 0, "too long": 1}
     assert found["end_to_end_bands"] == {"instant": 0, "fast": 1, "slow": 0, "too long": 1}

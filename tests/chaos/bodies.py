@@ -15,12 +15,48 @@ GOOD: dict[str, dict[str, Any]] = {
     "/tokenize": {"inputs": "The iron"},
 }
 NAMES = (
-    "model", "prompt", "inputs", "messages", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed",
-    "stream", "logprobs", "top_logprobs", "logit_bias", "presence_penalty", "parameters", "tools", "response_format",
-    "user", "echo", "best_of", "min_tokens", "metadata", "stream_options", "chat_template", "priority", "suffix",
-)  # fmt: skip
+    "model",
+    "prompt",
+    "inputs",
+    "messages",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "n",
+    "stop",
+    "seed",
+    "stream",
+    "logprobs",
+    "top_logprobs",
+    "logit_bias",
+    "presence_penalty",
+    "parameters",
+    "tools",
+    "response_format",
+    "user",
+    "echo",
+    "best_of",
+    "min_tokens",
+    "metadata",
+    "stream_options",
+    "chat_template",
+    "priority",
+    "suffix",
+)
 NUMBERS = (-1, 0, 0.5, 1e9, -(2**63), 2**63, 2**64, 1e308, 10**40)
-TEXTS = ("", "x", "\x00", "\u202e", "x" * 3000, "../../etc/passwd", "<|im_end|>", "{{ 7 * 7 }}", "(a+)+b", "\U0001f525")
+TEXTS = (
+    "",
+    "x",
+    "\x00",
+    "\u202e",
+    "x" * 3000,
+    "../../etc/passwd",
+    "<|im_end|>",
+    "{{ 7 * 7 }}",
+    "(a+)+b",
+    "\U0001f525",
+)
 
 
 def value(chance: Random, depth: int = 0) -> Any:
@@ -35,7 +71,10 @@ def value(chance: Random, depth: int = 0) -> Any:
         return chance.choice(TEXTS)
     if kind <= 6:
         return [value(chance, depth + 1) for _ in range(chance.randrange(5))]
-    return {chance.choice((*NAMES, *TEXTS)): value(chance, depth + 1) for _ in range(chance.randrange(4))}
+    return {
+        chance.choice((*NAMES, *TEXTS)): value(chance, depth + 1)
+        for _ in range(chance.randrange(4))
+    }
 
 
 def body(chance: Random) -> tuple[str, bytes]:
@@ -44,7 +83,9 @@ def body(chance: Random) -> tuple[str, bytes]:
     made = json.loads(json.dumps(GOOD[path]))
     for _ in range(chance.randrange(1, 8)):
         place = made
-        while chance.random() < 0.4 and (inner := [one for one in place.values() if isinstance(one, dict)]):
+        while chance.random() < 0.4 and (
+            inner := [one for one in place.values() if isinstance(one, dict)]
+        ):
             place = chance.choice(inner)
         name = chance.choice((*NAMES, *place))
         if chance.random() < 0.2:
@@ -59,5 +100,7 @@ def body(chance: Random) -> tuple[str, bytes]:
         at = chance.randrange(len(data))
         return path, data[:at] + bytes((chance.randrange(256),)) + data[at + 1 :]
     if how < 0.25:
-        return path, chance.choice((b"NaN", b"[" * 5000, b"\x80\x04\x95", b"1e999", b'"\\ud800"')) + data[:5]
+        return path, chance.choice(
+            (b"NaN", b"[" * 5000, b"\x80\x04\x95", b"1e999", b'"\\ud800"')
+        ) + data[:5]
     return path, data

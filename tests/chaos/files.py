@@ -26,19 +26,33 @@ from bloomery.errors import BloomeryError
 from bloomery.text.chat import render
 from bloomery.text.load import load_tokenizer
 
-SECONDS, BYTES = 2.0, 200e6
+SECONDS = 2.0
+BYTES = 200e6
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 16,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 64, "rope_theta": 10000.0, "hidden_act": "silu", "torch_dtype": "float32",
-    "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
 
 
 def safetensors(path: Path) -> None:
     shapes = {"model.embed_tokens.weight": [32, 8], "model.norm.weight": [8]}
-    header, at = {}, 0
+    header = {}
+    at = 0
     for name, shape in shapes.items():
         size = 4 * (shape[0] * shape[1] if len(shape) > 1 else shape[0])
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
@@ -70,9 +84,14 @@ def gguf_file(path: Path) -> None:
     writer.add_tensor("token_embd.weight", np.zeros((6, 8), np.float32))
     writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
     for name, rows, columns in (
-        ("attn_q", 8, 8), ("attn_k", 4, 8), ("attn_v", 4, 8), ("attn_output", 8, 8), ("ffn_gate", 16, 8),
-        ("ffn_up", 16, 8), ("ffn_down", 8, 16),
-    ):  # fmt: skip
+        ("attn_q", 8, 8),
+        ("attn_k", 4, 8),
+        ("attn_v", 4, 8),
+        ("attn_output", 8, 8),
+        ("ffn_gate", 16, 8),
+        ("ffn_up", 16, 8),
+        ("ffn_down", 8, 16),
+    ):
         writer.add_tensor(f"blk.0.{name}.weight", np.zeros((rows, columns), np.float32))
     for name in ("attn_norm", "ffn_norm"):
         writer.add_tensor(f"blk.0.{name}.weight", np.ones(8, np.float32))
@@ -87,7 +106,9 @@ def folder(path: Path) -> None:
     safetensors(path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(CONFIG))
     shutil.copy(Path(__file__).parents[1] / "server" / "words.json", path / "tokenizer.json")
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"})
+    )
 
 
 def spoiled(data: bytes, random: Random) -> bytes:
@@ -107,7 +128,9 @@ def spoiled(data: bytes, random: Random) -> bytes:
             case 4:
                 spoilt[at:at] = spoilt[at : at + random.randrange(1, 40)]
             case 5:
-                spoilt[at : at + 8] = struct.pack("<Q", random.choice([2**64 - 1, 2**63, 2**40, 2**32, 0, 10**9]))
+                spoilt[at : at + 8] = struct.pack(
+                    "<Q", random.choice([2**64 - 1, 2**63, 2**40, 2**32, 0, 10**9])
+                )
         if not spoilt:
             break
     return bytes(spoilt)
@@ -132,7 +155,9 @@ def opened(path: Path) -> str:
 
 def trial(count: int, seed: int) -> tuple[Counter[str], float, float]:
     """Outcomes, the slowest of them in seconds of a core, and the bytes by which the process has grown."""
-    random, seen, slowest = Random(seed), Counter[str](), 0.0
+    random = Random(seed)
+    seen = Counter[str]()
+    slowest = 0.0
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         gguf_file(root / "good.gguf")
@@ -155,6 +180,11 @@ def trial(count: int, seed: int) -> tuple[Counter[str], float, float]:
 
 if __name__ == "__main__":
     outcomes, longest, grown = trial(int(sys.argv[1]), int(sys.argv[2]))
-    figures = {"row": "files", "files": sum(outcomes.values()), **outcomes, "slowest_s": round(longest, 3)}
+    figures = {
+        "row": "files",
+        "files": sum(outcomes.values()),
+        **outcomes,
+        "slowest_s": round(longest, 3),
+    }
     print(json.dumps(figures | {"grown_mb": round(grown / 1e6, 1)}))
     sys.exit(0 if longest < SECONDS and grown < BYTES else 1)

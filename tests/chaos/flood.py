@@ -28,12 +28,17 @@ def bodies() -> list[tuple[str, bytes]]:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": MEGABYTE}]}),
         ("/v1/chat/completions", {"messages": hi * 4000, "max_tokens": 1}),
         ("/v1/completions", {"prompt": "a", "guided_regex": "(a+)+b", "stop": ["x" * 1000] * 1000}),
-        ("/v1/chat/completions", {"messages": hi, "response_format": {"type": "json_schema", "json_schema": nested()}}),
+        (
+            "/v1/chat/completions",
+            {"messages": hi, "response_format": {"type": "json_schema", "json_schema": nested()}},
+        ),
         ("/v1/completions", {"prompt": ["a"] * 4000, "n": 100}),
         ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(4000)}}),
         ("/v1/embeddings", {"input": ["Iron and slag"] * 3000}),
     ]
-    return [(path, json.dumps(body).encode()) for path, body in made] + [("/generate", b"[" * 1_000_000)]
+    return [(path, json.dumps(body).encode()) for path, body in made] + [
+        ("/generate", b"[" * 1_000_000)
+    ]
 
 
 def nested(depth: int = 200) -> dict[str, Any]:
@@ -44,7 +49,10 @@ def nested(depth: int = 200) -> dict[str, Any]:
 
 
 async def flood(port: int, seconds: float, lines: int) -> Counter[int]:
-    seen, kinds, turns, end = Counter[int](), bodies(), count(), time.monotonic() + seconds
+    seen = Counter[int]()
+    kinds = bodies()
+    turns = count()
+    end = time.monotonic() + seconds
 
     async def one() -> None:
         line = Line(port)
@@ -52,7 +60,10 @@ async def flood(port: int, seconds: float, lines: int) -> Counter[int]:
             path, data = kinds[next(turns) % len(kinds)]
             try:
                 seen[(await line.ask(path, data)).status] += 1
-            except (ConnectionError, asyncio.IncompleteReadError):  # refused, and the line cut, before all was sent
+            except (
+                ConnectionError,
+                asyncio.IncompleteReadError,
+            ):  # refused, and the line cut, before all was sent
                 seen[0] += 1
                 line.close()
         line.close()

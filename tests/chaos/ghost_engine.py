@@ -28,15 +28,18 @@ from bloomery.errors import CheckpointError
 from bloomery.messages import Capacity, Item, Sampled, Step, StepOutput
 from tests.ghost.ghost import VOCAB, Ghost
 
-POISON, STALL = (6, 6, 6, 6, 6), (5, 5, 5, 5, 5)
-BLOCKS, MAX_LENGTH = 512, 2048
+POISON = (6, 6, 6, 6, 6)
+STALL = (5, 5, 5, 5, 5)
+BLOCKS = 512
+MAX_LENGTH = 2048
 
 
 class Haunted:
     """A ghost with a pace, a load time and weaknesses."""
 
     def __init__(self, arguments: argparse.Namespace, report: Report):
-        self.arguments, self.report = arguments, report
+        self.arguments = arguments
+        self.report = report
         self.ghost: Ghost = Ghost(0)
         self.due = 0.0  # the next step
 
@@ -52,19 +55,26 @@ class Haunted:
             from tests.server.speaker import Speaker, words
 
             tokenizer = words()
-            self.ghost, vocab = Speaker(plan.block_size, tokenizer), tokenizer.vocab_size
+            self.ghost = Speaker(plan.block_size, tokenizer)
+            vocab = tokenizer.vocab_size
         else:
             self.ghost = (Quick if self.arguments.quick else Ghost)(plan.block_size)
         blocks = self.arguments.blocks
         length = self.arguments.context
-        return Capacity(blocks, plan.block_size, plan.max_sequences, plan.max_batch_tokens, length, vocab)
+        return Capacity(
+            blocks, plan.block_size, plan.max_sequences, plan.max_batch_tokens, length, vocab
+        )
 
     def submit(self, step: Step) -> Future[StepOutput]:
-        if self.arguments.delay:  # from step to step, so that what the engine itself does in between is no part of it
+        if (
+            self.arguments.delay
+        ):  # from step to step, so that what the engine itself does in between is no part of it
             time.sleep(max(self.due - time.monotonic(), 0.0))
             self.due = max(self.due, time.monotonic() - self.arguments.delay) + self.arguments.delay
         for item in step.items:
-            tokens = item.first.tokens if item.first is not None and not self.arguments.speaker else ()
+            tokens = (
+                item.first.tokens if item.first is not None and not self.arguments.speaker else ()
+            )
             if tokens[:5] == POISON:
                 os.kill(os.getpid(), signal.SIGSEGV)
             while tokens[:5] == STALL:
@@ -96,8 +106,18 @@ def command(*options: str) -> tuple[str, ...]:
 
 def plan(**changes: object) -> Plan:
     """A plan as a ghost needs it: small blocks, two steps in flight."""
-    config = Config(load_format="dummy", threads=1, block_size=4, max_sequences=16, max_batch_tokens=64)
-    made = resolve(config, name="ghost", path="", kind="folder", dtype="float32", device="cpu", context=MAX_LENGTH)
+    config = Config(
+        load_format="dummy", threads=1, block_size=4, max_sequences=16, max_batch_tokens=64
+    )
+    made = resolve(
+        config,
+        name="ghost",
+        path="",
+        kind="folder",
+        dtype="float32",
+        device="cpu",
+        context=MAX_LENGTH,
+    )
     return replace(made, **{"depth": 2, **changes})  # type: ignore[arg-type]
 
 
@@ -114,7 +134,9 @@ def main() -> int:
     parser.add_argument("descriptor", type=int)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
-    return serve(socket.socket(fileno=arguments.descriptor), lambda plan, report: Haunted(arguments, report))
+    return serve(
+        socket.socket(fileno=arguments.descriptor), lambda plan, report: Haunted(arguments, report)
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ from tests.server.speaker import words
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
-    parser.add_argument("--engine", default="--speaker", help="options of ghost_engine.py, in one word")
+    parser.add_argument(
+        "--engine", default="--speaker", help="options of ghost_engine.py, in one word"
+    )
     parser.add_argument("--limits")
     parser.add_argument("--api-key")
     parser.add_argument("--sequences", type=int, default=64)
@@ -43,21 +45,34 @@ def main() -> int:
     arguments = parser.parse_args()
     write("json")
     wishes = ServerConfig(
-        port=arguments.port, api_key=arguments.api_key, limits=arguments.limits, drain_seconds=arguments.drain
+        port=arguments.port,
+        api_key=arguments.api_key,
+        limits=arguments.limits,
+        drain_seconds=arguments.drain,
     )
     limits = Limits.of(wishes.limits)
-    settings = Settings(model="speaker", aliases=("org/speaker-1",), keys=wishes.keys, limits=limits, warm=True)
+    settings = Settings(
+        model="speaker", aliases=("org/speaker-1",), keys=wishes.keys, limits=limits, warm=True
+    )
     made = plan(
-        max_sequences=arguments.sequences, max_batch_tokens=arguments.tokens, block_size=8, policy=arguments.policy
+        max_sequences=arguments.sequences,
+        max_batch_tokens=arguments.tokens,
+        block_size=8,
+        policy=arguments.policy,
     )
     patience = Patience(
-        silence=arguments.silence, first=arguments.silence, queue=limits.queue_seconds, restarts=limits.restarts
+        silence=arguments.silence,
+        first=arguments.silence,
+        queue=limits.queue_seconds,
+        restarts=limits.restarts,
     )
     tokenizer = words()
     options = (*arguments.engine.split(), "--vocab", str(tokenizer.vocab_size))
     client = EngineClient(made, command(*options), patience)
     make_app = partial(create_app, client, tokenizer, settings)
-    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run(client, make_app, wishes, limits))
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(
+        run(client, make_app, wishes, limits)
+    )
 
 
 if __name__ == "__main__":

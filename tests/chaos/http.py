@@ -38,7 +38,8 @@ class Served:
     def children(self, word: str) -> list[int]:
         """Pids of its children whose command line has the word, and is not its own as at the moment of a fork."""
         own = Path(f"/proc/{self.process.pid}")
-        found, parent = [], (own / "cmdline").read_text()
+        found = []
+        parent = (own / "cmdline").read_text()
         for pid in (own / "task" / own.name / "children").read_text().split():
             with contextlib.suppress(OSError):  # gone meanwhile
                 line = Path(f"/proc/{pid}/cmdline").read_text()
@@ -48,16 +49,27 @@ class Served:
     @property
     def resident(self) -> int:
         """Bytes of the API process."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
 
 
 @contextlib.contextmanager
 def served(
-    folder: Path, *options: str, python: tuple[str, ...] = (), command: tuple[str, ...] = (), port: int | None = None
+    folder: Path,
+    *options: str,
+    python: tuple[str, ...] = (),
+    command: tuple[str, ...] = (),
+    port: int | None = None,
 ) -> Iterator[Served]:
     """`command`: another server than the ghost's, given its port last."""
-    port, log = port or free_port(), folder / "server.log"
-    line = (*command, str(port)) if command else (sys.executable, *python, str(SERVER), str(port), *options)
+    port = port or free_port()
+    log = folder / "server.log"
+    line = (
+        (*command, str(port))
+        if command
+        else (sys.executable, *python, str(SERVER), str(port), *options)
+    )
     with log.open("wb") as file:
         process = subprocess.Popen(line, stdout=file, stderr=file)
     try:
@@ -91,10 +103,17 @@ class Answer:
         return json.loads(self.body)
 
 
-async def send(port: int, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[Any, Any, Answer]:
+async def send(
+    port: int, method: str, path: str, body: Any, headers: dict[str, str]
+) -> tuple[Any, Any, Answer]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    head = {"host": "localhost", "content-type": "application/json", "content-length": str(len(data)), **headers}
+    head = {
+        "host": "localhost",
+        "content-type": "application/json",
+        "content-length": str(len(data)),
+        **headers,
+    }
     lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
     writer.write(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + data)
     first, *rest = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -103,7 +122,9 @@ async def send(port: int, method: str, path: str, body: Any, headers: dict[str, 
 
 
 async def request(port: int, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-    reader, writer, answer = await send(port, method, path, body, {"connection": "close", **headers})
+    reader, writer, answer = await send(
+        port, method, path, body, {"connection": "close", **headers}
+    )
     try:
         answer.body = await reader.read()
     finally:
@@ -121,11 +142,17 @@ class Line:
 
     async def ask(self, path: str, data: bytes) -> Answer:
         if self.reader is None or self.writer is None:
-            self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 22)
+            self.reader, self.writer = await asyncio.open_connection(
+                "127.0.0.1", self.port, limit=1 << 22
+            )
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         self.writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
         first, *rest = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        answer = Answer(int(first.split()[1]), dict(line.lower().split(": ", 1) for line in rest if ": " in line), b"")
+        answer = Answer(
+            int(first.split()[1]),
+            dict(line.lower().split(": ", 1) for line in rest if ": " in line),
+            b"",
+        )
         if "content-length" in answer.headers:
             answer.body = await self.reader.readexactly(int(answer.headers["content-length"]))
         else:

@@ -28,7 +28,8 @@ LONG = {"prompt": "The iron", "ignore_eos": True, "temperature": 0, "stream": Tr
 
 class Crowd:
     def __init__(self, port: int, tokens: int):
-        self.port, self.body = port, LONG | {"max_tokens": tokens}
+        self.port = port
+        self.body = LONG | {"max_tokens": tokens}
         self.inside = self.events = self.complete = 0
         self.longest = 0.0
         self.errors: list[str] = []
@@ -49,11 +50,13 @@ class Crowd:
             if answer.status != 200:
                 raise Refused(answer)
             self.inside += 1
-            last, tail = time.monotonic(), b""
+            last = time.monotonic()
+            tail = b""
             while not tail.endswith(b"0\r\n\r\n"):
                 data = await reader.read(1 << 16)
                 now = time.monotonic()
-                self.longest, last = max(self.longest, now - last), now
+                self.longest = max(self.longest, now - last)
+                last = now
                 self.events += data.count(b"data: ")
                 tail = (tail + data)[-64:]
                 if not data or b'"error"' in data:
@@ -71,7 +74,11 @@ class Crowd:
             if self.inside + len(self.errors) >= count:
                 self.seen.append((time.monotonic(), self.events))
             await asyncio.sleep(0.5)
-        figures = {"complete": self.complete, "errors": self.errors[:5], "longest_gap": self.longest}
+        figures = {
+            "complete": self.complete,
+            "errors": self.errors[:5],
+            "longest_gap": self.longest,
+        }
         print(json.dumps(figures | {"failed": len(self.errors), "seen": self.seen}), flush=True)
 
 
@@ -87,8 +94,11 @@ def knocks(port: int, delays: Sequence[float]) -> list[Knock]:
     """One request after each delay, whatever became of those before."""
     data = json.dumps(LONG | {"max_tokens": 40}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    message, start = f"{head}content-length: {len(data)}\r\n\r\n".encode() + data, time.monotonic()
-    waiting, made, open = sorted(delays, reverse=True), list[Knock](), 0
+    message = f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+    start = time.monotonic()
+    waiting = sorted(delays, reverse=True)
+    made = list[Knock]()
+    open = 0
     with selectors.DefaultSelector() as selector:
         while waiting or open:
             now = time.monotonic()

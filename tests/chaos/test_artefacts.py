@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
 LOAD = """
 import socket, sys
 def connect(*_): raise SystemExit("a connection")
@@ -30,12 +37,30 @@ for folder in sys.argv[1:]:
 raise SystemExit("transformers was imported" if "transformers" in sys.modules else 0)
 """
 CASES: list[tuple[dict[str, Any], str]] = [
-    ({"auto_map": {"AutoModelForCausalLM": "canary.Model", "AutoConfig": "canary.Config"}}, "loads"),
-    ({"auto_map": {"AutoConfig": "elsewhere/canary--canary.Config"}, "trust_remote_code": True}, "loads"),
-    ({"_attn_implementation_internal": "elsewhere/kernels", "_attn_implementation": "elsewhere/kernels"}, "loads"),
-    ({"architectures": ["CanaryForCausalLM"], "model_type": "canary", "auto_map": {"AutoModel": "canary.M"}},
-     "refuses"),
-]  # fmt: skip
+    (
+        {"auto_map": {"AutoModelForCausalLM": "canary.Model", "AutoConfig": "canary.Config"}},
+        "loads",
+    ),
+    (
+        {"auto_map": {"AutoConfig": "elsewhere/canary--canary.Config"}, "trust_remote_code": True},
+        "loads",
+    ),
+    (
+        {
+            "_attn_implementation_internal": "elsewhere/kernels",
+            "_attn_implementation": "elsewhere/kernels",
+        },
+        "loads",
+    ),
+    (
+        {
+            "architectures": ["CanaryForCausalLM"],
+            "model_type": "canary",
+            "auto_map": {"AutoModel": "canary.M"},
+        },
+        "refuses",
+    ),
+]
 
 
 def test_code_in_a_model_folder_is_never_run(tmp_path: Path) -> None:
@@ -47,7 +72,9 @@ def test_code_in_a_model_folder_is_never_run(tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG | more))
         for name in ("canary.py", "modeling_llama.py", "__init__.py", "sitecustomize.py"):
             (folder / name).write_text(f"open({str(canary)!r}, 'w')\n")
-    done = subprocess.run([sys.executable, "-c", LOAD, *map(str, folders)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *map(str, folders)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-500:]
     assert done.stdout.split() == [what for _, what in CASES]
     assert not canary.exists()

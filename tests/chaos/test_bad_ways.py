@@ -19,7 +19,9 @@ from tests.waiting import LONG, until
 
 
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     given = request.config.getoption("--server")
     folder: Path = tmp_path_factory.mktemp("server")
     if given:
@@ -43,12 +45,16 @@ def unharmed(server: Running, song: str) -> Iterator[None]:
     assert server.get("/ready").status_code == 200
 
 
-def test_the_engine_holds_nothing_in_the_end(server: Running, request: pytest.FixtureRequest) -> None:
+def test_the_engine_holds_nothing_in_the_end(
+    server: Running, request: pytest.FixtureRequest
+) -> None:
     if request.config.getoption("--server"):
         pytest.skip("others use that server")
 
     def free() -> bool:
         lines = server.get("/metrics").text.splitlines()
-        return any(line.startswith("vllm:kv_cache_usage_perc") and line.endswith(" 0.0") for line in lines)
+        return any(
+            line.startswith("vllm:kv_cache_usage_perc") and line.endswith(" 0.0") for line in lines
+        )
 
     assert until(free)

@@ -83,10 +83,14 @@ def test_a_second_signal_is_heard_at_once(tmp_path: Path) -> None:
 
 def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     with served(tmp_path, "--engine", "--quick --delay 0.01") as server:
-        assert until(lambda: server.children("engine") and server.children("apart"))  # which follow the engine
+        assert until(
+            lambda: server.children("engine") and server.children("apart")
+        )  # which follow the engine
         pids = server.children("engine") + server.children("apart")
         server.process.kill()
-        assert until(lambda: not any(map(alive, pids)))  # a text process that is still importing ends when it has
+        assert until(
+            lambda: not any(map(alive, pids))
+        )  # a text process that is still importing ends when it has
 
 
 def test_wrong_bodies(tmp_path: Path) -> None:
@@ -97,13 +101,25 @@ def test_wrong_bodies(tmp_path: Path) -> None:
     async def main(port: int) -> None:
         for _ in range(60):
             made = [body(chance) for _ in range(5)]
-            found = await asyncio.gather(*(request(port, "POST", path, data) for path, data in made))
+            found = await asyncio.gather(
+                *(request(port, "POST", path, data) for path, data in made)
+            )
             assert all(answer.status < 500 for answer in found), [answer.status for answer in found]
         url = f"http://127.0.0.1:{canary.getsockname()[1]}/"
         parts = [{"type": "image_url", "image_url": {"url": url}}]
         for content in (parts, f"![picture]({url})"):
-            await request(port, "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
-        await request(port, "POST", "/generate", {"inputs": f"![]({url})", "parameters": {"max_new_tokens": 1}})
+            await request(
+                port,
+                "POST",
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": content}]},
+            )
+        await request(
+            port,
+            "POST",
+            "/generate",
+            {"inputs": f"![]({url})", "parameters": {"max_new_tokens": 1}},
+        )
         with pytest.raises(TimeoutError):
             canary.accept()  # nothing is fetched on behalf of a request
 
@@ -114,7 +130,9 @@ def test_wrong_bodies(tmp_path: Path) -> None:
 def test_a_queue_that_is_too_long(tmp_path: Path) -> None:
     async def main(port: int) -> None:
         begun = [asyncio.Event(), asyncio.Event()]
-        busy = [asyncio.create_task(text_of(port, LONG | {"max_tokens": 200}, one.set)) for one in begun]
+        busy = [
+            asyncio.create_task(text_of(port, LONG | {"max_tokens": 200}, one.set)) for one in begun
+        ]
         for event in begun:
             await event.wait()
         with pytest.raises(Refused, match="504"):

@@ -29,9 +29,14 @@ def requests(random: Random, count: int, tokens: int) -> list[Request]:
     stem = [random.randrange(5) for _ in range(20)]
     made = []
     for number in range(count):
-        prompt = stem[: random.choice([0, 20])] + [random.randrange(5) for _ in range(random.randrange(1, 30))]
-        length, stop = random.randrange(tokens // 2, tokens), random.choice([(), (3,)])
-        made.append(Request(str(number), tuple(prompt), Sampling(min_tokens=tokens // 2), length, stop))
+        prompt = stem[: random.choice([0, 20])] + [
+            random.randrange(5) for _ in range(random.randrange(1, 30))
+        ]
+        length = random.randrange(tokens // 2, tokens)
+        stop = random.choice([(), (3,)])
+        made.append(
+            Request(str(number), tuple(prompt), Sampling(min_tokens=tokens // 2), length, stop)
+        )
     return made
 
 
@@ -68,7 +73,9 @@ async def kills(count: int, streams: int, seed: int) -> int:
 
 
 def test_twenty_kills_of_eight_streams() -> None:
-    assert asyncio.run(kills(20, 8, seed=1)) >= 15  # a few hit an engine that had nothing left to do
+    assert (
+        asyncio.run(kills(20, 8, seed=1)) >= 15
+    )  # a few hit an engine that had nothing left to do
 
 
 @pytest.mark.slow
@@ -87,7 +94,9 @@ def test_the_same_streams_outlive_one_engine_after_another() -> None:
         readers = [asyncio.create_task(read(client, one)) for one in requests(Random(3), 8, 400)]
         for _ in range(5):
             await client.ready()
-            assert await eventually(lambda: all(map(beyond_suspicion, client.journal.entries.values())))
+            assert await eventually(
+                lambda: all(map(beyond_suspicion, client.journal.entries.values()))
+            )
             before = client.epoch
             if client.pid is not None:
                 os.kill(client.pid, signal.SIGKILL)
@@ -98,7 +107,9 @@ def test_the_same_streams_outlive_one_engine_after_another() -> None:
         ends = await asyncio.wait_for(asyncio.gather(*readers), LONG)
         assert {end.finish for end in ends} <= {"stop", "length"}
         stats = client.stats
-        assert stats.tokens_out == sum(end.position + len(end.ids) for end in ends), "counted once, over all engines"
+        assert stats.tokens_out == sum(end.position + len(end.ids) for end in ends), (
+            "counted once, over all engines"
+        )
         await client.close()
 
     asyncio.run(main())
@@ -117,7 +128,10 @@ def test_one_bad_request_among_many_fails_alone(trap: tuple[int, ...], patience:
         good = [asyncio.create_task(read(client, one)) for one in requests(Random(4), 31, 60)]
         bad = asyncio.create_task(read(client, Request("bad", (*trap, 1, 2), Sampling(), 10)))
         end = await asyncio.wait_for(bad, LONG)
-        assert end.finish == "error" and end.error == "given up: the engine stopped 3 times while it ran this request"
+        assert (
+            end.finish == "error"
+            and end.error == "given up: the engine stopped 3 times while it ran this request"
+        )
         ends = await asyncio.wait_for(asyncio.gather(*good), LONG)
         assert {end.finish for end in ends} <= {"stop", "length"}
         assert client.epoch <= 4 and client.status.state == "ready"
@@ -189,7 +203,9 @@ def alive(pid: int) -> bool:
     return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child in the middle of a step")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux ends a child in the middle of a step"
+)
 @pytest.mark.parametrize("prompt", [(1, 2), (*STALL, 1)], ids=["stepping", "stuck"])
 def test_no_orphan_when_the_parent_is_killed(prompt: tuple[int, ...]) -> None:
     code = PARENT.format(root=str(ROOT), prompt=prompt)

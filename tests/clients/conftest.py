@@ -22,9 +22,21 @@ MODEL = "smollm2"
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
     """Where the server is; it wants KEY."""
-    plan, artifact = plan_for(Config(threads=1, kv_cache_gib=0.25, max_model_len=1024, device="cpu"))
-    client, settings = EngineClient(plan), Settings(model=MODEL, keys=(KEY,))
+    plan, artifact = plan_for(
+        Config(threads=1, kv_cache_gib=0.25, max_model_len=1024, device="cpu")
+    )
+    client = EngineClient(plan)
+    settings = Settings(model=MODEL, keys=(KEY,))
     with ExitStack() as exit:
-        server = run(client, load_tokenizer(artifact), settings, exit, before=client.start, after=client.close)
-        assert until(lambda: server.get("/ready").status_code == 200, 240), "the model does not get ready"
+        server = run(
+            client,
+            load_tokenizer(artifact),
+            settings,
+            exit,
+            before=client.start,
+            after=client.close,
+        )
+        assert until(lambda: server.get("/ready").status_code == 200, 240), (
+            "the model does not get ready"
+        )
         yield f"http://127.0.0.1:{server.address[1]}"

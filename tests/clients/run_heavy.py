@@ -39,7 +39,16 @@ GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
 def served() -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "bloomery", "serve", "--port", str(port), "--served-model-name", MODEL]
+    command = [
+        sys.executable,
+        "-m",
+        "bloomery",
+        "serve",
+        "--port",
+        str(port),
+        "--served-model-name",
+        MODEL,
+    ]
     process = subprocess.Popen([*command, "--kv-cache-gib", "0.3"], stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 120
@@ -65,8 +74,14 @@ def prepared(folder: Path, packages: tuple[str, ...], script: str) -> list[str]:
     if script.endswith(".mjs"):
         if not (folder / "node_modules").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund", *packages], cwd=folder, check=True)
-        (folder / script).write_text((HERE / script).read_text())  # Node looks for packages beside the script
+            subprocess.run(
+                ["npm", "install", "--silent", "--no-audit", "--no-fund", *packages],
+                cwd=folder,
+                check=True,
+            )
+        (folder / script).write_text(
+            (HERE / script).read_text()
+        )  # Node looks for packages beside the script
         return ["node", str(folder / script)]
     if not (folder / "bin").exists():
         venv.create(folder, with_pip=True)
@@ -75,7 +90,9 @@ def prepared(folder: Path, packages: tuple[str, ...], script: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(GROUPS))
     parser.add_argument("--folder", type=Path, default=Path("build/clients"))
     arguments = parser.parse_args()
@@ -85,10 +102,23 @@ def main() -> int:
             folder = (arguments.folder / name).resolve()
             command = prepared(folder, *GROUPS[name])
             path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-            environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PATH": path}
-            done = subprocess.run([*command, url, MODEL], env=environ, capture_output=True, text=True, timeout=600)
-            lines = (done.stdout if done.returncode == 0 else done.stdout + done.stderr[-4000:]).strip().splitlines()
-            print(lines[-1] if done.returncode == 0 and lines else "\n".join([f"{name}: FAILED", *lines]), flush=True)
+            environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
+                "PATH": path
+            }
+            done = subprocess.run(
+                [*command, url, MODEL], env=environ, capture_output=True, text=True, timeout=600
+            )
+            lines = (
+                (done.stdout if done.returncode == 0 else done.stdout + done.stderr[-4000:])
+                .strip()
+                .splitlines()
+            )
+            print(
+                lines[-1]
+                if done.returncode == 0 and lines
+                else "\n".join([f"{name}: FAILED", *lines]),
+                flush=True,
+            )
             failed += [name] if done.returncode else []
     return len(failed)
 

@@ -9,7 +9,9 @@ import pytest
 
 from tests.clients.conftest import KEY, MODEL
 
-anthropic = pytest.importorskip("anthropic", reason="the client is not installed; `make test` installs it")
+anthropic = pytest.importorskip(
+    "anthropic", reason="the client is not installed; `make test` installs it"
+)
 
 GREEDY: Any = {"temperature": 0}  # the client itself knows no temperature any more
 ASKED: Any = [{"role": "user", "content": "What is iron made from? Answer in one sentence."}]
@@ -50,6 +52,11 @@ def test_errors_are_the_clients_own(client: Any, url: str) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="claude", messages=ASKED, max_tokens=1)
     with pytest.raises(anthropic.BadRequestError, match="temperature"):
-        client.messages.create(model=MODEL, messages=ASKED, max_tokens=1, extra_body={"temperature": 3})
-    with pytest.raises(anthropic.AuthenticationError), anthropic.Anthropic(base_url=url, api_key="no") as stranger:
+        client.messages.create(
+            model=MODEL, messages=ASKED, max_tokens=1, extra_body={"temperature": 3}
+        )
+    with (
+        pytest.raises(anthropic.AuthenticationError),
+        anthropic.Anthropic(base_url=url, api_key="no") as stranger,
+    ):
         stranger.messages.create(model=MODEL, messages=ASKED, max_tokens=1)

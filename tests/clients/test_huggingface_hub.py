@@ -27,9 +27,17 @@ def test_text_generation(client: InferenceClient) -> None:
 
 def test_details(client: InferenceClient) -> None:
     answer = client.text_generation(
-        PROMPT, max_new_tokens=4, details=True, decoder_input_details=True, top_n_tokens=2, seed=3, temperature=0.5
+        PROMPT,
+        max_new_tokens=4,
+        details=True,
+        decoder_input_details=True,
+        top_n_tokens=2,
+        seed=3,
+        temperature=0.5,
     )
-    assert answer.details is not None and answer.details.generated_tokens == 4 == len(answer.details.tokens)
+    assert answer.details is not None and answer.details.generated_tokens == 4 == len(
+        answer.details.tokens
+    )
     assert answer.details.finish_reason == "length" and answer.details.seed == 3
     assert "".join(token.text for token in answer.details.prefill) == PROMPT
     assert answer.details.prefill[0].logprob is None
@@ -39,18 +47,24 @@ def test_details(client: InferenceClient) -> None:
 def test_streams(client: InferenceClient) -> None:
     whole = client.text_generation(PROMPT, max_new_tokens=6)
     assert "".join(client.text_generation(PROMPT, max_new_tokens=6, stream=True)) == whole
-    *_, last = events = list(client.text_generation(PROMPT, max_new_tokens=6, stream=True, details=True))
+    *_, last = events = list(
+        client.text_generation(PROMPT, max_new_tokens=6, stream=True, details=True)
+    )
     assert "".join(event.token.text for event in events) == whole == last.generated_text
     assert last.details is not None and last.details.input_length == 5
     assert [event.index for event in events] == list(range(1, 7))
 
 
 def test_chat(client: InferenceClient) -> None:
-    whole = client.chat_completion(ASKED, max_tokens=8, temperature=0, logprobs=True, top_logprobs=1)
+    whole = client.chat_completion(
+        ASKED, max_tokens=8, temperature=0, logprobs=True, top_logprobs=1
+    )
     text = whole.choices[0].message.content
     assert text and whole.usage.completion_tokens == 8
     chunks = client.chat_completion(ASKED, max_tokens=8, temperature=0, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    )
 
 
 def test_an_error_says_why(client: InferenceClient) -> None:

@@ -14,7 +14,9 @@ from bloomery import LLM, AsyncLLM, SamplingParams
 from bloomery.errors import InvalidRequest, PromptTooLong
 from bloomery.text.answer import RequestOutput
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "embedded.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads(
+    (Path(__file__).parent.parent / "golden" / "embedded.json").read_text(encoding="utf-8")
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
@@ -50,9 +52,12 @@ def control_c() -> Iterator[None]:
 def test_an_interrupt_leaves_the_engine_whole(llm: LLM, control_c: None) -> None:
     """Wherever Ctrl-C strikes, the next answer is what it would have been."""
     want = ask(llm, [GOLDEN[0]["prompt"]], GREEDY)[0].outputs[0].token_ids[:12]
-    few, struck = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), 0
+    few = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    struck = 0
     for turn in range(25):
-        before = signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+        before = signal.signal(
+            signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT)
+        )
         signal.setitimer(signal.ITIMER_REAL, 0.004 + 0.0037 * turn)
         try:
             for _ in llm.stream(GOLDEN[turn % len(GOLDEN)]["prompt"], GREEDY):
@@ -69,7 +74,9 @@ def test_an_interrupt_leaves_the_engine_whole(llm: LLM, control_c: None) -> None
 def logprobs(out: RequestOutput) -> list[float]:
     found = out.outputs[0].logprobs
     assert found is not None
-    return [entry[token].logprob for entry, token in zip(found, out.outputs[0].token_ids, strict=True)]
+    return [
+        entry[token].logprob for entry, token in zip(found, out.outputs[0].token_ids, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +107,10 @@ def test_batched_cached_and_chunked_say_the_same(llm: LLM, options: dict) -> Non
 def test_a_conversation_computes_only_its_new_tokens(llm: LLM) -> None:
     talk = [{"role": "user", "content": "Tell me about the history of iron making, briefly."}]
     first = llm.chat(talk, SamplingParams(temperature=0.0, max_tokens=30), use_tqdm=False)[0]
-    talk += [{"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "And steel?"}]
+    talk += [
+        {"role": "assistant", "content": first.outputs[0].text},
+        {"role": "user", "content": "And steel?"},
+    ]
     second = llm.chat(talk, SamplingParams(temperature=0.0, max_tokens=5), use_tqdm=False)[0]
     assert second.num_cached_tokens >= (len(first.prompt_token_ids) + 25) // 16 * 16 - 16
 
@@ -139,11 +149,16 @@ def test_stop_strings_end_the_answer_and_the_request(llm: LLM) -> None:
 
 def test_n_best_of_and_seeds(llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=11, max_tokens=8)
-    first, second = ask(llm, ["Hello"], params)[0], ask(llm, ["Hello", "Goodbye"], params)[0]
+    first = ask(llm, ["Hello"], params)[0]
+    second = ask(llm, ["Hello", "Goodbye"], params)[0]
     assert [o.token_ids for o in first.outputs] == [o.token_ids for o in second.outputs]
     assert len({tuple(o.token_ids) for o in first.outputs}) == 3
-    best = ask(llm, ["Hello"], SamplingParams(n=1, best_of=3, temperature=1.0, seed=11, max_tokens=8))[0]
-    ranked = ask(llm, ["Hello"], SamplingParams(n=3, temperature=1.0, seed=11, max_tokens=8, logprobs=0))[0]
+    best = ask(
+        llm, ["Hello"], SamplingParams(n=1, best_of=3, temperature=1.0, seed=11, max_tokens=8)
+    )[0]
+    ranked = ask(
+        llm, ["Hello"], SamplingParams(n=3, temperature=1.0, seed=11, max_tokens=8, logprobs=0)
+    )[0]
     top = max(ranked.outputs, key=lambda o: o.cumulative_logprob or -1e9)
     assert best.outputs[0].token_ids == top.token_ids
 
@@ -153,14 +168,18 @@ def test_prompt_logprobs_do_not_depend_on_the_cache_or_chunks(llm: LLM) -> None:
     prompt = " ".join(["The capital of France is Paris."] * 12)
     cold = ask(llm, [prompt], params)[0]
     warm = ask(llm, [prompt], params)[0]
-    small = LLM(None, native=False, threads=1, kv_cache_gib=0.1, max_model_len=512, max_batch_tokens=7)
+    small = LLM(
+        None, native=False, threads=1, kv_cache_gib=0.1, max_model_len=512, max_batch_tokens=7
+    )
     chunked = ask(small, [prompt], params)[0]
     small.close()
     for out in (cold, warm, chunked):
         found = out.prompt_logprobs
         assert found is not None and found[0] is None and len(found) == len(out.prompt_token_ids)
         values = [
-            entry[token].logprob for entry, token in zip(found[1:], out.prompt_token_ids[1:], strict=True) if entry
+            entry[token].logprob
+            for entry, token in zip(found[1:], out.prompt_token_ids[1:], strict=True)
+            if entry
         ]
         assert len(values) == len(found) - 1
         if out is cold:
@@ -195,7 +214,9 @@ def test_bad_input_is_refused_by_name_and_harms_nobody(llm: LLM) -> None:
         assert caught.value.field == field
     with pytest.raises(PromptTooLong, match="tokens, but at most"):
         ask(llm, [{"prompt_token_ids": [5] * 9000}], GREEDY)
-    assert ask(llm, ["The capital of France is"], GREEDY)[0].outputs[0].token_ids == GOLDEN[0]["ids"]
+    assert (
+        ask(llm, ["The capital of France is"], GREEDY)[0].outputs[0].token_ids == GOLDEN[0]["ids"]
+    )
 
 
 def test_asyncio_streams_side_by_side(llm: LLM) -> None:
@@ -203,7 +224,9 @@ def test_asyncio_streams_side_by_side(llm: LLM) -> None:
 
     async def one(prompt: str) -> list[int]:
         found: list[int] = []
-        async for piece in engine.stream(prompt, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)):
+        async for piece in engine.stream(
+            prompt, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        ):
             found += piece.token_ids
         return found
 

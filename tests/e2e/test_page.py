@@ -19,9 +19,12 @@ WEB = Path(__file__).parent.parent.parent / "web"
 @pytest.mark.browser
 @pytest.mark.timeout(600)
 def test_the_page() -> None:
-    node, chromium = shutil.which("node"), shutil.which("chromium")
+    node = shutil.which("node")
+    chromium = shutil.which("chromium")
     if not node or not chromium or not (WEB / "node_modules" / "playwright-core").is_dir():
-        pytest.skip("needs node, chromium and web/node_modules; `make test` installs them where it can")
+        pytest.skip(
+            "needs node, chromium and web/node_modules; `make test` installs them where it can"
+        )
     tokenizer = words()
     with ExitStack() as exit:
         server = run(InProcess(tokenizer, pace=0.05), tokenizer, Settings(model="speaker"), exit)
@@ -30,7 +33,7 @@ def test_the_page() -> None:
         for _ in range(2):  # a busy machine may miss one of the script's time limits
             done = subprocess.run(
                 [node, "tests/page.mjs", url], cwd=WEB, capture_output=True, text=True, timeout=280
-            )  # fmt: skip
+            )
             said += done.stdout + done.stderr
             if done.returncode == 0:
                 break

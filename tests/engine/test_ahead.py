@@ -20,7 +20,9 @@ class Device(Ghost):
 
     def __init__(self, size: int, seconds: float):
         super().__init__(size)
-        self.seconds, self.now, self.free = seconds, 0.0, 0.0
+        self.seconds = seconds
+        self.now = 0.0
+        self.free = 0.0
         self.flight: list[tuple[Step, float]] = []  # with its end
         self.begun: dict[int, float] = {}  # by sequence: when the first step that holds it began
         self.deepest = 0
@@ -49,13 +51,16 @@ class Watched(Scheduler):
     usual = 2
 
     def schedule(self, now: float = 0.0) -> Step | None:
-        ahead, before = len(self.scheduled) >= self.usual, (self.preemptions, self.leaving)
+        ahead = len(self.scheduled) >= self.usual
+        before = (self.preemptions, self.leaving)
         step = super().schedule(now)
         assert not ahead or before == (self.preemptions, self.leaving)
         return step
 
 
-def loop_over(device: Device, depth: int = 2, blocks: int = 400, rows: int = 4, fair: bool = False) -> Loop:
+def loop_over(
+    device: Device, depth: int = 2, blocks: int = 400, rows: int = 4, fair: bool = False
+) -> Loop:
     policy = Fair(rows, blocks, Aims()) if fair else FirstCome()
     scheduler = Watched(Blocks(blocks, device.size), 64, rows, policy)
     scheduler.usual = depth
@@ -76,7 +81,9 @@ def test_as_many_as_are_done_in_time(seconds: float, most: int, fair: bool) -> N
     assert device.deepest == most
 
 
-@pytest.mark.parametrize("why", ["one step in flight", "may end", "somebody waits", "a prompt goes in chunks"])
+@pytest.mark.parametrize(
+    "why", ["one step in flight", "may end", "somebody waits", "a prompt goes in chunks"]
+)
 def test_no_more_than_usual_where(why: str) -> None:
     device = Device(4, 1e-4)
     depth = 1 if why == "one step in flight" else 2
@@ -109,10 +116,16 @@ def asked(random: Random) -> list[tuple[int, Request, int | None]]:
     for number in range(random.randrange(2, 9)):
         prompt = tuple(random.randrange(VOCAB) for _ in range(random.randrange(1, 30)))
         request = Request(
-            str(number), prompt, Sampling(), random.randrange(1, 40), stop_ids=random.choice([(), (), (), (3,)]),
+            str(number),
+            prompt,
+            Sampling(),
+            random.randrange(1, 40),
+            stop_ids=random.choice([(), (), (), (3,)]),
             deadline=random.choice([None, None, None, 0.02]),
-        )  # fmt: skip
-        made.append((random.randrange(60), request, random.choice([None, None, random.randrange(1, 20)])))
+        )
+        made.append(
+            (random.randrange(60), request, random.choice([None, None, random.randrange(1, 20)]))
+        )
     return made
 
 
@@ -124,7 +137,9 @@ def served(seed: int, depth: int) -> tuple[Device, int]:
     loop = loop_over(device, depth, blocks, random.choice([2, 4, 8]), random.random() < 0.5)
     coming = asked(random)
     requests = {request.id: request for _, request, _ in coming}
-    cuts, got, ends = {request.id: cut for _, request, cut in coming}, {name: [] for name in requests}, dict[str, str]()
+    cuts = {request.id: cut for _, request, cut in coming}
+    got = {name: [] for name in requests}
+    ends = dict[str, str]()
     turn = 0
     while coming or loop.busy:
         for one in [one for one in coming if one[0] <= turn]:
@@ -142,7 +157,9 @@ def served(seed: int, depth: int) -> tuple[Device, int]:
         turn += 1
     for name, request in requests.items():
         want = plain(request)[len(request.prompt) :]
-        assert got[name] == (want[: len(got[name])] if ends[name] in ("abort", "deadline") else want)
+        assert got[name] == (
+            want[: len(got[name])] if ends[name] in ("abort", "deadline") else want
+        )
     assert loop.scheduler.blocks.available == loop.scheduler.blocks.count
     return device, loop.scheduler.preemptions
 
@@ -151,4 +168,6 @@ def test_random_crowds_get_the_same_tokens() -> None:
     for depth, most in ((1, 1), (2, MOST), (MOST, MOST)):
         found = [served(seed, depth) for seed in range(80)]
         assert max(device.deepest for device, _ in found) == most
-        assert sum(preemptions for _, preemptions in found) > 10, "crowds with room for all show little"
+        assert sum(preemptions for _, preemptions in found) > 10, (
+            "crowds with room for all show little"
+        )

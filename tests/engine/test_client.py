@@ -28,7 +28,9 @@ SLOW_END = "import os, sys, time; os.close(int(sys.argv[1])); time.sleep(0.1); s
 
 
 @asynccontextmanager
-async def engine(*options: str, patience: Patience | None = None, **changes: object) -> AsyncIterator[EngineClient]:
+async def engine(
+    *options: str, patience: Patience | None = None, **changes: object
+) -> AsyncIterator[EngineClient]:
     client = EngineClient(plan(**changes), command(*options), patience)
     await client.start()
     try:
@@ -79,17 +81,25 @@ async def life() -> None:
     client = EngineClient(plan(), command("--load", "0.5"), birth=watched)
     await client.start()
     assert client.status.state == "loading" and client.capacity is None
-    early = asyncio.create_task(collect(client, request("early", 1, 2)))  # a request may wait for the engine
+    early = asyncio.create_task(
+        collect(client, request("early", 1, 2))
+    )  # a request may wait for the engine
     assert (await client.ready()).blocks == BLOCKS and client.status.state == "ready"
     assert progress == [part / 5 for part in range(5)]
-    one, two, three = request("one", 1, 2), request("two", 3, tokens=20), request("three", 4, 5, 6, tokens=3)
+    one = request("one", 1, 2)
+    two = request("two", 3, tokens=20)
+    three = request("three", 4, 5, 6, tokens=3)
     got = await collect(client, one, two, three)
     for asked in (one, two, three):
         assert [*asked.prompt, *ids(got[asked.id])] == plain(asked)
         assert got[asked.id][-1].finish == "length" and got[asked.id][0].queued >= 0
     assert ids((await early)["early"])
     stats = await idle(client)
-    assert stats.tokens_out == 12 + 12 + 20 + 3 and stats.tokens_in == 2 + 2 + 1 + 3 and stats.kv_blocks == BLOCKS
+    assert (
+        stats.tokens_out == 12 + 12 + 20 + 3
+        and stats.tokens_in == 2 + 2 + 1 + 3
+        and stats.kv_blocks == BLOCKS
+    )
     pid = client.pid
     await client.close()
     assert client.status.state == "closed"
@@ -112,7 +122,9 @@ def test_life_under_uvloop() -> None:
 def test_leaving_a_stream_aborts_what_is_open() -> None:
     async def main() -> None:
         async with engine("--delay", "0.01") as client:
-            async with aclosing(client.stream([request("a", 1, tokens=1000), request("b", 2, tokens=2)])) as news:
+            async with aclosing(
+                client.stream([request("a", 1, tokens=1000), request("b", 2, tokens=2)])
+            ) as news:
                 async for tokens in news:
                     if tokens.finish:
                         break
@@ -126,7 +138,9 @@ def test_leaving_a_stream_aborts_what_is_open() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             stats = await idle(client)
-            assert not client.journal.entries and 2 < stats.tokens_out < 1000, "one was left to its end"
+            assert not client.journal.entries and 2 < stats.tokens_out < 1000, (
+                "one was left to its end"
+            )
 
     asyncio.run(main())
 
@@ -135,10 +149,16 @@ def test_abort_by_id() -> None:
     async def main() -> None:
         async with engine("--delay", "0.01") as client:
             got: list[Tokens] = []
-            async for tokens in client.stream([request("a", 1, tokens=1000), request("b", 2, tokens=20)]):
+            async for tokens in client.stream(
+                [request("a", 1, tokens=1000), request("b", 2, tokens=20)]
+            ):
                 got.append(tokens)
                 if len(got) == 6:
-                    assert client.abort("a") and not client.abort("a") and not client.abort("never heard of")
+                    assert (
+                        client.abort("a")
+                        and not client.abort("a")
+                        and not client.abort("never heard of")
+                    )
             ends = {tokens.request: tokens.finish for tokens in got if tokens.finish}
             assert ends == {"a": "abort", "b": "length"}
             assert sum(len(tokens.ids) for tokens in got if tokens.request == "a") < 1000
@@ -153,7 +173,9 @@ def test_a_slow_reader_gets_all_in_few_pieces() -> None:
             got: list[Tokens] = []
             async for tokens in client.stream([asked]):
                 got.append(tokens)
-                assert await eventually(lambda: client.stats.tokens_out == 200), "the engine waits for the reader"
+                assert await eventually(lambda: client.stats.tokens_out == 200), (
+                    "the engine waits for the reader"
+                )
             assert [*asked.prompt, *ids(got)] == plain(asked) and len(got) <= 2
 
     asyncio.run(main())
@@ -228,7 +250,10 @@ def test_what_cannot_be_loaded_fails_at_once_and_says_why() -> None:
         ((sys.executable, "-c", "raise SystemExit(3)"), "exited with status 3"),
         ((sys.executable, "-c", SLOW_END), "exited with status 4"),
         (("/nowhere/to/be/found",), "could not be started"),
-        ((sys.executable, "-c", "import os, sys; os.write(int(sys.argv[1]), b'HTTP/1.1 400')"), "broke the protocol"),
+        (
+            (sys.executable, "-c", "import os, sys; os.write(int(sys.argv[1]), b'HTTP/1.1 400')"),
+            "broke the protocol",
+        ),
     ],
     ids=["exits", "exits slowly", "absent", "babbles"],
 )
@@ -253,7 +278,9 @@ def test_a_thousand_small_requests() -> None:
             await client.ready()
             os.kill(client.pid or 0, signal.SIGSTOP)  # until all have been sent
             readers = [asyncio.create_task(collect(client, one)) for one in asked]
-            assert await eventually(lambda: all(entry.sent for entry in client.journal.entries.values()))
+            assert await eventually(
+                lambda: all(entry.sent for entry in client.journal.entries.values())
+            )
             os.kill(client.pid or 0, signal.SIGCONT)
             answers = await asyncio.gather(*readers)
             for one, got in zip(asked, answers):
@@ -282,7 +309,9 @@ def test_ready_is_an_engine_that_makes_progress() -> None:
             os.kill(client.pid or 0, signal.SIGSTOP)
             while client.status.state == "ready":
                 await asyncio.sleep(0.05)
-            assert client.status.state == "stalled" and client.epoch == 1, "doubted before it is replaced"
+            assert client.status.state == "stalled" and client.epoch == 1, (
+                "doubted before it is replaced"
+            )
             os.kill(client.pid or 0, signal.SIGCONT)
             while client.status.state != "ready":
                 await asyncio.sleep(0.05)

@@ -36,7 +36,8 @@ def test_the_share_is_of_the_last_seconds() -> None:
     assert gauge.look(some(1000), 1.0) == pytest.approx(0.8)
     for second in range(2, 8):  # half as fast from here on; looks older than the span are forgotten
         now = gauge.look(
-            Timing(*(a + b for a, b in zip(astuple(some(1000)), astuple(some(second, 2.0))))), float(second)
+            Timing(*(a + b for a, b in zip(astuple(some(1000)), astuple(some(second, 2.0))))),
+            float(second),
         )
     assert now == pytest.approx(0.4)
 
@@ -47,13 +48,21 @@ def astuple(timing: Timing) -> tuple[float, ...]:
 
 def judged(spans: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
     """What is said over spans of steps that take so many times what was planned."""
-    gauge, total, now = Gauge(), some(WARM, 50.0), 1.0  # compiling at first, which is not held against it
+    # compiling at first, which is not held against it
+    gauge = Gauge()
+    total = some(WARM, 50.0)
+    now = 1.0
     with caplog.at_level(logging.INFO, "bloomery.engine"):
         gauge.look(total, now)
         for slow in spans:
-            total, now = less(total, Timing(*(-v for v in astuple(some(ENOUGH, slow))))), now + 1
+            total = less(total, Timing(*(-v for v in astuple(some(ENOUGH, slow)))))
+            now = now + 1
             gauge.look(total, now)
-    return [f"{record.levelname}: {record.getMessage()}" for record in caplog.records if "plan" in record.getMessage()]
+    return [
+        f"{record.levelname}: {record.getMessage()}"
+        for record in caplog.records
+        if "plan" in record.getMessage()
+    ]
 
 
 def test_a_server_that_keeps_its_plan_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

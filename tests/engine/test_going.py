@@ -16,19 +16,26 @@ from tests.ghost.ghost import VOCAB, Ghost
 
 def asked(seed: int) -> list[tuple[int, Request]]:
     """At different steps; some end at a stop id, some of them only after a few tokens."""
-    random, made = Random(seed), []
+    random = Random(seed)
+    made = []
     for number in range(12):
         prompt = tuple(random.randrange(VOCAB) for _ in range(random.randint(1, 18)))
         wish = Sampling(min_tokens=random.choice((0, 3)))
         stops = random.choice(((), (), (2,)))
-        made.append((random.randrange(20), Request(str(number), prompt, wish, random.randint(1, 24), stops)))
+        made.append(
+            (random.randrange(20), Request(str(number), prompt, wish, random.randint(1, 24), stops))
+        )
     return made
 
 
-def told(ghost: Ghost, seed: int, depth: int, caching: bool) -> tuple[list[list[Tokens]], Scheduler]:
+def told(
+    ghost: Ghost, seed: int, depth: int, caching: bool
+) -> tuple[list[list[Tokens]], Scheduler]:
     """What every step brings, one request aborted on the way."""
     scheduler = Scheduler(Blocks(12, 4, caching), 10, 5)
-    loop, requests, brought = Loop(scheduler, ghost, depth), asked(seed), list[list[Tokens]]()
+    loop = Loop(scheduler, ghost, depth)
+    requests = asked(seed)
+    brought = list[list[Tokens]]()
     while loop.busy or len(brought) < 20:
         for at, request in requests:
             if at == len(brought):
@@ -43,9 +50,13 @@ def told(ghost: Ghost, seed: int, depth: int, caching: bool) -> tuple[list[list[
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_mere_tokens_bring_the_same_news(seed: int, depth: int, caching: bool) -> None:
-    (terse, one), (spelled, other) = (told(Ghost(4, terse), seed, depth, caching) for terse in (True, False))
+    (terse, one), (spelled, other) = (
+        told(Ghost(4, terse), seed, depth, caching) for terse in (True, False)
+    )
     assert terse == spelled
-    assert one.blocks.published == other.blocks.published and one.preemptions == other.preemptions > 0
+    assert (
+        one.blocks.published == other.blocks.published and one.preemptions == other.preemptions > 0
+    )
     assert any(news.finish == "stop" for step in terse for news in step)
 
 
@@ -53,7 +64,8 @@ def test_the_policy_hears_of_all_the_work() -> None:
     scheduler = Scheduler(Blocks(30, 4), 10, 5)
     for number in range(3):
         scheduler.add(Request(str(number), (1, 2, 3) * (number + 1), Sampling(), 8))
-    ghost, mixed = Ghost(4), 0
+    ghost = Ghost(4)
+    mixed = 0
     while (step := scheduler.schedule()) is not None:
         assert scheduler.scheduled[-1].work == work_of(step.items)
         mixed += bool(step.going and step.chunks)

@@ -46,7 +46,8 @@ def test_only_what_comes_next_is_accepted() -> None:
 def test_a_slow_reader_gets_several_news_as_one() -> None:
     journal = Journal()
     (entry,) = opened(journal, "a")
-    one, two = TokenLogprob(10, -0.5, 1), TokenLogprob(11, -0.7, 2)
+    one = TokenLogprob(10, -0.5, 1)
+    two = TokenLogprob(11, -0.7, 2)
     journal.admit(entry.serial, 7.5)
     journal.accept(Tokens(entry.serial, 0, (10,), (one,), (two,), cached=4))
     journal.accept(Tokens(entry.serial, 1, (11,), (two,), cached=4))
@@ -62,14 +63,21 @@ def test_a_replay_goes_on_where_the_ids_end() -> None:
     entry = journal.open(request, Reader(), 0.0)
     assert journal.due() == [entry]
     first = entry.replay(0.0)
-    assert (first.prompt, first.emitted, first.sampling.prompt_logprobs, first.salt) == ((1, 2), (7,), 1, "salt")
+    assert (first.prompt, first.emitted, first.sampling.prompt_logprobs, first.salt) == (
+        (1, 2),
+        (7,),
+        1,
+        "salt",
+    )
     journal.accept(Tokens(entry.serial, 1, (8, 9), cached=16))
     assert entry.take() == Tokens("a", 1, (8, 9), cached=16)
     journal.crash()
     assert journal.due() == [entry]
     again = entry.replay(0.0)
     assert (again.emitted, again.max_tokens, again.sampling) == ((7, 8, 9), 50, Sampling(seed=9))
-    journal.accept(Tokens(entry.serial, 3, (1,), cached=99))  # what a replay finds cached is not the client's affair
+    journal.accept(
+        Tokens(entry.serial, 3, (1,), cached=99)
+    )  # what a replay finds cached is not the client's affair
     assert entry.take() == Tokens("a", 3, (1,), cached=16)
 
 
@@ -152,12 +160,16 @@ def test_any_number_of_culprits_among_many_fail_and_nobody_else(seed: int) -> No
             inside.append(queue.pop(0))
             journal.admit(inside[-1].serial, 0.0)
         if culprits & set(inside):
-            inside, queue, crashes = [], [], crashes + 1
+            inside = []
+            queue = []
+            crashes = crashes + 1
             journal.crash()
             continue
         for entry in inside:
             position = len(entry.emitted)
-            journal.accept(Tokens(entry.serial, position, (3,), finish="length" if position == 99 else None))
+            journal.accept(
+                Tokens(entry.serial, position, (3,), finish="length" if position == 99 else None)
+            )
         inside = [entry for entry in inside if entry.finish is None]
     assert not journal.entries, "stuck"
     assert {entry for entry in entries if entry.finish == "error"} == culprits
@@ -166,7 +178,8 @@ def test_any_number_of_culprits_among_many_fail_and_nobody_else(seed: int) -> No
 
 
 def test_who_waits_too_long_or_is_past_its_deadline_is_ended() -> None:
-    journal, reader = Journal(), Reader()
+    journal = Journal()
+    reader = Reader()
     waits = journal.open(Request("waits", (1,), Sampling(), 5), reader, 0.0)
     runs = journal.open(Request("runs", (1,), Sampling(), 5), reader, 0.0)
     due = journal.open(Request("due", (1,), Sampling(), 5, deadline=20.0), reader, 0.0)

@@ -41,9 +41,12 @@ class Device(Ghost):
         return self.now
 
     def submit(self, step: Step) -> Device:  # type: ignore[override]
-        took, idle = true_seconds(work_of(step.items)), max(self.now - self.free, 0.0) if self.free else 0.0
+        took = true_seconds(work_of(step.items))
+        idle = max(self.now - self.free, 0.0) if self.free else 0.0
         self.free = max(self.free, self.now) + took
-        self.queue.append((replace(self.run(step), timing=Timing(steps=1, device=took, idle=idle)), self.free))
+        self.queue.append(
+            (replace(self.run(step), timing=Timing(steps=1, device=took, idle=idle)), self.free)
+        )
         return self
 
     def result(self) -> StepOutput:
@@ -56,7 +59,8 @@ class Device(Ghost):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_late_host_does_not_spoil_the_pace(told: bool) -> None:
-    device, policy = Device(stalls=0.6), Fair(ROWS, 4000)
+    device = Device(stalls=0.6)
+    policy = Fair(ROWS, 4000)
     loop = Loop(Scheduler(Blocks(4000, 16), 2048, ROWS, policy), device, 2, device.clock)
     if not told:  # what the pace would be if it had nothing but the host's clock
         result = device.result
@@ -67,13 +71,19 @@ def test_a_late_host_does_not_spoil_the_pace(told: bool) -> None:
         loop.add(Request(str(i), prompt, Sampling(), 40))
     while loop.busy:
         loop.step()
-    tried = [Work(1, 500), Work(ROWS, 10_000), Work(500, 5_000, 100_000), Work(1500, 5_000, 1_000_000)]
+    tried = [
+        Work(1, 500),
+        Work(ROWS, 10_000),
+        Work(500, 5_000, 100_000),
+        Work(1500, 5_000, 1_000_000),
+    ]
     worst = max(abs(policy.pace.seconds(work) / true_seconds(work) - 1) for work in tried)
     assert (worst < 0.15) is told
 
 
 def test_the_next_step_is_left_open_for_who_comes() -> None:
-    device, policy = Device(stalls=0.0), Fair(ROWS, 4000)
+    device = Device(stalls=0.0)
+    policy = Fair(ROWS, 4000)
     loop = Loop(Scheduler(Blocks(4000, 16), 2048, ROWS, policy), device, 2, device.clock)
     late = 0.0
     for i in range(ROWS // 2):
@@ -85,7 +95,9 @@ def test_the_next_step_is_left_open_for_who_comes() -> None:
         if turn == 250:
             loop.add(Request("newcomer", (1, 2), Sampling(), 4))
         news = loop.step()
-        if turn == 251:  # the step that was under way has ended, and the newcomer was in the one behind it
+        if (
+            turn == 251
+        ):  # the step that was under way has ended, and the newcomer was in the one behind it
             assert "newcomer" in [entry.request for entry in news]
     assert patience > 0 and late <= 0, f"the device waited for {late} s"
 
@@ -94,7 +106,8 @@ class Line:
     """Messages that come at their time; whoever waits for them lets time pass."""
 
     def __init__(self, device: Device):
-        self.device, self.coming = device, deque[tuple[float, Message]]()
+        self.device = device
+        self.coming = deque[tuple[float, Message]]()
 
     def send(self, message: Message) -> None:
         pass
@@ -112,8 +125,11 @@ class Line:
 def test_who_comes_early_does_not_make_the_next_step_come_early() -> None:
     """Two of one moment: were the next step queued for the first, the second would wait for the one behind it."""
     device = Device(stalls=0.0)
-    line, begun = Line(device), list[tuple[float, float, int]]()
-    engine = Engine(line, Hello(1, plan()), device, Capacity(4000, 16, ROWS, 2048, 8000, 7), device.clock)
+    line = Line(device)
+    begun = list[tuple[float, float, int]]()
+    engine = Engine(
+        line, Hello(1, plan()), device, Capacity(4000, 16, ROWS, 2048, 8000, 7), device.clock
+    )
     submit = engine.loop.executor.submit
 
     def watched(step: Step) -> Result:
@@ -125,7 +141,9 @@ def test_who_comes_early_does_not_make_the_next_step_come_early() -> None:
     while len(begun) < 250:
         engine.turn()
     under_way = device.free
-    line.coming += [(device.now + 1e-4 * i, Request(f"newcomer {i}", (1, 2), Sampling(), 4)) for i in (1, 2)]
+    line.coming += [
+        (device.now + 1e-4 * i, Request(f"newcomer {i}", (1, 2), Sampling(), 4)) for i in (1, 2)
+    ]
     before = len(begun)
     while line.coming or len(begun) < before + 3:
         engine.turn()
@@ -140,8 +158,15 @@ def test_what_was_never_measured_is_believed_in_proportion(slower: float) -> Non
     def true(work: Work) -> float:
         return 4e-3 + 2e-5 * work.tokens + 3e-8 * work.attended + 1e-9 * work.pairs
 
-    known = [Work(1, 100), Work(64, 64000), Work(128, 0, 9e4), Work(512, 0, 4e5), Work(4096, 0, 2e7)]
-    pace, chance = Pace([(*work, true(work)) for work in known]), random.Random(3)
+    known = [
+        Work(1, 100),
+        Work(64, 64000),
+        Work(128, 0, 9e4),
+        Work(512, 0, 4e5),
+        Work(4096, 0, 2e7),
+    ]
+    pace = Pace([(*work, true(work)) for work in known])
+    chance = random.Random(3)
     for _ in range(2000):
         work = Work(lines := chance.randint(2, 64), lines * chance.randint(100, 1000))
         pace.learn(work, slower * true(work) * chance.uniform(0.95, 1.05))
@@ -161,7 +186,8 @@ def test_a_lone_step_that_never_was_is_not_read_off_batches() -> None:
         return 4e-3 + rising + 3e-8 * work.attended + 2e-9 * work.pairs
 
     known = [Work(1, 100), Work(8, 800), Work(64, 6400), Work(256, 0, 3e4), Work(2048, 0, 2e6)]
-    pace, chance = Pace([(*work, true(work)) for work in known]), random.Random(3)
+    pace = Pace([(*work, true(work)) for work in known])
+    chance = random.Random(3)
     for _ in range(2000):
         work = Work(lines := chance.randint(40, 64), lines * chance.randint(100, 300))
         pace.learn(work, true(work) * chance.uniform(0.95, 1.05))
@@ -183,7 +209,9 @@ def test_one_stall_changes_little_of_a_lone_step_that_never_was(stalled: int) ->
 
 def test_the_first_lone_step_is_held_against_what_batches_say() -> None:
     """It may stall, and what its keys cost may not be known well: one of them changes little."""
-    pace = Pace([(*work, true_seconds(work)) for work in (Work(1, 100), Work(64, 6400), Work(2048, 0, 2e6))])
+    pace = Pace(
+        [(*work, true_seconds(work)) for work in (Work(1, 100), Work(64, 6400), Work(2048, 0, 2e6))]
+    )
     for _ in range(300):
         pace.learn(Work(40, 8000), true_seconds(Work(40, 8000)))
     pace.learn(Work(1, 100), 2 * true_seconds(Work(1, 100)))
@@ -195,7 +223,9 @@ def test_the_first_lone_step_is_held_against_what_batches_say() -> None:
 
 def test_one_stall_changes_little_of_a_lone_step_that_was_measured() -> None:
     """A machine that slept, say: nothing may come for long that would put it right."""
-    pace = Pace([(*work, true_seconds(work)) for work in (Work(1, 100), Work(64, 6400), Work(2048, 0, 2e6))])
+    pace = Pace(
+        [(*work, true_seconds(work)) for work in (Work(1, 100), Work(64, 6400), Work(2048, 0, 2e6))]
+    )
     for step in range(60):
         pace.learn(Work(1, 100), 20.0 if step == 50 else true_seconds(Work(1, 100)))
     assert pace.lone == pytest.approx(true_seconds(Work(1)), rel=0.15)

@@ -8,7 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.policy import Arrival, Crowd, Device, alone, mixed, percentile, produced, rough, waits
+from benchmarks.policy import (
+    Arrival,
+    Crowd,
+    Device,
+    alone,
+    mixed,
+    percentile,
+    produced,
+    rough,
+    waits,
+)
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.pace import Pace, Work
 from bloomery.engine.policy import Aims, Fair, FirstCome, Policy
@@ -20,11 +30,14 @@ MIXED: dict[str, float] = {"longs": 32, "rows": 32, "blocks": 2000, "seconds": 1
 
 
 def test_pace_learns_what_steps_take() -> None:
-    chance, pace = random.Random(0), Pace()
+    chance = random.Random(0)
+    pace = Pace()
     for _ in range(3000):
         streams = chance.randint(1, 200)
         chunk = chance.choice([0, 0, 100, 400, 1500])
-        work = Work(streams + chunk, streams * chance.randint(100, 3000), chunk * chance.randint(50, 2000))
+        work = Work(
+            streams + chunk, streams * chance.randint(100, 3000), chunk * chance.randint(50, 2000)
+        )
         pace.learn(work, truth(work) * chance.uniform(0.95, 1.05))
     for work in (Work(1, 500), Work(64, 64_000), Work(200, 400_000), Work(1200, 100_000, 1e6)):
         assert pace.seconds(work) == pytest.approx(truth(work), rel=0.15)
@@ -52,13 +65,21 @@ def test_short_requests_among_long_ones() -> None:
     fair = Fair(32, 2000)
     crowds = {"fair": mixed(fair, **MIXED), "first-come": mixed(FirstCome(), **MIXED)}  # type: ignore[arg-type]
     single = alone(FirstCome(), 32, 16)
-    short = {name: [life.last - life.arrived for life in crowd.done("short")] for name, crowd in crowds.items()}
+    short = {
+        name: [life.last - life.arrived for life in crowd.done("short")]
+        for name, crowd in crowds.items()
+    }
     assert percentile(short["fair"], 0.5) < 3 * single and max(short["fair"]) < 6 * single
     assert percentile(short["first-come"], 0.5) > 20 * single
     tokens = {name: produced(crowd, "long", MIXED["seconds"]) for name, crowd in crowds.items()}
     assert tokens["fair"] > 0.9 * tokens["first-come"]
-    assert 0 < fair.tax / crowds["fair"].now <= fair.aims.tax and not crowds["fair"].scheduler.preemptions
-    gaps = [gap for life in crowds["fair"].lives.values() if life.kind == "long" for gap in life.gaps]
+    assert (
+        0 < fair.tax / crowds["fair"].now <= fair.aims.tax
+        and not crowds["fair"].scheduler.preemptions
+    )
+    gaps = [
+        gap for life in crowds["fair"].lives.values() if life.kind == "long" for gap in life.gaps
+    ]
     assert percentile(gaps, 0.99) < 1.2 * fair.aims.target(fair.pace.lone)
 
 
@@ -75,7 +96,9 @@ def test_a_promise_is_what_a_lone_request_takes_whatever_fills_the_batch() -> No
     fair = Told(256, 12000)
     mixed(fair, 20.0)
     single = alone(FirstCome(), 32, 16)
-    early, late = ([due for at, due in crowd if low < at < high] for low, high in ((0.0, 5.0), (15.0, 20.0)))
+    early, late = (
+        [due for at, due in crowd if low < at < high] for low, high in ((0.0, 5.0), (15.0, 20.0))
+    )
     assert abs(fair.pace.seconds(Work(1, 32)) / fair.pace.lone - 1) > 0.02  # or nothing is shown
     assert max(late) / min(early) < 1.03 and max(late) < 1.05 * fair.aims.stretch * single
 
@@ -84,7 +107,9 @@ def test_256_long_requests_hardly_notice_the_short_ones() -> None:
     """On an H200, by measured times of steps: short ones within four times their time alone, long ones within 7 % of
     first come, first served, and 65 ms between their tokens, all at once."""
     fair = Fair(272, 12000)
-    crowd, plain, single = mixed(fair, 40.0), mixed(FirstCome(), 40.0), alone(FirstCome(), 32, 16)
+    crowd = mixed(fair, 40.0)
+    plain = mixed(FirstCome(), 40.0)
+    single = alone(FirstCome(), 32, 16)
     shorts = [life.last - life.arrived for life in crowd.done("short")]
     assert percentile(shorts, 0.99) < 4 * single
     speed = produced(crowd, "long", crowd.now) / crowd.now
@@ -110,7 +135,8 @@ def test_nothing_but_short_ones_are_as_fast_as_in_any_other_order(prompt: int, a
 
 def test_a_tax_that_is_bounded_lower_is_lower() -> None:
     """And short ones wait for it: the promise and the bound are two ends of a rope."""
-    taxes, times = list[float](), list[float]()
+    taxes = list[float]()
+    times = list[float]()
     for bound in (0.05, 0.0003):
         fair = Fair(272, 12000, Aims(tax=bound))
         crowd = mixed(fair, 12.0)
@@ -147,7 +173,9 @@ def test_a_flood_of_short_prompts_is_not_computed_in_crumbs() -> None:
     crowd = Crowd(fair, iter(arrivals))
     crowd.run(10**6, until=12.0)
     shorts = [life.last - life.arrived for life in crowd.done("short")]
-    gaps = [gap for life in crowd.lives.values() if life.kind == "stream" for gap in life.gaps[20:]]  # they flow
+    gaps = [
+        gap for life in crowd.lives.values() if life.kind == "stream" for gap in life.gaps[20:]
+    ]  # they flow
     assert len(shorts) == 160 and percentile(shorts, 0.99) < 1.4
     assert max(gaps) < 2 * fair.aims.target(fair.pace.lone)
 
@@ -188,8 +216,14 @@ class Drive:
         ended = self.scheduler.expire(now)
         step = self.scheduler.schedule(now)
         assert step is not None
-        names = [self.scheduler.running[item.sequence].request.id for item in step.items if item.first is not None]
-        output = StepOutput(tuple(Sampled(item.sequence, (1,)) for item in step.items if item.samples))
+        names = [
+            self.scheduler.running[item.sequence].request.id
+            for item in step.items
+            if item.first is not None
+        ]
+        output = StepOutput(
+            tuple(Sampled(item.sequence, (1,)) for item in step.items if item.samples)
+        )
         news = [*ended, *self.scheduler.update(step, output, 0.01)]
         self.order += [entry.request for entry in news if entry.finish]
         return names
@@ -268,17 +302,28 @@ def test_a_key_that_offers_twenty_times_as_much_hardly_delays_another() -> None:
     def first_tokens(rates: dict[str, float], seed: int) -> tuple[list[float], int]:
         chance = random.Random(seed)
         arrivals: list[Arrival] = [
-            (chance.uniform(0, 40), key, 4, 12, key, 0) for key, rate in rates.items() for _ in range(int(40 * rate))
+            (chance.uniform(0, 40), key, 4, 12, key, 0)
+            for key, rate in rates.items()
+            for _ in range(int(40 * rate))
         ]
-        crowd = Crowd(Fair(16, 4000), iter(sorted(arrivals)), device=Even(), rows=16, blocks=4000, size=8)
+        crowd = Crowd(
+            Fair(16, 4000), iter(sorted(arrivals)), device=Even(), rows=16, blocks=4000, size=8
+        )
         crowd.run(10**6, until=40.0)
-        modest = [life for life in crowd.done("modest") if life.arrived > 3]  # by then both are known
+        modest = [
+            life for life in crowd.done("modest") if life.arrived > 3
+        ]  # by then both are known
         return [life.first - life.arrived for life in modest], len(crowd.done("greedy"))
 
-    quiet, beside, answered = list[float](), list[float](), 0
+    quiet = list[float]()
+    beside = list[float]()
+    answered = 0
     for seed in range(3):
         quiet += first_tokens({"modest": 4.0}, seed)[0]
         waits, count = first_tokens({"modest": 4.0, "greedy": 80.0}, seed)
-        beside, answered = beside + waits, answered + count
+        beside = beside + waits
+        answered = answered + count
     assert percentile(beside, 0.99) < 2 * percentile(quiet, 0.99)
-    assert answered * 12 * 0.055 > 0.6 * 3 * 40 * 16  # of the rows' time; the modest one takes a sixth
+    assert (
+        answered * 12 * 0.055 > 0.6 * 3 * 40 * 16
+    )  # of the rows' time; the modest one takes a sixth

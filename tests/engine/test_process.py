@@ -23,7 +23,9 @@ class Driver:
     """The other end of an engine's line."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket):
-        self.process, self.line, self.channel = process, line, Channel(line)
+        self.process = process
+        self.line = line
+        self.channel = Channel(line)
         self.heard: list[Message] = []
 
     def say(self, *messages: Message) -> None:
@@ -68,7 +70,9 @@ class Driver:
 def engine(*options: str) -> Iterator[Driver]:
     ours, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen([*command(*options), str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        process = subprocess.Popen(
+            [*command(*options), str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
     try:
         with ours:
             yield Driver(process, ours)
@@ -102,7 +106,11 @@ def test_who_is_in_a_step_is_said_before_it_runs_and_a_step_is_one_frame() -> No
             seen.append(driver.hear())
         assert seen[-2:-1] == [Admitted(7, ("a", "b", "c"))]
         assert isinstance(seen[-1], News)
-        assert seen[-1].epoch == 7 and [tokens.request for tokens in seen[-1].tokens] == ["a", "b", "c"]
+        assert seen[-1].epoch == 7 and [tokens.request for tokens in seen[-1].tokens] == [
+            "a",
+            "b",
+            "c",
+        ]
 
 
 def test_it_names_the_poison_before_it_dies_of_it() -> None:
@@ -124,7 +132,10 @@ def test_a_refused_request_is_answered_and_harms_nobody() -> None:
         got = driver.tokens(request("vast", 1, tokens=10**6), good)
         assert got["vast"] == [
             Tokens(
-                "vast", 0, finish="error", error="prompt and max_tokens need 1000001 cache positions, there are 2048"
+                "vast",
+                0,
+                finish="error",
+                error="prompt and max_tokens need 1000001 cache positions, there are 2048",
             )
         ]
         assert [*good.prompt, *(id for tokens in got["good"] for id in tokens.ids)] == plain(good)
@@ -135,7 +146,10 @@ def test_figures() -> None:
         driver.ready()
         long = tuple(i % 7 for i in range(30))
         driver.tokens(Request("first", long, Sampling(), 9))
-        driver.tokens(Request("again", long, Sampling(), 4), Request("replay", long, Sampling(), 9, emitted=(1, 2)))
+        driver.tokens(
+            Request("again", long, Sampling(), 4),
+            Request("replay", long, Sampling(), 9, emitted=(1, 2)),
+        )
         stats = next(driver.news()).stats
         assert (stats.running, stats.waiting, stats.kv_used, stats.kv_blocks) == (0, 0, 0, BLOCKS)
         assert stats.tokens_in == 60 and stats.tokens_out == 9 + 4 + 7
@@ -215,4 +229,6 @@ def test_a_request_said_twice_is_one() -> None:
         asked = request("a", 1, 2, tokens=6)
         driver.say(asked)
         got = driver.tokens(asked)["a"]
-        assert [id for news in got for id in news.ids] == plain(asked)[2:] and got[-1].finish == "length"
+        assert [id for news in got for id in news.ids] == plain(asked)[2:] and got[
+            -1
+        ].finish == "length"

@@ -39,20 +39,28 @@ async def read(engines: Replicas, request: Request) -> Tokens:
 def test_each_replica_has_devices_of_its_own() -> None:
     gpus = replace(plan(), device="cuda", memory=0.9)
     assert [share(gpus, number, 3).device for number in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
-    assert [share(replace(gpus, tp=2, pp=2), number, 2).first_device for number in range(2)] == [0, 4]
-    assert share(replace(gpus, device="cuda:0"), 1, 3).memory == 0.3, "they share the one that was named"
+    assert [share(replace(gpus, tp=2, pp=2), number, 2).first_device for number in range(2)] == [
+        0,
+        4,
+    ]
+    assert share(replace(gpus, device="cuda:0"), 1, 3).memory == 0.3, (
+        "they share the one that was named"
+    )
     assert share(replace(plan(), threads=64), 1, 2).threads <= 32
     on_ray = replace(gpus, executor="ray")
     assert share(on_ray, 1, 2) == replace(on_ray, shared=True), "which GPU is whose is Ray's affair"
 
 
 def test_a_prompt_goes_where_its_beginning_is_known() -> None:
-    routing, idle = Affinity(3), {0: 0, 1: 0, 2: 0}
+    routing = Affinity(3)
+    idle = {0: 0, 1: 0, 2: 0}
     stem = list(range(3 * GRAIN))
     first = routing.pick(asked(stem), idle)
     assert routing.pick(asked([*stem, 1, 2, 3]), {**idle, first: SLACK}) == first
     assert routing.pick(asked(stem), {**idle, first: SLACK + 1}) != first, "too much to do there"
-    assert routing.pick(asked(stem, salt="other"), {**idle, first: 1}) != first, "another salt shares nothing"
+    assert routing.pick(asked(stem, salt="other"), {**idle, first: 1}) != first, (
+        "another salt shares nothing"
+    )
     elsewhere = routing.pick(asked([9] * 50), {**idle, first: 1})
     assert elsewhere != first
     routing.forget(first)
@@ -60,7 +68,8 @@ def test_a_prompt_goes_where_its_beginning_is_known() -> None:
 
 
 def test_without_a_known_beginning_load_decides() -> None:
-    routing, loads = Affinity(3), Counter({0: 0, 1: 0, 2: 0})
+    routing = Affinity(3)
+    loads = Counter({0: 0, 1: 0, 2: 0})
     for number in range(30):
         loads[routing.pick(asked([number] * 40), loads)] += 1
     assert set(loads.values()) == {10}
@@ -71,7 +80,9 @@ def test_streams_go_on_at_the_others_when_an_engine_dies() -> None:
         engines = replicas(2, "--delay", "0.004", "--load", "2")
         await engines.start()
         await asyncio.gather(*(client.ready() for client in engines.clients))
-        readers = [asyncio.create_task(read(engines, asked([i % 5], str(i), 400))) for i in range(8)]
+        readers = [
+            asyncio.create_task(read(engines, asked([i % 5], str(i), 400))) for i in range(8)
+        ]
         assert await eventually(lambda: all(client.stats.tokens_out for client in engines.clients))
         one, other = (client.pid or 0 for client in engines.clients)
         os.kill(other, signal.SIGSTOP)  # so that nobody comes to an end there before all are there
@@ -84,7 +95,9 @@ def test_streams_go_on_at_the_others_when_an_engine_dies() -> None:
         assert {end.finish for end in ends} == {"length"}
         await engines.clients[0].ready()
         assert engines.clients[0].epoch == 2 and engines.clients[1].epoch == 1
-        assert engines.stats.tokens_out >= 8 * 400 - 8  # what died with its engine is counted by none
+        assert (
+            engines.stats.tokens_out >= 8 * 400 - 8
+        )  # what died with its engine is counted by none
         await engines.close()
 
     asyncio.run(main())
@@ -98,7 +111,9 @@ def test_a_request_that_kills_engines_is_found_out() -> None:
         good = [asyncio.create_task(read(engines, asked([i % 5], str(i), 60))) for i in range(4)]
         bad = await asyncio.wait_for(read(engines, asked([*POISON, 1], "bad")), LONG)
         assert bad.finish == "error" and "stopped 3 times" in (bad.error or "")
-        assert {end.finish for end in await asyncio.wait_for(asyncio.gather(*good), LONG)} == {"length"}
+        assert {end.finish for end in await asyncio.wait_for(asyncio.gather(*good), LONG)} == {
+            "length"
+        }
         await engines.close()
 
     asyncio.run(main())

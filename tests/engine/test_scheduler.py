@@ -12,7 +12,9 @@ from bloomery.messages import Request, Sampling
 from tests.ghost.ghost import Ghost, plain
 
 
-def engine(blocks: int = 32, size: int = 4, tokens: int = 16, sequences: int = 8, depth: int = 1) -> Loop:
+def engine(
+    blocks: int = 32, size: int = 4, tokens: int = 16, sequences: int = 8, depth: int = 1
+) -> Loop:
     return Loop(Scheduler(Blocks(blocks, size), tokens, sequences), Ghost(size), depth)
 
 
@@ -97,7 +99,10 @@ def test_a_long_prompt_goes_in_chunks_while_others_decode() -> None:
 def test_preemption_at_any_moment_changes_nothing(when: int, depth: int) -> None:
     """A newcomer squeezes an old one out of memory at every possible step of it."""
     loop = engine(blocks=9, size=4, tokens=6, depth=depth)
-    requests = [Request("old", tuple(range(7)) * 2, Sampling(), 12), Request("new", (6, 5, 4, 3) * 3, Sampling(), 9)]
+    requests = [
+        Request("old", tuple(range(7)) * 2, Sampling(), 12),
+        Request("new", (6, 5, 4, 3) * 3, Sampling(), 9),
+    ]
     loop.add(requests[0])
     got: dict[str, list[int]] = {"old": [], "new": []}
     for turn in range(200):

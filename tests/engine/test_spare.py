@@ -13,7 +13,9 @@ from bloomery.messages import Capacity, News, Request, Sampling, Step, StepOutpu
 from tests.chaos.ghost_engine import plan
 from tests.ghost.ghost import Ghost, plain
 
-STEP, PIECE = 0.01, 0.2  # seconds
+# seconds
+STEP = 0.01
+PIECE = 0.2
 
 
 class Slow(Ghost):
@@ -21,7 +23,8 @@ class Slow(Ghost):
 
     def __init__(self, pieces: int):
         super().__init__(4)
-        self.pieces, self.now = pieces, 0.0
+        self.pieces = pieces
+        self.now = 0.0
         self.done: list[float] = []  # when a piece was begun
 
     def clock(self) -> float:
@@ -80,7 +83,8 @@ class Line:
 
 
 def test_an_engine_prepares_before_it_rests_and_says_how_much_is_left() -> None:
-    ghost, line = Slow(9), Line()
+    ghost = Slow(9)
+    line = Line()
     engine = Engine(line, Hello(1, plan()), ghost, Capacity(200, 4, 4, 16, 100, 7), ghost.clock)
     while engine.loop.left:
         engine.turn()

@@ -24,7 +24,9 @@ class Pipeline:
 
     def submit(self, step: Step) -> Awaited:
         waiting = {item.sequence for one in self.flight for item in one.items if item.samples}
-        assert not waiting & {item.sequence for item in step.items}, "begun before its token was known"
+        assert not waiting & {item.sequence for item in step.items}, (
+            "begun before its token was known"
+        )
         self.flight.append(step)
         self.deepest = max(self.deepest, len(self.flight))
         self.sizes.append(len(step.items))

@@ -60,13 +60,17 @@ def test_messages_survive_any_cut(said: list[Message], sizes: list[int]) -> None
     data = b"".join(map(encode, said))
     heard = [message for piece in pieces(data, sizes) for message in frames.feed(piece)]
     assert [type(message) for message in heard] == [type(message) for message in said]
-    assert [encode(message) for message in heard] == [encode(message) for message in said]  # NaN is not equal to itself
+    assert [encode(message) for message in heard] == [
+        encode(message) for message in said
+    ]  # NaN is not equal to itself
     assert not frames.buffer
 
 
 @settings(deadline=None)
 @given(message=messages, at=st.integers(0), change=st.integers(1, 255))
-def test_a_changed_byte_is_a_message_or_a_wire_error(message: Message, at: int, change: int) -> None:
+def test_a_changed_byte_is_a_message_or_a_wire_error(
+    message: Message, at: int, change: int
+) -> None:
     data = bytearray(encode(message))
     data[at % len(data)] ^= change
     with contextlib.suppress(WireError):
@@ -97,9 +101,15 @@ REQUEST = Request("a", (1, 2), Sampling(), 3)
         (HEADER.pack(LIMIT + 1, 1), "not the head of a frame"),
         (HEADER.pack(3, len(KINDS)), f"kind {len(KINDS)}, 3 bytes"),
         (b"GET / HTTP/1.1\r\n\r\n", "not the head of a frame"),
-        (frame(KINDS.index(Request), body(Abort("a"))), "a Request of 6 bytes: .*required field `prompt`"),
+        (
+            frame(KINDS.index(Request), body(Abort("a"))),
+            "a Request of 6 bytes: .*required field `prompt`",
+        ),
         (frame(KINDS.index(Request), body(REQUEST)[:-1]), "a Request .* truncated"),
-        (frame(KINDS.index(Request), body(REQUEST).replace(b"\x01\x02", b"\xc3\x02")), r"Expected `int`, got `bool`"),
+        (
+            frame(KINDS.index(Request), body(REQUEST).replace(b"\x01\x02", b"\xc3\x02")),
+            r"Expected `int`, got `bool`",
+        ),
         (frame(KINDS.index(Abort), body(Abort("a")) + b"\x00"), "trailing"),
         (frame(KINDS.index(Abort), b"\x81\xa2id\xa1\xff"), "a Abort of 6 bytes: .*utf-8"),
         (frame(KINDS.index(Abort), b"\x81\xa1x" + b"\x91" * 100_000), "recursion"),
@@ -134,7 +144,8 @@ def test_a_channel_waits_looks_and_notices_the_end() -> None:
         ours.sendall(data[:20])
         assert channel.receive(None) == [Abort("a")]
         ours.setblocking(False)
-        heard, left = [], data[20:]
+        heard = []
+        left = data[20:]
         while left:
             left = left[ours.send(left) :]
             heard += channel.receive(0)

@@ -340,7 +340,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
             "sliding_window": 1024,
         },
-        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
+        "vision_config": {
+            "hidden_size": 1152,
+            "model_type": "siglip_vision_model",
+            "num_hidden_layers": 27,
+        },
     },
     "gpt2": {
         "model_type": "gpt2",

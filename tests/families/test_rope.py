@@ -15,8 +15,14 @@ from bloomery.spec import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
 
 SIZES = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 BASE = SIZES | {"max_position_embeddings": 256}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-SHORT, LONG = [1.0 + i / 10 for i in range(8)], [1.0 + i for i in range(8)]
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SHORT = [1.0 + i / 10 for i in range(8)]
+LONG = [1.0 + i for i in range(8)]
 
 SCALINGS: list[tuple[dict[str, Any], Any]] = [
     ({"rope_type": "default"}, None),
@@ -29,7 +35,13 @@ SCALINGS: list[tuple[dict[str, Any], Any]] = [
     ),
     ({"rope_type": "yarn", "factor": 4.0}, Yarn(4.0, 256, attention=0.1 * math.log(4) + 1)),
     (
-        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7, "beta_fast": 16, "truncate": False},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "attention_factor": 0.7,
+            "beta_fast": 16,
+            "truncate": False,
+        },
         Yarn(4.0, 256, beta_fast=16.0, attention=0.7, truncate=False),
     ),
     (
@@ -37,7 +49,12 @@ SCALINGS: list[tuple[dict[str, Any], Any]] = [
         Yarn(4.0, 256, attention=(0.12 * math.log(4) + 1) / (0.07 * math.log(4) + 1)),
     ),
     (
-        {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "longrope",
+            "short_factor": SHORT,
+            "long_factor": LONG,
+            "original_max_position_embeddings": 64,
+        },
         LongRope(tuple(SHORT), tuple(LONG), 64, *[math.sqrt(1 + math.log(4) / math.log(64))] * 2),
     ),
     (
@@ -62,23 +79,40 @@ def test_both_dialects_agree(scaling: dict[str, Any], expected: Any) -> None:
     assert position(BASE | {"rope_scaling": oldest, "rope_theta": 5000.0}) == wanted
 
 
-@pytest.mark.parametrize("scaling, expected", [pair for pair in SCALINGS if isinstance(pair[1], Yarn | LongRope)])
-def test_attention_factors_are_those_of_transformers(scaling: dict[str, Any], expected: Any) -> None:
+@pytest.mark.parametrize(
+    "scaling, expected", [pair for pair in SCALINGS if isinstance(pair[1], Yarn | LongRope)]
+)
+def test_attention_factors_are_those_of_transformers(
+    scaling: dict[str, Any], expected: Any
+) -> None:
     config = tf.LlamaConfig(**BASE | {"rope_parameters": scaling | {"rope_theta": 5000.0}})
     _, gain = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
-    assert gain == pytest.approx(expected.attention if isinstance(expected, Yarn) else expected.long_attention)
+    assert gain == pytest.approx(
+        expected.attention if isinstance(expected, Yarn) else expected.long_attention
+    )
 
 
 def test_longrope_may_state_its_own_gains() -> None:
-    scaling = {"type": "su", "short_factor": SHORT, "long_factor": LONG, "short_mscale": 1.1, "long_mscale": 1.3}
-    found = position(BASE | {"rope_scaling": scaling, "original_max_position_embeddings": 64}).scaling
+    scaling = {
+        "type": "su",
+        "short_factor": SHORT,
+        "long_factor": LONG,
+        "short_mscale": 1.1,
+        "long_mscale": 1.3,
+    }
+    found = position(
+        BASE | {"rope_scaling": scaling, "original_max_position_embeddings": 64}
+    ).scaling
     assert isinstance(found, LongRope)
     assert (found.original, found.short_attention, found.long_attention) == (64, 1.1, 1.3)
 
 
 def test_phi_3_called_its_divisors_yarn_once() -> None:
     scaling = {"type": "yarn", "short_factor": SHORT, "long_factor": LONG}
-    found = position(BASE | {"model_type": "phi3", "rope_scaling": scaling, "original_max_position_embeddings": 64})
+    found = position(
+        BASE
+        | {"model_type": "phi3", "rope_scaling": scaling, "original_max_position_embeddings": 64}
+    )
     assert isinstance(found.scaling, LongRope) and found.scaling.original == 64
 
 
@@ -91,8 +125,14 @@ REFUSED = [
     ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "rope_type and type contradict"),
     ({"rope_type": "dynamic", "factor": "2"}, "rope_scaling.factor must be a number"),
     ({"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}, "low_freq_factor"),
-    ({"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG[1:]}, "long_factor must hold 8"),
-    ({"rope_type": "longrope", "short_factor": ["1"] * 8, "long_factor": LONG}, "short_factor must be a list"),
+    (
+        {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG[1:]},
+        "long_factor must hold 8",
+    ),
+    (
+        {"rope_type": "longrope", "short_factor": ["1"] * 8, "long_factor": LONG},
+        "short_factor must be a list",
+    ),
     ("linear", "rope_scaling must be an object"),
 ]
 
@@ -108,7 +148,10 @@ def test_gemma_3_has_one_object_a_kind_of_layer() -> None:
     flat = {"rope_type": "linear", "factor": 8.0}
     with pytest.raises(UnsupportedModel, match="rope_parameters.factor"):
         describe({"model_type": "gemma3_text", "rope_parameters": flat})
-    nested = {"full_attention": flat | {"rope_theta": 300.0}, "sliding_attention": {"rope_theta": 200.0}}
+    nested = {
+        "full_attention": flat | {"rope_theta": 300.0},
+        "sliding_attention": {"rope_theta": 200.0},
+    }
     layers = describe({"model_type": "gemma3_text", "rope_parameters": nested}).model.layers
     assert layers[0].attention.position == Rope(256, 200.0)
     assert layers[5].attention.position == Rope(256, 300.0, scaling=Linear(8.0))

@@ -44,7 +44,8 @@ class Ghost:
 
     def __init__(self, block_size: int, terse: bool = False):
         """`terse`: of those that go on it says no more than their tokens."""
-        self.size, self.terse = block_size, terse
+        self.size = block_size
+        self.terse = terse
         self.cache: dict[int, tuple[int, int]] = {}
         self.rows: dict[int, Row] = {}
         self.steps = self.chunks = 0
@@ -78,12 +79,16 @@ class Ghost:
         if not self.terse:
             return StepOutput(samples)
         count = len(step.going)
-        return StepOutput(samples[count:], None, tuple(entry.tokens[0] for entry in samples[:count]))
+        return StepOutput(
+            samples[count:], None, tuple(entry.tokens[0] for entry in samples[:count])
+        )
 
     def write(self, item: Item) -> None:
         if item.first is not None:
             assert item.sequence not in self.rows, "a row started twice"
-            self.rows[item.sequence] = Row(list(item.first.tokens), item.start, len(item.first.tokens))
+            self.rows[item.sequence] = Row(
+                list(item.first.tokens), item.start, len(item.first.tokens)
+            )
         row = self.rows[item.sequence]
         assert item.count > 0 and item.start == row.done, "work repeated, skipped or empty"
         row.done += item.count
@@ -95,7 +100,8 @@ class Ghost:
     def sample(self, item: Item) -> Sampled:
         row = self.rows[item.sequence]
         fed = row.tokens + list(item.drafts)
-        length, new = item.start + item.count, []
+        length = item.start + item.count
+        new = []
         assert length == len(row.tokens), "sampled before the last token was computed"
         while True:
             token = next_token(self.read(row, fed, length))

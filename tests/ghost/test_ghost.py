@@ -13,7 +13,9 @@ CHUNK = 250
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     engines = metafunc.config.getoption("--engines")
-    metafunc.parametrize("first", range(0, engines, CHUNK), ids=lambda first: f"seeds {first}..{first + CHUNK - 1}")
+    metafunc.parametrize(
+        "first", range(0, engines, CHUNK), ids=lambda first: f"seeds {first}..{first + CHUNK - 1}"
+    )
 
 
 def test_engines_equal_the_plain_loop(first: int) -> None:

@@ -29,7 +29,16 @@ class Engine(RuleBasedStateMachine):
         fair=st.booleans(),
         terse=st.booleans(),
     )
-    def start(self, blocks: int, size: int, tokens: int, sequences: int, depth: int, fair: bool, terse: bool) -> None:
+    def start(
+        self,
+        blocks: int,
+        size: int,
+        tokens: int,
+        sequences: int,
+        depth: int,
+        fair: bool,
+        terse: bool,
+    ) -> None:
         self.blocks = Blocks(blocks, size)
         policy = Fair(sequences, blocks, Aims(short=0.02)) if fair else FirstCome()
         self.scheduler = Scheduler(self.blocks, tokens, sequences, policy)
@@ -54,7 +63,9 @@ class Engine(RuleBasedStateMachine):
             self.got[news.request] += news.ids
             if news.finish:
                 self.ended.add(news.request)
-                assert [*self.asked[news.request].prompt, *self.got[news.request]] == plain(self.asked[news.request])
+                assert [*self.asked[news.request].prompt, *self.got[news.request]] == plain(
+                    self.asked[news.request]
+                )
 
     @precondition(lambda self: self.asked.keys() - self.ended)
     @rule(data=st.data())

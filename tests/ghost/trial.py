@@ -16,15 +16,25 @@ from tests.ghost.ghost import VOCAB, Ghost, next_token, plain
 
 def requests(random: Random, blocks: Blocks, drafts: int) -> deque[Request]:
     """A few stems shared by many prompts, so that prefixes are hit; some start with tokens already emitted."""
-    stems = [[random.randrange(VOCAB) for _ in range(random.randrange(1, blocks.size * 4 + 2))] for _ in range(3)]
+    stems = [
+        [random.randrange(VOCAB) for _ in range(random.randrange(1, blocks.size * 4 + 2))]
+        for _ in range(3)
+    ]
     todo: deque[Request] = deque()
     for number in range(random.randrange(3, 14)):
-        prompt = random.choice(stems) + [random.randrange(VOCAB) for _ in range(random.randrange(0, 6))]
+        prompt = random.choice(stems) + [
+            random.randrange(VOCAB) for _ in range(random.randrange(0, 6))
+        ]
         request = Request(
-            str(number), tuple(prompt), Sampling(min_tokens=random.choice([0, 0, 4])), random.randrange(2, 12),
-            stop_ids=random.choice([(), (3,), (1, 3)]), salt=random.choice(["", "", "other"]),
-            priority=random.choice([0, 0, -1, 2]), tenant=random.choice(["", "guest"]),
-        )  # fmt: skip
+            str(number),
+            tuple(prompt),
+            Sampling(min_tokens=random.choice([0, 0, 4])),
+            random.randrange(2, 12),
+            stop_ids=random.choice([(), (3,), (1, 3)]),
+            salt=random.choice(["", "", "other"]),
+            priority=random.choice([0, 0, -1, 2]),
+            tenant=random.choice(["", "guest"]),
+        )
         if random.random() < 0.1:
             first = plain(request)[len(prompt)]
             if first not in request.stop_ids:
@@ -37,10 +47,16 @@ def requests(random: Random, blocks: Blocks, drafts: int) -> deque[Request]:
 class Trial:
     def __init__(self, seed: int):
         self.random = random = Random(seed)
-        self.blocks = Blocks(random.choice([12, 24, 60]), random.choice([1, 2, 4, 8]), random.random() < 0.9)
-        tokens, rows = random.choice([3, 8, 40]), random.choice([1, 3, 8])
+        self.blocks = Blocks(
+            random.choice([12, 24, 60]), random.choice([1, 2, 4, 8]), random.random() < 0.9
+        )
+        tokens = random.choice([3, 8, 40])
+        rows = random.choice([1, 3, 8])
         policy = random.choice(
-            [FirstCome(), Fair(rows, self.blocks.count, Aims(short=random.choice([1e-3, 0.02, 0.1])))]
+            [
+                FirstCome(),
+                Fair(rows, self.blocks.count, Aims(short=random.choice([1e-3, 0.02, 0.1]))),
+            ]
         )
         self.scheduler = Scheduler(self.blocks, tokens, rows, policy)
         self.ghost = Ghost(self.blocks.size, terse=seed % 2 == 0)
@@ -78,7 +94,9 @@ class Trial:
     def step(self) -> None:
         for news in self.loop.step():
             assert news.request in self.alive, "news of a request that has ended"
-            assert news.position == len(self.got[news.request]) - self.prompts[news.request], "a gap or a repeat"
+            assert news.position == len(self.got[news.request]) - self.prompts[news.request], (
+                "a gap or a repeat"
+            )
             self.got[news.request] += news.ids
             self.stats["accepted"] += len(news.ids) - 1
             self.stats["hits"] += news.cached > 0
@@ -94,7 +112,11 @@ class Trial:
             tokens = list(sequence.tokens)
             sequence.drafts.clear()
             for _ in range(min(self.drafts, sequence.request.max_tokens - sequence.produced - 1)):
-                tokens.append(next_token(tokens) if self.random.random() < 0.7 else self.random.randrange(VOCAB))
+                tokens.append(
+                    next_token(tokens)
+                    if self.random.random() < 0.7
+                    else self.random.randrange(VOCAB)
+                )
                 sequence.drafts.append(tokens[-1])
 
     def abort(self, request: str) -> None:

@@ -21,7 +21,9 @@ def reference() -> tuple[object, object]:
     path = locate(None).path
     transformers.utils.logging.set_verbosity_error()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
     return tokenizer, model.eval()
 
 
@@ -32,10 +34,20 @@ def main() -> None:
         ids = tokenizer(prompt, return_tensors="pt").input_ids  # type: ignore[operator]
         with torch.inference_mode():
             out = model.generate(  # type: ignore[attr-defined]
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, eos_token_id=None,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=64,
+                do_sample=False,
+                eos_token_id=None,
                 pad_token_id=0,
-            )  # fmt: skip
-        made.append({"prompt": prompt, "prompt_ids": ids[0].tolist(), "ids": out[0, ids.shape[1] :].tolist()})
+            )
+        made.append(
+            {
+                "prompt": prompt,
+                "prompt_ids": ids[0].tolist(),
+                "ids": out[0, ids.shape[1] :].tolist(),
+            }
+        )
     FILE.write_text(json.dumps(made, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
 
 

@@ -12,4 +12,6 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning"))
+            item.add_marker(
+                pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
+            )

@@ -9,11 +9,17 @@ from benchmarks.kernels import check_activation
 from bloomery.kernels.activation import ACTIVATIONS
 from bloomery.kernels.launch import interpreted
 
-pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(
+    not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
+)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
-@pytest.mark.parametrize(("width", "dtype", "limit"), [(1100, torch.float32, 1e-6), (64, torch.float16, 1e-3)])
-def test_kernel_equals_reference(width: int, dtype: torch.dtype, limit: float, kind: str, gated: bool) -> None:
+@pytest.mark.parametrize(
+    ("width", "dtype", "limit"), [(1100, torch.float32, 1e-6), (64, torch.float16, 1e-3)]
+)
+def test_kernel_equals_reference(
+    width: int, dtype: torch.dtype, limit: float, kind: str, gated: bool
+) -> None:
     assert check_activation(width, kind, gated, dtype, "cpu") < limit

@@ -56,14 +56,22 @@ def run(text: str, given: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[s
                 assert names[3] == "0xEA"
                 held[to] = a & more[0] | more[1]
             case ["prmt", _]:
-                octets = [a >> 8 * i & 255 for i in range(4)] + [more[0] >> 8 * i & 255 for i in range(4)]
+                octets = [a >> 8 * i & 255 for i in range(4)] + [
+                    more[0] >> 8 * i & 255 for i in range(4)
+                ]
                 picks = [more[1] >> 4 * i & 15 for i in range(4)]
                 assert all(bool((pick < 8).all()) for pick in picks)
                 stacked = torch.stack(octets)
-                held[to] = sum(stacked.gather(0, pick[None])[0] << 8 * i for i, pick in enumerate(picks))
+                held[to] = sum(
+                    stacked.gather(0, pick[None])[0] << 8 * i for i, pick in enumerate(picks)
+                )
             case [arithmetic, "rn", _]:
                 first, *others = (halves(v, dtype).double() for v in (a, *more))
-                result = {"sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "fma": lambda x, y, z: x * y + z}
+                result = {
+                    "sub": lambda x, y: x - y,
+                    "mul": lambda x, y: x * y,
+                    "fma": lambda x, y, z: x * y + z,
+                }
                 held[to] = words(result[arithmetic](first, *others).to(dtype))
             case _:
                 raise AssertionError(f"unknown: {line}")
@@ -94,7 +102,10 @@ def test_four_bits(form: str, bits: int, signed: bool, dtype: torch.dtype) -> No
         wanted = (table[codes].double() * 0.25).to(dtype)
     found = run(assembly(form, bits, signed, dtype, False, True), given, dtype)
     for q in range(4):
-        assert torch.equal(halves(found[f"${q}"], dtype).double(), torch.stack([wanted[q], wanted[q + 4]], -1).double())
+        assert torch.equal(
+            halves(found[f"${q}"], dtype).double(),
+            torch.stack([wanted[q], wanted[q + 4]], -1).double(),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -106,7 +117,9 @@ def test_eight_bits(form: str, signed: bool, late: bool, dtype: torch.dtype) -> 
         octets = torch.where(octets & 127 == 127, 0, octets)  # no number
         values = octets.to(torch.uint8).view(torch.float8_e4m3fn).double()
     else:
-        values = octets.to(torch.uint8).view(torch.int8).double() if signed else octets.double() - 128
+        values = (
+            octets.to(torch.uint8).view(torch.int8).double() if signed else octets.double() - 128
+        )
     word = (octets << torch.arange(0, 32, 8)).sum(1)
     given = {"$2": word, "$3": both(0.5, dtype, len(word)), "$4": both(8.0, dtype, len(word))}
     if not late:
@@ -120,7 +133,12 @@ def test_eight_bits(form: str, signed: bool, late: bool, dtype: torch.dtype) -> 
 @pytest.mark.parametrize(("form", "bits"), [("grid", 4), ("grid", 8), ("codebook", 4), ("fp8", 8)])
 def test_matrix_units_have_read_what_is_written_next(form: str, bits: int) -> None:
     """They read registers while the program goes on; without them there is nothing to wait for."""
-    assert assembly(form, bits, False, torch.bfloat16, False, True).count("wgmma.wait_group.sync.aligned 0;") == 1
+    assert (
+        assembly(form, bits, False, torch.bfloat16, False, True).count(
+            "wgmma.wait_group.sync.aligned 0;"
+        )
+        == 1
+    )
     assert "wgmma" not in assembly(form, bits, False, torch.bfloat16, False, False)
 
 
@@ -134,8 +152,13 @@ def test_pairs_of_neighbours(bits: int, dtype: torch.dtype) -> None:
     given = {"$1": word}
     if bits == 4:
         above = 128 if dtype == torch.bfloat16 else 1024
-        given |= {f"${i}": both(value, dtype, len(word)) for i, value in ((2, 0.25), (3, 0.125), (4, above + 5))}
+        given |= {
+            f"${i}": both(value, dtype, len(word))
+            for i, value in ((2, 0.25), (3, 0.125), (4, above + 5))
+        }
         wanted = (codes - 5) * 0.25 + 0.125
     else:
         wanted = codes - 256 * (codes > 127)
-    assert torch.equal(halves(run(text["UNPACK"], given, dtype)["$0"], dtype).double(), wanted.double())
+    assert torch.equal(
+        halves(run(text["UNPACK"], given, dtype)["$0"], dtype).double(), wanted.double()
+    )

@@ -30,10 +30,14 @@ def test_kernels_equal_reference(
 
 def test_without_kernels_the_reference_answers() -> None:
     torch.manual_seed(0)
-    x, up, down = torch.randn(5, 8), torch.randn(3, 12, 8), torch.randn(3, 8, 6)
+    x = torch.randn(5, 8)
+    up = torch.randn(3, 12, 8)
+    down = torch.randn(3, 8, 6)
     chosen, weights = route(torch.randn(5, 3), 2, True)
     assert chosen.dtype == torch.int32
     torch.testing.assert_close(weights.sum(-1), torch.ones(5))
-    torch.testing.assert_close(mix(x, chosen, weights, up, down), mix_reference(x, chosen, weights, up, down))
+    torch.testing.assert_close(
+        mix(x, chosen, weights, up, down), mix_reference(x, chosen, weights, up, down)
+    )
     alone = [mix(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1], up, down) for i in range(5)]
     torch.testing.assert_close(mix(x, chosen, weights, up, down), torch.cat(alone))

@@ -9,7 +9,8 @@ from benchmarks.products import LIMITS, MODELS, check_product
 from bloomery.kernels.gemv import Heads, Tiling, pays, possible, product, product_reference, tiling
 from bloomery.kernels.store import Turn
 
-HALF, FULL = torch.float16, torch.float32
+HALF = torch.float16
+FULL = torch.float32
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,9 @@ def test_kernel_equals_reference(
 ) -> None:
     torch.manual_seed(columns + rows)
     cut = Tiling(8, 512 if columns % 512 == 0 else 1024, 4)
-    assert check_product(tokens, rows, columns, before, after, bias, dtype, "cpu", cut) < LIMITS[dtype]
+    assert (
+        check_product(tokens, rows, columns, before, after, bias, dtype, "cpu", cut) < LIMITS[dtype]
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4])
@@ -49,21 +52,27 @@ def test_every_shape_has_a_cut(tokens: int, itemsize: int) -> None:
             cut = tiling(rows, columns, paired, itemsize, tokens)
             assert all(number & (number - 1) == 0 for number in cut), "powers of two"
             assert columns % cut.inputs == 0 or columns < 2 * cut.inputs or cut.inputs >= 1024
-            assert cut.inputs * itemsize >= 16 * 32 * cut.warps or cut.warps == 1, "16 bytes a thread of every row"
+            assert cut.inputs * itemsize >= 16 * 32 * cut.warps or cut.warps == 1, (
+                "16 bytes a thread of every row"
+            )
 
 
 def test_possible() -> None:
-    cache, slots = torch.zeros(2, 4, 1, 8), torch.zeros(1, dtype=torch.int32)
+    cache = torch.zeros(2, 4, 1, 8)
+    slots = torch.zeros(1, dtype=torch.int32)
     assert possible(torch.zeros(4, 16))
     assert not possible(torch.zeros(4, 12)), "rows start at multiples of 16 bytes"
     assert not possible(torch.zeros(4, 16).t())
     assert possible(torch.zeros(24, 16), Heads(cache, slots, Turn()))
-    assert not possible(torch.zeros(24, 16), Heads(cache, slots, Turn(norm="rms"))), "a norm needs the whole head"
+    assert not possible(torch.zeros(24, 16), Heads(cache, slots, Turn(norm="rms"))), (
+        "a norm needs the whole head"
+    )
     assert not possible(torch.zeros(24, 16), Heads(cache, slots, Turn(clip=1.0)))
     assert not pays(1, torch.zeros(4, 16)), "not on this device"
 
 
 def test_without_a_kernel_the_reference_answers() -> None:
-    x, weight = torch.randn(2, 16), torch.randn(4, 16)
+    x = torch.randn(2, 16)
+    weight = torch.randn(4, 16)
     assert torch.equal(product(x, weight), product_reference(x, weight))
     assert product(x, weight, dtype=torch.float64).dtype == torch.float64

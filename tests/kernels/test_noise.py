@@ -23,7 +23,8 @@ def mix(x: int) -> int:
 
 
 def plain_keys(seed: int, position: int) -> tuple[int, int]:
-    low, high = seed & MASK, seed >> 32
+    low = seed & MASK
+    high = seed >> 32
     w0 = mix(mix(low + 0x9E3779B9) ^ high)
     w1 = mix(mix(high + 0x85EBCA6B) ^ low)
     return mix(w0 ^ position), mix(w1 ^ position)
@@ -42,7 +43,9 @@ def plain_bits(seed: int, position: int, token: int) -> int:
 
 
 def plain_gumbel(seed: int, position: int, token: int) -> float:
-    v = (np.float32(plain_bits(seed, position, token)) + np.float32(0.5)) * np.float32((1 - 2.0**-24) * 2.0**-31)
+    v = (np.float32(plain_bits(seed, position, token)) + np.float32(0.5)) * np.float32(
+        (1 - 2.0**-24) * 2.0**-31
+    )
     return -math.log(-math.log1p(-float(v)))
 
 
@@ -51,10 +54,14 @@ def noise(seeds: list[int], positions: list[int], tokens: torch.Tensor) -> torch
     return gumbel(keys(rows, torch.tensor(positions)), tokens)
 
 
-seeds64 = st.integers(0, 2**64 - 1) | st.integers(0, 100) | st.integers(0, 100).map(lambda i: i << 32)
+seeds64 = (
+    st.integers(0, 2**64 - 1) | st.integers(0, 100) | st.integers(0, 100).map(lambda i: i << 32)
+)
 
 
-@given(seeds64, st.integers(0, 2**31 - 1), st.lists(st.integers(0, 300_000), min_size=1, max_size=40))
+@given(
+    seeds64, st.integers(0, 2**31 - 1), st.lists(st.integers(0, 300_000), min_size=1, max_size=40)
+)
 @settings(max_examples=200, deadline=None)
 def test_recipe(seed, position, tokens):
     key = keys(torch.tensor([words(seed)], dtype=torch.int32), torch.tensor([position]))
@@ -95,7 +102,8 @@ def inverse(seed: int, position: int, x: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("bits", "value"), [(0, 22.18071), (1, 21.08210), (2**31 - 1, -2.81155), (2**31 - 256, -2.74322)]
+    ("bits", "value"),
+    [(0, 22.18071), (1, 21.08210), (2**31 - 1, -2.81155), (2**31 - 256, -2.74322)],
 )
 def test_ends_of_the_range(bits, value):
     token = inverse(11, 4, bits)

@@ -9,11 +9,17 @@ from benchmarks.kernels import check_norm
 from bloomery.kernels.launch import interpreted
 from bloomery.kernels.norm import add_norm, fits, norm_rows
 
-pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(
+    not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
+)
 
 
-@pytest.mark.parametrize("kind", ["rms", "rms bare", "rms strided", "layer", "layer bias", "layer bare strided"])
-@pytest.mark.parametrize(("width", "dtype", "limit"), [(100, torch.float32, 1e-6), (256, torch.float16, 1e-3)])
+@pytest.mark.parametrize(
+    "kind", ["rms", "rms bare", "rms strided", "layer", "layer bias", "layer bare strided"]
+)
+@pytest.mark.parametrize(
+    ("width", "dtype", "limit"), [(100, torch.float32, 1e-6), (256, torch.float16, 1e-3)]
+)
 def test_kernel_equals_reference(width: int, kind: str, dtype: torch.dtype, limit: float) -> None:
     assert check_norm(width, kind, dtype, "cpu") < limit
 
@@ -23,7 +29,8 @@ def test_kernel_equals_reference(width: int, kind: str, dtype: torch.dtype, limi
 def test_a_sum_and_its_norm_in_one_pass(centered: bool, dtype: torch.dtype, limit: float) -> None:
     torch.manual_seed(0)
     residual, y = torch.randn(2, 5, 100).to(dtype)
-    weight, bias = torch.randn(100), torch.randn(100) if centered else None
+    weight = torch.randn(100)
+    bias = torch.randn(100) if centered else None
     total, out = norm_rows(y, weight, bias, 1e-5, centered, residual, 0.5)
     want_total, want = add_norm(residual.clone(), y, 0.5, weight, bias, 1e-5, centered)
     torch.testing.assert_close(total, want_total, rtol=limit, atol=limit)

@@ -9,7 +9,9 @@ from bloomery.kernels.order import ordered
 few = st.sampled_from([0.0, -0.0, 1.5, -1.5, 2.0, -float("inf"), 1e-45, -1e-45, 3e38, -3e38])
 
 
-@given(st.lists(st.lists(few, min_size=12, max_size=12), min_size=1, max_size=4), st.integers(0, 12))
+@given(
+    st.lists(st.lists(few, min_size=12, max_size=12), min_size=1, max_size=4), st.integers(0, 12)
+)
 @settings(max_examples=300, deadline=None)
 def test_ties_go_to_the_lowest_id(lines, count):
     scores = torch.tensor(lines)

@@ -24,13 +24,19 @@ CASES += [(grouped, 20, kind) for kind in (*KINDS.values(), "int4 64 zero")]
 
 
 @pytest.mark.parametrize(("way", "tokens", "kind"), CASES)
-def test_kernels_equal_the_reference(way: Callable[..., torch.Tensor], tokens: int, kind: str) -> None:
+def test_kernels_equal_the_reference(
+    way: Callable[..., torch.Tensor], tokens: int, kind: str
+) -> None:
     torch.manual_seed(tokens)
     size, hidden = (64, 64) if kind.startswith(("int8", "fp8")) else (128, 128)
-    up, down = made(kind, EXPERTS * 2 * size, hidden, "cpu"), made(kind, EXPERTS * hidden, size, "cpu")
+    up = made(kind, EXPERTS * 2 * size, hidden, "cpu")
+    down = made(kind, EXPERTS * hidden, size, "cpu")
     x = torch.randn(tokens, hidden).to(HALF)
     chosen, weights = route(torch.randn(tokens, EXPERTS), 2, True)
-    chosen[0, 1], chosen[tokens // 2, 0] = -1, EXPERTS if tokens > 1 else 1  # a line that only pads visits nobody
+    chosen[0, 1], chosen[tokens // 2, 0] = (
+        -1,
+        EXPERTS if tokens > 1 else 1,
+    )  # a line that only pads visits nobody
     cut = packed_gemv.Tiling(32, 32, 1) if way is singly else None
     got = way(x, chosen, weights, up, down, EXPERTS, "silu", cut)
     wanted = mix_packed_reference(x.double(), chosen, weights, up, down, EXPERTS)

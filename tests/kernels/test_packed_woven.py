@@ -50,7 +50,8 @@ def test_cuts_as_measured(tokens: int, rows: int, columns: int, bits: int, cut: 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "columns"), [(64, 24576, 6144), (256, 24576, 6272), (256, 1024, 4096), (4096, 24576, 6144)]
+    ("tokens", "rows", "columns"),
+    [(64, 24576, 6144), (256, 24576, 6272), (256, 1024, 4096), (4096, 24576, 6144)],
 )
 def test_what_other_kernels_do_better(tokens: int, rows: int, columns: int) -> None:
     assert all(cut_for(tokens, rows, columns, bits, 132) is None for bits in MOST)
@@ -93,7 +94,10 @@ def test_it_compiles_for_a_hopper(bits: int, tile: Cut) -> None:
     tokens, span, slots = tile
     script = COMPILE.format(bits=bits, tokens=tokens, span=span, slots=slots)
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     _, products, _, shared = done.stdout.split()

@@ -19,12 +19,20 @@ from bloomery.kernels.launch import interpreted
 from bloomery.spec import Alibi, Attention
 
 pytestmark = [
-    pytest.mark.skipif(not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # rows that stand for nobody divide by zero
+    pytest.mark.skipif(
+        not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # rows that stand for nobody divide by zero
 ]
 
-SMALL = TritonPaged(decode=paged_decode.Tiling(16, 4, 2, 4, 1, 1), prefill=paged_prefill.Tiling(16, 16, 4, 2))
-PARTS = TritonPaged(decode=paged_decode.Tiling(16, 4, 2, 2, 3, 1), prefill=paged_prefill.Tiling(16, 16, 4, 2, 3, 1))
+SMALL = TritonPaged(
+    decode=paged_decode.Tiling(16, 4, 2, 4, 1, 1), prefill=paged_prefill.Tiling(16, 16, 4, 2)
+)
+PARTS = TritonPaged(
+    decode=paged_decode.Tiling(16, 4, 2, 2, 3, 1), prefill=paged_prefill.Tiling(16, 16, 4, 2, 3, 1)
+)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
@@ -39,14 +47,18 @@ PARTS = TritonPaged(decode=paged_decode.Tiling(16, 4, 2, 2, 3, 1), prefill=paged
     ids=["splits", "window", "parts", "default"],
 )
 def test_block_sizes(spec: Attention, backend: TritonPaged, size: int) -> None:
-    counts, lengths = [1, 1, 5, 9], [1, 70, 5, 40]
+    counts = [1, 1, 5, 9]
+    lengths = [1, 70, 5, 40]
     assert check_attention(case(spec, counts, lengths, size, torch.float32, "cpu"), backend) < 1e-6
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 256])
 def test_head_sizes_in_half_precision(dim: int) -> None:
     spec = Attention(2, 1, dim)
-    assert check_attention(case(spec, [1, 20], [90, 30], 64, torch.float16, "cpu"), TritonPaged()) < 1e-3
+    assert (
+        check_attention(case(spec, [1, 20], [90, 30], 64, torch.float16, "cpu"), TritonPaged())
+        < 1e-3
+    )
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["", "early"])
@@ -55,10 +67,14 @@ def test_a_captured_step_knows_lengths_on_the_device_only(early: bool) -> None:
     backend = TritonPaged(early=early, decode=SMALL.decode)
     material = case(spec, [1, 1, 1], [3, 70, 33], 16, torch.float32, "cpu", spare=3)
     assert check_attention(material.captured(), backend) < 1e-6
-    shorter = replace(material.ragged, ends=torch.tensor([3, 17, 0]))  # the last line stands for nobody
+    shorter = replace(
+        material.ragged, ends=torch.tensor([3, 17, 0])
+    )  # the last line stands for nobody
     plan = backend.plan(replace(shorter, counts=(), lengths=()))
     got = backend.attend(material.q, material.cache, spec, plan)
-    wanted = replace(material, q=material.q[:2], ragged=replace(shorter, ends=shorter.ends[:2])).wanted()
+    wanted = replace(
+        material, q=material.q[:2], ragged=replace(shorter, ends=shorter.ends[:2])
+    ).wanted()
     assert error(got[:2], wanted) < 1e-6
     assert not plan.arrived.any()
 
@@ -68,13 +84,21 @@ def test_prompts_of_a_captured_step_may_be_empty_or_nobodys(backend: TritonPaged
     """Two lines of which one is in use, four prompts: seven tokens, none, five, and three that are nobody's."""
     spec = Attention(4, 2, 16)
     material = case(spec, [1, 7, 5], [20, 30, 5], 16, torch.float32, "cpu")
-    ragged, every = material.ragged, torch.tensor
+    ragged = material.ragged
+    every = torch.tensor
     tables = ragged.tables[[0, 0, 1, 0, 2, 0]]
     q = torch.cat((material.q, torch.randn(3, 4, 16)))
     captured = replace(
-        ragged, counts=(), lengths=(), singles=2, starts=every([0, 1, 1, 8, 8, 13, 16]), tables=tables,
-        ends=every([20, 0, 30, 0, 5, 0]), positions=F.pad(ragged.positions, (0, 3)), several=4,
-    )  # fmt: skip
+        ragged,
+        counts=(),
+        lengths=(),
+        singles=2,
+        starts=every([0, 1, 1, 8, 8, 13, 16]),
+        tables=tables,
+        ends=every([20, 0, 30, 0, 5, 0]),
+        positions=F.pad(ragged.positions, (0, 3)),
+        several=4,
+    )
     plan = backend.plan(captured)
     got = backend.attend(q, material.cache, spec, plan)
     assert error(got[:13], material.wanted()) < 1e-6
@@ -125,7 +149,9 @@ def test_prompts_are_not_shared_where_counters_are_too_few() -> None:
     spec = Attention(4, 2, 16)
     material = case(spec, [30], [130], 16, torch.float32, "cpu")
     shared = TritonPaged(prefill=paged_prefill.Tiling(16, 16, 4, 2, 4, 1))
-    plan = replace(shared.plan(material.ragged), arrived=torch.zeros(COUNTERS + 1, dtype=torch.int32))
+    plan = replace(
+        shared.plan(material.ragged), arrived=torch.zeros(COUNTERS + 1, dtype=torch.int32)
+    )
     got = shared.attend(material.q, material.cache, spec, plan)
     assert error(got, material.wanted()) < 1e-6 and not plan.arrived.any()
 

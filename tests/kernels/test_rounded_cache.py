@@ -15,8 +15,13 @@ from bloomery.kernels.store import Turn, turn_and_store_reference, turn_rows
 from bloomery.spec import Attention
 
 KINDS = (torch.float8_e4m3fn, torch.int8)
-STEP = {torch.float8_e4m3fn: 1 / 16, torch.int8: 1 / 254}  # of a number, or of the largest of its head
-needs_interpreter = pytest.mark.skipif(not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1")
+STEP = {
+    torch.float8_e4m3fn: 1 / 16,
+    torch.int8: 1 / 254,
+}  # of a number, or of the largest of its head
+needs_interpreter = pytest.mark.skipif(
+    not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
+)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -26,15 +31,20 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", KINDS)
 def test_what_is_written_is_read_within_a_rounding(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    cache, slots = empty((2, 9, 2, 16), dtype), torch.tensor([7, 0, 3])
+    cache = empty((2, 9, 2, 16), dtype)
+    slots = torch.tensor([7, 0, 3])
     k, v = torch.randn(2, 3, 2, 16) * torch.tensor([1e-3, 1.0, 50.0])[None, :, None, None]
     k[0, 0] = 0
     write(k, 0, cache, slots)
     write(v, 1, cache, slots)
     for got, wanted in zip(read(cache, slots, torch.float32), (k, v), strict=True):
-        assert bool(((got - wanted).abs() <= wanted.abs().amax(-1, keepdim=True) * STEP[dtype] * 1.01).all())
+        assert bool(
+            ((got - wanted).abs() <= wanted.abs().amax(-1, keepdim=True) * STEP[dtype] * 1.01).all()
+        )
     by = scales(cache)
-    assert by is not None and by.shape == (2, 9, 2) and by.count_nonzero() == 12, "no other place is touched"
+    assert by is not None and by.shape == (2, 9, 2) and by.count_nonzero() == 12, (
+        "no other place is touched"
+    )
     assert scales(torch.zeros(2, 9, 2, 16)) is None
     assert cache_bytes((2, 9, 2, 16), dtype) == 2 * 9 * 2 * (16 + 4)
 
@@ -44,13 +54,20 @@ def test_what_is_written_is_read_within_a_rounding(dtype: torch.dtype) -> None:
 def test_the_kernel_stores_what_the_reference_does(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     angles = torch.rand(5, 16) * 6
-    qkv, slots, turn = torch.randn(5, 8 * 32), torch.randperm(9)[:5], Turn((angles.cos(), angles.sin()))
-    ours, wanted = empty((2, 9, 2, 32), dtype), empty((2, 9, 2, 32), dtype)
+    qkv = torch.randn(5, 8 * 32)
+    slots = torch.randperm(9)[:5]
+    turn = Turn((angles.cos(), angles.sin()))
+    ours = empty((2, 9, 2, 32), dtype)
+    wanted = empty((2, 9, 2, 32), dtype)
     q = turn_rows(qkv, ours, slots, turn)
     torch.testing.assert_close(q, turn_and_store_reference(qkv, wanted, slots, turn))
     torch.testing.assert_close(scales(ours), scales(wanted))
-    for got, right in zip(read(ours, slots, torch.float32), read(wanted, slots, torch.float32), strict=True):
-        assert error(got, right) < (0.1 if dtype == torch.float8_e4m3fn else 0.004), "the interpreter rounds down"
+    for got, right in zip(
+        read(ours, slots, torch.float32), read(wanted, slots, torch.float32), strict=True
+    ):
+        assert error(got, right) < (0.1 if dtype == torch.float8_e4m3fn else 0.004), (
+            "the interpreter rounds down"
+        )
 
 
 @needs_interpreter

@@ -9,7 +9,9 @@ from benchmarks.kernels import check_turn
 from bloomery.kernels.launch import interpreted
 from bloomery.kernels.store import store
 
-pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(
+    not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
+)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,10 @@ def column(*values: float) -> torch.Tensor:
 
 
 def sorted_line(width: int, seed: int, spread: float = 2.0) -> torch.Tensor:
-    line = torch.randn(1, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread
+    line = (
+        torch.randn(1, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        * spread
+    )
     line = line.sort(dim=-1, descending=True).values
     return line - line[:, :1]
 
@@ -34,7 +37,9 @@ def by_loops(z: list[float], min_p, top_k, top_p, typical_p) -> list[bool]:
     left = [i for i in range(len(z)) if math.exp(z[i]) >= min_p]
     left = left[:top_k] if top_k else left
     if top_p < 1:
-        total, before, kept_ones = math.fsum(math.exp(z[i]) for i in left), 0.0, []
+        total = math.fsum(math.exp(z[i]) for i in left)
+        before = 0.0
+        kept_ones = []
         for i in left:
             if before < top_p * total:
                 kept_ones.append(i)
@@ -44,7 +49,8 @@ def by_loops(z: list[float], min_p, top_k, top_p, typical_p) -> list[bool]:
         total = math.fsum(math.exp(z[i]) for i in left)
         surprise = {i: math.log(total) - z[i] for i in left}
         entropy = math.fsum(math.exp(-s) * s for s in surprise.values())
-        before, kept_ones = 0.0, []
+        before = 0.0
+        kept_ones = []
         for i in sorted(left, key=lambda i: abs(surprise[i] - entropy)):
             if before < typical_p:
                 kept_ones.append(i)
@@ -80,7 +86,9 @@ WARPERS = [
 ]
 
 
-@pytest.mark.parametrize(("warper", "parameters"), WARPERS, ids=["top_k", "top_p", "min_p", "typical_p"])
+@pytest.mark.parametrize(
+    ("warper", "parameters"), WARPERS, ids=["top_k", "top_p", "min_p", "typical_p"]
+)
 def test_same_as_transformers(warper, parameters):
     for seed in range(50):
         z = sorted_line(40, seed)

@@ -24,17 +24,40 @@ CPU = torch.device("cpu")
 
 
 def source(folder, **tensors) -> FileSource:
-    save_file({name.replace("__", "."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name.replace("__", "."): tensor for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     return FileSource.safetensors(folder)
 
 
-TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-TYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.bool]
+TYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+TYPES += [
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.bool,
+]
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_every_type_is_read_as_it_was_written(tmp_path, dtype):
-    tensor = (torch.randn(7, 5) * 3).to(torch.int32 if dtype in (torch.uint16, torch.uint32) else dtype).to(dtype)
+    tensor = (
+        (torch.randn(7, 5) * 3)
+        .to(torch.int32 if dtype in (torch.uint16, torch.uint32) else dtype)
+        .to(dtype)
+    )
     stored = source(tmp_path, odd=torch.ones(3, dtype=torch.uint8), x=tensor).tensor("x", (7, 5))
     assert stored.dtype == dtype
     assert torch.equal(stored.load(dtype, CPU).view(torch.uint8), tensor.view(torch.uint8))
@@ -57,15 +80,21 @@ def test_misaligned_tensors(tmp_path):
 
 
 def test_slices_equal_the_whole(tmp_path, monkeypatch):
-    whole, vector = torch.randn(40, 30), torch.randn(40)
+    whole = torch.randn(40, 30)
+    vector = torch.randn(40)
     files = source(tmp_path, w=whole, v=vector)
     for step in (1, 64, 10**6):  # values at a time: a row, a few rows, all
         monkeypatch.setattr(checkpoint, "STREAMED_VALUES", step)
-        w, v = files.tensor("w", (40, 30)), files.tensor("v", (40,))
+        w = files.tensor("w", (40, 30))
+        v = files.tensor("v", (40,))
         assert torch.equal(w.load(torch.float32, CPU), whole)
         picked = w.rows([(30, 40), (3, 5)]).cols(7, 23).cat([w.rows([(0, 1)]).cols(7, 23)])
-        assert torch.equal(picked.load(torch.float32, CPU), torch.cat([whole[30:], whole[3:5], whole[:1]])[:, 7:23])
-        assert torch.equal(v.rows([(5, 9), (0, 2)]).load(torch.float32, CPU), torch.cat([vector[5:9], vector[:2]]))
+        assert torch.equal(
+            picked.load(torch.float32, CPU), torch.cat([whole[30:], whole[3:5], whole[:1]])[:, 7:23]
+        )
+        assert torch.equal(
+            v.rows([(5, 9), (0, 2)]).load(torch.float32, CPU), torch.cat([vector[5:9], vector[:2]])
+        )
         half = w.load(torch.bfloat16, CPU)
         assert half.dtype == torch.bfloat16 and torch.equal(half, whole.bfloat16())
 
@@ -81,7 +110,9 @@ def test_transposed_is_read_as_canonical(tmp_path):
 
 
 def test_experts_of_a_stack(tmp_path):
-    stack, turned, biases = torch.randn(4, 6, 5), torch.randn(4, 5, 6), torch.randn(4, 6)
+    stack = torch.randn(4, 6, 5)
+    turned = torch.randn(4, 5, 6)
+    biases = torch.randn(4, 6)
     files = source(tmp_path, up=stack, down=turned, bias=biases)
     for e in range(4):
         assert torch.equal(files.tensor("up", (6, 5), expert=e).load(torch.float32, CPU), stack[e])
@@ -104,10 +135,18 @@ def test_reading_is_a_view_of_the_file(tmp_path):
 
 def test_missing_and_misshapen_tensors_are_named(tmp_path):
     files = source(tmp_path, layers__0__weight=torch.zeros(4, 3))
-    with pytest.raises(CheckpointError, match=r"no tensor 'layers\.0\.bias'.*nearest names are layers\.0\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"no tensor 'layers\.0\.bias'.*nearest names are layers\.0\.weight"
+    ):
         files.tensor("layers.0.bias", (4,))
-    message = r"model\.safetensors: tensor 'layers\.0\.weight' has shape \[4, 3\], the model expects "
-    for shape, transposed, wanted in (((3, 4), False, "[3, 4]"), ((4,), False, "[4]"), ((4, 3), True, "[3, 4]")):
+    message = (
+        r"model\.safetensors: tensor 'layers\.0\.weight' has shape \[4, 3\], the model expects "
+    )
+    for shape, transposed, wanted in (
+        ((3, 4), False, "[3, 4]"),
+        ((4,), False, "[4]"),
+        ((4, 3), True, "[3, 4]"),
+    ):
         with pytest.raises(CheckpointError, match=message + re.escape(wanted)):
             files.tensor("layers.0.weight", shape, transposed=transposed)
 
@@ -154,7 +193,10 @@ def test_progress_in_plain_lines_and_on_a_terminal(tmp_path):
             return True
 
     files = source(tmp_path, w=torch.zeros(1000, 1000))
-    for stream, expected in ((io.StringIO(), "weights: 0.00 GB read in"), (Terminal(), "4.0/4.0 MB")):
+    for stream, expected in (
+        (io.StringIO(), "weights: 0.00 GB read in"),
+        (Terminal(), "4.0/4.0 MB"),
+    ):
         with progress(files.nbytes, stream) as files.advance:
             files.tensor("w", (1000, 1000)).load(torch.float32, CPU)
         assert expected in stream.getvalue()
@@ -185,10 +227,14 @@ def test_dummy_weights_are_normal_and_of_the_shape_asked_for():
     assert w.shape == (512, 1024)
     assert abs(w.mean()) < 1e-4 and abs(w.std() - 0.02) < 1e-4
     z = w / 0.02
-    assert abs((z**4).mean() - 2.7) < 0.05, "four dice: a little lighter in the tails than a normal's 3"
+    assert abs((z**4).mean() - 2.7) < 0.05, (
+        "four dice: a little lighter in the tails than a normal's 3"
+    )
     flat = z.flatten()
     for lag in (1, 2, 1024, 1025):
-        assert abs((flat[:-lag] * flat[lag:]).mean()) < 0.01, "neighbours know nothing of each other"
+        assert abs((flat[:-lag] * flat[lag:]).mean()) < 0.01, (
+            "neighbours know nothing of each other"
+        )
     assert w.unique(dim=0).shape[0] == 512 and w.T.unique(dim=0).shape[0] == 1024
     assert torch.linalg.matrix_rank(w) == 512
 
@@ -202,7 +248,9 @@ def test_dummy_weights_depend_on_name_and_place_alone():
     assert torch.equal(stored.pieces[0].read((0, 5), (0, 9)), whole[:5, :9])
     assert torch.equal(stored.load(torch.bfloat16, CPU), whole.bfloat16())
     other = dummy.tensor("b.weight", (300, 2000)).load(torch.float32, CPU)
-    experts = [dummy.tensor("a.weight", (300, 2000), expert=e).load(torch.float32, CPU) for e in range(2)]
+    experts = [
+        dummy.tensor("a.weight", (300, 2000), expert=e).load(torch.float32, CPU) for e in range(2)
+    ]
     seen = [whole, other, *experts]
     assert all((x == y).float().mean() < 0.01 for i, x in enumerate(seen) for y in seen[:i])
 
@@ -210,7 +258,10 @@ def test_dummy_weights_depend_on_name_and_place_alone():
 def test_dummy_norms_and_biases_are_neutral():
     dummy = DummySource()
     assert dummy.tensor("norm.weight", (9,)).load(torch.float32, CPU).tolist() == [1.0] * 9
-    assert dummy.tensor("norm.bias", (9,)).rows([(2, 4)]).load(torch.float32, CPU).tolist() == [0.0] * 2
+    assert (
+        dummy.tensor("norm.bias", (9,)).rows([(2, 4)]).load(torch.float32, CPU).tolist()
+        == [0.0] * 2
+    )
     assert dummy.has("x.weight") and dummy.has("x.bias") and not dummy.has("x.qweight")
     assert dummy.unused() == () and dummy.nbytes == 0
 
@@ -237,10 +288,15 @@ print(peak() - before, sum(t.nbytes for t in kept))
 def test_peak_memory_is_the_weights_and_one_tensor(tmp_path, dtype):
     """210 MB of weights in bfloat16, loaded as they are and widened, in a process of its own."""
     save_file(
-        {f"t{i}": torch.zeros(1024, 12800, dtype=torch.bfloat16) for i in range(8)}, tmp_path / "model.safetensors"
+        {f"t{i}": torch.zeros(1024, 12800, dtype=torch.bfloat16) for i in range(8)},
+        tmp_path / "model.safetensors",
     )
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path), dtype], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", PEAK, str(tmp_path), dtype],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     grown, weights = map(int, done.stdout.split())
     one = weights // 8

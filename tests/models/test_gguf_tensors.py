@@ -42,16 +42,23 @@ def same_bits(have: torch.Tensor, want: np.ndarray) -> bool:
 def everything(tmp_path_factory):
     """One file with a tensor [6, 512] of every type the package can decode, and what they decode to."""
     path = tmp_path_factory.mktemp("gguf") / "all.gguf"
-    writer, wanted = gguf.GGUFWriter(path, "llama"), {}
+    writer = gguf.GGUFWriter(path, "llama")
+    wanted = {}
     for kind in dict.fromkeys([*PLAIN, *PACKAGE]):
         number = gguf.GGMLQuantizationType[kind]
         if kind in ("F32", "F16"):
-            data = np.random.default_rng(1).normal(size=(6, COLUMNS)).astype(np.dtype(f"<f{BLOCKS[kind][1]}"))
+            data = (
+                np.random.default_rng(1)
+                .normal(size=(6, COLUMNS))
+                .astype(np.dtype(f"<f{BLOCKS[kind][1]}"))
+            )
         else:
             data = some_blocks(kind, 6 * COLUMNS // BLOCKS[kind][0]).reshape(6, -1)
         writer.add_tensor(kind, data, raw_dtype=number)
         wanted[kind] = dequantize(data, number).reshape(6, COLUMNS)
-    writer.add_tensor("Q8_K", np.zeros((1, 292), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_K)
+    writer.add_tensor(
+        "Q8_K", np.zeros((1, 292), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_K
+    )
     for write in (
         writer.write_header_to_file,
         writer.write_kv_data_to_file,
@@ -68,7 +75,10 @@ def test_whole_rows_and_columns_equal_the_package(everything, kind):
     stored = source.tensor(kind, (6, COLUMNS))
     assert same_bits(stored.load(torch.float32, CPU), wanted[kind])
     part = stored.rows([(4, 6), (1, 2)]).cols(37, 301)
-    assert same_bits(part.load(torch.float32, CPU), np.concatenate([wanted[kind][4:6], wanted[kind][1:2]])[:, 37:301])
+    assert same_bits(
+        part.load(torch.float32, CPU),
+        np.concatenate([wanted[kind][4:6], wanted[kind][1:2]])[:, 37:301],
+    )
     turned = source.tensor(kind, (COLUMNS, 6), transposed=True).rows([(250, 260)]).cols(2, 5)
     assert same_bits(turned.load(torch.float32, CPU), wanted[kind][2:5, 250:260].T)
     piece = stored.pieces[0]
@@ -76,7 +86,18 @@ def test_whole_rows_and_columns_equal_the_package(everything, kind):
 
 
 def test_everyday_types_have_decoders_of_their_own():
-    assert STEPS.keys() >= {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+    assert STEPS.keys() >= {
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q8_0",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+    }
 
 
 @pytest.mark.parametrize("kind", sorted(STEPS))
@@ -95,13 +116,19 @@ def test_type_nobody_decodes_is_named_when_it_is_pulled(everything):
 def test_embedded_model_equals_the_package():
     file = read(locate(None).path)
     source = FileSource.gguf(file)
-    for name in ("token_embd.weight", "blk.0.attn_q.weight", "blk.29.ffn_down.weight", "output_norm.weight"):
+    for name in (
+        "token_embd.weight",
+        "blk.0.attn_q.weight",
+        "blk.29.ffn_down.weight",
+        "output_norm.weight",
+    ):
         entry = file.tensors[name]
         rows = entry.shape[:-1] or (1,)
         raw = np.memmap(file.path, np.uint8, "r", entry.start, (*rows, entry.nbytes // rows[0]))
         stored = source.tensor(name, entry.shape)
         if len(rows) and len(entry.shape) > 1:
             top = min(1000, rows[0])
-            stored, raw = stored.rows([(rows[0] - top, rows[0])]), raw[rows[0] - top :]
+            stored = stored.rows([(rows[0] - top, rows[0])])
+            raw = raw[rows[0] - top :]
         want = dequantize(np.array(raw), gguf.GGMLQuantizationType[entry.type])
         assert same_bits(stored.load(torch.float32, CPU), want.reshape(stored.shape))

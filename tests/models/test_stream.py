@@ -46,9 +46,18 @@ def test_slices_equal_the_mapped_file(tmp_path: Path, monkeypatch: pytest.Monkey
         "stack": torch.randn(5, 11, 13),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    mapped, streamed = FileSource.safetensors(tmp_path), FileSource.safetensors(tmp_path)
-    asked = [("wide", (37, 90), False, None), ("wide", (90, 37), True, None), ("tall", (400, 7), False, None)]
-    asked += [("vector", (1000,), False, None), ("stack", (11, 13), False, 3), ("stack", (13, 11), True, 4)]
+    mapped = FileSource.safetensors(tmp_path)
+    streamed = FileSource.safetensors(tmp_path)
+    asked = [
+        ("wide", (37, 90), False, None),
+        ("wide", (90, 37), True, None),
+        ("tall", (400, 7), False, None),
+    ]
+    asked += [
+        ("vector", (1000,), False, None),
+        ("stack", (11, 13), False, 3),
+        ("stack", (13, 11), True, 4),
+    ]
     for readers, chunk in ((1, 64), (3, 1000), (2, 1 << 20)):
         with Stream(CPU, readers, chunk) as stream:
             streamed.stream = stream
@@ -60,41 +69,57 @@ def test_slices_equal_the_mapped_file(tmp_path: Path, monkeypatch: pytest.Monkey
                 dtype = chance.choice([want.dtype, torch.float32])
                 chance.setstate(state)
                 got = some_of(streamed.tensor(name, shape, turned, expert), chance)
-                assert torch.equal(got.load(dtype, CPU), want.load(dtype, CPU)), (name, turned, dtype)
+                assert torch.equal(got.load(dtype, CPU), want.load(dtype, CPU)), (
+                    name,
+                    turned,
+                    dtype,
+                )
             assert stream.free.qsize() == 2 * readers
 
 
 def test_blocks_are_decoded_where_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "STREAMED_VALUES", 1 << 14)
-    mapped, streamed = open_source(locate(None)), open_source(locate(None))
+    mapped = open_source(locate(None))
+    streamed = open_source(locate(None))
     assert isinstance(streamed, FileSource)
     with Stream(CPU, 2, 50_000) as stream:
         streamed.stream = stream
         for name in ("blk.0.attn_q.weight", "blk.3.ffn_down.weight", "blk.3.attn_norm.weight"):
             shape = streamed.shape(name)
             for pick in (lambda whole: whole, lambda whole: whole.rows([(100, 200), (3, 40)])):
-                want, got = (pick(source.tensor(name, shape)).load(torch.float32, CPU) for source in (mapped, streamed))
+                want, got = (
+                    pick(source.tensor(name, shape)).load(torch.float32, CPU)
+                    for source in (mapped, streamed)
+                )
                 assert torch.equal(want, got)
             if len(shape) == 2:
-                want, got = (s.tensor(name, shape).cols(32, 96).load(torch.bfloat16, CPU) for s in (mapped, streamed))
+                want, got = (
+                    s.tensor(name, shape).cols(32, 96).load(torch.bfloat16, CPU)
+                    for s in (mapped, streamed)
+                )
                 assert torch.equal(want, got)
 
 
 @pytest.mark.parametrize("form", ON_LOAD)
 def test_rounding_what_is_still_arriving(form: str, tmp_path: Path) -> None:
     save_file({"w.weight": torch.randn(2048, 512).bfloat16()}, tmp_path / "model.safetensors")
-    mapped, streamed = FileSource.safetensors(tmp_path), FileSource.safetensors(tmp_path)
+    mapped = FileSource.safetensors(tmp_path)
+    streamed = FileSource.safetensors(tmp_path)
     with Stream(CPU, 2, 10_000) as stream:
         streamed.stream = stream
         want, got = (
-            ON_LOAD[form].matrix(source, Product("w", (2048, 512))).rows([(5, 1999)]).dense(torch.float32, CPU)
+            ON_LOAD[form]
+            .matrix(source, Product("w", (2048, 512)))
+            .rows([(5, 1999)])
+            .dense(torch.float32, CPU)
             for source in (mapped, streamed)
         )
     assert torch.equal(want, got)
 
 
 def test_all_that_was_begun_is_there_in_the_end(tmp_path: Path) -> None:
-    file, data = tmp_path / "data", os.urandom(300_000)
+    file = tmp_path / "data"
+    data = os.urandom(300_000)
     file.write_bytes(data)
     parts = [torch.empty(size, dtype=torch.int16) for size in (1, 70_000, 0, 5, 79_994)]
     at = 0

@@ -16,7 +16,9 @@ from bloomery.native.team import team
 from bloomery.quant.native import BlocksReady
 from tests.parity.serve import decoder_logits
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "embedded.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads(
+    (Path(__file__).parent.parent / "golden" / "embedded.json").read_text(encoding="utf-8")
+)
 TEXTS = [entry["prompt_ids"] + entry["ids"] for entry in GOLDEN[:4]]
 
 
@@ -46,7 +48,9 @@ def test_eight_bit_activations_change_little(crew: object) -> None:
 
 def answers(llm: LLM, prompts: list[str], **wishes: object) -> list[tuple[int, ...]]:
     params = SamplingParams(max_tokens=24, ignore_eos=True, **wishes)
-    return [tuple(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
+    return [
+        tuple(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)
+    ]
 
 
 def test_alone_or_together(llm: LLM) -> None:
@@ -59,5 +63,6 @@ def test_alone_or_together(llm: LLM) -> None:
 
 def test_picked_natively_or_by_the_sampler(llm: LLM) -> None:
     """A row that asks for log-probabilities takes the way of the logits; its tokens are the same."""
-    prompts, wishes = [entry["prompt"] for entry in GOLDEN[:3]], {"temperature": 1.0, "top_k": 40, "seed": 3}
+    prompts = [entry["prompt"] for entry in GOLDEN[:3]]
+    wishes = {"temperature": 1.0, "top_k": 40, "seed": 3}
     assert answers(llm, prompts, **wishes) == answers(llm, prompts, **wishes, logprobs=1)

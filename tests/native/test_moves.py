@@ -30,17 +30,21 @@ def test_moves_commute(kind: str) -> None:
     ranges = [(16, 24), (3, 10), (30, 40)]
     moved = first.rows(ranges).cat([second]).cols(256, 768)
     values = torch.cat([*(a[slice(*r)] for r in ranges), b])[:, 256:768]
-    assert moved.shape == tuple(values.shape) and torch.equal(moved.dense(torch.float32, CPU), values)
+    assert moved.shape == tuple(values.shape) and torch.equal(
+        moved.dense(torch.float32, CPU), values
+    )
     ready = moved.prepare(torch.float32, CPU)
     assert isinstance(ready, BlocksReady) and ready.nbytes < values.nbytes / 2
     assert torch.equal(ready.gather(torch.arange(len(values))), values)
-    x, bias = random(3, 5, 512), random(4, len(values))
+    x = random(3, 5, 512)
+    bias = random(4, len(values))
     close(ready.linear(x, bias), ready.reference(rounded(x), bias))
 
 
 def test_a_cut_through_a_block_is_rounded_to_eight_bits() -> None:
     whole, values = stored("Q4_1", 8, 96, 0)
-    ready, want = whole.cols(16, 80).prepare(torch.float32, CPU), values[:, 16:80]
+    ready = whole.cols(16, 80).prepare(torch.float32, CPU)
+    want = values[:, 16:80]
     assert isinstance(ready, BlocksReady)
     assert (ready.gather(torch.arange(8)) - want).norm() < 6e-3 * want.norm()
     ready = whole.cols(16, 56).prepare(torch.float32, CPU)  # not whole blocks of 32

@@ -19,7 +19,8 @@ from bloomery.native.team import team
 
 
 def test_a_program_runs_on_what_its_buffers_hold() -> None:
-    x, out = torch.randn(3, 64), torch.zeros(3, 64)
+    x = torch.randn(3, 64)
+    out = torch.zeros(3, 64)
 
     def work() -> None:
         out.copy_(torch.tanh(ops.elements(ops.ACTIVATED, x, activation="silu") * 2.0 + x) / 4.0)
@@ -43,12 +44,16 @@ def test_what_has_no_native_form_is_named() -> None:
 
 def test_threads_do_not_see_each_others_steps() -> None:
     """Eager products of two threads, each through the space that all share, while a third writes a program down."""
-    matrix = ops.Matrix(64, [(ops.pack("Q8_0", torch.randint(0, 60, (48, 68), dtype=torch.uint8), 64), 48, 3)])
+    matrix = ops.Matrix(
+        64, [(ops.pack("Q8_0", torch.randint(0, 60, (48, 68), dtype=torch.uint8), 64), 48, 3)]
+    )
     inputs = [torch.randn(rows, 64) for rows in (40, 41, 90)]
     alone = [ops.linear(matrix, x) for x in inputs]
 
     def product(number: int) -> bool:
-        return all(torch.equal(ops.linear(matrix, inputs[number]), alone[number]) for _ in range(200))
+        return all(
+            torch.equal(ops.linear(matrix, inputs[number]), alone[number]) for _ in range(200)
+        )
 
     def written() -> bool:
         out = torch.zeros(90, 48)
@@ -66,7 +71,8 @@ def test_threads_do_not_see_each_others_steps() -> None:
 
     with ThreadPoolExecutor(3) as threads:
         works = [
-            threads.submit(torch.inference_mode()(work)) for work in (partial(product, 0), partial(product, 1), written)
+            threads.submit(torch.inference_mode()(work))
+            for work in (partial(product, 0), partial(product, 1), written)
         ]
         assert all(found.result() for found in works)
 
@@ -88,13 +94,20 @@ def test_a_damaged_library_is_not_loaded(tmp_path: Path) -> None:
     library = build()
     data = library.read_bytes()
     copy = tmp_path / library.name
-    for damaged in (data[: len(data) // 2], data[:-1], b"", data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]):
+    for damaged in (
+        data[: len(data) // 2],
+        data[:-1],
+        b"",
+        data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+    ):
         copy.write_bytes(damaged)
         assert not whole(copy)
     assert whole(library)
 
 
-def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_there_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(building.shutil, "which", lambda name: None)
     with pytest.raises(NoLibrary, match="no C compiler"):
         build(folder=tmp_path)

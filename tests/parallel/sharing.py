@@ -25,16 +25,28 @@ CPU = torch.device("cpu")
 def compare_sums(mesh: Mesh) -> None:
     shared = mesh.group
     assert isinstance(shared, Shared) and isinstance(shared.other, Ranks)
-    choose, make = random.Random(7), torch.Generator().manual_seed(7)
+    choose = random.Random(7)
+    make = torch.Generator().manual_seed(7)
     for turn in range(30):
         tokens = choose.choice([1, 2, 3, 16, 100])
-        width = choose.choice([1, 7, 64, 2048, SLOT // 4 // tokens + 13])  # the last: in more than one part
-        dtype = choose.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.int64])
-        parts = [(100 * torch.randn(tokens, width, generator=make)).to(dtype) for _ in range(mesh.size)]
+        width = choose.choice(
+            [1, 7, 64, 2048, SLOT // 4 // tokens + 13]
+        )  # the last: in more than one part
+        dtype = choose.choice(
+            [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.int64]
+        )
+        parts = [
+            (100 * torch.randn(tokens, width, generator=make)).to(dtype) for _ in range(mesh.size)
+        ]
         mine = parts[mesh.rank]
-        got, other = shared.sum(mine.clone()), shared.other.sum(mine.clone())
-        near = 2000 * torch.finfo(dtype).eps if dtype.is_floating_point else 0  # torch adds in an order of its own
-        assert (got.double() - other.double()).abs().max() <= near, f"turn {turn}: {tokens} x {width} {dtype}"
+        got = shared.sum(mine.clone())
+        other = shared.other.sum(mine.clone())
+        near = (
+            2000 * torch.finfo(dtype).eps if dtype.is_floating_point else 0
+        )  # torch adds in an order of its own
+        assert (got.double() - other.double()).abs().max() <= near, (
+            f"turn {turn}: {tokens} x {width} {dtype}"
+        )
         if dtype == torch.float32:  # in the order of ranks, and thus the same bits everywhere
             want = parts[0]
             for part in parts[1:]:
@@ -51,7 +63,8 @@ def compare_sums(mesh: Mesh) -> None:
 
 def replay_sums(shared: Shared) -> None:
     """A message that is written down is sent at every replay, and not before."""
-    x, out = torch.zeros(4, 32), torch.zeros(4, 32)
+    x = torch.zeros(4, 32)
+    out = torch.zeros(4, 32)
     program = record(lambda: out.copy_(shared.sum(x + x)), Arena(1 << 20))
     assert len(program) == 3
     for turn in range(1, 4):
@@ -62,7 +75,8 @@ def replay_sums(shared: Shared) -> None:
 
 def compare_lines(mesh: Mesh) -> None:
     """More messages than there are slots, short ones and such as take several slots; by both ways."""
-    make, choose = torch.Generator().manual_seed(3), random.Random(3)
+    make = torch.Generator().manual_seed(3)
+    choose = random.Random(3)
     assert all(line is None or isinstance(line, Near) for line in (mesh.before, mesh.behind))
     before = [] if mesh.before is None else [mesh.before, Far(mesh.rank - 1, CPU)]
     behind = [] if mesh.behind is None else [mesh.behind, Far(mesh.rank + 1, CPU)]
@@ -80,7 +94,10 @@ def lose_one(mesh: Mesh) -> None:
     mesh.group.sum(torch.ones(2, 8))
     if mesh.rank == mesh.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    for again in (lambda: mesh.group.sum(torch.ones(2, 8)), record(lambda: None, Arena(1 << 12)).replay):
+    for again in (
+        lambda: mesh.group.sum(torch.ones(2, 8)),
+        record(lambda: None, Arena(1 << 12)).replay,
+    ):
         try:
             again()
         except ConnectionError as error:

@@ -22,7 +22,9 @@ WISHES = dict(block_size=4, max_batch_tokens=16, max_sequences=4, kv_cache_gib=0
 TOKENS = 24
 REQUESTS = [
     greedy("0", list(range(3, 20)), TOKENS),
-    Request("1", tuple(range(5, 16)), Sampling(temperature=0.9, seed=5, repetition_penalty=1.2), TOKENS),
+    Request(
+        "1", tuple(range(5, 16)), Sampling(temperature=0.9, seed=5, repetition_penalty=1.2), TOKENS
+    ),
     greedy("2", list(range(40, 65)), TOKENS),
 ]
 Answers = dict[str, list[int]]
@@ -33,8 +35,11 @@ def answers(executor: Executor, folder: Path, known: Answers, **wishes: int) -> 
     wanted = plan(folder, 64, **WISHES, **wishes)
     capacity = executor.start(wanted)
     blocks = Blocks(capacity.blocks, capacity.block_size)
-    scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages)
-    loop, random = Loop(scheduler, executor, wanted.depth), Random(1)
+    scheduler = Scheduler(
+        blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages
+    )
+    loop = Loop(scheduler, executor, wanted.depth)
+    random = Random(1)
     found: Answers = {request.id: [] for request in REQUESTS}
     right = 0
     for request in REQUESTS:
@@ -46,7 +51,9 @@ def answers(executor: Executor, folder: Path, known: Answers, **wishes: int) -> 
         for sequence in scheduler.running.values():
             if not sequence.pending:
                 rest = known.get(sequence.request.id, [])[sequence.produced : TOKENS - 1][:3]
-                sequence.drafts[:] = [token if random.random() < 0.67 else random.randrange(VOCAB) for token in rest]
+                sequence.drafts[:] = [
+                    token if random.random() < 0.67 else random.randrange(VOCAB) for token in rest
+                ]
     return found, right
 
 
@@ -57,10 +64,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("way", [(1, 1), (2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
-def test_guesses_change_nothing_but_the_steps(way: tuple[int, int], folder: Path, crews: dict[int, Processes]) -> None:
+@pytest.mark.parametrize(
+    "way", [(1, 1), (2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str
+)
+def test_guesses_change_nothing_but_the_steps(
+    way: tuple[int, int], folder: Path, crews: dict[int, Processes]
+) -> None:
     want, _ = answers(Local(), folder, {})
-    known = {name: ids for name, ids in want.items() if name != "2"}  # one goes on beside, without guesses
+    known = {
+        name: ids for name, ids in want.items() if name != "2"
+    }  # one goes on beside, without guesses
     executor = Local() if way == (1, 1) else crews[way[0] * way[1]]
     got, right = answers(executor, folder, known, tp=way[0], pp=way[1])
     assert got == want

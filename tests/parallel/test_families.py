@@ -28,8 +28,12 @@ def tokens(executor: Executor, wanted: Plan, case: Case) -> list[list[int]]:
     """Four prompts that begin alike, in chunks, with prefix hits and a cache with room for about two."""
     capacity = executor.start(wanted)
     longest = case.prompt + TOKENS
-    blocks = Blocks(-(-longest // 4) + 2 * -(-longest // 8), capacity.block_size, wanted.prefix_cache)
-    scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages)
+    blocks = Blocks(
+        -(-longest // 4) + 2 * -(-longest // 8), capacity.block_size, wanted.prefix_cache
+    )
+    scheduler = Scheduler(
+        blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages
+    )
     loop = Loop(scheduler, executor, wanted.depth)
     stem, *tails = (
         torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -63,7 +67,9 @@ EVERYDAY = {
 }
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in EVERYDAY], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in EVERYDAY], ids=lambda case: case.name
+)
 def test_in_both_ways_at_once(case: Case, tmp_path: Path, crews: dict[int, Processes]) -> None:
     compare(case, (2, 2), tmp_path, crews)
 
@@ -71,5 +77,7 @@ def test_in_both_ways_at_once(case: Case, tmp_path: Path, crews: dict[int, Proce
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"tp{way[0]}-pp{way[1]}")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_in_all_ways(case: Case, way: tuple[int, int], tmp_path: Path, crews: dict[int, Processes]) -> None:
+def test_in_all_ways(
+    case: Case, way: tuple[int, int], tmp_path: Path, crews: dict[int, Processes]
+) -> None:
     compare(case, way, tmp_path, crews)

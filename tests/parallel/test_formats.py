@@ -23,10 +23,17 @@ from tests.quant.packers import CASES as READY_MADE
 from tests.quant.packers import repack
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-WIDE = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}  # halves are whole blocks of every type
+WIDE = {
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "head_dim": 128,
+}  # halves are whole blocks of every type
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 PROMPT = [5, 17, 80, 41, 3, 99, 23, 8, 64, 12]
-BLOCKS = [name if name == "Q8_0" else pytest.param(name, marks=pytest.mark.slow) for name in ("BF16", *STEPS)]
+BLOCKS = [
+    name if name == "Q8_0" else pytest.param(name, marks=pytest.mark.slow)
+    for name in ("BF16", *STEPS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +44,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(executor: Local | Processes, model: Path, **wishes: object) -> list[int]:
-    wanted = plan(model, 48, block_size=4, max_batch_tokens=7, max_sequences=2, kv_cache_gib=0.01, **wishes)
+    wanted = plan(
+        model, 48, block_size=4, max_batch_tokens=7, max_sequences=2, kv_cache_gib=0.01, **wishes
+    )
     capacity = executor.start(wanted)
     blocks = Blocks(capacity.blocks, capacity.block_size, wanted.prefix_cache)
     scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences)
@@ -56,7 +65,8 @@ ALL = [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for
 
 @pytest.mark.parametrize("name", ALL)
 def test_ready_made(name: str, llama: Path, tmp_path: Path, crews: dict[int, Processes]) -> None:
-    packed, meant = tmp_path / "packed", tmp_path / "meant"
+    packed = tmp_path / "packed"
+    meant = tmp_path / "meant"
     repack(llama, packed, meant, READY_MADE[name], lambda module: ".layers." in module)
     assert answer(crews[2], packed, tp=2) == answer(Local(), packed)
 

@@ -26,7 +26,9 @@ def test_an_inner_dimension_is_held_once_and_nearly_evenly(size: int, ranks: int
     assert max(end - start for start, end in spans) <= max(1.05 * size / ranks, size / ranks + 32)
 
 
-@pytest.mark.parametrize(("size", "ranks"), [(11008, 2), (11008, 4), (14336, 8), (4864, 2), (8960, 4)])
+@pytest.mark.parametrize(
+    ("size", "ranks"), [(11008, 2), (11008, 4), (14336, 8), (4864, 2), (8960, 4)]
+)
 def test_widths_of_real_models_are_cut_between_blocks_of_32(size: int, ranks: int) -> None:
     assert all(Layout(rank, ranks).span(size)[0] % 32 == 0 for rank in range(ranks))
 
@@ -38,13 +40,18 @@ def test_every_word_has_one_owner(vocab: int, ranks: int) -> None:
     assert owned == list(range(vocab))
 
 
-@pytest.mark.parametrize(("heads", "kv", "ranks"), [(8, 8, 2), (8, 2, 4), (8, 1, 8), (12, 3, 6), (6, 3, 3)])
+@pytest.mark.parametrize(
+    ("heads", "kv", "ranks"), [(8, 8, 2), (8, 2, 4), (8, 1, 8), (12, 3, 6), (6, 3, 3)]
+)
 def test_query_heads_find_their_key_head_on_their_rank(heads: int, kv: int, ranks: int) -> None:
-    spec, share = Attention(heads, kv, 16), heads // kv
+    spec = Attention(heads, kv, 16)
+    share = heads // kv
     for rank in range(ranks):
         (first, end), (kv_first, kv_end) = Layout(rank, ranks).heads(spec)
         local = (end - first) // (kv_end - kv_first)
-        assert [head // share for head in range(first, end)] == [kv_first + i // local for i in range(end - first)]
+        assert [head // share for head in range(first, end)] == [
+            kv_first + i // local for i in range(end - first)
+        ]
 
 
 def test_slopes_are_those_of_the_models_heads() -> None:
@@ -53,14 +60,23 @@ def test_slopes_are_those_of_the_models_heads() -> None:
 
 
 def test_uneven_heads_are_refused_with_the_numbers_that_would_work() -> None:
-    with pytest.raises(ConfigError, match="tp 4 does not divide the model's 6 heads over 2 key heads; 1, 2, 6 would"):
+    with pytest.raises(
+        ConfigError,
+        match="tp 4 does not divide the model's 6 heads over 2 key heads; 1, 2, 6 would",
+    ):
         check(model(heads=6, kv=2), 4, 1)
-    with pytest.raises(ConfigError, match="pp 5 is more stages than the model has layers; at most 4"):
+    with pytest.raises(
+        ConfigError, match="pp 5 is more stages than the model has layers; at most 4"
+    ):
         check(model(), 1, 5)
     assert divides(model(heads=8, kv=1), 8) and not divides(model(size=4), 8)
 
 
-@given(some.lists(some.integers(1, 400), min_size=1, max_size=9), some.integers(1, 4), some.integers(0, 400))
+@given(
+    some.lists(some.integers(1, 400), min_size=1, max_size=9),
+    some.integers(1, 4),
+    some.integers(0, 400),
+)
 def test_stages_are_as_even_as_can_be(costs: list[int], count: int, head: int) -> None:
     """Against trying every cut."""
     count = min(count, len(costs))

@@ -27,7 +27,10 @@ class Counting:
     """A rank that hears only itself, and counts what it would have said."""
 
     def __init__(self, size: int):
-        self.rank, self.size, self.sums, self.joins = 0, size, 0, 0
+        self.rank = 0
+        self.size = size
+        self.sums = 0
+        self.joins = 0
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self.sums += 1
@@ -41,21 +44,35 @@ class Counting:
 def part_of(model: Path, group: Counting, layers: range | None = None) -> tuple[Decoder, int, int]:
     """A rank's part of a model, how many bytes were read for it, and how many there are."""
     artifact = locate(str(model))
-    found, source = description(artifact), open_source(artifact)
+    found = description(artifact)
+    source = open_source(artifact)
     read: list[int] = []
     source.advance = read.append
     names = as_stored(found.names, source.names())
-    weights = Weights(source, names, torch.float32, torch.device("cpu"), layout=Layout(group.rank, group.size))
+    weights = Weights(
+        source, names, torch.float32, torch.device("cpu"), layout=Layout(group.rank, group.size)
+    )
     return Decoder(found.model, weights, group, layers), sum(read), source.nbytes
 
 
 @torch.inference_mode()
 def forward(decoder: Decoder) -> None:
     decoder.reach(16)
-    backend, n = TorchPaged(), 4
+    backend = TorchPaged()
+    n = 4
     caches = [torch.zeros(cache_shape(layer.attention, 1, 16)) for layer in decoder.spec.layers]
     every = torch.arange(n)
-    step = Ragged((n,), (n,), 0, torch.tensor([0, n]), torch.tensor([n]), every, every, torch.zeros(1, 1).long(), 16)
+    step = Ragged(
+        (n,),
+        (n,),
+        0,
+        torch.tensor([0, n]),
+        torch.tensor([n]),
+        every,
+        every,
+        torch.zeros(1, 1).long(),
+        16,
+    )
     decoder.logits(decoder(every, every, every, caches, backend, backend.plan(step)))
 
 
@@ -72,13 +89,18 @@ def test_two_sums_a_layer_and_one_where_blocks_are_parallel(case: Case, tmp_path
     forward(decoder)
     layers = sum(1 if layer.parallel else 2 for layer in decoder.spec.layers)
     assert (group.sums, group.joins) == (1 + layers, 1)  # one for the embedding
-    assert Roofline(decoder.whole, machine("h200"), tp=2).messages(4, 4)[0] == group.sums + group.joins
+    assert (
+        Roofline(decoder.whole, machine("h200"), tp=2).messages(4, 4)[0] == group.sums + group.joins
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "mixtral", "falcon-40b", "gpt2", "llama.gguf"])
 def test_a_rank_reads_only_its_slices(name: str, tmp_path: Path) -> None:
-    stem, file = name.partition(".")[0], tmp_path / name
-    made = make_checkpoint(next(case for case in CASES if case.name == stem), tmp_path, times=4)  # wider than blocks
+    stem = name.partition(".")[0]
+    file = tmp_path / name
+    made = make_checkpoint(
+        next(case for case in CASES if case.name == stem), tmp_path, times=4
+    )  # wider than blocks
     if file.suffix:
         write(made, file, Kind.Q8_0)
     model = file if file.suffix else tmp_path

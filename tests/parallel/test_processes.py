@@ -95,10 +95,13 @@ def test_a_stream_goes_on_when_a_rank_is_killed(folder: Path) -> None:
         await client.start()
         await client.ready()
         assert client.pid is not None
-        ranks, killed = children(client.pid), False
+        ranks = children(client.pid)
+        killed = False
         while client.epoch == 1:  # again if it had come to its end before anybody could be killed
             got: list[int] = []
-            async for news in client.stream([Request("0", tuple(PROMPT), Sampling(temperature=0.0), 100)]):
+            async for news in client.stream(
+                [Request("0", tuple(PROMPT), Sampling(temperature=0.0), 100)]
+            ):
                 assert news.position == len(got)
                 got += news.ids
                 if not killed and len(got) >= 5 and news.finish is None:
@@ -118,22 +121,33 @@ def test_a_stream_goes_on_when_a_rank_is_killed(folder: Path) -> None:
 def test_the_offline_api(folder: Path) -> None:
     answers = []
     for wishes in ({}, {"tensor_parallel_size": 2}):
-        llm = LLM(str(folder), skip_tokenizer_init=True, device="cpu", threads=1, **WISHES, **wishes)
+        llm = LLM(
+            str(folder), skip_tokenizer_init=True, device="cpu", threads=1, **WISHES, **wishes
+        )
         params = [
-            SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=2, prompt_logprobs=1),
-            SamplingParams(temperature=0.9, seed=7, max_tokens=20, ignore_eos=True, repetition_penalty=1.1),
+            SamplingParams(
+                temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=2, prompt_logprobs=1
+            ),
+            SamplingParams(
+                temperature=0.9, seed=7, max_tokens=20, ignore_eos=True, repetition_penalty=1.1
+            ),
         ]
         outs = llm.generate([PROMPT, PROMPT[:5]], params, use_tqdm=False)
         vector = llm.embed([PROMPT])[0]
         llm.close()
-        answers.append(([out.outputs[0].token_ids for out in outs], [round(value, 4) for value in vector]))
+        answers.append(
+            ([out.outputs[0].token_ids for out in outs], [round(value, 4) for value in vector])
+        )
     assert answers[0] == answers[1]
 
 
 def test_what_cannot_be_split_is_refused_before_anything_is_loaded(folder: Path) -> None:
     with pytest.raises(
-        ConfigError, match="tp 3 does not divide the model's 4 heads over 2 key heads; 1, 2, 4 would work"
+        ConfigError,
+        match="tp 3 does not divide the model's 4 heads over 2 key heads; 1, 2, 4 would work",
     ):
         LLM(str(folder), skip_tokenizer_init=True, tensor_parallel_size=3)
-    with pytest.raises(ConfigError, match="pp 9 is more stages than the model has layers; at most 3 would work"):
+    with pytest.raises(
+        ConfigError, match="pp 9 is more stages than the model has layers; at most 3 would work"
+    ):
         LLM(str(folder), skip_tokenizer_init=True, pipeline_parallel_size=9)

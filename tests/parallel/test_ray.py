@@ -55,15 +55,25 @@ def answer(by: Executor, folder: Path, count: int = 24, **wishes: object) -> lis
     wanted = plan(folder, 512, **WISHES, **wishes)
     capacity = by.start(wanted)
     blocks = Blocks(capacity.blocks, capacity.block_size)
-    scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages)
-    news = run(Loop(scheduler, by, wanted.depth), [greedy(str(i), PROMPT[i:], count) for i in range(3)])
+    scheduler = Scheduler(
+        blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages
+    )
+    news = run(
+        Loop(scheduler, by, wanted.depth), [greedy(str(i), PROMPT[i:], count) for i in range(3)]
+    )
     return [ids(one) for one in news.values()]
 
 
 def actors() -> list[int]:
     """Processes of the ranks on this machine."""
-    names = {int(path.name): path / "cmdline" for path in Path("/proc").iterdir() if path.name.isdigit()}
-    return [pid for pid, path in names.items() if path.exists() and path.read_bytes().startswith(b"ray::Actor")]
+    names = {
+        int(path.name): path / "cmdline" for path in Path("/proc").iterdir() if path.name.isdigit()
+    }
+    return [
+        pid
+        for pid, path in names.items()
+        if path.exists() and path.read_bytes().startswith(b"ray::Actor")
+    ]
 
 
 def stages(executor: Any, tp: int) -> list[list[str]]:
@@ -83,12 +93,16 @@ def test_the_same_tokens_over_actors_and_nodes(folder: Path, cluster: str) -> No
         executor = Actors()
         assert answer(executor, folder, tp=tp, pp=pp, executor="ray") == want
         found = stages(executor, tp)
-        assert [len(set(stage)) for stage in found] == [1] * pp, "ranks that share layers are on one node"
+        assert [len(set(stage)) for stage in found] == [1] * pp, (
+            "ranks that share layers are on one node"
+        )
         assert len({node for stage in found for node in stage}) == spread
         executor.close()
 
 
-def test_without_a_cluster_one_of_this_machine_is_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cluster_one_of_this_machine_is_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from bloomery.executors.ray import Actors
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -102,7 +116,8 @@ def test_a_cluster_too_small_says_what_it_has(folder: Path, cluster: str) -> Non
     from bloomery.executors.ray import Actors
 
     with pytest.raises(
-        ConfigError, match=r"2 stages needs 0 GPU, 4 CPU on one node. It has 2 node\(s\): .* 2 CPU; .*2 CPU"
+        ConfigError,
+        match=r"2 stages needs 0 GPU, 4 CPU on one node. It has 2 node\(s\): .* 2 CPU; .*2 CPU",
     ):
         answer(Actors(), folder, tp=4, pp=2, executor="ray")
 
@@ -111,13 +126,17 @@ def test_a_stream_goes_on_when_an_actor_is_killed(folder: Path, cluster: str) ->
     want = answer(Local(), folder)[0]
 
     async def main() -> None:
-        client = EngineClient(plan(folder, 128, pp=2, executor="ray", **WISHES), patience=Patience(pause=0.0))
+        client = EngineClient(
+            plan(folder, 128, pp=2, executor="ray", **WISHES), patience=Patience(pause=0.0)
+        )
         await client.start()
         await client.ready()
         found = actors()
         assert len(found) == 2
         got: list[int] = []
-        async for news in client.stream([Request("0", tuple(PROMPT), Sampling(temperature=0.0), 24)]):
+        async for news in client.stream(
+            [Request("0", tuple(PROMPT), Sampling(temperature=0.0), 24)]
+        ):
             assert news.position == len(got)
             got += news.ids
             if found and len(got) >= 5:
@@ -129,17 +148,23 @@ def test_a_stream_goes_on_when_an_actor_is_killed(folder: Path, cluster: str) ->
     asyncio.run(main())
 
 
-def test_a_cluster_that_is_gone_is_told_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_is_gone_is_told_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from bloomery.executors.ray import Actors
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    with pytest.raises(ConfigError, match=f"the Ray cluster at 127.0.0.1:{port} cannot be reached: .*refused"):
+    with pytest.raises(
+        ConfigError, match=f"the Ray cluster at 127.0.0.1:{port} cannot be reached: .*refused"
+    ):
         answer(Actors(), folder, executor="ray")
 
 
-def test_replicas_want_a_cluster_that_outlives_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_want_a_cluster_that_outlives_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from bloomery.executors.ray import Actors
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -147,7 +172,9 @@ def test_replicas_want_a_cluster_that_outlives_them(folder: Path, monkeypatch: p
         Actors().start(share(plan(folder, 128, executor="ray", **WISHES), 0, 2))
 
 
-def test_when_the_actor_of_a_replica_is_killed_its_streams_go_on_at_the_other(folder: Path, cluster: str) -> None:
+def test_when_the_actor_of_a_replica_is_killed_its_streams_go_on_at_the_other(
+    folder: Path, cluster: str
+) -> None:
     """And the replica comes back. Both are held still around the kill, so that no stream comes to its end meanwhile."""
     count = 400
     want = answer(Local(), folder, count)
@@ -155,13 +182,20 @@ def test_when_the_actor_of_a_replica_is_killed_its_streams_go_on_at_the_other(fo
     got: dict[str, list[int]] = {str(number): [] for number in range(3)}
 
     async def read(engines: Replicas | EngineClient, name: str) -> str | None:
-        async for news in engines.stream([Request(name, tuple(PROMPT[int(name) :]), Sampling(temperature=0.0), count)]):
+        async for news in engines.stream(
+            [Request(name, tuple(PROMPT[int(name) :]), Sampling(temperature=0.0), count)]
+        ):
             assert news.position == len(got[name]), "a gap or a duplicate"
             got[name] += news.ids
         return news.finish
 
     async def main() -> None:
-        engines = Replicas([EngineClient(share(wanted, number, 2), patience=Patience(pause=0.0)) for number in (0, 1)])
+        engines = Replicas(
+            [
+                EngineClient(share(wanted, number, 2), patience=Patience(pause=0.0))
+                for number in (0, 1)
+            ]
+        )
         await engines.start()
         await asyncio.gather(*(client.ready() for client in engines.clients))
         readers = [asyncio.create_task(read(engines, name)) for name in got]
@@ -175,7 +209,11 @@ def test_when_the_actor_of_a_replica_is_killed_its_streams_go_on_at_the_other(fo
         os.kill(other, signal.SIGCONT)
         assert await asyncio.wait_for(asyncio.gather(*readers), LONG) == ["length"] * 3
         assert list(got.values()) == want
-        dead = next(client for client in engines.clients if client.epoch > 1 or client.status.state != "ready")
+        dead = next(
+            client
+            for client in engines.clients
+            if client.epoch > 1 or client.status.state != "ready"
+        )
         await asyncio.wait_for(dead.ready(), LONG)
         assert sorted(client.epoch for client in engines.clients) == [1, 2]
         got["0"].clear()

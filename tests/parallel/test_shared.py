@@ -37,7 +37,9 @@ RANKS = 3
 
 def test_messages_are_those_of_torch_and_the_dead_are_not_waited_for(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.parallel.sharing"]
-    ranks = [subprocess.Popen([*command, str(rank), str(RANKS), str(tmp_path)]) for rank in range(RANKS)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(RANKS), str(tmp_path)]) for rank in range(RANKS)
+    ]
     try:
         assert [process.wait(240) for process in ranks] == [0, 0, -signal.SIGKILL]
     finally:
@@ -46,7 +48,9 @@ def test_messages_are_those_of_torch_and_the_dead_are_not_waited_for(tmp_path: P
             process.wait()
 
 
-@pytest.mark.parametrize("way", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=["tp", "pp"])
+@pytest.mark.parametrize(
+    "way", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=["tp", "pp"]
+)
 def test_recorded_steps_are_those_of_torch_and_of_one_process(
     way: tuple[int, int], tmp_path: Path, crews: dict[int, Processes]
 ) -> None:
@@ -56,11 +60,17 @@ def test_recorded_steps_are_those_of_torch_and_of_one_process(
     def answers(executor: Executor, wanted: Plan) -> tuple[list[list[int]], bool]:
         capacity = executor.start(wanted)
         blocks = Blocks(capacity.blocks, capacity.block_size, True)
-        scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages)
+        scheduler = Scheduler(
+            blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages
+        )
         requests = [greedy(str(i), list(range(3 + i, 20)), 12) for i in range(3)]
-        warm = Request("3", tuple(range(5, 30)), Sampling(temperature=0.8, seed=5, repetition_penalty=1.2), 12)
+        warm = Request(
+            "3", tuple(range(5, 30)), Sampling(temperature=0.8, seed=5, repetition_penalty=1.2), 12
+        )
         found = run(Loop(scheduler, executor, wanted.depth), [*requests, warm])
-        return [ids(news) for news in found.values()], any("not recorded" in note for note in capacity.notes)
+        return [ids(news) for news in found.values()], any(
+            "not recorded" in note for note in capacity.notes
+        )
 
     alone = answers(Local(), plan(tmp_path, 64, **wishes))
     spread = answers(crews[2], plan(tmp_path, 64, tp=way[0], pp=way[1], **wishes))
@@ -70,7 +80,8 @@ def test_recorded_steps_are_those_of_torch_and_of_one_process(
 
 
 def test_a_rank_looks_up_its_own_words() -> None:
-    words, x = torch.tensor([0, 4, 5, 9, 10, 7]), torch.randn(6, 24)
+    words = torch.tensor([0, 4, 5, 9, 10, 7])
+    x = torch.randn(6, 24)
     want = own_reference(words, 5, 10), blank_reference(x, words, 5, 10)
     assert want[0].tolist() == [0, 0, 0, 4, 0, 2] and want[1].any(-1).tolist() == [
         False,

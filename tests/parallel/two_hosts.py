@@ -26,8 +26,14 @@ def answer(folder: str, **wishes: object) -> list[int]:
     from bloomery import LLM, SamplingParams
 
     llm = LLM(
-        folder, skip_tokenizer_init=True, device="cpu", threads=1, block_size=4, kv_cache_gib=0.01, **wishes
-    )  # fmt: skip
+        folder,
+        skip_tokenizer_init=True,
+        device="cpu",
+        threads=1,
+        block_size=4,
+        kv_cache_gib=0.01,
+        **wishes,
+    )
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
     (out,) = llm.generate([PROMPT], params, use_tqdm=False)
     llm.close()
@@ -47,7 +53,21 @@ def cable() -> None:
     for host in HOSTS:
         run("ip", "netns", "add", host)
         inside(host, "ip", "link", "set", "lo", "up")
-    run("ip", "link", "add", "bloom0", "netns", one, "type", "veth", "peer", "name", "bloom1", "netns", other)
+    run(
+        "ip",
+        "link",
+        "add",
+        "bloom0",
+        "netns",
+        one,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "bloom1",
+        "netns",
+        other,
+    )
     for host, name, at in ((one, "bloom0", address), (other, "bloom1", peer)):
         inside(host, "ip", "addr", "add", f"{at}/24", "dev", name)
         inside(host, "ip", "link", "set", name, "up")
@@ -57,7 +77,9 @@ def node(host: str, *words: str) -> subprocess.Popen[bytes]:
     """Ray on that host, until it is told to end."""
     ray = str(Path(sys.executable).parent / "ray")
     common = ("--num-cpus=1", "--disable-usage-stats", "--block")
-    return subprocess.Popen(["ip", "netns", "exec", host, ray, "start", *words, *common], stdout=subprocess.DEVNULL)
+    return subprocess.Popen(
+        ["ip", "netns", "exec", host, ray, "start", *words, *common], stdout=subprocess.DEVNULL
+    )
 
 
 def both_up() -> None:
@@ -86,9 +108,18 @@ def main() -> int:
         try:
             cable()
             at = f"{address}:{PORT}"
-            os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_ADDRESS=at)
-            head = ("--head", f"--node-ip-address={address}", f"--port={PORT}", "--include-dashboard=false")
-            nodes.append(node(one, *head, f"--temp-dir={folder}/ray"))  # where it is remembered when it is gone
+            os.environ.update(
+                RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_ADDRESS=at
+            )
+            head = (
+                "--head",
+                f"--node-ip-address={address}",
+                f"--port={PORT}",
+                "--include-dashboard=false",
+            )
+            nodes.append(
+                node(one, *head, f"--temp-dir={folder}/ray")
+            )  # where it is remembered when it is gone
             time.sleep(10)
             nodes.append(node(other, f"--address={at}", f"--node-ip-address={peer}"))
             code = (

@@ -21,7 +21,9 @@ Tensors = Iterator[tuple[str, torch.Tensor]]  # by the original's names
 Change = Callable[[Any, str, torch.Tensor], Tensors]  # of one tensor, given the config
 
 
-def write(model: Any, path: Path, kind: Kind = Kind.F32, extra: dict[str, Any] | None = None) -> None:
+def write(
+    model: Any, path: Path, kind: Kind = Kind.F32, extra: dict[str, Any] | None = None
+) -> None:
     """Matrices in `kind` where their rows fill its blocks, everything else in float32. `extra` metadata wins."""
     c = model.config
     arch = ARCHITECTURES[c.model_type]
@@ -55,9 +57,14 @@ def write(model: Any, path: Path, kind: Kind = Kind.F32, extra: dict[str, Any] |
 # Of the types that the package cannot make: where a block keeps its scale, and, if it has one, its offset's; and how
 # much larger that must be for values to lie around zero.
 SCALES = {
-    Kind.Q2_K: (80, 82, 1.5), Kind.Q3_K: (108, None, 0), Kind.Q4_K: (0, 2, 7.5), Kind.Q5_K: (0, 2, 15.5),
-    Kind.Q6_K: (208, None, 0), Kind.IQ4_NL: (0, None, 0), Kind.IQ4_XS: (0, None, 0),
-}  # fmt: skip
+    Kind.Q2_K: (80, 82, 1.5),
+    Kind.Q3_K: (108, None, 0),
+    Kind.Q4_K: (0, 2, 7.5),
+    Kind.Q5_K: (0, 2, 15.5),
+    Kind.Q6_K: (208, None, 0),
+    Kind.IQ4_NL: (0, None, 0),
+    Kind.IQ4_XS: (0, None, 0),
+}
 
 
 def blocks(data: np.ndarray, kind: Kind) -> np.ndarray:
@@ -80,7 +87,12 @@ def blocks(data: np.ndarray, kind: Kind) -> np.ndarray:
 def put(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if value is None:
         return
-    by_type = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    by_type = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     by_type.get(type(value), writer.add_array)(key, value)
 
 
@@ -93,7 +105,9 @@ def common(c: Any) -> dict[str, Any]:
         "block_count": c.num_hidden_layers,
         "context_length": getattr(c, "max_position_embeddings", 2048),
         "embedding_length": hidden,
-        "feed_forward_length": getattr(c, "intermediate_size", None) or getattr(c, "n_inner", None) or 4 * hidden,
+        "feed_forward_length": getattr(c, "intermediate_size", None)
+        or getattr(c, "n_inner", None)
+        or 4 * hidden,
         "attention.head_count": c.num_attention_heads,
         "vocab_size": c.vocab_size,
     }
@@ -115,7 +129,10 @@ def scaling(rope: dict[str, Any]) -> dict[str, Any]:
     rope = rope.get("full_attention", rope)
     stated: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"])}
     if rope["rope_type"] in ("linear", "yarn"):
-        stated |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+        stated |= {
+            "rope.scaling.type": rope["rope_type"],
+            "rope.scaling.factor": float(rope["factor"]),
+        }
     if rope["rope_type"] == "yarn":
         stated |= {
             "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
@@ -130,7 +147,11 @@ def llama(c: Any) -> dict[str, Any]:
     experts = getattr(c, "num_local_experts", None)
     used = c.num_experts_per_tok if experts else None
     dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return rms(c) | {"rope.dimension_count": dim, "expert_count": experts, "expert_used_count": used}
+    return rms(c) | {
+        "rope.dimension_count": dim,
+        "expert_count": experts,
+        "expert_used_count": used,
+    }
 
 
 def sparse(c: Any) -> dict[str, Any]:
@@ -152,13 +173,18 @@ def gemma2(c: Any) -> dict[str, Any]:
 
 def gemma3(c: Any) -> dict[str, Any]:
     local = c.rope_parameters["sliding_attention"]["rope_theta"]
-    return rms(c) | {"attention.sliding_window": c.sliding_window, "rope.freq_base_swa": float(local)}
+    return rms(c) | {
+        "attention.sliding_window": c.sliding_window,
+        "rope.freq_base_swa": float(local),
+    }
 
 
 def phi3(c: Any) -> dict[str, Any]:
-    rope, width = c.rope_parameters, c.hidden_size // c.num_attention_heads
+    rope = c.rope_parameters
+    width = c.hidden_size // c.num_attention_heads
     original = rope.get("original_max_position_embeddings") or c.original_max_position_embeddings
-    stretch, gain = c.max_position_embeddings / original, None
+    stretch = c.max_position_embeddings / original
+    gain = None
     if rope["rope_type"] == "longrope":
         gain = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
     return {
@@ -174,12 +200,16 @@ def phi3(c: Any) -> dict[str, Any]:
 
 def layer_norm(c: Any) -> dict[str, Any]:
     words = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
-    return {"attention.layer_norm_epsilon": next(getattr(c, word) for word in words if hasattr(c, word))}
+    return {
+        "attention.layer_norm_epsilon": next(getattr(c, word) for word in words if hasattr(c, word))
+    }
 
 
 def partial(c: Any, default: float = 1.0) -> dict[str, Any]:
     fraction = c.rope_parameters.get("partial_rotary_factor", default)
-    return layer_norm(c) | {"rope.dimension_count": int(fraction * (c.hidden_size // c.num_attention_heads))}
+    return layer_norm(c) | {
+        "rope.dimension_count": int(fraction * (c.hidden_size // c.num_attention_heads))
+    }
 
 
 def starcoder(c: Any) -> dict[str, Any]:
@@ -187,7 +217,10 @@ def starcoder(c: Any) -> dict[str, Any]:
 
 
 def starcoder2(c: Any) -> dict[str, Any]:
-    return layer_norm(c) | {"attention.head_count_kv": c.num_key_value_heads, **scaling(c.rope_parameters)}
+    return layer_norm(c) | {
+        "attention.head_count_kv": c.num_key_value_heads,
+        **scaling(c.rope_parameters),
+    }
 
 
 def bloom(c: Any) -> dict[str, Any]:
@@ -196,7 +229,11 @@ def bloom(c: Any) -> dict[str, Any]:
 
 def falcon(c: Any) -> dict[str, Any]:
     heads = c.num_kv_heads if c.new_decoder_architecture else 1
-    return layer_norm(c) | {"attention.head_count_kv": heads, "tensor_data_layout": "jploski", "context_length": 2048}
+    return layer_norm(c) | {
+        "attention.head_count_kv": heads,
+        "tensor_data_layout": "jploski",
+        "context_length": 2048,
+    }
 
 
 def mpt(c: Any) -> dict[str, Any]:
@@ -216,7 +253,10 @@ def gptneox(c: Any) -> dict[str, Any]:
 
 
 def stablelm(c: Any) -> dict[str, Any]:
-    kv = {"attention.head_count_kv": c.num_key_value_heads, "use_parallel_residual": c.use_parallel_residual}
+    kv = {
+        "attention.head_count_kv": c.num_key_value_heads,
+        "use_parallel_residual": c.use_parallel_residual,
+    }
     return partial(c, 0.25) | kv
 
 
@@ -267,7 +307,13 @@ def permuted(c: Any, name: str, tensor: torch.Tensor) -> Tensors:
     if ".experts." in name:
         yield from stacked(c, name, tensor)
         return
-    heads = c.num_attention_heads if "q_proj" in name else c.num_key_value_heads if "k_proj" in name else 0
+    heads = (
+        c.num_attention_heads
+        if "q_proj" in name
+        else c.num_key_value_heads
+        if "k_proj" in name
+        else 0
+    )
     if heads:
         tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     yield name, tensor
@@ -306,7 +352,10 @@ def bloom_tensors(c: Any, name: str, tensor: torch.Tensor) -> Tensors:
 
 
 def transposed(c: Any, name: str, tensor: torch.Tensor) -> Tensors:
-    yield name, tensor.T if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else tensor
+    yield (
+        name,
+        tensor.T if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else tensor,
+    )
 
 
 class NormsTogether:
@@ -321,7 +370,9 @@ class NormsTogether:
             return
         self.seen.append(tensor)
         stem = name.split(".norms.")[0]
-        if len(self.seen) == (c.num_attention_heads if "q_layernorm" in stem else c.num_key_value_heads):
+        if len(self.seen) == (
+            c.num_attention_heads if "q_layernorm" in stem else c.num_key_value_heads
+        ):
             yield f"{stem}.weight", torch.stack(self.seen)
             self.seen.clear()
 
@@ -331,10 +382,14 @@ def llama3_divisors(c: Any) -> Tensors:
     if rope["rope_type"] != "llama3":
         return
     dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    low, high, length = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
+    length = rope["original_max_position_embeddings"]
     divisors = []
     for i in range(0, dim, 2):
-        waves = length / (2 * math.pi * rope["rope_theta"] ** (i / dim))  # turns within the original context
+        waves = length / (
+            2 * math.pi * rope["rope_theta"] ** (i / dim)
+        )  # turns within the original context
         smooth = min(max((waves - low) / (high - low), 0.0), 1.0)
         divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     yield "rope_freqs.weight", torch.tensor(divisors)

@@ -23,20 +23,29 @@ from bloomery.models.load import load
 
 
 def plan(model: Path | str | None, length: int, **wishes: Any) -> Plan:
-    config = Config(str(model) if model else None, device="cpu", threads=1, max_model_len=length, **wishes)
+    config = Config(
+        str(model) if model else None, device="cpu", threads=1, max_model_len=length, **wishes
+    )
     artifact = locate(config.model)
     context = description(artifact).model.context
     return resolve(
-        config, name=artifact.name, path=str(artifact.path), kind=artifact.kind,
-        dtype="float32", device="cpu", context=max(context, length),
-    )  # fmt: skip
+        config,
+        name=artifact.name,
+        path=str(artifact.path),
+        kind=artifact.kind,
+        dtype="float32",
+        device="cpu",
+        context=max(context, length),
+    )
 
 
 def engine(plan: Plan, blocks: int | None = None, executor: Executor | None = None) -> Loop:
     executor = executor or Local()
     capacity = executor.start(plan)
     kv = Blocks(blocks or capacity.blocks, capacity.block_size, plan.prefix_cache)
-    return Loop(Scheduler(kv, capacity.max_batch_tokens, capacity.max_sequences), executor, plan.depth)
+    return Loop(
+        Scheduler(kv, capacity.max_batch_tokens, capacity.max_sequences), executor, plan.depth
+    )
 
 
 def run(loop: Loop, requests: list[Request]) -> dict[str, list[Tokens]]:
@@ -59,19 +68,33 @@ def ids(news: list[Tokens]) -> list[int]:
 
 def logits(model: Path | None, tokens: list[int], length: int) -> torch.Tensor:
     """Every position's logits, the whole prompt in one pass over a fresh cache."""
-    decoder = load(locate(str(model) if model else None), "auto", torch.float32, torch.device("cpu")).decoder
+    decoder = load(
+        locate(str(model) if model else None), "auto", torch.float32, torch.device("cpu")
+    ).decoder
     return decoder_logits(decoder, tokens, length)
 
 
 @torch.inference_mode()
 def decoder_logits(decoder: Decoder, tokens: list[int], length: int) -> torch.Tensor:
     decoder.reach(length)
-    n, size, backend = len(tokens), 16, TorchPaged()
+    n = len(tokens)
+    size = 16
+    backend = TorchPaged()
     blocks = -(-n // size)
-    caches = [torch.zeros(cache_shape(layer.attention, blocks, size)) for layer in decoder.spec.layers]
+    caches = [
+        torch.zeros(cache_shape(layer.attention, blocks, size)) for layer in decoder.spec.layers
+    ]
     every = torch.arange(n)
     step = Ragged(
-        (n,), (n,), int(n == 1), torch.tensor([0, n]), torch.tensor([n]), every, every, torch.arange(blocks)[None], size
+        (n,),
+        (n,),
+        int(n == 1),
+        torch.tensor([0, n]),
+        torch.tensor([n]),
+        every,
+        every,
+        torch.arange(blocks)[None],
+        size,
     )
     hidden = decoder(torch.tensor(tokens), every, every, caches, backend, backend.plan(step))
     return decoder.logits(hidden)

@@ -16,14 +16,18 @@ from bloomery import LLM, SamplingParams
 from tests.parity.cases import CASES, VOCAB, make_checkpoint
 
 PROMPTS = 60
-SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+SCORED = SamplingParams(
+    temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False
+)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe"])
 def test_experts_round_no_more_than_transformers(name: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == name)
     model = make_checkpoint(case, tmp_path)
-    prompts = torch.randint(3, VOCAB, (PROMPTS, case.prompt), generator=torch.Generator().manual_seed(7))
+    prompts = torch.randint(
+        3, VOCAB, (PROMPTS, case.prompt), generator=torch.Generator().manual_seed(7)
+    )
     asked = prompts[:, 1:, None]
     with torch.no_grad():
         exact, theirs = (
@@ -31,16 +35,26 @@ def test_experts_round_no_more_than_transformers(name: str, tmp_path: Path) -> N
             for one in (model, copy.deepcopy(model).bfloat16())
         )
     llm = LLM(
-        str(tmp_path), dtype="bfloat16", device="cpu", threads=1, skip_tokenizer_init=True,
-        kv_cache_gib=0.01, max_sequences=8, max_model_len=case.length,
-    )  # fmt: skip
+        str(tmp_path),
+        dtype="bfloat16",
+        device="cpu",
+        threads=1,
+        skip_tokenizer_init=True,
+        kv_cache_gib=0.01,
+        max_sequences=8,
+        max_model_len=case.length,
+    )
     outs = llm.generate(prompts.tolist(), SCORED, use_tqdm=False)
     llm.close()
     ours = torch.tensor(
         [
-            [entry[id].logprob for entry, id in zip(out.prompt_logprobs[1:], out.prompt_token_ids[1:], strict=True)]
+            [
+                entry[id].logprob
+                for entry, id in zip(out.prompt_logprobs[1:], out.prompt_token_ids[1:], strict=True)
+            ]
             for out in outs
         ]
     )
-    far, allowed = (ours - exact).abs(), (theirs - exact).abs()
+    far = (ours - exact).abs()
+    allowed = (theirs - exact).abs()
     assert 0 < far.median() <= allowed.median() and far.mean() <= 1.5 * allowed.mean()

@@ -19,7 +19,9 @@ SHOWN = [case for case in CASES if case.name in NAMES]
 
 
 @pytest.fixture(scope="module", params=SHOWN, ids=lambda case: case.name)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Path, Any]:
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Case, Path, Any]:
     folder = tmp_path_factory.mktemp("checkpoint")
     return request.param, folder, make_checkpoint(request.param, folder)
 
@@ -43,10 +45,20 @@ def test_embeddings_beside_answers(made: tuple[Case, Path, Any]) -> None:
     prompts = [stem + random_tokens(4, seed=i) for i in range(2, 5)]
     blocks = -(-(case.prompt + 8) // 4) * 2 + 1  # for two sequences: others wait or are preempted
     loop = engine(
-        plan(folder, case.prompt + 8, block_size=4, max_batch_tokens=7, max_sequences=5, kv_cache_gib=0.01), blocks
+        plan(
+            folder,
+            case.prompt + 8,
+            block_size=4,
+            max_batch_tokens=7,
+            max_sequences=5,
+            kv_cache_gib=0.01,
+        ),
+        blocks,
     )
     run(loop, [greedy("before", prompts[0], 2)])  # leaves its prefix in the cache
-    wishes: list[tuple[list[int], Pooling]] = [(prompt, kind) for prompt in prompts for kind in ("mean", "last")]
+    wishes: list[tuple[list[int], Pooling]] = [
+        (prompt, kind) for prompt in prompts for kind in ("mean", "last")
+    ]
     wishes += [
         (prompts[0][:1], "mean"),
         (random_tokens(case.prompt + 8, seed=9), "last"),
@@ -59,7 +71,9 @@ def test_embeddings_beside_answers(made: tuple[Case, Path, Any]) -> None:
     for request, (prompt, kind) in zip(asked, wishes, strict=True):
         assert far(news[request.id], reference(model, prompt, kind)) < 1e-5, (request.id, kind)
     assert ids(news["answer"]) == reference_greedy(model, prompts[1], 6)
-    assert news["0"][0].cached == 0 and news["1"][0].cached > 0, "a mean needs every position, a last token does not"
+    assert news["0"][0].cached == 0 and news["1"][0].cached > 0, (
+        "a mean needs every position, a last token does not"
+    )
     assert loop.scheduler.blocks.available == blocks
 
 
@@ -67,7 +81,9 @@ def test_a_preempted_mean_begins_anew(made: tuple[Case, Path, Any]) -> None:
     """It crawls along, a position a step, beside an answer that outgrows the cache: half a sum is lost with its row."""
     case, folder, model = made
     prompt = random_tokens(24, seed=3)
-    loop = engine(plan(folder, 24, block_size=4, max_batch_tokens=2, max_sequences=2, kv_cache_gib=0.01), 7)
+    loop = engine(
+        plan(folder, 24, block_size=4, max_batch_tokens=2, max_sequences=2, kv_cache_gib=0.01), 7
+    )
     request = embedding_request(prompt, "mean", id="0", vocab=VOCAB, max_length=24)
     news = run(loop, [greedy("answer", prompt[:4], 20), request])
     assert far(news["0"], reference(model, prompt, "mean")) < 1e-5

@@ -19,7 +19,9 @@ TOKENS = 32
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Path, Any]:
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Case, Path, Any]:
     folder = tmp_path_factory.mktemp("checkpoint")
     return request.param, folder, make_checkpoint(request.param, folder)
 
@@ -41,7 +43,9 @@ def reference_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
         answer = model(torch.tensor([prompt]), use_cache=True)
         out = [int(answer.logits[0, -1].argmax())]
         while len(out) < count:
-            answer = model(torch.tensor([[out[-1]]]), past_key_values=answer.past_key_values, use_cache=True)
+            answer = model(
+                torch.tensor([[out[-1]]]), past_key_values=answer.past_key_values, use_cache=True
+            )
             out.append(int(answer.logits[0, -1].argmax()))
     return out
 
@@ -56,7 +60,10 @@ def test_greedy_through_the_engine(made: tuple[Case, Path, Any]) -> None:
     served = min(case.length, longest) if case.length < longest else case.length
     count = min(TOKENS, served - case.prompt)
     small = -(-longest // 4) + 2 * -(-longest // 8)  # room for about two sequences
-    loop = engine(plan(folder, served, block_size=4, max_batch_tokens=7, max_sequences=5, kv_cache_gib=0.01), small)
+    loop = engine(
+        plan(folder, served, block_size=4, max_batch_tokens=7, max_sequences=5, kv_cache_gib=0.01),
+        small,
+    )
     first = run(loop, [greedy("0", prompts[0], count)])
     rest = run(loop, [greedy(str(i), prompts[i], count) for i in range(1, 5)])
     for i, prompt_news in enumerate([first["0"], *rest.values()]):

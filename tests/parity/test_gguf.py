@@ -56,7 +56,9 @@ class Written:
         return self.case.name
 
 
-def written(name: str, config: Any, /, readable: bool = False, extra: Any = (), **values: Any) -> Written:
+def written(
+    name: str, config: Any, /, readable: bool = False, extra: Any = (), **values: Any
+) -> Written:
     return Written(case(name, config, **values), readable, dict(extra))
 
 
@@ -79,27 +81,52 @@ CASES = [
     written("llama-linear", tf.LlamaConfig, **GROUPED, **LINEAR),
     written("llama-llama3", tf.LlamaConfig, **WIDE, **rope("llama3", 500.0, **LLAMA3)),
     written("llama-yarn", tf.LlamaConfig, **WIDE, **rope("yarn", 500.0, **YARN, beta_fast=8.0)),
-    written("llama-yarn-gain", tf.LlamaConfig, **WIDE, **rope("yarn", 500.0, **YARN, attention_factor=1.5)),
+    written(
+        "llama-yarn-gain",
+        tf.LlamaConfig,
+        **WIDE,
+        **rope("yarn", 500.0, **YARN, attention_factor=1.5),
+    ),
     written("mistral", tf.MistralConfig, **WIDE, sliding_window=None),
-    written("mistral-window", tf.MistralConfig, **GROUPED, sliding_window=5, extra={"attention.sliding_window": 5}),
+    written(
+        "mistral-window",
+        tf.MistralConfig,
+        **GROUPED,
+        sliding_window=5,
+        extra={"attention.sliding_window": 5},
+    ),
     written("mixtral", tf.MixtralConfig, **GROUPED, num_local_experts=4),
     written("qwen2", tf.Qwen2Config, True, **GROUPED),
-    written("qwen2-yarn", tf.Qwen2Config, **GROUPED, tie_word_embeddings=True, **rope("yarn", 500.0, **YARN)),
+    written(
+        "qwen2-yarn",
+        tf.Qwen2Config,
+        **GROUPED,
+        tie_word_embeddings=True,
+        **rope("yarn", 500.0, **YARN),
+    ),
     written(
         "qwen2_moe",
         tf.Qwen2MoeConfig,
         True,
-        **GROUPED | SPARSE | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+        **GROUPED
+        | SPARSE
+        | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
     ),
     written("qwen3", tf.Qwen3Config, True, **GROUPED | {"head_dim": 128}),
     written("qwen3-biased", tf.Qwen3Config, **WIDE, attention_bias=True, tie_word_embeddings=True),
     written(
-        "qwen3_moe", tf.Qwen3MoeConfig, True, **WIDE | SPARSE | {"moe_intermediate_size": 768}, norm_topk_prob=True
+        "qwen3_moe",
+        tf.Qwen3MoeConfig,
+        True,
+        **WIDE | SPARSE | {"moe_intermediate_size": 768},
+        norm_topk_prob=True,
     ),
     written("gemma", tf.GemmaConfig, **WIDE),
     written("gemma2", tf.Gemma2Config, True, **GEMMA),
     written(
-        "gemma2-capped", tf.Gemma2Config, **GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+        "gemma2-capped",
+        tf.Gemma2Config,
+        **GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     ),
     written("gemma3", tf.Gemma3TextConfig, True, **GEMMA | {"num_hidden_layers": 7}),
     written(
@@ -113,23 +140,52 @@ CASES = [
     written("phi2", tf.PhiConfig, **PLAIN | {"intermediate_size": 128}),
     written("phi3", tf.Phi3Config, True, **GROUPED),
     written("phi3-window", tf.Phi3Config, **GROUPED, sliding_window=5, partial_rotary_factor=0.5),
-    written("phi3-longrope-short", tf.Phi3Config, length=64, **PHI3_LONG, **rope("longrope", **LONG)),
-    written("phi3-longrope-long", tf.Phi3Config, prompt=72, **PHI3_LONG, **rope("longrope", **LONG)),
+    written(
+        "phi3-longrope-short", tf.Phi3Config, length=64, **PHI3_LONG, **rope("longrope", **LONG)
+    ),
+    written(
+        "phi3-longrope-long", tf.Phi3Config, prompt=72, **PHI3_LONG, **rope("longrope", **LONG)
+    ),
     written("starcoder", tf.GPTBigCodeConfig, **GPT),
     written("starcoder2", tf.Starcoder2Config, True, **GROUPED),
-    written("starcoder2-unbiased", tf.Starcoder2Config, **GROUPED, use_bias=False, tie_word_embeddings=False),
+    written(
+        "starcoder2-unbiased",
+        tf.Starcoder2Config,
+        **GROUPED,
+        use_bias=False,
+        tie_word_embeddings=False,
+    ),
     written("bloom", tf.BloomConfig, True, **BLOOM),
-    written("bloom-untied", tf.BloomConfig, **BLOOM | {"hidden_size": 48, "n_head": 6}, tie_word_embeddings=False),
+    written(
+        "bloom-untied",
+        tf.BloomConfig,
+        **BLOOM | {"hidden_size": 48, "n_head": 6},
+        tie_word_embeddings=False,
+    ),
     written("falcon-7b", tf.FalconConfig, True, **FALCON),
     written("falcon-40b", tf.FalconConfig, **NEW_FALCON),
-    written("falcon-11b", tf.FalconConfig, **NEW_FALCON, num_ln_in_parallel_attn=1, tie_word_embeddings=False),
+    written(
+        "falcon-11b",
+        tf.FalconConfig,
+        **NEW_FALCON,
+        num_ln_in_parallel_attn=1,
+        tie_word_embeddings=False,
+    ),
     written("mpt", tf.MptConfig, **MPT),
     written("mpt-clip", tf.MptConfig, **MPT, attn_config={"clip_qkv": 0.5}),
     written("gpt2", tf.GPT2Config, True, **GPT | {"n_positions": 1024}),
     written("gptneox", tf.GPTNeoXConfig, **PLAIN | {"hidden_size": 64}),
-    written("gptneox-sequential", tf.GPTNeoXConfig, **PLAIN, use_parallel_residual=False, rotary_pct=1.0),
+    written(
+        "gptneox-sequential", tf.GPTNeoXConfig, **PLAIN, use_parallel_residual=False, rotary_pct=1.0
+    ),
     written("stablelm", tf.StableLmConfig, True, **QUARTER),
-    written("stablelm-biased", tf.StableLmConfig, **QUARTER, use_qkv_bias=True, use_parallel_residual=True),
+    written(
+        "stablelm-biased",
+        tf.StableLmConfig,
+        **QUARTER,
+        use_qkv_bias=True,
+        use_parallel_residual=True,
+    ),
     written("stablelm-normed", tf.StableLmConfig, **QUARTER, qk_layernorm=True),
     written("command-r", tf.CohereConfig, **GROUPED),
     written("command-r-normed", tf.CohereConfig, **GROUPED, use_qk_norm=True),
@@ -141,7 +197,9 @@ CASES = [
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Written, Path, Any]:
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Written, Path, Any]:
     folder = tmp_path_factory.mktemp("checkpoint")
     model = make_checkpoint(request.param.case, folder)
     gguf_writer.write(model, folder / "model.gguf", extra=request.param.extra)

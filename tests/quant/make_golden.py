@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 OUT = Path(__file__).parent.parent / "golden" / "quant.safetensors"
-ROWS, WIDTH, GROUP = 32, 64, 32
+ROWS = 32
+WIDTH = 64
+GROUP = 32
 
 
 def module(file: Path) -> ModuleType:
@@ -35,9 +37,14 @@ def bitsandbytes(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     for kind in ("nf4", "fp4"):
         for nested in (False, True):
             name = f"bnb-{kind}{'-nested' if nested else ''}"
-            codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=nested)
+            codes, state = bnb.quantize_4bit(
+                weight, blocksize=64, quant_type=kind, compress_statistics=nested
+            )
             found[f"{name}/weight"] = codes
-            found |= {f"{name}/weight.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
+            found |= {
+                f"{name}/weight.{part}": tensor
+                for part, tensor in state.as_dict(packed=True).items()
+            }
             found[f"{name}/means"] = bnb.dequantize_4bit(codes, state)
     codes, largest, _ = bnb.int8_vectorwise_quant(weight.half())
     found |= {"bnb-int8/weight": codes, "bnb-int8/SCB": largest}
@@ -83,13 +90,17 @@ def gptq(folder: Path, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         linear = torch.nn.Linear(WIDTH, ROWS, bias=False).half()
         linear.weight.data = weight.half()
         groups = weight.unflatten(1, (-1, GROUP))
-        low, high = groups.amin(-1), groups.amax(-1)
+        low = groups.amin(-1)
+        high = groups.amax(-1)
         scales = ((high - low) / (2**bits - 1)).half()
         zeros = (-low / scales).round().clamp(1, 2**bits - 1)
         made = library.QuantLinear(bits, GROUP, WIDTH, ROWS, False)
         made.pack(linear, scales.float(), zeros.float(), torch.arange(WIDTH) // GROUP)
         name = f"gptq-{bits}"
-        found |= {f"{name}/{part}": getattr(made, part) for part in ("qweight", "qzeros", "scales", "g_idx")}
+        found |= {
+            f"{name}/{part}": getattr(made, part)
+            for part in ("qweight", "qzeros", "scales", "g_idx")
+        }
         found[f"{name}/means"] = made(torch.eye(WIDTH).half()).T.contiguous()
     return found
 

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-Packed = tuple[dict[str, torch.Tensor], torch.Tensor]  # by suffix of the module's name; what they mean
+Packed = tuple[
+    dict[str, torch.Tensor], torch.Tensor
+]  # by suffix of the module's name; what they mean
 
 
 @dataclass(frozen=True)
@@ -32,27 +34,38 @@ def stream(numbers: list[int], bits: int) -> list[int]:
 
 def signed(words: list[list[int]]) -> torch.Tensor:
     return torch.tensor(
-        [[word - (1 << 32) if word >> 31 else word for word in line] for line in words], dtype=torch.int32
+        [[word - (1 << 32) if word >> 31 else word for word in line] for line in words],
+        dtype=torch.int32,
     )
 
 
-def grid(weight: torch.Tensor, bits: int, index: torch.Tensor, lowest: int = 0) -> tuple[torch.Tensor, ...]:
+def grid(
+    weight: torch.Tensor, bits: int, index: torch.Tensor, lowest: int = 0
+) -> tuple[torch.Tensor, ...]:
     """Codes [out, in], scales and zeros [out, groups], and the values; the group of a column is index[column]."""
-    groups, top = int(index.max()) + 1, 2**bits - 1
-    scales, zeros = torch.empty(len(weight), groups), torch.empty(len(weight), groups, dtype=torch.long)
-    codes, values = torch.empty(weight.shape, dtype=torch.long), torch.empty_like(weight)
+    groups = int(index.max()) + 1
+    top = 2**bits - 1
+    scales = torch.empty(len(weight), groups)
+    zeros = torch.empty(len(weight), groups, dtype=torch.long)
+    codes = torch.empty(weight.shape, dtype=torch.long)
+    values = torch.empty_like(weight)
     for g in range(groups):
         mine = index == g
         block = weight[:, mine]
-        low, high = block.amin(1).clamp(max=0), block.amax(1).clamp(min=0)
+        low = block.amin(1).clamp(max=0)
+        high = block.amax(1).clamp(min=0)
         scales[:, g] = ((high - low) / top).half().float().clamp(min=1e-6)
         zeros[:, g] = (-low / scales[:, g]).round().clamp(lowest, top)
-        codes[:, mine] = (block / scales[:, g, None] + zeros[:, g, None]).round().clamp(0, top).long()
+        codes[:, mine] = (
+            (block / scales[:, g, None] + zeros[:, g, None]).round().clamp(0, top).long()
+        )
         values[:, mine] = (codes[:, mine] - zeros[:, g, None]) * scales[:, g, None]
     return codes, scales, zeros, values
 
 
-def gptq(bits: int, group: int, act_order: bool = False, version: int = 1) -> Callable[[torch.Tensor], Packed]:
+def gptq(
+    bits: int, group: int, act_order: bool = False, version: int = 1
+) -> Callable[[torch.Tensor], Packed]:
     def pack(weight: torch.Tensor) -> Packed:
         width = weight.shape[1]
         index = torch.arange(width) // (width if group == -1 else group)
@@ -76,7 +89,13 @@ def awq(group: int) -> Callable[[torch.Tensor], Packed]:
 
     def woven(lines: list[list[int]]) -> torch.Tensor:
         return signed(
-            [[sum(line[at + order[i]] << 4 * i for i in range(8)) for at in range(0, len(line), 8)] for line in lines]
+            [
+                [
+                    sum(line[at + order[i]] << 4 * i for i in range(8))
+                    for at in range(0, len(line), 8)
+                ]
+                for line in lines
+            ]
         )
 
     def pack(weight: torch.Tensor) -> Packed:
@@ -87,23 +106,29 @@ def awq(group: int) -> Callable[[torch.Tensor], Packed]:
     return pack
 
 
-def words(bits: int, group: int, symmetric: bool, act_order: bool = False) -> Callable[[torch.Tensor], Packed]:
+def words(
+    bits: int, group: int, symmetric: bool, act_order: bool = False
+) -> Callable[[torch.Tensor], Packed]:
     """compressed-tensors, pack-quantized."""
 
     def pack(weight: torch.Tensor) -> Packed:
-        (rows, width), middle = weight.shape, 2 ** (bits - 1)
+        (rows, width) = weight.shape
+        middle = 2 ** (bits - 1)
         index = torch.arange(width) // (width if group == -1 else group)
         if act_order:
             index = index[torch.randperm(width, generator=torch.Generator().manual_seed(1))]
         if symmetric:
             groups = int(index.max()) + 1
             scales = (
-                torch.stack([weight[:, index == g].abs().amax(1) / (middle - 1) for g in range(groups)], 1)
+                torch.stack(
+                    [weight[:, index == g].abs().amax(1) / (middle - 1) for g in range(groups)], 1
+                )
                 .half()
                 .float()
             )
             codes = (weight / scales[:, index]).round().clamp(-middle, middle - 1).long() + middle
-            zeros, values = torch.full_like(scales, middle).long(), (codes - middle) * scales[:, index]
+            zeros = torch.full_like(scales, middle).long()
+            values = (codes - middle) * scales[:, index]
         else:
             codes, scales, zeros, values = grid(weight, bits, index)
         tensors = {
@@ -112,7 +137,9 @@ def words(bits: int, group: int, symmetric: bool, act_order: bool = False) -> Ca
             "weight_shape": torch.tensor([rows, width]),
         }
         if not symmetric:
-            tensors["weight_zero_point"] = signed([stream(column, bits) for column in zeros.T.tolist()]).T.contiguous()
+            tensors["weight_zero_point"] = signed(
+                [stream(column, bits) for column in zeros.T.tolist()]
+            ).T.contiguous()
         if act_order:
             tensors["weight_g_idx"] = index.int()
         return tensors, values
@@ -129,7 +156,10 @@ def bytes_of(strategy: str, asymmetric: bool = False) -> Callable[[torch.Tensor]
         scale = largest / 100
         zero = torch.full_like(scale, 5 if asymmetric else 0).round()
         codes = (weight / scale + zero).round().clamp(-128, 127)
-        tensors = {"weight": codes.to(torch.int8), "weight_scale": scale.reshape(1) if whole else scale}
+        tensors = {
+            "weight": codes.to(torch.int8),
+            "weight_scale": scale.reshape(1) if whole else scale,
+        }
         if asymmetric:
             tensors["weight_zero_point"] = zero.to(torch.int8)
         return tensors, (codes - zero) * scale
@@ -162,7 +192,9 @@ def float8(strategy: str, name: str = "weight_scale") -> Callable[[torch.Tensor]
 
 
 def mxfp4(codes_name: str, scales_name: str) -> Callable[[torch.Tensor], Packed]:
-    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+    table = torch.tensor(
+        [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+    )
 
     def pack(weight: torch.Tensor) -> Packed:
         blocks = weight.unflatten(1, (-1, 32))
@@ -180,20 +212,34 @@ def mxfp4(codes_name: str, scales_name: str) -> Callable[[torch.Tensor], Packed]
 def bnb8(weight: torch.Tensor) -> Packed:
     largest = weight.abs().amax(1)
     codes = (weight * (127 / largest[:, None])).round()
-    tensors = {"weight": codes.to(torch.int8), "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    tensors = {
+        "weight": codes.to(torch.int8),
+        "SCB": largest,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
     return tensors, codes * (largest[:, None] / 127)
 
 
 def scheme(form: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
-        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": ["lm_head"],
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
 def gptq_config(bits: int, group: int = 32, **more: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": False, **more}
+    return {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "desc_act": False,
+        "sym": False,
+        **more,
+    }
 
 
 V2 = {"checkpoint_format": "gptq_v2"}
@@ -207,28 +253,54 @@ CASES: dict[str, Case] = {
     "gptq-3": Case(gptq_config(3) | V2, gptq(3, 32, version=2)),
     "gptq-3-act-order": Case(gptq_config(3) | V2, gptq(3, 32, act_order=True, version=2)),
     "gptq-8": Case(gptq_config(8), gptq(8, 32)),
-    "awq": Case({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq(32)),
-    "w4a16": Case(scheme("pack-quantized", num_bits=4, type="int", strategy="group"), words(4, 32, True)),
-    "w4a16-zeros": Case(scheme("pack-quantized", num_bits=4, type="int", symmetric=False), words(4, 32, False)),
-    "w4a16-act-order": Case(scheme("pack-quantized", num_bits=4, type="int"), words(4, 32, True, act_order=True)),
-    "w8a16": Case(scheme("pack-quantized", num_bits=8, type="int", strategy="channel"), words(8, -1, True)),
-    "w8a8": Case(scheme("int-quantized", num_bits=8, type="int", strategy="channel"), bytes_of("channel")),
-    "w8a8-zeros": Case(scheme("int-quantized", num_bits=8, type="int"), bytes_of("channel", asymmetric=True)),
-    "naive": Case(scheme("naive-quantized", num_bits=8, type="int", strategy="tensor"), bytes_of("tensor")),
-    "float8-row": Case(scheme("float-quantized", num_bits=8, type="float", strategy="channel"), float8("row")),
-    "float8-tensor": Case(scheme("float-quantized", num_bits=8, type="float", strategy="tensor"), float8("tensor")),
+    "awq": Case(
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+        awq(32),
+    ),
+    "w4a16": Case(
+        scheme("pack-quantized", num_bits=4, type="int", strategy="group"), words(4, 32, True)
+    ),
+    "w4a16-zeros": Case(
+        scheme("pack-quantized", num_bits=4, type="int", symmetric=False), words(4, 32, False)
+    ),
+    "w4a16-act-order": Case(
+        scheme("pack-quantized", num_bits=4, type="int"), words(4, 32, True, act_order=True)
+    ),
+    "w8a16": Case(
+        scheme("pack-quantized", num_bits=8, type="int", strategy="channel"), words(8, -1, True)
+    ),
+    "w8a8": Case(
+        scheme("int-quantized", num_bits=8, type="int", strategy="channel"), bytes_of("channel")
+    ),
+    "w8a8-zeros": Case(
+        scheme("int-quantized", num_bits=8, type="int"), bytes_of("channel", asymmetric=True)
+    ),
+    "naive": Case(
+        scheme("naive-quantized", num_bits=8, type="int", strategy="tensor"), bytes_of("tensor")
+    ),
+    "float8-row": Case(
+        scheme("float-quantized", num_bits=8, type="float", strategy="channel"), float8("row")
+    ),
+    "float8-tensor": Case(
+        scheme("float-quantized", num_bits=8, type="float", strategy="tensor"), float8("tensor")
+    ),
     "fp8-tensor": Case(FP8 | {"activation_scheme": "static"}, float8("tensor")),
     "fp8-row": Case({"quant_method": "fbgemm_fp8"}, float8("row")),
-    "fp8-squares": Case(FP8 | {"weight_block_size": [128, 128]}, float8("square", "weight_scale_inv")),
+    "fp8-squares": Case(
+        FP8 | {"weight_block_size": [128, 128]}, float8("square", "weight_scale_inv")
+    ),
     "mxfp4": Case({"quant_method": "mxfp4"}, mxfp4("weight_blocks", "weight_scales")),
-    "mxfp4-packed": Case(scheme("mxfp4-pack-quantized", num_bits=4), mxfp4("weight_packed", "weight_scale")),
+    "mxfp4-packed": Case(
+        scheme("mxfp4-pack-quantized", num_bits=4), mxfp4("weight_packed", "weight_scale")
+    ),
     "bitsandbytes-8": Case({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb8),
-}  # fmt: skip
+}
 
 
 def repack(origin: Path, out: Path, meant: Path, case: Case, chosen: Callable[[str], bool]) -> None:
     """`out`: the checkpoint with its chosen modules packed. `meant`: the same numbers in full precision."""
-    tensors, values = load_file(origin / "model.safetensors"), {}
+    tensors = load_file(origin / "model.safetensors")
+    values = {}
     packed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
@@ -238,7 +310,13 @@ def repack(origin: Path, out: Path, meant: Path, case: Case, chosen: Callable[[s
         else:
             packed[name] = values[name] = tensor
     config = json.loads((origin / "config.json").read_text())
-    for folder, content, more in ((out, packed, {"quantization_config": case.config}), (meant, values, {})):
+    for folder, content, more in (
+        (out, packed, {"quantization_config": case.config}),
+        (meant, values, {}),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({key: value.contiguous().clone() for key, value in content.items()}, folder / "model.safetensors")
+        save_file(
+            {key: value.contiguous().clone() for key, value in content.items()},
+            folder / "model.safetensors",
+        )
         (folder / "config.json").write_text(json.dumps(config | more))

@@ -31,10 +31,15 @@ def answer(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_served_like_the_numbers_it_stands_for(name: str, llama: Path, tmp_path: Path) -> None:
-    packed, meant = tmp_path / "packed", tmp_path / "meant"
+    packed = tmp_path / "packed"
+    meant = tmp_path / "meant"
     # One module of a layer is left alone, as exceptions are: it stands beside packed ones in the same product.
     repack(
-        llama, packed, meant, CASES[name], lambda module: ".layers." in module and "0.self_attn.k_proj" not in module
+        llama,
+        packed,
+        meant,
+        CASES[name],
+        lambda module: ".layers." in module and "0.self_attn.k_proj" not in module,
     )
     want = logits(meant, PROMPT, 48)
     got = logits(packed, PROMPT, 48)

@@ -23,7 +23,10 @@ from tests.parity.serve import decoder_logits
 from tests.quant.test_checkpoints import PROMPT, answer, llama  # noqa: F401  # a fixture
 
 CPU = torch.device("cpu")
-SAMPLES = [torch.randint(3, 101, (40,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(4)]
+SAMPLES = [
+    torch.randint(3, 101, (40,), generator=torch.Generator().manual_seed(i)).tolist()
+    for i in range(4)
+]
 
 
 class Stopped(Exception):
@@ -48,17 +51,25 @@ def test_reads_again_as_when_rounded_on_load(form: str, llama: Path, tmp_path: P
     converted(llama, tmp_path / "out", Wish(form, group=32))
     written = load(locate(str(tmp_path / "out")), "auto", torch.float32, CPU)
     assert not written.notes, written.notes
-    rounded = load(locate(str(llama)), "auto", torch.float32, CPU, quantize={"int4": "int4-64"}.get(form, form))
+    rounded = load(
+        locate(str(llama)), "auto", torch.float32, CPU, quantize={"int4": "int4-64"}.get(form, form)
+    )
     for ours, theirs in zip(written.decoder.layers, rounded.decoder.layers, strict=True):
-        got, want = (layer.attention.out.matrix.gather(torch.arange(128)) for layer in (ours, theirs))
-        close = 0.15 if form == "int4" else 2e-2 if form == "nf4" else 1e-6  # other groups; magnitudes twice rounded
+        got, want = (
+            layer.attention.out.matrix.gather(torch.arange(128)) for layer in (ours, theirs)
+        )
+        close = (
+            0.15 if form == "int4" else 2e-2 if form == "nf4" else 1e-6
+        )  # other groups; magnitudes twice rounded
         assert (got - want).norm() <= close * want.norm()
     assert not (tmp_path / "out" / "unfinished.json").exists()
     assert len(answer(tmp_path / "out")) == 24
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-def test_gptq_goes_on_where_it_was_interrupted(act_order: bool, llama: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_gptq_goes_on_where_it_was_interrupted(
+    act_order: bool, llama: Path, tmp_path: Path
+) -> None:  # noqa: F811
     wish = Wish("gptq", group=32, act_order=act_order)
     converted(llama, tmp_path / "whole", wish)
     with pytest.raises(Stopped):
@@ -88,7 +99,8 @@ def test_gptq_is_nearer_than_plain_rounding() -> None:
     torch.manual_seed(0)
     mix = torch.randn(64, 64) * torch.logspace(0, -2, 64)  # inputs that have to do with each other
     x = torch.randn(500, 64) @ mix
-    weight, hessian = torch.randn(48, 64), x.T @ x
+    weight = torch.randn(48, 64)
+    hessian = x.T @ x
     plain = int4(weight, 4, 32).dequantize()
     least = excess(plain - weight, weight, hessian)
     for act_order in (False, True):
@@ -119,9 +131,16 @@ def test_a_folder_with_something_else_is_left_alone(llama: Path, tmp_path: Path)
 
 
 def test_sizes_a_format_cannot_say_are_refused_before_any_work(llama: Path, tmp_path: Path) -> None:  # noqa: F811
-    with pytest.raises(ConfigError, match=r"down_proj: 160 columns are not groups of 128; try --group 32"):
+    with pytest.raises(
+        ConfigError, match=r"down_proj: 160 columns are not groups of 128; try --group 32"
+    ):
         converted(llama, tmp_path / "out", Wish("int4"))
-    sizes = {"hidden_size": 100, "num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 136}
+    sizes = {
+        "hidden_size": 100,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "intermediate_size": 136,
+    }
     odd = transformers.LlamaConfig(vocab_size=101, num_hidden_layers=1, **sizes)
     transformers.LlamaForCausalLM(odd).save_pretrained(tmp_path / "odd")
     for form, said in (
@@ -142,30 +161,50 @@ def test_a_group_a_row(form: str, llama: Path, tmp_path: Path) -> None:  # noqa:
     written = load(locate(str(tmp_path / "out")), "auto", torch.float32, CPU)
     plain = load(locate(str(llama)), "auto", torch.float32, CPU)
     for ours, theirs in zip(written.decoder.layers, plain.decoder.layers, strict=True):
-        got, want = (layer.attention.out.matrix.gather(torch.arange(128)) for layer in (ours, theirs))
+        got, want = (
+            layer.attention.out.matrix.gather(torch.arange(128)) for layer in (ours, theirs)
+        )
         assert (got - want).norm() <= 0.2 * want.norm()
 
 
 def test_columns_no_text_has_reached_keep_their_values() -> None:
     torch.manual_seed(0)
-    weight, x = torch.randn(32, 64), torch.randn(100, 64)
+    weight = torch.randn(32, 64)
+    x = torch.randn(100, 64)
     x[:, 10:20] = 0
     solved = solve(weight, x.T @ x, 8, 32)
     values = (solved.codes.float() - 128) * solved.scale[:, solved.groups.long()]
     assert (values - weight)[:, 10:20].norm() < 0.02 * weight[:, 10:20].norm()
 
 
-def test_from_the_command_line(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_from_the_command_line(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # noqa: F811
     shutil.copytree(llama, tmp_path / "model")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0")
+    )
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "model" / "tokenizer.json"))
     (tmp_path / "text").write_text(" ".join(f"w{i * i % 101}" for i in range(200)))
-    order = ["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "gptq", "--group", "32"]
+    order = [
+        "quantize",
+        str(tmp_path / "model"),
+        str(tmp_path / "out"),
+        "--format",
+        "gptq",
+        "--group",
+        "32",
+    ]
     assert main(order) == 1 and "gptq needs --calibration" in capsys.readouterr().err
-    assert main([*order, "--calibration", str(tmp_path / "text"), "--length", "50", "--device", "cpu"]) == 0
+    assert (
+        main([*order, "--calibration", str(tmp_path / "text"), "--length", "50", "--device", "cpu"])
+        == 0
+    )
     assert (tmp_path / "out" / "tokenizer.json").is_file()
-    assert main(["quantize", str(tmp_path / "out"), str(tmp_path / "twice"), "--format", "int8"]) == 1
+    assert (
+        main(["quantize", str(tmp_path / "out"), str(tmp_path / "twice"), "--format", "int8"]) == 1
+    )
     assert "is packed by gptq already" in capsys.readouterr().err
 
 
@@ -178,18 +217,35 @@ def test_what_cannot_be_honoured_is_said_at_once(
     (tmp_path / "octets").write_bytes(b"\xff\xfe\xff")
     gptq = ["--format", "gptq", "--calibration", str(tmp_path / "empty")]
     for options, said in (
-        (["--format", "int8", "--bits", "3", "--act-order"], "--bits, --act-order: for gptq; int8 has no such choice"),
+        (
+            ["--format", "int8", "--bits", "3", "--act-order"],
+            "--bits, --act-order: for gptq; int8 has no such choice",
+        ),
         (["--format", "nf4", "--group", "64"], "--group: for gptq and int4"),
-        (["--format", "int4", "--group", "0"], "--group must be -1, which is a whole row, or at least 16, not 0"),
+        (
+            ["--format", "int4", "--group", "0"],
+            "--group must be -1, which is a whole row, or at least 16, not 0",
+        ),
         ([*gptq, "--samples", "0"], "--samples must be at least 1"),
         ([*gptq, "--damping", "nan"], "--damping must be above 0"),
         (gptq, "empty: is empty"),
-        (["--format", "gptq", "--calibration", str(tmp_path / "octets")], "octets: is not a file of text in UTF-8"),
-        (["--format", "gptq", "--calibration", str(tmp_path / "none")], "none: is not a file of text in UTF-8"),
+        (
+            ["--format", "gptq", "--calibration", str(tmp_path / "octets")],
+            "octets: is not a file of text in UTF-8",
+        ),
+        (
+            ["--format", "gptq", "--calibration", str(tmp_path / "none")],
+            "none: is not a file of text in UTF-8",
+        ),
         (["--format", "int8", "--device", "gpu"], "device 'gpu' is not known"),
     ):
         assert main(["quantize", str(llama), str(tmp_path / "out"), *options]) == 1
         assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert main(["quantize", str(llama), str(tmp_path / "empty"), "--format", "int8", "--device", "cpu"]) == 1
+    assert (
+        main(
+            ["quantize", str(llama), str(tmp_path / "empty"), "--format", "int8", "--device", "cpu"]
+        )
+        == 1
+    )
     assert "empty: cannot be written: " in capsys.readouterr().err

@@ -22,7 +22,17 @@ from tests.parity.cases import CASES, make_checkpoint
 from tests.parity.serve import decoder_logits
 
 # Fused and grouped QKV, transposed weights, a gated MLP, experts, experts with a shared one.
-NAMES = ("bloom", "gpt2", "falcon-40b", "llama", "mixtral", "qwen2_moe", "gpt_bigcode-mqa", "phi3", "gemma2")
+NAMES = (
+    "bloom",
+    "gpt2",
+    "falcon-40b",
+    "llama",
+    "mixtral",
+    "qwen2_moe",
+    "gpt_bigcode-mqa",
+    "phi3",
+    "gemma2",
+)
 PROMPT = [5, 17, 80, 41, 3, 99, 23, 8, 64, 12]
 CPU = torch.device("cpu")
 
@@ -41,11 +51,14 @@ class InFull:
 def test_every_format_on_load(name: str, tmp_path: Path) -> None:
     make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
     artifact = locate(str(tmp_path))
-    found, source = description(artifact), open_source(artifact)
+    found = description(artifact)
+    source = open_source(artifact)
     plain = load(artifact, "auto", torch.float32, CPU)
     for form, kept in ON_LOAD.items():
         packed = load(artifact, "auto", torch.float32, CPU, quantize=form)
-        weights = Weights(source, as_stored(found.names, source.names()), torch.float32, CPU, InFull(kept))
+        weights = Weights(
+            source, as_stored(found.names, source.names()), torch.float32, CPU, InFull(kept)
+        )
         want = decoder_logits(Decoder(found.model, weights), PROMPT, 16)
         got = decoder_logits(packed.decoder, PROMPT, 16)
         assert (got - want).abs().max() <= 2e-5 * want.abs().max(), form

@@ -20,13 +20,18 @@ from tests.quant.test_law import CPU, stored
 
 GOLDEN = load_file(OUT)
 FORMATS: dict[str, Format] = {
-    "bnb": BitsAndBytes(), "compressed": Compressed(), "awq": Awq(), "gptq": Gptq(first_zero=1),
-}  # fmt: skip
+    "bnb": BitsAndBytes(),
+    "compressed": Compressed(),
+    "awq": Awq(),
+    "gptq": Gptq(first_zero=1),
+}
 NAMES = sorted({name.split("/")[0] for name in GOLDEN if "/" in name})
 
 
 def parts(name: str) -> dict[str, torch.Tensor]:
-    return {key.split("/", 1)[1]: value for key, value in GOLDEN.items() if key.startswith(f"{name}/")}
+    return {
+        key.split("/", 1)[1]: value for key, value in GOLDEN.items() if key.startswith(f"{name}/")
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -36,7 +41,9 @@ def test_reads_what_the_library_wrote(name: str) -> None:
     form = FORMATS[name.split("-")[0]]
     got = stored(form, found, tuple(means.shape)).dense(torch.float32, CPU)
     half = means.dtype == torch.float16  # auto-gptq multiplies in half precision
-    torch.testing.assert_close(got, means.float(), rtol=2e-3 if half else 1e-6, atol=2e-3 if half else 1e-7)
+    torch.testing.assert_close(
+        got, means.float(), rtol=2e-3 if half else 1e-6, atol=2e-3 if half else 1e-7
+    )
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
@@ -52,8 +59,15 @@ def test_rounds_while_loading_as_bitsandbytes_does(kind: str) -> None:
 
 
 def test_writes_what_bitsandbytes_writes() -> None:
-    want, got = parts("bnb-nf4-nested"), nf4_tensors(GOLDEN["weight"], 0, "float32")
-    for part in ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"):
+    want = parts("bnb-nf4-nested")
+    got = nf4_tensors(GOLDEN["weight"], 0, "float32")
+    for part in (
+        "weight",
+        "weight.absmax",
+        "weight.quant_map",
+        "weight.nested_absmax",
+        "weight.nested_quant_map",
+    ):
         assert torch.equal(got[part], want[part]), part
     theirs = parts("bnb-int8")
     ours = int8_tensors(GOLDEN["weight"].half().float(), 0)

@@ -35,9 +35,14 @@ class Held:
     """A checkpoint in memory."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
-        self.tensors = {name: tensor.reshape(1) if tensor.dim() == 0 else tensor for name, tensor in tensors.items()}
+        self.tensors = {
+            name: tensor.reshape(1) if tensor.dim() == 0 else tensor
+            for name, tensor in tensors.items()
+        }
 
-    def tensor(self, name: str, shape: object, transposed: bool = False, expert: int | None = None) -> Stored:
+    def tensor(
+        self, name: str, shape: object, transposed: bool = False, expert: int | None = None
+    ) -> Stored:
         found = self.tensors[name].T if transposed else self.tensors[name]
         assert tuple(found.shape) == tuple(shape), name  # type: ignore[call-overload]
         return Stored.of(found)
@@ -50,7 +55,9 @@ class Held:
 
 
 def stored(form: Format, parts: dict[str, torch.Tensor], shape: tuple[int, ...]) -> Matrix:
-    return form.matrix(Held({f"m.{name}": part for name, part in parts.items()}), Product("m", shape))  # type: ignore[arg-type]
+    return form.matrix(
+        Held({f"m.{name}": part for name, part in parts.items()}), Product("m", shape)
+    )  # type: ignore[arg-type]
 
 
 def on_load(name: str) -> Callable[[torch.Tensor], Matrix]:
@@ -74,13 +81,16 @@ class Kept(Blocks):
 
 def in_blocks(kind: str, weight: torch.Tensor) -> Stored:
     """Columns that fill no block are the first of one."""
-    number, (rows, width) = gguf.GGMLQuantizationType[kind], weight.shape
+    number = gguf.GGMLQuantizationType[kind]
+    (rows, width) = weight.shape
     size, octets = gguf.GGML_QUANT_SIZES[number]
     full = torch.nn.functional.pad(weight, (0, -width % size)).contiguous().numpy()
     raw = gguf_writer.blocks(full, number)
     meant = torch.from_numpy(gguf.quants.dequantize(raw, number))
     coded = Coded(kind, size, octets, Stored.of(torch.from_numpy(raw)))
-    piece = Piece(lambda r, c: meant[slice(*r), slice(*(c or (0, width)))], (0, rows), (0, width), None, coded)
+    piece = Piece(
+        lambda r, c: meant[slice(*r), slice(*(c or (0, width)))], (0, rows), (0, width), None, coded
+    )
     return Stored((piece,), torch.float32)
 
 
@@ -103,8 +113,11 @@ def times(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
 
 def shard(spec: Attention, rank: int, world: int) -> list[Range]:
     """Rows of one rank's q, k and v, inside [all q, all k, all v]."""
-    dim, heads, kv = spec.head_dim, spec.num_heads // world, spec.num_kv_heads // world
-    first_k, first_v = spec.num_heads, spec.num_heads + spec.num_kv_heads
+    dim = spec.head_dim
+    heads = spec.num_heads // world
+    kv = spec.num_kv_heads // world
+    first_k = spec.num_heads
+    first_v = spec.num_heads + spec.num_kv_heads
     spans = ((rank * heads, heads), (first_k + rank * kv, kv), (first_v + rank * kv, kv))
     return [(start * dim, (start + count) * dim) for start, count in spans]
 
@@ -116,10 +129,13 @@ def quantize(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], Matrix]
 
 @pytest.mark.parametrize("kv_heads", [8, 4])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_columns_of_ranks_add_up_to_the_whole(quantize: Callable, kv_heads: int, world: int) -> None:
+def test_columns_of_ranks_add_up_to_the_whole(
+    quantize: Callable, kv_heads: int, world: int
+) -> None:
     torch.manual_seed(0)
     spec = Attention(8, kv_heads, 16)
-    weight, x = torch.randn((8 + 2 * kv_heads) * 16, 64), torch.randn(5, 64)
+    weight = torch.randn((8 + 2 * kv_heads) * 16, 64)
+    x = torch.randn(5, 64)
     sizes = [8 * 16, kv_heads * 16, kv_heads * 16]
     for grouped in (False, True):
         matrix = quantize(weight)
@@ -134,10 +150,13 @@ def test_columns_of_ranks_add_up_to_the_whole(quantize: Callable, kv_heads: int,
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_rows_of_ranks_sum_to_the_whole(quantize: Callable, world: int) -> None:
     torch.manual_seed(1)
-    matrix, x = quantize(torch.randn(64, 512)), torch.randn(5, 512)
+    matrix = quantize(torch.randn(64, 512))
+    x = torch.randn(5, 512)
     width = 512 // world
     parts = [
-        times(matrix.cols(rank * width, (rank + 1) * width), x[:, rank * width : (rank + 1) * width])
+        times(
+            matrix.cols(rank * width, (rank + 1) * width), x[:, rank * width : (rank + 1) * width]
+        )
         for rank in range(world)
     ]
     torch.testing.assert_close(torch.stack(parts).sum(0), times(matrix, x), rtol=1e-4, atol=1e-3)
@@ -145,18 +164,25 @@ def test_rows_of_ranks_sum_to_the_whole(quantize: Callable, world: int) -> None:
 
 def test_cat_stacks_outputs(quantize: Callable) -> None:
     torch.manual_seed(2)
-    parts, x = [quantize(torch.randn(64, 64)) for _ in range(3)], torch.randn(5, 64)
+    parts = [quantize(torch.randn(64, 64)) for _ in range(3)]
+    x = torch.randn(5, 64)
     together = parts[0].cat(parts[1:])
     assert together.shape == (192, 64)
-    torch.testing.assert_close(times(together, x), torch.cat([times(part, x) for part in parts], -1))
+    torch.testing.assert_close(
+        times(together, x), torch.cat([times(part, x) for part in parts], -1)
+    )
 
 
 def test_all_ways_agree(quantize: Callable) -> None:
     """The product, rows gathered as an embedding does, and the numbers in full."""
     torch.manual_seed(3)
-    matrix, x = quantize(torch.randn(160, 256)), torch.randn(3, 256)
-    values, ready = matrix.dense(torch.float32, CPU), matrix.prepare(torch.float32, CPU)
-    torch.testing.assert_close(ready.linear(x, torch.ones(160)), x @ values.T + 1, rtol=1e-5, atol=1e-4)
+    matrix = quantize(torch.randn(160, 256))
+    x = torch.randn(3, 256)
+    values = matrix.dense(torch.float32, CPU)
+    ready = matrix.prepare(torch.float32, CPU)
+    torch.testing.assert_close(
+        ready.linear(x, torch.ones(160)), x @ values.T + 1, rtol=1e-5, atol=1e-4
+    )
     some = torch.tensor([7, 0, 159, 130, 7])
     assert torch.equal(ready.gather(some), values[some])
 
@@ -183,7 +209,9 @@ def test_loading_never_holds_a_dense_matrix() -> None:
     matrix = stored(OnLoad(recording, int8), {"weight": weight}, tuple(weight.shape))
     ready = matrix.rows([(700, 3000), (0, 100)]).prepare(torch.float32, CPU)
     assert len(seen) > 2 and max(seen) <= CACHED and sum(seen) == 2400 * 512
-    assert torch.equal(ready.gather(torch.tensor([2299, 2300])), int4(weight[[2999, 0]]).dequantize())
+    assert torch.equal(
+        ready.gather(torch.tensor([2299, 2300])), int4(weight[[2999, 0]]).dequantize()
+    )
 
 
 def test_formats_have_the_names_the_command_line_knows() -> None:
@@ -192,14 +220,20 @@ def test_formats_have_the_names_the_command_line_knows() -> None:
 
 def test_a_shard_that_cuts_what_belongs_together_is_told_what_would_fit() -> None:
     matrix = FORMATS["int4"](torch.randn(64, 384))
-    with pytest.raises(UnsupportedModel, match="columns 0:100 of 384 .* evenly among 1, 2, 3, 4, 6, 8, 12, 24 devices"):
+    with pytest.raises(
+        UnsupportedModel,
+        match="columns 0:100 of 384 .* evenly among 1, 2, 3, 4, 6, 8, 12, 24 devices",
+    ):
         matrix.cols(0, 100).prepare(torch.float32, CPU)
-    with pytest.raises(UnsupportedModel, match="columns 0:192 of 384 cut through 128 .* among 1, 3 devices"):
+    with pytest.raises(
+        UnsupportedModel, match="columns 0:192 of 384 cut through 128 .* among 1, 3 devices"
+    ):
         FORMATS["fp8-squares"](torch.randn(256, 384)).cols(0, 192).prepare(torch.float32, CPU)
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("int8", 8), ("int4", 4.25), ("int4-64", 4.5), ("int3", 3.5), ("int2", 2.5), ("nf4", 4.19)]
+    ("name", "bits"),
+    [("int8", 8), ("int4", 4.25), ("int4-64", 4.5), ("int3", 3.5), ("int2", 2.5), ("nf4", 4.19)],
 )
 def test_takes_the_bits_it_says(name: str, bits: float) -> None:
     ready = FORMATS[name](torch.randn(512, 1024)).prepare(torch.float32, CPU)
@@ -211,7 +245,9 @@ def test_grouped_rows_are_found_where_they_lie() -> None:
     spec = Attention(6, 2, 4)
     stored = torch.arange((6 + 4) * 4)[:, None].float().expand(-1, 3).contiguous()
     groups = stored.view(2, 5, 4, 3)
-    by_hand = torch.cat([groups[:, :3].reshape(-1, 3), groups[:, 3].reshape(-1, 3), groups[:, 4].reshape(-1, 3)])
+    by_hand = torch.cat(
+        [groups[:, :3].reshape(-1, 3), groups[:, 3].reshape(-1, 3), groups[:, 4].reshape(-1, 3)]
+    )
     got = Stored.of(stored).rows(grouped_ranges(spec)).load(torch.float32, CPU)
     assert torch.equal(got, by_hand)
 

@@ -21,14 +21,28 @@ def started() -> Iterator[None]:
     team().stop()
 
 
-SAID = ["int8", "w8a8", "int4", "int4-64", "int3", "int2", "gptq-4", "gptq-3", "gptq-4-row", "awq", "w4a16"]
+SAID = [
+    "int8",
+    "w8a8",
+    "int4",
+    "int4-64",
+    "int3",
+    "int2",
+    "gptq-4",
+    "gptq-3",
+    "gptq-4-row",
+    "awq",
+    "w4a16",
+]
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_the_same_product(name: str) -> None:
     torch.manual_seed(0)
-    matrix, x = FORMATS[name](torch.randn(96, 256)), torch.randn(5, 256)
-    values, ready = matrix.dense(torch.float32, CPU), matrix.prepare(torch.float32, CPU)
+    matrix = FORMATS[name](torch.randn(96, 256))
+    x = torch.randn(5, 256)
+    values = matrix.dense(torch.float32, CPU)
+    ready = matrix.prepare(torch.float32, CPU)
     assert isinstance(ready, BlocksReady)
     assert (ready.gather(torch.arange(96)) - values).norm() < 1e-3 * values.norm()
     assert (ready.linear(x) - x @ values.T).norm() < 1e-2 * (x @ values.T).norm()
@@ -39,9 +53,11 @@ def test_the_same_product(name: str) -> None:
 def test_what_blocks_cannot_say_is_rounded_to_eight_bits(name: str) -> None:
     """Which costs a tenth of what the format's own rounding did, or less than the inputs' rounding does."""
     torch.manual_seed(0)
-    weight, x = torch.randn(96, 256), torch.randn(5, 256)
+    weight = torch.randn(96, 256)
+    x = torch.randn(5, 256)
     matrix = FORMATS[name](weight)
-    values, ready = matrix.dense(torch.float32, CPU), matrix.prepare(torch.float32, CPU)
+    values = matrix.dense(torch.float32, CPU)
+    ready = matrix.prepare(torch.float32, CPU)
     assert isinstance(ready, BlocksReady)
     assert (ready.gather(torch.arange(96)) - values).norm() < 6e-3 * values.norm()
     assert (ready.linear(x) - x @ values.T).norm() < 1.2e-2 * (x @ values.T).norm()

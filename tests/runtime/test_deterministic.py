@@ -27,15 +27,26 @@ from tests.parity.cases import Case, make_checkpoint
 from tests.parity.gguf_writer import write
 from tests.parity.serve import engine, plan, run
 
-VOCAB, COUNT, LENGTH = 1003, 12, 128
+VOCAB = 1003
+COUNT = 12
+LENGTH = 128
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "pad_token_id": 0,
-}  # fmt: skip
+}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tf.LlamaConfig(**SIZES),
-    "gemma2": lambda: tf.Gemma2Config(**SIZES, head_dim=16, sliding_window=9, attn_logit_softcapping=20.0),
+    "gemma2": lambda: tf.Gemma2Config(
+        **SIZES, head_dim=16, sliding_window=9, attn_logit_softcapping=20.0
+    ),
     "mixtral": lambda: tf.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=128, n_layer=2, n_head=8),
 }
@@ -45,13 +56,21 @@ Answer = tuple[list[int], list[TokenLogprob]]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Loop]:
+def start(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Loop]:
     name, dtype = request.param
     folder: Path = tmp_path_factory.mktemp("checkpoint")
     make_checkpoint(Case(name, MODELS[name]), folder)
 
     def made(blocks: int | None = None, **wishes: Any) -> Loop:
-        wishes = {"max_batch_tokens": 512, "prefix_cache": False, "kv_cache_gib": 0.05, "block_size": 8, **wishes}
+        wishes = {
+            "max_batch_tokens": 512,
+            "prefix_cache": False,
+            "kv_cache_gib": 0.05,
+            "block_size": 8,
+            **wishes,
+        }
         resolved = plan(folder, LENGTH, deterministic=True, dtype=dtype, **wishes)
         return engine(resolved, blocks)
 
@@ -62,7 +81,9 @@ def asked(random: Random, stem: list[int]) -> list[Request]:
     """Some greedy, some drawn, of many lengths, half of them with a common beginning."""
     made = []
     for number in range(6):
-        prompt = stem[: random.choice([0, 24])] + [random.randrange(3, VOCAB) for _ in range(random.randrange(1, 40))]
+        prompt = stem[: random.choice([0, 24])] + [
+            random.randrange(3, VOCAB) for _ in range(random.randrange(1, 40))
+        ]
         sampling = Sampling(temperature=random.choice([0.0, 1.0]), seed=number, logprobs=20)
         made.append(Request(str(number), tuple(prompt), sampling, COUNT))
     return made
@@ -102,21 +123,30 @@ def test_alone_and_in_company(start: Callable[..., Loop]) -> None:
 # what may stand beside the mode: weights of fewer bits, kept as they are stored or made so on loading, a rounded cache,
 # and two ranks
 VARIANTS: dict[str, dict[str, Any]] = {
-    "int8": {"quantize": "int8"}, "int4": {"quantize": "int4"}, "gguf": {"gguf": True},
-    "cache-int8": {"kv_dtype": "int8"}, "tp2": {"tp": 2}, "tp2-gguf": {"tp": 2, "gguf": True},
-}  # fmt: skip
+    "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4"},
+    "gguf": {"gguf": True},
+    "cache-int8": {"kv_dtype": "int8"},
+    "tp2": {"tp": 2},
+    "tp2-gguf": {"tp": 2, "gguf": True},
+}
 SLOW = ("tp2-gguf",)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("checkpoint")
-    write(make_checkpoint(Case("llama", MODELS["llama"]), folder), folder.with_suffix(".gguf"), Kind.Q4_0)
+    write(
+        make_checkpoint(Case("llama", MODELS["llama"]), folder),
+        folder.with_suffix(".gguf"),
+        Kind.Q4_0,
+    )
     return folder
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VARIANTS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VARIANTS],
 )
 def test_beside_other_choices(checkpoint: Path, name: str) -> None:
     """Alone and whole; in company, in chunks, behind a warm prefix and preempted at once."""
@@ -124,14 +154,21 @@ def test_beside_other_choices(checkpoint: Path, name: str) -> None:
     model = checkpoint.with_suffix(".gguf") if wishes.pop("gguf", False) else checkpoint
 
     def start(blocks: int | None = None, **more: Any) -> Loop:
-        common = {"max_batch_tokens": 256, "prefix_cache": False, "kv_cache_gib": 0.05, "block_size": 8}
+        common = {
+            "max_batch_tokens": 256,
+            "prefix_cache": False,
+            "kv_cache_gib": 0.05,
+            "block_size": 8,
+        }
         made = plan(model, LENGTH, deterministic=True, **common | wishes | more)
         return engine(made, blocks, chosen(made))
 
     random = Random(11)
     requests = asked(random, [random.randrange(3, VOCAB) for _ in range(24)])
     means = [
-        embedding_request(request.prompt, "mean", id=f"mean {request.id}", vocab=VOCAB, max_length=LENGTH)
+        embedding_request(
+            request.prompt, "mean", id=f"mean {request.id}", vocab=VOCAB, max_length=LENGTH
+        )
         for request in requests[:2]
     ]
     with closing(start()) as loop:
@@ -141,7 +178,9 @@ def test_beside_other_choices(checkpoint: Path, name: str) -> None:
         again = run(loop, requests)
         assert loop.scheduler.preemptions, "nothing was preempted"
     for request in requests:
-        assert answer(crowd[request.id]) == answer(again[request.id]) == answer(alone[request.id]), request.id
+        assert (
+            answer(crowd[request.id]) == answer(again[request.id]) == answer(alone[request.id])
+        ), request.id
     for mean in means:
         assert crowd[mean.id][-1].embedding == alone[mean.id][-1].embedding, mean.id
 
@@ -161,7 +200,9 @@ def test_tiles_are_full_and_their_lines_alike(start: Callable[..., Loop]) -> Non
     seen = set()
     decoder = model.whole.decoder
     hidden = torch.randn(37, 128, dtype=decoder.dtype)
-    seen.update(len(part) for part in (model._filled(part, 0) for part in hidden.split(model.grain)))
+    seen.update(
+        len(part) for part in (model._filled(part, 0) for part in hidden.split(model.grain))
+    )
     assert seen == {CPU_TILE}
     with torch.inference_mode():
         assert model.logits(hidden).shape == (37, VOCAB)

@@ -20,7 +20,13 @@ from bloomery.runtime.worker import Pending
 from tests.parity.cases import CASES, VOCAB, make_checkpoint
 from tests.parity.serve import engine, plan, run
 
-WISHES = {"max_batch_tokens": 24, "max_sequences": 4, "block_size": 4, "kv_cache_gib": 0.01, "steps_in_flight": 2}
+WISHES = {
+    "max_batch_tokens": 24,
+    "max_sequences": 4,
+    "block_size": 4,
+    "kv_cache_gib": 0.01,
+    "steps_in_flight": 2,
+}
 START = Start((1, 2, 3), 3, Sampling(temperature=0.0), ())
 
 
@@ -37,14 +43,17 @@ def alone() -> Iterator[None]:
 
 def requests(seed: int, special: bool) -> list[Request]:
     """Greedy ones and drawn ones; with `special` some that a kernel cannot pick for, or that want log-probabilities."""
-    random, made = Random(seed), []
+    random = Random(seed)
+    made = []
     for number in range(7):
         wish: dict[str, float] = {"temperature": random.choice((0.0, 0.9)), "seed": number}
         if special and number % 3 == 0:
             wish["repetition_penalty"] = 1.3
         logprobs = 2 if special and number == 4 else None
         prompt = tuple(random.randrange(3, VOCAB) for _ in range(random.randint(1, 20)))
-        made.append(Request(str(number), prompt, Sampling(**wish, logprobs=logprobs), random.randint(3, 14)))
+        made.append(
+            Request(str(number), prompt, Sampling(**wish, logprobs=logprobs), random.randint(3, 14))
+        )
     return made
 
 
@@ -75,7 +84,8 @@ def test_however_many_steps_are_in_flight(native: bool, tmp_path: Path) -> None:
     asked = [*requests(3, True), Request("long", (5, 6, 7), Sampling(temperature=0.8, seed=1), 40)]
     found = []
     for depth in (1, 2, 8):
-        loop, deepest = engine(plan(tmp_path, 64, native=native, **WISHES | {"steps_in_flight": depth})), 0
+        loop = engine(plan(tmp_path, 64, native=native, **WISHES | {"steps_in_flight": depth}))
+        deepest = 0
         for request in asked:
             loop.add(request)
         got: dict[str, list[int]] = {request.id: [] for request in asked}

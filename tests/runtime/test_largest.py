@@ -23,13 +23,22 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "mixtral", "gemma2"])
-@pytest.mark.parametrize("tokens, sequences, length", [(64, 4, 40), (16, 8, 40), (100, 2, 30), (33, 3, 16)])
+@pytest.mark.parametrize(
+    "tokens, sequences, length", [(64, 4, 40), (16, 8, 40), (100, 2, 30), (33, 3, 16)]
+)
 def test_it_is_as_large_as_limits_allow(
-    name: str, tokens: int, sequences: int, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tokens: int,
+    sequences: int,
+    length: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
     decoder = load(locate(str(tmp_path)), "auto", torch.float32, CPU).decoder
-    wanted = replace(plan(tmp_path, length), max_batch_tokens=tokens, max_sequences=sequences, block_size=4)
+    wanted = replace(
+        plan(tmp_path, length), max_batch_tokens=tokens, max_sequences=sequences, block_size=4
+    )
     decoder.reach(length)
     seen: list[Ragged] = []
     drawn: list[tuple[int, int]] = []
@@ -46,12 +55,16 @@ def test_it_is_as_large_as_limits_allow(
         return sample(self, logits, asked)
 
     monkeypatch.setattr(Sampler, "sample", watch)
-    assert largest_step(decoder, Watched(), wanted, torch.float32, captured=8) == 0  # a CPU has no such limit
+    assert (
+        largest_step(decoder, Watched(), wanted, torch.float32, captured=8) == 0
+    )  # a CPU has no such limit
     assert max(sum(ragged.counts) for ragged in seen) >= min(tokens, sequences * length)
     assert max(ragged.lengths[0] for ragged in seen) == length
     assert drawn == [(sequences, length - 1)]
     for ragged in seen:
-        assert list(ragged.counts) == sorted(ragged.counts) and all(end <= length for end in ragged.lengths)
+        assert list(ragged.counts) == sorted(ragged.counts) and all(
+            end <= length for end in ragged.lengths
+        )
         at = 0
         for i, (count, end) in enumerate(zip(ragged.counts, ragged.lengths, strict=True)):
             for position in range(end - count, end):
@@ -61,20 +74,33 @@ def test_it_is_as_large_as_limits_allow(
         assert at == len(ragged.positions) == int(ragged.starts[-1])
     largest = Largest(decoder, TorchPaged(), wanted, torch.float32)
     slots = largest.ragged(largest.prompts(largest.positions)).slots.tolist()
-    assert len(set(slots)) == len(slots) == largest.positions  # prompts of one step do not share a place
+    assert (
+        len(set(slots)) == len(slots) == largest.positions
+    )  # prompts of one step do not share a place
 
 
 def test_lines_in_parts_give_the_same_tokens_and_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    vocab, lines = 60, 23
-    wishes = [Sampling(), Sampling(0.0), Sampling(0.8, top_p=0.7), Sampling(1.2, top_k=9, logprobs=4)]
-    wishes += [Sampling(0.9, typical_p=0.6, logprobs=2), Sampling(0.7, top_p=0.9, repetition_penalty=1.3)]
+    vocab = 60
+    lines = 23
+    wishes = [
+        Sampling(),
+        Sampling(0.0),
+        Sampling(0.8, top_p=0.7),
+        Sampling(1.2, top_k=9, logprobs=4),
+    ]
+    wishes += [
+        Sampling(0.9, typical_p=0.6, logprobs=2),
+        Sampling(0.7, top_p=0.9, repetition_penalty=1.3),
+    ]
     logits = torch.randn(lines, vocab, generator=torch.Generator().manual_seed(0)) * 3
 
     def drawn() -> object:
         sampler = Sampler(lines, vocab)
         for row in range(lines):
             tokens = tuple(range(row % 7 + 1))
-            sampler.admit(row, Start(tokens, len(tokens), replace(wishes[row % len(wishes)], seed=row), ()))
+            sampler.admit(
+                row, Start(tokens, len(tokens), replace(wishes[row % len(wishes)], seed=row), ())
+            )
         found = sampler.sample(logits, [(row, row % 7 + 1, ()) for row in range(lines)])
         return found.collect(), sampler.prompt_logprobs(logits, list(range(lines)), 3)
 

@@ -29,22 +29,37 @@ from bloomery.runtime.worker import Worker
 from tests.parity.cases import Case, make_checkpoint
 from tests.parity.serve import engine, plan
 
-VOCAB, LENGTH = 211, 64
+VOCAB = 211
+LENGTH = 64
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "pad_token_id": 0,
-}  # fmt: skip
+}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tf.LlamaConfig(**SIZES),
-    "gemma2": lambda: tf.Gemma2Config(**SIZES, head_dim=8, sliding_window=9, attn_logit_softcapping=20.0),
+    "gemma2": lambda: tf.Gemma2Config(
+        **SIZES, head_dim=8, sliding_window=9, attn_logit_softcapping=20.0
+    ),
     "mixtral": lambda: tf.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4),
 }
-EXACT, PADDED = ((), ()), ((2, 4), (8, 16))
+EXACT = ((), ())
+PADDED = ((2, 4), (8, 16))
 pytestmark = [
-    pytest.mark.skipif(not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # interpreted kernels divide by zero for rows of nobody
+    pytest.mark.skipif(
+        not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # interpreted kernels divide by zero for rows of nobody
 ]
 
 
@@ -53,20 +68,27 @@ class Counted(MixedStep):
 
     def __init__(self, *given: Any, near: bool):
         super().__init__(*given)
-        self.near, self.seen = near, list[tuple[int, tuple[bool, ...]]]()
+        self.near = near
+        self.seen = list[tuple[int, tuple[bool, ...]]]()
 
     def run(self, going: Any, chunks: Any, furthest: int) -> Any:
         self.seen.append((len(going), tuple(item.samples for item, _ in chunks)))
         return super().run(going, chunks, furthest if self.near else NEAR)
 
 
-def with_mixed(worker: Worker, sizes: tuple[tuple[int, ...], tuple[int, ...]], near: bool) -> Counted:
+def with_mixed(
+    worker: Worker, sizes: tuple[tuple[int, ...], tuple[int, ...]], near: bool
+) -> Counted:
     backend = TritonPaged(
-        decode=paged_decode.Tiling(16, 4, 2, splits=2, direct=1), prefill=paged_prefill.Tiling(32, 16, 4, 2, 2, 1)
+        decode=paged_decode.Tiling(16, 4, 2, splits=2, direct=1),
+        prefill=paged_prefill.Tiling(32, 16, 4, 2, 2, 1),
     )
     model = Whole(worker.decoder, backend, worker.caches)
-    mixed = Counted(model, worker.rows, worker.block_size, Picker(worker.sampler, PROMPTS), near=near)
-    mixed.lines, mixed.sizes = list(sizes[0]), list(sizes[1])
+    mixed = Counted(
+        model, worker.rows, worker.block_size, Picker(worker.sampler, PROMPTS), near=near
+    )
+    mixed.lines = list(sizes[0])
+    mixed.sizes = list(sizes[1])
     worker.mixed = mixed
     return mixed
 
@@ -90,8 +112,14 @@ def asked(random: Random) -> list[tuple[int, Request]]:
     made = []
     for number in range(7):
         prompt = tuple(random.randrange(3, VOCAB) for _ in range(random.choice((1, 5, 17))))
-        hot = {"temperature": random.choice((0.0, 1.0)), "top_k": random.choice((0, 5)), "seed": number}
-        wish = Sampling(**hot, logprobs=2 if number == 4 else None, prompt_logprobs=1 if number == 6 else None)
+        hot = {
+            "temperature": random.choice((0.0, 1.0)),
+            "top_k": random.choice((0, 5)),
+            "seed": number,
+        }
+        wish = Sampling(
+            **hot, logprobs=2 if number == 4 else None, prompt_logprobs=1 if number == 6 else None
+        )
         made.append((random.randrange(6), Request(str(number), prompt, wish, random.randint(2, 5))))
     return made
 
@@ -99,15 +127,28 @@ def asked(random: Random) -> list[tuple[int, Request]]:
 @pytest.mark.parametrize(
     ("name", "sizes", "depth", "near"),
     [
-        ("llama", EXACT, 1, False), ("llama", PADDED, 2, True), ("llama", PADDED, 2, False),
-        ("gemma2", PADDED, 1, True), ("mixtral", PADDED, 2, False), ("bloom", PADDED, 2, True),
+        ("llama", EXACT, 1, False),
+        ("llama", PADDED, 2, True),
+        ("llama", PADDED, 2, False),
+        ("gemma2", PADDED, 1, True),
+        ("mixtral", PADDED, 2, False),
+        ("bloom", PADDED, 2, True),
     ],
-)  # fmt: skip
-def test_tokens_are_those_of_the_batch(name: str, sizes: Any, depth: int, near: bool, tmp_path: Path) -> None:
+)
+def test_tokens_are_those_of_the_batch(
+    name: str, sizes: Any, depth: int, near: bool, tmp_path: Path
+) -> None:
     make_checkpoint(Case(name, MODELS[name]), tmp_path)
-    wishes = {"max_batch_tokens": 12, "max_sequences": 4, "block_size": 4, "kv_cache_gib": 0.01, "prefix_cache": False}
+    wishes = {
+        "max_batch_tokens": 12,
+        "max_sequences": 4,
+        "block_size": 4,
+        "kv_cache_gib": 0.01,
+        "prefix_cache": False,
+    }
     settings = plan(tmp_path, LENGTH, steps_in_flight=depth, native=False, **wishes)
-    plainly, mixing = engine(settings), engine(settings)
+    plainly = engine(settings)
+    mixing = engine(settings)
     mixed = with_mixed(mixing.executor.worker, sizes, near)
     requests = asked(Random(6))
     assert served(mixing, requests) == served(plainly, requests)
@@ -125,7 +166,10 @@ def test_whatever_size_comes_is_captured_beforehand(rows: int, most: int) -> Non
     assert len(set(usual)) == len(usual) and usual[0] == (rows, mixed.most, False)
     for lines in range(rows + 1):
         for tokens in range(lines + 1, mixed.most + 1, 7):
-            size = next(size for size in mixed.lines if size >= lines), next(n for n in mixed.sizes if n >= tokens)
+            size = (
+                next(size for size in mixed.lines if size >= lines),
+                next(n for n in mixed.sizes if n >= tokens),
+            )
             assert (*size, False) in usual
             assert (*size, True) in usual or lines > LINES[0]
 

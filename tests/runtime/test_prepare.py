@@ -63,7 +63,8 @@ def test_captures_between_steps_change_nothing(name: str, tmp_path: Path) -> Non
     want = tokens(engine(wanted), spare=False)
     loop = engine(wanted)
     assert isinstance(loop.executor, Local) and loop.executor.worker is not None
-    worker, pool = loop.executor.worker, Pool()
+    worker = loop.executor.worker
+    pool = Pool()
     if not worker.recorded:
         pytest.skip("without native kernels a CPU has no steps over static buffers")
     worker.decode.runs = Captured(pool)  # type: ignore[arg-type]

@@ -19,7 +19,8 @@ class Tape:
 
 class Written(Pool):
     def __init__(self) -> None:
-        self.due, self.written = [], 0
+        self.due = []
+        self.written = 0
 
     def capture(self, work: Callable[[], None]) -> Any:
         self.written += 1
@@ -27,7 +28,8 @@ class Written(Pool):
 
 
 def test_what_came_twice_is_captured_behind_its_second_run() -> None:
-    pool, done = Written(), []
+    pool = Written()
+    done = []
     runs = Captured(pool)
     for turn in range(4):
         runs.run((8, 64), lambda: done.append(8))
@@ -41,7 +43,8 @@ def test_what_came_twice_is_captured_behind_its_second_run() -> None:
 
 
 def test_what_is_prepared_runs_once_for_nobody() -> None:
-    pool, done = Written(), []
+    pool = Written()
+    done = []
     runs = Captured(pool)
     for _ in range(2):
         runs.prepare((8, 1), lambda: done.append(0))

@@ -27,12 +27,17 @@ def edited(
     logits: list[float], s: Sampling, tokens: list[int], prompt_len: int, stop_ids: tuple[int, ...]
 ) -> list[float]:
     """Logits after every edit and penalty, given the tokens so far."""
-    z, output = list(logits), tokens[prompt_len:]
+    z = list(logits)
+    output = tokens[prompt_len:]
     if s.allowed_token_ids:
         z = [x if i in s.allowed_token_ids else -math.inf for i, x in enumerate(z)]
     for token, bias in s.logit_bias:
         z[token] += bias
-    bad = [word[-1] for word in s.bad_words if len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1])]
+    bad = [
+        word[-1]
+        for word in s.bad_words
+        if len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1])
+    ]
     z = ruled(z, bad)
     if len(output) < s.min_tokens:
         z = ruled(z, stop_ids)
@@ -42,7 +47,9 @@ def edited(
         for token in torch.randperm(len(z), generator=generator)[: int(len(z) * gamma)].tolist():
             z[token] += delta
     for token in set(tokens):
-        z[token] = z[token] / s.repetition_penalty if z[token] > 0 else z[token] * s.repetition_penalty
+        z[token] = (
+            z[token] / s.repetition_penalty if z[token] > 0 else z[token] * s.repetition_penalty
+        )
     for token in set(output):
         z[token] -= s.frequency_penalty * output.count(token) + s.presence_penalty
     return z
@@ -81,7 +88,10 @@ def truncated(z: list[float], s: Sampling) -> tuple[list[int], set[int]]:
 
 
 def prefix(order: list[int], mass: dict[int, float], share: float) -> tuple[list[int], set[int]]:
-    total, before, chosen, near = math.fsum(mass[i] for i in order), 0.0, [], set()
+    total = math.fsum(mass[i] for i in order)
+    before = 0.0
+    chosen = []
+    near = set()
     for i in order:
         if before and abs(before / total - share) < CLOSE * share:
             near.add(i)
@@ -100,7 +110,10 @@ def plausible(logits: torch.Tensor, start: Start, tokens: list[int]) -> set[int]
         return {z.index(best)} | {i for i, x in enumerate(z) if 0 < best - x < CLOSE}
     ids, doubtful = truncated(z, s)
     best = max(z)
-    noisy = {i: (z[i] - best) / s.temperature + plain_gumbel(s.seed, len(tokens), i) for i in {*ids, *doubtful}}
+    noisy = {
+        i: (z[i] - best) / s.temperature + plain_gumbel(s.seed, len(tokens), i)
+        for i in {*ids, *doubtful}
+    }
     highest = max((noisy[i] for i in ids if i not in doubtful), default=-math.inf)
     return {i for i, value in noisy.items() if value > highest - CLOSE}
 
@@ -108,7 +121,9 @@ def plausible(logits: torch.Tensor, start: Start, tokens: list[int]) -> set[int]
 # ---- driving -------------------------------------------------------------------------------------------
 
 
-def started(sampling: Sampling, prompt: list[int], output: list[int] = (), stop_ids: tuple[int, ...] = ()) -> Start:
+def started(
+    sampling: Sampling, prompt: list[int], output: list[int] = (), stop_ids: tuple[int, ...] = ()
+) -> Start:
     return Start(tuple(prompt) + tuple(output), len(prompt), sampling, stop_ids)
 
 
@@ -119,7 +134,9 @@ def line_for(tokens: list[int], vocab: int = VOCAB, salt: int = 0) -> torch.Tens
 
 
 def one(sampler: Sampler, row: int, tokens: list[int], vocab: int = VOCAB, salt: int = 0) -> int:
-    ((drawn, _),) = sampler.sample(line_for(tokens, vocab, salt).unsqueeze(0), [(row, len(tokens), ())]).collect()
+    ((drawn, _),) = sampler.sample(
+        line_for(tokens, vocab, salt).unsqueeze(0), [(row, len(tokens), ())]
+    ).collect()
     return drawn[0]
 
 
@@ -150,11 +167,15 @@ CASES = {
     "repetition below 1": Sampling(temperature=0.5, repetition_penalty=0.6),
     "frequency": Sampling(temperature=0.0, frequency_penalty=1.3),
     "presence": Sampling(temperature=0.0, presence_penalty=-1.5),
-    "all penalties": Sampling(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.6),
+    "all penalties": Sampling(
+        temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.6
+    ),
     "logit_bias": Sampling(temperature=0.8, logit_bias=((3, 6.0), (5, -100.0), (96, 5.5))),
     "allowed": Sampling(temperature=1.3, allowed_token_ids=(90, 4, 17)),
     "allowed, greedy": Sampling(temperature=0.0, allowed_token_ids=(90, 4, 17)),
-    "bad words": Sampling(temperature=0.6, allowed_token_ids=(1, 2, 3), bad_words=((1, 1), (2, 3, 1), (3,), (1, 2, 1))),
+    "bad words": Sampling(
+        temperature=0.6, allowed_token_ids=(1, 2, 3), bad_words=((1, 1), (2, 3, 1), (3,), (1, 2, 1))
+    ),
     "watermark": Sampling(temperature=0.0, watermark=(0.5, 2.0)),
     "watermark, sampled": Sampling(temperature=0.9, watermark=(0.25, 4.0), top_p=0.9),
     "min_tokens": Sampling(temperature=0.7, allowed_token_ids=(0, 1, 2), min_tokens=5),
@@ -204,7 +225,8 @@ sequences = st.builds(started, samplings, prompts, st.just(()), floats([(), (4,)
 @settings(max_examples=60, deadline=None)
 def test_mixed_batches_equal_the_reference_and_the_solitary_run(starts, rng):
     """Any rows, any order, leaving and coming back with their history at any time: the same tokens."""
-    steps, rows = 6, 9
+    steps = 6
+    rows = 9
     sampler = Sampler(rows, VOCAB)
     expected = [alone(start, steps, salt=i) for i, start in enumerate(starts)]
     tokens = [list(start.tokens) for start in starts]
@@ -216,7 +238,9 @@ def test_mixed_batches_equal_the_reference_and_the_solitary_run(starts, rng):
             elif i not in seats and rng.random() < 0.7:
                 seats[i] = rng.choice([row for row in range(rows) if row not in seats.values()])
                 sampler.admit(seats[i], replace(start, tokens=tuple(tokens[i])))
-        batch = [i for i in seats if len(tokens[i]) < starts[i].prompt_len + steps and rng.random() < 0.8]
+        batch = [
+            i for i in seats if len(tokens[i]) < starts[i].prompt_len + steps and rng.random() < 0.8
+        ]
         rng.shuffle(batch)
         if not batch:
             continue
@@ -234,24 +258,32 @@ def test_mixed_batches_equal_the_reference_and_the_solitary_run(starts, rng):
 # ---- seeds -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [{}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.95}, {"typical_p": 0.8}])
+@pytest.mark.parametrize(
+    "shape", [{}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.95}, {"typical_p": 0.8}]
+)
 def test_twenty_runs_amid_random_neighbours(shape):
-    vocab, rng = 1500, random.Random(4)
+    vocab = 1500
+    rng = random.Random(4)
     start = started(Sampling(seed=2**63 + 11, **shape), [1, 2, 3])
     expected = alone(start, 8, vocab)
     for _ in range(20):
-        sampler, count = Sampler(12, vocab), rng.randrange(1, 8)
+        sampler = Sampler(12, vocab)
+        count = rng.randrange(1, 8)
         rows = rng.sample(range(12), count + 1)
         for row in rows[1:]:
             other = Sampling(
-                seed=rng.getrandbits(64), temperature=rng.choice([0.0, 1.0]), top_k=rng.choice([0, 7, 700])
+                seed=rng.getrandbits(64),
+                temperature=rng.choice([0.0, 1.0]),
+                top_k=rng.choice([0, 7, 700]),
             )
             sampler.admit(row, started(other, [9]))
         sampler.admit(rows[0], start)
         tokens = list(start.tokens)
         for step in range(8):
             order = rng.sample(rows, count + 1)
-            logits = torch.stack([line_for(tokens if row == rows[0] else [row, step], vocab) for row in order])
+            logits = torch.stack(
+                [line_for(tokens if row == rows[0] else [row, step], vocab) for row in order]
+            )
             asked = [(row, len(tokens) if row == rows[0] else 1 + step, ()) for row in order]
             tokens += dict(zip(order, sampler.sample(logits, asked).collect()))[rows[0]][0]
         assert tokens[3:] == expected
@@ -263,7 +295,9 @@ def test_seeds_and_positions_matter():
     for seed in (0, 1, 2**32, 2**63):
         sampler = Sampler(1, VOCAB)
         sampler.admit(0, started(Sampling(seed=seed), [1]))
-        outputs.add(tuple(sampler.sample(flat, [(0, p, ())]).collect()[0][0][0] for p in range(1, 13)))
+        outputs.add(
+            tuple(sampler.sample(flat, [(0, p, ())]).collect()[0][0][0] for p in range(1, 13))
+        )
     assert len(outputs) == 4
     assert all(len(set(output)) > 5 for output in outputs)
 
@@ -274,7 +308,9 @@ def test_draws_follow_the_truncated_distribution():
     sampler = Sampler(1, 60)
     sampler.admit(0, started(sampling, [1]))
     draws = 2000
-    tokens = torch.cat([sampler.sample(logits.unsqueeze(0), [(0, p, ())]).tokens for p in range(1, draws + 1)])
+    tokens = torch.cat(
+        [sampler.sample(logits.unsqueeze(0), [(0, p, ())]).tokens for p in range(1, draws + 1)]
+    )
     observed = torch.bincount(tokens, minlength=60).double()
     expected = (logits.double()[:20] / 0.8).softmax(-1) * draws
     assert observed[20:].sum() == 0
@@ -284,7 +320,9 @@ def test_draws_follow_the_truncated_distribution():
 # ---- borders -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0, "top_k": 1}])
+@pytest.mark.parametrize(
+    "shape", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0, "top_k": 1}]
+)
 def test_ties_go_to_the_lowest_id(shape):
     line = torch.zeros(1, VOCAB)
     line[0, [11, 40, 90]] = 2.5
@@ -298,15 +336,21 @@ def test_top_k_keeps_exactly_k_among_equals():
     line = torch.zeros(1, VOCAB)
     sampler = Sampler(1, VOCAB)
     sampler.admit(0, started(Sampling(top_k=3), [1]))
-    assert {sampler.sample(line, [(0, p, ())]).collect()[0][0][0] for p in range(1, 200)} == {0, 1, 2}
+    assert {sampler.sample(line, [(0, p, ())]).collect()[0][0][0] for p in range(1, 200)} == {
+        0,
+        1,
+        2,
+    }
 
 
 @pytest.mark.parametrize(
-    "shape", [{"top_p": 0.97}, {"top_p": 0.9999}, {"typical_p": 0.9}, {"top_k": 700}, {"top_p": 0.2}]
+    "shape",
+    [{"top_p": 0.97}, {"top_p": 0.9999}, {"typical_p": 0.9}, {"top_k": 700}, {"top_p": 0.2}],
 )
 def test_wide_lines(shape):
     """Borders beyond the candidates that are looked at first."""
-    vocab, certain = 20_000, 0
+    vocab = 20_000
+    certain = 0
     for seed, spread in ((0, 0.5), (1, 1.0), (2, 3.0)):
         line = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
         start = started(Sampling(temperature=0.9, seed=seed, **shape), [1])
@@ -317,7 +361,9 @@ def test_wide_lines(shape):
             tokens = [1] * position
             right = plausible(line, start, tokens)
             certain += len(right) == 1
-            drawn = sampler.sample(torch.stack([-line, line]), [(0, 5, ()), (2, position, ())]).collect()[1][0][0]
+            drawn = sampler.sample(
+                torch.stack([-line, line]), [(0, 5, ()), (2, position, ())]
+            ).collect()[1][0][0]
             assert drawn in right
     assert certain == 9
 
@@ -327,7 +373,9 @@ def test_extreme_temperatures_stay_finite(temperature):
     line = torch.tensor([[50.0, -1000.0, 3.0, 49.0]])
     for shape in ({}, {"top_p": 0.9}, {"top_k": 2}):
         sampler = Sampler(1, 4)
-        sampler.admit(0, started(Sampling(temperature=temperature, allowed_token_ids=(0, 1, 3), **shape), [1]))
+        sampler.admit(
+            0, started(Sampling(temperature=temperature, allowed_token_ids=(0, 1, 3), **shape), [1])
+        )
         drawn = {sampler.sample(line, [(0, p, ())]).collect()[0][0][0] for p in range(1, 60)}
         assert drawn <= {0, 1, 3}
         assert drawn == {0} if temperature < 0.1 else 0 in drawn
@@ -338,7 +386,9 @@ def test_extreme_temperatures_stay_finite(temperature):
 @pytest.mark.parametrize("in_prompt", [0, 2])
 def test_penalties_are_exact(logit, count, in_prompt):
     """A rival just above the penalised value wins, one just below loses; a longer neighbour reads no further."""
-    s = Sampling(temperature=0.0, repetition_penalty=1.25, frequency_penalty=0.5, presence_penalty=0.25)
+    s = Sampling(
+        temperature=0.0, repetition_penalty=1.25, frequency_penalty=0.5, presence_penalty=0.25
+    )
     value = (logit / 1.25 if logit > 0 else logit * 1.25) if count or in_prompt else logit
     value -= 0.5 * count + (0.25 if count else 0.0)
     sampler = Sampler(2, VOCAB)
@@ -362,24 +412,41 @@ def test_min_tokens_is_exact():
         sampler = Sampler(1, VOCAB)
         start = started(Sampling(temperature=0.0, min_tokens=least), [1, 2], stop_ids=(0, 7))
         sampler.admit(0, start)
-        drawn = [sampler.sample(line, [(0, 2 + i, ())]).collect()[0][0][0] for i in range(least + 1)]
+        drawn = [
+            sampler.sample(line, [(0, 2 + i, ())]).collect()[0][0][0] for i in range(least + 1)
+        ]
         assert [token in (0, 7) for token in drawn] == [False] * least + [True]
 
 
 def test_rules_give_way_rather_than_leave_nothing():
     line = torch.arange(float(VOCAB)).unsqueeze(0)
     sampler = Sampler(2, VOCAB)
-    sampler.admit(0, started(Sampling(temperature=0.0, allowed_token_ids=(5, 6), bad_words=((5,), (6,))), [1]))
+    sampler.admit(
+        0, started(Sampling(temperature=0.0, allowed_token_ids=(5, 6), bad_words=((5,), (6,))), [1])
+    )
     sampler.admit(1, started(Sampling(allowed_token_ids=(5,), min_tokens=3), [1], stop_ids=(5,)))
-    assert [g[0] for g in sampler.sample(line.repeat(2, 1), [(0, 1, ()), (1, 1, ())]).collect()] == [(6,), (5,)]
+    assert [
+        g[0] for g in sampler.sample(line.repeat(2, 1), [(0, 1, ()), (1, 1, ())]).collect()
+    ] == [(6,), (5,)]
 
 
 def test_broken_logits_still_give_a_token():
-    for shape in ({"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.9}, {"typical_p": 0.5}, {"min_p": 0.5}):
+    for shape in (
+        {"temperature": 0.0},
+        {},
+        {"top_k": 3},
+        {"top_p": 0.9},
+        {"typical_p": 0.5},
+        {"min_p": 0.5},
+    ):
         for value in (math.nan, math.inf, -math.inf):
             sampler = Sampler(1, VOCAB)
             sampler.admit(0, started(Sampling(**shape), [1]))
-            assert 0 <= sampler.sample(torch.full((1, VOCAB), value), [(0, 1, ())]).collect()[0][0][0] < VOCAB
+            assert (
+                0
+                <= sampler.sample(torch.full((1, VOCAB), value), [(0, 1, ())]).collect()[0][0][0]
+                < VOCAB
+            )
 
 
 # ---- drafts --------------------------------------------------------------------------------------------------
@@ -394,10 +461,14 @@ def test_speculation_equals_the_plain_run(start, rng):
     sampler = Sampler(3, VOCAB)
     sampler.admit(1, start)
     sampler.admit(2, started(Sampling(temperature=0.0, repetition_penalty=1.5), [8]))
-    tokens, other = list(start.tokens), [8]
+    tokens = list(start.tokens)
+    other = [8]
     while len(tokens) < start.prompt_len + 10:
         done = len(tokens) - start.prompt_len
-        drafts = [t if rng.random() < 0.7 else rng.randrange(VOCAB) for t in expected[done : done + rng.randrange(5)]]
+        drafts = [
+            t if rng.random() < 0.7 else rng.randrange(VOCAB)
+            for t in expected[done : done + rng.randrange(5)]
+        ]
         lines = [line_for(other)] + [line_for(tokens + drafts[:k]) for k in range(len(drafts) + 1)]
         asked = [(2, len(other), ()), (1, len(tokens), tuple(drafts))]
         (first, _), (gained, logprobs) = sampler.sample(torch.stack(lines), asked).collect()
@@ -409,7 +480,9 @@ def test_speculation_equals_the_plain_run(start, rng):
         assert len(logprobs) == len(gained)
         tokens += gained
         other += first
-    assert other[1:] == alone(started(Sampling(temperature=0.0, repetition_penalty=1.5), [8]), len(other) - 1)
+    assert other[1:] == alone(
+        started(Sampling(temperature=0.0, repetition_penalty=1.5), [8]), len(other) - 1
+    )
 
 
 # ---- log-probabilities --------------------------------------------------------------------------------------
@@ -450,10 +523,14 @@ def test_prompt_logprobs(count):
 
 
 def test_long_prompts_are_scored_in_parts():
-    lines, vocab = 9, CHUNK // 4  # more than twice what is scored at once
+    # more than twice what is scored at once
+    lines = 9
+    vocab = CHUNK // 4
     logits = torch.randn(lines, vocab)
     sampler = Sampler(1, vocab)
-    singly = [sampler.prompt_logprobs(line.unsqueeze(0), [i], 2)[0] for i, line in enumerate(logits)]
+    singly = [
+        sampler.prompt_logprobs(line.unsqueeze(0), [i], 2)[0] for i, line in enumerate(logits)
+    ]
     assert sampler.prompt_logprobs(logits, list(range(lines)), 2) == singly
 
 
@@ -473,7 +550,8 @@ class Work(TorchDispatchMode):
 
     def __init__(self, size: int):
         super().__init__()
-        self.size, self.seen = size, []
+        self.size = size
+        self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(isinstance(arg, torch.Tensor) and arg.numel() >= self.size for arg in args):

@@ -40,11 +40,17 @@ def test_each_kind_is_measured_once(name: str, tmp_path: Path) -> None:
 
 def test_stages_together_are_the_model(tmp_path: Path) -> None:
     make_checkpoint(next(case for case in CASES if case.name == "llama"), tmp_path)
-    at, cpu = locate(str(tmp_path)), torch.device("cpu")
+    at = locate(str(tmp_path))
+    cpu = torch.device("cpu")
     parts = []
     for number in range(2):
         cut = partial(stage, mesh=Mesh(stage=number, stages=2), native=False)
         parts.append(load(at, "auto", torch.float32, cpu, cut=cut).decoder)
     count = len(parts[0].whole.layers)
-    assert (parts[0].first, parts[0].last, parts[1].first, parts[1].last) == (True, False, False, True)
+    assert (parts[0].first, parts[0].last, parts[1].first, parts[1].last) == (
+        True,
+        False,
+        False,
+        True,
+    )
     assert all(0 < len(part.layers) < count for part in parts)

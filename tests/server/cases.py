@@ -5,9 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 IRON = {"inputs": "The iron"}
-HELLO = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is slag?"}]}
+HELLO = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is slag?"},
+    ]
+}
 PARTS = {
-    "messages": [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "slag?"}]}]
+    "messages": [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "slag?"}],
+        }
+    ]
 }
 ASKED = {"messages": [{"role": "user", "content": "What is slag?"}], "max_tokens": 8}
 
@@ -33,7 +43,10 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
     "generate_sampled": (
         "POST",
         "/generate",
-        {**IRON, "parameters": {"max_new_tokens": 5, "temperature": 0.7, "seed": 42, "details": True}},
+        {
+            **IRON,
+            "parameters": {"max_new_tokens": 5, "temperature": 0.7, "seed": 42, "details": True},
+        },
         {},
     ),
     "generate_stop": (
@@ -42,11 +55,19 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
         {**IRON, "parameters": {"max_new_tokens": 40, "stop": ["bellows"], "details": True}},
         {},
     ),
-    "generate_to_the_end": ("POST", "/generate", {"inputs": "Iron ore", "parameters": {"details": True}}, {}),
+    "generate_to_the_end": (
+        "POST",
+        "/generate",
+        {"inputs": "Iron ore", "parameters": {"details": True}},
+        {},
+    ),
     "generate_best_of": (
         "POST",
         "/generate",
-        {**IRON, "parameters": {"max_new_tokens": 1, "best_of": 2, "do_sample": True, "details": True}},
+        {
+            **IRON,
+            "parameters": {"max_new_tokens": 1, "best_of": 2, "do_sample": True, "details": True},
+        },
         {},
     ),
     "generate_refused": ("POST", "/generate", {**IRON, "parameters": {"top_p": 1.0}}, {}),
@@ -66,7 +87,12 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
     "root_stream": ("POST", "/", {**IRON, "parameters": {"max_new_tokens": 2}, "stream": True}, {}),
     "invocations_text": ("POST", "/invocations", {**IRON, "parameters": {"max_new_tokens": 4}}, {}),
     "invocations_chat": ("POST", "/invocations", {**HELLO, "max_tokens": 4, "temperature": 0}, {}),
-    "invocations_completion": ("POST", "/invocations", {"prompt": "The iron", "max_tokens": 4, "temperature": 0}, {}),
+    "invocations_completion": (
+        "POST",
+        "/invocations",
+        {"prompt": "The iron", "max_tokens": 4, "temperature": 0},
+        {},
+    ),
     "vertex": (
         "POST",
         "/vertex",
@@ -79,7 +105,12 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
         {},
     ),
     "tokenize_tgi": ("POST", "/tokenize", {"inputs": "Grüße, iron 🔥"}, {}),
-    "tokenize_tgi_truncated": ("POST", "/tokenize", {"inputs": "The iron bloom", "parameters": {"truncate": 2}}, {}),
+    "tokenize_tgi_truncated": (
+        "POST",
+        "/tokenize",
+        {"inputs": "The iron bloom", "parameters": {"truncate": 2}},
+        {},
+    ),
     "tokenize_vllm": ("POST", "/tokenize", {"prompt": "The iron", "return_token_strs": True}, {}),
     "tokenize_vllm_chat": ("POST", "/tokenize", {**HELLO, "add_generation_prompt": False}, {}),
     "tokenize_llama_cpp": ("POST", "/tokenize", {"content": "The iron"}, {}),
@@ -88,8 +119,18 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
     "tokenizer_info": ("GET", "/tokenizer_info", None, {}),
     "info": ("GET", "/info", None, {}),
     # OpenAI
-    "chat": ("POST", "/v1/chat/completions", {**HELLO, "model": "speaker", "max_tokens": 8, "temperature": 0}, {}),
-    "chat_parts": ("POST", "/v1/chat/completions", {**PARTS, "max_completion_tokens": 4, "temperature": 0}, {}),
+    "chat": (
+        "POST",
+        "/v1/chat/completions",
+        {**HELLO, "model": "speaker", "max_tokens": 8, "temperature": 0},
+        {},
+    ),
+    "chat_parts": (
+        "POST",
+        "/v1/chat/completions",
+        {**PARTS, "max_completion_tokens": 4, "temperature": 0},
+        {},
+    ),
     "chat_everything": (
         "POST",
         "/v1/chat/completions",
@@ -116,14 +157,22 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
         "POST",
         "/v1/chat/completions",
         {
-            "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The iron"}],
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "The iron"},
+            ],
             "continue_final_message": True,
             "max_tokens": 4,
             "temperature": 0,
         },
         {},
     ),
-    "chat_stream": ("POST", "/v1/chat/completions", {**HELLO, "max_tokens": 4, "temperature": 0, "stream": True}, {}),
+    "chat_stream": (
+        "POST",
+        "/v1/chat/completions",
+        {**HELLO, "max_tokens": 4, "temperature": 0, "stream": True},
+        {},
+    ),
     "chat_stream_everything": (
         "POST",
         "/v1/chat/completions",
@@ -188,13 +237,25 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
     "completion_stream": (
         "POST",
         "/v1/completions",
-        {"prompt": "The iron", "max_tokens": 3, "temperature": 0, "stream": True, "echo": True, "logprobs": 1},
+        {
+            "prompt": "The iron",
+            "max_tokens": 3,
+            "temperature": 0,
+            "stream": True,
+            "echo": True,
+            "logprobs": 1,
+        },
         {},
     ),
     "responses": (
         "POST",
         "/v1/responses",
-        {"input": "What is slag?", "instructions": "Be brief.", "max_output_tokens": 8, "temperature": 0},
+        {
+            "input": "What is slag?",
+            "instructions": "Be brief.",
+            "max_output_tokens": 8,
+            "temperature": 0,
+        },
         {},
     ),
     "responses_items": (
@@ -203,7 +264,11 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
         {
             "input": [
                 {"role": "developer", "content": "Be brief."},
-                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                {
+                    "type": "message",
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "hi"}],
+                },
             ],
             "max_output_tokens": 3,
             "temperature": 0,
@@ -221,7 +286,12 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
     "embeddings_several": (
         "POST",
         "/v1/embeddings",
-        {"input": [[295, 359], [295]], "pooling": "last", "encoding_format": "base64", "model": "speaker"},
+        {
+            "input": [[295, 359], [295]],
+            "pooling": "last",
+            "encoding_format": "base64",
+            "model": "speaker",
+        },
         {},
     ),
     "embeddings_refused": ("POST", "/v1/embeddings", {"input": "The iron", "dimensions": 2}, {}),
@@ -237,7 +307,9 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
                 {"role": "user", "content": [{"type": "text", "text": "hi"}]},
                 {"role": "assistant", "content": "The"},
             ],
-            "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            "system": [
+                {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
+            ],
             "max_tokens": 32000,
             "temperature": 0,
             "stop_sequences": ["e"],
@@ -245,9 +317,19 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
         },
         {},
     ),
-    "messages_stream": ("POST", "/v1/messages", {**ASKED, "max_tokens": 3, "temperature": 0, "stream": True}, {}),
+    "messages_stream": (
+        "POST",
+        "/v1/messages",
+        {**ASKED, "max_tokens": 3, "temperature": 0, "stream": True},
+        {},
+    ),
     "messages_refused": ("POST", "/v1/messages", {"messages": ASKED["messages"]}, {}),
-    "count_tokens": ("POST", "/v1/messages/count_tokens", {"messages": ASKED["messages"], "system": "Be brief."}, {}),
+    "count_tokens": (
+        "POST",
+        "/v1/messages/count_tokens",
+        {"messages": ASKED["messages"], "system": "Be brief."},
+        {},
+    ),
     # the server itself
     "health": ("GET", "/health", None, {}),
     "ping": ("GET", "/ping", None, {}),

@@ -41,7 +41,9 @@ class Attended:
     """The application with what must be done in its event loop before the first request and after the last."""
 
     def __init__(self, app: Any, before: Any, after: Any):
-        self.app, self.before, self.after = app, before, after
+        self.app = app
+        self.before = before
+        self.after = after
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def say(message: Any) -> None:
@@ -70,7 +72,9 @@ def run(
     measure: Callable[[], int] = small,
 ) -> Running:
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # so that it does not take megabytes to fill one
+    listener.setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, 16384
+    )  # so that it does not take megabytes to fill one
     exit.callback(listener.close)
     app: Any = create_app(backend, tokenizer, settings, traces)
     service = getattr(app, "app", app).service
@@ -79,15 +83,21 @@ def run(
     if before:
         app = Attended(app, before, after)
     config = uvicorn.Config(
-        app, http=bounded(settings.limits), log_level="critical", access_log=False, lifespan="on",
+        app,
+        http=bounded(settings.limits),
+        log_level="critical",
+        access_log=False,
+        lifespan="on",
         timeout_graceful_shutdown=1,
-    )  # fmt: skip
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
 
     def stop() -> None:
-        server.should_exit, server.force_exit = True, not before  # a forced exit skips what must be done after
+        # a forced exit skips what must be done after
+        server.should_exit = True
+        server.force_exit = not before
         thread.join(LONG)
         assert not thread.is_alive(), "the server does not end"
         apart.close()  # which a forced exit leaves to the end of the process
@@ -110,7 +120,9 @@ def serve(tokenizer: Tokenizer) -> Iterator[Callable[..., Running]]:
     """A server of the test's own: options of the engine by name, settings as given."""
     with ExitStack() as exit:
 
-        def start(settings: Settings | None = None, measure: Callable[[], int] = small, **options: Any) -> Running:
+        def start(
+            settings: Settings | None = None, measure: Callable[[], int] = small, **options: Any
+        ) -> Running:
             made = settings or Settings(model="speaker")
             return run(InProcess(tokenizer, **options), tokenizer, made, exit, measure=measure)
 
@@ -121,4 +133,9 @@ def serve(tokenizer: Tokenizer) -> Iterator[Callable[..., Running]]:
 def server(tokenizer: Tokenizer) -> Iterator[Running]:
     """A server that tests of a module share."""
     with ExitStack() as exit:
-        yield run(InProcess(tokenizer), tokenizer, Settings(model="speaker", aliases=("org/speaker-1",)), exit)
+        yield run(
+            InProcess(tokenizer),
+            tokenizer,
+            Settings(model="speaker", aliases=("org/speaker-1",)),
+            exit,
+        )

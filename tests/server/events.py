@@ -13,7 +13,8 @@ def parse(text: str) -> list[Any]:
     for block in text.removesuffix("\n\n").split("\n\n"):
         if block.startswith(":"):
             continue
-        name, data = None, None
+        name = None
+        data = None
         for line in block.split("\n"):
             field, value = line.split(": ", 1)
             assert field in ("event", "data") and data is None

@@ -74,11 +74,18 @@ class Speaker(Ghost):
         return StepOutput(tuple(self.speak(item) for item in step.items))
 
     def speak(self, item: Item) -> Sampled:
-        row, start = self.rows[item.sequence], self.starts[item.sequence]
+        row = self.rows[item.sequence]
+        start = self.starts[item.sequence]
         prompt: list[TokenLogprob] = []
         if start.sampling.prompt_logprobs is not None:
-            for position in range(item.start + 1, min(item.start + item.count + 1, start.prompt_len)):
-                prompt.append(self.scored(row.tokens[:position], row.tokens[position], start.sampling.prompt_logprobs))
+            for position in range(
+                item.start + 1, min(item.start + item.count + 1, start.prompt_len)
+            ):
+                prompt.append(
+                    self.scored(
+                        row.tokens[:position], row.tokens[position], start.sampling.prompt_logprobs
+                    )
+                )
         if not item.samples:
             return Sampled(item.sequence, prompt_logprobs=tuple(prompt))
         prefix = self.read(row, row.tokens, item.start + item.count)
@@ -88,10 +95,15 @@ class Speaker(Ghost):
         row.tokens.append(token)
         asked = start.sampling.logprobs
         return Sampled(
-            item.sequence, (token,), () if asked is None else (self.scored(prefix, token, asked),), tuple(prompt)
+            item.sequence,
+            (token,),
+            () if asked is None else (self.scored(prefix, token, asked),),
+            tuple(prompt),
         )
 
-    def choose(self, prefix: list[int], sampling: Sampling, stop_ids: Sequence[int], produced: int) -> int:
+    def choose(
+        self, prefix: list[int], sampling: Sampling, stop_ids: Sequence[int], produced: int
+    ) -> int:
         number = hashed(prefix, sampling.seed if sampling.temperature else 0)
         choice = sampling.allowed_token_ids or self.words
         if (
@@ -108,7 +120,9 @@ class Speaker(Ghost):
         others = [self.words[(number // 7 + i) % len(self.words)] for i in range(top + 1)]
         ranked = [token, *(other for other in others if other != token)][:top]
         best = -(number % 1000) / 1000 - 0.125
-        return TokenLogprob(token, best, 1, tuple((id, best - i / 2) for i, id in enumerate(ranked)))
+        return TokenLogprob(
+            token, best, 1, tuple((id, best - i / 2) for i, id in enumerate(ranked))
+        )
 
     def embedded(self, prefix: list[int], pooling: str) -> tuple[float, ...]:
         """Four numbers: hashes of the last token's prefix, or the mean of those of every position."""
@@ -128,13 +142,23 @@ def hashed(prefix: list[int], seed: int) -> int:
 class InProcess:
     """A Backend whose engine takes its steps between the server's own doings, `pace` seconds apart."""
 
-    def __init__(self, tokenizer: Tokenizer, pace: float = 0.0, blocks: int = 512, context: int = 512, batch: int = 8):
-        self.capacity: Capacity | None = Capacity(blocks, 8, batch, 64, context, tokenizer.vocab_size)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        pace: float = 0.0,
+        blocks: int = 512,
+        context: int = 512,
+        batch: int = 8,
+    ):
+        self.capacity: Capacity | None = Capacity(
+            blocks, 8, batch, 64, context, tokenizer.vocab_size
+        )
         self.blocks = Blocks(blocks, 8)
         self.scheduler = Scheduler(self.blocks, 64, batch)
         self.loop = Loop(self.scheduler, Speaker(8, tokenizer))
         self.status = Status("ready", 1.0)
-        self.pace, self.steps = pace, 0
+        self.pace = pace
+        self.steps = 0
         self.hold: int | None = None  # no more steps than this until it is None
         self.queues: dict[str, asyncio.Queue[Tokens]] = {}
         self.runner: asyncio.Task[None] | None = None
@@ -149,7 +173,9 @@ class InProcess:
     def stats(self) -> Stats:
         scheduler = self.scheduler
         used = self.blocks.count - self.blocks.available
-        return Stats(len(scheduler.running), len(scheduler.waiting), used, self.blocks.count, self.steps)
+        return Stats(
+            len(scheduler.running), len(scheduler.waiting), used, self.blocks.count, self.steps
+        )
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
         queue: asyncio.Queue[Tokens] = asyncio.Queue()
@@ -194,6 +220,9 @@ class InProcess:
         request = next((one for one in reversed(self.seen) if one.id == news.request), None)
         if request is not None and self.poison in request.prompt and news.position == 2:
             return Tokens(
-                news.request, news.position, finish="error", error="cosmic ray at 0xdeadbeef in /usr/lib/x.py"
+                news.request,
+                news.position,
+                finish="error",
+                error="cosmic ray at 0xdeadbeef in /usr/lib/x.py",
             )
         return news

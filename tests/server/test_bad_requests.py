@@ -17,7 +17,9 @@ import pytest
 from tests.server.conftest import Running
 from tests.waiting import until
 
-CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+GENERATE = "/generate"
 LEAK = re.compile(r"0x[0-9a-f]{6,}|/(home|tmp|dev/shm|usr|work)/|Traceback|\.py\b")
 HELLO = [{"role": "user", "content": "hi"}]
 DEEP = "[" * 200_000
@@ -51,11 +53,17 @@ def refused(answer: httpx2.Response, status: int, tgi: bool) -> Any:
     assert answer.headers["x-request-id"]
     body = answer.json()
     if tgi:
-        assert set(body) == {"error", "error_type"} and all(isinstance(value, str) for value in body.values())
+        assert set(body) == {"error", "error_type"} and all(
+            isinstance(value, str) for value in body.values()
+        )
         return body
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["type"] == (
-        "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+        "server_error"
+        if status >= 500
+        else "rate_limit_error"
+        if status == 429
+        else "invalid_request_error"
     )
     return body["error"]
 
@@ -73,7 +81,12 @@ BODIES = [
     ("half a surrogate pair", b'{"prompt": "\\ud800"}', 400, 400),
     ("trailing text", b'{"prompt": "a"} x', 400, 400),
     ("200,000 brackets", DEEP.encode(), 400, 400),
-    ("the same field twice", b'{"prompt": "a", "messages": [], "prompt": 5, "inputs": "a", "inputs": 5}', 400, 422),
+    (
+        "the same field twice",
+        b'{"prompt": "a", "messages": [], "prompt": 5, "inputs": "a", "inputs": 5}',
+        400,
+        422,
+    ),
     ("100,000 objects in one another", b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400, 400),
     ("a pickle", b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94", 400, 400),
     ("NaN", NAN.encode(), 400, 422),
@@ -83,7 +96,9 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize(("body", "openai", "tgi"), [case[1:] for case in BODIES], ids=[case[0] for case in BODIES])
+@pytest.mark.parametrize(
+    ("body", "openai", "tgi"), [case[1:] for case in BODIES], ids=[case[0] for case in BODIES]
+)
 def test_bodies(server: Running, body: bytes, openai: int, tgi: int) -> None:
     headers = {"content-type": "application/json"}
     for path in (CHAT, COMPLETIONS):
@@ -108,13 +123,22 @@ CHAT_CASES: list[tuple[dict[str, Any], str | None]] = [
     (
         {
             "messages": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9"}}]}
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9"}}],
+                }
             ]
         },
         "messages[0].content[0].type",
     ),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].type"),
-    ({"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[1].role"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
+        {"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}]},
+        "messages[1].role",
+    ),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
@@ -130,24 +154,41 @@ CHAT_CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+        "response_format",
+    ),
     ({"guided_regex": "("}, "guided_regex"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"a": {"b": 1}}}, "chat_template_kwargs[...]"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"messages": HELLO * 5000}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 5000}]}, "messages"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 5000}]},
+        "messages",
+    ),
     (
         {
             "tools": [
-                {"type": "function", "function": {"name": "f", "parameters": {"type": "string", "pattern": "(a+)+b"}}}
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "f",
+                        "parameters": {"type": "string", "pattern": "(a+)+b"},
+                    },
+                }
             ]
         },
         "tools",
     ),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"$ref": "#"}},
+            }
+        },
         "response_format",
     ),
 ]
@@ -239,17 +280,23 @@ def named(case: tuple[dict[str, Any], str | None]) -> str:
     return json.dumps(case[0])[:60]
 
 
-@pytest.mark.parametrize(("more", "field"), CHAT_CASES + COMMON_CASES, ids=map(named, CHAT_CASES + COMMON_CASES))
+@pytest.mark.parametrize(
+    ("more", "field"), CHAT_CASES + COMMON_CASES, ids=map(named, CHAT_CASES + COMMON_CASES)
+)
 def test_chat(server: Running, more: dict[str, Any], field: str | None) -> None:
     body = {"model": "speaker", "messages": HELLO, "max_tokens": 3, **more}
     assert refused(server.post(CHAT, body), 400, tgi=False)["param"] == field
 
 
 @pytest.mark.parametrize(
-    ("more", "field"), COMPLETION_CASES + COMMON_CASES, ids=map(named, COMPLETION_CASES + COMMON_CASES)
+    ("more", "field"),
+    COMPLETION_CASES + COMMON_CASES,
+    ids=map(named, COMPLETION_CASES + COMMON_CASES),
 )
 def test_completions(server: Running, more: dict[str, Any], field: str | None) -> None:
-    error = refused(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3, **more}), 400, tgi=False)
+    error = refused(
+        server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3, **more}), 400, tgi=False
+    )
     assert error["param"] == field
     if len(str(more.get("prompt"))) > 1000 and field == "prompt":
         assert error["code"] == "context_length_exceeded"
@@ -295,7 +342,9 @@ GOOD = [
 
 @pytest.mark.parametrize("more", GOOD, ids=json.dumps)
 def test_what_is_fine(server: Running, more: dict[str, Any]) -> None:
-    answer = server.post(CHAT, {"messages": [{"role": "user", "content": "a\x00b"}], "max_tokens": 2, **more})
+    answer = server.post(
+        CHAT, {"messages": [{"role": "user", "content": "a\x00b"}], "max_tokens": 2, **more}
+    )
     assert answer.status_code == 200, answer.text
 
 
@@ -327,7 +376,10 @@ TGI_CASES: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
     ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
     ({"max_new_tokens": -1}, "`max_new_tokens` must be strictly positive"),
-    ({"max_new_tokens": True}, "parameters.max_new_tokens must be a whole number, not true or false"),
+    (
+        {"max_new_tokens": True},
+        "parameters.max_new_tokens must be a whole number, not true or false",
+    ),
     (
         {"max_new_tokens": 512},
         "`inputs` tokens + `max_new_tokens` must be <= 512. Given: 1 `inputs` tokens and 512 `max_new_tokens`",
@@ -345,13 +397,17 @@ TGI_CASES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("parameters", "message"), TGI_CASES, ids=[json.dumps(case[0])[:60] for case in TGI_CASES])
+@pytest.mark.parametrize(
+    ("parameters", "message"), TGI_CASES, ids=[json.dumps(case[0])[:60] for case in TGI_CASES]
+)
 def test_generate(server: Running, parameters: dict[str, Any], message: str | None) -> None:
     for path in (GENERATE, "/", "/invocations", "/generate_stream"):
         if path == "/generate_stream" and parameters.get("best_of", 1) != 1:
             message = "`best_of` != 1 is not supported when streaming tokens"
         body = refused(
-            server.post(path, {"inputs": "a", "parameters": {"max_new_tokens": 3, **parameters}}), 422, tgi=True
+            server.post(path, {"inputs": "a", "parameters": {"max_new_tokens": 3, **parameters}}),
+            422,
+            tgi=True,
         )
         assert body["error_type"] == "validation" and body["error"].startswith(PREFIX)
         if message is not None:
@@ -370,7 +426,10 @@ def test_generate(server: Running, parameters: dict[str, Any], message: str | No
             "`decoder_input_details` == true is not supported when streaming tokens",
         ),
         ({"inputs": "iron " * 600}, None),
-        ({"inputs": "x" * 100_000}, "the prompt has 100000 characters: a context of 512 tokens holds at most 8192"),
+        (
+            {"inputs": "x" * 100_000},
+            "the prompt has 100000 characters: a context of 512 tokens holds at most 8192",
+        ),
     ],
 )
 def test_inputs(server: Running, body: dict[str, Any], message: str | None) -> None:
@@ -381,7 +440,10 @@ def test_inputs(server: Running, body: dict[str, Any], message: str | None) -> N
 def test_a_template_that_refuses(server: Running) -> None:
     body = {"messages": [{"role": "assistant", "content": "x"}]}
     error = refused(server.post("/chat_tokenize", body), 422, tgi=True)
-    assert error == {"error": "Template error: the first word is not the assistant's", "error_type": "template_error"}
+    assert error == {
+        "error": "Template error: the first word is not the assistant's",
+        "error_type": "template_error",
+    }
 
 
 def test_markdown_images_are_plain_text(server: Running) -> None:
@@ -419,7 +481,10 @@ def test_what_is_not_plain_json(server: Running, headers: dict[str, str]) -> Non
 def exchange(server: Running, data: bytes) -> bytes:
     """What comes back before the connection is closed."""
     answer = b""
-    with server.raw() as connection, suppress(ConnectionResetError):  # so it ends where something was left unread
+    with (
+        server.raw() as connection,
+        suppress(ConnectionResetError),
+    ):  # so it ends where something was left unread
         connection.sendall(data)
         while part := connection.recv(65536):
             answer += part
@@ -431,7 +496,9 @@ def test_a_large_body_is_refused_before_it_is_read(server: Running) -> None:
     for path, size in ((CHAT, 8 << 20), (GENERATE, 2 << 20)):
         answer = exchange(server, head.format(path, size + 1).encode() + b"{")
         assert answer.startswith(b"HTTP/1.1 413") and b"connection: close" in answer
-        chunked = head.format(path, 0).replace("content-length: 0", "transfer-encoding: chunked").encode()
+        chunked = (
+            head.format(path, 0).replace("content-length: 0", "transfer-encoding: chunked").encode()
+        )
         with server.raw() as connection:
             connection.sendall(chunked)
             chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
@@ -445,9 +512,9 @@ def test_a_large_body_is_refused_before_it_is_read(server: Running) -> None:
 
 def test_many_or_large_headers(server: Running) -> None:
     head = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
-    assert exchange(server, head + b"".join(b"x-%d: y\r\n" % i for i in range(300)) + b"\r\n").startswith(
-        b"HTTP/1.1 431"
-    )
+    assert exchange(
+        server, head + b"".join(b"x-%d: y\r\n" % i for i in range(300)) + b"\r\n"
+    ).startswith(b"HTTP/1.1 431")
     assert exchange(server, head + b"x: " + b"y" * 70_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 431")
     endless = head + b"x: " + b"y" * 66_000  # and no end
     assert exchange(server, endless).startswith(b"HTTP/1.1 431")
@@ -478,8 +545,11 @@ def test_a_body_ends_in_one_place(server: Running, lengths: bytes) -> None:
 @pytest.mark.parametrize(
     ("head", "status"),
     [
-        (b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-         b"transfer-encoding: gzip, chunked\r\n", 415),
+        (
+            b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: gzip, chunked\r\n",
+            415,
+        ),
         (b"GET /health HTTP/1.1\r\nhost: localhost\r\nhost: localhost\r\n", 400),
         (b"GET /health HTTP/1.1\r\nhost: evil.com\r\nhost: localhost\r\n", 400),
         (b"GET /health HTTP/1.1\r\nhost: localhost:80@evil.com\r\nconnection: close\r\n", 421),
@@ -487,32 +557,51 @@ def test_a_body_ends_in_one_place(server: Running, lengths: bytes) -> None:
         (b"GET http://evil.com/health HTTP/1.1\r\nhost: evil.com\r\nconnection: close\r\n", 421),
         (b"GET /he\xd0\xb0lth HTTP/1.1\r\nhost: localhost\r\n", 400),
         (b"GET /%2fhealth HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n", 404),
-        (b"GET /v1/models/%00%0d%0aset-cookie:x HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n", 404),
+        (
+            b"GET /v1/models/%00%0d%0aset-cookie:x HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n",
+            404,
+        ),
         (b"CONNECT 127.0.0.1:9 HTTP/1.1\r\nhost: localhost\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n", 400),
-        (b"GET /generate HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade, close\r\n"
-         b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n", 405),
+        (
+            b"GET /generate HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade, close\r\n"
+            b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n",
+            405,
+        ),
     ],
-)  # fmt: skip
+)
 def test_odd_heads(server: Running, head: bytes, status: int) -> None:
     answer = exchange(server, head + b"\r\n")
-    assert answer.startswith(b"HTTP/1.1 %d" % status) and b"set-cookie" not in answer.partition(b"\r\n\r\n")[0]
+    assert (
+        answer.startswith(b"HTTP/1.1 %d" % status)
+        and b"set-cookie" not in answer.partition(b"\r\n\r\n")[0]
+    )
 
 
 def test_an_old_client_and_one_that_asks_first(server: Running) -> None:
     body = b'{"inputs": "a", "parameters": {"max_new_tokens": 1}}'
     head = "POST /generate HTTP/{}\r\nhost: localhost\r\ncontent-type: application/json\r\n{}content-length: {}\r\n\r\n"
-    assert exchange(server, head.format("1.0", "", len(body)).encode() + body).startswith(b"HTTP/1.1 200")
-    asked = head.format("1.1", "expect: 100-continue\r\nconnection: close\r\n", len(body)).encode() + body
+    assert exchange(server, head.format("1.0", "", len(body)).encode() + body).startswith(
+        b"HTTP/1.1 200"
+    )
+    asked = (
+        head.format("1.1", "expect: 100-continue\r\nconnection: close\r\n", len(body)).encode()
+        + body
+    )
     answer = exchange(server, asked)
     assert answer.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in answer
 
 
 def test_request_ids_are_echoed_if_they_are_harmless(server: Running) -> None:
-    assert server.get("/health", headers={"x-request-id": "abc-1.2:3"}).headers["x-request-id"] == "abc-1.2:3"
+    assert (
+        server.get("/health", headers={"x-request-id": "abc-1.2:3"}).headers["x-request-id"]
+        == "abc-1.2:3"
+    )
     assert server.get("/health", headers={"x-request-id": "\x1b[31m"}).status_code == 400
     for bad in ("a b", "x" * 200, "é"):
-        given = server.get("/health", headers={"x-request-id": bad.encode("utf-8")}).headers["x-request-id"]
+        given = server.get("/health", headers={"x-request-id": bad.encode("utf-8")}).headers[
+            "x-request-id"
+        ]
         assert given.startswith("req_")
 
 
@@ -531,7 +620,9 @@ def test_bad_requests_to_anthropics_routes(server: Running) -> None:
         assert answer.status_code == status
         body = answer.json()
         assert body["type"] == "error" and set(body["error"]) == {"type", "message"}
-        assert body["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+        assert body["error"]["type"] == (
+            "not_found_error" if status == 404 else "invalid_request_error"
+        )
         assert not LEAK.search(answer.text)
 
 
@@ -540,7 +631,10 @@ def test_bad_requests_to_responses(server: Running) -> None:
         ({"input": None}, "input"),
         ({"input": 5}, "input"),
         ({"input": [{"type": "item_reference"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+        ),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"tools": [{}]}, "tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
@@ -549,4 +643,7 @@ def test_bad_requests_to_responses(server: Running) -> None:
         ({"input": []}, "messages"),
     ]
     for more, field in cases:
-        assert refused(server.post("/v1/responses", {"input": "hi", **more}), 400, tgi=False)["param"] == field
+        assert (
+            refused(server.post("/v1/responses", {"input": "hi", **more}), 400, tgi=False)["param"]
+            == field
+        )

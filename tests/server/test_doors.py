@@ -33,7 +33,9 @@ def test_every_route_but_the_open_ones_needs_a_key(locked: Running) -> None:
     """A law over the table, so that a new route is denied by existing."""
     for route in table(Settings(model="speaker")):
         path = route.path.replace("{file}", "x").replace("{model}", "speaker")
-        status = locked.client.request(route.method, path, json={} if route.method == "POST" else None).status_code
+        status = locked.client.request(
+            route.method, path, json={} if route.method == "POST" else None
+        ).status_code
         denied = (route.method, route.path) not in {("GET", path) for path in OPEN}
         assert (status == 401) == denied, (route.method, path, status)
     assert {route.path for route in table(Settings(model="m")) if route.open} == OPEN
@@ -72,12 +74,19 @@ def test_bad_keys(locked: Running, headers: dict[str, str]) -> None:
     assert openai.status_code == 401 and openai.json()["error"]["code"] == "invalid_api_key"
     tgi = locked.post("/generate", {"inputs": "a"}, headers=headers)
     assert tgi.status_code == 401 and set(tgi.json()) == {"error", "error_type"}
-    assert locked.post("/v1/messages", {}, headers=headers).json()["error"]["type"] == "authentication_error"
+    assert (
+        locked.post("/v1/messages", {}, headers=headers).json()["error"]["type"]
+        == "authentication_error"
+    )
 
 
 @pytest.mark.parametrize(
     "headers",
-    [{"authorization": "Bearer second-key"}, {"x-api-key": "first-key"}, {"Authorization": "bearer first-key"}],
+    [
+        {"authorization": "Bearer second-key"},
+        {"x-api-key": "first-key"},
+        {"Authorization": "bearer first-key"},
+    ],
 )
 def test_good_keys(locked: Running, headers: dict[str, str]) -> None:
     assert locked.post("/v1/completions", BODY, headers=headers).status_code == 200
@@ -99,7 +108,9 @@ def test_one_key_is_one_tenant() -> None:
 
     assert Keys(["a"]).check(Headers({"x-api-key": "a"})) == ""
     assert (
-        Keys(["a", "b"]).check(Headers({"x-api-key": "a"})) != Keys(["a", "b"]).check(Headers({"x-api-key": "b"})) != ""
+        Keys(["a", "b"]).check(Headers({"x-api-key": "a"}))
+        != Keys(["a", "b"]).check(Headers({"x-api-key": "b"}))
+        != ""
     )
 
 
@@ -123,7 +134,9 @@ def test_metrics_may_be_open(serve: Callable[..., Running]) -> None:
         ("a/../health", 421),
     ],
 )
-def test_a_server_on_the_loopback_answers_to_local_names(server: Running, host: str, status: int) -> None:
+def test_a_server_on_the_loopback_answers_to_local_names(
+    server: Running, host: str, status: int
+) -> None:
     assert server.get("/health", headers={"host": host}).status_code == status
     assert server.post("/generate", {"inputs": "a"}, headers={"host": host}).status_code == status
 
@@ -145,9 +158,15 @@ def test_cors_only_where_asked_for(serve: Callable[..., Running], server: Runnin
     assert server.client.options("/generate", headers=ask).status_code == 405
     shared = serve(Settings(model="speaker", keys=("k",), cors_origins=("http://page.example",)))
     assert (
-        shared.client.options("/generate", headers=ask).headers["access-control-allow-origin"] == "http://page.example"
+        shared.client.options("/generate", headers=ask).headers["access-control-allow-origin"]
+        == "http://page.example"
     )
-    assert shared.post("/generate", {"inputs": "a"}, headers={"origin": "http://page.example"}).status_code == 401
+    assert (
+        shared.post(
+            "/generate", {"inputs": "a"}, headers={"origin": "http://page.example"}
+        ).status_code
+        == 401
+    )
 
 
 # ---- the state of the engine --------------------------------------------------------------------------------
@@ -161,25 +180,40 @@ def test_health_and_requests_while_not_ready(serve: Callable[..., Running], stat
         server.backend.capacity = None
     for path in ("/health", "/ping", "/"):
         answer = server.get(path)
-        assert answer.status_code == 503 and answer.json() == {"error": "unhealthy", "error_type": "healthcheck"}
+        assert answer.status_code == 503 and answer.json() == {
+            "error": "unhealthy",
+            "error_type": "healthcheck",
+        }
     assert server.get("/live").status_code == 200
     ready = server.get("/ready")
     assert ready.status_code == 503
-    assert ready.json() == {"state": state, "model": "speaker", "progress": 0.25, "detail": "reading weights"}
+    assert ready.json() == {
+        "state": state,
+        "model": "speaker",
+        "progress": 0.25,
+        "detail": "reading weights",
+    }
     for path in ("/info", "/v1/models", "/stats", "/metrics", "/docs"):
         assert server.get(path).status_code == 200
     assert server.get("/", headers={"accept": "text/html"}).status_code == 200
-    for path, body in (("/v1/completions", BODY), ("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 2}})):
+    for path, body in (
+        ("/v1/completions", BODY),
+        ("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 2}}),
+    ):
         answer = server.post(path, body)
         if state == "restarting":
             assert answer.status_code == 200
         else:
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
-            assert (answer.headers.get("connection") == "close") == (state in ("draining", "closed"))
+            assert (answer.headers.get("connection") == "close") == (
+                state in ("draining", "closed")
+            )
 
 
 def test_who_shows_no_key_is_not_told_what_went_wrong(locked: Running) -> None:
-    locked.backend.status = Status("restarting", 0.0, "the engine could not load: /models/secret/model.safetensors")
+    locked.backend.status = Status(
+        "restarting", 0.0, "the engine could not load: /models/secret/model.safetensors"
+    )
     assert locked.get("/ready").json()["detail"] == ""
     locked.backend.status = Status("loading", 0.5, "reading weights")
     assert locked.get("/ready").json()["detail"] == "reading weights"
@@ -190,18 +224,28 @@ def test_who_shows_no_key_is_not_told_what_went_wrong(locked: Running) -> None:
 
 def test_a_full_house(serve: Callable[..., Running]) -> None:
     server = serve(Settings(model="speaker", limits=Limits(requests=3)))
-    assert server.post("/v1/completions", {**BODY, "n": 4}).status_code == 400, "could never be let in"
+    assert server.post("/v1/completions", {**BODY, "n": 4}).status_code == 400, (
+        "could never be let in"
+    )
     long = {"prompt": "The iron", "max_tokens": 9, "ignore_eos": True, "n": 3}
     done: list[int] = []
     server.backend.hold = 1  # whoever is refused is refused at once: there is nothing to wait for
-    thread = threading.Thread(target=lambda: done.append(server.post("/v1/completions", long).status_code))
+    thread = threading.Thread(
+        target=lambda: done.append(server.post("/v1/completions", long).status_code)
+    )
     thread.start()
     assert until(lambda: server.backend.steps == 1)
     answer = server.post("/v1/completions", BODY)
     assert answer.status_code == 429
-    assert answer.json()["error"]["type"] == "rate_limit_error" and 1 <= int(answer.headers["retry-after"]) <= 40
+    assert (
+        answer.json()["error"]["type"] == "rate_limit_error"
+        and 1 <= int(answer.headers["retry-after"]) <= 40
+    )
     tgi = server.post("/generate", {"inputs": "a"})
-    assert tgi.status_code == 429 and tgi.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
+    assert tgi.status_code == 429 and tgi.json() == {
+        "error": "Model is overloaded",
+        "error_type": "overloaded",
+    }
     server.backend.status = Status("restarting")
     assert server.post("/v1/completions", BODY).status_code == 503
     server.backend.status = Status("ready")
@@ -216,7 +260,9 @@ def test_too_many_tokens_in_the_queue(serve: Callable[..., Running]) -> None:
     body = {"prompt": [5] * 300, "max_tokens": 3, "ignore_eos": True}
     statuses: list[int] = []
     server.backend.hold = 0
-    thread = threading.Thread(target=lambda: statuses.append(server.post("/v1/completions", body).status_code))
+    thread = threading.Thread(
+        target=lambda: statuses.append(server.post("/v1/completions", body).status_code)
+    )
     thread.start()
     assert until(lambda: server.backend.loop.busy)
     assert server.post("/v1/completions", body).status_code == 429
@@ -235,7 +281,9 @@ def test_who_never_finishes_its_head_is_cut_off(serve: Callable[..., Running]) -
         patient = exit.enter_context(server.raw())
         patient.sendall(whole)
         assert answered(patient)
-        opened = {said: exit.enter_context(server.raw()) for said in (b"", whole[:-2], whole + whole[:20])}
+        opened = {
+            said: exit.enter_context(server.raw()) for said in (b"", whole[:-2], whole + whole[:20])
+        }
         for said, connection in opened.items():
             connection.sendall(said)
         for said, connection in opened.items():

@@ -27,7 +27,11 @@ def vectors(server: Running, input: Any, **more: Any) -> list[list[float]]:
 def test_one_text_said_in_four_ways(server: Running) -> None:
     (one,) = vectors(server, "The iron", add_special_tokens=False)
     assert vectors(server, IRON) == [one]
-    assert vectors(server, [IRON, IRON]) == [one, one] == vectors(server, ["The iron"] * 2, add_special_tokens=False)
+    assert (
+        vectors(server, [IRON, IRON])
+        == [one, one]
+        == vectors(server, ["The iron"] * 2, add_special_tokens=False)
+    )
     (packed,) = vectors(server, IRON, encoding_format="base64")
     assert list(struct.unpack("<4f", b64decode(packed))) == pytest.approx(one, abs=1e-6)  # type: ignore[arg-type]
     assert vectors(server, IRON, pooling="last") != [one] == vectors(server, IRON, pooling="mean")
@@ -38,7 +42,9 @@ def test_more_inputs_than_go_together(serve: Callable[..., Running]) -> None:
     server = serve(Settings(model="m", limits=Limits(fan_out=3)))
     several = [[id] for id in range(300, 320)]
     assert vectors(server, several) == [vectors(server, one)[0] for one in several]
-    assert server.post("/v1/embeddings", {"input": several, "encoding_format": None}).json()["usage"] == {
+    assert server.post("/v1/embeddings", {"input": several, "encoding_format": None}).json()[
+        "usage"
+    ] == {
         "prompt_tokens": 20,
         "total_tokens": 20,
     }

@@ -55,8 +55,19 @@ def normal(value: Any, key: str = "") -> Any:
 
 def answer(server: Running, name: str) -> dict[str, Any]:
     method, path, body, headers = CASES[name]
-    got = server.client.request(method, path, json=body, headers=headers) if body else server.get(path, headers=headers)
-    kept = {"content-type", "retry-after", "allow", "cache-control", "connection", "x-accel-buffering"}
+    got = (
+        server.client.request(method, path, json=body, headers=headers)
+        if body
+        else server.get(path, headers=headers)
+    )
+    kept = {
+        "content-type",
+        "retry-after",
+        "allow",
+        "cache-control",
+        "connection",
+        "x-accel-buffering",
+    }
     shown = {
         n: "<time>" if CLOCKS.match(n) else v
         for n, v in got.headers.items()
@@ -80,14 +91,22 @@ def content(got: httpx2.Response) -> dict[str, Any]:
     if kind.startswith("application/json"):
         return {"body": normal(got.json())}
     return {
-        "text": sorted({line.partition("{")[0].partition(" ")[0] for line in got.text.splitlines() if line[0] != "#"})
+        "text": sorted(
+            {
+                line.partition("{")[0].partition(" ")[0]
+                for line in got.text.splitlines()
+                if line[0] != "#"
+            }
+        )
     }
 
 
 def shape(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: shape(inner) for name, inner in value.items()}
-    return [shape(inner) for inner in value[:1]] if isinstance(value, list) else type(value).__name__
+    return (
+        [shape(inner) for inner in value[:1]] if isinstance(value, list) else type(value).__name__
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -100,8 +119,12 @@ def test_every_route_has_a_golden_answer() -> None:
     seen = {(method, path.partition("?")[0]) for method, path, _, _ in CASES.values()}
     for route in table(SETTINGS):
         path = route.path.replace("{model}", "org/speaker-1")
-        assert (route.method, path) in seen or route.path in PAGES, f"{route.method} {route.path} has none"
-    assert {path.stem for path in FOLDER.glob("*.json")} == set(CASES), "files of cases that are gone, or the other way"
+        assert (route.method, path) in seen or route.path in PAGES, (
+            f"{route.method} {route.path} has none"
+        )
+    assert {path.stem for path in FOLDER.glob("*.json")} == set(CASES), (
+        "files of cases that are gone, or the other way"
+    )
 
 
 def write() -> None:

@@ -26,9 +26,15 @@ def test_limits_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("speed=3", "no 'speed'; there are"), ("requests=many", "must be a number"), ("requests=0", "must be positive"),
-     ("requests", "must be a number"), ("requests=1.5", "must be a number"), ("stall_seconds=nan", "must be positive")],
-)  # fmt: skip
+    [
+        ("speed=3", "no 'speed'; there are"),
+        ("requests=many", "must be a number"),
+        ("requests=0", "must be positive"),
+        ("requests", "must be a number"),
+        ("requests=1.5", "must be a number"),
+        ("stall_seconds=nan", "must be positive"),
+    ],
+)
 def test_limits_that_are_none(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Limits.of(text)
@@ -70,13 +76,18 @@ def test_memory_of_this_process_is_seen() -> None:
 
 
 def test_the_newest_who_wait_are_sent_away_first() -> None:
-    door, ended = Admission(100), []
+    door = Admission(100)
+    ended = []
     tickets = [door.enter(1, 1.0) for _ in range(9)]
     for number, ticket in enumerate(tickets):
         ticket.wait(10, 1000, 1.0, partial(ended.append, number))
     tickets[8].begin()  # it runs, and stays
     door.shed()
-    assert ended == [7, 6] and [ticket.dropped for ticket in tickets] == [False] * 6 + [True, True, False]
+    assert ended == [7, 6] and [ticket.dropped for ticket in tickets] == [False] * 6 + [
+        True,
+        True,
+        False,
+    ]
     for _ in range(9):
         door.shed()
     assert len(ended) == 8 and not door.queue
@@ -98,7 +109,9 @@ class Rising:
         return self.used
 
 
-def test_under_the_highest_pressure_who_waits_is_told_to_come_back(serve: Callable[..., Running]) -> None:
+def test_under_the_highest_pressure_who_waits_is_told_to_come_back(
+    serve: Callable[..., Running],
+) -> None:
     """The one that runs goes on; one that waits behind it gets 429, streaming or not."""
     memory = Rising()
     settings = Settings(model="speaker", limits=Limits(memory_bytes=100))
@@ -125,18 +138,24 @@ def test_under_the_highest_pressure_who_waits_is_told_to_come_back(serve: Callab
         thread.join()
     assert answers == {"runs": 200, "waits": 429, "waits and streams": 429}
     again = body | {"max_tokens": 1}
-    assert until(lambda: server.post("/v1/completions", again).status_code == 200), "the door stays shut"
+    assert until(lambda: server.post("/v1/completions", again).status_code == 200), (
+        "the door stays shut"
+    )
 
 
 def test_a_full_house_refuses_before_it_reads_a_body(serve: Callable[..., Running]) -> None:
     """Even of a body that never comes."""
     server = serve(Settings(model="speaker", limits=Limits(requests=1)))
     server.backend.hold = 0
-    thread = threading.Thread(target=server.post, args=("/v1/completions", {"prompt": "The iron", "max_tokens": 9}))
+    thread = threading.Thread(
+        target=server.post, args=("/v1/completions", {"prompt": "The iron", "max_tokens": 9})
+    )
     thread.start()
     assert until(lambda: server.backend.loop.busy)
     with server.raw() as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        )
         connection.sendall(f"{head}content-length: 1000\r\n\r\n".encode())
         assert connection.recv(12) == b"HTTP/1.1 429"
     server.backend.hold = None

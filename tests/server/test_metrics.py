@@ -12,7 +12,16 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from bloomery.messages import Stats
-from bloomery.server.metrics import COUNTERS, DISTRIBUTIONS, GAUGES, Distribution, Metrics, Rate, band, family
+from bloomery.server.metrics import (
+    COUNTERS,
+    DISTRIBUTIONS,
+    GAUGES,
+    Distribution,
+    Metrics,
+    Rate,
+    band,
+    family,
+)
 from tests.server.conftest import Running
 from tests.server.speaker import InProcess, words
 
@@ -29,7 +38,9 @@ def samples(server: Running) -> dict[tuple[str, frozenset[tuple[str, str]]], flo
     return found
 
 
-def value(found: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str) -> float:
+def value(
+    found: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str
+) -> float:
     common = {"model_name": "speaker", "engine": "0"} if name.startswith("vllm:") else {}
     return found.get((name, frozenset({**common, **labels}.items())), 0.0)
 
@@ -94,7 +105,9 @@ def test_labels_do_not_grow_with_what_clients_send(serve: Callable[..., Running]
     for i in range(20):
         server.get(f"/nowhere/{i}")
         server.get(f"/v1/models/m{i}")
-        server.post("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 1}, f"field{i}": 1})
+        server.post(
+            "/generate", {"inputs": "a", "parameters": {"max_new_tokens": 1}, f"field{i}": 1}
+        )
     text = server.get("/metrics").text
     assert "nowhere" not in text and "m13" not in text and "field7" not in text
     assert value(samples(server), "bloomery_responses_total", route="unknown", status="404") == 20
@@ -107,7 +120,13 @@ def test_the_dashboards_sample(serve: Callable[..., Running]) -> None:
     server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 20, "ignore_eos": True})
     full: dict[str, Any] = server.get("/stats").json()
     assert full["tokens_per_second"] == 20 / 5 and full["requests"] == 1 and full["uptime"] > 0
-    assert 0 < full["inter_token"]["p50"] <= full["inter_token"]["p90"] <= full["inter_token"]["p99"] < 60
+    assert (
+        0
+        < full["inter_token"]["p50"]
+        <= full["inter_token"]["p90"]
+        <= full["inter_token"]["p99"]
+        < 60
+    )
 
 
 def test_distributions_and_rates() -> None:
@@ -115,7 +134,9 @@ def test_distributions_and_rates() -> None:
     for number in (0.5, 1, 1.5, 4, 9):
         one.observe(number)
     buckets = {
-        sample.labels["le"]: sample.value for sample in family("x", "", [], {(): one}).samples if "le" in sample.labels
+        sample.labels["le"]: sample.value
+        for sample in family("x", "", [], {(): one}).samples
+        if "le" in sample.labels
     }
     assert buckets == {"1.0": 2, "2.0": 3, "5.0": 4, "+Inf": 5}
     rate = Rate()
@@ -160,10 +181,14 @@ def test_what_dashboards_read_is_there(serve: Callable[..., Running]) -> None:
     server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 4, "ignore_eos": True})
     server.post("/generate", {"inputs": ""})
     text = server.get("/metrics").text
-    names = {line.partition("{")[0].partition(" ")[0] for line in text.splitlines() if line[0] != "#"}
+    names = {
+        line.partition("{")[0].partition(" ")[0] for line in text.splitlines() if line[0] != "#"
+    }
     assert set(STOCK.split()) <= names, set(STOCK.split()) - names
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    queries = [
+        target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())
+    ]
     ours = {name for query in queries for name in re.findall(r"\bbloomery_\w+", query)}
     assert len(queries) > 20 and ours <= names, ours - names
     for query in queries:

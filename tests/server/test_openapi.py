@@ -32,8 +32,13 @@ def test_goldens_have_the_shape_they_are_said_to_have(name: str) -> None:
     path = CASES[name][1].partition("?")[0].replace("org/speaker-1", "{model}")
     if "body" not in golden or path not in DOCUMENT["paths"]:
         return
-    said = DOCUMENT["paths"][path][CASES[name][0].lower()]["responses"]["200" if golden["status"] == 200 else "default"]
-    if name in ("root_health", "generate_best_of"):  # no JSON of that kind; and one whose values are kept as types
+    said = DOCUMENT["paths"][path][CASES[name][0].lower()]["responses"][
+        "200" if golden["status"] == 200 else "default"
+    ]
+    if name in (
+        "root_health",
+        "generate_best_of",
+    ):  # no JSON of that kind; and one whose values are kept as types
         return
     whole = {**said["content"]["application/json"]["schema"], "components": DOCUMENT["components"]}
     jsonschema_rs.validate(whole, unvaried(golden["body"]))
@@ -66,9 +71,15 @@ def sent(api: Any, case: Any) -> None:
     """A deadline of milliseconds asks for a 504: here all have time."""
     body = case.body if isinstance(case.body, dict) else {}
     for part in (body, body.get("parameters")):
-        if isinstance(part, dict) and isinstance(given := part.get("deadline_ms"), int) and given > 0:
+        if (
+            isinstance(part, dict)
+            and isinstance(given := part.get("deadline_ms"), int)
+            and given > 0
+        ):
             part["deadline_ms"] = given + int(1000 * LONG)
-    case.call_and_validate(base_url=f"http://127.0.0.1:{api.address[1]}", checks=CHECKS, timeout=LONG)
+    case.call_and_validate(
+        base_url=f"http://127.0.0.1:{api.address[1]}", checks=CHECKS, timeout=LONG
+    )
 
 
 @schema.parametrize()

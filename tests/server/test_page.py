@@ -21,7 +21,9 @@ def test_browsers_get_the_page_and_others_health(server: Running) -> None:
     page = server.get("/", headers=BROWSER)
     assert page.headers["content-type"].startswith("text/html") and "Bloomery" in page.text
     policy = page.headers["content-security-policy"]
-    assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+    assert (
+        "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+    )
     assert server.get("/").content == b""
     named = re.findall(r'(?:src|href)="\./([^"]+)"', page.text)
     assert len(named) >= 2
@@ -80,7 +82,9 @@ def test_docs_need_nothing_from_elsewhere(server: Running) -> None:
     assert "'none'" in page.headers["content-security-policy"]
 
 
-def test_one_line_a_request_and_never_a_prompt(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_a_request_and_never_a_prompt(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "bloomery.server")
     secret = "canary-in-the-forge"
     body: dict[str, Any] = {
@@ -90,7 +94,11 @@ def test_one_line_a_request_and_never_a_prompt(server: Running, caplog: pytest.L
         "user": secret,
         "stop": [secret],
     }
-    server.post("/v1/chat/completions", body, headers={"authorization": f"Bearer {secret}", "x-request-id": "mine"})
+    server.post(
+        "/v1/chat/completions",
+        body,
+        headers={"authorization": f"Bearer {secret}", "x-request-id": "mine"},
+    )
     server.post("/v1/chat/completions", {**body, "messages": secret})
     server.post(f"/{secret}", body)
     server.get("/health")
@@ -99,6 +107,9 @@ def test_one_line_a_request_and_never_a_prompt(server: Running, caplog: pytest.L
     assert not any(secret in record.getMessage() or secret in str(vars(record)) for record in lines)
     fields = lines[0].fields  # type: ignore[attr-defined]
     assert (
-        fields["request"] == "mine" and fields["status"] == 200 and fields["tokens"] == 3 and fields["first_token"] > 0
+        fields["request"] == "mine"
+        and fields["status"] == 200
+        and fields["tokens"] == 3
+        and fields["first_token"] > 0
     )
     assert lines[1].fields["error"] == "validation" and lines[2].fields["path"] == "unknown"  # type: ignore[attr-defined]

@@ -55,7 +55,14 @@ def test_nothing_that_merely_looks_like_it(text: str) -> None:
 
 
 def test_nulls_are_absent_and_the_unknown_is_counted() -> None:
-    body = {"n": None, "x": 1, "tools": None, "who": 1, "inner": {"a": None, "what": 2}, "many": [{"z": 1}, {"a": 1}]}
+    body = {
+        "n": None,
+        "x": 1,
+        "tools": None,
+        "who": 1,
+        "inner": {"a": None, "what": 2},
+        "many": [{"z": 1}, {"a": 1}],
+    }
     made, unknown = read(decode(json.dumps(body).encode()), Sample)
     assert (made.n, made.x, made.s, unknown) == (None, 1.0, None, 3)
 
@@ -69,7 +76,9 @@ def test_refused_fields_are_named(value: str) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -97,9 +106,15 @@ POSTS = [route for route in table(Settings(model="m")) if route.method == "POST"
 NAMES = sorted({name for route in POSTS if route.body for name in route.body.__struct_fields__})
 
 
-@given(st.sampled_from(POSTS), st.dictionaries(st.sampled_from([*NAMES, "unheard_of"]), JSON, max_size=5), st.data())
+@given(
+    st.sampled_from(POSTS),
+    st.dictionaries(st.sampled_from([*NAMES, "unheard_of"]), JSON, max_size=5),
+    st.data(),
+)
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-def test_no_body_is_the_servers_fault(server: Running, route: Any, body: dict[str, Any], data: st.DataObject) -> None:
+def test_no_body_is_the_servers_fault(
+    server: Running, route: Any, body: dict[str, Any], data: st.DataObject
+) -> None:
     """Real routes, fields by their real names, values of any kind: never a 5xx, never a hang."""
     body = {
         "max_tokens": 2,
@@ -111,5 +126,7 @@ def test_no_body_is_the_servers_fault(server: Running, route: Any, body: dict[st
         **body,
     }
     text = json.dumps(body).encode("utf-8", "surrogatepass")
-    answer = server.client.post(route.path, content=text, headers={"content-type": "application/json"})
+    answer = server.client.post(
+        route.path, content=text, headers={"content-type": "application/json"}
+    )
     assert answer.status_code in (200, 400, 404, 422), (route.path, text, answer.text)

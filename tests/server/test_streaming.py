@@ -19,7 +19,8 @@ from tests.server.conftest import Running
 from tests.server.events import parse
 from tests.waiting import LONG, until
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -28,7 +29,9 @@ def idle(server: Running) -> bool:
     return not server.backend.loop.busy and blocks.available == blocks.count
 
 
-def opened(server: Running, path: str, body: dict[str, Any], buffer: int | None = None) -> socket.socket:
+def opened(
+    server: Running, path: str, body: dict[str, Any], buffer: int | None = None
+) -> socket.socket:
     """A connection on which a request has been sent and nothing read."""
     data = json.dumps(body).encode()
     connection = socket.socket()
@@ -45,9 +48,18 @@ def opened(server: Running, path: str, body: dict[str, Any], buffer: int | None 
 
 
 def test_chat_deltas_add_up(server: Running) -> None:
-    body = {"messages": HELLO, "max_tokens": 40, "seed": 5, "n": 3, "logprobs": True, "top_logprobs": 2}
+    body = {
+        "messages": HELLO,
+        "max_tokens": 40,
+        "seed": 5,
+        "n": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
     whole = server.post(CHAT, body).json()
-    events = parse(server.post(CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}}).text)
+    events = parse(
+        server.post(CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}}).text
+    )
     assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
     assert events[-2]["choices"] == []
     counts = [
@@ -57,12 +69,18 @@ def test_chat_deltas_add_up(server: Running) -> None:
     assert counts[0] == counts[1]
     assert all(chunk["usage"] is None for chunk in events[:-2])
     for choice in whole["choices"]:
-        chunks = [c for event in events[:-2] for c in event["choices"] if c["index"] == choice["index"]]
-        assert [c["delta"]["role"] for c in chunks if "role" in c["delta"]] == ["assistant"] and "role" in chunks[0][
-            "delta"
+        chunks = [
+            c for event in events[:-2] for c in event["choices"] if c["index"] == choice["index"]
         ]
-        assert "".join(c["delta"].get("content", "") for c in chunks) == choice["message"]["content"]
-        assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == [choice["finish_reason"]]
+        assert [c["delta"]["role"] for c in chunks if "role" in c["delta"]] == [
+            "assistant"
+        ] and "role" in chunks[0]["delta"]
+        assert (
+            "".join(c["delta"].get("content", "") for c in chunks) == choice["message"]["content"]
+        )
+        assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == [
+            choice["finish_reason"]
+        ]
         assert chunks[-1]["finish_reason"] and chunks[-1]["delta"] == {}
         logprobs = [entry for c in chunks if c["logprobs"] for entry in c["logprobs"]["content"]]
         assert logprobs == choice["logprobs"]["content"]
@@ -85,15 +103,23 @@ def test_completion_deltas_add_up(server: Running) -> None:
         chunks = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
         assert "".join(c["text"] for c in chunks) == choice["text"]
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            assert [value for c in chunks for value in c["logprobs"][name]] == choice["logprobs"][name]
+            assert [value for c in chunks for value in c["logprobs"][name]] == choice["logprobs"][
+                name
+            ]
     assert whole["usage"]["prompt_tokens"] == 5
 
 
 def test_tgi_events_add_up(server: Running) -> None:
-    body = {"inputs": "The iron", "parameters": {"max_new_tokens": 30, "details": True, "top_n_tokens": 2}}
+    body = {
+        "inputs": "The iron",
+        "parameters": {"max_new_tokens": 30, "details": True, "top_n_tokens": 2},
+    }
     whole = server.post("/generate", body).json()
     answer = server.post("/generate_stream", body)
-    assert answer.headers["x-accel-buffering"] == "no" and answer.headers["x-compute-characters"] == "8"
+    assert (
+        answer.headers["x-accel-buffering"] == "no"
+        and answer.headers["x-compute-characters"] == "8"
+    )
     events = parse(answer.text)
     assert "[DONE]" not in events
     assert [event["index"] for event in events] == list(range(1, len(events) + 1))
@@ -101,7 +127,11 @@ def test_tgi_events_add_up(server: Running) -> None:
     assert [event["top_tokens"] for event in events] == whole["details"]["top_tokens"]
     assert {event["generated_text"] for event in events[:-1]} == {None}
     assert events[-1]["generated_text"] == whole["generated_text"]
-    assert events[-1]["details"]["generated_tokens"] == len(events) == whole["details"]["generated_tokens"]
+    assert (
+        events[-1]["details"]["generated_tokens"]
+        == len(events)
+        == whole["details"]["generated_tokens"]
+    )
     assert parse(server.post("/", {**body, "stream": True}).text) == events
 
 
@@ -109,7 +139,14 @@ def test_usage_on_every_chunk(server: Running) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = parse(
         server.post(
-            CHAT, {"messages": HELLO, "max_tokens": 5, "temperature": 0, "stream": True, "stream_options": options}
+            CHAT,
+            {
+                "messages": HELLO,
+                "max_tokens": 5,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": options,
+            },
         ).text
     )
     counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
@@ -128,7 +165,9 @@ def test_stop_strings_never_show_and_nothing_is_lost(server: Running) -> None:
     for start in range(2, len(text) - 5, 7):
         stop = text[start : start + 4]
         expected = text[: text.index(stop)]
-        events = parse(server.post(COMPLETIONS, {**body, "stop": [stop, "never-said"], "stream": True}).text)
+        events = parse(
+            server.post(COMPLETIONS, {**body, "stop": [stop, "never-said"], "stream": True}).text
+        )
         pieces = [event["choices"][0]["text"] for event in events[:-1]]
         assert "".join(pieces) == expected
         assert events[-2]["choices"][0]["finish_reason"] == "stop"
@@ -146,7 +185,11 @@ def test_one_of_several_stops_alone(server: Running) -> None:
     assert stop not in texts[0] + texts[2]
     choices = server.post(COMPLETIONS, {**body, "stop": stop}).json()["choices"]
     assert [choice["finish_reason"] for choice in choices] == ["length", "stop", "length"]
-    assert [choice["text"] for choice in choices] == [texts[0], texts[1][: texts[1].index(stop)], texts[2]]
+    assert [choice["text"] for choice in choices] == [
+        texts[0],
+        texts[1][: texts[1].index(stop)],
+        texts[2],
+    ]
     lengths = [len(request.emitted) for request in server.backend.seen]
     assert lengths and until(lambda: idle(server))
 
@@ -156,7 +199,9 @@ def test_one_of_several_stops_alone(server: Running) -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("path", [CHAT, "/"], ids=["openai", "tgi"])
-def test_a_client_that_leaves_frees_its_blocks(serve: Callable[..., Running], path: str, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_blocks(
+    serve: Callable[..., Running], path: str, stream: bool
+) -> None:
     server = serve(pace=0.02)
     long = {"messages": HELLO, "n": 4, "max_tokens": 400, "ignore_eos": True}
     body = long if path == CHAT else {"inputs": "The iron", "parameters": {"max_new_tokens": 400}}
@@ -193,19 +238,29 @@ def test_a_slow_reader_gets_everything(serve: Callable[..., Running]) -> None:
 
 def test_a_reader_that_stops_is_dropped(serve: Callable[..., Running]) -> None:
     server = serve(Settings(model="speaker", limits=Limits(stall_seconds=0.3)), pace=0.005)
-    body = {"prompt": "The iron", "max_tokens": 500, "n": 8, "ignore_eos": True, "stream": True, "logprobs": 20}
+    body = {
+        "prompt": "The iron",
+        "max_tokens": 500,
+        "n": 8,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 20,
+    }
     with opened(server, COMPLETIONS, body, buffer=4096) as connection:
         assert until(lambda: server.backend.steps) and until(lambda: idle(server))
         assert server.backend.steps < 490, "it was not waited for to the end"
         assert until(lambda: 'err="dropped"' in server.get("/metrics").text)
-        with suppress(ConnectionResetError):  # what had left before, and then an end: it is dropped, not merely left
+        with suppress(
+            ConnectionResetError
+        ):  # what had left before, and then an end: it is dropped, not merely left
             while connection.recv(65536):
                 pass
 
 
 @pytest.mark.parametrize("stuck", [2, 3], ids=["at an event", "at the end"])
 def test_a_reader_that_stops_holds_nothing_for_long(stuck: int) -> None:
-    closed, sent = [], []
+    closed = []
+    sent = []
 
     async def events() -> AsyncGenerator[bytes, None]:
         try:
@@ -224,7 +279,9 @@ def test_a_reader_that_stops_holds_nothing_for_long(stuck: int) -> None:
 
     async def respond() -> None:
         deadline = asyncio.get_running_loop().time() + 2 * LONG
-        stream = EventStream(events(), lambda _: b"", deadline=deadline, keepalive=LONG, stall=0.1, headers={})
+        stream = EventStream(
+            events(), lambda _: b"", deadline=deadline, keepalive=LONG, stall=0.1, headers={}
+        )
         with pytest.raises(Stalled):
             await asyncio.wait_for(stream({}, receive, send), LONG)
 
@@ -234,7 +291,8 @@ def test_a_reader_that_stops_holds_nothing_for_long(stuck: int) -> None:
 
 def test_silence_is_filled_with_comments(serve: Callable[..., Running]) -> None:
     server = serve(Settings(model="speaker", limits=Limits(keepalive_seconds=0.1)))
-    server.backend.hold, text = 0, ""
+    server.backend.hold = 0
+    text = ""
     body = {"messages": HELLO, "max_tokens": 3, "ignore_eos": True, "stream": True}
     with server.client.stream("POST", CHAT, json=body) as answer:
         for part in answer.iter_text():
@@ -271,16 +329,27 @@ def test_tgis_error_in_the_middle(serve: Callable[..., Running], tokenizer: Any)
     )
     whole = server.post("/generate", body)
     assert whole.status_code == 424 and whole.json()["error_type"] == "generation"
-    messages = {"messages": [{"role": "user", "content": "bellows"}], "max_tokens": 9, "temperature": 0, "stream": True}
+    messages = {
+        "messages": [{"role": "user", "content": "bellows"}],
+        "max_tokens": 9,
+        "temperature": 0,
+        "stream": True,
+    }
     assert parse(server.post("/v1/messages", messages).text)[-1][0] == "error"
-    responses = parse(server.post("/v1/responses", {"input": "bellows", "temperature": 0, "stream": True}).text)
+    responses = parse(
+        server.post("/v1/responses", {"input": "bellows", "temperature": 0, "stream": True}).text
+    )
     assert responses[-1][0] == "error" and responses[-1][1]["sequence_number"] == len(responses) - 1
 
 
 @pytest.mark.parametrize("by", ["header", "limit"])
 def test_deadlines(serve: Callable[..., Running], by: str) -> None:
     """While an engine that has stopped would keep everybody waiting for ever; before and after the first token."""
-    body = {"prompt": "The iron", "max_tokens": 100, "ignore_eos": True}  # no template, to start no process
+    body = {
+        "prompt": "The iron",
+        "max_tokens": 100,
+        "ignore_eos": True,
+    }  # no template, to start no process
     for seconds in (0.3, 3.0, 30.0):  # a machine may be too busy to say a first word in time
         limits = Limits(deadline_seconds=seconds) if by == "limit" else Limits()
         headers = {"x-request-deadline-ms": str(int(1000 * seconds))} if by == "header" else {}
@@ -300,7 +369,9 @@ def test_deadlines(serve: Callable[..., Running], by: str) -> None:
 
 def test_a_deadline_that_is_no_number(server: Running) -> None:
     for value in ("soon", "-1", "1.5", "9" * 30):
-        answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 1}, headers={"x-request-deadline-ms": value})
+        answer = server.post(
+            CHAT, {"messages": HELLO, "max_tokens": 1}, headers={"x-request-deadline-ms": value}
+        )
         assert answer.status_code == 400
 
 
@@ -313,7 +384,9 @@ def test_a_deadline_that_is_no_number(server: Running) -> None:
         ("/generate", {"inputs": "iron", "parameters": {"max_new_tokens": 1}}),
     ],
 )
-def test_priority_and_deadline_reach_the_engine(server: Running, path: str, body: dict[str, Any]) -> None:
+def test_priority_and_deadline_reach_the_engine(
+    server: Running, path: str, body: dict[str, Any]
+) -> None:
     more = {"priority": -3, "deadline_ms": 60_000}
     if "parameters" in body:
         more = {"parameters": body["parameters"] | more}

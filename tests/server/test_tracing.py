@@ -19,9 +19,11 @@ from tests.server.speaker import InProcess
 from tests.waiting import until
 
 memory = pytest.importorskip(
-    "opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="the extra otel is not installed"
+    "opentelemetry.sdk.trace.export.in_memory_span_exporter",
+    reason="the extra otel is not installed",
 )
-TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+CALLER = "00f067aa0ba902b7"
 SECRET = "Xanadu"
 
 
@@ -30,7 +32,9 @@ class Traced(Running):
 
     def spans(self) -> dict[str, Any]:
         """By name, of the one request since it was last asked; they are written after its client has its answer."""
-        done = lambda: any(span.name.endswith(" speaker") for span in self.exporter.get_finished_spans())  # noqa: E731
+        done = lambda: any(
+            span.name.endswith(" speaker") for span in self.exporter.get_finished_spans()
+        )  # noqa: E731
         assert until(done), "no span was written"
         found = {span.name: span for span in self.exporter.get_finished_spans()}
         self.exporter.clear()
@@ -42,25 +46,42 @@ def server(tokenizer: Tokenizer) -> Iterator[Traced]:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-    exporter, provider = memory.InMemorySpanExporter(), TracerProvider()
+    exporter = memory.InMemorySpanExporter()
+    provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     with ExitStack() as exit:
-        made = run(InProcess(tokenizer), tokenizer, Settings(model="speaker"), exit, traces=Traces(provider))
+        made = run(
+            InProcess(tokenizer),
+            tokenizer,
+            Settings(model="speaker"),
+            exit,
+            traces=Traces(provider),
+        )
         traced = Traced(made.client, made.backend, made.address)
         traced.exporter = exporter
         yield traced
 
 
 def test_a_conversation_under_its_callers_span(server: Traced) -> None:
-    body = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4, "temperature": 0.5, "ignore_eos": True,
-            "seed": 5}  # fmt: skip
+    body = {
+        "messages": [{"role": "user", "content": SECRET}],
+        "max_tokens": 4,
+        "temperature": 0.5,
+        "ignore_eos": True,
+        "seed": 5,
+    }
     answer = server.post(
-        "/v1/chat/completions", body, headers={"traceparent": f"00-{TRACE}-{CALLER}-01", "x-request-id": "mine"}
+        "/v1/chat/completions",
+        body,
+        headers={"traceparent": f"00-{TRACE}-{CALLER}-01", "x-request-id": "mine"},
     ).json()
     spans = server.spans()
     assert set(spans) == {"chat speaker", "queue", "prefill", "decode"}
     whole = spans["chat speaker"]
-    assert format(whole.context.trace_id, "032x") == TRACE and format(whole.parent.span_id, "016x") == CALLER
+    assert (
+        format(whole.context.trace_id, "032x") == TRACE
+        and format(whole.parent.span_id, "016x") == CALLER
+    )
     known = dict(whole.attributes)
     assert known.pop("gen_ai.server.time_to_first_token") > 0
     assert known == {
@@ -104,7 +125,9 @@ def test_other_requests(server: Traced) -> None:
     server.get("/health")
     server.get("/metrics")
     server.post("/v1/embeddings", {"input": SECRET})
-    assert set(server.spans()) <= {"embeddings speaker", "queue", "prefill", "decode"}, "only what generates is traced"
+    assert set(server.spans()) <= {"embeddings speaker", "queue", "prefill", "decode"}, (
+        "only what generates is traced"
+    )
 
 
 def test_a_collector_gets_them_by_http(tokenizer: Tokenizer) -> None:
@@ -122,7 +145,9 @@ def test_a_collector_gets_them_by_http(tokenizer: Tokenizer) -> None:
         threading.Thread(target=collector.serve_forever, daemon=True).start()
         traces = traces_to(f"http://127.0.0.1:{collector.server_address[1]}", "forge")
         with ExitStack() as exit:
-            server = run(InProcess(tokenizer), tokenizer, Settings(model="speaker"), exit, traces=traces)
+            server = run(
+                InProcess(tokenizer), tokenizer, Settings(model="speaker"), exit, traces=traces
+            )
             server.post("/generate", {"inputs": SECRET, "parameters": {"max_new_tokens": 2}})
         traces.close()
         collector.shutdown()

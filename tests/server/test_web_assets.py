@@ -26,7 +26,9 @@ INPUTS = [
 ]
 LIMIT = 200_000  # bytes, compressed
 # Never fetched: the names of namespaces, and where libraries' warnings point.
-HARMLESS = re.compile(r"https?://(www\.w3\.org/|svelte\.dev/e/|github\.com/(markedjs|highlightjs)/)")
+HARMLESS = re.compile(
+    r"https?://(www\.w3\.org/|svelte\.dev/e/|github\.com/(markedjs|highlightjs)/)"
+)
 
 
 def digest(path: Path) -> str:
@@ -34,7 +36,11 @@ def digest(path: Path) -> str:
 
 
 def built_files() -> dict[str, Path]:
-    return {path.relative_to(BUILT).as_posix(): path for path in sorted(BUILT.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(BUILT).as_posix(): path
+        for path in sorted(BUILT.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,9 @@ def test_built_from_these_sources(manifest: dict) -> None:
     found = [
         path
         for name in INPUTS
-        for path in ([SOURCES / name] if (SOURCES / name).is_file() else (SOURCES / name).rglob("*"))
+        for path in (
+            [SOURCES / name] if (SOURCES / name).is_file() else (SOURCES / name).rglob("*")
+        )
     ]
     names = sorted(path.relative_to(SOURCES).as_posix() for path in found if path.is_file())
     listing = "".join(f"{digest(SOURCES / name)}  {name}\n" for name in names)
@@ -80,7 +88,9 @@ def test_built_from_these_sources(manifest: dict) -> None:
 
 def test_nothing_built_was_edited_added_or_lost(manifest: dict) -> None:
     built = {name: digest(path) for name, path in built_files().items() if name != "manifest.json"}
-    assert built == manifest["files"], "src/bloomery/server/web differs from what the build wrote: run `make web`"
+    assert built == manifest["files"], (
+        "src/bloomery/server/web differs from what the build wrote: run `make web`"
+    )
 
 
 def test_small() -> None:
@@ -91,10 +101,15 @@ def test_small() -> None:
 def test_index_obeys_a_strict_policy(page: Page) -> None:
     assert page.inline == ""
     for tag, attributes in page.tags:
-        assert not any(name == "style" or name.startswith("on") for name in attributes), (tag, attributes)
+        assert not any(name == "style" or name.startswith("on") for name in attributes), (
+            tag,
+            attributes,
+        )
         for name in ("src", "href"):
             target = attributes.get(name)
-            assert target is None or (target.startswith("./assets/") and (BUILT / target).is_file()), (tag, target)
+            assert target is None or (
+                target.startswith("./assets/") and (BUILT / target).is_file()
+            ), (tag, target)
         assert tag != "script" or attributes.get("src"), "a script inside the page"
 
 
@@ -105,10 +120,20 @@ def test_asset_names_change_with_their_content() -> None:
         assert re.fullmatch(r"assets/[\w.-]+-[\w-]{8}\.(js|css|svg)", name), name
 
 
-@pytest.mark.parametrize("name", [name for name in built_files() if name.endswith((".js", ".css", ".html", ".svg"))])
+@pytest.mark.parametrize(
+    "name", [name for name in built_files() if name.endswith((".js", ".css", ".html", ".svg"))]
+)
 def test_no_address_elsewhere(name: str) -> None:
     text = built_files()[name].read_text()
-    addresses = [match for match in re.findall(r"(?:https?|wss?)://[^\s\"'`)\\]+", text) if not HARMLESS.match(match)]
+    addresses = [
+        match
+        for match in re.findall(r"(?:https?|wss?)://[^\s\"'`)\\]+", text)
+        if not HARMLESS.match(match)
+    ]
     assert addresses == []
-    assert not re.search(r"url\(\s*['\"]?(//|https?:|data:)", text), "a style that loads from elsewhere"
-    assert not re.search(r"\beval\(|new Function\(", text), "code made from text, which the policy refuses"
+    assert not re.search(r"url\(\s*['\"]?(//|https?:|data:)", text), (
+        "a style that loads from elsewhere"
+    )
+    assert not re.search(r"\beval\(|new Function\(", text), (
+        "code made from text, which the policy refuses"
+    )

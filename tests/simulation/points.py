@@ -23,9 +23,21 @@ from tests.simulation.world import Fate, Faults, Played, Report, World, _idle
 
 EVENTS = ("kill", "kill twice", "leave", "deadline", "drain")
 SHAPE = {"blocks": 11, "block_size": 4, "rows": 2, "tokens": 8}
-TICK, END = 0.002, 0.5  # seconds of the world's time: between two moments, and when all have their answers
-POINTS = {"not sent", "queued", "first chunk", "middle chunk", "before the first token", "decoding", "preempted",
-          "ended and not told", "one of two ended", "no engine"}  # fmt: skip
+# seconds of the world's time: between two moments, and when all have their answers
+TICK = 0.002
+END = 0.5
+POINTS = {
+    "not sent",
+    "queued",
+    "first chunk",
+    "middle chunk",
+    "before the first token",
+    "decoding",
+    "preempted",
+    "ended and not told",
+    "one of two ended",
+    "no engine",
+}
 
 
 @dataclass
@@ -43,7 +55,9 @@ def readers() -> list[Reader]:
     made = []
     for number, prompt in enumerate(prompts):
         length = 12 if number else 18
-        one = Request(str(number), prompt, Sampling(min_tokens=4), length, (3,) if number == 3 else ())
+        one = Request(
+            str(number), prompt, Sampling(min_tokens=4), length, (3,) if number == 3 else ()
+        )
         requests = [one, replace(one, id="second", max_tokens=6)] if number == 2 else [one]
         made.append(Reader(requests, number == 1, {request.id: [] for request in requests}, {}))
     return made
@@ -57,13 +71,18 @@ def scene(event: str, at: float, seen: Counter[str]) -> None:
 
 async def _scene(event: str, at: float, seen: Counter[str]) -> None:
     report = Report()
-    fate, everybody = Fate(Random(1), Faults(), report), readers()
+    fate = Fate(Random(1), Faults(), report)
+    everybody = readers()
     leaving = everybody[:3] if event == "leave" else []
     if event == "deadline":
         for reader in everybody[:3]:
-            reader.requests = [replace(request, deadline=max(at, TICK)) for request in reader.requests]
+            reader.requests = [
+                replace(request, deadline=max(at, TICK)) for request in reader.requests
+            ]
     patience = Patience(restarts=10**9, pause=0.05, queue=3600.0)
-    client = EngineClient(plan(depth=2, block_size=4), (), patience, lambda hear: Played(hear, fate, SHAPE))
+    client = EngineClient(
+        plan(depth=2, block_size=4), (), patience, lambda hear: Played(hear, fate, SHAPE)
+    )
     await client.start()
     tasks = [asyncio.create_task(_read(client, reader)) for reader in everybody]
     await asyncio.sleep(at)
@@ -87,11 +106,22 @@ async def _scene(event: str, at: float, seen: Counter[str]) -> None:
     else:
         await closing
     journal = client.journal
-    if journal.entries or journal.by_request or journal.unsent or journal.suspects or journal.trial or report.leaks:
-        raise AssertionError(f"{event} at {at:.3f}: something is held that nobody wants: {report.leaks}")
+    if (
+        journal.entries
+        or journal.by_request
+        or journal.unsent
+        or journal.suspects
+        or journal.trial
+        or report.leaks
+    ):
+        raise AssertionError(
+            f"{event} at {at:.3f}: something is held that nobody wants: {report.leaks}"
+        )
 
 
-def _strike(event: str, client: EngineClient, leaving: list[asyncio.Task[None]]) -> asyncio.Task[None] | None:
+def _strike(
+    event: str, client: EngineClient, leaving: list[asyncio.Task[None]]
+) -> asyncio.Task[None] | None:
     if event.startswith("kill") and isinstance(client.child, Played):
         client.child._die()
     for task in leaving:
@@ -104,7 +134,9 @@ async def _read(client: EngineClient, reader: Reader) -> None:
         async for news in stream:
             got = reader.got[news.request]
             if news.position != len(got) or news.request in reader.ends:
-                raise AssertionError(f"position {news.position} after {len(got)} ids, or news after the end")
+                raise AssertionError(
+                    f"position {news.position} after {len(got)} ids, or news after the end"
+                )
             got += news.ids
             if news.finish is not None:
                 reader.ends[news.request] = news.finish
@@ -114,11 +146,14 @@ async def _read(client: EngineClient, reader: Reader) -> None:
 
 def _judge(reader: Reader, event: str) -> None:
     for request in reader.requests:
-        want, got = plain(request)[len(request.prompt) :], reader.got[request.id]
+        want = plain(request)[len(request.prompt) :]
+        got = reader.got[request.id]
         end = reader.ends.get(request.id)
         excused = reader.left or (event, end) in (("deadline", "deadline"), ("drain", "error"))
         if got != want[: len(got)] or not (excused or (got == want and end in ("stop", "length"))):
-            raise AssertionError(f"{event}: request {request.id} has {got} of {want} and ended with {end}")
+            raise AssertionError(
+                f"{event}: request {request.id} has {got} of {want} and ended with {end}"
+            )
 
 
 def where(client: EngineClient, everybody: list[Reader]) -> Iterator[str]:

@@ -27,7 +27,11 @@ def silence(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_quiet_world() -> None:
     report = story(1, QUIET)
-    assert report.engines == 1 and report.finished + report.left + report.late == 40 and not report.given_up
+    assert (
+        report.engines == 1
+        and report.finished + report.left + report.late == 40
+        and not report.given_up
+    )
 
 
 @pytest.mark.parametrize("seed", [*ONCE_WRONG, *range(101, 106)])
@@ -52,7 +56,9 @@ def test_whichever_call_fails() -> None:
 
 def test_poison_fails_alone() -> None:
     report = story(5, Faults(poison=150), 20)
-    assert report.given_up > 0 and report.finished + report.given_up + report.left + report.late == 20
+    assert (
+        report.given_up > 0 and report.finished + report.given_up + report.left + report.late == 20
+    )
 
 
 def test_a_scene_struck_at_any_moment() -> None:

@@ -85,7 +85,9 @@ class Fate:
     """Who is struck when; everything random comes from here."""
 
     def __init__(self, random: Random, faults: Faults, report: Report):
-        self.random, self.faults, self.report = random, faults, report
+        self.random = random
+        self.faults = faults
+        self.report = report
 
     def strikes(self, share: float) -> bool:
         return share > 0 and self.random.random() * 1000 < share
@@ -114,7 +116,8 @@ class Played(Child):
 
     def __init__(self, hear: Callable[[Child, Message], None], fate: Fate, shape: dict[str, int]):
         super().__init__(hear)
-        self.fate, self.shape = fate, shape
+        self.fate = fate
+        self.shape = shape
         self.inbox: list[Message] = []
         self.arrived = asyncio.Event()
         self.due = 0.0  # when the last message under way arrives: a line keeps their order
@@ -139,11 +142,15 @@ class Played(Child):
     # ---- the way ----
 
     def _carry(self, message: Message, deliver: Callable[[Message], None]) -> None:
-        fate, faults, loop = self.fate, self.fate.faults, asyncio.get_running_loop()
+        fate = self.fate
+        faults = self.fate.faults
+        loop = asyncio.get_running_loop()
         if fate.call() or fate.strikes(faults.drop):
             return
         delay = fate.random.random() * (5.0 if fate.strikes(faults.delay) else 0.002)
-        self.due = max(self.due + 1e-9, loop.time() + delay)  # a heap does not keep the order of equals
+        self.due = max(
+            self.due + 1e-9, loop.time() + delay
+        )  # a heap does not keep the order of equals
         for _ in range(1 + fate.strikes(faults.double)):
             loop.call_at(self.due, deliver, message)
 
@@ -162,14 +169,16 @@ class Played(Child):
     # ---- an engine's line ----
 
     def receive(self, seconds: float | None) -> list[Message]:
-        found, self.inbox = self.inbox, []
+        found = self.inbox
+        self.inbox = []
         self.arrived.clear()
         return found
 
     # ---- life ----
 
     async def _live(self) -> None:
-        fate, random = self.fate, self.fate.random
+        fate = self.fate
+        random = self.fate.random
         line = Line(lambda message: self._carry(message, self._tell), self.receive)
         try:
             await self.arrived.wait()
@@ -180,8 +189,12 @@ class Played(Child):
                 await asyncio.sleep(random.random())
                 line.send(Status("loading", part / 4, "ectoplasm"))
             size = self.shape["block_size"]
-            capacity = Capacity(self.shape["blocks"], size, self.shape["rows"], self.shape["tokens"], 256, VOCAB)
-            self.engine = Engine(line, hello, Frail(size, fate), capacity, asyncio.get_running_loop().time)
+            capacity = Capacity(
+                self.shape["blocks"], size, self.shape["rows"], self.shape["tokens"], 256, VOCAB
+            )
+            self.engine = Engine(
+                line, hello, Frail(size, fate), capacity, asyncio.get_running_loop().time
+            )
             line.send(capacity)
             self.engine.take(early)
             while True:
@@ -219,7 +232,9 @@ class Played(Child):
 
     def _inspect(self, engine: Engine) -> None:
         if not engine.loop.busy and engine.blocks.available != engine.blocks.count:
-            self.fate.report.leaks.append(f"{engine.blocks.count - engine.blocks.available} blocks held by nobody")
+            self.fate.report.leaks.append(
+                f"{engine.blocks.count - engine.blocks.available} blocks held by nobody"
+            )
 
 
 @dataclass(frozen=True)
@@ -230,7 +245,8 @@ class Line:
 
 def story(seed: int, faults: Faults, requests: int = 40) -> Report:
     """One world from its beginning to its end; raises if anything that was promised is broken."""
-    random, report = Random(seed), Report()
+    random = Random(seed)
+    report = Report()
     with asyncio.Runner(loop_factory=World) as runner:
         runner.run(asyncio.wait_for(_story(random, faults, report, requests), HOURS))
     return report
@@ -239,9 +255,11 @@ def story(seed: int, faults: Faults, requests: int = 40) -> Report:
 async def _story(random: Random, faults: Faults, report: Report, count: int) -> None:
     fate = Fate(random, faults, report)
     shape = {
-        "blocks": random.choice([32, 48, 200]), "block_size": random.choice([2, 4]), "rows": random.choice([2, 5, 16]),
+        "blocks": random.choice([32, 48, 200]),
+        "block_size": random.choice([2, 4]),
+        "rows": random.choice([2, 5, 16]),
         "tokens": random.choice([3, 16, 64]),
-    }  # fmt: skip
+    }
     patience = Patience(restarts=10**9, pause=0.1, queue=HOURS)
     made = plan(depth=random.choice([1, 2, 3]), prefix_cache=random.random() < 0.8)
     client = EngineClient(made, (), patience, lambda hear: Played(hear, fate, shape))
@@ -250,7 +268,9 @@ async def _story(random: Random, faults: Faults, report: Report, count: int) -> 
     readers = []
     for number in range(count):
         await asyncio.sleep(random.expovariate(2.0))
-        readers.append(asyncio.create_task(_read(client, _request(random, number, stem, fate), random, report)))
+        readers.append(
+            asyncio.create_task(_read(client, _request(random, number, stem, fate), random, report))
+        )
     await asyncio.gather(*readers)
     journal = client.journal
     if journal.entries or journal.by_request or journal.unsent or journal.suspects or journal.trial:
@@ -265,26 +285,40 @@ async def _idle(client: EngineClient) -> None:
     """Until an engine has nothing to do and holds nothing; its blocks are looked at when it ends."""
     while True:
         child = client.child
-        if isinstance(child, Played) and child.engine is not None and not child.engine.loop.busy and not child.inbox:
+        if (
+            isinstance(child, Played)
+            and child.engine is not None
+            and not child.engine.loop.busy
+            and not child.inbox
+        ):
             return
         await asyncio.sleep(1.0)
 
 
 def _request(random: Random, number: int, stem: list[int], fate: Fate) -> Request:
-    prompt = stem[: random.choice([0, 12])] + [random.randrange(5) for _ in range(random.randrange(1, 12))]
+    prompt = stem[: random.choice([0, 12])] + [
+        random.randrange(5) for _ in range(random.randrange(1, 12))
+    ]
     if fate.strikes(fate.faults.poison):
         prompt = [*POISON, *prompt]
     length = random.randrange(1, 30)
     deadline = random.uniform(0.01, 5.0) if random.random() < 0.1 else None
     stops = random.choice([(), (3,)])
     return Request(
-        str(number), tuple(prompt), Sampling(min_tokens=length // 2), length, stops,
-        salt=random.choice(["", "other"]), deadline=deadline, tenant=random.choice(["", "other"]),
-    )  # fmt: skip
+        str(number),
+        tuple(prompt),
+        Sampling(min_tokens=length // 2),
+        length,
+        stops,
+        salt=random.choice(["", "other"]),
+        deadline=deadline,
+        tenant=random.choice(["", "other"]),
+    )
 
 
 async def _read(client: EngineClient, request: Request, random: Random, report: Report) -> None:
-    want, got = plain(request)[len(request.prompt) :], list[int]()
+    want = plain(request)[len(request.prompt) :]
+    got = list[int]()
     leaves = random.randrange(len(want) + 1) if random.random() < 0.1 else None
     ends = []
     async with aclosing(client.stream([request])) as stream:
@@ -299,14 +333,18 @@ async def _read(client: EngineClient, request: Request, random: Random, report: 
             if random.random() < 0.1:
                 await asyncio.sleep(random.random())
     if got != want[: len(got)] or len(ends) != 1:
-        raise AssertionError(f"request {request.id}: {got} is not the beginning of {want}, or ended {ends}")
+        raise AssertionError(
+            f"request {request.id}: {got} is not the beginning of {want}, or ended {ends}"
+        )
     poison = request.prompt[:5] == POISON
     if ends == ["deadline"] and request.deadline is not None:
         report.late += 1
     elif ends == ["error"] and news.error == GIVEN_UP and report.engines > 2:
         report.given_up += 1
     elif poison or ends[0] not in ("stop", "length") or got != want:
-        raise AssertionError(f"request {request.id} ended with {ends} {news.error} after {len(got)} of {len(want)}")
+        raise AssertionError(
+            f"request {request.id} ended with {ends} {news.error} after {len(got)} of {len(want)}"
+        )
     else:
         report.finished += 1
 

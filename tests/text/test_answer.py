@@ -15,7 +15,8 @@ WON = TokenLogprob(7, -0.5, 1)
 @pytest.mark.parametrize("logprobs", [(), (WON,)])
 def test_folding_in_both_ways(logprobs: tuple[TokenLogprob, ...], finish: str) -> None:
     news = [Tokens("0", i, (7 + i,), logprobs, finish=finish if i == 3 else None) for i in range(4)]  # type: ignore[arg-type]
-    short, long = Answer(0, REQUEST, (), None), Answer(0, REQUEST, (), None)
+    short = Answer(0, REQUEST, (), None)
+    long = Answer(0, REQUEST, (), None)
     folded = [short.gain(one) or not short.take(one) for one in news]
     for one in news:
         long.take(one)

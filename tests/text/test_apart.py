@@ -59,13 +59,17 @@ def test_the_same_as_here() -> None:
             ids = tokenizer.encode(long, True)
             assert await hands.decode(ids) == tokenizer.decode(ids, skip_special=False)
             text, ids = await hands.conversation(HELLO, {"add_generation_prompt": True}, 10_000)
-            assert text == render(tokenizer, HELLO) and ids == tokenizer.encode(text, add_special=False)
+            assert text == render(tokenizer, HELLO) and ids == tokenizer.encode(
+                text, add_special=False
+            )
             pid = hands.idle[0].process.pid
             with pytest.raises(TemplateError, match="the first word is not the assistant's"):
                 await hands.conversation([{"role": "assistant", "content": "x"}], {}, 10_000)
             with pytest.raises(TemplateError, match="more than 5 characters"):
                 await hands.conversation(HELLO, {}, 5)
-            assert [hand.process.pid for hand in hands.idle] == [pid], "a refusal is no reason to replace a child"
+            assert [hand.process.pid for hand in hands.idle] == [pid], (
+                "a refusal is no reason to replace a child"
+            )
 
     asyncio.run(main())
 
@@ -78,7 +82,9 @@ def test_what_does_not_end_is_ended(template: str, limits: dict[str, int]) -> No
         async with apart(template, template_seconds=0.5, **limits) as hands:
             with pytest.raises(TemplateError):
                 await hands.conversation(HELLO, {}, 10_000_000)
-            assert await hands.encode("a b", True) == words().encode("a b"), "another child takes over"
+            assert await hands.encode("a b", True) == words().encode("a b"), (
+                "another child takes over"
+            )
 
     asyncio.run(main())
 
@@ -89,7 +95,9 @@ def test_a_killed_child_is_replaced() -> None:
             await hands.encode("a", True)
             os.kill(hands.idle[0].process.pid, signal.SIGKILL)
             os.waitid(os.P_PID, hands.idle[0].process.pid, os.WEXITED | os.WNOWAIT)
-            assert await hands.encode("a", True) == words().encode("a"), "whoever comes next is not to blame"
+            assert await hands.encode("a", True) == words().encode("a"), (
+                "whoever comes next is not to blame"
+            )
 
     asyncio.run(main())
 

@@ -17,8 +17,14 @@ USER = {"role": "user", "content": 'Is 2 < 3 & "4"? Größe 你好 😀\n  two  
 SYSTEM = {"role": "system", "content": "Be brief."}
 ANSWER = {"role": "assistant", "content": " Yes. "}
 THOUGHT = {"role": "assistant", "reasoning": "Two is less.", "content": "Yes."}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Zürich"}}}]}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Zürich"}}}],
+}
 RESULT = {"role": "tool", "name": "weather", "content": "21 °C"}
 DOCUMENT = {"title": "A <title>", "text": "text"}
 
@@ -91,7 +97,11 @@ def test_rendered_as_transformers_renders(name: str, conversation: str) -> None:
     messages, options = CONVERSATIONS[conversation]
     options = {"add_generation_prompt": True, **options}
     variables = {"bos_token": "<s>", "eos_token": "</s>", "custom": [1]}
-    theirs = outcome(lambda: render_jinja_template([messages], chat_template=template, **options, **variables)[0][0])
+    theirs = outcome(
+        lambda: render_jinja_template([messages], chat_template=template, **options, **variables)[
+            0
+        ][0]
+    )
     ours = outcome(lambda: render_template(template, messages, variables=variables, **options))
     assert ours == theirs or ours[0] == theirs[0] == "refused"
 
@@ -99,7 +109,9 @@ def test_rendered_as_transformers_renders(name: str, conversation: str) -> None:
 def test_the_embedded_model_s_template_is_rendered_as_transformers_renders_it() -> None:
     for messages, options in CONVERSATIONS.values():
         options = {"add_generation_prompt": True, **options}
-        theirs = outcome(lambda: reference().apply_chat_template(messages, tokenize=False, **options))
+        theirs = outcome(
+            lambda: reference().apply_chat_template(messages, tokenize=False, **options)
+        )
         ours = outcome(lambda: render(embedded(), messages, **options))
         assert ours == theirs or ours[0] == theirs[0] == "refused"
         if ours[0] == "text":  # chat ids are the template's text, encoded once, with no second BOS
@@ -109,13 +121,20 @@ def test_the_embedded_model_s_template_is_rendered_as_transformers_renders_it() 
 
 def test_messages_are_left_as_they_were() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "x"}], "reasoning": "r"}]
-    render_template(TEMPLATES["parts"], messages, add_generation_prompt=False, continue_final_message=True)
-    assert messages == [{"role": "user", "content": [{"type": "text", "text": "x"}], "reasoning": "r"}]
+    render_template(
+        TEMPLATES["parts"], messages, add_generation_prompt=False, continue_final_message=True
+    )
+    assert messages == [
+        {"role": "user", "content": [{"type": "text", "text": "x"}], "reasoning": "r"}
+    ]
 
 
 # ---- content in parts --------------------------------------------------------------------------
 
-PARTS = {"role": "user", "content": [{"type": "text", "text": "One. "}, {"type": "text", "text": "Two."}]}
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": "One. "}, {"type": "text", "text": "Two."}],
+}
 
 
 def test_a_template_that_reads_parts_gets_them() -> None:
@@ -129,7 +148,9 @@ def test_any_other_template_gets_their_text(name: str) -> None:
     joined = {"role": "user", "content": "One. Two."}
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
     ours = outcome(lambda: render_template(TEMPLATES[name], [PARTS, ANSWER], variables=variables))
-    assert ours == outcome(lambda: render_template(TEMPLATES[name], [joined, ANSWER], variables=variables))
+    assert ours == outcome(
+        lambda: render_template(TEMPLATES[name], [joined, ANSWER], variables=variables)
+    )
     with pytest.raises(TemplateError, match="text only.*'image_url'"):
         image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
         render_template(TEMPLATES[name], [image], variables=variables)
@@ -157,8 +178,15 @@ def test_a_model_without_a_template_says_what_to_do() -> None:
 
 def test_options_reach_the_template() -> None:
     template = "{{ thinking }}{{ bos_token }}{{ eos_token }}{{ strftime_now('%d %b %Y') }}{{ add_generation_prompt }}"
-    tokenizer = Tokenizer(words_only().backend, Extras(special_tokens={"bos_token": "<s>", "eos_token": "</s>"}))
-    shown = render(tokenizer, [USER], chat_template=template, chat_template_kwargs={"thinking": 1, "eos_token": "E"})
+    tokenizer = Tokenizer(
+        words_only().backend, Extras(special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    )
+    shown = render(
+        tokenizer,
+        [USER],
+        chat_template=template,
+        chat_template_kwargs={"thinking": 1, "eos_token": "E"},
+    )
     assert shown == f"1<s>E{datetime.now():%d %b %Y}True"
     assert render_template("{{ strftime_now('%Y') }}", [USER], now=datetime(1999, 1, 1)) == "1999"
 
@@ -183,7 +211,11 @@ def test_a_template_s_own_words_are_the_error() -> None:
         ([{"role": "user", "content": object()}], {}, "plain JSON values, not object"),
         ([USER], {"variables": {"f": len}}, "chat_template_kwargs must be plain"),
         ([USER], {"continue_final_message": True}, "choose one"),
-        ([CALL], {"continue_final_message": True, "add_generation_prompt": False}, "no text to continue"),
+        (
+            [CALL],
+            {"continue_final_message": True, "add_generation_prompt": False},
+            "no text to continue",
+        ),
     ],
 )
 def test_requests_that_make_no_sense(messages: Any, options: dict[str, Any], message: str) -> None:
@@ -194,7 +226,10 @@ def test_requests_that_make_no_sense(messages: Any, options: dict[str, Any], mes
 def test_a_message_that_the_template_drops_cannot_be_continued() -> None:
     with pytest.raises(TemplateError, match="cannot be continued"):
         render_template(
-            "{{ messages[0].content }}", [USER, ANSWER], add_generation_prompt=False, continue_final_message=True
+            "{{ messages[0].content }}",
+            [USER, ANSWER],
+            add_generation_prompt=False,
+            continue_final_message=True,
         )
 
 

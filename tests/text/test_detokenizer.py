@@ -26,7 +26,13 @@ def ids_of(tokenizer: Tokenizer, size: int = 24) -> st.SearchStrategy[list[int]]
     special = sorted(tokenizer.special_ids) or [0]
     anything = st.integers(0, tokenizer.vocab_size - 1)
     return st.lists(
-        st.one_of(anything, anything, st.sampled_from(half or [0]), st.sampled_from(special), st.integers(-3, 1 << 33)),
+        st.one_of(
+            anything,
+            anything,
+            st.sampled_from(half or [0]),
+            st.sampled_from(special),
+            st.integers(-3, 1 << 33),
+        ),
         max_size=size,
     )
 
@@ -46,7 +52,8 @@ def stream(tokenizer: Tokenizer, ids: Sequence[int], **options: object) -> list[
 @given(data=st.data())
 def test_deltas_add_up_to_the_decoded_whole(kind: str, data: st.DataObject) -> None:
     tokenizer = KINDS[kind]()
-    ids, skip = data.draw(ids_of(tokenizer)), data.draw(st.booleans())
+    ids = data.draw(ids_of(tokenizer))
+    skip = data.draw(st.booleans())
     assert "".join(stream(tokenizer, ids, skip_special=skip)) == tokenizer.decode(ids, skip)
 
 
@@ -56,7 +63,8 @@ def test_deltas_add_up_to_the_decoded_whole(kind: str, data: st.DataObject) -> N
 def test_how_ids_are_bunched_does_not_matter(kind: str, data: st.DataObject) -> None:
     tokenizer = KINDS[kind]()
     ids = data.draw(ids_of(tokenizer))
-    made, rest = TextStream(tokenizer), list(ids)
+    made = TextStream(tokenizer)
+    rest = list(ids)
     while rest:
         count = data.draw(st.integers(1, len(rest)))
         made.push(rest[:count])
@@ -71,16 +79,20 @@ def test_how_ids_are_bunched_does_not_matter(kind: str, data: st.DataObject) -> 
 @given(data=st.data())
 def test_after_a_prompt_only_the_answer_shows(kind: str, data: st.DataObject) -> None:
     tokenizer = KINDS[kind]()
-    prompt, ids = data.draw(ids_of(tokenizer)), data.draw(ids_of(tokenizer))
+    prompt = data.draw(ids_of(tokenizer))
+    ids = data.draw(ids_of(tokenizer))
     skip = data.draw(st.booleans())
-    before, whole = tokenizer.decode(prompt, skip), tokenizer.decode([*prompt, *ids], skip)
+    before = tokenizer.decode(prompt, skip)
+    whole = tokenizer.decode([*prompt, *ids], skip)
     if not whole.startswith(before):  # the answer completes a character that the prompt began
         assert before.endswith("\ufffd")
         before = commonprefix([before, whole])
     assert "".join(stream(tokenizer, ids, prompt=prompt, skip_special=skip)) == whole[len(before) :]
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "llama-spm", "gemma-4", "falcon", "qwen2", "llama-bpe", "deepseek-llm"])
+@pytest.mark.parametrize(
+    "name", ["gpt-2", "llama-spm", "gemma-4", "falcon", "qwen2", "llama-bpe", "deepseek-llm"]
+)
 def test_published_texts_stream_without_a_broken_character(name: str) -> None:
     for text, ids in golden()[name]["cases"]:
         deltas = stream(cut_down(name), ids)
@@ -101,7 +113,12 @@ def test_bytes_that_are_no_text_show_at_once_or_at_the_end() -> None:
     assert stream(tokenizer, [first, second]) == ["", "", "\ufffd\ufffd"]  # cut short by max_tokens
     assert stream(tokenizer, [first, letter, letter]) == ["", "\ufffdA", "A", ""]
     newline = tokenizer.id_of("<0x0A>")
-    assert stream(tokenizer, [newline, first, second]) == ["\n", "", "", "\ufffd\ufffd"]  # a newline never waits
+    assert stream(tokenizer, [newline, first, second]) == [
+        "\n",
+        "",
+        "",
+        "\ufffd\ufffd",
+    ]  # a newline never waits
 
 
 def test_a_prompt_that_ends_within_a_character() -> None:
@@ -110,7 +127,11 @@ def test_a_prompt_that_ends_within_a_character() -> None:
     for cut in range(1, len(ids)):
         # completed by the answer: the character is the answer's; not completed: nothing of it is
         assert (
-            "".join(stream(embedded(), ids[cut:], prompt=[*embedded().encode("The prompt "), *ids[:cut]]))
+            "".join(
+                stream(
+                    embedded(), ids[cut:], prompt=[*embedded().encode("The prompt "), *ids[:cut]]
+                )
+            )
             == "\U0001f9ff"
         )
         hello = embedded().encode("hello")
@@ -128,7 +149,9 @@ def test_the_space_between_prompt_and_answer_is_kept() -> None:
     hello = tokenizer.encode("Hello", add_special=False)
     assert stream(tokenizer, hello, prompt=hello)[0] == " Hello"
     assert stream(tokenizer, hello)[0] == "Hello"
-    assert stream(tokenizer, hello, prompt=[tokenizer.id_of("<unk>")])[0] == "Hello"  # a prompt of hidden tokens only
+    assert (
+        stream(tokenizer, hello, prompt=[tokenizer.id_of("<unk>")])[0] == "Hello"
+    )  # a prompt of hidden tokens only
 
 
 def test_a_token_s_cost_does_not_grow_with_the_text_before_it() -> None:
@@ -163,8 +186,12 @@ def plain_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
     include=st.booleans(),
 )
-def test_stop_strings_against_their_definition(chunks: list[str], stops: list[str], include: bool) -> None:
-    matcher, shown, seen = StopStrings(stops, include), "", ""
+def test_stop_strings_against_their_definition(
+    chunks: list[str], stops: list[str], include: bool
+) -> None:
+    matcher = StopStrings(stops, include)
+    shown = ""
+    seen = ""
     for chunk in chunks:
         shown += matcher.push(chunk)
         seen += chunk
@@ -185,13 +212,17 @@ def test_stop_strings_against_their_definition(chunks: list[str], stops: list[st
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
     unarmed=st.integers(0, 10),
 )
-def test_a_stop_string_complete_too_early_is_text(chunks: list[str], stops: list[str], unarmed: int) -> None:
-    matcher, shown = StopStrings(stops), ""
+def test_a_stop_string_complete_too_early_is_text(
+    chunks: list[str], stops: list[str], unarmed: int
+) -> None:
+    matcher = StopStrings(stops)
+    shown = ""
     for i, chunk in enumerate(chunks):
         shown += matcher.push(chunk, armed=i >= unarmed)
         if matcher.found:
             break
-    early, text = len("".join(chunks[:unarmed])), "".join(chunks)
+    early = len("".join(chunks[:unarmed]))
+    text = "".join(chunks)
     for end in range(early + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -205,7 +236,9 @@ def test_a_stop_string_complete_too_early_is_text(chunks: list[str], stops: list
 
 @pytest.mark.parametrize("include", [False, True])
 def test_every_split_of_a_stop_string(include: bool) -> None:
-    stop, before, after = "own fox", "The quick br", " jumps"
+    stop = "own fox"
+    before = "The quick br"
+    after = " jumps"
     cuts = [cut for count in range(4) for cut in combinations(range(1, len(stop)), count)]
     assert len(cuts) == 1 + 6 + 15 + 20
     for cut in cuts:

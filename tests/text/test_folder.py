@@ -25,7 +25,9 @@ SPECIAL = ["<s>", "</s>", "<|turn|>"]
 def write(folder: Path, **files: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        path = folder / name.replace("__", "/").replace("_json", ".json").replace("_jinja", ".jinja")
+        path = folder / name.replace("__", "/").replace("_json", ".json").replace(
+            "_jinja", ".jinja"
+        )
         path.parent.mkdir(exist_ok=True)
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     return folder
@@ -39,9 +41,13 @@ def trained() -> Backend:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(
         LINES,
-        trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        ),
     )
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     return backend
 
 
@@ -73,25 +79,40 @@ def test_end_of_answer_ids_are_gathered(folder: Path) -> None:
     write(folder, tokenizer_config_json={"eos_token": "</s>"})
     assert from_folder(folder).eos_ids == (7, 1)
     write(
-        folder, generation_config_json={"eos_token_id": [2, 9], "temperature": 0.6, "top_k": None, "max_new_tokens": 5}
+        folder,
+        generation_config_json={
+            "eos_token_id": [2, 9],
+            "temperature": 0.6,
+            "top_k": None,
+            "max_new_tokens": 5,
+        },
     )
     tokenizer = from_folder(folder)
     assert tokenizer.eos_ids == (2, 9, 1)  # generation_config.json comes before config.json
     assert tokenizer.defaults == {"temperature": 0.6, "max_tokens": 5}
-    write(folder, generation_config_json={"eos_token_id": None}, config_json={"text_config": {"eos_token_id": 8}})
+    write(
+        folder,
+        generation_config_json={"eos_token_id": None},
+        config_json={"text_config": {"eos_token_id": 8}},
+    )
     assert from_folder(folder).eos_ids == (8, 1)
 
 
 def test_named_tokens_in_either_spelling_and_file(folder: Path) -> None:
     write(
         folder,
-        tokenizer_config_json={"bos_token": {"content": "<s>", "__type": "AddedToken"}, "eos_token": "config"},
+        tokenizer_config_json={
+            "bos_token": {"content": "<s>", "__type": "AddedToken"},
+            "eos_token": "config",
+        },
         special_tokens_map_json={"eos_token": {"content": "</s>"}, "pad_token": "<|turn|>"},
     )
     found = from_folder(folder).special_tokens
     assert found == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<|turn|>"}
     write(folder, tokenizer_config_json={"eos_token": "config", "added_tokens_decoder": {}})
-    assert from_folder(folder).special_tokens["eos_token"] == "config"  # the newer layout has the last word
+    assert (
+        from_folder(folder).special_tokens["eos_token"] == "config"
+    )  # the newer layout has the last word
 
 
 def test_tokens_that_only_the_configuration_knows_are_added(folder: Path, trained: Backend) -> None:
@@ -101,7 +122,11 @@ def test_tokens_that_only_the_configuration_knows_are_added(folder: Path, traine
         str(size + 1): {"content": "<tag>", "special": False},
         "1": {"content": "</s>", "special": True},
     }
-    write(folder, tokenizer_config_json={"added_tokens_decoder": declared}, added_tokens_json={"<old>": size + 2})
+    write(
+        folder,
+        tokenizer_config_json={"added_tokens_decoder": declared},
+        added_tokens_json={"<old>": size + 2},
+    )
     tokenizer = from_folder(folder)
     assert {size, size + 1, size + 2} <= set(tokenizer.encode("a<|new|>b<tag><old>"))
     assert tokenizer.decode(tokenizer.encode("a<|new|>b<tag>")) == "ab<tag>"
@@ -109,14 +134,29 @@ def test_tokens_that_only_the_configuration_knows_are_added(folder: Path, traine
     for text in ("a<|new|>b<tag> c", "x<tag>y</s>"):
         assert tokenizer.encode(text) == reference.encode(text)
     (folder / "added_tokens.json").unlink()
-    write(folder, tokenizer_config_json={"added_tokens_decoder": {str(size + 50): {"content": "<|new|>"}}})
-    with pytest.raises(TokenizerError, match=rf"'<\|new\|>' is declared as token {size + 50} and would be {size}"):
+    write(
+        folder,
+        tokenizer_config_json={"added_tokens_decoder": {str(size + 50): {"content": "<|new|>"}}},
+    )
+    with pytest.raises(
+        TokenizerError, match=rf"'<\|new\|>' is declared as token {size + 50} and would be {size}"
+    ):
         from_folder(folder)
 
 
-def test_a_named_token_is_special_where_the_vocabulary_has_it(folder: Path, trained: Backend) -> None:
-    end, pad = trained.id_to_token(300), trained.id_to_token(301)
-    write(folder, tokenizer_config_json={"eos_token": end, "pad_token": pad, "unk_token": "nowhere to be found"})
+def test_a_named_token_is_special_where_the_vocabulary_has_it(
+    folder: Path, trained: Backend
+) -> None:
+    end = trained.id_to_token(300)
+    pad = trained.id_to_token(301)
+    write(
+        folder,
+        tokenizer_config_json={
+            "eos_token": end,
+            "pad_token": pad,
+            "unk_token": "nowhere to be found",
+        },
+    )
     tokenizer = from_folder(folder)
     assert tokenizer.special_ids == {0, 1, 2, 300}  # some models pad with a word, which stays one
     assert tokenizer.vocab_size == trained.get_vocab_size()
@@ -129,12 +169,18 @@ def test_a_named_token_is_special_where_the_vocabulary_has_it(folder: Path, trai
         (
             {
                 "tokenizer_config_json": {
-                    "chat_template": [{"name": "default", "template": "one"}, {"name": "rag", "template": "two"}]
+                    "chat_template": [
+                        {"name": "default", "template": "one"},
+                        {"name": "rag", "template": "two"},
+                    ]
                 }
             },
             {"default": "one", "rag": "two"},
         ),
-        ({"chat_template_jinja": "file", "tokenizer_config_json": {"chat_template": "one"}}, {"default": "file"}),
+        (
+            {"chat_template_jinja": "file", "tokenizer_config_json": {"chat_template": "one"}},
+            {"default": "file"},
+        ),
         (
             {"chat_template_jinja": "file", "additional_chat_templates__tool_use_jinja": "tools"},
             {"default": "file", "tool_use": "tools"},
@@ -154,16 +200,28 @@ def test_templates_are_found_wherever_they_stand(
 def test_vocab_and_merges(folder: Path, trained: Backend, tmp_path: Path) -> None:
     trained.model.save(str(tmp_path))
     (folder / "tokenizer.json").unlink()
-    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>", "extra_special_tokens": ["<|turn|>"]}
-    write(folder, tokenizer_config_json={**named, "tokenizer_class": "GPT2Tokenizer", "add_bos_token": True})
+    named = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "</s>",
+        "extra_special_tokens": ["<|turn|>"],
+    }
+    write(
+        folder,
+        tokenizer_config_json={**named, "tokenizer_class": "GPT2Tokenizer", "add_bos_token": True},
+    )
     tokenizer = from_folder(folder)
     reference = AutoTokenizer.from_pretrained(folder)
     for text in sample_texts(60):
         assert tokenizer.encode(text) == trained.encode(text).ids == reference.encode(text)
     write(folder, tokenizer_config_json={**named, "tokenizer_class": "GPT2TokenizerFast"})
-    assert from_folder(folder).encode("Hello") == trained.encode("Hello", add_special_tokens=False).ids
+    assert (
+        from_folder(folder).encode("Hello") == trained.encode("Hello", add_special_tokens=False).ids
+    )
     write(folder, tokenizer_config_json=named, config_json={"model_type": "gpt2"})
-    assert from_folder(folder).encode("Hello") == trained.encode("Hello", add_special_tokens=False).ids
+    assert (
+        from_folder(folder).encode("Hello") == trained.encode("Hello", add_special_tokens=False).ids
+    )
     write(folder, config_json={"model_type": "another"})
     with pytest.raises(TokenizerError, match="class None"):
         from_folder(folder)
@@ -176,7 +234,8 @@ def test_qwen2_from_vocab_and_merges(folder: Path, trained: Backend, tmp_path: P
     trained.model.save(str(tmp_path))
     (folder / "tokenizer.json").unlink()
     write(folder, tokenizer_config_json={"eos_token": "</s>", "tokenizer_class": "Qwen2Tokenizer"})
-    tokenizer, reference = from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer = from_folder(folder)
+    reference = AutoTokenizer.from_pretrained(folder)
     for text in sample_texts(60):
         text = text.replace("<s>", "").replace("<|endoftext|>", "")
         assert tokenizer.encode(text) == reference.encode(text)
@@ -203,7 +262,10 @@ def test_a_sentencepiece_model(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "bpe.model", folder / "tokenizer.model")
     original = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "bpe.model"))
     assert from_folder(folder).encode("Hello fox") == [1, *original.encode("Hello fox")]
-    write(folder, tokenizer_config_json={"add_bos_token": False, "add_eos_token": True, "eos_token": "</s>"})
+    write(
+        folder,
+        tokenizer_config_json={"add_bos_token": False, "add_eos_token": True, "eos_token": "</s>"},
+    )
     assert from_folder(folder).encode("Hello fox") == [*original.encode("Hello fox"), 2]
     assert from_folder(folder).eos_ids == (2,)
     for other in ("nfkc", "unigram"):

@@ -18,13 +18,24 @@ from bloomery.errors import TokenizerError
 from bloomery.text.gguf_vocab import from_gguf
 from bloomery.text.pretokenizers import WORDS, WORDS_OF_ARCHITECTURE
 from bloomery.text.sentencepiece_model import metadata_of
-from tests.text.vocabularies import DATA, LINES, cut_down, embedded, embedded_path, golden, reference, sample_texts
+from tests.text.vocabularies import (
+    DATA,
+    LINES,
+    cut_down,
+    embedded,
+    embedded_path,
+    golden,
+    reference,
+    sample_texts,
+)
 
 
 def without_known_differences(text: str) -> str:
     """transformers cuts words of this vocabulary by GPT-2's pattern alone, where the model's own tokenizer.json sets
     every numeral apart first: it differs on numerals outside ASCII and on those after several white spaces."""
-    text = "".join(character for character in text if character.isascii() or not character.isnumeric())
+    text = "".join(
+        character for character in text if character.isascii() or not character.isnumeric()
+    )
     return re.sub(r"(\s)\s+(?=\d)", r"\1", text)
 
 
@@ -36,7 +47,10 @@ def test_embedded_model_encodes_as_transformers_does() -> None:
 
 
 def test_embedded_model_cuts_every_numeral() -> None:
-    words = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    words = [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
     corrected = Backend.from_str(reference().backend_tokenizer.to_str())
     corrected.pre_tokenizer = pre_tokenizers.Sequence(words)
     for text in sample_texts(220):
@@ -60,7 +74,10 @@ def test_embedded_model_is_known() -> None:
     assert tokenizer.special_tokens["eos_token"] == "<|im_end|>"
     assert tokenizer.encode("") == []
     assert "<|im_start|>" in tokenizer.chat_templates["default"]
-    assert {tokenizer.id_of("<|im_end|>"), tokenizer.id_of("<|endoftext|>")} <= tokenizer.special_ids
+    assert {
+        tokenizer.id_of("<|im_end|>"),
+        tokenizer.id_of("<|endoftext|>"),
+    } <= tokenizer.special_ids
 
 
 def test_embedded_model_is_built_quickly() -> None:
@@ -82,13 +99,19 @@ def test_published_encodings(name: str) -> None:
 def test_published_texts_come_back(name: str) -> None:
     for text, ids in golden()[name]["cases"]:
         found = cut_down(name).decode(ids)
-        assert found == (normalizers.NFC().normalize_str(text) if name in ("mpt", "command-r", "qwen2") else text)
+        assert found == (
+            normalizers.NFC().normalize_str(text) if name in ("mpt", "command-r", "qwen2") else text
+        )
 
 
-@pytest.mark.parametrize(("name", "written"), json.loads((DATA / "pre_tokenizers.json").read_text()).items())
+@pytest.mark.parametrize(
+    ("name", "written"), json.loads((DATA / "pre_tokenizers.json").read_text()).items()
+)
 def test_words_are_cut_as_the_original_cuts_them(name: str, written: dict[str, Any]) -> None:
     empty = {"type": "BPE", "vocab": {}, "merges": []}
-    original = Backend.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": empty, **written}))
+    original = Backend.from_str(
+        json.dumps({"version": "1.0", "added_tokens": [], "model": empty, **written})
+    )
     ours = WORDS[name].pre_tokenizer()
     for text in sample_texts(400):
         assert ours.pre_tokenize_str(text) == original.pre_tokenizer.pre_tokenize_str(text)
@@ -98,7 +121,10 @@ def test_words_are_cut_as_the_original_cuts_them(name: str, written: dict[str, A
 
 
 def test_bloom_cuts_at_spaces_and_its_punctuation() -> None:
-    words = [word for word, _ in WORDS["bloom"].pre_tokenizer().pre_tokenize_str("Salut, le monde! (oui) 12")]
+    words = [
+        word
+        for word, _ in WORDS["bloom"].pre_tokenizer().pre_tokenize_str("Salut, le monde! (oui) 12")
+    ]
     assert words == ["Salut", ",", "Ġle", "Ġmonde", "!Ġ(", "oui", ")", "Ġ12"]
 
 
@@ -110,7 +136,12 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("sentencepiece")
     corpus = folder / "corpus.txt"
     corpus.write_text(
-        "\n".join([*(line.replace("\x00", "") for line in LINES), *(["the spaces   between    words"] * 9)])
+        "\n".join(
+            [
+                *(line.replace("\x00", "") for line in LINES),
+                *(["the spaces   between    words"] * 9),
+            ]
+        )
     )
     sentencepiece.SentencePieceTrainer.train(
         input=str(corpus),
@@ -132,7 +163,9 @@ def test_scores_merge_as_sentencepiece_merges(trained: Path) -> None:
     original = sentencepiece.SentencePieceProcessor(model_file=str(trained))
     ours = from_gguf({**metadata_of(trained.read_bytes()), "tokenizer.ggml.add_bos_token": False})
     for text in sample_texts(400):
-        text = text.replace("\x00", "").replace("<s>", "").replace("</s>", "")  # to SentencePiece these are text
+        text = (
+            text.replace("\x00", "").replace("<s>", "").replace("</s>", "")
+        )  # to SentencePiece these are text
         assert ours.encode(text) == original.encode(text), text
         assert ours.decode(ours.encode(text)) == original.decode(original.encode(text))
 
@@ -140,7 +173,13 @@ def test_scores_merge_as_sentencepiece_merges(trained: Path) -> None:
 def test_broken_byte_tokens_read_as_sentencepiece_reads_them(trained: Path) -> None:
     original = sentencepiece.SentencePieceProcessor(model_file=str(trained))
     ours = from_gguf(metadata_of(trained.read_bytes()))
-    for data in (b"\xf0\x9f", b"\xe4\xb8A\xad", b"\xff\xfe", b"\xf0\x9f\x98\x80\xf0\x9f", b"\xc3\xc3\xa9"):
+    for data in (
+        b"\xf0\x9f",
+        b"\xe4\xb8A\xad",
+        b"\xff\xfe",
+        b"\xf0\x9f\x98\x80\xf0\x9f",
+        b"\xc3\xc3\xa9",
+    ):
         ids = [original.piece_to_id(f"<0x{byte:02X}>") for byte in data]
         assert ours.decode(ids) == original.decode(ids)
 
@@ -156,11 +195,16 @@ def test_byte_tokens_and_prefix_space() -> None:
 
 def test_phi3_control_tokens_swallow_white_space() -> None:
     metadata = dict(golden()["phi-3"]["metadata"])
-    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "<|end|>", "<|endoftext|>"]
+    metadata["tokenizer.ggml.tokens"] = [
+        *metadata["tokenizer.ggml.tokens"],
+        "<|end|>",
+        "<|endoftext|>",
+    ]
     metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 3, 3]
     metadata["tokenizer.ggml.scores"] = [*metadata["tokenizer.ggml.scores"], 0.0, 0.0]
     tokenizer = from_gguf(metadata)
-    end, document = tokenizer.id_of("<|end|>"), tokenizer.id_of("<|endoftext|>")
+    end = tokenizer.id_of("<|end|>")
+    document = tokenizer.id_of("<|endoftext|>")
     hello = tokenizer.encode("Hello", add_special=False)
     assert tokenizer.encode("<|end|>\nHello", add_special=False) == [end, *hello]
     assert tokenizer.encode("<|endoftext|>\nHello", add_special=False) != [document, *hello]
@@ -186,15 +230,24 @@ def small(**changes: Any) -> dict[str, Any]:
     metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 3, 3, 4, 3]
     metadata["tokenizer.ggml.bos_token_id"] = len(tokens) - 4
     metadata["tokenizer.ggml.eos_token_id"] = len(tokens) - 3
-    named = {f"tokenizer.ggml.{key}" if "__" not in key else key.replace("__", "."): v for key, v in changes.items()}
+    named = {
+        f"tokenizer.ggml.{key}" if "__" not in key else key.replace("__", "."): v
+        for key, v in changes.items()
+    }
     return {key: value for key, value in {**metadata, **named}.items() if value is not None}
 
 
 def test_bos_and_eos_are_added_where_the_file_says_so() -> None:
     plain = from_gguf(small())
-    bos, eos, text = plain.bos_id, plain.eos_ids[0], plain.encode("Hello")
+    bos = plain.bos_id
+    eos = plain.eos_ids[0]
+    text = plain.encode("Hello")
     assert from_gguf(small(add_bos_token=True)).encode("Hello") == [bos, *text]
-    assert from_gguf(small(add_bos_token=True, add_eos_token=True)).encode("Hello") == [bos, *text, eos]
+    assert from_gguf(small(add_bos_token=True, add_eos_token=True)).encode("Hello") == [
+        bos,
+        *text,
+        eos,
+    ]
     assert from_gguf(small(add_bos_token=True)).encode("Hello", add_special=False) == text
     assert from_gguf(small(pre="llama-bpe")).encode("Hello")[0] == bos
 
@@ -219,7 +272,11 @@ def test_the_end_of_a_turn_that_the_template_writes_ends_an_answer() -> None:
 def test_templates_and_sampling_defaults_are_found() -> None:
     tokenizer = from_gguf(
         {
-            **small(tokenizer__chat_template="one", general__sampling__temp=0.6, general__sampling__top_k=20),
+            **small(
+                tokenizer__chat_template="one",
+                general__sampling__temp=0.6,
+                general__sampling__top_k=20,
+            ),
             "tokenizer.chat_templates": ["tool_use"],
             "tokenizer.chat_template.tool_use": "two",
         }

@@ -21,11 +21,16 @@ ODD_IDS = [-(1 << 70), -1, 1 << 31, 1 << 32, 1 << 70, 49152, 60000]
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_is_the_library_s(kind: str) -> None:
     """On any ids, but for runs of byte tokens that are no text, where the library gives up the whole run."""
-    tokenizer, random_source = KINDS[kind](), random.Random(0)
+    tokenizer = KINDS[kind]()
+    random_source = random.Random(0)
     for _ in range(500):
-        ids = [random_source.randrange(tokenizer.vocab_size) for _ in range(random_source.randrange(12))]
+        ids = [
+            random_source.randrange(tokenizer.vocab_size)
+            for _ in range(random_source.randrange(12))
+        ]
         for skip in (True, False):
-            ours, library = tokenizer.decode(ids, skip), tokenizer.backend.decode(ids, skip_special_tokens=skip)
+            ours = tokenizer.decode(ids, skip)
+            library = tokenizer.backend.decode(ids, skip_special_tokens=skip)
             assert ours == library or (tokenizer.spelling.byte_tokens and "\ufffd" in library)
 
 
@@ -48,7 +53,8 @@ def test_every_token_has_a_name_of_its_own() -> None:
     tokenizer = cut_down("llama-spm")
     names = {tokenizer.token_name(id) for id in range(tokenizer.vocab_size)}
     assert len(names) == tokenizer.vocab_size
-    newline, letter = tokenizer.id_of("<0x0A>"), tokenizer.id_of("<0x41>")
+    newline = tokenizer.id_of("<0x0A>")
+    letter = tokenizer.id_of("<0x41>")
     assert tokenizer.token_bytes(newline) == b"\n"
     assert tokenizer.token_text(letter) == "A"  # as the token A reads, whose name is another
     assert tokenizer.token_name(letter) == "<0x41>"
@@ -70,7 +76,9 @@ def test_ids_that_do_not_exist_are_nothing(kind: str) -> None:
             assert tokenizer.token_text(id) == ""
             assert str(id) in tokenizer.token_name(id)
     some = [id for id in range(tokenizer.vocab_size) if id not in tokenizer.special_ids][1:3]
-    assert tokenizer.decode([-1, some[0], 1 << 40, some[1], tokenizer.vocab_size]) == tokenizer.decode(some)
+    assert tokenizer.decode(
+        [-1, some[0], 1 << 40, some[1], tokenizer.vocab_size]
+    ) == tokenizer.decode(some)
 
 
 def test_pieces_say_where_they_stand() -> None:
@@ -85,7 +93,10 @@ def test_pieces_say_where_they_stand() -> None:
 def test_an_added_token_stands_for_no_text() -> None:
     backend = Backend.from_str(words_only().backend.to_str())
     add_borders(backend, bos_id=4, eos_id=4)
-    found = [(piece.id, piece.text, piece.start, piece.stop) for piece in Tokenizer(backend).pieces("the fox")]
+    found = [
+        (piece.id, piece.text, piece.start, piece.stop)
+        for piece in Tokenizer(backend).pieces("the fox")
+    ]
     assert found == [(4, "", 0, 0), (1, "the", 0, 3), (2, "fox", 4, 7), (4, "", 0, 0)]
 
 
@@ -120,12 +131,21 @@ def test_the_byte_alphabet_is_the_library_s() -> None:
 
 
 def test_added_tokens_are_spelled_as_they_are() -> None:
-    backend = Backend(BPE({character: id for id, character in enumerate(sorted(byte_alphabet()))}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    backend.add_tokens([AddedToken("a b", normalized=False), AddedToken("<｜end｜>", normalized=False)])
+    backend = Backend(
+        BPE({character: id for id, character in enumerate(sorted(byte_alphabet()))}, [])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(
+        [AddedToken("a b", normalized=False), AddedToken("<｜end｜>", normalized=False)]
+    )
     tokenizer = Tokenizer(backend)
     for text in ("xa by", "x<｜end｜>y"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text == backend.decode(backend.encode(text).ids)
+        assert (
+            tokenizer.decode(tokenizer.encode(text))
+            == text
+            == backend.decode(backend.encode(text).ids)
+        )
 
 
 def test_a_decoder_we_cannot_follow_is_refused() -> None:

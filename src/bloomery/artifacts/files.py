@@ -15,12 +15,16 @@ MAX_JSON = 100_000_000  # bytes; the limit safetensors sets for its headers
 def file_size(path: Path) -> int:
     """The size in bytes; a missing file, a folder, a dangling link or a Git LFS stub is refused with the remedy."""
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; the model is incomplete, download or copy it again")
+        raise CheckpointError(
+            f"{path}: no such file; the model is incomplete, download or copy it again"
+        )
     size = path.stat().st_size
     if size < 1024:
         with path.open("rb") as file:
             if file.read(1024).startswith(b"version https://git-lfs"):
-                raise CheckpointError(f"{path}: a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
+                raise CheckpointError(
+                    f"{path}: a Git LFS pointer, not the weights; run `git lfs pull` in its folder"
+                )
     return size
 
 
@@ -29,7 +33,9 @@ def strict_json(text: bytes, origin: str) -> dict[str, Any]:
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{origin}: not valid JSON ({error or type(error).__name__})") from None
+        raise CheckpointError(
+            f"{origin}: not valid JSON ({error or type(error).__name__})"
+        ) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{origin}: not a JSON object")
     return value

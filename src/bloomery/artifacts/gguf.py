@@ -54,11 +54,26 @@ TYPES: Mapping[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
-BLOCKS: Mapping[str, tuple[int, int]] = {name: (values, size) for name, values, size in TYPES.values()}
+BLOCKS: Mapping[str, tuple[int, int]] = {
+    name: (values, size) for name, values, size in TYPES.values()
+}
 
 # metadata value kinds
-SCALARS: Mapping[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
+SCALARS: Mapping[int, str] = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+STRING = 8
+ARRAY = 9
 
 MAX_ELEMENTS = 1 << 23  # of all arrays together; the largest vocabularies have a million
 MAX_DEPTH = 4  # arrays in arrays
@@ -99,7 +114,10 @@ class _Cursor:
     """A position in the file that never passes its end. `where` is what is being read, for messages."""
 
     def __init__(self, path: Path, data: mmap.mmap, words: bool = True):
-        self.path, self.data, self.size, self.words = path, data, len(data), words
+        self.path = path
+        self.data = data
+        self.size = len(data)
+        self.words = words
         self.at = 0
         self.where = "header"
         self.elements = MAX_ELEMENTS
@@ -146,18 +164,25 @@ class _Cursor:
     def strings(self, count: int, wanted: bool = True) -> list[str]:
         """The hot loop: half a million tokens and merges in a fraction of a second."""
         found: list[str] = []
-        data, size, at = self.data, self.size, self.at
-        length_at, add = struct.Struct("<Q").unpack_from, found.append
+        data = self.data
+        size = self.size
+        at = self.at
+        length_at = struct.Struct("<Q").unpack_from
+        add = found.append
         try:
             for _ in range(count):
                 start = at + 8
                 at = start + length_at(data, at)[0]
                 if at > size:
-                    raise self.refuse("a string passes the end of the file: truncated or damaged, download it again")
+                    raise self.refuse(
+                        "a string passes the end of the file: truncated or damaged, download it again"
+                    )
                 if wanted:
                     add(data[start:at].decode())
         except struct.error:
-            raise self.refuse("the file ends within a string: truncated or damaged, download it again") from None
+            raise self.refuse(
+                "the file ends within a string: truncated or damaged, download it again"
+            ) from None
         except UnicodeDecodeError as error:
             raise self.refuse(f"a string is not UTF-8 ({error.reason})") from None
         self.at = at
@@ -173,7 +198,8 @@ class _Cursor:
         return self.array(depth)
 
     def array(self, depth: int) -> list[Any]:
-        kind, count = self.number("I"), self.number("Q")
+        kind = self.number("I")
+        count = self.number("Q")
         if count > self.elements or depth == MAX_DEPTH:
             raise self.refuse(f"an array of {count} at depth {depth}, more than any model has")
         self.elements -= count
@@ -186,21 +212,29 @@ class _Cursor:
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
     start = cursor.skip(4)
-    magic, version = cursor.data[start : start + 4], cursor.number("I")
+    magic = cursor.data[start : start + 4]
+    version = cursor.number("I")
     if magic != b"GGUF":
         raise cursor.refuse(f"starts with {magic!r}: not a GGUF file")
     if version in (2 << 24, 3 << 24):
         raise cursor.refuse("a big-endian GGUF; convert the model again for little-endian machines")
     if version not in (2, 3):
-        raise cursor.refuse(f"GGUF version {version} is not known, only 2 and 3; convert the model again")
+        raise cursor.refuse(
+            f"GGUF version {version} is not known, only 2 and 3; convert the model again"
+        )
     tensors, pairs = cursor.numbers("Q", 2)
     if tensors > MAX_TENSORS or pairs > MAX_TENSORS:
-        raise cursor.refuse(f"{tensors} tensors and {pairs} metadata pairs, more than any model has")
+        raise cursor.refuse(
+            f"{tensors} tensors and {pairs} metadata pairs, more than any model has"
+        )
     return tensors, pairs
 
 
 def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    found = {key: cursor.value(cursor.number("I")) for key in cursor.names(count, "metadata", "metadata pair")}
+    found = {
+        key: cursor.value(cursor.number("I"))
+        for key in cursor.names(count, "metadata", "metadata pair")
+    }
     cursor.where = "metadata"
     parts = found.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
@@ -218,20 +252,26 @@ def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTensor]:
-    found = {name: _tensor(cursor, name, alignment) for name in cursor.names(count, "tensor", "tensor")}
+    found = {
+        name: _tensor(cursor, name, alignment) for name in cursor.names(count, "tensor", "tensor")
+    }
     base = -(-cursor.at // alignment) * alignment
     end = base
     for tensor in sorted(found.values(), key=lambda tensor: tensor.start):
         start = base + tensor.start
         if start < end:
-            raise CheckpointError(f"{cursor.path}: tensor {tensor.name!r} overlaps another; the file is damaged")
+            raise CheckpointError(
+                f"{cursor.path}: tensor {tensor.name!r} overlaps another; the file is damaged"
+            )
         end = start + tensor.nbytes
         if end > cursor.size:
             raise CheckpointError(
                 f"{cursor.path}: truncated: tensor {tensor.name!r} ends at byte {end}, the file at {cursor.size}; "
                 "download it again"
             )
-        found[tensor.name] = GgufTensor(tensor.name, tensor.shape, tensor.type, start, tensor.nbytes)
+        found[tensor.name] = GgufTensor(
+            tensor.name, tensor.shape, tensor.type, start, tensor.nbytes
+        )
     return found
 
 
@@ -241,7 +281,8 @@ def _tensor(cursor: _Cursor, name: str, alignment: int) -> GgufTensor:
     if not 1 <= dims <= MAX_DIMS:
         raise cursor.refuse(f"{dims} dimensions")
     shape = tuple(reversed(cursor.numbers("Q", dims)))
-    number, offset = cursor.number("I"), cursor.number("Q")
+    number = cursor.number("I")
+    offset = cursor.number("Q")
     if number not in TYPES:
         raise cursor.refuse(f"type {number} is not known; a newer Bloomery may read it")
     kind, values, size = TYPES[number]

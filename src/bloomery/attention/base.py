@@ -46,7 +46,9 @@ class Backend(Protocol):
         """Once a step: whatever `attend` needs that does not depend on the layer."""
         ...
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: Any) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: Any
+    ) -> torch.Tensor:
         """q [tokens, heads, dim] -> [tokens, heads * dim], over what the cache holds up to each token."""
         ...
 

@@ -30,7 +30,9 @@ def choose(
     plain = TorchPaged(alone=alone)
     fast = (TritonPaged(),) if device.type == "cuda" else (NativePaged(),) if native else ()
     for backend in (*fast, plain):
-        refused = next((reason for spec in specs if (reason := backend.refuses(spec, dtype, device))), None)
+        refused = next(
+            (reason for spec in specs if (reason := backend.refuses(spec, dtype, device))), None
+        )
         if refused is None:
             if isinstance(backend, TritonPaged) and kv is not None and not alone:
                 backend.library = library_from(specs, dtype, kv, device)

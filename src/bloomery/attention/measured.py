@@ -27,15 +27,23 @@ log = logging.getLogger("bloomery.attention")
 
 REMEMBERED = FOLDER / "attention.json"
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # new positions of a prompt
-STEP, BLOCK = 4096, 64  # positions of a step, if one prompt has no more; and of a block, as is usual on a GPU
+# positions of a step, if one prompt has no more; and of a block, as is usual on a GPU
+STEP = 4096
+BLOCK = 64
 MARGIN = 0.03  # by which the library must win
 TRIES = 7
 
-Seconds = Callable[[int], tuple[float, ...]]  # a prompt's length -> a step by our kernel, and by the library
+Seconds = Callable[
+    [int], tuple[float, ...]
+]  # a prompt's length -> a step by our kernel, and by the library
 
 
 def library_from(
-    specs: Iterable[Attention], dtype: torch.dtype, kv: torch.dtype, device: torch.device, path: Path = REMEMBERED
+    specs: Iterable[Attention],
+    dtype: torch.dtype,
+    kv: torch.dtype,
+    device: torch.device,
+    path: Path = REMEMBERED,
 ) -> int | None:
     """For the first of these layers that the library can do, over a cache of `kv`; None is never."""
     spec = next((spec for spec in specs if known(spec, dtype)), None)
@@ -43,7 +51,9 @@ def library_from(
         return None
     shape = Attention(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     with torch.cuda.device(device):
-        return settled(title(shape, dtype, kv, device), Bench(shape, dtype, kv, device).seconds, path)
+        return settled(
+            title(shape, dtype, kv, device), Bench(shape, dtype, kv, device).seconds, path
+        )
 
 
 def title(shape: Attention, dtype: torch.dtype, kv: torch.dtype, device: torch.device) -> str:
@@ -59,7 +69,9 @@ def title(shape: Attention, dtype: torch.dtype, kv: torch.dtype, device: torch.d
 def settled(name: str, seconds: Seconds, path: Path) -> int | None:
     """As remembered, or else measured and remembered; and said."""
     seen = recall(path).get(name, {})
-    before = isinstance(seen, dict) and "told" in seen and isinstance(seen.get("from", ""), int | None)
+    before = (
+        isinstance(seen, dict) and "told" in seen and isinstance(seen.get("from", ""), int | None)
+    )
     least, told = (seen["from"], seen["told"]) if before else measured(name, seconds, path)
     log.info(
         "prompts go to the attention library %s; ms by our kernel and by it%s: %s",
@@ -73,7 +85,9 @@ def settled(name: str, seconds: Seconds, path: Path) -> int | None:
 def measured(name: str, seconds: Seconds, path: Path) -> tuple[int | None, str]:
     """What is remembered, unless the library refused: memory may have been short."""
     least, times = compared(seconds)
-    told = ", ".join(f"{length}: {1e3 * ours:.3f} {1e3 * theirs:.3f}" for length, (ours, theirs) in times.items())
+    told = ", ".join(
+        f"{length}: {1e3 * ours:.3f} {1e3 * theirs:.3f}" for length, (ours, theirs) in times.items()
+    )
     if all(theirs < inf for _, theirs in times.values()):
         try:
             remember(path, name, {"from": least, "told": told})
@@ -84,7 +98,8 @@ def measured(name: str, seconds: Seconds, path: Path) -> tuple[int | None, str]:
 
 def compared(seconds: Seconds) -> tuple[int | None, dict[int, tuple[float, ...]]]:
     """The smallest length from which on the library wins clearly, and what it was told by."""
-    least, times = None, dict[int, tuple[float, ...]]()
+    least = None
+    times = dict[int, tuple[float, ...]]()
     for length in reversed(LENGTHS):
         ours, theirs = times[length] = seconds(length)
         if theirs * (1 + MARGIN) > ours:
@@ -97,33 +112,54 @@ class Bench:
     """Prompts without meaning, on the device."""
 
     def __init__(self, shape: Attention, dtype: torch.dtype, kv: torch.dtype, device: torch.device):
-        self.shape, self.dtype, self.kv, self.device = shape, dtype, kv, device
+        self.shape = shape
+        self.dtype = dtype
+        self.kv = kv
+        self.device = device
 
     @torch.inference_mode()
     def seconds(self, length: int) -> tuple[float, ...]:
-        ours, theirs = TritonPaged(library=None), TritonPaged(library=1)
+        ours = TritonPaged(library=None)
+        theirs = TritonPaged(library=1)
         try:
             material = self.material(length, max(STEP // length, 1))
             return timed(self.attending(ours, *material), self.attending(theirs, *material))
-        except (RuntimeError, AttributeError) as error:  # it is not there, not for this device, or memory is short
+        except (
+            RuntimeError,
+            AttributeError,
+        ) as error:  # it is not there, not for this device, or memory is short
             log.info("the attention library is not used: %s", error)
             return 0.0, inf
 
     def material(self, length: int, count: int) -> tuple[Ragged, torch.Tensor, torch.Tensor]:
         """So many prompts of so many positions, stored one behind the other: their layout, queries and cache."""
-        total, spec, kind = length * count, self.shape, torch.int64 if self.device.type == "cpu" else torch.int32
+        total = length * count
+        spec = self.shape
+        kind = torch.int64 if self.device.type == "cpu" else torch.int32
         every = torch.arange(total, dtype=kind, device=self.device)
-        counts, starts = (length,) * count, torch.arange(0, total + 1, length, dtype=kind, device=self.device)
+        counts = (length,) * count
+        starts = torch.arange(0, total + 1, length, dtype=kind, device=self.device)
         ragged = Ragged(
-            counts, counts, 0, starts, torch.full_like(starts[1:], length), every % length, every,
-            every[: total // BLOCK].view(count, -1), BLOCK,
-        )  # fmt: skip
+            counts,
+            counts,
+            0,
+            starts,
+            torch.full_like(starts[1:], length),
+            every % length,
+            every,
+            every[: total // BLOCK].view(count, -1),
+            BLOCK,
+        )
         form = cache_shape(spec, total // BLOCK, BLOCK)
         memory = torch.zeros(cache_bytes(form, self.kv), dtype=torch.uint8, device=self.device)
         cache = of_memory(memory, form, self.kv)
         for half in range(2):
             write(torch.randn(form[1:], dtype=self.dtype, device=self.device), half, cache, every)
-        return ragged, torch.randn(total, spec.num_heads, spec.head_dim, dtype=self.dtype, device=self.device), cache
+        return (
+            ragged,
+            torch.randn(total, spec.num_heads, spec.head_dim, dtype=self.dtype, device=self.device),
+            cache,
+        )
 
     def attending(
         self, backend: TritonPaged, ragged: Ragged, q: torch.Tensor, cache: torch.Tensor
@@ -136,7 +172,8 @@ def timed(*all_work: Callable[[], object]) -> tuple[float, ...]:
     """Seconds on the device of each: the quickest of some replays in turns, after a run that compiles what it needs."""
     for work in all_work:
         work()
-    here, quickest = torch.cuda.current_stream(), [inf] * len(all_work)
+    here = torch.cuda.current_stream()
+    quickest = [inf] * len(all_work)
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.current_stream().wait_stream(here)
         graphs = [captured(work) for work in all_work]

@@ -38,10 +38,13 @@ class NativePaged:
         return "a head has no multiple of 8 dimensions" if spec.head_dim % 8 else None
 
     def plan(self, ragged: Ragged) -> Items:
-        items, first = [], 0
+        items = []
+        first = 0
         for i, (count, length) in enumerate(zip(ragged.counts, ragged.lengths, strict=True)):
             start = length - count
-            items += [(i, first + a, start + a, min(TILE, count - a)) for a in range(0, count, TILE)]
+            items += [
+                (i, first + a, start + a, min(TILE, count - a)) for a in range(0, count, TILE)
+            ]
             first += count
         if not ragged.counts:  # a recorded step: one position each, and only the device knows where
             items = [(i, i, 0, 1) for i in range(ragged.singles)]
@@ -52,11 +55,23 @@ class NativePaged:
         ends = None if ragged.counts else ragged.ends
         return Items(rows, ragged.singles, largest, tables, ends, ragged.block_size)
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: Items) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: Items
+    ) -> torch.Tensor:
         alibi = spec.position if isinstance(spec.position, Alibi) else None
         falling = None if alibi is None else team().keep(slopes(spec, alibi).contiguous())
         q = q if q.is_contiguous() else q.contiguous()
         return ops.attend(
-            q, cache, plan.rows, plan.singles, plan.largest, plan.tables, plan.block_size, plan.ends,
-            spec.softmax_scale, spec.softcap, falling, spec.window,
-        )  # fmt: skip
+            q,
+            cache,
+            plan.rows,
+            plan.singles,
+            plan.largest,
+            plan.tables,
+            plan.block_size,
+            plan.ends,
+            spec.softmax_scale,
+            spec.softcap,
+            falling,
+            spec.window,
+        )

@@ -44,7 +44,9 @@ class Group:
 class TorchPaged:
     def __init__(self, fused: bool = True, alone: bool = False):
         self.fused = fused  # off: every score by the plain formula, the oracle's oracle
-        self.alone = alone  # no two sequences attend together: no result depends on a neighbour's length
+        self.alone = (
+            alone  # no two sequences attend together: no result depends on a neighbour's length
+        )
 
     def refuses(self, spec: Attention, dtype: torch.dtype, device: torch.device) -> str | None:
         return None
@@ -58,7 +60,8 @@ class TorchPaged:
         return tuple(groups)
 
     def _group(self, ragged: Ragged, starts: list[int], members: list[int]) -> Group:
-        longest, queries = max(ragged.lengths[i] for i in members), ragged.counts[members[0]]
+        longest = max(ragged.lengths[i] for i in members)
+        queries = ragged.counts[members[0]]
         blocks = ragged.tables[members, : -(-longest // ragged.block_size)]
         offsets = torch.arange(ragged.block_size, device=blocks.device)
         slots = (blocks[:, :, None] * ragged.block_size + offsets).flatten(1)[:, :longest]
@@ -66,7 +69,9 @@ class TorchPaged:
         positions = ragged.positions[tokens].view(len(members), queries)
         return Group(tokens, queries, slots, positions, torch.arange(longest, device=blocks.device))
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: tuple[Group, ...]) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: tuple[Group, ...]
+    ) -> torch.Tensor:
         out = torch.empty_like(q)
         for group in plan:
             # [n, kv heads, longest, dim]
@@ -75,14 +80,22 @@ class TorchPaged:
             queries = q[group.tokens].view(n, group.queries, heads, -1, spec.head_dim)
             width = max(1, SCORES // (n * spec.num_heads * longest))
             parts = [
-                self._attend(queries[:, a : a + width], keys, values, group, slice(a, a + width), spec)
+                self._attend(
+                    queries[:, a : a + width], keys, values, group, slice(a, a + width), spec
+                )
                 for a in range(0, group.queries, width)
             ]
             out[group.tokens] = torch.cat(parts, 1).reshape(-1, spec.num_heads, spec.head_dim)
         return out.flatten(1)
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, part: slice, spec: Attention
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        group: Group,
+        part: slice,
+        spec: Attention,
     ) -> torch.Tensor:
         """q [n, queries, kv heads, share, dim] -> the same shape."""
         n, queries, heads, share, dim = q.shape
@@ -91,15 +104,21 @@ class TorchPaged:
         if isinstance(spec.position, Alibi):
             each = slopes(spec, spec.position).to(q.device)
             distance = group.k_positions - group.q_positions[:, part, None]
-            bias = each.view(1, heads, share, 1, 1) * distance[:, None, None]  # [n, kv heads, share, queries, longest]
+            bias = (
+                each.view(1, heads, share, 1, 1) * distance[:, None, None]
+            )  # [n, kv heads, share, queries, longest]
             bias = bias.masked_fill(~mask, -torch.inf)
         folded = q.permute(0, 2, 3, 1, 4).reshape(n, heads, share * queries, dim)
         if self.fused and spec.softcap is None:
             extra = mask.expand(n, 1, share, queries, -1) if bias is None else bias.to(q.dtype)
             extra = extra.reshape(n, -1, share * queries, k.shape[2])
-            out = F.scaled_dot_product_attention(folded, k, v, attn_mask=extra, scale=spec.softmax_scale)
+            out = F.scaled_dot_product_attention(
+                folded, k, v, attn_mask=extra, scale=spec.softmax_scale
+            )
         else:
-            scores = (folded @ k.transpose(-1, -2)).float().view(n, heads, share, queries, -1) * spec.softmax_scale
+            scores = (folded @ k.transpose(-1, -2)).float().view(
+                n, heads, share, queries, -1
+            ) * spec.softmax_scale
             if spec.softcap is not None:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
             scores = scores.masked_fill(~mask, -torch.inf) if bias is None else scores + bias

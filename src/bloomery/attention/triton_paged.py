@@ -25,7 +25,9 @@ from bloomery.spec import Alibi, Attention
 
 WIDEST = 256  # of a head
 COUNTERS = 1 << 14  # of splits that have arrived, for each of the two kernels
-LIBRARY, GRAIN = 2048, 256  # new positions from which the library pays; a multiple of what it is given
+# new positions from which the library pays; a multiple of what it is given
+LIBRARY = 2048
+GRAIN = 256
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class Prompt:
 class Plan:
     ragged: Ragged
     prompts: tuple[Prompt, ...]
-    arrived: torch.Tensor  # zeros between launches: of single positions, then of prompts, for they run at once
+    arrived: (
+        torch.Tensor
+    )  # zeros between launches: of single positions, then of prompts, for they run at once
 
 
 class Aside:
@@ -54,7 +58,8 @@ class Aside:
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
         self.within = torch.cuda.stream(self.stream)
-        self.forked, self.done = torch.cuda.Event(), torch.cuda.Event()
+        self.forked = torch.cuda.Event()
+        self.done = torch.cuda.Event()
 
     def __enter__(self) -> None:
         self.forked.record()
@@ -85,7 +90,10 @@ class TritonPaged:
         prefill: paged_prefill.Tiling | None = None,
         abreast: bool = True,
     ):
-        self.early, self.library, self.decode, self.prefill = early, library, decode, prefill
+        self.early = early
+        self.library = library
+        self.decode = decode
+        self.prefill = prefill
         self.abreast = abreast
         self.aside: Aside | None = None
         self.slopes: dict[tuple[int, Alibi], torch.Tensor] = {}
@@ -117,7 +125,9 @@ class TritonPaged:
         starts = [0, *accumulate(ragged.counts)]
         several = range(ragged.singles, len(ragged.counts))
         prompts = []
-        for whole, run in groupby(several, lambda i: self._whole(ragged.counts[i], ragged.lengths[i])):
+        for whole, run in groupby(
+            several, lambda i: self._whole(ragged.counts[i], ragged.lengths[i])
+        ):
             members = list(run)
             for group in [[i] for i in members] if whole else [members]:
                 longest = max(ragged.counts[i] for i in group)
@@ -129,9 +139,16 @@ class TritonPaged:
     def _whole(self, count: int, length: int) -> bool:
         return self.library is not None and count >= self.library and (length - count) % GRAIN == 0
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: Plan) -> torch.Tensor:
-        ragged, scoring = plan.ragged, self.scoring(spec, q.device)
-        if len(plan.prompts) == 1 and not ragged.singles and self._by_library(plan.prompts[0], spec, q):
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: Plan
+    ) -> torch.Tensor:
+        ragged = plan.ragged
+        scoring = self.scoring(spec, q.device)
+        if (
+            len(plan.prompts) == 1
+            and not ragged.singles
+            and self._by_library(plan.prompts[0], spec, q)
+        ):
             return self._library(q, cache, spec, plan.prompts[0], ragged)
         q = q.contiguous()
         out = torch.empty_like(q)
@@ -156,35 +173,80 @@ class TritonPaged:
         return self.aside
 
     def _prefill(
-        self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, spec: Attention, scoring: Scoring,
-        prompt: Prompt, ragged: Ragged, arrived: torch.Tensor,
-    ) -> None:  # fmt: skip
-        share, tokens = spec.num_heads // spec.num_kv_heads, prompt.tokens.stop - prompt.tokens.start
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        out: torch.Tensor,
+        spec: Attention,
+        scoring: Scoring,
+        prompt: Prompt,
+        ragged: Ragged,
+        arrived: torch.Tensor,
+    ) -> None:
+        share = spec.num_heads // spec.num_kv_heads
+        tokens = prompt.tokens.stop - prompt.tokens.start
         cut = self.prefill or paged_prefill.tiling(
-            prompt.longest * share, tokens * share, spec.head_dim, q.element_size(), spec.num_kv_heads,
+            prompt.longest * share,
+            tokens * share,
+            spec.head_dim,
+            q.element_size(),
+            spec.num_kv_heads,
             launch.processors(q.device),
-        )  # fmt: skip
+        )
         paged_prefill.paged_prefill(
-            q, cache, out, ragged.tables, ragged.starts, ragged.ends, prompt.first, prompt.count, prompt.longest,
-            tokens, ragged.block_size, scoring, cut, arrived,
-        )  # fmt: skip
+            q,
+            cache,
+            out,
+            ragged.tables,
+            ragged.starts,
+            ragged.ends,
+            prompt.first,
+            prompt.count,
+            prompt.longest,
+            tokens,
+            ragged.block_size,
+            scoring,
+            cut,
+            arrived,
+        )
 
     def _decode(
-        self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, spec: Attention, scoring: Scoring, plan: Plan
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        out: torch.Tensor,
+        spec: Attention,
+        scoring: Scoring,
+        plan: Plan,
     ) -> None:
         ragged = plan.ragged
         positions = ragged.tables.shape[1] * ragged.block_size
         if spec.window is not None:
             positions = min(positions, spec.window)
         cut = self.decode or paged_decode.tiling(
-            ragged.singles, spec.num_heads, spec.num_kv_heads, spec.head_dim, q.element_size(), positions,
+            ragged.singles,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            q.element_size(),
+            positions,
             launch.processors(q.device),
-        )  # fmt: skip
+        )
         early = self.early and not ragged.counts and not ragged.several
         paged_decode.paged_decode(
-            q, cache, out, ragged.tables, ragged.ends, ragged.slots, ragged.singles, ragged.block_size, scoring, cut,
-            plan.arrived[:COUNTERS], early,
-        )  # fmt: skip
+            q,
+            cache,
+            out,
+            ragged.tables,
+            ragged.ends,
+            ragged.slots,
+            ragged.singles,
+            ragged.block_size,
+            scoring,
+            cut,
+            plan.arrived[:COUNTERS],
+            early,
+        )
 
     def scoring(self, spec: Attention, device: torch.device) -> Scoring:
         found = None
@@ -206,20 +268,30 @@ class TritonPaged:
 
         Lengths are rounded up, for the library prepares itself for each anew; nobody looks at what is added last.
         """
-        slots, before, size = ragged.slots[prompt.tokens], prompt.before, ragged.block_size
-        count, more = len(slots), -len(slots) % GRAIN
+        slots = ragged.slots[prompt.tokens]
+        before = prompt.before
+        size = ragged.block_size
+        count = len(slots)
+        more = -len(slots) % GRAIN
         if more:
-            q, slots = F.pad(q, (0, 0, 0, 0, 0, more)), torch.cat((slots, slots[-1:].expand(more)))
+            q = F.pad(q, (0, 0, 0, 0, 0, more))
+            slots = torch.cat((slots, slots[-1:].expand(more)))
         if before:
             table = ragged.tables[prompt.first, : -(-before // size), None] * size
-            former = (table + torch.arange(size, device=table.device, dtype=table.dtype)).flatten()[:before]
+            former = (table + torch.arange(size, device=table.device, dtype=table.dtype)).flatten()[
+                :before
+            ]
             slots = torch.cat((former, slots))
         keys, values = (half.transpose(0, 1)[None] for half in read(cache, slots, q.dtype))
         asked = q.transpose(0, 1)[None]
         scale = spec.softmax_scale
-        out, sums = library(asked, keys[:, :, before:], values[:, :, before:], scale, causal=True, summed=before > 0)
+        out, sums = library(
+            asked, keys[:, :, before:], values[:, :, before:], scale, causal=True, summed=before > 0
+        )
         if before:
-            other = library(asked, keys[:, :, :before], values[:, :, :before], scale, causal=False, summed=True)
+            other = library(
+                asked, keys[:, :, :before], values[:, :, :before], scale, causal=False, summed=True
+            )
             out = merge(out, other[0], sums, other[1])
         return out[:count].flatten(1)
 
@@ -239,7 +311,9 @@ def library(
     """
     if not q.is_cuda:
         return library_reference(q, k, v, scale, causal)
-    out, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, summed, 0.0, causal, scale=scale)
+    out, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, summed, 0.0, causal, scale=scale
+    )
     return out[0].transpose(0, 1), sums[0].view(out.shape[1], -1) if summed else sums
 
 

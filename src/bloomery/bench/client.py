@@ -73,7 +73,8 @@ class Exchange:
     """One request and its answer, event by event."""
 
     def __init__(self, record: Record, events: bool = True):
-        self.record, self.events = record, events
+        self.record = record
+        self.events = events
         self.status = 0
         self.rest = b""
         self.said: list[str] = []
@@ -158,7 +159,8 @@ class Connection(asyncio.Protocol):
         self.parser = httptools.HttpResponseParser(self)
 
     async def exchange_over(self, request: bytes, exchange: Exchange) -> None:
-        self.exchange, self.waiter = exchange, asyncio.get_running_loop().create_future()
+        self.exchange = exchange
+        self.waiter = asyncio.get_running_loop().create_future()
         exchange.record.sent = perf_counter()
         if self.transport is None or self.transport.is_closing():
             self.connection_lost(None)
@@ -199,9 +201,12 @@ class Target:
                 parameters["priority"] = priority
             return msgspec.json.encode({"inputs": asked, "parameters": parameters})
         common = {
-            "model": self.model, "stream": True, "max_tokens": output, "temperature": self.temperature,
+            "model": self.model,
+            "stream": True,
+            "max_tokens": output,
+            "temperature": self.temperature,
             "stream_options": {"include_usage": True},
-        }  # fmt: skip
+        }
         if self.ignore_eos:
             common["ignore_eos"] = True
         if priority:
@@ -220,10 +225,14 @@ class Client:
             parts = urlsplit(target.url)
             port = parts.port
         except ValueError:  # not a port, or a bracket too few
-            parts, port = urlsplit(""), None
+            parts = urlsplit("")
+            port = None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{target.url!r} is not the URL of a server; wanted: http://host:port")
-        self.host, self.base = parts.hostname, parts.path.rstrip("/")
+            raise ConfigError(
+                f"{target.url!r} is not the URL of a server; wanted: http://host:port"
+            )
+        self.host = parts.hostname
+        self.base = parts.path.rstrip("/")
         self.port = port or (443 if parts.scheme == "https" else 80)
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.name = parts.netloc
@@ -242,7 +251,9 @@ class Client:
             lines += ["content-type: application/json", f"content-length: {len(body)}"]
         return "\r\n".join([*lines, "", ""]).encode() + body
 
-    async def send(self, messages: Sequence[tuple[str, str]], output: int, record: Record, priority: int = 0) -> str:
+    async def send(
+        self, messages: Sequence[tuple[str, str]], output: int, record: Record, priority: int = 0
+    ) -> str:
         """The answer's text; how it went is in the record. A kept connection that proves dead is replaced once."""
         path = APIS[self.target.api]
         written = self.written("POST", path, self.target.body(messages, output, priority))

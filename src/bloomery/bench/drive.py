@@ -20,7 +20,7 @@ from bloomery.config import profiler
 from bloomery.errors import ConfigError
 
 # Words of one token each in most vocabularies.
-WORDS = (  # noqa: SIM905
+WORDS = (
     "river stone green walk table seven cloud paper north glass field light music train plant house voice night water "
     "bread chair coast cover dance dream earth event final floor force front fruit grand guard heart horse human image "
     "issue judge large layer level local lunch major march metal model money month motor mouth novel ocean order panel "
@@ -32,7 +32,8 @@ class Driver:
     """Sends every arrival at its time, sessions in order, and keeps the records."""
 
     def __init__(self, client: Client, arrivals: Sequence[Arrival], seed: int = 0):
-        self.client, self.arrivals = client, arrivals
+        self.client = client
+        self.arrivals = arrivals
         self.records = [Record(0.0, arrival.prompt) for arrival in arrivals]
         self.chance = random.Random(seed)
         self.begun = 0.0
@@ -95,7 +96,8 @@ async def about(client: Client) -> dict[str, Any]:
 
 async def check_unwatched(client: Client) -> None:
     """Refuse figures that would not count: with a profiler here, or one that the server admits to."""
-    who, why = "this process is", profiler()
+    who = "this process is"
+    why = profiler()
     if why is None:
         who, why = "the server says that it is", (await about(client)).get("profiling")
     if why:
@@ -113,10 +115,13 @@ async def drive(
     client = Client(target)
     await check_unwatched(client)
     if warmup:
-        warm = [Arrival(0.0, arrival.prompt, min(8, arrival.output)) for arrival in arrivals[:warmup]]
+        warm = [
+            Arrival(0.0, arrival.prompt, min(8, arrival.output)) for arrival in arrivals[:warmup]
+        ]
         await Driver(client, warm, seed + 1).run()
     driver = Driver(client, arrivals, seed)
-    before, begun = _spent(), time.perf_counter()
+    before = _spent()
+    begun = time.perf_counter()
     view = asyncio.create_task(show(driver)) if sys.stderr.isatty() else None
     records = await driver.run()
     if view:
@@ -145,7 +150,9 @@ def curves(records: Sequence[Record]) -> dict[str, list[list[float]]]:
     for name, values in found.items():
         ordered = sorted(values)
         drawn[name] = (
-            [[round((percentile(ordered, p) or 0.0) * 1e3, 3), p] for p in range(0, 101, 2)] if ordered else []
+            [[round((percentile(ordered, p) or 0.0) * 1e3, 3), p] for p in range(0, 101, 2)]
+            if ordered
+            else []
         )
     origin = min((record.sent for record in records), default=0.0)
     per_second: dict[int, float] = defaultdict(float)
@@ -153,7 +160,9 @@ def curves(records: Sequence[Record]) -> dict[str, list[list[float]]]:
         for stamp in record.stamps:
             per_second[int(stamp - origin)] += record.tokens / len(record.stamps)
     seconds = range(max(per_second, default=-1) + 1)  # those without a token too
-    drawn["tokens_by_second"] = [[float(second), round(per_second.get(second, 0.0), 1)] for second in seconds]
+    drawn["tokens_by_second"] = [
+        [float(second), round(per_second.get(second, 0.0), 1)] for second in seconds
+    ]
     return drawn
 
 
@@ -167,7 +176,8 @@ async def show(driver: Driver) -> None:
     def frame(rate: float) -> Table:
         recent = driver.records[max(0, driver.over - 256) : driver.over + driver.flying]
         firsts = sorted(record.first for record in recent if len(record.stamps))
-        middle, tail = percentile(firsts, 50) or 0.0, percentile(firsts, 99) or 0.0
+        middle = percentile(firsts, 50) or 0.0
+        tail = percentile(firsts, 99) or 0.0
         failed = sum(record.error is not None for record in driver.records)
         table = Table.grid(padding=(0, 2))
         for width in (16, None, None, None):

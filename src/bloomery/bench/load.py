@@ -62,11 +62,16 @@ def _arrival(entry: Any) -> Arrival:
     at = entry.get("arrival")
     if at is None and not session:
         raise ValueError("neither arrival nor session")
-    prompt, output = int(entry["prompt"]), int(entry["output"])
+    prompt = int(entry["prompt"])
+    output = int(entry["output"])
     if prompt < 1 or output < 1 or not (at is None or float(at) >= 0):
         raise ValueError("prompt and output count from 1, arrival from 0")
-    prefix, after, priority = int(entry.get("prefix", 0)), float(entry.get("after", 0)), int(entry.get("priority", 0))
-    return Arrival(None if at is None else float(at), prompt, output, session, prefix, after, priority)
+    prefix = int(entry.get("prefix", 0))
+    after = float(entry.get("after", 0))
+    priority = int(entry.get("priority", 0))
+    return Arrival(
+        None if at is None else float(at), prompt, output, session, prefix, after, priority
+    )
 
 
 # ---- lengths ---------------------------------------------------------------------------------------
@@ -80,7 +85,9 @@ def lengths(text: str) -> Lengths:
     try:
         (a, b), (c, d) = (tuple(map(int, (part.split("-") * 2)[:2])) for part in parts)
     except ValueError:
-        raise ConfigError(f"lengths {text!r}: give IN:OUT, such as 128:64 or 100-1024:64, or sharegpt") from None
+        raise ConfigError(
+            f"lengths {text!r}: give IN:OUT, such as 128:64 or 100-1024:64, or sharegpt"
+        ) from None
     if not (1 <= a <= b and 1 <= c <= d):
         raise ConfigError(f"lengths {text!r}: from 1 upwards, the smaller first")
     return lambda chance: (chance.randint(a, b), chance.randint(c, d))
@@ -88,7 +95,8 @@ def lengths(text: str) -> Lengths:
 
 def _sharegpt(chance: random.Random) -> tuple[int, int]:
     """Log-normal with medians of 60 and 150 tokens and means near 160 and 200, cut at 1,024: conversations' lengths."""
-    prompt, output = exp(chance.gauss(4.1, 1.4)), exp(chance.gauss(5.0, 0.9))
+    prompt = exp(chance.gauss(4.1, 1.4))
+    output = exp(chance.gauss(5.0, 0.9))
     return min(max(int(prompt), 4), 1024), min(max(int(output), 4), 1024)
 
 
@@ -111,7 +119,9 @@ def pattern(text: str, count: int, length: Lengths, seed: int = 0) -> list[Arriv
         raise ConfigError(f"pattern {text!r} is not one; wanted: {wanted}") from None
 
 
-def _closed(count: int, length: Lengths, chance: random.Random, clients: float) -> Iterator[Arrival]:
+def _closed(
+    count: int, length: Lengths, chance: random.Random, clients: float
+) -> Iterator[Arrival]:
     for i in range(count):
         first = i < int(clients)
         yield Arrival(0.0 if first else None, *length(chance), session=f"client {i % int(clients)}")
@@ -124,19 +134,25 @@ def _poisson(count: int, length: Lengths, chance: random.Random, rate: float) ->
         at += chance.expovariate(rate)
 
 
-def _burst(count: int, length: Lengths, chance: random.Random, size: float, gap: float) -> Iterator[Arrival]:
+def _burst(
+    count: int, length: Lengths, chance: random.Random, size: float, gap: float
+) -> Iterator[Arrival]:
     for i in range(count):
         yield Arrival(i // int(size) * gap, *length(chance))
 
 
-def _chat(count: int, length: Lengths, chance: random.Random, rate: float, turns: float) -> Iterator[Arrival]:
+def _chat(
+    count: int, length: Lengths, chance: random.Random, rate: float, turns: float
+) -> Iterator[Arrival]:
     """A turn's prompt is all that was said before, and a new question; a second of thought lies between."""
     at = 0.0
     for i in range(0, count, int(turns)):
         said = 0
         for turn in range(min(int(turns), count - i)):
             question, answer = length(chance)
-            yield Arrival(None if turn else at, said + question, answer, f"talk {i // int(turns)}", said, 1.0)
+            yield Arrival(
+                None if turn else at, said + question, answer, f"talk {i // int(turns)}", said, 1.0
+            )
             said += question + answer
         at += chance.expovariate(rate)
 

@@ -42,12 +42,17 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _conditions(run: Mapping[str, Any]) -> str:
-    parts = [f"{run.get('url')} ({run.get('api')}, {run.get('model')})", f"{run.get('pattern')}, {run.get('lengths')}"]
+    parts = [
+        f"{run.get('url')} ({run.get('api')}, {run.get('model')})",
+        f"{run.get('pattern')}, {run.get('lengths')}",
+    ]
     lasted = f"{run['requests']:,} requests in {run['seconds']:,.1f} s"
     return "; ".join([*parts, f"seed {run.get('seed')}", lasted, str(run.get("time"))])
 
 
-def _plot(key: str, title: str, x: str, y: str, names: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> str:
+def _plot(
+    key: str, title: str, x: str, y: str, names: Sequence[str], runs: Sequence[Mapping[str, Any]]
+) -> str:
     series = [
         Series(name, [(a, b) for a, b in run["curves"][key]], colour=COLOURS[i % len(COLOURS)])
         for i, (name, run) in enumerate(zip(names, runs))
@@ -69,14 +74,27 @@ def _table(names: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> str:
     ):
         rows += [(f"{label} p{p}, ms", [run[key][f"p{p}"] for run in runs]) for p in PERCENTS]
     for label, key in (("first token", "first_token_bands"), ("answer", "end_to_end_bands")):
-        rows += [(f"{label} {name}{_until(most)}", [run[key][name] for run in runs]) for name, most in BANDS]
+        rows += [
+            (f"{label} {name}{_until(most)}", [run[key][name] for run in runs])
+            for name, most in BANDS
+        ]
     good = [run["goodput"] for run in runs]
     targets = [f"{found['first_token_ms']:g}, {found['per_token_ms']:g}" for found in good]
     rows.append(("targets: first token and per token, ms", targets))
     rows.append(("goodput, requests/s", [found["requests_per_second"] for found in good]))
     rows.append(("requests within both targets", [_percent(found["share"]) for found in good]))
-    rows.append(("errors", ["; ".join(f"{n} x {why}" for why, n in run["errors"].items()) or "none" for run in runs]))
-    rows.append(("client's share of a core", [_percent(run.get("client_cpu_share")) for run in runs]))
+    rows.append(
+        (
+            "errors",
+            [
+                "; ".join(f"{n} x {why}" for why, n in run["errors"].items()) or "none"
+                for run in runs
+            ],
+        )
+    )
+    rows.append(
+        ("client's share of a core", [_percent(run.get("client_cpu_share")) for run in runs])
+    )
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(
         f"<tr><td>{escape(label)}</td>{''.join(f'<td>{escape(_cell(value))}</td>' for value in values)}</tr>"

@@ -13,7 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-BANDS: Sequence[tuple[str, float]] = (("instant", 0.1), ("fast", 1.0), ("slow", 10.0), ("too long", float("inf")))
+BANDS: Sequence[tuple[str, float]] = (
+    ("instant", 0.1),
+    ("fast", 1.0),
+    ("slow", 10.0),
+    ("too long", float("inf")),
+)
 PERCENTS = (50, 90, 99)
 
 
@@ -70,7 +75,12 @@ def spread(seconds: Iterable[float]) -> dict[str, Any]:
     ordered = sorted(seconds)
     found: dict[str, Any] = {f"p{p}": _ms(percentile(ordered, p)) for p in PERCENTS}
     mean = sum(ordered) / len(ordered) if ordered else None
-    return {**found, "mean": _ms(mean), "max": _ms(ordered[-1] if ordered else None), "n": len(ordered)}
+    return {
+        **found,
+        "mean": _ms(mean),
+        "max": _ms(ordered[-1] if ordered else None),
+        "n": len(ordered),
+    }
 
 
 def _ms(value: float | None) -> float | None:
@@ -87,7 +97,8 @@ def summarise(records: Sequence[Record], targets: Targets) -> dict[str, Any]:
     good = [record for record in records if record.answered]
     failed = Counter(record.error or "no text came" for record in records if not record.answered)
     wall = max((r.done for r in records), default=0.0) - min((r.sent for r in records), default=0.0)
-    tokens, met = sum(record.tokens for record in good), sum(map(targets.met, records))
+    tokens = sum(record.tokens for record in good)
+    met = sum(map(targets.met, records))
     pieces = sum(len(record.stamps) for record in good)
     return {
         "requests": len(records),
@@ -119,7 +130,13 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     def cell(value: Any) -> str:
         if value is None:
             return "-"
-        return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+        return (
+            f"{value:,.1f}"
+            if isinstance(value, float)
+            else f"{value:,}"
+            if isinstance(value, int)
+            else str(value)
+        )
 
     rows: list[tuple[str, list[str]]] = []
 
@@ -148,4 +165,6 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     add("goodput, requests/s", "goodput", "requests_per_second")
     width = max(14, *(len(name) + 2 for name in results))
     head = f"{'':26}" + "".join(f"{name:>{width}}" for name in results)
-    return "\n".join([head, *(f"{label:26}" + "".join(f"{c:>{width}}" for c in cells) for label, cells in rows)])
+    return "\n".join(
+        [head, *(f"{label:26}" + "".join(f"{c:>{width}}" for c in cells) for label, cells in rows)]
+    )

@@ -40,8 +40,11 @@ def bear(command: Sequence[str]) -> Born:
             # A process group of its own: Ctrl-C in a terminal is for the parent, which then ends the child.
             process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0, env=child_environment(),
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+                env=child_environment(),
+            )
         except OSError:
             ours.close()
             raise

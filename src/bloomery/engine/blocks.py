@@ -21,9 +21,13 @@ Key = tuple[int, bytes]
 
 class Blocks:
     def __init__(self, count: int, size: int, prefix_cache: bool = True):
-        self.size, self.count, self.prefix_cache = size, count, prefix_cache
+        self.size = size
+        self.count = count
+        self.prefix_cache = prefix_cache
         self.refs = [0] * count
-        self.free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(count))  # least recently used first
+        self.free: OrderedDict[int, None] = OrderedDict(
+            (i, None) for i in range(count)
+        )  # least recently used first
         self.published: dict[Key, int] = {}
         self.key_of: dict[int, Key] = {}
         self.serial_of: dict[int, int] = {}
@@ -38,7 +42,9 @@ class Blocks:
         """Blocks of the longest cached prefix, never of the whole sequence: its last token must be computed."""
         found: list[int] = []
         request = sequence.request
-        every = request.sampling.prompt_logprobs is not None or request.pooling == "mean"  # position must be computed
+        every = (
+            request.sampling.prompt_logprobs is not None or request.pooling == "mean"
+        )  # position must be computed
         if not self.prefix_cache or every:
             return found
         parent = self._root(sequence.request.salt)
@@ -73,10 +79,15 @@ class Blocks:
             return
         parent = sequence.chain[-1] if done else self._root(sequence.request.salt)
         for index, tokens in enumerate(self._full(sequence, done, upto), done):
-            key, block = (parent, tokens), sequence.blocks[index]
+            key = (parent, tokens)
+            block = sequence.blocks[index]
             known = self.published.get(key)
             if known is None:
-                self.published[key], self.key_of[block], self.serial_of[block] = block, key, self._serial()
+                self.published[key], self.key_of[block], self.serial_of[block] = (
+                    block,
+                    key,
+                    self._serial(),
+                )
                 known = block
             parent = self.serial_of[known]  # a twin's serial if the same prefix was computed twice
             sequence.chain.append(parent)

@@ -18,7 +18,8 @@ LAST = 0.5  # seconds in which one that has closed its line may end by itself, a
 
 class Child(asyncio.Protocol):
     def __init__(self, hear: Callable[[Child, Message], None]):
-        self.hear, self.frames = hear, Frames()
+        self.hear = hear
+        self.frames = Frames()
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.process: subprocess.Popen[bytes] | None = None
         self.line: asyncio.Transport | None = None
@@ -29,7 +30,9 @@ class Child(asyncio.Protocol):
     async def spawn(self, command: Sequence[str], born: Born | None = None) -> None:
         """Start it, or take over one that has been."""
         self.process, line = born or bear(command)
-        self.line, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=line)
+        self.line, _ = await asyncio.get_running_loop().create_unix_connection(
+            lambda: self, sock=line
+        )
 
     def send(self, message: Message) -> None:
         if self.line is not None:
@@ -55,7 +58,9 @@ class Child(asyncio.Protocol):
                 if grace:
                     self.process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    await asyncio.to_thread(self.process.wait, grace or (LAST if self.lost.done() else 0.0))
+                    await asyncio.to_thread(
+                        self.process.wait, grace or (LAST if self.lost.done() else 0.0)
+                    )
             finally:
                 late = self.process.poll() is None
                 self.process.kill()

@@ -25,9 +25,18 @@ from bloomery.messages import Abort, Admitted, Capacity, News, Request, State, S
 log = logging.getLogger("bloomery.engine")
 
 SUMS = (
-    "steps", "step_seconds", "tokens_in", "tokens_out", "prefix_queried", "prefix_hit", "preemptions", "tax_seconds",
-    "sequences", "positions", "prompt_steps",
-)  # fmt: skip
+    "steps",
+    "step_seconds",
+    "tokens_in",
+    "tokens_out",
+    "prefix_queried",
+    "prefix_hit",
+    "preemptions",
+    "tax_seconds",
+    "sequences",
+    "positions",
+    "prompt_steps",
+)
 PACE = 512  # steps by which an engine's pace is judged
 DOUBT = 5.0  # seconds without progress after which it is not called ready any more, or four steps if that is longer
 WARM = 16  # steps before it is judged at all: kernels may still be compiling
@@ -77,7 +86,9 @@ class Bell:
     """A stream's side of the journal: which of its entries have news."""
 
     def __init__(self, turns: Turns) -> None:
-        self.rung, self.event, self.turns = dict[Entry, None](), asyncio.Event(), turns
+        self.rung = dict[Entry, None]()
+        self.event = asyncio.Event()
+        self.turns = turns
 
     def ring(self, entry: Entry) -> None:
         if not self.rung:
@@ -102,10 +113,13 @@ class EngineClient:
         birth: Callable[[Callable[[Child, Message], None]], Child] = Child,
         born: Born | None = None,
     ):
-        self.plan, self.command, self.birth = plan, command, birth
+        self.plan = plan
+        self.command = command
+        self.birth = birth
         self.born = born  # the first engine, where it was started before this
         self.patience = patience or Patience.for_device(plan.device)
-        self.journal, self.turns = Journal(), Turns()
+        self.journal = Journal()
+        self.turns = Turns()
         self.said = Status("loading")
         self.capacity: Capacity | None = None
         self.epoch = 0  # engines started so far
@@ -113,8 +127,11 @@ class EngineClient:
         self.supervisor: asyncio.Task[None] | None = None
         self.deaths: list[float] = []
         self.pace: deque[float] = deque(maxlen=PACE)
-        self.latest, self.former = Stats(), Stats()  # of the engine of now, sums of those before
-        self.settled, self.failed = asyncio.Event(), asyncio.Event()
+        # of the engine of now, sums of those before
+        self.latest = Stats()
+        self.former = Stats()
+        self.settled = asyncio.Event()
+        self.failed = asyncio.Event()
         self.watchers: list[Callable[[Stats, Stats], None]] = []
 
     # ---- for the server --------------------------------------------------------------------------------
@@ -127,7 +144,9 @@ class EngineClient:
         """What the engine can hold, once it is loaded, or loaded again."""
         await self.settled.wait()
         if self.said.state not in ("ready", "draining") or self.capacity is None:
-            raise BloomeryError(f"the engine is not available: {self.said.detail or self.said.state}")
+            raise BloomeryError(
+                f"the engine is not available: {self.said.detail or self.said.state}"
+            )
         return self.capacity
 
     def observe(self, watcher: Callable[[Stats, Stats], None]) -> None:
@@ -142,8 +161,15 @@ class EngineClient:
     @property
     def status(self) -> Status:
         """Ready is an engine that makes progress with what it was given, not one that merely exists."""
-        if self.said.state == "ready" and self.child is not None and self.child.silent > self._doubt():
-            return Status("stalled", detail=f"the engine has made no progress for {self.child.silent:.0f} seconds")
+        if (
+            self.said.state == "ready"
+            and self.child is not None
+            and self.child.silent > self._doubt()
+        ):
+            return Status(
+                "stalled",
+                detail=f"the engine has made no progress for {self.child.silent:.0f} seconds",
+            )
         return self.said
 
     @property
@@ -170,11 +196,14 @@ class EngineClient:
         """
         if self.said.state in ("draining", "failed", "closed"):
             raise RequestFailed(f"the engine takes no more requests: it is {self.said.state}")
-        bell, entries = Bell(self.turns), list[Entry]()
+        bell = Bell(self.turns)
+        entries = list[Entry]()
         try:
             now = asyncio.get_running_loop().time()
             for request in requests:
-                entries.append(self.journal.open(request, bell, now))  # if one is refused, the others end
+                entries.append(
+                    self.journal.open(request, bell, now)
+                )  # if one is refused, the others end
             self._send_due()
             left = len(entries)
             while left:
@@ -225,7 +254,8 @@ class EngineClient:
     async def _run(self, child: Child) -> None:
         """One engine from birth to death."""
         try:
-            born, self.born = self.born, None
+            born = self.born
+            self.born = None
             await child.spawn(self.command, born)
             child.send(Hello(self.epoch, self.plan))
             await self._watch(child)
@@ -267,7 +297,8 @@ class EngineClient:
     def _bury(self, child: Child) -> None:
         """Count the death, blame the batch, and see whether there shall be another engine."""
         log.error("the engine %s", child.fault)
-        self.former, self.latest = summed(self.former, self.latest), Stats(kv_blocks=self.latest.kv_blocks)
+        self.former = summed(self.former, self.latest)
+        self.latest = Stats(kv_blocks=self.latest.kv_blocks)
         now = asyncio.get_running_loop().time()
         if child.ready:
             self.deaths = [death for death in self.deaths if death > now - self.patience.window]
@@ -302,7 +333,9 @@ class EngineClient:
             for serial in message.requests:
                 self.journal.admit(serial, now)
         elif isinstance(message, Capacity):
-            self.capacity, child.ready, child.silent = message, True, 0.0
+            self.capacity = message
+            child.ready = True
+            child.silent = 0.0
             self._become("ready")
             self.settled.set()
             self._send_due()
@@ -318,13 +351,16 @@ class EngineClient:
             raise WireError(f"a {type(message).__name__} is not for a client")
 
     def _hear_news(self, child: Child, news: News) -> None:
-        before, self.latest = self.latest, news.stats
+        before = self.latest
+        self.latest = news.stats
         moved = self.latest.steps > before.steps
         if moved:
             self.pace.append(self.latest.step_seconds - before.step_seconds)
             for watcher in self.watchers:
                 watcher(before, self.latest)
-        if moved or (child.ready and not any(entry.sent for entry in self.journal.entries.values())):
+        if moved or (
+            child.ready and not any(entry.sent for entry in self.journal.entries.values())
+        ):
             child.silent = 0.0  # an engine that is idle while we wait for it has lost something
         for tokens in news.tokens:
             self.journal.accept(tokens)

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 from bloomery.messages import Capacity, Step, StepOutput
 
-Report = Callable[[str, int, int], None]  # what is being loaded, how much is done, how much there is
+Report = Callable[
+    [str, int, int], None
+]  # what is being loaded, how much is done, how much there is
 
 
 class Result(Protocol):
@@ -37,7 +39,8 @@ class Announced:
     """An executor whose every step is announced before it runs."""
 
     def __init__(self, executor: Executor, announce: Callable[[Step], None]):
-        self.executor, self.announce = executor, announce
+        self.executor = executor
+        self.announce = announce
 
     def start(self, plan: Any) -> Capacity:
         return self.executor.start(plan)

@@ -13,10 +13,16 @@ from bloomery.messages import Timing
 
 log = logging.getLogger("bloomery.engine")
 
-EVERY, SPAN = 1.0, 5  # seconds between two looks; looks that a share is taken over
+# seconds between two looks; looks that a share is taken over
+EVERY = 1.0
+SPAN = 5
 MINUTE = 60.0
-WARM, ENOUGH = 32, 128  # steps while kernels may still be compiling; steps that the plan is held against
-FAR, PATIENCE = 1.5, 3  # times what was planned; spans in a row that may take so long
+# steps while kernels may still be compiling; steps that the plan is held against
+WARM = 32
+ENOUGH = 128
+# times what was planned; spans in a row that may take so long
+FAR = 1.5
+PATIENCE = 3
 
 
 class Gauge:
@@ -24,8 +30,11 @@ class Gauge:
         self.seen: deque[tuple[float, Timing]] = deque(maxlen=SPAN)
         self.share: float | None = None
         self.told = 0.0, Timing()  # the last line of the log
-        self.since: Timing | None = None  # where the span that is held against the plan begins; None while warming up
-        self.far, self.judged = 0, False
+        self.since: Timing | None = (
+            None  # where the span that is held against the plan begins; None while warming up
+        )
+        self.far = 0
+        self.judged = False
 
     def look(self, timing: Timing, now: float) -> float | None:
         """The share of the limit in the last seconds; None while nothing runs."""
@@ -49,17 +58,24 @@ class Gauge:
             return
         if self.judged or timing.steps < self.since.steps + ENOUGH:
             return
-        lately, self.since = less(timing, self.since), timing
+        lately = less(timing, self.since)
+        self.since = timing
         ratio = (lately.device + lately.idle) / max(lately.expected, 1e-9)
         self.far = self.far + 1 if ratio > FAR else 0
         self.judged = self.far in (0, PATIENCE)
         if self.far == PATIENCE:
             log.warning(
                 "steps take %.1f times what the plan of this model on this machine expects: %s. Is the machine shared, "
-                "or its speed not the one `bloomery plan --measure` would find?", ratio, words(lately),
-            )  # fmt: skip
+                "or its speed not the one `bloomery plan --measure` would find?",
+                ratio,
+                words(lately),
+            )
         elif self.judged:
-            log.info("as planned: steps take %.2f times what is expected of them; %s", ratio, words(lately))
+            log.info(
+                "as planned: steps take %.2f times what is expected of them; %s",
+                ratio,
+                words(lately),
+            )
 
 
 def share(timing: Timing) -> float | None:
@@ -80,8 +96,13 @@ def parts(timing: Timing) -> dict[str, float]:
 
 def words(timing: Timing) -> str:
     """One line: the share, and what each part of the rest is of the whole."""
-    took, steps = max(timing.device + timing.idle, 1e-9), max(timing.steps, 1)
-    rest = ", ".join(f"{name} {value / took:.0%}" for name, value in parts(timing).items() if value / took >= 0.005)
+    took = max(timing.device + timing.idle, 1e-9)
+    steps = max(timing.steps, 1)
+    rest = ", ".join(
+        f"{name} {value / took:.0%}"
+        for name, value in parts(timing).items()
+        if value / took >= 0.005
+    )
     return (
         f"{timing.floor / took:.0%} of the limit: {timing.steps} steps of {1e3 * took / steps:.2f} ms, floor "
         f"{1e3 * timing.floor / steps:.2f} ms; {rest or 'nothing else'}; host busy {timing.host / took:.0%}"

@@ -53,19 +53,34 @@ class Entry:
 
     def replay(self, now: float) -> Request:
         """The request as an engine must get it now."""
-        left = None if self.request.deadline is None else max(self.request.deadline - (now - self.arrived), 0.0)
+        left = (
+            None
+            if self.request.deadline is None
+            else max(self.request.deadline - (now - self.arrived), 0.0)
+        )
         request = replace(self.request, id=self.serial, emitted=tuple(self.emitted), deadline=left)
-        if len(self.emitted) > len(self.request.emitted):  # log-probabilities of the prompt came with the first id
+        if len(self.emitted) > len(
+            self.request.emitted
+        ):  # log-probabilities of the prompt came with the first id
             request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
         return request
 
     def take(self) -> Tokens:
         """All the news since the last call, as one."""
-        position, ids = self.taken, tuple(self.emitted[self.taken :])
+        position = self.taken
+        ids = tuple(self.emitted[self.taken :])
         news = Tokens(
-            self.request.id, position, ids, tuple(self.logprobs), self.prompt_logprobs,
-            self.cached or 0, self.finish, self.error, self.queued, self.embedding,
-        )  # fmt: skip
+            self.request.id,
+            position,
+            ids,
+            tuple(self.logprobs),
+            self.prompt_logprobs,
+            self.cached or 0,
+            self.finish,
+            self.error,
+            self.queued,
+            self.embedding,
+        )
         self.taken += len(ids)
         self.logprobs.clear()
         self.prompt_logprobs = ()
@@ -85,7 +100,9 @@ class Journal:
         if request.id in self.by_request:
             raise InvalidRequest(f"request id {request.id!r} is already in use", "id")
         self.count += 1
-        entry = Entry(request, str(self.count), reader, now, array("I", request.emitted), len(request.emitted))
+        entry = Entry(
+            request, str(self.count), reader, now, array("I", request.emitted), len(request.emitted)
+        )
         self.entries[entry.serial] = self.unsent[entry.serial] = self.by_request[request.id] = entry
         return entry
 
@@ -128,7 +145,9 @@ class Journal:
         if entry is None or news.position < len(entry.emitted):
             return
         if news.position > len(entry.emitted):
-            raise WireError(f"ids from {len(entry.emitted)} to {news.position - 1} of a request are missing")
+            raise WireError(
+                f"ids from {len(entry.emitted)} to {news.position - 1} of a request are missing"
+            )
         entry.emitted.extend(news.ids)
         entry.logprobs += news.logprobs
         entry.prompt_logprobs = entry.prompt_logprobs or news.prompt_logprobs
@@ -153,20 +172,27 @@ class Journal:
         self.suspects.pop(entry.serial, None)
         if entry is self.trial:
             self.trial = None
-        entry.finish, entry.error = finish, error
+        entry.finish = finish
+        entry.error = error
         entry.reader.ring(entry)
 
     def crash(self) -> int:
         """The engine is gone: strikes for whom it concerns, everyone else is merely unsent; how many were given up."""
-        count, self.trial = len(self.entries), None
+        count = len(self.entries)
+        self.trial = None
         batch = any(entry.admitted for entry in self.entries.values())
-        self.unsent, self.suspects = {}, {}
+        self.unsent = {}
+        self.suspects = {}
         for entry in list(self.entries.values()):
             entry.strikes += entry.admitted if batch else entry.sent
             entry.sent = entry.admitted = False
             entry.fresh = 0
             if entry.strikes >= STRIKES:
-                self.end(entry, "error", f"given up: the engine stopped {STRIKES} times while it ran this request")
+                self.end(
+                    entry,
+                    "error",
+                    f"given up: the engine stopped {STRIKES} times while it ran this request",
+                )
             else:
                 waiting = self.suspects if entry.strikes == STRIKES - 1 else self.unsent
                 waiting[entry.serial] = entry

@@ -15,7 +15,9 @@ from bloomery.engine.executor import Executor, Result
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import Request, Step, Timing, Tokens
 
-AHEAD, SHARE = 3e-3, 0.07  # seconds, and part of the step under way, before whose end the next one should be queued
+# seconds, and part of the step under way, before whose end the next one should be queued
+AHEAD = 3e-3
+SHARE = 0.07
 QUEUED = 4e-3  # seconds of short steps in flight
 LONGEST = 0.1  # seconds: no foretelling is good enough to let a device stand idle for longer
 PROMPT = 3e-4  # seconds: a result that takes no longer was there before
@@ -31,7 +33,10 @@ class Loop:
         depth: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.scheduler, self.executor, self.depth, self.clock = scheduler, executor, depth, clock
+        self.scheduler = scheduler
+        self.executor = executor
+        self.depth = depth
+        self.clock = clock
         self.flight: deque[tuple[Step, Result, float]] = deque()  # with the time it was begun
         self.latest = 0.0  # when a step last ended, as far as is known
         self.took = inf  # seconds of that step
@@ -63,8 +68,11 @@ class Loop:
         until then is part of it, and does not wait for a step that was queued too early."""
         if len(self.flight) != 1 or self.depth != 2 or self.scheduler.stages > 1:
             return 0.0
-        expected, begun = self.scheduler.expected(), max(self.flight[0][2], self.latest)
-        return min(max(begun + expected - max(AHEAD, SHARE * expected) - self.clock(), 0.0), LONGEST)
+        expected = self.scheduler.expected()
+        begun = max(self.flight[0][2], self.latest)
+        return min(
+            max(begun + expected - max(AHEAD, SHARE * expected) - self.clock(), 0.0), LONGEST
+        )
 
     def step(self) -> list[Tokens]:
         """Keep `depth` steps in flight or more, wait for the oldest, and tell what it brought."""
@@ -77,8 +85,10 @@ class Loop:
         step, pending, begun = self.flight.popleft()
         asked = self.clock()
         output = pending.result()
-        now, begun = self.clock(), max(begun, self.latest)
-        seconds, self.latest = now - begun, now
+        now = self.clock()
+        begun = max(begun, self.latest)
+        seconds = now - begun
+        self.latest = now
         if output.timing is not None:
             self.timing = total(self.timing, output.timing)
             if output.timing.steps == 1 and self.scheduler.stages == 1:

@@ -33,20 +33,29 @@ class Fit:
 
     def __init__(self, guess: Sequence[float], shrink: Sequence[float]):
         count = len(guess)
-        self.prices, self.shrink = list(guess), shrink
+        self.prices = list(guess)
+        self.shrink = shrink
         self.gram = [[TRUST * (i == j) for j in range(count)] for i in range(count)]
         self.moment = [TRUST * price for price in guess]
 
     def learn(self, features: Sequence[float]) -> None:
         """Of an observation, as parts of it: its prices should add up to one."""
-        gram, moment, prices = self.gram, self.moment, self.prices
+        gram = self.gram
+        moment = self.moment
+        prices = self.prices
         for i, feature in enumerate(features):
             moment[i] = MEMORY * moment[i] + feature
-            gram[i] = [MEMORY * known + feature * other for known, other in zip(gram[i], features, strict=True)]
+            gram[i] = [
+                MEMORY * known + feature * other
+                for known, other in zip(gram[i], features, strict=True)
+            ]
         for _ in range(SWEEPS):
             for i, line in enumerate(gram):
                 if line[i] > 1e-12:
-                    rest = sum([a * b for a, b in zip(line, prices, strict=True)]) - line[i] * prices[i]
+                    rest = (
+                        sum([a * b for a, b in zip(line, prices, strict=True)])
+                        - line[i] * prices[i]
+                    )
                     prices[i] = max((moment[i] - rest) / (line[i] * (1 + self.shrink[i])), 0.0)
 
 
@@ -56,7 +65,9 @@ class Pace:
         self.steps = 0  # that were measured
         self.single = 0.0  # a step of one position, without its keys; 0: there was none
         self.first = expected[0][3] if expected else 0.0  # what is expected of it
-        self.share, self.plain = 1.0, 0  # of their time, what is expected of steps without prompts; how many there were
+        # of their time, what is expected of steps without prompts; how many there were
+        self.share = 1.0
+        self.plain = 0
         prior = Fit(GUESS, [0.0] * len(GUESS))
         for _ in range(SWEEPS * SWEEPS if expected else 0):
             for tokens, attended, pairs, seconds in expected:
@@ -69,7 +80,12 @@ class Pace:
 
     def seconds(self, work: Work) -> float:
         step, *_, key, pair = self.prices
-        return step + self._positions(work.tokens) + key * 1e-5 * work.attended + pair * 1e-6 * work.pairs
+        return (
+            step
+            + self._positions(work.tokens)
+            + key * 1e-5 * work.attended
+            + pair * 1e-6 * work.pairs
+        )
 
     def _positions(self, tokens: float) -> float:
         token, first, second = self.prices[1:4]
@@ -91,13 +107,15 @@ class Pace:
 
     def room(self, work: Work, seconds: float, context: int) -> int:
         """Positions of chunks that may join the work before the step takes longer than that."""
-        spare, tokens = seconds - self.seconds(work), work.tokens
+        spare = seconds - self.seconds(work)
+        tokens = work.tokens
         price = self.prices[1] * 1e-2 + self.prices[5] * 1e-6 * context
         for knee, more in zip(KNEES, self.prices[2:4], strict=True):
             cheap = max(knee - tokens, 0)
             if spare <= price * cheap:
                 break
-            spare, tokens = spare - price * cheap, tokens + cheap
+            spare = spare - price * cheap
+            tokens = tokens + cheap
             price += more * 1e-2
         return tokens - work.tokens + max(int(spare / max(price, 1e-9)), 0)
 
@@ -105,10 +123,14 @@ class Pace:
         if seconds <= 0:
             return
         features = parts(work, seconds)
-        share = sum([a * b for a, b in zip(self.expected, features, strict=True)])  # of its time, that was expected
+        share = sum(
+            [a * b for a, b in zip(self.expected, features, strict=True)]
+        )  # of its time, that was expected
         if not work.pairs:
             self.plain += 1
-            self.share = max(self.share + (share - self.share) * max(1 - MEMORY, 1 / self.plain), 1e-9)
+            self.share = max(
+                self.share + (share - self.share) * max(1 - MEMORY, 1 / self.plain), 1e-9
+            )
         if work.tokens == 1:
             alone = max(seconds - self.prices[4] * 1e-5 * work.attended, 0.1 * seconds)
             before = self.single or self.first / self.share or alone

@@ -33,7 +33,10 @@ from bloomery.engine.pace import Pace, Work
 from bloomery.engine.sequence import Sequence
 from bloomery.messages import Capacity
 
-INSTANT, FAST, SLOW = 0.1, 1.0, 10.0  # seconds, as people feel them
+# seconds, as people feel them
+INSTANT = 0.1
+FAST = 1.0
+SLOW = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,12 @@ class Portion:
     order: Iterable[Sequence]  # who takes part
     chunk: int  # positions of prompts, together
     kept: int = 0  # of them, for those at the door: running long ones leave them
-    tax: float = 0.0  # seconds this step is expected to cost the long ones for the sake of the short
-    whole: bool = True  # False: a part of a lap; if nothing of it can be computed, the next part may
+    tax: float = (
+        0.0  # seconds this step is expected to cost the long ones for the sake of the short
+    )
+    whole: bool = (
+        True  # False: a part of a lap; if nothing of it can be computed, the next part may
+    )
 
 
 class Policy(Protocol):
@@ -67,7 +74,9 @@ class Policy(Protocol):
         """The next step, of at most so many positions."""
         ...
 
-    def victim(self, running: Collection[Sequence], claimant: Sequence, now: float) -> Sequence | None:
+    def victim(
+        self, running: Collection[Sequence], claimant: Sequence, now: float
+    ) -> Sequence | None:
         """Of a non-empty batch, in order of admission, who gives way to the claimant; None: it waits."""
         ...
 
@@ -89,7 +98,9 @@ class FirstCome:
         self.queue: list[tuple[int, Sequence]] = []
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
-        heapq.heappush(self.queue, (sequence.id, sequence))  # ids count arrivals: who was preempted comes first
+        heapq.heappush(
+            self.queue, (sequence.id, sequence)
+        )  # ids count arrivals: who was preempted comes first
 
     def next(self, rows: int) -> Sequence | None:
         while self.queue and not self.queue[0][1].waiting:
@@ -102,7 +113,9 @@ class FirstCome:
     def compose(self, running: Mapping[int, Sequence], tokens: int, now: float) -> Portion:
         return Portion(list(running.values()), tokens)
 
-    def victim(self, running: Collection[Sequence], claimant: Sequence, now: float) -> Sequence | None:
+    def victim(
+        self, running: Collection[Sequence], claimant: Sequence, now: float
+    ) -> Sequence | None:
         if claimant.waiting:
             return None
         return next(reversed(running))  # type: ignore[call-overload, no-any-return]  # dict views are reversible
@@ -118,7 +131,9 @@ class FirstCome:
 class Aims:
     """What Fair tries to keep, in seconds; None is derived from the measured pace."""
 
-    between: float | None = None  # two tokens of a running stream; None: ten lone steps, but no slower than one reads
+    between: float | None = (
+        None  # two tokens of a running stream; None: ten lone steps, but no slower than one reads
+    )
     short: float | None = None  # a request that takes no longer alone is short; None: 64 lone steps
     stretch: float = 3.85  # a short request is promised so many times what it takes alone
     tax: float = 0.05  # the most of their time that long ones give for the short
@@ -131,7 +146,9 @@ class Aims:
 
 
 PRIORITY = 10.0  # seconds of waiting that one degree of priority is worth
-LONGEST = 1.4  # times the target between two tokens that a lap may take; or, for the sake of prompts,
+LONGEST = (
+    1.4  # times the target between two tokens that a lap may take; or, for the sake of prompts,
+)
 PREFILL = 1.5  # so many times what its streams take, if that is more
 KNOWN = 64  # measured steps from which on the pace is to be relied on
 RESERVED = 30.0  # seconds after a short one for which rows are kept for others
@@ -140,7 +157,13 @@ MOST = 4  # steps between two of the streams
 URGENT = 3  # promises that a lap is cut by
 FLOOD = 6  # laps that prompts of short ones take by themselves, from which on none is
 WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12)  # of steps, in quarters of a good size
-GRAINS = (512, 256, 128, 64, 32)  # a whole lap is a multiple of the first that is not too coarse: sizes are few
+GRAINS = (
+    512,
+    256,
+    128,
+    64,
+    32,
+)  # a whole lap is a multiple of the first that is not too coarse: sizes are few
 LEAST = 32  # positions that may be a good size
 
 
@@ -199,15 +222,20 @@ class Census(NamedTuple):
 
 
 def census(running: Mapping[int, Sequence]) -> Census:
-    shorts, streams, prompts = list[Sequence](), list[Sequence](), list[Sequence]()
+    shorts = list[Sequence]()
+    streams = list[Sequence]()
+    prompts = list[Sequence]()
     own = attended = context = longest = asking = owing = 0
     for sequence in running.values():
         behind = len(sequence.tokens) + sequence.pending - sequence.computed
         if behind > 1:
-            context, longest = max(context, sequence.computed), max(longest, behind)
+            context = max(context, sequence.computed)
+            longest = max(longest, behind)
         if sequence.short:
             shorts.append(sequence)
-            asking, own = (asking + behind, own) if behind > 1 else (asking, own + sequence.computed)
+            asking, own = (
+                (asking + behind, own) if behind > 1 else (asking, own + sequence.computed)
+            )
         elif behind > 1:
             prompts.append(sequence)
             owing += behind
@@ -220,20 +248,28 @@ def census(running: Mapping[int, Sequence]) -> Census:
 class Fair:
     def __init__(self, rows: int, blocks: int, aims: Aims | None = None, pace: Pace | None = None):
         """For batches of so many rows, in a cache of so many blocks."""
-        self.aims, self.pace = aims or Aims(), pace or Pace()
+        self.aims = aims or Aims()
+        self.pace = pace or Pace()
         self.rows = rows
         self.spare_rows = max(rows // 32, int(rows >= 4))  # kept for short ones
-        self.spare_parts = round(rows**0.5 / 2)  # kept for tenants that hold few: as many as may come at once
+        self.spare_parts = round(
+            rows**0.5 / 2
+        )  # kept for tenants that hold few: as many as may come at once
         self.spare_blocks = blocks // 32
-        self.short, self.long = Queue(), Queue()
+        self.short = Queue()
+        self.long = Queue()
         self.served: dict[str, float] = {}  # seconds by tenant
-        self.virtual = 0.0  # what the tenant served last had been served before: a newcomer starts there
+        self.virtual = (
+            0.0  # what the tenant served last had been served before: a newcomer starts there
+        )
         self.seen: dict[str, float] = {}  # tenants of late, and when they last asked
         self.held: Counter[str] = Counter()  # rows by tenant, where there are several
         self.left = 0  # rows that tenants with their part of all leave free
         self.since = 0  # steps since the streams' last
         self.inside = 0  # short ones in the batch
-        self.now, self.asked = 0.0, -RESERVED  # the last step, and when a short one last came
+        # the last step, and when a short one last came
+        self.now = 0.0
+        self.asked = -RESERVED
         self.owed = self.spent = 0.0  # tax and time of late, fading
         self.tax = 0.0  # in seconds, since the beginning
 
@@ -244,7 +280,8 @@ class Fair:
         if not sequence.losses:
             alone = self._alone(sequence)
             sequence.short = alone <= self.aims.limit(self.pace.lone)
-            sequence.cost, sequence.due = alone, sequence.arrived + self.aims.stretch * alone
+            sequence.cost = alone
+            sequence.due = sequence.arrived + self.aims.stretch * alone
             sequence.promise = sequence.due + PRIORITY * request.priority
         if sequence.short:
             self.asked = now
@@ -258,7 +295,9 @@ class Fair:
         """Seconds it would take with nobody else there."""
         length = len(sequence.tokens)
         left = max(sequence.request.max_tokens - sequence.produced, 1)
-        wrong = self.pace.lone - self.pace.seconds(Work(1))  # prices follow full batches, a promise must not
+        wrong = self.pace.lone - self.pace.seconds(
+            Work(1)
+        )  # prices follow full batches, a promise must not
         prompt = self.pace.seconds(Work(length, 0, length * length / 2))
         return prompt + (left - 1) * self.pace.seconds(Work(1, length)) + left * wrong
 
@@ -311,40 +350,69 @@ class Fair:
     def compose(self, running: Mapping[int, Sequence], tokens: int, now: float) -> Portion:
         self.now = now
         self._apportion(running, now)
-        here, free = census(running), self.rows - len(running)
+        here = census(running)
+        free = self.rows - len(running)
         self.inside = len(here.shorts)
         door = self.short.top(self.served, self._barred(free))
-        asking = here.asking + (0 if door is None else self.short.positions() if free else 1)  # 1: to be made room for
-        owing, longest = here.owing, max(here.longest, 0 if door is None else len(door.tokens))
-        if free > self._kept() and (first := self.long.top(self.served, self._barred(free))) is not None:
-            owing, longest = owing + self.long.positions(), max(longest, len(first.tokens))
+        asking = here.asking + (
+            0 if door is None else self.short.positions() if free else 1
+        )  # 1: to be made room for
+        owing = here.owing
+        longest = max(here.longest, 0 if door is None else len(door.tokens))
+        if (
+            free > self._kept()
+            and (first := self.long.top(self.served, self._barred(free))) is not None
+        ):
+            owing = owing + self.long.positions()
+            longest = max(longest, len(first.tokens))
         riding = Work(len(here.shorts), here.own)
         both = Work(riding.tokens + len(here.streams), here.own + here.attended)
         lap = self._lap(both) if both.tokens else INSTANT
         chunk = min(self._room(both, lap, here.context, longest, tokens), asking + owing)
         cut = Cut(chunk, 0, 0)
         pressing = self._pressing(here.shorts if door is None else [*here.shorts, door], lap, now)
-        if pressing and (here.shorts or (chunk and (here.prompts or free))):  # or a step between may be nobody's
+        if pressing and (
+            here.shorts or (chunk and (here.prompts or free))
+        ):  # or a step between may be nobody's
             cut = self._cut(riding, both, min(asking + owing, tokens), here.context, pressing, lap)
         flood = asking > FLOOD * chunk  # their prompts alone are so many laps: cutting helps nobody
         if flood:
             cut = Cut(chunk, 0, 0)
         if self.since < cut.steps:
-            self.since, streams, part = self.since + 1, list[Sequence](), cut.between
+            self.since = self.since + 1
+            streams = list[Sequence]()
+            part = cut.between
         else:
-            self.since, streams, part = 0, here.streams, cut.beside
+            self.since = 0
+            streams = here.streams
+            part = cut.beside
         own = min(asking, chunk, self._size() if here.streams and not flood else chunk)
-        part = max(part, own)  # laps are cut for the short: their own prompts are only beyond a good size
+        part = max(
+            part, own
+        )  # laps are cut for the short: their own prompts are only beyond a good size
         order = [*here.shorts, *streams, *(here.prompts if cut.beside or self.since else ())]
-        work = Work(len(here.shorts) + len(streams) + part, here.own + here.attended * (not self.since))
-        tax = self._levy(here, work, min(part, owing)) if pressing and (here.streams or owing) else 0.0
+        work = Work(
+            len(here.shorts) + len(streams) + part, here.own + here.attended * (not self.since)
+        )
+        tax = (
+            self._levy(here, work, min(part, owing))
+            if pressing and (here.streams or owing)
+            else 0.0
+        )
         kept = 0 if door is None else max(min(asking, part - max(part // 4, 1)), 0)  # others go on
-        return Portion(order, part if part or cut.steps or cut.beside != chunk else tokens, kept, tax, not self.since)
+        return Portion(
+            order,
+            part if part or cut.steps or cut.beside != chunk else tokens,
+            kept,
+            tax,
+            not self.since,
+        )
 
     def _lap(self, work: Work) -> float:
         """Seconds from one token of the streams to the next. Prompts get 0.6 of the target of them, more the more rows
         have no stream yet, and no less than half of what the streams take."""
-        streams, target = self.pace.seconds(work), self.aims.target(self.pace.lone)
+        streams = self.pace.seconds(work)
+        target = self.aims.target(self.pace.lone)
         free = 1 - min(work.tokens / self.rows, 1.0)
         return max(min(streams + (0.6 + free) * target, LONGEST * target), PREFILL * streams)
 
@@ -355,24 +423,44 @@ class Fair:
         if excess >= 1.1:
             return []
         more = lap * max(5 * (excess - 0.9), 0.0)
-        left = [(max(one.request.max_tokens - one.produced - one.pending, 1), one.due - now) for one in shorts]
-        return sorted([(n, seconds + n * more) for n, seconds in left], key=lambda one: one[1] / one[0])[:URGENT]
+        left = [
+            (max(one.request.max_tokens - one.produced - one.pending, 1), one.due - now)
+            for one in shorts
+        ]
+        return sorted(
+            [(n, seconds + n * more) for n, seconds in left], key=lambda one: one[1] / one[0]
+        )[:URGENT]
 
     def _cut(
-        self, riding: Work, both: Work, most: int, context: int, pressing: list[tuple[int, float]], lap: float
+        self,
+        riding: Work,
+        both: Work,
+        most: int,
+        context: int,
+        pressing: list[tuple[int, float]],
+        lap: float,
     ) -> Cut:
         """Of the laps that keep every promise and are not too long, the one in which prompts get on fastest; if none
         does, the one that breaks them least. Sizes are quarters of a good one: they are few."""
-        part, widest = max(self._size() // 4, 1), sorted(WIDTHS, reverse=True)
+        part = max(self._size() // 4, 1)
+        widest = sorted(WIDTHS, reverse=True)
         beside = dict.fromkeys(min(max(part * i - both.tokens, 0), most) for i in widest)
-        between = dict.fromkeys(max(part * i - riding.tokens, 0) for i in widest) if both != riding else {}
+        between = (
+            dict.fromkeys(max(part * i - riding.tokens, 0) for i in widest)
+            if both != riding
+            else {}
+        )
         first = [
             (n, self.pace.seconds(Work(both.tokens + n, both.attended, n * context)))
             for n in beside
             if both.tokens + n  # a step of nobody is none
         ]
-        other = [(n, self.pace.seconds(Work(riding.tokens + n, riding.attended, n * context))) for n in between]
-        best, found = (inf, 0.0, 0.0), Cut(0, 0, 0)
+        other = [
+            (n, self.pace.seconds(Work(riding.tokens + n, riding.attended, n * context)))
+            for n in between
+        ]
+        best = (inf, 0.0, 0.0)
+        found = Cut(0, 0, 0)
         for n, seconds in first:
             for m, each in [*other, (0, 0.0)]:
                 for steps in range(1, MOST + 1) if each else (0,):
@@ -382,10 +470,16 @@ class Fair:
                     speed = min(n + steps * m, most) / max(total, 1e-9)
                     if not best[0] and -speed > best[1]:
                         continue  # it could keep all promises, and would be slower still
-                    late = max([self._takes(left, steps, seconds, each) - given for left, given in pressing])
+                    late = max(
+                        [
+                            self._takes(left, steps, seconds, each) - given
+                            for left, given in pressing
+                        ]
+                    )
                     rank = max(late, total - lap if steps else 0.0, 0.0), -speed, total
                     if rank < best:
-                        best, found = rank, Cut(n, m, steps)
+                        best = rank
+                        found = Cut(n, m, steps)
         return found
 
     def _takes(self, tokens: int, steps: int, seconds: float, each: float) -> float:
@@ -394,7 +488,11 @@ class Fair:
         if tokens <= before:
             return tokens * each
         laps, more = divmod(tokens - before, steps + 1)
-        return before * each + laps * (seconds + steps * each) + (seconds + (more - 1) * each if more else 0.0)
+        return (
+            before * each
+            + laps * (seconds + steps * each)
+            + (seconds + (more - 1) * each if more else 0.0)
+        )
 
     def _size(self) -> int:
         """Positions from which on a step is well spent: there is as much to compute as to read."""
@@ -406,7 +504,9 @@ class Fair:
     def _room(self, work: Work, seconds: float, context: int, longest: int, most: int) -> int:
         """Positions of prompts that fill the step, to a size that is often seen; those of one see each other, too."""
         room = min(self.pace.room(work, seconds, context), most)
-        room = work.tokens + min(self.pace.room(work, seconds, context + min(room, longest) // 2), most)
+        room = work.tokens + min(
+            self.pace.room(work, seconds, context + min(room, longest) // 2), most
+        )
         grain = next((grain for grain in GRAINS if room >= 2 * grain), GRAINS[-1])
         size = max(round(room / grain), 1) * grain
         return min(size - work.tokens if size > work.tokens else grain, most)
@@ -414,9 +514,15 @@ class Fair:
     def _levy(self, here: Census, work: Work, prompts: int) -> float:
         """What a step takes beyond what is worth its streams by themselves and so many positions of long prompts, in
         steps of a good size: those are seen all the time, and whole laps hardly ever while short ones are about."""
-        alone = self.pace.seconds(Work(len(here.streams), here.attended)) if here.streams and not self.since else 0.0
+        alone = (
+            self.pace.seconds(Work(len(here.streams), here.attended))
+            if here.streams and not self.since
+            else 0.0
+        )
         size = self._size()
-        return max(self.pace.seconds(work) - alone - prompts * self.pace.seconds(Work(size)) / size, 0.0)
+        return max(
+            self.pace.seconds(work) - alone - prompts * self.pace.seconds(Work(size)) / size, 0.0
+        )
 
     def observe(self, portion: Portion, work: Work, seconds: float) -> None:
         self.pace.learn(work, seconds)
@@ -427,12 +533,15 @@ class Fair:
 
     def _pay(self, tax: float, seconds: float) -> None:
         fade = exp(-seconds / SPAN)
-        self.owed, self.spent = fade * self.owed + tax, fade * self.spent + seconds
+        self.owed = fade * self.owed + tax
+        self.spent = fade * self.spent + seconds
         self.tax += tax
 
     # ---- who gives way ---------------------------------------------------------------------------
 
-    def victim(self, running: Collection[Sequence], claimant: Sequence, now: float) -> Sequence | None:
+    def victim(
+        self, running: Collection[Sequence], claimant: Sequence, now: float
+    ) -> Sequence | None:
         """The long one whose work is least to do again, of the lowest priority, spared if it lost before.
 
         A short one at the door waits for those inside, which are soon done; else it displaces whom the tax can pay for,
@@ -446,7 +555,9 @@ class Fair:
             candidates = list(running)
         if not candidates:
             return None
-        found = min(candidates, key=lambda one: (-one.request.priority, one.losses, one.computed, -one.id))
+        found = min(
+            candidates, key=lambda one: (-one.request.priority, one.losses, one.computed, -one.id)
+        )
         if inside:
             return found
         price = found.computed * self.pace.marginal(found.computed // 2)

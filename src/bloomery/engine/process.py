@@ -51,7 +51,9 @@ def serve(connection: socket.socket, make_executor: Callable[[Plan, Report], Exe
             try:
                 executor = make_executor(hello.plan, reporter(channel.send))
                 ends.callback(executor.close)
-                ends.callback(connection.close)  # before the executor: the client need not wait for that
+                ends.callback(
+                    connection.close
+                )  # before the executor: the client need not wait for that
                 capacity = executor.start(hello.plan)
             except BloomeryError as error:  # what a person must mend: another try would not help
                 channel.send(Status("failed", detail=str(error)))
@@ -105,17 +107,28 @@ class Engine:
         capacity: Capacity,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.channel, self.epoch, self.capacity, self.clock = channel, hello.epoch, capacity, clock
+        self.channel = channel
+        self.epoch = hello.epoch
+        self.capacity = capacity
+        self.clock = clock
         self.blocks = Blocks(capacity.blocks, capacity.block_size, hello.plan.prefix_cache)
         policy = policy_for(hello.plan, capacity)
         self.scheduler = Scheduler(
             self.blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, capacity.stages
         )
-        self.loop = Loop(self.scheduler, Announced(executor, self.announce), hello.plan.depth, clock)
-        self.stats, self.gauge = Stats(kv_blocks=capacity.blocks), Gauge()
+        self.loop = Loop(
+            self.scheduler, Announced(executor, self.announce), hello.plan.depth, clock
+        )
+        self.stats = Stats(kv_blocks=capacity.blocks)
+        self.gauge = Gauge()
         self.submitted = 0
-        self.shapes: deque[tuple[int, int, bool]] = deque()  # of steps in flight: sequences, positions, any of a prompt
-        self.told, self.begun, self.several = 0.0, clock(), False  # pieces of spare work
+        self.shapes: deque[tuple[int, int, bool]] = (
+            deque()
+        )  # of steps in flight: sequences, positions, any of a prompt
+        # pieces of spare work
+        self.told = 0.0
+        self.begun = clock()
+        self.several = False
 
     def run(self, early: list[Message]) -> None:
         self.channel.send(self.capacity)
@@ -125,9 +138,12 @@ class Engine:
 
     def turn(self) -> None:
         """What has arrived, one step, and what there is to tell."""
-        busy, begun = self.loop.busy, self.clock()
+        busy = self.loop.busy
+        begun = self.clock()
         patience = self.loop.patience() if busy or self.loop.left else HEARTBEAT
-        while arrived := self.channel.receive(patience):  # who comes early does not make the next step come early
+        while arrived := self.channel.receive(
+            patience
+        ):  # who comes early does not make the next step come early
             self.take(arrived)
             if not (patience := self.loop.patience()):
                 break
@@ -150,7 +166,10 @@ class Engine:
         self.several = self.several or self.loop.left > 1
         self.loop.spare()
         if not self.loop.left and self.several:
-            log.info("all steps are captured, %.1f s after the engine was ready", self.clock() - self.begun)
+            log.info(
+                "all steps are captured, %.1f s after the engine was ready",
+                self.clock() - self.begun,
+            )
 
     def count(self, steps: int, seconds: float) -> None:
         ended = [self.shapes.popleft() for _ in range(steps - self.stats.steps)]
@@ -186,11 +205,14 @@ class Engine:
             self.tell((Tokens(request.id, len(request.emitted), finish="error", error=why),))
         else:
             if not request.emitted:
-                self.stats = replace(self.stats, tokens_in=self.stats.tokens_in + len(request.prompt))
+                self.stats = replace(
+                    self.stats, tokens_in=self.stats.tokens_in + len(request.prompt)
+                )
 
     def announce(self, step: Step) -> None:
         self.submitted += 1
-        counts, going = [item.count for item in step.chunks], len(step.going)
+        counts = [item.count for item in step.chunks]
+        going = len(step.going)
         prompts = any(item.first is not None or item.count > 1 for item in step.chunks)
         self.shapes.append((going + len(counts), going + sum(counts), prompts))
         begun = [(item, item.first) for item in step.chunks if item.first is not None]

@@ -35,7 +35,11 @@ def share(plan: Plan, number: int, count: int) -> Plan:
     if plan.executor == "ray":
         return plan  # which GPU is whose is Ray's affair
     if plan.device == "cuda":
-        return replace(plan, first_device=number * ranks) if ranks > 1 else replace(plan, device=f"cuda:{number}")
+        return (
+            replace(plan, first_device=number * ranks)
+            if ranks > 1
+            else replace(plan, device=f"cuda:{number}")
+        )
     return replace(plan, memory=plan.memory / count)
 
 
@@ -99,7 +103,9 @@ class Open:
         request = self.request
         left = None if request.deadline is None else max(request.deadline - (now - self.begun), 0.0)
         sampling = replace(request.sampling, prompt_logprobs=None) if self.ids else request.sampling
-        return replace(request, emitted=(*request.emitted, *self.ids), deadline=left, sampling=sampling)
+        return replace(
+            request, emitted=(*request.emitted, *self.ids), deadline=left, sampling=sampling
+        )
 
 
 class Replicas:
@@ -114,7 +120,9 @@ class Replicas:
     async def start(self) -> None:
         for engine, client in enumerate(self.clients):
             await client.start()
-            self.watchers.append(asyncio.create_task(self._watch(engine), name=f"watch over engine {engine}"))
+            self.watchers.append(
+                asyncio.create_task(self._watch(engine), name=f"watch over engine {engine}")
+            )
 
     async def ready(self) -> Capacity:
         """What an engine can hold, once the first of them is there."""
@@ -142,7 +150,9 @@ class Replicas:
     def status(self) -> Status:
         """That of the engine which is best off."""
         order = ("ready", "stalled", "restarting", "loading", "draining", "failed", "closed")
-        return min((client.status for client in self.clients), key=lambda status: order.index(status.state))
+        return min(
+            (client.status for client in self.clients), key=lambda status: order.index(status.state)
+        )
 
     @property
     def capacity(self) -> Capacity | None:
@@ -155,7 +165,9 @@ class Replicas:
         moment = ("running", "waiting", "kv_used", "kv_blocks", "unprepared")
         now = {name: sum(getattr(one, name) for one in every) for name in moment}
         shares = [one.share for one in every if one.share is not None]
-        return replace(reduce(summed, every), share=sum(shares) / len(shares) if shares else None, **now)
+        return replace(
+            reduce(summed, every), share=sum(shares) / len(shares) if shares else None, **now
+        )
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
         """As EngineClient.stream. Requests that come together stay together: they share a prompt."""
@@ -163,7 +175,8 @@ class Replicas:
         open = {request.id: Open(request, now, []) for request in requests}
         while open:
             engine = self._pick(next(iter(open.values())).request)
-            here, now = self.open[engine], asyncio.get_running_loop().time()
+            here = self.open[engine]
+            now = asyncio.get_running_loop().time()
             here |= open
             news = self.clients[engine].stream([one.rest(now) for one in open.values()])
             try:
@@ -229,5 +242,6 @@ class Replicas:
     def _take_back(self, engine: int) -> None:
         for name, one in list(self.open[engine].items()):
             if one.moves == 0:
-                one.moves, one.leaving = 1, True
+                one.moves = 1
+                one.leaving = True
                 self.clients[engine].abort(name)

@@ -56,7 +56,9 @@ class Scheduler:
         stages: int = 1,
     ):
         """`stages` of a pipeline are all busy when as many groups of sequences take turns."""
-        self.blocks, self.max_batch_tokens, self.max_sequences = blocks, max_batch_tokens, max_sequences
+        self.blocks = blocks
+        self.max_batch_tokens = max_batch_tokens
+        self.max_sequences = max_sequences
         self.stages = stages
         self.policy = policy or FirstCome()
         self.waiting: dict[int, Sequence] = {}
@@ -64,8 +66,12 @@ class Scheduler:
         self.by_request: dict[str, Sequence] = {}
         self.retired: list[int] = []
         self.leaving: Sequence | None = None  # gives way as soon as no step in flight holds it
-        self.expiring: list[tuple[float, int, Sequence]] = []  # those with a deadline, the earliest first
-        self.scheduled: deque[Flight] = deque()  # steps whose result is not in, with all they hold, ended or not
+        self.expiring: list[
+            tuple[float, int, Sequence]
+        ] = []  # those with a deadline, the earliest first
+        self.scheduled: deque[Flight] = (
+            deque()
+        )  # steps whose result is not in, with all they hold, ended or not
         self.next_id = self.turn = 0
         self.preemptions = 0
 
@@ -75,7 +81,10 @@ class Scheduler:
         length = len(request.prompt) + request.max_tokens
         room = self.blocks.count * self.blocks.size
         if length > room:
-            raise InvalidRequest(f"prompt and max_tokens need {length} cache positions, there are {room}", "max_tokens")
+            raise InvalidRequest(
+                f"prompt and max_tokens need {length} cache positions, there are {room}",
+                "max_tokens",
+            )
         if request.id in self.by_request:
             raise InvalidRequest(f"request id {request.id!r} is already in use", "id")
         sequence = Sequence.of(self.next_id, request, now)
@@ -107,7 +116,9 @@ class Scheduler:
                 where = "in the queue" if sequence.waiting else f"after {sequence.produced} tokens"
                 self._finish(sequence, "deadline")
                 why = f"the deadline of {1000 * (sequence.request.deadline or 0):.0f} ms passed {where}"
-                news.append(Tokens(sequence.request.id, sequence.produced, finish="deadline", error=why))
+                news.append(
+                    Tokens(sequence.request.id, sequence.produced, finish="deadline", error=why)
+                )
         return news
 
     @property
@@ -152,20 +163,34 @@ class Scheduler:
 
     def _continue(self, flight: Flight, now: float) -> tuple[int, int]:
         """What is left of the step's positions, and of those for prompts."""
-        portion, go_on, turn = flight.portion, flight.go_on, self.turn
-        budget, chunk = self.max_batch_tokens, portion.chunk
-        share, taking_turns = -(-len(self.running) // self.stages), self.stages > 1
+        portion = flight.portion
+        go_on = flight.go_on
+        turn = self.turn
+        budget = self.max_batch_tokens
+        chunk = portion.chunk
+        share = -(-len(self.running) // self.stages)
+        taking_turns = self.stages > 1
         for sequence in portion.order:
             if budget <= 0 or share <= 0:
                 break
-            if taking_turns and sequence.pending:  # its token is at the pipeline's end, and wanted at its beginning
+            if (
+                taking_turns and sequence.pending
+            ):  # its token is at the pipeline's end, and wanted at its beginning
                 continue
-            if sequence.computed < sequence.clear and not sequence.drafts:  # by far the most frequent
+            if (
+                sequence.computed < sequence.clear and not sequence.drafts
+            ):  # by far the most frequent
                 go_on(sequence, turn)
-                budget, share = budget - 1, share - 1
+                budget = budget - 1
+                share = share - 1
                 continue
             # A sequence with drafts waits for its verdict; one preempted just now is in `running` no more.
-            if sequence.ending or (sequence.drafts and sequence.steps) or sequence.leaving or sequence.waiting:
+            if (
+                sequence.ending
+                or (sequence.drafts and sequence.steps)
+                or sequence.leaving
+                or sequence.waiting
+            ):
                 continue
             behind = sequence.length - sequence.computed
             drafts = sequence.drafts[: budget - 1] if behind == 1 and not sequence.pending else []
@@ -183,7 +208,8 @@ class Scheduler:
                 self._look_ahead(sequence)
             else:
                 self._place(flight, sequence, count, grown, None, drafts)
-            budget, share = budget - count - len(drafts), share - 1
+            budget = budget - count - len(drafts)
+            share = share - 1
             if behind > 1:
                 chunk -= count
         return budget, chunk
@@ -205,7 +231,9 @@ class Scheduler:
         if victim is None:
             return False
         if victim.steps:
-            self.leaving, victim.leaving, victim.clear = victim, True, 0
+            self.leaving = victim
+            victim.leaving = True
+            victim.clear = 0
             return False
         self._preempt(victim, now)
         return True
@@ -213,7 +241,8 @@ class Scheduler:
     def _let_go(self, now: float) -> None:
         victim = self.leaving
         if victim is not None and (victim.finish is not None or not victim.steps):
-            self.leaving, victim.leaving = None, False
+            self.leaving = None
+            victim.leaving = False
             if victim.finish is None:
                 self._preempt(victim, now)
 
@@ -233,22 +262,33 @@ class Scheduler:
             del self.waiting[sequence.id]
             sequence.waiting = False
             self.running[sequence.id] = sequence
-            sequence.computed, sequence.began = hit, len(sequence.tokens)
+            sequence.computed = hit
+            sequence.began = len(sequence.tokens)
             if sequence.cached is None:
                 sequence.cached = hit
             request = sequence.request
             start = Start(
-                tuple(sequence.tokens), len(request.prompt), request.sampling, request.stop_ids, request.pooling
+                tuple(sequence.tokens),
+                len(request.prompt),
+                request.sampling,
+                request.stop_ids,
+                request.pooling,
             )
             self._place(flight, sequence, count, grown, start, [])
             budget -= count
 
     def _enter(self, sequence: Sequence, shared: list[int], budget: int) -> list[int] | None:
         """The blocks of its first chunk on top of the shared ones, if the policy lets it in and they are there."""
-        size, length, request = self.blocks.size, sequence.length, sequence.request
+        size = self.blocks.size
+        length = sequence.length
+        request = sequence.request
         hit = len(shared)
         whole = -(-length // size)
-        free = self.blocks.available - (whole - hit) - sum(self.blocks.refs[block] == 0 for block in shared)
+        free = (
+            self.blocks.available
+            - (whole - hit)
+            - sum(self.blocks.refs[block] == 0 for block in shared)
+        )
         growth = -(-(length + request.max_tokens - sequence.produced) // size) - whole
         if not self.policy.admit(sequence, free, growth, not self.running):
             return None
@@ -265,7 +305,9 @@ class Scheduler:
     ) -> None:
         start = sequence.computed
         samples = start + count == sequence.length
-        flight.chunks.append(Item(sequence.id, start, count, tuple(grown), first, tuple(drafts), samples))
+        flight.chunks.append(
+            Item(sequence.id, start, count, tuple(grown), first, tuple(drafts), samples)
+        )
         flight.owners.append(sequence)
         sequence.computed = start + count
         sequence.pending += samples
@@ -313,7 +355,8 @@ class Scheduler:
         """A token each for those that went on: what `_fold` does, where nothing but the token is new."""
         size = self.blocks.size if self.blocks.prefix_cache else 0
         for sequence, token in zip(going, drawn, strict=True):
-            request, tokens = sequence.request, sequence.tokens
+            request = sequence.request
+            tokens = sequence.tokens
             length = len(tokens) + 1
             if (
                 sequence.finish is not None
@@ -327,9 +370,20 @@ class Scheduler:
             sequence.steps -= 1
             sequence.pending -= 1
             tokens.append(token)
-            news.append(Tokens(request.id, length - 1 - len(request.prompt), (token,), (), (), sequence.cached or 0))
+            news.append(
+                Tokens(
+                    request.id,
+                    length - 1 - len(request.prompt),
+                    (token,),
+                    (),
+                    (),
+                    sequence.cached or 0,
+                )
+            )
 
-    def _fold(self, sequence: Sequence, samples: bool, entry: Sampled | None, news: list[Tokens]) -> None:
+    def _fold(
+        self, sequence: Sequence, samples: bool, entry: Sampled | None, news: list[Tokens]
+    ) -> None:
         sequence.steps -= 1
         sequence.pending -= samples
         if sequence.finish is not None:
@@ -341,10 +395,14 @@ class Scheduler:
                 news.append(self._accept(sequence, entry))
 
     def _accept(self, sequence: Sequence, entry: Sampled) -> Tokens:
-        request, ids, tokens = sequence.request, entry.tokens, sequence.tokens
+        request = sequence.request
+        ids = entry.tokens
+        tokens = sequence.tokens
         if request.pooling is not None:
             self._finish(sequence, "stop")
-            return Tokens(request.id, 0, cached=sequence.cached or 0, finish="stop", embedding=entry.embedding)
+            return Tokens(
+                request.id, 0, cached=sequence.cached or 0, finish="stop", embedding=entry.embedding
+            )
         position = len(tokens) - len(request.prompt)
         sequence.computed += len(ids) - 1  # accepted drafts are already in the cache
         if sequence.drafts:
@@ -359,12 +417,16 @@ class Scheduler:
             if finish:
                 ids = ids[: count - position]
                 break
-        prompt_logprobs = tuple(sequence.prompt_logprobs) if position == len(request.emitted) else ()
+        prompt_logprobs = (
+            tuple(sequence.prompt_logprobs) if position == len(request.emitted) else ()
+        )
         self.blocks.publish(sequence)
         if finish:
             self._finish(sequence, finish)
         logprobs = entry.logprobs[: len(ids)]
-        return Tokens(request.id, position, ids, logprobs, prompt_logprobs, sequence.cached or 0, finish)
+        return Tokens(
+            request.id, position, ids, logprobs, prompt_logprobs, sequence.cached or 0, finish
+        )
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish = reason

@@ -18,8 +18,12 @@ class Sequence:
     computed: int = 0  # positions whose keys and values are written, or will be by a step in flight
     pending: int = 0  # tokens sampled by steps in flight and not reported yet
     steps: int = 0  # steps in flight that hold this sequence
-    began: int = 0  # tokens it entered with: later ones are drawn on the device, and need not be told
-    clear: int = 0  # as long as `computed` is below, it goes on by one: it has blocks, and no limit is near
+    began: int = (
+        0  # tokens it entered with: later ones are drawn on the device, and need not be told
+    )
+    clear: int = (
+        0  # as long as `computed` is below, it goes on by one: it has blocks, and no limit is near
+    )
     cached: int | None = None  # prompt tokens found in the prefix cache when it first ran
     blocks: list[int] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)  # serials of its published blocks, see Blocks

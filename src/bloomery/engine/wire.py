@@ -51,10 +51,21 @@ class Order:
 
 Message = Hello | Request | Abort | Status | Capacity | Admitted | News | Join | Order | StepOutput
 KINDS: tuple[type[Message], ...] = (
-    Hello, Request, Abort, Status, Capacity, Admitted, News, Join, Order, StepOutput,
-)  # fmt: skip
+    Hello,
+    Request,
+    Abort,
+    Status,
+    Capacity,
+    Admitted,
+    News,
+    Join,
+    Order,
+    StepOutput,
+)
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
-DECODERS: tuple[msgspec.msgpack.Decoder[Message], ...] = tuple(msgspec.msgpack.Decoder(kind) for kind in KINDS)
+DECODERS: tuple[msgspec.msgpack.Decoder[Message], ...] = tuple(
+    msgspec.msgpack.Decoder(kind) for kind in KINDS
+)
 ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -65,7 +76,9 @@ class WireError(BloomeryError):
 def encode(message: Message, limit: int = LIMIT) -> bytes:
     body = ENCODER.encode(message)
     if len(body) > limit:
-        raise WireError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {limit}")
+        raise WireError(
+            f"a {type(message).__name__} of {len(body)} bytes is over the limit of {limit}"
+        )
     return HEADER.pack(len(body), NUMBERS[type(message)]) + body
 
 
@@ -97,7 +110,8 @@ class Channel:
     """The engine's end: it waits for messages when idle, and merely looks for them between steps."""
 
     def __init__(self, connection: socket.socket):
-        self.connection, self.frames = connection, Frames()
+        self.connection = connection
+        self.frames = Frames()
         connection.setblocking(True)
         self.poll = select.poll()  # unlike select, at ease with descriptors over 1,023
         self.poll.register(connection, select.POLLIN)

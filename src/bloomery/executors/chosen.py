@@ -13,7 +13,9 @@ def chosen(plan: Plan, report: Report | None = None, progress: bool = False) -> 
         try:
             from bloomery.executors.ray import Actors
         except ModuleNotFoundError as error:
-            raise ConfigError(f"--executor ray needs {error.name}: pip install 'bloomery[ray]'") from None
+            raise ConfigError(
+                f"--executor ray needs {error.name}: pip install 'bloomery[ray]'"
+            ) from None
         return Actors(report)
     if plan.tp * plan.pp > 1:
         from bloomery.executors.processes import Processes

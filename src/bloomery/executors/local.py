@@ -17,7 +17,8 @@ from bloomery.runtime.worker import Pending, Worker
 
 class Local:
     def __init__(self, progress: bool = False, report: Report | None = None):
-        self.progress, self.report = progress, report
+        self.progress = progress
+        self.report = report
         self.worker: Worker | None = None
 
     def start(self, plan: Plan) -> Capacity:

@@ -39,9 +39,12 @@ class Member:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "bloomery.executors.rank", str(theirs.fileno()), *tied],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=child_environment(),
-            )  # fmt: skip
-        self.number, self.channel = number, Channel(ours)
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=child_environment(),
+            )
+        self.number = number
+        self.channel = Channel(ours)
 
     def send(self, frame: bytes) -> None:
         try:
@@ -57,7 +60,10 @@ class Member:
 
     def _lost(self) -> RankLost:
         code = self.process.wait()
-        return RankLost(f"rank {self.number} " + (f"died of signal {-code}" if code < 0 else f"ended, status {code}"))
+        return RankLost(
+            f"rank {self.number} "
+            + (f"died of signal {-code}" if code < 0 else f"ended, status {code}")
+        )
 
     def end(self) -> None:
         """Have it gone: its line is closed."""
@@ -87,7 +93,9 @@ class Processes:
             for member in self.members:
                 member.send(encode(Join(plan, member.number, f"{self.folder}/meeting", LOOPBACK)))
             capacity = self._loaded(plan)
-        if plan.device != "cuda":  # NCCL comes back to the meeting when two ranks speak for the first time
+        if (
+            plan.device != "cuda"
+        ):  # NCCL comes back to the meeting when two ranks speak for the first time
             self._sweep()
         return capacity
 

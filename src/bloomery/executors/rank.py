@@ -35,12 +35,20 @@ class Rank:
         device, shared = device_of(join.plan, join.rank)
         plan = replace(join.plan, device=device)
         mesh = meet(
-            join.meeting, join.rank, plan.tp, plan.pp, getattr(torch, plan.dtype), torch.device(device), shared,
+            join.meeting,
+            join.rank,
+            plan.tp,
+            plan.pp,
+            getattr(torch, plan.dtype),
+            torch.device(device),
+            shared,
             plan.native,
-        )  # fmt: skip
+        )
         self.speaks = mesh.speaks
         self.worker = Worker(plan, report=report, mesh=mesh)
-        while self.worker.spare():  # all ranks at the same time, or messages inside of graphs would cross steps
+        while (
+            self.worker.spare()
+        ):  # all ranks at the same time, or messages inside of graphs would cross steps
             pass
         self.capacity = replace(self.worker.capacity, stages=plan.pp)
 
@@ -59,7 +67,8 @@ def device_of(plan: Plan, rank: int) -> tuple[str, bool]:
         return ("cpu" if plan.device == "cpu" else "cuda:0"), False
     if plan.device != "cuda":
         return plan.device, plan.device != "cpu"
-    ranks, found = plan.tp * plan.pp, torch.cuda.device_count()
+    ranks = plan.tp * plan.pp
+    found = torch.cuda.device_count()
     if plan.first_device + ranks > found:
         last = plan.first_device + ranks - 1
         raise ConfigError(

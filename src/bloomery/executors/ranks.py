@@ -27,7 +27,9 @@ class Drawn:
 
     def __init__(self, wanted: bool = False) -> None:
         self.wanted = wanted  # there is more than one stage
-        self.last: dict[int, int | None] = {}  # by sequence; None while it has only what it began with
+        self.last: dict[
+            int, int | None
+        ] = {}  # by sequence; None while it has only what it began with
         self.going: deque[tuple[int, ...]] = deque()  # of the steps in flight
 
     def note(self, output: StepOutput) -> None:
@@ -47,7 +49,9 @@ class Drawn:
         self.going.append(step.going)
         self.last.update((item.sequence, None) for item in step.chunks if item.first is not None)
         every = (*step.going, *(item.sequence for item in step.chunks))
-        return tuple((sequence, token) for sequence in every if (token := self.last[sequence]) is not None)
+        return tuple(
+            (sequence, token) for sequence in every if (token := self.last[sequence]) is not None
+        )
 
 
 def total(capacities: list[Capacity], speaker: Capacity) -> Capacity:

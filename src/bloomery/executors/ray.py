@@ -62,14 +62,21 @@ class Actor:
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
         self.store = dist.TCPStore(
-            address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            address,
+            port,
+            size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         return f"{address}:{port}"
 
     def join(self, frame: bytes) -> bytes:
         told = decoded(frame, Join)
         try:
-            self.rank = Rank(replace(told, interface=told.interface or interface_of(get_node_ip_address())))
+            self.rank = Rank(
+                replace(told, interface=told.interface or interface_of(get_node_ip_address()))
+            )
         except BloomeryError as error:
             raise ConfigError(str(error)) from None
         return encode(self.rank.capacity)
@@ -96,7 +103,9 @@ def interface_of(address: str) -> str:
                 continue
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
-    raise ConfigError(f"no network interface here has Ray's address {address}; name one with --interface")
+    raise ConfigError(
+        f"no network interface here has Ray's address {address}; name one with --interface"
+    )
 
 
 class Actors:
@@ -106,7 +115,9 @@ class Actors:
         self.group: Any = None
         self.speaker = 0
         self.drawn = Drawn()
-        self.flight: deque[tuple[Any, list[Any]]] = deque()  # of each step what the speaker will say, and all ranks
+        self.flight: deque[tuple[Any, list[Any]]] = (
+            deque()
+        )  # of each step what the speaker will say, and all ranks
 
     def start(self, plan: Plan) -> Capacity:
         connect(plan.shared)
@@ -119,7 +130,8 @@ class Actors:
                 for rank, actor in enumerate(self.actors)
             ]
             found = self._loaded(joins)
-        self.speaker, self.drawn = plan.tp * (plan.pp - 1), Drawn(plan.pp > 1)
+        self.speaker = plan.tp * (plan.pp - 1)
+        self.drawn = Drawn(plan.pp > 1)
         return total(found, found[self.speaker])
 
     def _place(self, plan: Plan) -> Any:
@@ -141,11 +153,13 @@ class Actors:
 
     def _actor(self, plan: Plan, rank: int) -> Any:
         bundle = wanted(plan)
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank // plan.tp)
+        strategy = PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=rank // plan.tp
+        )
         kind = ray.remote(concurrency_groups={"tell": 1})(Actor)
         return kind.options(
             num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), scheduling_strategy=strategy
-        ).remote()  # fmt: skip
+        ).remote()
 
     def _loaded(self, joins: list[Any]) -> list[Capacity]:
         waiting = joins
@@ -188,7 +202,11 @@ class Actors:
         except RayError as error:
             self.close()
             cause = getattr(error, "cause", None)
-            raise cause if isinstance(cause, ConfigError) else RankLost(f"a rank on Ray is lost: {error}") from None
+            raise (
+                cause
+                if isinstance(cause, ConfigError)
+                else RankLost(f"a rank on Ray is lost: {error}")
+            ) from None
         except BaseException:
             self.close()
             raise
@@ -198,7 +216,8 @@ class Actors:
             ray.kill(actor)
         if self.group is not None:
             remove_placement_group(self.group)
-        self.actors, self.group = [], None
+        self.actors = []
+        self.group = None
         self.flight.clear()
         ray.shutdown()
 
@@ -208,12 +227,17 @@ class Actors:
 
 def connect(shared: bool) -> None:
     """Ray's own way with SIGTERM is not kept: it writes a stack trace, and leaves no time to clear up."""
-    former, address = signal.getsignal(signal.SIGTERM), find(shared)
+    former = signal.getsignal(signal.SIGTERM)
+    address = find(shared)
     try:
         host, _, port = address.rpartition(":")
         if port.isdigit() and "://" not in host:
             socket.create_connection((host.strip("[]"), int(port)), ANSWER).close()
-        ray.init(address=address, logging_level="ERROR", **({"include_dashboard": False} if address == "local" else {}))
+        ray.init(
+            address=address,
+            logging_level="ERROR",
+            **({"include_dashboard": False} if address == "local" else {}),
+        )
     except OSError as error:
         raise ConfigError(
             f"the Ray cluster at {address} cannot be reached: {error}; RAY_ADDRESS names another, RAY_AUTH_MODE=token "

@@ -22,7 +22,9 @@ from bloomery.spec import Dynamic, Model, Moe, Names, Quantization, Rope
 class Family:
     model: Callable[[Reader], Model]
     names: Names | Callable[[Reader], Names]
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # what keys that config.json leaves out mean
+    defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what keys that config.json leaves out mean
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,17 @@ def stretched(model: Model) -> Model:
 def check(model: Model) -> None:
     """What every decoder takes for granted, whoever described it."""
     for i, layer in enumerate(model.layers):
-        attention, mlp = layer.attention, layer.mlp
-        position, window = attention.position, attention.window
+        attention = layer.attention
+        mlp = layer.mlp
+        position = attention.position
+        window = attention.window
         if attention.num_heads % attention.num_kv_heads:
-            wrong = f"{attention.num_heads} heads cannot share {attention.num_kv_heads} key-value heads"
-        elif isinstance(position, Rope) and (position.dim % 2 or not 2 <= position.dim <= attention.head_dim):
+            wrong = (
+                f"{attention.num_heads} heads cannot share {attention.num_kv_heads} key-value heads"
+            )
+        elif isinstance(position, Rope) and (
+            position.dim % 2 or not 2 <= position.dim <= attention.head_dim
+        ):
             wrong = f"{position.dim} of {attention.head_dim} dimensions cannot turn in pairs"
         elif window is not None and window < 1:
             wrong = f"a sliding window of {window} sees nothing"

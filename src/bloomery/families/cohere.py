@@ -14,9 +14,16 @@ from bloomery.families.window import windows
 from bloomery.spec import Attention, Layer, Model, Norm
 
 COHERE2 = DEFAULTS | defaults(
-    vocab=256000, hidden=8192, mlp=22528, layers=40, heads=64, context=8192, tied=True,
-    logit_scale=0.0625, sliding_window=4096,
-)  # fmt: skip
+    vocab=256000,
+    hidden=8192,
+    mlp=22528,
+    layers=40,
+    heads=64,
+    context=8192,
+    tied=True,
+    logit_scale=0.0625,
+    sliding_window=4096,
+)
 COHERE = COHERE2 | {"rope_theta": 500000.0}
 
 
@@ -37,15 +44,21 @@ def around(c: Reader, blocks: Iterable[Attention]) -> Model:
 def cohere(c: Reader) -> Model:
     norm = Norm("layer", c.number("layer_norm_eps", 1e-5)) if c.flag("use_qk_norm", False) else None
     position = rope(c, c.head_dim(), interleaved=True)
-    return around(c, [attention(c, position=position, qk_norm=norm, qk_norm_over="each")] * len(c.layers()))
+    return around(
+        c, [attention(c, position=position, qk_norm=norm, qk_norm_over="each")] * len(c.layers())
+    )
 
 
 def cohere2(c: Reader) -> Model:
     c.must("use_qk_norm", False)
     c.must("position_embedding_type", "rope_gptj")
-    plain, pattern = attention(c, position=rope(c, c.head_dim(), interleaved=True)), c.size("sliding_window_pattern", 4)
+    plain = attention(c, position=rope(c, c.head_dim(), interleaved=True))
+    pattern = c.size("sliding_window_pattern", 4)
     sizes = windows(c, lambda i: (i + 1) % pattern != 0)
-    return around(c, [replace(plain, window=size, position=plain.position if size else None) for size in sizes])
+    return around(
+        c,
+        [replace(plain, window=size, position=plain.position if size else None) for size in sizes],
+    )
 
 
 FAMILIES = {"cohere": Family(cohere, NAMES, COHERE), "cohere2": Family(cohere2, NAMES, COHERE2)}

@@ -11,7 +11,14 @@ from bloomery.families.rope import rope
 from bloomery.spec import Alibi, Attention, Fused, Layer, Mlp, Model, Names, Norm
 
 DEFAULTS = defaults(
-    vocab=65024, hidden=4544, layers=32, heads=71, context=2048, tied=True, multi_query=True, parallel_attn=True
+    vocab=65024,
+    hidden=4544,
+    layers=32,
+    heads=71,
+    context=2048,
+    tied=True,
+    multi_query=True,
+    parallel_attn=True,
 )
 
 
@@ -37,8 +44,11 @@ def names(c: Reader) -> Names:
 
 def falcon(c: Reader) -> Model:
     c.must("apply_residual_connection_post_layernorm", False)
-    hidden, heads, head_dim = c.size("hidden_size"), c.size("num_attention_heads"), c.head_dim()
-    bias, grouped = c.flag("bias", False), c.flag("new_decoder_architecture", False)
+    hidden = c.size("hidden_size")
+    heads = c.size("num_attention_heads")
+    head_dim = c.head_dim()
+    bias = c.flag("bias", False)
+    grouped = c.flag("new_decoder_architecture", False)
     if grouped:
         c.must("parallel_attn", True)
     parallel = c.flag("parallel_attn")

@@ -17,13 +17,30 @@ from bloomery.families.window import windows
 from bloomery.spec import Layer, Mlp, Model, Norm, Rope
 
 GEMMA = defaults(
-    vocab=256000, hidden=3072, mlp=24576, layers=28, heads=16, kv_heads=16, context=8192, tied=True, head_dim=256
+    vocab=256000,
+    hidden=3072,
+    mlp=24576,
+    layers=28,
+    heads=16,
+    kv_heads=16,
+    context=8192,
+    tied=True,
+    head_dim=256,
 )
 GEMMA2 = GEMMA | defaults(
-    hidden=2304, mlp=9216, layers=26, heads=8, kv_heads=4, query_pre_attn_scalar=256, sliding_window=4096,
-    final_logit_softcapping=30.0, attn_logit_softcapping=50.0,
-)  # fmt: skip
-GEMMA3 = GEMMA2 | defaults(vocab=262208, context=131072, final_logit_softcapping=None, attn_logit_softcapping=None)
+    hidden=2304,
+    mlp=9216,
+    layers=26,
+    heads=8,
+    kv_heads=4,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    final_logit_softcapping=30.0,
+    attn_logit_softcapping=50.0,
+)
+GEMMA3 = GEMMA2 | defaults(
+    vocab=262208, context=131072, final_logit_softcapping=None, attn_logit_softcapping=None
+)
 SANDWICH = {
     "attn_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -60,15 +77,18 @@ def gemma(c: Reader) -> Model:
     c.must("use_bidirectional_attention", False)
     # Gemma's first files say gelu and mean its tanh form.
     activation = c.choice("hidden_act", {**ACTIVATIONS, "gelu": "gelu_tanh"}, "gelu_pytorch_tanh")
-    mlp, norm = Mlp(c.size("intermediate_size"), activation), norm_of(c)
+    mlp = Mlp(c.size("intermediate_size"), activation)
+    norm = norm_of(c)
     return around(c, [Layer(attention(c), mlp, attn_norm=norm, mlp_norm=norm)] * len(c.layers()))
 
 
 def sandwich(c: Reader, **changes: Any) -> Layer:
     """A layer with a norm on either side of both blocks."""
     c.must("use_bidirectional_attention", False)
-    norm, mlp = norm_of(c), Mlp(c.size("intermediate_size"), c.activation("hidden_activation", "gelu_pytorch_tanh"))
-    scale, softcap = c.size("query_pre_attn_scalar") ** -0.5, c.optional_number("attn_logit_softcapping")
+    norm = norm_of(c)
+    mlp = Mlp(c.size("intermediate_size"), c.activation("hidden_activation", "gelu_pytorch_tanh"))
+    scale = c.size("query_pre_attn_scalar") ** -0.5
+    softcap = c.optional_number("attn_logit_softcapping")
     return Layer(attention(c, scale=scale, softcap=softcap, **changes), mlp, norm, norm, norm, norm)
 
 
@@ -79,17 +99,31 @@ def gemma2(c: Reader) -> Model:
 def gemma3_text(c: Reader) -> Model:
     pattern = c.size("sliding_window_pattern", 6)
     sizes = windows(c, lambda i: (i + 1) % pattern != 0)
-    return around(c, [sandwich(c, window=size, qk_norm=norm_of(c), position=position(c, size)) for size in sizes])
+    return around(
+        c,
+        [
+            sandwich(c, window=size, qk_norm=norm_of(c), position=position(c, size))
+            for size in sizes
+        ],
+    )
 
 
 def position(c: Reader, window: int | None) -> Rope:
     """Local layers turn by their own theta and are never stretched by the older files' rope_scaling."""
-    nested, stretched = c.under("rope_parameters"), c.under("rope_scaling")
+    nested = c.under("rope_parameters")
+    stretched = c.under("rope_scaling")
     unknown = sorted(set(nested.values) - {"sliding_attention", "full_attention"})
     if unknown:
-        raise nested.wrong(unknown[0], "is not known: sliding_attention and full_attention have one object each")
+        raise nested.wrong(
+            unknown[0], "is not known: sliding_attention and full_attention have one object each"
+        )
     if window is not None:
-        return read(c, nested.under("sliding_attention"), c.head_dim(), c.number("rope_local_base_freq", 1e4))
+        return read(
+            c,
+            nested.under("sliding_attention"),
+            c.head_dim(),
+            c.number("rope_local_base_freq", 1e4),
+        )
     scaling = stretched if stretched.values else nested.under("full_attention")
     return read(c, scaling, c.head_dim(), c.number("rope_theta", 1e6))
 

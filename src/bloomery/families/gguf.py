@@ -23,9 +23,16 @@ Shapes = Mapping[str, Sequence[int]]  # of every tensor, outermost dimension fir
 Vector = Callable[[str], Sequence[float]]  # the values of a small tensor
 Config = dict[str, Any]
 
-RMS, LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+RMS = "attention.layer_norm_rms_epsilon"
+LAYER = "attention.layer_norm_epsilon"
 PER_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
-SIZES = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count", "context_length")
+SIZES = (
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "context_length",
+)
 
 # A key of GGUF, behind the architecture's name, and the words that families have for it.
 WORDS: Mapping[str, tuple[str, ...]] = {
@@ -114,7 +121,8 @@ def falcon(c: Reader, shapes: Shapes) -> Config:
 
 
 def mpt(c: Reader, shapes: Shapes) -> Config:
-    heads, bias = c.size("attention.head_count"), c.number("attention.max_alibi_bias", 0.0)
+    heads = c.size("attention.head_count")
+    bias = c.number("attention.max_alibi_bias", 0.0)
     one = c.size("attention.head_count_kv", heads) == 1 != heads
     return {
         "attn_config": {
@@ -155,15 +163,21 @@ class Architecture:
     words: Callable[[Reader, Shapes], Config] = lambda c, shapes: {}
     permuted: bool = False  # rows of q and k are stored so that pairs (0,1), (2,3).. turn
     window: int = 0  # of a file that does not state one
-    period: int = 0  # every so many layers one sees everything; 0: all slide, where there is a window
+    period: int = (
+        0  # every so many layers one sees everything; 0: all slide, where there is a window
+    )
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("mistral", words=llama, permuted=True),  # Llama is a Mistral without a window
+    "llama": Architecture(
+        "mistral", words=llama, permuted=True
+    ),  # Llama is a Mistral without a window
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe"),
     "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture("qwen3_moe", words=lambda c, _: {"norm_topk_prob": c.flag("expert_weights_norm", True)}),
+    "qwen3moe": Architecture(
+        "qwen3_moe", words=lambda c, _: {"norm_topk_prob": c.flag("expert_weights_norm", True)}
+    ),
     "gemma": Architecture("gemma"),
     "gemma2": Architecture("gemma2", words=gemma(46), window=4096, period=2),
     "gemma3": Architecture("gemma3_text", words=gemma(62), period=6),
@@ -203,46 +217,72 @@ def _describe(metadata: Mapping[str, Any], shapes: Shapes, vector: Vector) -> De
         raise UnsupportedModel(
             f"config.json: general.architecture {name!r} is not one Bloomery knows. Known: {', '.join(ARCHITECTURES)}"
         )
-    own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
-    c = Reader({key: even(value) if key in PER_LAYER else value for key, value in own.items()}, f"{name}.")
+    own = {
+        key.removeprefix(f"{name}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{name}.")
+    }
+    c = Reader(
+        {key: even(value) if key in PER_LAYER else value for key, value in own.items()}, f"{name}."
+    )
     told = config(c, known, shapes, vector)
     read = families.describe(told)
     heard(c, told, read.model, shapes)
     names = names_of(read.model, shapes)
-    model = as_converted(read.model, names, shapes, known.permuted, c.optional_number("attention.scale"))
+    model = as_converted(
+        read.model, names, shapes, known.permuted, c.optional_number("attention.scale")
+    )
     # Sizes that a family takes for granted are the tensors' own, and checked with them.
-    unheard = {key for key, words in WORDS.items() if key not in PER_LAYER and set(words) <= set(read.unread)}
+    unheard = {
+        key
+        for key, words in WORDS.items()
+        if key not in PER_LAYER and set(words) <= set(read.unread)
+    }
     unread = own.keys() & (own.keys() - c.read - {"vocab_size"} | unheard)
     return Description(model, names, tuple(sorted(f"{name}.{key}" for key in unread)))
 
 
 def even(value: Any) -> Any:
     """A list that says the same of every layer is one value."""
-    return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
+    return (
+        value[0]
+        if isinstance(value, list) and value and all(item == value[0] for item in value)
+        else value
+    )
 
 
 def heard(c: Reader, told: Config, model: Model, shapes: Shapes) -> None:
     """Refuse what the family is deaf to and what would change every token."""
     strange = next((name for name in shapes if not TENSOR.fullmatch(name)), None)
     if strange is not None:
-        raise UnsupportedModel(f"config.json: tensor {strange} is not part of any model Bloomery knows")
+        raise UnsupportedModel(
+            f"config.json: tensor {strange} is not part of any model Bloomery knows"
+        )
     for layer, kind in zip(model.layers, told["layer_types"]):
         attention = layer.attention
         if (attention.window is None) != (kind == "full_attention"):
             raise c.wrong("attention.sliding_window", "is not supported in this architecture")
         if attention.num_kv_heads != told["num_key_value_heads"]:
-            raise c.wrong("attention.head_count_kv", f"{told['num_key_value_heads']} is not supported here")
+            raise c.wrong(
+                "attention.head_count_kv", f"{told['num_key_value_heads']} is not supported here"
+            )
         if attention.qk_norm is None and told["use_qk_norm"]:
-            raise UnsupportedModel("config.json: tensor blk.0.attn_q_norm.weight is not part of this architecture")
+            raise UnsupportedModel(
+                "config.json: tensor blk.0.attn_q_norm.weight is not part of this architecture"
+            )
 
 
 def head_dim(c: Reader) -> int:
-    return c.size("attention.key_length", c.size("embedding_length") // c.size("attention.head_count"))
+    return c.size(
+        "attention.key_length", c.size("embedding_length") // c.size("attention.head_count")
+    )
 
 
 def config(c: Reader, known: Architecture, shapes: Shapes, vector: Vector) -> Config:
     if len(shapes.get("token_embd.weight", ())) != 2:
-        raise UnsupportedModel("config.json: no matrix token_embd.weight: a file with a vocabulary and no model?")
+        raise UnsupportedModel(
+            "config.json: no matrix token_embd.weight: a file with a vocabulary and no model?"
+        )
     for key in SIZES:
         c.size(key)
     c.number(known.epsilon)
@@ -252,7 +292,12 @@ def config(c: Reader, known: Architecture, shapes: Shapes, vector: Vector) -> Co
         "model_type": known.family,
         "num_key_value_heads": c.size("attention.head_count_kv", c.size("attention.head_count")),
         "rope_theta": 10000.0,
-        **{word: c.get(key) for key, words in WORDS.items() if c.values.get(key) is not None for word in words},
+        **{
+            word: c.get(key)
+            for key, words in WORDS.items()
+            if c.values.get(key) is not None
+            for word in words
+        },
         "vocab_size": shapes["token_embd.weight"][0],
         "head_dim": head_dim(c),
         "tie_word_embeddings": "output.weight" not in shapes,
@@ -269,31 +314,44 @@ def windows(c: Reader, known: Architecture, shapes: Shapes) -> Config:
     """Which layers slide, one by one: by a list, by a period, or by what the architecture is known for."""
     count = len({name.split(".")[1] for name in shapes if name.startswith("blk.")})
     if count != c.size("block_count"):
-        raise c.wrong("block_count", f"is {c.size('block_count')}, and there are tensors of {count} layers")
+        raise c.wrong(
+            "block_count", f"is {c.size('block_count')}, and there are tensors of {count} layers"
+        )
     size = c.whole("attention.sliding_window", known.window)
     pattern = c.get("attention.sliding_window_pattern", known.period)
     if isinstance(pattern, bool) or not isinstance(pattern, int | list):
-        raise c.wrong("attention.sliding_window_pattern", f"must be a number or a list, not {pattern!r}")
-    slides = pattern if isinstance(pattern, list) else [not pattern or (i + 1) % pattern != 0 for i in range(count)]
+        raise c.wrong(
+            "attention.sliding_window_pattern", f"must be a number or a list, not {pattern!r}"
+        )
+    slides = (
+        pattern
+        if isinstance(pattern, list)
+        else [not pattern or (i + 1) % pattern != 0 for i in range(count)]
+    )
     kinds = ["sliding_attention" if size and slide else "full_attention" for slide in slides]
     return {"sliding_window": size or None, "layer_types": kinds}
 
 
 def rotation(c: Reader, shapes: Shapes, vector: Vector) -> Config:
-    width, context = head_dim(c), c.size("context_length")
+    width = head_dim(c)
+    context = c.size("context_length")
     turned = c.size("rope.dimension_count", width)
     # A quarter over, because a family rounds its fraction down to whole dimensions.
     fraction = 1.0 if turned == width else (turned + 0.25) / width
     original = c.size("rope.scaling.original_context_length", context)
     scaling = stretched(c, turned // 2, shapes, vector)
     c.get("rope.scaling.finetuned")
-    unknown = sorted(key for key in c.values if key.startswith("rope.scaling.") and key not in c.read)
+    unknown = sorted(
+        key for key in c.values if key.startswith("rope.scaling.") and key not in c.read
+    )
     if unknown:
         raise c.wrong(unknown[0], "is not known, and it would bend every angle")
     return {
         "partial_rotary_factor": fraction,
         "original_max_position_embeddings": original,
-        "rope_scaling": {**scaling, "original_max_position_embeddings": original} if scaling else None,
+        "rope_scaling": {**scaling, "original_max_position_embeddings": original}
+        if scaling
+        else None,
     }
 
 
@@ -303,16 +361,26 @@ def stretched(c: Reader, pairs: int, shapes: Shapes, vector: Vector) -> Config:
     kind = c.choice("rope.scaling.type", {kind: kind for kind in kinds}, "linear")
     factor = c.number("rope.scaling.factor", c.number("rope.scale_linear", 0.0)) or 1.0
     gain = c.number("rope.scaling.attn_factor", 1.0)
-    short, long = "rope_factors_short.weight", "rope_factors_long.weight"
+    short = "rope_factors_short.weight"
+    long = "rope_factors_long.weight"
     if "rope_freqs.weight" in shapes:
         short = long = "rope_freqs.weight"
     if short in shapes or kind == "longrope":
-        if kind == "yarn" or factor != 1.0 or any(tuple(shapes.get(name, ())) != (pairs,) for name in (short, long)):
-            raise c.wrong("rope.scaling.type", f"{kind!r} by {factor} does not go with the divisors in {short}")
+        if (
+            kind == "yarn"
+            or factor != 1.0
+            or any(tuple(shapes.get(name, ())) != (pairs,) for name in (short, long))
+        ):
+            raise c.wrong(
+                "rope.scaling.type",
+                f"{kind!r} by {factor} does not go with the divisors in {short}",
+            )
         divisors = {"short_factor": list(vector(short)), "long_factor": list(vector(long))}
         return {"rope_type": "longrope", **divisors, "attention_factor": gain}
     if gain != 1.0:
-        raise c.wrong("rope.scaling.attn_factor", f"is {gain}, and there are no divisors it belongs to")
+        raise c.wrong(
+            "rope.scaling.attn_factor", f"is {gain}, and there are no divisors it belongs to"
+        )
     if kind == "yarn":
         return {"rope_type": "yarn", "factor": factor, **yarn(c)}
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else {}
@@ -321,7 +389,11 @@ def stretched(c: Reader, pairs: int, shapes: Shapes, vector: Vector) -> Config:
 def yarn(c: Reader) -> Config:
     c.must("rope.scaling.yarn_ext_factor", 1.0)
     c.must("rope.scaling.yarn_log_multiplier", 0.0)
-    words = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    words = {
+        "yarn_attn_factor": "attention_factor",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
     return {word: c.optional_number(f"rope.scaling.{key}") for key, word in words.items()}
 
 
@@ -346,7 +418,9 @@ def experts(c: Reader, shapes: Shapes) -> Config:
 
 
 def names_of(model: Model, shapes: Shapes) -> Names:
-    held = {name.split(".", 2)[2] for name in shapes if name.startswith("blk.") and name.count(".") > 2}
+    held = {
+        name.split(".", 2)[2] for name in shapes if name.startswith("blk.") and name.count(".") > 2
+    }
     gated = any(isinstance(layer.mlp, Mlp) and layer.mlp.gated for layer in model.layers)
     names = replace(NAMES, mlp_up=NAMES.mlp_up if gated else "ffn_up")
     if "attn_qkv.weight" in held:
@@ -356,18 +430,26 @@ def names_of(model: Model, shapes: Shapes) -> Names:
     if "ffn_gate_up_exps.weight" in held:
         names = replace(names, expert_up=Fused("ffn_gate_up_exps"))
     if "attn_norm_2.weight" in held:  # Falcon's second norm is the one before attention
-        names = replace(names, extra={**names.extra, "attn_norm": "attn_norm_2", "mlp_norm": "attn_norm"})
+        names = replace(
+            names, extra={**names.extra, "attn_norm": "attn_norm_2", "mlp_norm": "attn_norm"}
+        )
     return names
 
 
-def as_converted(model: Model, names: Names, shapes: Shapes, permuted: bool, scale: float | None) -> Model:
+def as_converted(
+    model: Model, names: Names, shapes: Shapes, permuted: bool, scale: float | None
+) -> Model:
     def norm(spec: Norm | None, name: str) -> Norm | None:
         if spec is None:
             return None
-        return replace(spec, bias=spec.kind == "layer" and f"{name}.bias" in shapes, unit_offset=False)
+        return replace(
+            spec, bias=spec.kind == "layer" and f"{name}.bias" in shapes, unit_offset=False
+        )
 
     def layer(at: str, spec: Layer) -> Layer:
-        attention, mlp, position = spec.attention, spec.mlp, spec.attention.position
+        attention = spec.attention
+        mlp = spec.mlp
+        position = spec.attention.position
         if permuted and isinstance(position, Rope):
             position = replace(position, interleaved=True)
         attention = replace(

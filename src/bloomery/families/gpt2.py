@@ -25,21 +25,35 @@ NAMES = Names(
     ignored=("*.attn.bias", "*.attn.masked_bias"),
 )
 DEFAULTS = defaults(
-    vocab=50257, hidden=768, layers=12, heads=12, context=1024, tied=True, activation_function="gelu_new"
+    vocab=50257,
+    hidden=768,
+    layers=12,
+    heads=12,
+    context=1024,
+    tied=True,
+    activation_function="gelu_new",
 )
 BIGCODE = DEFAULTS | {"activation_function": "gelu_pytorch_tanh", "multi_query": True}
 
 
 def gpt2(c: Reader, kv_heads: int | None = None) -> Model:
     c.must("add_cross_attention", False)
-    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    hidden = c.size("hidden_size")
+    heads = c.size("num_attention_heads")
     norm = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias=True)
-    mlp = Mlp(c.size("intermediate_size", 4 * hidden), c.activation("activation_function"), gated=False, bias=True)
+    mlp = Mlp(
+        c.size("intermediate_size", 4 * hidden),
+        c.activation("activation_function"),
+        gated=False,
+        bias=True,
+    )
     scale = c.head_dim() ** -0.5 if c.flag("scale_attn_weights", True) else 1.0
     by_depth = c.flag("scale_attn_by_inverse_layer_idx", False)
     # reorder_and_upcast_attn asks for float32 scores, which are the rule here
     blocks = (
-        Attention(heads, kv_heads or heads, c.head_dim(), bias=True, out_bias=True, scale=scale / depth)
+        Attention(
+            heads, kv_heads or heads, c.head_dim(), bias=True, out_bias=True, scale=scale / depth
+        )
         for depth in (i + 1 if by_depth else 1 for i in c.layers())
     )
     layers = [Layer(block, mlp, attn_norm=norm, mlp_norm=norm) for block in blocks]
@@ -47,7 +61,9 @@ def gpt2(c: Reader, kv_heads: int | None = None) -> Model:
 
 
 def bigcode_names(c: Reader) -> Names:
-    return replace(NAMES, attn_qkv=Fused("attn.c_attn", grouped=not c.flag("multi_query")), transposed=False)
+    return replace(
+        NAMES, attn_qkv=Fused("attn.c_attn", grouped=not c.flag("multi_query")), transposed=False
+    )
 
 
 def gpt_bigcode(c: Reader) -> Model:
@@ -56,4 +72,7 @@ def gpt_bigcode(c: Reader) -> Model:
     return gpt2(c, kv_heads)
 
 
-FAMILIES = {"gpt2": Family(gpt2, NAMES, DEFAULTS), "gpt_bigcode": Family(gpt_bigcode, bigcode_names, BIGCODE)}
+FAMILIES = {
+    "gpt2": Family(gpt2, NAMES, DEFAULTS),
+    "gpt_bigcode": Family(gpt_bigcode, bigcode_names, BIGCODE),
+}

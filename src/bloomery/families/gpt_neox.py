@@ -21,15 +21,27 @@ NAMES = Names(
     prefixes=("gpt_neox.", ""),
     ignored=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
 )
-DEFAULTS = defaults(vocab=50432, hidden=6144, mlp=24576, layers=44, heads=64, context=2048, partial_rotary_factor=0.25)
+DEFAULTS = defaults(
+    vocab=50432,
+    hidden=6144,
+    mlp=24576,
+    layers=44,
+    heads=64,
+    context=2048,
+    partial_rotary_factor=0.25,
+)
 
 
 def gpt_neox(c: Reader) -> Model:
-    heads, bias = c.size("num_attention_heads"), c.flag("attention_bias", True)
-    norm, position = Norm("layer", c.number("layer_norm_eps", 1e-5), bias=True), rope(c, c.head_dim(), partial=True)
+    heads = c.size("num_attention_heads")
+    bias = c.flag("attention_bias", True)
+    norm = Norm("layer", c.number("layer_norm_eps", 1e-5), bias=True)
+    position = rope(c, c.head_dim(), partial=True)
     layer = Layer(
         attention=Attention(heads, heads, c.head_dim(), position, bias=bias, out_bias=bias),
-        mlp=Mlp(c.size("intermediate_size"), c.activation("hidden_act", "gelu"), gated=False, bias=True),
+        mlp=Mlp(
+            c.size("intermediate_size"), c.activation("hidden_act", "gelu"), gated=False, bias=True
+        ),
         attn_norm=norm,
         mlp_norm=norm,
         parallel=c.flag("use_parallel_residual", True),

@@ -21,18 +21,32 @@ NAMES = Names(
     ignored=("*.attn.bias", "*.attn.masked_bias"),
 )
 DEFAULTS = defaults(
-    vocab=50400, hidden=4096, layers=28, heads=16, context=2048, rotary_dim=64, activation_function="gelu_new"
+    vocab=50400,
+    hidden=4096,
+    layers=28,
+    heads=16,
+    context=2048,
+    rotary_dim=64,
+    activation_function="gelu_new",
 )
 
 
 def gptj(c: Reader) -> Model:
     for switch in ("rotary", "scale_attn_weights"):
         c.must(switch, True)
-    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    hidden = c.size("hidden_size")
+    heads = c.size("num_attention_heads")
     norm = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias=True)
     layer = Layer(
-        attention=Attention(heads, heads, c.head_dim(), Rope(c.size("rotary_dim"), interleaved=True)),
-        mlp=Mlp(c.size("intermediate_size", 4 * hidden), c.activation("activation_function"), gated=False, bias=True),
+        attention=Attention(
+            heads, heads, c.head_dim(), Rope(c.size("rotary_dim"), interleaved=True)
+        ),
+        mlp=Mlp(
+            c.size("intermediate_size", 4 * hidden),
+            c.activation("activation_function"),
+            gated=False,
+            bias=True,
+        ),
         attn_norm=norm,
         parallel=True,
     )

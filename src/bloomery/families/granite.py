@@ -11,7 +11,8 @@ from bloomery.spec import Model
 
 
 def granite(c: Reader) -> Model:
-    plain, divisor = layer(c, scale=c.number("attention_multiplier", 1.0)), c.number("logits_scaling", 1.0)
+    plain = layer(c, scale=c.number("attention_multiplier", 1.0))
+    divisor = c.number("logits_scaling", 1.0)
     if divisor == 0:
         raise c.wrong("logits_scaling", "is 0, and logits are divided by it")
     scaled = replace(plain, residual_scale=c.number("residual_multiplier", 1.0))

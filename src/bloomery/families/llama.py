@@ -31,14 +31,24 @@ NAMES = Names(
 )
 
 DEFAULTS = defaults(
-    vocab=32000, hidden=4096, mlp=11008, layers=32, heads=32, context=2048, hidden_act="silu", rms_norm_eps=1e-6
+    vocab=32000,
+    hidden=4096,
+    mlp=11008,
+    layers=32,
+    heads=32,
+    context=2048,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
 )
 
 
 def attention(c: Reader, **changes: Any) -> Attention:
     """The attention of a plain config; keywords replace what a family does its own way."""
-    heads, bias = c.size("num_attention_heads"), c.flag("attention_bias", False)
-    plain = Attention(heads, c.size("num_key_value_heads", heads), c.head_dim(), bias=bias, out_bias=bias)
+    heads = c.size("num_attention_heads")
+    bias = c.flag("attention_bias", False)
+    plain = Attention(
+        heads, c.size("num_key_value_heads", heads), c.head_dim(), bias=bias, out_bias=bias
+    )
     position = changes["position"] if "position" in changes else rope(c, plain.head_dim)
     return replace(plain, **{**changes, "position": position})
 

@@ -24,7 +24,9 @@ MIXTRAL_NAMES = replace(
 
 
 def layers(c: Reader) -> list[Layer]:
-    return [layer(c, window=size) for size in windows(c, lambda i: c.get("sliding_window") is not None)]
+    return [
+        layer(c, window=size) for size in windows(c, lambda i: c.get("sliding_window") is not None)
+    ]
 
 
 def mistral(c: Reader) -> Model:
@@ -36,4 +38,7 @@ def mixtral(c: Reader) -> Model:
     return model(c, [replace(dense, mlp=moe) for dense in layers(c)])
 
 
-FAMILIES = {"mistral": Family(mistral, NAMES, MISTRAL), "mixtral": Family(mixtral, MIXTRAL_NAMES, MIXTRAL)}
+FAMILIES = {
+    "mistral": Family(mistral, NAMES, MISTRAL),
+    "mixtral": Family(mixtral, MIXTRAL_NAMES, MIXTRAL),
+}

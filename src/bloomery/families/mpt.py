@@ -24,7 +24,8 @@ ONE_OR_ALL = {"multihead_attention": False, "multiquery_attention": True}
 
 
 def attention(c: Reader, bias: bool) -> Attention:
-    a, heads = c.under("attn_config"), c.size("num_attention_heads")
+    a = c.under("attn_config")
+    heads = c.size("num_attention_heads")
     for switch in ("qk_ln", "qk_gn", "prefix_lm", "attn_uses_sequence_id", "rope"):
         a.must(switch, False)
     a.must("fused_qkv", True)
@@ -42,14 +43,25 @@ def attention(c: Reader, bias: bool) -> Attention:
 
 
 def mpt(c: Reader) -> Model:
-    hidden, bias, context = c.size("hidden_size"), not c.flag("no_bias", True), c.size("max_position_embeddings")
+    hidden = c.size("hidden_size")
+    bias = not c.flag("no_bias", True)
+    context = c.size("max_position_embeddings")
     for key, wanted in (("ffn_type", "mptmlp"), ("ffn_hidden_size", None), ("ffn_act_fn", None)):
         c.under("ffn_config").must(key, wanted)
-    c.choice("norm_type", {"low_precision_layernorm": "layer", "layernorm": "layer"}, "low_precision_layernorm")
-    norm, block = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias), attention(c, bias)
+    c.choice(
+        "norm_type",
+        {"low_precision_layernorm": "layer", "layernorm": "layer"},
+        "low_precision_layernorm",
+    )
+    norm = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias)
+    block = attention(c, bias)
     mlp = Mlp(c.size("expansion_ratio", 4) * hidden, "gelu", gated=False, bias=bias)
-    learned = c.flag("learned_pos_emb", True) and block.position is None  # ALiBi takes the place of learned ones
-    scale = hidden**-0.5 if c.get("logit_scale") == "inv_sqrt_d_model" else c.number("logit_scale", 1.0)
+    learned = (
+        c.flag("learned_pos_emb", True) and block.position is None
+    )  # ALiBi takes the place of learned ones
+    scale = (
+        hidden**-0.5 if c.get("logit_scale") == "inv_sqrt_d_model" else c.number("logit_scale", 1.0)
+    )
     layers = [Layer(block, mlp, attn_norm=norm, mlp_norm=norm)] * len(c.layers())
     return model(c, layers, final_norm=norm, positions=context if learned else 0, logit_scale=scale)
 

@@ -23,7 +23,12 @@ OLMO2 = DEFAULTS | defaults(vocab=50304, rms_norm_eps=1e-5)
 
 def olmo2(c: Reader) -> Model:
     norm = Norm("rms", c.number("rms_norm_eps"))
-    layer = Layer(attention(c, qk_norm=norm, qk_norm_over="all"), mlp(c), attn_post_norm=norm, mlp_post_norm=norm)
+    layer = Layer(
+        attention(c, qk_norm=norm, qk_norm_over="all"),
+        mlp(c),
+        attn_post_norm=norm,
+        mlp_post_norm=norm,
+    )
     return model(c, [layer] * len(c.layers()))
 
 

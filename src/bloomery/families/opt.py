@@ -32,13 +32,22 @@ OFFSET = 2  # rows of the position table before the first token's
 
 
 def opt(c: Reader) -> Model:
-    hidden, heads, bias = c.size("hidden_size"), c.size("num_attention_heads"), c.flag("enable_bias", True)
-    affine, before = c.flag("layer_norm_elementwise_affine", True), c.flag("do_layer_norm_before", True)
+    hidden = c.size("hidden_size")
+    heads = c.size("num_attention_heads")
+    bias = c.flag("enable_bias", True)
+    affine = c.flag("layer_norm_elementwise_affine", True)
+    before = c.flag("do_layer_norm_before", True)
     removed = c.flag("_remove_final_layer_norm", False)
-    norm, narrow = Norm("layer", 1e-5, bias=affine, weight=affine), c.size("word_embed_proj_dim", hidden)
+    norm = Norm("layer", 1e-5, bias=affine, weight=affine)
+    narrow = c.size("word_embed_proj_dim", hidden)
     layer = Layer(
         attention=Attention(heads, heads, c.head_dim(), bias=bias, out_bias=bias),
-        mlp=Mlp(c.size("intermediate_size"), c.activation("activation_function", "relu"), gated=False, bias=bias),
+        mlp=Mlp(
+            c.size("intermediate_size"),
+            c.activation("activation_function", "relu"),
+            gated=False,
+            bias=bias,
+        ),
         attn_norm=norm if before else None,
         mlp_norm=norm if before else None,
         attn_sum_norm=None if before else norm,

@@ -12,7 +12,13 @@ from bloomery.families.reader import Reader
 from bloomery.spec import Quantization
 
 REMEDY = "; take the checkpoint in full precision and round it with --quantize"
-COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
+COMPRESSED = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mxfp4-pack-quantized",
+)
 
 
 def quantization(config: Reader) -> Quantization | None:
@@ -21,19 +27,25 @@ def quantization(config: Reader) -> Quantization | None:
         return None
     if not isinstance(stated, Mapping):
         raise config.wrong("quantization_config", f"must be an object, not {stated!r}")
-    c = Reader(stated, "quantization_config.")  # of its own: keys that only steer quantisers are no news
+    c = Reader(
+        stated, "quantization_config."
+    )  # of its own: keys that only steer quantisers are no news
     if c.get("quant_method") is None and (c.get("load_in_8bit") or c.get("load_in_4bit")):
         return bitsandbytes(c)
     method = c.text("quant_method")
     if method not in METHODS:
-        raise c.wrong("quant_method", f"{method!r} is not known. Known: {', '.join(METHODS)}{REMEDY}")
+        raise c.wrong(
+            "quant_method", f"{method!r} is not known. Known: {', '.join(METHODS)}{REMEDY}"
+        )
     return METHODS[method](c)
 
 
 def one_of(c: Reader, name: str, known: tuple[object, ...], default: object) -> object:
     value = c.get(name, default)
     if value not in known:
-        raise c.wrong(name, f"{value!r} is not supported. Supported: {', '.join(map(str, known))}{REMEDY}")
+        raise c.wrong(
+            name, f"{value!r} is not supported. Supported: {', '.join(map(str, known))}{REMEDY}"
+        )
     return value
 
 
@@ -45,9 +57,12 @@ def group(c: Reader, name: str = "group_size") -> None:
 
 
 def bitsandbytes(c: Reader) -> Quantization:
-    eight, four = c.flag("load_in_8bit", False), c.flag("load_in_4bit", False)
+    eight = c.flag("load_in_8bit", False)
+    four = c.flag("load_in_4bit", False)
     if eight == four:
-        raise c.wrong("load_in_8bit and load_in_4bit", f"are {eight} and {four}; exactly one must be true")
+        raise c.wrong(
+            "load_in_8bit and load_in_4bit", f"are {eight} and {four}; exactly one must be true"
+        )
     if four:
         one_of(c, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
     return Quantization("bitsandbytes")
@@ -74,7 +89,9 @@ def compressed(c: Reader) -> Quantization:
     if c.get("transform_config"):
         raise c.wrong("transform_config", f"asks for rotations, which are not supported{REMEDY}")
     one_of(c.under("sparsity_config"), "format", ("dense",), "dense")
-    groups, even, ordered = c.under("config_groups"), [], []
+    groups = c.under("config_groups")
+    even = []
+    ordered = []
     for name in groups.values:
         scheme = groups.under(name)
         one_of(scheme, "format", COMPRESSED, COMPRESSED[0])
@@ -87,8 +104,13 @@ def compressed(c: Reader) -> Quantization:
         even.append(kind == "float" or weights.flag("symmetric", True))
         ordered.append(weights.get("actorder") == "group")
     # Of several schemes a product does not say which is its own.
-    parts = {"weight_zero_point": groups.values and not any(even), "weight_g_idx": groups.values and all(ordered)}
-    return Quantization("compressed-tensors", needed=tuple(part for part, always in parts.items() if always))
+    parts = {
+        "weight_zero_point": groups.values and not any(even),
+        "weight_g_idx": groups.values and all(ordered),
+    }
+    return Quantization(
+        "compressed-tensors", needed=tuple(part for part, always in parts.items() if always)
+    )
 
 
 def fp8(c: Reader) -> Quantization:

@@ -45,10 +45,15 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 
 # The sizes that most families have defaults for, in short.
 SIZES = {
-    "vocab": "vocab_size", "hidden": "hidden_size", "mlp": "intermediate_size", "layers": "num_hidden_layers",
-    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "context": "max_position_embeddings",
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "mlp": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "context": "max_position_embeddings",
     "tied": "tie_word_embeddings",
-}  # fmt: skip
+}
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -72,8 +77,12 @@ class Reader:
     `defaults` are what the family's absent keys mean. A null is not absent: it takes the default of the call.
     """
 
-    def __init__(self, values: Mapping[str, Any], path: str = "", defaults: Mapping[str, Any] = NOTHING):
-        self.values, self.path, self.defaults = values, path, defaults
+    def __init__(
+        self, values: Mapping[str, Any], path: str = "", defaults: Mapping[str, Any] = NOTHING
+    ):
+        self.values = values
+        self.path = path
+        self.defaults = defaults
         self.read: set[str] = set()
         self.inner: dict[str, Reader] = {}
 
@@ -114,7 +123,8 @@ class Reader:
 
     def head_dim(self) -> int:
         """Width of a head: as stated, or the hidden size shared out among the heads."""
-        hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
+        hidden = self.size("hidden_size")
+        heads = self.size("num_attention_heads")
         if self.get("head_dim") is None and hidden % heads:
             raise self.wrong("hidden_size", f"{hidden} does not divide into {heads} heads")
         return self.size("head_dim", hidden // heads)
@@ -132,7 +142,9 @@ class Reader:
     def items(self, name: str, kind: type[T], default: Sequence[T] = ()) -> tuple[T, ...]:
         values = self.get(name, default)
         wanted = (int, float) if kind is float else kind
-        if not isinstance(values, (list, tuple)) or not all(isinstance(value, wanted) for value in values):
+        if not isinstance(values, (list, tuple)) or not all(
+            isinstance(value, wanted) for value in values
+        ):
             raise self.wrong(name, f"must be a list of {kind.__name__}, not {values!r}")
         return tuple(values)
 
@@ -166,7 +178,9 @@ class Reader:
 
     def unread(self) -> tuple[str, ...]:
         own = (self.path + name for name in self.values if name not in self.read | BENIGN)
-        return tuple(sorted({*own, *(name for reader in self.inner.values() for name in reader.unread())}))
+        return tuple(
+            sorted({*own, *(name for reader in self.inner.values() for name in reader.unread())})
+        )
 
     def _typed(self, name: str, default: Any, kind: Any, words: str) -> Any:
         value = self.get(name, default)

@@ -57,7 +57,8 @@ def dynamic(c: Reader, scaling: Reader, dim: int) -> Scaling:
 
 
 def llama3(c: Reader, scaling: Reader, dim: int) -> Scaling:
-    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    low = scaling.number("low_freq_factor")
+    high = scaling.number("high_freq_factor")
     if not 0 < low < high:
         raise scaling.wrong("low_freq_factor", f"{low} must be below high_freq_factor {high}")
     return Llama3(factor(scaling), low, high, original(c, scaling))
@@ -67,8 +68,13 @@ def yarn(c: Reader, scaling: Reader, dim: int) -> Scaling:
     if "long_factor" in scaling.values:  # Phi-3's first files called their divisors yarn
         return longrope(c, scaling, dim)
     stretch = factor(scaling, c.size("max_position_embeddings") / original(c, scaling))
-    scale, all_dims = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
-    gain = softening(stretch, scale) / softening(stretch, all_dims) if scale and all_dims else softening(stretch, 1.0)
+    scale = scaling.number("mscale", 0.0)
+    all_dims = scaling.number("mscale_all_dim", 0.0)
+    gain = (
+        softening(stretch, scale) / softening(stretch, all_dims)
+        if scale and all_dims
+        else softening(stretch, 1.0)
+    )
     return Yarn(
         stretch,
         original(c, scaling),
@@ -84,11 +90,14 @@ def longrope(c: Reader, scaling: Reader, dim: int) -> Scaling:
     stretch = scaling.number("factor", c.size("max_position_embeddings") / base)
     gain = math.sqrt(1 + math.log(stretch) / math.log(base)) if stretch > 1 else 1.0
     gain = scaling.number("attention_factor", gain)
-    short, long = scaling.items("short_factor", float), scaling.items("long_factor", float)
+    short = scaling.items("short_factor", float)
+    long = scaling.items("long_factor", float)
     for name, divisors in (("short_factor", short), ("long_factor", long)):
         if len(divisors) != dim // 2 or not all(0 < divisor < 1e30 for divisor in divisors):
             raise scaling.wrong(name, f"must hold {dim // 2} positive numbers")
-    return LongRope(short, long, base, scaling.number("short_mscale", gain), scaling.number("long_mscale", gain))
+    return LongRope(
+        short, long, base, scaling.number("short_mscale", gain), scaling.number("long_mscale", gain)
+    )
 
 
 KINDS: Mapping[str, Callable[[Reader, Reader, int], Scaling] | None] = {

@@ -12,13 +12,23 @@ from bloomery.families.window import windows
 from bloomery.spec import Model
 
 SMOLLM3 = DEFAULTS | defaults(
-    vocab=128256, hidden=2048, layers=36, heads=16, kv_heads=4, context=32768, tied=True, rope_theta=2e6
+    vocab=128256,
+    hidden=2048,
+    layers=36,
+    heads=16,
+    kv_heads=4,
+    context=32768,
+    tied=True,
+    rope_theta=2e6,
 )
 
 
 def smollm3(c: Reader) -> Model:
-    interval, count = c.size("no_rope_layer_interval", 4), len(c.layers())
-    turns = c.items("no_rope_layers", int, [int((i + 1) % interval != 0) for i in c.layers()])  # 1: this layer turns
+    interval = c.size("no_rope_layer_interval", 4)
+    count = len(c.layers())
+    turns = c.items(
+        "no_rope_layers", int, [int((i + 1) % interval != 0) for i in c.layers()]
+    )  # 1: this layer turns
     if len(turns) != count:
         raise c.wrong("no_rope_layers", f"names {len(turns)} layers of {count}")
     on = uses_window(c)

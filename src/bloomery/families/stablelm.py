@@ -24,7 +24,8 @@ STABLELM = DEFAULTS | defaults(
 
 
 def stablelm(c: Reader) -> Model:
-    norm, parallel = Norm("layer", c.number("layer_norm_eps", 1e-5), bias=True), c.flag("use_parallel_residual", False)
+    norm = Norm("layer", c.number("layer_norm_eps", 1e-5), bias=True)
+    parallel = c.flag("use_parallel_residual", False)
     block = attention(
         c,
         position=rope(c, c.head_dim(), partial=True),
@@ -33,7 +34,9 @@ def stablelm(c: Reader) -> Model:
         qk_norm=replace(norm, bias=False) if c.flag("qk_layernorm", False) else None,
         qk_norm_over="each",
     )
-    layer = Layer(block, mlp(c), attn_norm=norm, mlp_norm=None if parallel else norm, parallel=parallel)
+    layer = Layer(
+        block, mlp(c), attn_norm=norm, mlp_norm=None if parallel else norm, parallel=parallel
+    )
     return model(c, [layer] * len(c.layers()), final_norm=norm)
 
 

@@ -45,14 +45,27 @@ def activate_rows(x: torch.Tensor, activation: str, gated: bool) -> torch.Tensor
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     grid = (out.numel() // width, -(-width // BLOCK))
     activate_kernel[grid](
-        x, out, WIDTH=width, BLOCK=BLOCK, KIND=activation, GATED=gated, num_warps=4, **overlap(x.device)
+        x,
+        out,
+        WIDTH=width,
+        BLOCK=BLOCK,
+        KIND=activation,
+        GATED=gated,
+        num_warps=4,
+        **overlap(x.device),
     )
     return out
 
 
 @jit
 def activate_kernel(
-    x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr
+    x,
+    out,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)

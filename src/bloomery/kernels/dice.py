@@ -10,17 +10,23 @@ import torch
 
 from bloomery.kernels.launch import begin, fused, jit, overlap, tl, wait
 
-CACHED, STREAMED = 1 << 18, 1 << 22  # values at a time without the kernel, on a CPU and elsewhere
+# values at a time without the kernel, on a CPU and elsewhere
+CACHED = 1 << 18
+STREAMED = 1 << 22
 DEVIATION = (4 * (256**2 - 1) / 12) ** 0.5  # of four dice
 
 
 def throw(out: torch.Tensor, seed: int, first: tuple[int, int], std: float) -> None:
     """Fill out [rows, columns], whose first value stands at that row and column of its tensor."""
-    (throw_kernel_rows if fused(out) and out.is_contiguous() else throw_reference)(out, seed, first, std)
+    (throw_kernel_rows if fused(out) and out.is_contiguous() else throw_reference)(
+        out, seed, first, std
+    )
 
 
 def throw_reference(out: torch.Tensor, seed: int, first: tuple[int, int], std: float) -> None:
-    (rows, columns), (row0, column0), device = out.shape, first, out.device
+    (rows, columns) = out.shape
+    (row0, column0) = first
+    device = out.device
     down = mixed(torch.arange(row0, row0 + rows, device=device, dtype=torch.int32)[:, None] ^ seed)
     across = mixed(torch.arange(column0, column0 + columns, device=device, dtype=torch.int32))
     step = max(1, (CACHED if device.type == "cpu" else STREAMED) // columns)

@@ -57,44 +57,67 @@ def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Te
     return (route_rows if fused(logits) else route_reference)(logits, top_k, renormalize)
 
 
-def route_reference(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route_reference(
+    logits: torch.Tensor, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     weights, chosen = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, chosen = weights[:, :top_k], chosen[:, :top_k]
+    weights = weights[:, :top_k]
+    chosen = chosen[:, :top_k]
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return chosen.to(torch.int32), weights.contiguous()
 
 
-def route_rows(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route_rows(
+    logits: torch.Tensor, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel."""
     tokens, experts = logits.shape
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     route_kernel[(tokens,)](
-        logits, chosen, weights, logits.stride(0), EXPERTS=experts, EXPERTS_UP=power_of_two(experts), TOP_K=top_k,
-        RENORMALIZE=renormalize, num_warps=1 if experts <= 128 else 4, **overlap(logits.device),
-    )  # fmt: skip
+        logits,
+        chosen,
+        weights,
+        logits.stride(0),
+        EXPERTS=experts,
+        EXPERTS_UP=power_of_two(experts),
+        TOP_K=top_k,
+        RENORMALIZE=renormalize,
+        num_warps=1 if experts <= 128 else 4,
+        **overlap(logits.device),
+    )
     return chosen, weights
 
 
 @jit
 def route_kernel(
-    logits, chosen, weights, stride,
-    EXPERTS: tl.constexpr, EXPERTS_UP: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    chosen,
+    weights,
+    stride,
+    EXPERTS: tl.constexpr,
+    EXPERTS_UP: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS_UP)
     s = tl.load(logits + token * stride + e, mask=e < EXPERTS, other=-float("inf")).to(tl.float32)
     top = tl.max(s, 0)
-    rest, total = s, tl.sum(tl.exp(s - top), 0)
+    rest = s
+    total = tl.sum(tl.exp(s - top), 0)
     if RENORMALIZE:
         total = 0.0
         for _ in tl.static_range(TOP_K):
             best = tl.max(rest, 0)
             total += tl.exp(best - top)
-            rest = tl.where(e == tl.min(tl.where(rest == best, e, EXPERTS - 1), 0), -float("inf"), rest)
+            rest = tl.where(
+                e == tl.min(tl.where(rest == best, e, EXPERTS - 1), 0), -float("inf"), rest
+            )
         rest = s
     for j in tl.static_range(TOP_K):
         best = tl.max(rest, 0)
@@ -145,7 +168,11 @@ def mix_reference(
         every = len(x) <= FEW
         h = gate_reference(F.linear(x if every else x[token], up[expert]), activation)
         product = F.linear(h, down[expert])
-        y.index_add_(0, token, (product[token] if every else product).float() * weights[token, place, None].float())
+        y.index_add_(
+            0,
+            token,
+            (product[token] if every else product).float() * weights[token, place, None].float(),
+        )
     return (y if residual is None else residual.float() + scale * y).to(x.dtype)
 
 
@@ -161,7 +188,9 @@ def mix_singly(
 ) -> torch.Tensor:
     """The kernel for a few tokens: visit by visit."""
     h = product_rows(x, up, after=Activation(activation, True), visits=chosen)
-    return added_up(product_rows(h, down, visits=chosen), chosen, weights, len(up), x, residual, scale)
+    return added_up(
+        product_rows(h, down, visits=chosen), chosen, weights, len(up), x, residual, scale
+    )
 
 
 def mix_grouped(
@@ -179,15 +208,23 @@ def mix_grouped(
     x = x.contiguous()
     experts, _, size = down.shape
     visits = chosen.numel()
-    largest = 32 if x.dtype == torch.float32 else 128  # float32 has no matrix units: its sums fill the registers
+    largest = (
+        32 if x.dtype == torch.float32 else 128
+    )  # float32 has no matrix units: its sums fill the registers
     spread = min(largest, max(16, power_of_two(visits // experts)))
     up_cut, down_cut = cuts or (UP[spread], DOWN[spread])
     order = torch.empty(visits, dtype=torch.int32, device=x.device)
     ranges = torch.empty(2, experts, dtype=torch.int32, device=x.device)
     order_kernel[(experts,)](
-        chosen, order, ranges, visits, experts, WIDTH=min(8192, max(32, power_of_two(visits))),
-        num_warps=8 if visits > 1024 else 4, **overlap(x.device),
-    )  # fmt: skip
+        chosen,
+        order,
+        ranges,
+        visits,
+        experts,
+        WIDTH=min(8192, max(32, power_of_two(visits))),
+        num_warps=8 if visits > 1024 else 4,
+        **overlap(x.device),
+    )
     h = torch.empty(visits, size, dtype=x.dtype, device=x.device)
     y = torch.empty(visits, x.shape[1], dtype=x.dtype, device=x.device)
     grouped(x, up, h, order, ranges, up_cut, chosen.shape[1], activation)
@@ -206,16 +243,31 @@ def grouped(
     activation: str | None,
 ) -> None:
     """With an activation from tokens (`share` visits each) to visits in order; without, from there to the visits."""
-    (experts, rows, inputs), visits = weight.shape, len(order)
+    (experts, rows, inputs) = weight.shape
+    visits = len(order)
     outputs = rows // 2 if activation else rows
     width = cut.inputs * 2 // x.element_size()
     blocks = min(visits, (visits + experts * (cut.visits - 1)) // cut.visits)
     grouped_kernel[(-(-outputs // cut.outputs), blocks)](
-        x, weight, out, order, ranges,
-        EXPERTS=experts, EXPERTS_UP=power_of_two(experts), OUTPUTS=outputs, INPUTS=inputs, SHARE=share,
-        ACTIVATION=activation, VISITS=cut.visits, BLOCK_OUT=cut.outputs, BLOCK_IN=width, STAGES=cut.stages,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=cut.warps, **overlap(x.device),
-    )  # fmt: skip
+        x,
+        weight,
+        out,
+        order,
+        ranges,
+        EXPERTS=experts,
+        EXPERTS_UP=power_of_two(experts),
+        OUTPUTS=outputs,
+        INPUTS=inputs,
+        SHARE=share,
+        ACTIVATION=activation,
+        VISITS=cut.visits,
+        BLOCK_OUT=cut.outputs,
+        BLOCK_IN=width,
+        STAGES=cut.stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=cut.warps,
+        **overlap(x.device),
+    )
 
 
 @jit
@@ -224,7 +276,8 @@ def order_kernel(chosen, order, ranges, visits, experts, WIDTH: tl.constexpr, PD
     begin(PDL)
     wait(PDL)
     expert = tl.program_id(0)
-    before, own = 0, 0
+    before = 0
+    own = 0
     for start in range(0, visits, WIDTH):
         i = start + tl.arange(0, WIDTH)
         e = tl.load(chosen + i, mask=i < visits, other=-1)
@@ -241,11 +294,24 @@ def order_kernel(chosen, order, ranges, visits, experts, WIDTH: tl.constexpr, PD
 
 @jit
 def grouped_kernel(
-    x, weight, out, order, ranges,
-    EXPERTS: tl.constexpr, EXPERTS_UP: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SHARE: tl.constexpr,
-    ACTIVATION: tl.constexpr, VISITS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    out,
+    order,
+    ranges,
+    EXPERTS: tl.constexpr,
+    EXPERTS_UP: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SHARE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    VISITS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program makes BLOCK_OUT outputs of up to VISITS visits to one expert."""
     begin(PDL)
     wait(PDL)
@@ -266,7 +332,12 @@ def grouped_kernel(
         for k0 in tl.range(0, INPUTS, BLOCK_IN, num_stages=STAGES):
             inside = (k0 + k < INPUTS)[None, :]
             v = tl.load(at_x + k0, mask=here & inside, other=0.0)
-            y = tl.dot(v, tl.trans(tl.load(at_w + k0, mask=real & inside, other=0.0)), y, input_precision=PRECISION)
+            y = tl.dot(
+                v,
+                tl.trans(tl.load(at_w + k0, mask=real & inside, other=0.0)),
+                y,
+                input_precision=PRECISION,
+            )
             if gated:
                 w = tl.load(at_w + OUTPUTS * INPUTS + k0, mask=real & inside, other=0.0)
                 z = tl.dot(v, tl.trans(w), z, input_precision=PRECISION)
@@ -304,17 +375,38 @@ def added_up(
     tokens, hidden = x.shape
     width = min(1024, power_of_two(hidden))
     sum_kernel[(tokens, -(-hidden // width))](
-        y, chosen, weights, out if residual is None else residual.contiguous(), out, scale, experts,
-        HIDDEN=hidden, TOP_K=chosen.shape[1], WIDTH=width, ADD=residual is not None, num_warps=4, **overlap(x.device),
-    )  # fmt: skip
+        y,
+        chosen,
+        weights,
+        out if residual is None else residual.contiguous(),
+        out,
+        scale,
+        experts,
+        HIDDEN=hidden,
+        TOP_K=chosen.shape[1],
+        WIDTH=width,
+        ADD=residual is not None,
+        num_warps=4,
+        **overlap(x.device),
+    )
     return out
 
 
 @jit
 def sum_kernel(
-    y, chosen, weights, residual, out, scale, experts,
-    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    y,
+    chosen,
+    weights,
+    residual,
+    out,
+    scale,
+    experts,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -327,5 +419,8 @@ def sum_kernel(
         part = tl.load(y + visit * HIDDEN + i, mask=i < width, other=0.0).to(tl.float32)
         total += part * tl.load(weights + visit).to(tl.float32)
     if ADD:
-        total = tl.load(residual + token * HIDDEN + i, mask=i < HIDDEN, other=0.0).to(tl.float32) + scale * total
+        total = (
+            tl.load(residual + token * HIDDEN + i, mask=i < HIDDEN, other=0.0).to(tl.float32)
+            + scale * total
+        )
     tl.store(out + token * HIDDEN + i, total.to(out.dtype.element_ty), mask=i < HIDDEN)

@@ -103,14 +103,22 @@ def tiling(rows: int, columns: int, paired: bool, itemsize: int, tokens: int = 1
         inputs //= 2
     if columns % inputs:  # no large power of two divides it: one ragged tile
         inputs = min(power_of_two(columns), 4096 // itemsize)
-    return Tiling(2 if paired else 4, inputs, max(1, inputs * itemsize // (1024 if tokens == 1 else 512)))
+    return Tiling(
+        2 if paired else 4, inputs, max(1, inputs * itemsize // (1024 if tokens == 1 else 512))
+    )
 
 
-def pays(tokens: int, weight: torch.Tensor, before: Norm | None = None, after: After = None) -> bool:
+def pays(
+    tokens: int, weight: torch.Tensor, before: Norm | None = None, after: After = None
+) -> bool:
     """Whether this is the faster way. From two tokens on only for the plain sums of few outputs."""
     if not fused(weight) or not possible(weight, after) or tokens > FEW:
         return False
-    return tokens == 1 or (before is None and isinstance(after, Residual)) or (tokens == 2 and after is None)
+    return (
+        tokens == 1
+        or (before is None and isinstance(after, Residual))
+        or (tokens == 2 and after is None)
+    )
 
 
 def possible(weight: torch.Tensor, after: After = None) -> bool:
@@ -119,7 +127,9 @@ def possible(weight: torch.Tensor, after: After = None) -> bool:
         return False
     if isinstance(after, Heads):
         plain = after.turn.norm is None and after.turn.clip is None
-        whole = after.cache[0].is_contiguous() and after.cache.element_size() > 1  # 8 bits need a head's largest number
+        whole = (
+            after.cache[0].is_contiguous() and after.cache.element_size() > 1
+        )  # 8 bits need a head's largest number
         return plain and after.cache.shape[-1] % 2 == 0 and whole
     return True
 
@@ -180,7 +190,8 @@ def product_rows(
     or by the line of its token, and makes line i of the result; `after` is an Activation or nothing.
     """
     x = x.contiguous()
-    (tokens, columns), rows = x.shape, weight.shape[-2]
+    (tokens, columns) = x.shape
+    rows = weight.shape[-2]
     lines = tokens if visits is None else visits.numel()
     paired = isinstance(after, Heads) or (isinstance(after, Activation) and after.gated)
     outputs = rows // 2 if paired else rows
@@ -193,12 +204,30 @@ def product_rows(
     given = (visits, bias, norm.weight, shift)
     end = ends(x, after, rows, (lines, outputs), dtype or x.dtype)
     gemv_kernel[(-(-outputs // cut.outputs), lines if experts else 1)](
-        x, weight, *(x if part is None else part for part in given), *end.tensors, norm.eps, *end.numbers,
-        OUTPUTS=outputs, COLUMNS=columns, TOKENS=tokens, TOKENS_UP=power_of_two(tokens), EXPERTS=experts, SHARE=share,
-        BIAS=bias is not None, NORM=None if before is None else norm.kind, NORM_WEIGHT=norm.weight is not None,
-        PAIRED=paired, ROWS=rows, **end.choices, EACH=16 // weight.element_size(),
-        BLOCK_OUT=cut.outputs, BLOCK_IN=cut.inputs, num_warps=cut.warps, **overlap(x.device),
-    )  # fmt: skip
+        x,
+        weight,
+        *(x if part is None else part for part in given),
+        *end.tensors,
+        norm.eps,
+        *end.numbers,
+        OUTPUTS=outputs,
+        COLUMNS=columns,
+        TOKENS=tokens,
+        TOKENS_UP=power_of_two(tokens),
+        EXPERTS=experts,
+        SHARE=share,
+        BIAS=bias is not None,
+        NORM=None if before is None else norm.kind,
+        NORM_WEIGHT=norm.weight is not None,
+        PAIRED=paired,
+        ROWS=rows,
+        **end.choices,
+        EACH=16 // weight.element_size(),
+        BLOCK_OUT=cut.outputs,
+        BLOCK_IN=cut.inputs,
+        num_warps=cut.warps,
+        **overlap(x.device),
+    )
     return end.tensors[-1]
 
 
@@ -206,7 +235,9 @@ def shifts(weight: torch.Tensor, norm: Norm) -> torch.Tensor:
     """What a layer norm's weight and bias add to a product whatever its input: [2, rows], W @ w and W @ b."""
     columns = weight.shape[-1]
     ones = torch.ones(columns, device=weight.device) if norm.weight is None else norm.weight.float()
-    vectors = torch.stack((ones, torch.zeros_like(ones) if norm.bias is None else norm.bias.float()), 1)
+    vectors = torch.stack(
+        (ones, torch.zeros_like(ones) if norm.bias is None else norm.bias.float()), 1
+    )
     return torch.cat([panel.float() @ vectors for panel in weight.split(256)]).t().contiguous()
 
 
@@ -218,40 +249,89 @@ class Ends(NamedTuple):
     choices: dict[str, str | int | bool | None]
 
 
-def ends(x: torch.Tensor, after: After, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> Ends:
-    kind, activation = "", ""
-    tensors, numbers = (x, x, x, x, x), (1.0, 0)
+def ends(
+    x: torch.Tensor, after: After, rows: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Ends:
+    kind = ""
+    activation = ""
+    tensors = (x, x, x, x, x)
+    numbers = (1.0, 0)
     heads = kv_heads = turned = 0
-    dim, interleaved, tables = 2, False, False
+    dim = 2
+    interleaved = False
+    tables = False
     match after:
         case Residual(tensor, scale):
-            kind, tensors, numbers = "add", (tensor.contiguous(), x, x, x, x), (scale, 0)
+            kind = "add"
+            tensors = (tensor.contiguous(), x, x, x, x)
+            numbers = (scale, 0)
         case Activation(activation, _):
             kind = "activate"
         case Heads(cache, slots, turn):
-            kind, tables, interleaved = "heads", turn.positions is not None, turn.interleaved
+            kind = "heads"
+            tables = turn.positions is not None
+            interleaved = turn.interleaved
             kv_heads, dim = cache.shape[2:]
             heads = rows // dim - 2 * kv_heads
             cos, sin = turn.angles or (x, x)
             turned = 2 * cos.shape[-1] if turn.angles else 0
             tensors = (cache, slots, slots if turn.positions is None else turn.positions, cos, sin)
-            numbers, shape = (1.0, cache.stride(0)), (len(x), heads, dim)
+            numbers = (1.0, cache.stride(0))
+            shape = (len(x), heads, dim)
     choices: dict[str, str | int | bool | None] = {
-        "AFTER": kind, "ACTIVATION": activation, "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "TURNED": turned,
-        "INTERLEAVED": interleaved, "TABLES": tables,
-    }  # fmt: skip
+        "AFTER": kind,
+        "ACTIVATION": activation,
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "TURNED": turned,
+        "INTERLEAVED": interleaved,
+        "TABLES": tables,
+    }
     return Ends((*tensors, torch.empty(shape, dtype=dtype, device=x.device)), numbers, choices)
 
 
 @jit
 def gemv_kernel(
-    x, weight, visits, bias, norm_weight, shift, other, slots, positions, cos, sin, out, eps, scale, half,
-    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, TOKENS_UP: tl.constexpr,
-    EXPERTS: tl.constexpr, SHARE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr,
-    PAIRED: tl.constexpr, ROWS: tl.constexpr, AFTER: tl.constexpr, ACTIVATION: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TABLES: tl.constexpr, EACH: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    visits,
+    bias,
+    norm_weight,
+    shift,
+    other,
+    slots,
+    positions,
+    cos,
+    sin,
+    out,
+    eps,
+    scale,
+    half,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOKENS_UP: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SHARE: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_WEIGHT: tl.constexpr,
+    PAIRED: tl.constexpr,
+    ROWS: tl.constexpr,
+    AFTER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TABLES: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Tiles are [tokens, outputs, inputs], and [1, 1, inputs] for what they share: all in the weights' own layout.
 
     A norm costs next to nothing, for its statistics come along and are applied to the sums: with mean m and deviation d
@@ -285,7 +365,8 @@ def gemv_kernel(
     square = tl.zeros([TOKENS_UP, 1, BLOCK_IN // EACH], tl.float32)
     total = square
     for k0 in tl.static_range(0, COLUMNS, BLOCK_IN):
-        a_now, b_now = a.to(tl.float32), b.to(tl.float32)
+        a_now = a.to(tl.float32)
+        b_now = b.to(tl.float32)
         if k0 + BLOCK_IN < COLUMNS:
             a = tile(at_first, k0 + BLOCK_IN, k, COLUMNS, BLOCK_IN, "evict_first")
             if PAIRED:
@@ -300,39 +381,102 @@ def gemv_kernel(
         y += folded(a_now * v, TOKENS_UP, BLOCK_OUT, BLOCK_IN, EACH)
         if PAIRED:
             z += folded(b_now * v, TOKENS_UP, BLOCK_OUT, BLOCK_IN, EACH)
-    y, z = tl.sum(y, 2), tl.sum(z, 2)
+    y = tl.sum(y, 2)
+    z = tl.sum(z, 2)
     if NORM == "rms":
         root = tl.rsqrt(tl.sum(square, 2) / COLUMNS + eps)
-        y, z = y * root, z * root
+        y = y * root
+        z = z * root
     if NORM == "layer":
         mean = tl.sum(total, 2) / COLUMNS
         root = tl.rsqrt(tl.maximum(tl.sum(square, 2) / COLUMNS - mean * mean, 0.0) + eps)
-        y = (y - mean * tl.load(shift + first)[None, :]) * root + tl.load(shift + ROWS + first)[None, :]
+        y = (y - mean * tl.load(shift + first)[None, :]) * root + tl.load(shift + ROWS + first)[
+            None, :
+        ]
         if PAIRED:
-            z = (z - mean * tl.load(shift + second)[None, :]) * root + tl.load(shift + ROWS + second)[None, :]
+            z = (z - mean * tl.load(shift + second)[None, :]) * root + tl.load(
+                shift + ROWS + second
+            )[None, :]
     if BIAS:
         y += tl.load(bias + first)[None, :].to(tl.float32)
         z += tl.load(bias + second)[None, :].to(tl.float32)
     finish(
-        y, z, p, m, other, slots, positions, cos, sin, out, scale, half, OUTPUTS, TOKENS, PAIRED, AFTER, ACTIVATION,
-        HEADS, KV_HEADS, DIM, TURNED, INTERLEAVED, TABLES,
-    )  # fmt: skip
+        y,
+        z,
+        p,
+        m,
+        other,
+        slots,
+        positions,
+        cos,
+        sin,
+        out,
+        scale,
+        half,
+        OUTPUTS,
+        TOKENS,
+        PAIRED,
+        AFTER,
+        ACTIVATION,
+        HEADS,
+        KV_HEADS,
+        DIM,
+        TURNED,
+        INTERLEAVED,
+        TABLES,
+    )
 
 
 @jit
 def finish(
-    y, z, p, m, other, slots, positions, cos, sin, out, scale, half,
-    OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, PAIRED: tl.constexpr, AFTER: tl.constexpr, ACTIVATION: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    y,
+    z,
+    p,
+    m,
+    other,
+    slots,
+    positions,
+    cos,
+    sin,
+    out,
+    scale,
+    half,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    AFTER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     TABLES: tl.constexpr,
-):  # fmt: skip
+):
     """What stands behind the sums y (and z, where rows pair up) [tokens m, results p], and the storing of it."""
     here = (m < TOKENS)[:, None] & (p < OUTPUTS)[None, :]
     if AFTER == "heads":
         turned_and_stored(
-            y, z, p, m, here, other, slots, positions, cos, sin, out, half, TOKENS, HEADS, KV_HEADS, DIM, TURNED,
-            INTERLEAVED, TABLES,
-        )  # fmt: skip
+            y,
+            z,
+            p,
+            m,
+            here,
+            other,
+            slots,
+            positions,
+            cos,
+            sin,
+            out,
+            half,
+            TOKENS,
+            HEADS,
+            KV_HEADS,
+            DIM,
+            TURNED,
+            INTERLEAVED,
+            TABLES,
+        )
     else:
         at = m[:, None] * OUTPUTS + p[None, :]
         if AFTER == "activate":
@@ -346,11 +490,17 @@ def finish(
 
 @jit
 def rows_of(
-    p, OUTPUTS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, AFTER: tl.constexpr
+    p,
+    OUTPUTS: tl.constexpr,
+    DIM: tl.constexpr,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    AFTER: tl.constexpr,
 ):
     """The two rows of the weights behind result p: gate and up, or the two dimensions of a head that turn together."""
     if AFTER == "heads":
-        head, j = p // (DIM // 2) * DIM, p % (DIM // 2)
+        head = p // (DIM // 2) * DIM
+        j = p % (DIM // 2)
         if INTERLEAVED:
             return head + 2 * j, head + 2 * j + 1
         else:
@@ -362,7 +512,9 @@ def rows_of(
 
 
 @jit
-def tile(at, k0: tl.constexpr, k, COLUMNS: tl.constexpr, BLOCK_IN: tl.constexpr, EVICT: tl.constexpr):
+def tile(
+    at, k0: tl.constexpr, k, COLUMNS: tl.constexpr, BLOCK_IN: tl.constexpr, EVICT: tl.constexpr
+):
     """A block at column k0; zeros past the end of the row."""
     if k0 + BLOCK_IN <= COLUMNS:
         return tl.load(at + k0, eviction_policy=EVICT)
@@ -378,18 +530,36 @@ def folded(t, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, EACH: tl.conste
 
 @jit
 def turned_and_stored(
-    y, z, p, m, here, cache, slots, positions, cos, sin, out, half,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TABLES: tl.constexpr,
-):  # fmt: skip
+    y,
+    z,
+    p,
+    m,
+    here,
+    cache,
+    slots,
+    positions,
+    cos,
+    sin,
+    out,
+    half,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TABLES: tl.constexpr,
+):
     """y and z [tokens, pairs] are the two dimensions of each pair of the heads q | k | v."""
     low, high = rows_of(p, 0, DIM, TURNED, INTERLEAVED, "heads")
-    head, j = p // (DIM // 2), p % (DIM // 2)
+    head = p // (DIM // 2)
+    j = p % (DIM // 2)
     if TURNED > 0:
         turns = here & ((j < TURNED // 2) & (head < HEADS + KV_HEADS))[None, :]
         row = tl.load(positions + m, mask=m < TOKENS, other=0) if TABLES else m
         at = row[:, None] * (TURNED // 2) + j[None, :]
-        c, s = tl.load(cos + at, mask=turns, other=1.0), tl.load(sin + at, mask=turns, other=0.0)
+        c = tl.load(cos + at, mask=turns, other=1.0)
+        s = tl.load(sin + at, mask=turns, other=0.0)
         y, z = y * c - z * s, y * s + z * c
     q = here & (head < HEADS)[None, :]
     at = m[:, None] * (HEADS * DIM) + low[None, :]
@@ -398,7 +568,10 @@ def turned_and_stored(
     is_key = head < HEADS + KV_HEADS
     column = low - tl.where(is_key, HEADS, HEADS + KV_HEADS) * DIM
     slot = tl.load(slots + m, mask=m < TOKENS, other=0).to(tl.int64)
-    at = slot[:, None] * (KV_HEADS * DIM) + (column + tl.where(is_key, 0, 1).to(tl.int64) * half)[None, :]
+    at = (
+        slot[:, None] * (KV_HEADS * DIM)
+        + (column + tl.where(is_key, 0, 1).to(tl.int64) * half)[None, :]
+    )
     kv = here & (head >= HEADS)[None, :]
     tl.store(cache + at, y.to(cache.dtype.element_ty), mask=kv)
     tl.store(cache + at + (high - low)[None, :], z.to(cache.dtype.element_ty), mask=kv)

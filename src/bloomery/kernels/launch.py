@@ -71,7 +71,11 @@ def hopper(device: torch.device) -> bool:
 @cache
 def processors(device: torch.device) -> int:
     """How many programs run side by side, at the least."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 4
+    )
 
 
 def power_of_two(n: int) -> int:

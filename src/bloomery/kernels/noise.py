@@ -29,15 +29,20 @@ import torch
 from bloomery.kernels.launch import jit, tl
 
 MASK = 0xFFFFFFFF
-FIRST, SECOND = 0x7FEB352D, 0x846CA68B
-GOLDEN, SILVER = 0x9E3779B9, 0x85EBCA6B
+FIRST = 0x7FEB352D
+SECOND = 0x846CA68B
+GOLDEN = 0x9E3779B9
+SILVER = 0x85EBCA6B
 SCALE = (1 - 2.0**-24) * 2.0**-31
 
 
 def words(seed: int) -> tuple[int, int]:
     """A 64-bit seed as the two int32 words that `keys` takes; host arithmetic, once per request."""
-    low, high = seed & MASK, seed >> 32 & MASK
-    return _signed(_mix_int(_mix_int(low + GOLDEN) ^ high)), _signed(_mix_int(_mix_int(high + SILVER) ^ low))
+    low = seed & MASK
+    high = seed >> 32 & MASK
+    return _signed(_mix_int(_mix_int(low + GOLDEN) ^ high)), _signed(
+        _mix_int(_mix_int(high + SILVER) ^ low)
+    )
 
 
 def keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -74,7 +79,14 @@ def key_at(word, position, FIRST: tl.constexpr = FIRST, SECOND: tl.constexpr = S
 
 
 @jit
-def bits_at(k0, k1, tokens, FIRST: tl.constexpr = FIRST, SECOND: tl.constexpr = SECOND, GOLDEN: tl.constexpr = GOLDEN):
+def bits_at(
+    k0,
+    k1,
+    tokens,
+    FIRST: tl.constexpr = FIRST,
+    SECOND: tl.constexpr = SECOND,
+    GOLDEN: tl.constexpr = GOLDEN,
+):
     x = tokens.to(tl.uint32) * GOLDEN + k0
     x = (x ^ (x >> 16)) * FIRST
     x = (x ^ (x >> 15) ^ k1) * SECOND

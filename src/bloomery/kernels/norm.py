@@ -20,7 +20,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     return rms_norm_reference(x, weight, eps)
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
     """A weight of more than one axis, as [heads, dim], norms the last axis and scales each head by its own row."""
     if fused(x) and fits(x, weight, bias):
         return norm_rows(x, weight, bias, eps, centered=True)[1]
@@ -37,9 +39,14 @@ def add_scaled(residual: torch.Tensor, y: torch.Tensor, scale: float) -> torch.T
 
 
 def add_norm(
-    residual: torch.Tensor, y: torch.Tensor, scale: float, weight: torch.Tensor | None, bias: torch.Tensor | None,
-    eps: float, centered: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    residual: torch.Tensor,
+    y: torch.Tensor,
+    scale: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """residual + scale * y, and its norm: one pass over both."""
     if fused(y) and fits(y, weight, bias) and residual.is_contiguous() and y.is_contiguous():
         return norm_rows(y, weight, bias, eps, centered, residual, scale)
@@ -69,7 +76,11 @@ def layer_norm_reference(
 def fits(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
     """One weight for all rows; rows a fixed distance apart, as in a slice of a packed projection."""
     rows = x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)
-    return rows and x.shape[-1] <= WIDEST and all(part is None or part.dim() == 1 for part in (weight, bias))
+    return (
+        rows
+        and x.shape[-1] <= WIDEST
+        and all(part is None or part.dim() == 1 for part in (weight, bias))
+    )
 
 
 def norm_rows(
@@ -110,10 +121,23 @@ def norm_rows(
 
 @jit
 def norm_kernel(
-    x, weight, bias, out, residual, total, stride, eps, factor,
-    ADD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    out,
+    residual,
+    total,
+    stride,
+    eps,
+    factor,
+    ADD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTERED: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -125,7 +149,9 @@ def norm_kernel(
     wait(PDL)
     wide = tl.load(x + row * stride + i, mask=here, other=0.0).to(tl.float32)
     if ADD:
-        wide = tl.load(residual + row * WIDTH + i, mask=here, other=0.0).to(tl.float32) + factor * wide
+        wide = (
+            tl.load(residual + row * WIDTH + i, mask=here, other=0.0).to(tl.float32) + factor * wide
+        )
         wide = wide.to(out.dtype.element_ty)  # what is handed on is what is normed
         tl.store(total + row * WIDTH + i, wide, mask=here)
         wide = wide.to(tl.float32)

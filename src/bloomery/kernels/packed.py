@@ -21,7 +21,9 @@ class Grid:
     scale: torch.Tensor  # [out, in / group], floating; a group of all columns is a row
     zero: torch.Tensor | None = None  # [out, in / group], floating; None: the middle of the range
     bits: int = 4
-    order: torch.Tensor | None = None  # [in] int32: column i of the codes belongs to column order[i] of the input
+    order: torch.Tensor | None = (
+        None  # [in] int32: column i of the codes belongs to column order[i] of the input
+    )
     both: bool = False  # the input may be rounded to 8 bits as well, where that is faster
 
     @property
@@ -40,7 +42,9 @@ class Grid:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[out, in], its columns where the input has them."""
         zero = self.middle if self.zero is None else spread(self.zero.float(), self.group)
-        values = (unpack(self.codes, self.bits).float() - zero) * spread(self.scale.float(), self.group)
+        values = (unpack(self.codes, self.bits).float() - zero) * spread(
+            self.scale.float(), self.group
+        )
         if self.order is not None:
             values = torch.empty_like(values).index_copy_(1, self.order.long(), values)
         return values.to(dtype)
@@ -67,7 +71,9 @@ class Codebook:
     @property
     def nest(self) -> int:
         """Columns whose maxima share a factor."""
-        return self.shape[1] if self.outer is None or self.outer.shape[1] == 2 else NESTED * self.block
+        return (
+            self.shape[1] if self.outer is None or self.outer.shape[1] == 2 else NESTED * self.block
+        )
 
     @property
     def largest(self) -> torch.Tensor:
@@ -98,9 +104,12 @@ class Fp8:
         return self.scale.numel() not in (1, len(self.codes)) or self.scale.shape[-1] > 1
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        scale, (rows, columns) = self.scale.float(), self.shape
+        scale = self.scale.float()
+        (rows, columns) = self.shape
         if self.blocks:
-            scale = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+            scale = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[
+                :, :columns
+            ]
         return (self.codes.float() * scale).to(dtype)
 
 
@@ -115,7 +124,11 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 3:
         places = torch.arange(0, 24, 3, device=codes.device)
         words = (codes.unflatten(1, (-1, 8)).int() << places).sum(-1)
-        return torch.stack([words >> shift & 255 for shift in (0, 8, 16)], -1).flatten(1).to(torch.uint8)
+        return (
+            torch.stack([words >> shift & 255 for shift in (0, 8, 16)], -1)
+            .flatten(1)
+            .to(torch.uint8)
+        )
     each = 8 // bits
     out = codes[:, ::each].clone()
     for place in range(1, each):
@@ -130,7 +143,11 @@ def unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 3:
         octets = codes.unflatten(1, (-1, 3)).int()
         words = octets[..., 0] | octets[..., 1] << 8 | octets[..., 2] << 16
-        return (words[..., None] >> torch.arange(0, 24, 3, device=codes.device) & 7).flatten(1).to(torch.uint8)
+        return (
+            (words[..., None] >> torch.arange(0, 24, 3, device=codes.device) & 7)
+            .flatten(1)
+            .to(torch.uint8)
+        )
     parts = [(codes >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return torch.stack(parts, -1).flatten(1)
 

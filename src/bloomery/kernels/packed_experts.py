@@ -23,7 +23,12 @@ from bloomery.kernels.packed_gemv import layout
 def possible(packed: Packed, dtype: torch.dtype) -> bool:
     """Whether the kernels can."""
     plain = not (isinstance(packed, Grid) and packed.order is not None)
-    return plain and dtype.itemsize == 2 and packed_gemv.possible(packed) and packed_gemm.possible(packed)
+    return (
+        plain
+        and dtype.itemsize == 2
+        and packed_gemv.possible(packed)
+        and packed_gemm.possible(packed)
+    )
 
 
 def mix_packed(
@@ -49,7 +54,9 @@ def mix_packed_reference(
     experts: int,
     activation: str = "silu",
 ) -> torch.Tensor:
-    first, second = (packed.dequantize(x.dtype).unflatten(0, (experts, -1)) for packed in (up, down))
+    first, second = (
+        packed.dequantize(x.dtype).unflatten(0, (experts, -1)) for packed in (up, down)
+    )
     return mix_reference(x, chosen, weights, first, second, activation)
 
 
@@ -64,7 +71,9 @@ def singly(
     cut: packed_gemv.Tiling | None = None,
 ) -> torch.Tensor:
     """The kernel for a few tokens: visit by visit."""
-    h = packed_gemv.packed_rows(x, up, None, None, Activation(activation, True), cut, chosen, experts)
+    h = packed_gemv.packed_rows(
+        x, up, None, None, Activation(activation, True), cut, chosen, experts
+    )
     y = packed_gemv.packed_rows(h, down, None, None, None, cut, chosen, experts)
     return added_up(y, chosen, weights, experts, x, None, 1.0)
 
@@ -84,11 +93,19 @@ def grouped(
     order = torch.empty(visits, dtype=torch.int32, device=x.device)
     ranges = torch.empty(2, experts, dtype=torch.int32, device=x.device)
     order_kernel[(experts,)](
-        chosen, order, ranges, visits, experts, WIDTH=min(8192, max(32, power_of_two(visits))),
-        num_warps=8 if visits > 1024 else 4, **overlap(x.device),
-    )  # fmt: skip
+        chosen,
+        order,
+        ranges,
+        visits,
+        experts,
+        WIDTH=min(8192, max(32, power_of_two(visits))),
+        num_warps=8 if visits > 1024 else 4,
+        **overlap(x.device),
+    )
     h = products(x, up, order, ranges, chosen.shape[1], activation, cut)
-    return added_up(products(h, down, order, ranges, 1, None, cut), chosen, weights, experts, x, None, 1.0)
+    return added_up(
+        products(h, down, order, ranges, 1, None, cut), chosen, weights, experts, x, None, 1.0
+    )
 
 
 def products(
@@ -101,34 +118,81 @@ def products(
     cut: Tiling | None = None,
 ) -> torch.Tensor:
     """With an activation from tokens (`share` visits each) to visits in order; without, from there to the visits."""
-    visits, experts, how, columns = len(order), ranges.shape[1], layout(packed), packed.shape[1]
-    rows, units = packed.shape[0] // experts, columns // unit(how.bits)
+    visits = len(order)
+    experts = ranges.shape[1]
+    how = layout(packed)
+    columns = packed.shape[1]
+    rows = packed.shape[0] // experts
+    units = columns // unit(how.bits)
     outputs = rows // 2 if activation else rows
     if cut is None:
         tokens = min(128, max(16, visits // experts))
         cut = tiling(tokens, packed.shape[0], units, how.kind, how.bits, processors(x.device))
-        cut = cut._replace(outputs=64) if activation and cut.tokens >= 64 else cut  # two sums in registers
+        cut = (
+            cut._replace(outputs=64) if activation and cut.tokens >= 64 else cut
+        )  # two sums in registers
     out = torch.empty(visits, outputs, dtype=x.dtype, device=x.device)
     x = arranged(x, how, None)
     blocks = min(visits, (visits + experts * (cut.tokens - 1)) // cut.tokens)
     given = (how.zero, how.table)
     packed_grouped_kernel[(blocks, -(-outputs // cut.outputs))](
-        x, how.codes.view(torch.int16), how.scale, *(x if part is None else part for part in given), out, order,
-        ranges, outputs, columns, EXPERTS=experts, EXPERTS_UP=power_of_two(experts), SHARE=share,
-        ACTIVATION=activation, **choices(packed, x.dtype, x.device), BLOCK_OUT=cut.outputs, VISITS=cut.tokens,
-        WARPS=cut.warps, STAGES=cut.stages, TURN=cut.turn, num_warps=cut.warps, **overlap(x.device),
-    )  # fmt: skip
+        x,
+        how.codes.view(torch.int16),
+        how.scale,
+        *(x if part is None else part for part in given),
+        out,
+        order,
+        ranges,
+        outputs,
+        columns,
+        EXPERTS=experts,
+        EXPERTS_UP=power_of_two(experts),
+        SHARE=share,
+        ACTIVATION=activation,
+        **choices(packed, x.dtype, x.device),
+        BLOCK_OUT=cut.outputs,
+        VISITS=cut.tokens,
+        WARPS=cut.warps,
+        STAGES=cut.stages,
+        TURN=cut.turn,
+        num_warps=cut.warps,
+        **overlap(x.device),
+    )
     return out
 
 
 @jit
 def packed_grouped_kernel(
-    x, codes, scale, zero, table, out, order, ranges, outputs, columns,
-    EXPERTS: tl.constexpr, EXPERTS_UP: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr,
-    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, NEST: tl.constexpr,
-    ZERO: tl.constexpr, SIGNED: tl.constexpr, LATE: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    VISITS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TURN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    scale,
+    zero,
+    table,
+    out,
+    order,
+    ranges,
+    outputs,
+    columns,
+    EXPERTS: tl.constexpr,
+    EXPERTS_UP: tl.constexpr,
+    SHARE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TALL: tl.constexpr,
+    NEST: tl.constexpr,
+    ZERO: tl.constexpr,
+    SIGNED: tl.constexpr,
+    LATE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    VISITS: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    TURN: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program makes BLOCK_OUT outputs of up to VISITS visits to one expert; gates first, then what they gate."""
     begin(PDL)
     wait(PDL)
@@ -142,16 +206,66 @@ def packed_grouped_kernel(
         base = expert * (2 * outputs if gated else outputs)
         last = columns // (512 // BITS)
         y = summed(
-            x, token, codes, scale, zero, table, base + n0, base + outputs, 0, last, columns, KIND, BITS, GROUP, TALL,
-            NEST, ZERO, SIGNED, LATE, ASSEMBLY, BLOCK_OUT, VISITS, WARPS, STAGES, TURN, False,
-        )  # fmt: skip
+            x,
+            token,
+            codes,
+            scale,
+            zero,
+            table,
+            base + n0,
+            base + outputs,
+            0,
+            last,
+            columns,
+            KIND,
+            BITS,
+            GROUP,
+            TALL,
+            NEST,
+            ZERO,
+            SIGNED,
+            LATE,
+            ASSEMBLY,
+            BLOCK_OUT,
+            VISITS,
+            WARPS,
+            STAGES,
+            TURN,
+            False,
+        )
         if gated:
             base += outputs
             z = summed(
-                x, token, codes, scale, zero, table, base + n0, base + outputs, 0, last, columns, KIND, BITS, GROUP,
-                TALL, NEST, ZERO, SIGNED, LATE, ASSEMBLY, BLOCK_OUT, VISITS, WARPS, STAGES, TURN, False,
-            )  # fmt: skip
+                x,
+                token,
+                codes,
+                scale,
+                zero,
+                table,
+                base + n0,
+                base + outputs,
+                0,
+                last,
+                columns,
+                KIND,
+                BITS,
+                GROUP,
+                TALL,
+                NEST,
+                ZERO,
+                SIGNED,
+                LATE,
+                ASSEMBLY,
+                BLOCK_OUT,
+                VISITS,
+                WARPS,
+                STAGES,
+                TURN,
+                False,
+            )
             y = activated(y, ACTIVATION) * z
         n = n0 + tl.arange(0, BLOCK_OUT)
         at = (m if gated else visit).to(tl.int64)[None, :] * outputs + n[:, None]
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=(n < outputs)[:, None] & (m < end)[None, :])
+        tl.store(
+            out + at, y.to(out.dtype.element_ty), mask=(n < outputs)[:, None] & (m < end)[None, :]
+        )

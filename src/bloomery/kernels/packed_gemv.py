@@ -99,11 +99,14 @@ class Layout(NamedTuple):
 
 
 def layout(packed: Packed) -> Layout:
-    codes, columns = packed.codes, packed.shape[1]
+    codes = packed.codes
+    columns = packed.shape[1]
     match packed:
         case Grid():
             signed = packed.codes.dtype == torch.int8
-            return Layout("grid", packed.bits, codes, packed.scale, packed.zero, None, packed.group, 1, signed)
+            return Layout(
+                "grid", packed.bits, codes, packed.scale, packed.zero, None, packed.group, 1, signed
+            )
         case Codebook():
             given = packed.absmax, packed.outer, packed.table
             nest = packed.nest if packed.nest < columns else 0
@@ -118,14 +121,23 @@ def possible(packed: Packed, after: After = None) -> bool:
     """Whether the kernel can: rows of whole 16 bytes, none of which straddles two scales."""
     if isinstance(packed, Grid) and (packed.order is not None or packed.bits not in (4, 8)):
         return False
-    codes, columns = packed.codes, packed.shape[1]
+    codes = packed.codes
+    columns = packed.shape[1]
     each = 16 * columns // max(codes.shape[1], 1)
-    group = BLOCK if isinstance(packed, Fp8) else packed.block if isinstance(packed, Codebook) else packed.group
+    group = (
+        BLOCK
+        if isinstance(packed, Fp8)
+        else packed.block
+        if isinstance(packed, Codebook)
+        else packed.group
+    )
     if codes.shape[1] % 16 or not codes.is_contiguous() or (group < columns and group % each):
         return False
     if isinstance(after, Heads):
         plain = after.turn.norm is None and after.turn.clip is None
-        whole = after.cache[0].is_contiguous() and after.cache.element_size() > 1  # 8 bits need a head's largest number
+        whole = (
+            after.cache[0].is_contiguous() and after.cache.element_size() > 1
+        )  # 8 bits need a head's largest number
         return plain and after.cache.shape[-1] % 2 == 0 and whole
     return True
 
@@ -163,9 +175,12 @@ def packed_rows(
     With `visits` the matrix is that of so many experts, one below the other: see gemv.product_rows.
     """
     x = x.contiguous()
-    (tokens, columns), rows, how = x.shape, packed.shape[0] // max(experts, 1), layout(packed)
+    (tokens, columns) = x.shape
+    rows = packed.shape[0] // max(experts, 1)
+    how = layout(packed)
     lines = tokens if visits is None else visits.numel()
-    share, tokens = lines // tokens, tokens if visits is None else 1
+    share = lines // tokens
+    tokens = tokens if visits is None else 1
     paired = isinstance(after, Heads) or (isinstance(after, Activation) and after.gated)
     outputs = rows // 2 if paired else rows
     dots = by_dots(how, x.dtype)
@@ -174,57 +189,131 @@ def packed_rows(
     weight = None if before is None else before.weight
     given = (how.zero, how.table, visits, bias, weight)
     packed_gemv_kernel[(-(-outputs // cut.outputs), lines if experts else 1)](
-        x, how.codes.view(torch.int32), how.scale, *(x if part is None else part for part in given), *end.tensors,
-        0.0 if before is None else before.eps, *end.numbers,
-        OUTPUTS=outputs, COLUMNS=columns, TOKENS=tokens, TOKENS_UP=power_of_two(tokens), EXPERTS=experts, SHARE=share,
-        KIND=how.kind, BITS=how.bits, GROUP=how.group, TALL=how.tall, NEST=how.nest, ZERO=how.zero is not None,
-        SIGNED=how.signed, BIAS=bias is not None, NORM=before is not None, NORM_WEIGHT=weight is not None,
-        PAIRED=paired, **end.choices, DOTS=dots, AHEAD=cut.ahead, BLOCK_OUT=cut.outputs,
-        LANES=hopper(x.device) if how.kind == "fp8" else x.is_cuda, BLOCK_IN=cut.chunks,
-        num_warps=cut.warps, **overlap(x.device),
-    )  # fmt: skip
+        x,
+        how.codes.view(torch.int32),
+        how.scale,
+        *(x if part is None else part for part in given),
+        *end.tensors,
+        0.0 if before is None else before.eps,
+        *end.numbers,
+        OUTPUTS=outputs,
+        COLUMNS=columns,
+        TOKENS=tokens,
+        TOKENS_UP=power_of_two(tokens),
+        EXPERTS=experts,
+        SHARE=share,
+        KIND=how.kind,
+        BITS=how.bits,
+        GROUP=how.group,
+        TALL=how.tall,
+        NEST=how.nest,
+        ZERO=how.zero is not None,
+        SIGNED=how.signed,
+        BIAS=bias is not None,
+        NORM=before is not None,
+        NORM_WEIGHT=weight is not None,
+        PAIRED=paired,
+        **end.choices,
+        DOTS=dots,
+        AHEAD=cut.ahead,
+        BLOCK_OUT=cut.outputs,
+        LANES=hopper(x.device) if how.kind == "fp8" else x.is_cuda,
+        BLOCK_IN=cut.chunks,
+        num_warps=cut.warps,
+        **overlap(x.device),
+    )
     return end.tensors[-1]
 
 
 @jit
 def packed_gemv_kernel(
-    x, codes, scale, zero, table, visits, bias, norm_weight, other, slots, positions, cos, sin, out,
-    eps, factor, half,
-    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, TOKENS_UP: tl.constexpr,
-    EXPERTS: tl.constexpr, SHARE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    TALL: tl.constexpr, NEST: tl.constexpr, ZERO: tl.constexpr, SIGNED: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, PAIRED: tl.constexpr,
-    AFTER: tl.constexpr, ACTIVATION: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TABLES: tl.constexpr, LANES: tl.constexpr, DOTS: tl.constexpr,
-    AHEAD: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    scale,
+    zero,
+    table,
+    visits,
+    bias,
+    norm_weight,
+    other,
+    slots,
+    positions,
+    cos,
+    sin,
+    out,
+    eps,
+    factor,
+    half,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOKENS_UP: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SHARE: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TALL: tl.constexpr,
+    NEST: tl.constexpr,
+    ZERO: tl.constexpr,
+    SIGNED: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_WEIGHT: tl.constexpr,
+    PAIRED: tl.constexpr,
+    AFTER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TABLES: tl.constexpr,
+    LANES: tl.constexpr,
+    DOTS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Tiles are [chunks, tokens, outputs], so that a warp lies along the chunks: 16 bytes of a row, EACH columns."""
     begin(PDL)
     EACH: tl.constexpr = 128 // BITS
     CHUNKS: tl.constexpr = COLUMNS // EACH
     GROUPED: tl.constexpr = GROUP < COLUMNS
     p = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    row = p if OUTPUTS % BLOCK_OUT == 0 else tl.minimum(p, OUTPUTS - 1)  # else rows are as far apart as they look
+    row = (
+        p if OUTPUTS % BLOCK_OUT == 0 else tl.minimum(p, OUTPUTS - 1)
+    )  # else rows are as far apart as they look
     first, second = rows_of(row, OUTPUTS, DIM, TURNED, INTERLEAVED, AFTER)
     if EXPERTS > 0:
         wait(PDL)  # the experts are news of this step
         visit = tl.program_id(1).to(tl.int64)
         expert = tl.load(visits + visit)
-        expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, 0) * (OUTPUTS * (2 if PAIRED else 1))
-        first, second = first + expert, second + expert
+        expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, 0) * (
+            OUTPUTS * (2 if PAIRED else 1)
+        )
+        first = first + expert
+        second = second + expert
         x += visit // SHARE * COLUMNS
         out += visit * OUTPUTS
-    m, c = tl.arange(0, TOKENS_UP), tl.arange(0, BLOCK_IN)
+    m = tl.arange(0, TOKENS_UP)
+    c = tl.arange(0, BLOCK_IN)
     i = c[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
     at_first = codes + first[None, None, :, None] * (CHUNKS * 4) + i
     at_second = codes + second[None, None, :, None] * (CHUNKS * 4) + i
     a = chunk(at_first, 0, c, CHUNKS)
     b = a
-    a_scale, a_zero = scales(scale, zero, table, first, 0, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO)
-    b_scale, b_zero = a_scale, a_zero
+    a_scale, a_zero = scales(
+        scale, zero, table, first, 0, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO
+    )
+    b_scale = a_scale
+    b_zero = a_zero
     if PAIRED:
         b = chunk(at_second, 0, c, CHUNKS)
-        b_scale, b_zero = scales(scale, zero, table, second, 0, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO)
+        b_scale, b_zero = scales(
+            scale, zero, table, second, 0, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO
+        )
     values = c[:, None, None]
     if KIND == "codebook":
         values = tl.load(table + c % 16)[:, None, None]
@@ -238,22 +327,54 @@ def packed_gemv_kernel(
     square = tl.zeros([BLOCK_IN, TOKENS_UP, 1], tl.float32)
     plain = square  # sums of x: without groups over all chunks
     for c0 in tl.range(0, CHUNKS, BLOCK_IN, num_stages=1):
-        a_now, b_now, a_by, b_by, a_less, b_less = a, b, a_scale, b_scale, a_zero, b_zero
+        a_now = a
+        b_now = b
+        a_by = a_scale
+        b_by = b_scale
+        a_less = a_zero
+        b_less = b_zero
         if AHEAD:
-            now0, now1, now2, now3 = x0, x1, x2, x3
+            now0 = x0
+            now1 = x1
+            now2 = x2
+            now3 = x3
             x0, x1, x2, x3 = tokens_of(at_x, c0 + BLOCK_IN, c, COLUMNS, EACH)
         else:
             now0, now1, now2, now3 = tokens_of(at_x, c0, c, COLUMNS, EACH)
         a = chunk(at_first, c0 + BLOCK_IN, c, CHUNKS)
         if GROUPED:
             a_scale, a_zero = scales(
-                scale, zero, table, first, c0 + BLOCK_IN, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO
+                scale,
+                zero,
+                table,
+                first,
+                c0 + BLOCK_IN,
+                c,
+                KIND,
+                COLUMNS,
+                EACH,
+                GROUP,
+                TALL,
+                NEST,
+                ZERO,
             )
         if PAIRED:
             b = chunk(at_second, c0 + BLOCK_IN, c, CHUNKS)
             if GROUPED:
                 b_scale, b_zero = scales(
-                    scale, zero, table, second, c0 + BLOCK_IN, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO
+                    scale,
+                    zero,
+                    table,
+                    second,
+                    c0 + BLOCK_IN,
+                    c,
+                    KIND,
+                    COLUMNS,
+                    EACH,
+                    GROUP,
+                    TALL,
+                    NEST,
+                    ZERO,
                 )
         a0, a1, a2, a3 = four(a_now, BLOCK_OUT, BLOCK_IN, SIGNED)
         b0, b1, b2, b3 = four(b_now, BLOCK_OUT, BLOCK_IN, SIGNED)
@@ -262,16 +383,30 @@ def packed_gemv_kernel(
             z_part = y_part
             plain = tl.zeros([BLOCK_IN, TOKENS_UP, 1], tl.float32)
         else:
-            y_part, z_part = y, z
-        at_weight = norm_weight + (c0 + c)[:, None, None, None] * EACH + tl.arange(0, 8)[None, None, None, :]
+            y_part = y
+            z_part = z
+        at_weight = (
+            norm_weight
+            + (c0 + c)[:, None, None, None] * EACH
+            + tl.arange(0, 8)[None, None, None, :]
+        )
         inside = ((c0 + c) * EACH < COLUMNS)[:, None, None, None]
         if DOTS:
-            v0, square = given(now0, square, at_weight, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN)
-            v1, square = given(now1, square, at_weight + 8, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN)
-            v2, v3 = v0, v1
+            v0, square = given(
+                now0, square, at_weight, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN
+            )
+            v1, square = given(
+                now1, square, at_weight + 8, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN
+            )
+            v2 = v0
+            v3 = v1
             if BITS == 4:
-                v2, square = given(now2, square, at_weight + 16, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN)
-                v3, square = given(now3, square, at_weight + 24, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN)
+                v2, square = given(
+                    now2, square, at_weight + 16, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN
+                )
+                v3, square = given(
+                    now3, square, at_weight + 24, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN
+                )
             unit, high, low, all_high, all_low = in_bytes(v0, v1, v2, v3, BITS, LANES)
             none = tl.zeros([BLOCK_IN, TOKENS_UP, BLOCK_OUT], tl.int32)
             y_part += unit * dots((a0, a1, a2, a3), high, low, none, BITS, LANES)
@@ -281,27 +416,44 @@ def packed_gemv_kernel(
         else:
             for piece in tl.static_range(EACH // 8):
                 now = pick4(now0, now1, now2, now3, piece)
-                v, square = given(now, square, at_weight + piece * 8, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN)
+                v, square = given(
+                    now,
+                    square,
+                    at_weight + piece * 8,
+                    inside,
+                    NORM,
+                    NORM_WEIGHT,
+                    TOKENS_UP,
+                    BLOCK_IN,
+                )
                 if KIND == "grid":
                     plain += (v[0] + v[1] + v[2] + v[3]) + (v[4] + v[5] + v[6] + v[7])
                     v = placed(v, BITS)
                 if BITS == 4:
-                    y_part = eight4(y_part, pick4(a0, a1, a2, a3, piece), v, values, table, KIND, LANES)
+                    y_part = eight4(
+                        y_part, pick4(a0, a1, a2, a3, piece), v, values, table, KIND, LANES
+                    )
                     if PAIRED:
-                        z_part = eight4(z_part, pick4(b0, b1, b2, b3, piece), v, values, table, KIND, LANES)
+                        z_part = eight4(
+                            z_part, pick4(b0, b1, b2, b3, piece), v, values, table, KIND, LANES
+                        )
                 else:
-                    left, right = pick4(a0, a1, a2, a3, 2 * piece), pick4(a0, a1, a2, a3, 2 * piece + 1)
+                    left = pick4(a0, a1, a2, a3, 2 * piece)
+                    right = pick4(a0, a1, a2, a3, 2 * piece + 1)
                     y_part = eight8(y_part, left, right, v, KIND, LANES)
                     if PAIRED:
-                        left, right = pick4(b0, b1, b2, b3, 2 * piece), pick4(b0, b1, b2, b3, 2 * piece + 1)
+                        left = pick4(b0, b1, b2, b3, 2 * piece)
+                        right = pick4(b0, b1, b2, b3, 2 * piece + 1)
                         z_part = eight8(z_part, left, right, v, KIND, LANES)
         if GROUPED:
             y += a_by * centred(y_part, plain, a_less, KIND, BITS, ZERO, DOTS)
             if PAIRED:
                 z += b_by * centred(z_part, plain, b_less, KIND, BITS, ZERO, DOTS)
         else:
-            y, z = y_part, z_part
-    y, z = tl.sum(y, 0), tl.sum(z, 0)
+            y = y_part
+            z = z_part
+    y = tl.sum(y, 0)
+    z = tl.sum(z, 0)
     if not GROUPED:
         plain = tl.sum(plain, 0)
         a_scale, a_zero = whole(scale, zero, first, TALL, ZERO)
@@ -311,14 +463,36 @@ def packed_gemv_kernel(
             z = b_scale * centred(z, plain, b_zero, KIND, BITS, ZERO, DOTS)
     if NORM:
         root = tl.rsqrt(tl.sum(square, 0) / COLUMNS + eps)
-        y, z = y * root, z * root
+        y = y * root
+        z = z * root
     if BIAS:
         y += tl.load(bias + first)[None, :].to(tl.float32)
         z += tl.load(bias + second)[None, :].to(tl.float32)
     finish(
-        y, z, p, m, other, slots, positions, cos, sin, out, factor, half, OUTPUTS, TOKENS, PAIRED, AFTER, ACTIVATION,
-        HEADS, KV_HEADS, DIM, TURNED, INTERLEAVED, TABLES,
-    )  # fmt: skip
+        y,
+        z,
+        p,
+        m,
+        other,
+        slots,
+        positions,
+        cos,
+        sin,
+        out,
+        factor,
+        half,
+        OUTPUTS,
+        TOKENS,
+        PAIRED,
+        AFTER,
+        ACTIVATION,
+        HEADS,
+        KV_HEADS,
+        DIM,
+        TURNED,
+        INTERLEAVED,
+        TABLES,
+    )
 
 
 @jit
@@ -375,9 +549,15 @@ def eight(v, TOKENS_UP: tl.constexpr, BLOCK_IN: tl.constexpr):
 
 @jit
 def given(
-    now, square, at_weight, inside, NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, TOKENS_UP: tl.constexpr,
+    now,
+    square,
+    at_weight,
+    inside,
+    NORM: tl.constexpr,
+    NORM_WEIGHT: tl.constexpr,
+    TOKENS_UP: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-):  # fmt: skip
+):
     """Eight columns of every chunk, times the norm's weights; and the sum of the squares of what they were."""
     v = eight(now, TOKENS_UP, BLOCK_IN)
     if NORM:
@@ -390,7 +570,16 @@ def given(
 
 @jit
 def times(v, g):
-    return v[0] * g[0], v[1] * g[1], v[2] * g[2], v[3] * g[3], v[4] * g[4], v[5] * g[5], v[6] * g[6], v[7] * g[7]
+    return (
+        v[0] * g[0],
+        v[1] * g[1],
+        v[2] * g[2],
+        v[3] * g[3],
+        v[4] * g[4],
+        v[5] * g[5],
+        v[6] * g[6],
+        v[7] * g[7],
+    )
 
 
 @jit
@@ -400,14 +589,26 @@ def placed(v, BITS: tl.constexpr):
     ONE: tl.constexpr = 2.0**104
     if BITS == 4:
         return (
-            v[0] * ONE, v[1] * (ONE / 2**4), v[2] * (ONE / 2**8), v[3] * (ONE / 2**12), v[4] * (ONE / 2**16),
-            v[5] * (ONE / 2**20), v[6] * (ONE / 2**16), v[7] * (ONE / 2**20),
-        )  # fmt: skip
+            v[0] * ONE,
+            v[1] * (ONE / 2**4),
+            v[2] * (ONE / 2**8),
+            v[3] * (ONE / 2**12),
+            v[4] * (ONE / 2**16),
+            v[5] * (ONE / 2**20),
+            v[6] * (ONE / 2**16),
+            v[7] * (ONE / 2**20),
+        )
     else:
         return (
-            v[0] * ONE, v[1] * (ONE / 2**8), v[2] * (ONE / 2**16), v[3] * (ONE / 2**16),
-            v[4] * ONE, v[5] * (ONE / 2**8), v[6] * (ONE / 2**16), v[7] * (ONE / 2**16),
-        )  # fmt: skip
+            v[0] * ONE,
+            v[1] * (ONE / 2**8),
+            v[2] * (ONE / 2**16),
+            v[3] * (ONE / 2**16),
+            v[4] * ONE,
+            v[5] * (ONE / 2**8),
+            v[6] * (ONE / 2**16),
+            v[7] * (ONE / 2**16),
+        )
 
 
 @jit
@@ -436,7 +637,12 @@ def looked_up(w, values, table, LANES: tl.constexpr):
     """The table's value for the lowest four bits. Lane l of every half warp holds value l: `values` by chunks."""
     if LANES:
         return tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, $2, 0x101f, 0xffffffff;", "=f,f,r", [values, w], tl.float32, True, 1
+            "shfl.sync.idx.b32 $0, $1, $2, 0x101f, 0xffffffff;",
+            "=f,f,r",
+            [values, w],
+            tl.float32,
+            True,
+            1,
         )
     else:
         return tl.load(table + (w & 15))
@@ -446,7 +652,8 @@ def looked_up(w, values, table, LANES: tl.constexpr):
 def eight8(acc, left, right, v, KIND: tl.constexpr, LANES: tl.constexpr):
     """The four bytes of each word, times v."""
     if KIND == "fp8" and LANES:
-        a, b = floats(left), floats(right)
+        a = floats(left)
+        b = floats(right)
         for j in tl.static_range(4):
             acc += a[j] * v[j]
         for j in tl.static_range(4):
@@ -476,8 +683,12 @@ def floats(w):
         cvt.f32.f16 $2, r;
         cvt.f32.f16 $3, s;
         }""",
-        "=&f,=&f,=&f,=&f,r", [w], (tl.float32, tl.float32, tl.float32, tl.float32), True, 1,
-    )  # fmt: skip
+        "=&f,=&f,=&f,=&f,r",
+        [w],
+        (tl.float32, tl.float32, tl.float32, tl.float32),
+        True,
+        1,
+    )
 
 
 @jit
@@ -505,7 +716,9 @@ def in_bytes(v0, v1, v2, v3, BITS: tl.constexpr, LANES: tl.constexpr):
     if BITS == 4:
         h4, l4, h5, l5 = four_and_four(v2, by, BITS, LANES)
         h6, l6, h7, l7 = four_and_four(v3, by, BITS, LANES)
-        return with_sums(most, (h0, h1, h2, h3, h4, h5, h6, h7), (l0, l1, l2, l3, l4, l5, l6, l7), 8, LANES)
+        return with_sums(
+            most, (h0, h1, h2, h3, h4, h5, h6, h7), (l0, l1, l2, l3, l4, l5, l6, l7), 8, LANES
+        )
     else:
         return with_sums(most, (h0, h1, h2, h3), (l0, l1, l2, l3), 4, LANES)
 
@@ -513,9 +726,11 @@ def in_bytes(v0, v1, v2, v3, BITS: tl.constexpr, LANES: tl.constexpr):
 @jit
 def with_sums(most, high, low, COUNT: tl.constexpr, LANES: tl.constexpr):
     ones = high[0] * 0 + 0x01010101
-    all_high, all_low = high[0] * 0, high[0] * 0
+    all_high = high[0] * 0
+    all_low = high[0] * 0
     for i in tl.static_range(COUNT):
-        all_high, all_low = dot4(all_high, ones, high[i], True, LANES), dot4(all_low, ones, low[i], False, LANES)
+        all_high = dot4(all_high, ones, high[i], True, LANES)
+        all_low = dot4(all_low, ones, low[i], False, LANES)
     return most / 32767.0, high, low, all_high, all_low
 
 
@@ -543,8 +758,10 @@ def four_and_four(v, by, BITS: tl.constexpr, LANES: tl.constexpr):
 def bytes_of(a, b, c, d, by, LANES: tl.constexpr):
     """Beside the exponent of 2 ** 23 the nearest whole number of a * by needs no conversion."""
     MAGIC: tl.constexpr = 12582912.0
-    a, b = (a * by + MAGIC).to(tl.int32, bitcast=True), (b * by + MAGIC).to(tl.int32, bitcast=True)
-    c, d = (c * by + MAGIC).to(tl.int32, bitcast=True), (d * by + MAGIC).to(tl.int32, bitcast=True)
+    a = (a * by + MAGIC).to(tl.int32, bitcast=True)
+    b = (b * by + MAGIC).to(tl.int32, bitcast=True)
+    c = (c * by + MAGIC).to(tl.int32, bitcast=True)
+    d = (d * by + MAGIC).to(tl.int32, bitcast=True)
     if LANES:
         return tl.inline_asm_elementwise(
             """{
@@ -554,24 +771,36 @@ def bytes_of(a, b, c, d, by, LANES: tl.constexpr):
             prmt.b32 $0, t, u, 0x7531;
             prmt.b32 $1, t, u, 0x6420;
             }""",
-            "=&r,=&r,r,r,r,r", [a, b, c, d], (tl.int32, tl.int32), True, 1,
-        )  # fmt: skip
+            "=&r,=&r,r,r,r,r",
+            [a, b, c, d],
+            (tl.int32, tl.int32),
+            True,
+            1,
+        )
     else:
-        high = ((a >> 8) & 255) | (((b >> 8) & 255) << 8) | (((c >> 8) & 255) << 16) | (((d >> 8) & 255) << 24)
+        high = (
+            ((a >> 8) & 255)
+            | (((b >> 8) & 255) << 8)
+            | (((c >> 8) & 255) << 16)
+            | (((d >> 8) & 255) << 24)
+        )
         return high, (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | ((d & 255) << 24)
 
 
 @jit
 def dots(w, high, low, none, BITS: tl.constexpr, LANES: tl.constexpr):
     """Sums of codes times whole numbers, of each chunk [chunks, tokens, outputs]: below 2 ** 24 of 4 bits, so exact."""
-    h, l = none, none
+    h = none
+    l = none
     for i in tl.static_range(4):
         if BITS == 4:
-            even, odd = w[i] & 0x0F0F0F0F, (w[i] >> 4) & 0x0F0F0F0F
+            even = w[i] & 0x0F0F0F0F
+            odd = (w[i] >> 4) & 0x0F0F0F0F
             h = dot4(dot4(h, even, high[2 * i], True, LANES), odd, high[2 * i + 1], True, LANES)
             l = dot4(dot4(l, even, low[2 * i], False, LANES), odd, low[2 * i + 1], False, LANES)
         else:
-            h, l = dot4(h, w[i], high[i], True, LANES), dot4(l, w[i], low[i], False, LANES)
+            h = dot4(h, w[i], high[i], True, LANES)
+            l = dot4(l, w[i], low[i], False, LANES)
     return (h * 256 + l).to(tl.float32)
 
 
@@ -579,7 +808,9 @@ def dots(w, high, low, none, BITS: tl.constexpr, LANES: tl.constexpr):
 def dot4(acc, w, v, SIGNED: tl.constexpr, LANES: tl.constexpr):
     """acc + the four bytes of w times those of v, which may be signed."""
     if LANES:
-        NAME: tl.constexpr = "dp4a.u32.s32 $0, $1, $2, $3;" if SIGNED else "dp4a.u32.u32 $0, $1, $2, $3;"
+        NAME: tl.constexpr = (
+            "dp4a.u32.s32 $0, $1, $2, $3;" if SIGNED else "dp4a.u32.u32 $0, $1, $2, $3;"
+        )
         return tl.inline_asm_elementwise(NAME, "=r,r,r,r", [w, v, acc], tl.int32, True, 1)
     else:
         for j in tl.static_range(4):
@@ -590,8 +821,14 @@ def dot4(acc, w, v, SIGNED: tl.constexpr, LANES: tl.constexpr):
 
 @jit
 def centred(
-    sums, plain, zero, KIND: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, DOTS: tl.constexpr
-):  # fmt: skip
+    sums,
+    plain,
+    zero,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    DOTS: tl.constexpr,
+):
     """Sums of values, from sums of codes as they were read, and the sum of x."""
     if KIND != "grid":
         return sums
@@ -602,15 +839,28 @@ def centred(
 
 @jit
 def scales(
-    scale, zero, table, rows, c0, c, KIND: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr,
-    GROUP: tl.constexpr, TALL: tl.constexpr, NEST: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
+    scale,
+    zero,
+    table,
+    rows,
+    c0,
+    c,
+    KIND: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EACH: tl.constexpr,
+    GROUP: tl.constexpr,
+    TALL: tl.constexpr,
+    NEST: tl.constexpr,
+    ZERO: tl.constexpr,
+):
     """Of every chunk from c0 on, [chunks, 1, outputs]."""
     groups: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP
     g = tl.minimum((c0 + c) * EACH // GROUP, groups - 1)
     at = (rows // TALL)[None, None, :] * groups + g[:, None, None]
     if KIND == "codebook" and ZERO:
-        s = largest(scale, zero, table, at, rows[None, None, :], g[:, None, None] * GROUP, COLUMNS, NEST)
+        s = largest(
+            scale, zero, table, at, rows[None, None, :], g[:, None, None] * GROUP, COLUMNS, NEST
+        )
         return s, s
     else:
         s = tl.load(scale + at).to(tl.float32)

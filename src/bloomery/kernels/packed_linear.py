@@ -60,10 +60,17 @@ def rounds(packed: Packed) -> bool:
         return False
     if isinstance(packed, Fp8):
         return not packed.blocks and torch.cuda.get_device_capability(packed.codes.device) >= (8, 9)
-    return packed.codes.dtype == INT8 and packed.group == columns and packed.zero is None and packed.order is None
+    return (
+        packed.codes.dtype == INT8
+        and packed.group == columns
+        and packed.zero is None
+        and packed.order is None
+    )
 
 
-def packed_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
+def packed_linear(
+    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [tokens, in] -> [tokens, out]."""
     if not fused(x):
         return packed_linear_reference(x, packed, bias)
@@ -80,7 +87,9 @@ def packed_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = N
             return by_scratch(x, packed, bias)
 
 
-def packed_linear_reference(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
+def packed_linear_reference(
+    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     return F.linear(x, packed.dequantize(x.dtype), bias)
 
 
@@ -94,7 +103,8 @@ def packed_phrase(
     if not fused(x) or len(x) > few(packed) or not packed_gemv.possible(packed, after):
         return None
     if before is not None and before.kind == "layer":
-        x, before = layer_norm(x, before.weight, before.bias, before.eps), None
+        x = layer_norm(x, before.weight, before.bias, before.eps)
+        before = None
     return packed_gemv.packed_rows(x, packed, bias, before, after)
 
 
@@ -104,7 +114,12 @@ def rounded(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch
         codes, scale = quantize_rows(x)
         right = packed.scale.float().reshape(1, -1).expand(1, len(packed.codes)).contiguous()
         y = torch._scaled_mm(
-            codes, packed.codes.t(), scale_a=scale, scale_b=right, out_dtype=x.dtype, use_fast_accum=True
+            codes,
+            packed.codes.t(),
+            scale_a=scale,
+            scale_b=right,
+            out_dtype=x.dtype,
+            use_fast_accum=True,
         )
         return y if bias is None else y + bias
     if isinstance(packed, Codebook):
@@ -113,15 +128,31 @@ def rounded(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch
     y = torch._int_mm(codes, packed.codes.t())
     out = torch.empty(y.shape, dtype=x.dtype, device=x.device)
     rescale_kernel[(len(y), -(-y.shape[1] // 1024))](
-        y, scale, packed.scale, out if bias is None else bias, out, ROWS=y.shape[1], BIAS=bias is not None, WIDTH=1024,
-        num_warps=4, **overlap(x.device),
-    )  # fmt: skip
+        y,
+        scale,
+        packed.scale,
+        out if bias is None else bias,
+        out,
+        ROWS=y.shape[1],
+        BIAS=bias is not None,
+        WIDTH=1024,
+        num_warps=4,
+        **overlap(x.device),
+    )
     return out
 
 
 @jit
 def rescale_kernel(
-    y, left, right, bias, out, ROWS: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+    y,
+    left,
+    right,
+    bias,
+    out,
+    ROWS: tl.constexpr,
+    BIAS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y [tokens, out] in int32, times the scales of its token and its output."""
     begin(PDL)
@@ -154,32 +185,69 @@ def by_scratch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> to
 
 def unpacked(packed: Packed, rows: range | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """These rows, [rows, in]; columns in the order of the codes."""
-    how, columns = layout(packed), packed.shape[1]
+    how = layout(packed)
+    columns = packed.shape[1]
     out = torch.empty(len(rows), columns, dtype=dtype, device=packed.codes.device)
     index, start = (out, rows.start) if isinstance(rows, range) else (rows, 0)
     codes = packed.codes.view(torch.int8 if how.signed else torch.uint8)
     group = min(how.group, columns)
-    whole, octets = group == columns, group * how.bits // 8
-    span = SPAN if whole else min(SPAN, octets & -octets)  # bytes of one scale, a power of two of them
+    whole = group == columns
+    octets = group * how.bits // 8
+    span = (
+        SPAN if whole else min(SPAN, octets & -octets)
+    )  # bytes of one scale, a power of two of them
     unpack_kernel[(len(rows), -(-codes.shape[1] // SPAN))](
-        codes, how.scale, out if how.zero is None else how.zero, out if how.table is None else how.table, out, index,
-        start, columns, KIND=how.kind, BITS=how.bits, GROUP=0 if whole else group, TALL=how.tall, NEST=how.nest,
-        ZERO=how.zero is not None, SIGNED=how.signed, PICKED=index is not out, SPANS=SPAN // span, SPAN=span,
-        num_warps=4, **overlap(out.device),
-    )  # fmt: skip
+        codes,
+        how.scale,
+        out if how.zero is None else how.zero,
+        out if how.table is None else how.table,
+        out,
+        index,
+        start,
+        columns,
+        KIND=how.kind,
+        BITS=how.bits,
+        GROUP=0 if whole else group,
+        TALL=how.tall,
+        NEST=how.nest,
+        ZERO=how.zero is not None,
+        SIGNED=how.signed,
+        PICKED=index is not out,
+        SPANS=SPAN // span,
+        SPAN=span,
+        num_warps=4,
+        **overlap(out.device),
+    )
     return out
 
 
 @jit(do_not_specialize=["start"])
 def unpack_kernel(
-    codes, scale, zero, table, out, index, start, columns,
-    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, NEST: tl.constexpr,
-    ZERO: tl.constexpr, SIGNED: tl.constexpr, PICKED: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr,
+    codes,
+    scale,
+    zero,
+    table,
+    out,
+    index,
+    start,
+    columns,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TALL: tl.constexpr,
+    NEST: tl.constexpr,
+    ZERO: tl.constexpr,
+    SIGNED: tl.constexpr,
+    PICKED: tl.constexpr,
+    SPANS: tl.constexpr,
+    SPAN: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """SPANS times SPAN bytes of one row a program. GROUP 0: a row has one scale."""
     wait(PDL)
-    begin(PDL)  # not before: who comes next may read, above its own wait, what was written before this kernel
+    begin(
+        PDL
+    )  # not before: who comes next may read, above its own wait, what was written before this kernel
     line = tl.program_id(0).to(tl.int64)
     row = start + line
     if PICKED:
@@ -196,7 +264,14 @@ def unpack_kernel(
     if KIND == "codebook" and ZERO:
         inside = tl.minimum(first, width - 1)
         s = largest(
-            scale, zero, table, row * (columns // GROUP) + inside * EACH // GROUP, row, inside * EACH, columns, NEST
+            scale,
+            zero,
+            table,
+            row * (columns // GROUP) + inside * EACH // GROUP,
+            row,
+            inside * EACH,
+            columns,
+            NEST,
         )
         s = s[:, None]
     else:

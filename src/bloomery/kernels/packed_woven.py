@@ -39,9 +39,13 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     if hasattr(tma, "async_load"):  # what they are called since Triton 3.7
-        barrier, fetch, put = gl.barrier, tma.async_load, tma.async_store
+        barrier = gl.barrier
+        fetch = tma.async_load
+        put = tma.async_store
     else:
-        barrier, fetch, put = gl.thread_barrier, tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+        barrier = gl.thread_barrier
+        fetch = tma.async_copy_global_to_shared
+        put = tma.async_copy_shared_to_global
 except ImportError:
     gluon = gl = None
 
@@ -61,10 +65,15 @@ class Cut(NamedTuple):
     slots: int
 
 
-TALL, HALF = Cut(256, 64, 4), Cut(128, 128, 4)
+TALL = Cut(256, 64, 4)
+HALF = Cut(128, 128, 4)
 # In columns of a tile of TALL: what a column of HALF takes, by bits; what it takes to add up stretches of either.
-SMALL, ADDING = {8: 0.66, 4: 0.75}, {TALL: 1000, HALF: 450}
-MOST = {8: 2048, 4: 1024}  # bits -> tokens from more of which on unpacking all weights beforehand costs less
+SMALL = {8: 0.66, 4: 0.75}
+ADDING = {TALL: 1000, HALF: 450}
+MOST = {
+    8: 2048,
+    4: 1024,
+}  # bits -> tokens from more of which on unpacking all weights beforehand costs less
 
 
 @lru_cache(maxsize=4096)
@@ -81,7 +90,9 @@ def cut_for(tokens: int, rows: int, columns: int, bits: int, count: int) -> Cut 
 
     def time(cut: Cut) -> float:
         turn = cut.span * cut.slots
-        most = -(-down * -(-tokens // cut.tokens) * (columns // turn) // count)  # turns of a program
+        most = -(
+            -down * -(-tokens // cut.tokens) * (columns // turn) // count
+        )  # turns of a program
         return most * turn * (1 if cut == TALL else SMALL[bits]) + ADDING[cut]
 
     return min(TALL, HALF, key=time)
@@ -90,14 +101,23 @@ def cut_for(tokens: int, rows: int, columns: int, bits: int, count: int) -> Cut 
 def possible(packed: Packed, dtype: torch.dtype) -> TypeGuard[Grid]:
     """Whether the kernel can: codes of 8 bits with one scale a row, of 4 with one for 128 columns, 256 or a multiple of
     512, so that slots of a turn share theirs."""
-    if gluon is None or not isinstance(packed, Grid) or packed.order is not None or dtype.itemsize != 2:
+    if (
+        gluon is None
+        or not isinstance(packed, Grid)
+        or packed.order is not None
+        or dtype.itemsize != 2
+    ):
         return False
     if packed.shape[0] % 16 or not packed.codes.is_contiguous() or packed.codes.data_ptr() % 16:
         return False
     if not hopper(packed.codes.device) or not asynchronous(packed.codes.device):
         return False
     if packed.bits == 8:
-        return packed.codes.dtype == torch.int8 and packed.group == packed.shape[1] and packed.zero is None
+        return (
+            packed.codes.dtype == torch.int8
+            and packed.group == packed.shape[1]
+            and packed.zero is None
+        )
     return packed.bits == 4 and (packed.group in (128, 256) or packed.group % 512 == 0)
 
 
@@ -109,29 +129,59 @@ def plan(tokens: int, packed: Packed, dtype: torch.dtype) -> Cut | None:
 
 
 def woven_product(
-    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None, cut: Cut | None = None, programs: int = 0
+    x: torch.Tensor,
+    packed: Packed,
+    bias: torch.Tensor | None = None,
+    cut: Cut | None = None,
+    programs: int = 0,
 ) -> torch.Tensor:
     """The kernel: x [tokens, in] -> [tokens, out]. `programs`: at most one a processor, which 0 stands for, since they
     wait for each other."""
     if not possible(packed, x.dtype):
-        raise TypeError("this matrix has no interleaved product: packed_woven.possible says which have")
-    x, (rows, columns) = x.contiguous(), packed.shape
-    cut, count = cut or plan(len(x), packed, x.dtype) or TALL, programs or processors(x.device)
+        raise TypeError(
+            "this matrix has no interleaved product: packed_woven.possible says which have"
+        )
+    x = x.contiguous()
+    (rows, columns) = packed.shape
+    cut = cut or plan(len(x), packed, x.dtype) or TALL
+    count = programs or processors(x.device)
     if count > processors(x.device) or columns % (cut.span * cut.slots):
-        raise ValueError(f"{count} programs, {columns} columns: at most one a processor, and whole turns")
+        raise ValueError(
+            f"{count} programs, {columns} columns: at most one a processor, and whole turns"
+        )
     out = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
     rounds, rest = divmod(-(-len(x) // cut.tokens) * -(-rows // OUTPUTS), count)
     rest *= columns // (cut.slots * cut.span)
-    sums = torch.empty(count if rest else 1, OUTPUTS, cut.tokens, dtype=torch.float32, device=x.device)
+    sums = torch.empty(
+        count if rest else 1, OUTPUTS, cut.tokens, dtype=torch.float32, device=x.device
+    )
     codes = packed.codes.view(torch.int16) if packed.bits == 8 else packed.codes
     woven_kernel[(count,)](
-        block(x, cut.tokens, cut.span), block(codes, OUTPUTS, cut.span // 2), block(out, cut.tokens, OUTPUTS),
-        packed.scale, packed.scale if packed.zero is None else packed.zero, out if bias is None else bias, sums,
-        given(x.device), len(x), rows, columns, rounds, rest, -(-rest // count),
-        BITS=packed.bits, GROUP=packed.group if packed.bits == 4 else 0, ZERO=packed.zero is not None,
-        BIAS=bias is not None, N=cut.tokens, SPAN=cut.span, SLOTS=cut.slots, **assembly(packed.bits, x.dtype),
-        num_warps=8, **overlap(x.device),
-    )  # fmt: skip
+        block(x, cut.tokens, cut.span),
+        block(codes, OUTPUTS, cut.span // 2),
+        block(out, cut.tokens, OUTPUTS),
+        packed.scale,
+        packed.scale if packed.zero is None else packed.zero,
+        out if bias is None else bias,
+        sums,
+        given(x.device),
+        len(x),
+        rows,
+        columns,
+        rounds,
+        rest,
+        -(-rest // count),
+        BITS=packed.bits,
+        GROUP=packed.group if packed.bits == 4 else 0,
+        ZERO=packed.zero is not None,
+        BIAS=bias is not None,
+        N=cut.tokens,
+        SPAN=cut.span,
+        SLOTS=cut.slots,
+        **assembly(packed.bits, x.dtype),
+        num_warps=8,
+        **overlap(x.device),
+    )
     return out
 
 
@@ -146,7 +196,9 @@ def block(matrix: torch.Tensor, lines: int, width: int) -> Any:
     """A matrix of which the copy engine moves blocks."""
     size = matrix.element_size()
     layout = gl.NVMMASharedLayout(min(width * size, 128), 8 * size, 2)
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [lines, width], layout)
+    return TensorDescriptor(
+        matrix, list(matrix.shape), list(matrix.stride()), [lines, width], layout
+    )
 
 
 @lru_cache
@@ -163,7 +215,11 @@ def assembly(bits: int, dtype: torch.dtype) -> dict[str, str]:
         lines += [f"lop3.b32 u, u, 0x00800080, {magic}, 0xEA;", f"sub.rn.{kind} $0, v, u;"]
     else:
         lines = ["prmt.b32 u, $1, 0, 0x4140;", "xor.b32 u, u, 0x00800080;"]
-        lines += [f"lop3.b32 v, u, 0x00ff00ff, {magic}, 0xEA;", "mov.b32 u, 0x64806480;", f"sub.rn.{kind} $0, v, u;"]
+        lines += [
+            f"lop3.b32 v, u, 0x00ff00ff, {magic}, 0xEA;",
+            "mov.b32 u, 0x64806480;",
+            f"sub.rn.{kind} $0, v, u;",
+        ]
     return {"UNPACK": braced(lines), "DOUBLE": f"cvt.rn.{kind}.f32 $0, $1, $1;"}
 
 
@@ -237,7 +293,8 @@ def fetch_codes(codes, slot, at, wanted):
 def pairs(SPAN):
     """Who holds which pairs of a slot's codes [128, SPAN / 2]: what the matrix units want of him."""
     registers = [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32]][: {16: 2, 64: 4, 128: 5}[SPAN]]
-    lanes, warps = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    warps = [[16, 0], [32, 0], [64, 0]]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [128, SPAN // 2])
 
 
@@ -245,7 +302,17 @@ pairs = pairs if gluon is None else gluon.constexpr_function(pairs)
 
 
 @jit
-def scales(scale, zero, n, column, rows, columns, BITS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr):
+def scales(
+    scale,
+    zero,
+    n,
+    column,
+    rows,
+    columns,
+    BITS: gl.constexpr,
+    GROUP: gl.constexpr,
+    ZERO: gl.constexpr,
+):
     """As they lie in memory, of the rows from n on and the group that the column is in."""
     if BITS == 8:
         return 0, 0
@@ -257,7 +324,9 @@ def scales(scale, zero, n, column, rows, columns, BITS: gl.constexpr, GROUP: gl.
 
 
 @jit
-def prepared(s, z, TYPE: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, DOUBLE: gl.constexpr):
+def prepared(
+    s, z, TYPE: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, DOUBLE: gl.constexpr
+):
     """By what to multiply, what to add then, what to take off before: two floats a word. The whole part of the zero is
     taken off before anything is rounded."""
     if BITS == 8:
@@ -265,7 +334,9 @@ def prepared(s, z, TYPE: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, D
     else:
         s = s.to(gl.float32)
         z = z.to(gl.float32) if ZERO else s * 0 + 8.0
-        near = gl.minimum(gl.maximum((z + 12582912.0) - 12582912.0, 0.0), 127.0)  # 1.5 * 2 ** 23: no fraction fits
+        near = gl.minimum(
+            gl.maximum((z + 12582912.0) - 12582912.0, 0.0), 127.0
+        )  # 1.5 * 2 ** 23: no fraction fits
         ABOVE: gl.constexpr = 128.0 if gl.bfloat16 == TYPE else 1024.0
         return twice(s, DOUBLE), twice((near - z) * s, DOUBLE), twice(ABOVE + near, DOUBLE)
 
@@ -302,7 +373,9 @@ def unpacked(w, how, BITS: gl.constexpr, UNPACK: gl.constexpr):
     if BITS == 8:
         return gl.inline_asm_elementwise(UNPACK, "=r,r", [w], gl.int32, False, 1)
     else:
-        return gl.inline_asm_elementwise(UNPACK, "=r,r,r,r,r", [w, how[0], how[1], how[2]], gl.int32, False, 1)
+        return gl.inline_asm_elementwise(
+            UNPACK, "=r,r,r,r,r", [w, how[0], how[1], how[2]], gl.int32, False, 1
+        )
 
 
 @jit
@@ -318,17 +391,41 @@ def factor(v, TYPE: gl.constexpr, A: gl.constexpr):
 
 @jit
 def summed(
-    x, codes, slots, scale, zero, s, z, n, first, last, at, ahead, total, phase, rows, columns, work,
-    BITS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, DOUBLE: gl.constexpr,
-    SPAN: gl.constexpr, SLOTS: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    slots,
+    scale,
+    zero,
+    s,
+    z,
+    n,
+    first,
+    last,
+    at,
+    ahead,
+    total,
+    phase,
+    rows,
+    columns,
+    work,
+    BITS: gl.constexpr,
+    GROUP: gl.constexpr,
+    ZERO: gl.constexpr,
+    UNPACK: gl.constexpr,
+    DOUBLE: gl.constexpr,
+    SPAN: gl.constexpr,
+    SLOTS: gl.constexpr,
+    MMA: gl.constexpr,
+):
     """The rows from n on times the tokens of a stretch, over its turns; what is fetched next; the slots' phase. s, z:
     the first columns' scales."""
     TYPE: gl.constexpr = x.dtype
     N: gl.constexpr = x.block_type.shape[0]
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     STEPS: gl.constexpr = SPAN // 16
-    EVERY: gl.constexpr = min(GROUP // SPAN, SLOTS) if BITS == 4 else SLOTS  # slots with the same scales
+    EVERY: gl.constexpr = (
+        min(GROUP // SPAN, SLOTS) if BITS == 4 else SLOTS
+    )  # slots with the same scales
     how = prepared(s, z, TYPE, BITS, ZERO, DOUBLE)
     s, z = scales(scale, zero, n, (first * SLOTS + EVERY) * SPAN, rows, columns, BITS, GROUP, ZERO)
     y = gl.zeros([128, N], gl.float32, MMA)
@@ -340,8 +437,11 @@ def summed(
     for turn in range(first, last):
         for q in gl.static_range(SLOTS):
             # Behind a stretch's last slot are codes of other rows: read again, with their scales.
-            coming, flip = slots[(q + 1) % SLOTS], phase ^ ((q + 1) // SLOTS)
-            more, then, next_how = (turn + 1 < last) | (q + 1 < SLOTS), w, how
+            coming = slots[(q + 1) % SLOTS]
+            flip = phase ^ ((q + 1) // SLOTS)
+            more = (turn + 1 < last) | (q + 1 < SLOTS)
+            then = w
+            next_how = how
             for f in gl.static_range(STEPS):
                 tokens = slots[q][0].slice(16 * f, 16, 1).permute((1, 0))
                 y = warpgroup_mma(factor(v, TYPE, A), tokens, y, is_async=True)
@@ -361,8 +461,10 @@ def summed(
                         column = (turn * SLOTS + q + 1 + EVERY) * SPAN
                         s, z = scales(scale, zero, n, column, rows, columns, BITS, GROUP, ZERO)
                 if f == STEPS - 1:
-                    w, how = then, next_how
-                now, v = v, unpacked(w[(f + 1) % STEPS], how, BITS, UNPACK)
+                    w = then
+                    how = next_how
+                now = v
+                v = unpacked(w[(f + 1) % STEPS], how, BITS, UNPACK)
                 if f == STEPS - 1:
                     mbarrier.wait(coming[2], flip, more)
                 # What the product before read stays where it was until that is done.
@@ -375,7 +477,8 @@ def summed(
 @jit
 def squares(sums, p, N: gl.constexpr, MMA: gl.constexpr):
     """Where a program's piece lies [128, N]: by squares of 8 by 8, of which a warp holds every one whole."""
-    n, m = gl.arange(0, 128, gl.SliceLayout(1, MMA)), gl.arange(0, N, gl.SliceLayout(0, MMA))
+    n = gl.arange(0, 128, gl.SliceLayout(1, MMA))
+    m = gl.arange(0, N, gl.SliceLayout(0, MMA))
     lines = sums + p.to(gl.int64) * (128 * N) + (n // 16 * 64 + n // 8 % 2 * 512 + n % 8 * 8)
     return gl.expand_dims(lines, 1) + gl.expand_dims(m // 8 * 1024 + m % 8, 0)
 
@@ -393,23 +496,50 @@ def gathered(y, sums, given, p, last, N: gl.constexpr, MMA: gl.constexpr):
 
 @jit(do_not_specialize=["tokens", "rounds", "rest", "each"])
 def woven_kernel(
-    x, codes, out, scale, zero, bias, sums, given, tokens, rows, columns, rounds, rest, each,
-    BITS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr, N: gl.constexpr,
-    SPAN: gl.constexpr, SLOTS: gl.constexpr, UNPACK: gl.constexpr, DOUBLE: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    out,
+    scale,
+    zero,
+    bias,
+    sums,
+    given,
+    tokens,
+    rows,
+    columns,
+    rounds,
+    rest,
+    each,
+    BITS: gl.constexpr,
+    GROUP: gl.constexpr,
+    ZERO: gl.constexpr,
+    BIAS: gl.constexpr,
+    N: gl.constexpr,
+    SPAN: gl.constexpr,
+    SLOTS: gl.constexpr,
+    UNPACK: gl.constexpr,
+    DOUBLE: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """`rounds` whole tiles a program, then `each` turns of the `rest`, those of the tiles that are left: no more than a
     tile has, so they are of two at the most. A tile belongs to who has its first turn, with which he ends; the others
     give what they made of it, sums[p], before anything else they might wait for. Only programs that come later are
     waited for, and of those that are on their way all but one end without: none is kept from ever starting."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 16])
     if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1
+        )
     slots = (slot(x, codes),)
     for _ in gl.static_range(SLOTS - 1):
         slots = slots + (slot(x, codes),)  # type: ignore[assignment]
     tile_out = gl.allocate_shared_memory(x.dtype, [N, 128], out.layout)
-    p, count, turns = gl.program_id(0), gl.num_programs(0), columns // (SLOTS * SPAN)
-    start, end, across = gl.minimum(p * each, rest), gl.minimum((p + 1) * each, rest), (tokens + N - 1) // N
+    p = gl.program_id(0)
+    count = gl.num_programs(0)
+    turns = columns // (SLOTS * SPAN)
+    start = gl.minimum(p * each, rest)
+    end = gl.minimum((p + 1) * each, rest)
+    across = (tokens + N - 1) // N
     work = (p, count, rounds, start, end, turns, across)
     total = SLOTS * (rounds * turns + end - start)
     for q in gl.static_range(SLOTS - 1):
@@ -428,7 +558,8 @@ def woven_kernel(
     for q in gl.static_range(SLOTS - 1):
         fetch_tokens(x, slots[q], at, q < total)
         at = onward(at, work, N, SLOTS)
-    ahead, phase = SLOTS - 1, 0
+    ahead = SLOTS - 1
+    phase = 0
     for i in range(rounds + 2):
         tile, first, last = stretch(i, work)
         if first < last:
@@ -437,18 +568,45 @@ def woven_kernel(
             times = gl.load(scale + line) if BITS == 8 else line
             plus = gl.load(bias + line) if BIAS else line
             y, at, ahead, phase = summed(
-                x, codes, slots, scale, zero, s, z, n, first, last, at, ahead, total, phase, rows, columns, work,
-                BITS, GROUP, ZERO, UNPACK, DOUBLE, SPAN, SLOTS, MMA,
-            )  # fmt: skip
+                x,
+                codes,
+                slots,
+                scale,
+                zero,
+                s,
+                z,
+                n,
+                first,
+                last,
+                at,
+                ahead,
+                total,
+                phase,
+                rows,
+                columns,
+                work,
+                BITS,
+                GROUP,
+                ZERO,
+                UNPACK,
+                DOUBLE,
+                SPAN,
+                SLOTS,
+                MMA,
+            )
             following = begun(i + 1, work, N, SLOTS)
-            s, z = scales(scale, zero, following[0], following[2] * SPAN, rows, columns, BITS, GROUP, ZERO)
+            s, z = scales(
+                scale, zero, following[0], following[2] * SPAN, rows, columns, BITS, GROUP, ZERO
+            )
             if first > 0:
                 gl.store(squares(sums, p, N, MMA), y)
                 barrier()
                 gl.atomic_xchg(given + p, 1, sem="release")
             else:
                 if last < turns:
-                    y = gathered(y, sums, given, p, ((tile - rounds * count + 1) * turns - 1) // each, N, MMA)
+                    y = gathered(
+                        y, sums, given, p, ((tile - rounds * count + 1) * turns - 1) // each, N, MMA
+                    )
                 if BITS == 8:
                     y = y * gl.expand_dims(times.to(gl.float32), 1)
                 if BIAS:

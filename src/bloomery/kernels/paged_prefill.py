@@ -77,18 +77,45 @@ def paged_prefill(
     by = scales(cache)
     tiles = min(-(-longest * share // cut.rows) * count, tokens * share // cut.rows + count)
     part = kv_heads * tiles * cut.rows * (dim + 1) * 4  # bytes, of one program a tile
-    splits, scratch = min(cut.splits, max(SCRATCH // part, 1)) if kv_heads * tiles <= arrived.numel() else 1, q
+    splits = min(cut.splits, max(SCRATCH // part, 1)) if kv_heads * tiles <= arrived.numel() else 1
+    scratch = q
     if splits > 1:
         scratch = torch.empty(splits * part // 4, dtype=torch.float32, device=q.device)
     prefill_kernel[(kv_heads, tiles, splits)](
-        q, bits(cache), q if by is None else by, out, tables, starts, ends,
-        q if scoring.slopes is None else scoring.slopes, scratch, arrived, cache.stride(0), cache.shape[1],
-        tables.stride(0), first, count, scoring.scale * LOG2E,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=max(16, power_of_two(dim)), BLOCK=block_size, ROWS=cut.rows,
-        TILE=cut.tile, WINDOW=scoring.window or 0, CAP=scoring.softcap or 0.0, ALIBI=scoring.slopes is not None,
-        SCALED=by is not None, COUNT_UP=counted(count), STAGES=cut.stages, SPLIT=splits > 1, LEAST=cut.least,
-        num_warps=cut.warps, **overlap(q.device),
-    )  # fmt: skip
+        q,
+        bits(cache),
+        q if by is None else by,
+        out,
+        tables,
+        starts,
+        ends,
+        q if scoring.slopes is None else scoring.slopes,
+        scratch,
+        arrived,
+        cache.stride(0),
+        cache.shape[1],
+        tables.stride(0),
+        first,
+        count,
+        scoring.scale * LOG2E,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        DIM_UP=max(16, power_of_two(dim)),
+        BLOCK=block_size,
+        ROWS=cut.rows,
+        TILE=cut.tile,
+        WINDOW=scoring.window or 0,
+        CAP=scoring.softcap or 0.0,
+        ALIBI=scoring.slopes is not None,
+        SCALED=by is not None,
+        COUNT_UP=counted(count),
+        STAGES=cut.stages,
+        SPLIT=splits > 1,
+        LEAST=cut.least,
+        num_warps=cut.warps,
+        **overlap(q.device),
+    )
 
 
 def counted(sequences: int) -> int:
@@ -98,14 +125,42 @@ def counted(sequences: int) -> int:
 
 @jit(do_not_specialize=["tables", "starts", "ends", "width", "first", "count"])
 def prefill_kernel(
-    q, cache, scales, out, tables, starts, ends, slopes, scratch, arrived, half, places, width, first, count, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SCALED: tl.constexpr, COUNT_UP: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
+    q,
+    cache,
+    scales,
+    out,
+    tables,
+    starts,
+    ends,
+    slopes,
+    scratch,
+    arrived,
+    half,
+    places,
+    width,
+    first,
+    count,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SCALED: tl.constexpr,
+    COUNT_UP: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    LEAST: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     begin(PDL)
-    kv_head, s = tl.program_id(0), tl.program_id(2)
+    kv_head = tl.program_id(0)
+    s = tl.program_id(2)
     SHARE: tl.constexpr = HEADS // KV_HEADS
     which, begins = found(starts + first, tl.program_id(1), count, SHARE, ROWS, COUNT_UP)
     nobody = which >= count
@@ -115,7 +170,9 @@ def prefill_kernel(
     end = tl.load(ends + sequence, cache_modifier=".cg").to(tl.int32)
     low = tl.maximum(end - count + begins // SHARE, 0)  # below it, nobody's
     high = tl.maximum(tl.minimum(end - count + (begins + ROWS - 1) // SHARE, end - 1), 0)
-    tile, whole, last = 0, (low + 1) // TILE, high // TILE + 1
+    tile = 0
+    whole = (low + 1) // TILE
+    last = high // TILE + 1
     seen = tile
     if WINDOW > 0:
         tile = tl.maximum(low - WINDOW + 1, 0) // TILE
@@ -127,13 +184,16 @@ def prefill_kernel(
         nobody = nobody | (s >= used)
         tile = tile + s * per
         last = tl.minimum(tile + per, last)
-        seen, whole = tl.minimum(tl.maximum(seen, tile), last), tl.minimum(tl.maximum(whole, tile), last)
-    r, d = begins + tl.arange(0, ROWS), tl.arange(0, DIM_UP)
+        seen = tl.minimum(tl.maximum(seen, tile), last)
+        whole = tl.minimum(tl.maximum(whole, tile), last)
+    r = begins + tl.arange(0, ROWS)
+    d = tl.arange(0, DIM_UP)
     at = end - count + r // SHARE  # positions of the rows
     head = kv_head * SHARE + r % SHARE
     real = (r < count * SHARE)[:, None] & (d < DIM)[None, :]
     place = ((start + r // SHARE).to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
-    row, past = tables + sequence.to(tl.int64) * width, tl.maximum(end, 1)
+    row = tables + sequence.to(tl.int64) * width
+    past = tl.maximum(end, 1)
     at_seen = blocks_of(row, seen * TILE, past, BLOCK, TILE, True)
     at_whole = blocks_of(row, whole * TILE, past, BLOCK, TILE, True)
     wait(PDL)
@@ -152,17 +212,95 @@ def prefill_kernel(
     if WINDOW > 0:
         at_first = blocks_of(row, tile * TILE, end, BLOCK, TILE, False)
         top, total, acc = over_tiles(
-            queries, top, total, acc, tile, seen, at_first, at, end, cache, scales, half, places, row, kv_head, slope,
-            scale, KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, SCALED, STAGES,
-        )  # fmt: skip
+            queries,
+            top,
+            total,
+            acc,
+            tile,
+            seen,
+            at_first,
+            at,
+            end,
+            cache,
+            scales,
+            half,
+            places,
+            row,
+            kv_head,
+            slope,
+            scale,
+            KV_HEADS,
+            DIM,
+            DIM_UP,
+            BLOCK,
+            TILE,
+            WINDOW,
+            CAP,
+            ALIBI,
+            True,
+            SCALED,
+            STAGES,
+        )
     top, total, acc = over_tiles(
-        queries, top, total, acc, seen, whole, at_seen, at, end, cache, scales, half, places, row, kv_head, slope,
-        scale, KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, False, SCALED, STAGES,
-    )  # fmt: skip
+        queries,
+        top,
+        total,
+        acc,
+        seen,
+        whole,
+        at_seen,
+        at,
+        end,
+        cache,
+        scales,
+        half,
+        places,
+        row,
+        kv_head,
+        slope,
+        scale,
+        KV_HEADS,
+        DIM,
+        DIM_UP,
+        BLOCK,
+        TILE,
+        WINDOW,
+        CAP,
+        ALIBI,
+        False,
+        SCALED,
+        STAGES,
+    )
     top, total, acc = over_tiles(
-        queries, top, total, acc, whole, last, at_whole, at, end, cache, scales, half, places, row, kv_head, slope,
-        scale, KV_HEADS, DIM, DIM_UP, BLOCK, TILE, WINDOW, CAP, ALIBI, True, SCALED, STAGES,
-    )  # fmt: skip
+        queries,
+        top,
+        total,
+        acc,
+        whole,
+        last,
+        at_whole,
+        at,
+        end,
+        cache,
+        scales,
+        half,
+        places,
+        row,
+        kv_head,
+        slope,
+        scale,
+        KV_HEADS,
+        DIM,
+        DIM_UP,
+        BLOCK,
+        TILE,
+        WINDOW,
+        CAP,
+        ALIBI,
+        True,
+        SCALED,
+        STAGES,
+    )
     y = acc / tl.maximum(total, 1e-30)[:, None]  # of a stretch, rows may see nothing
     if SPLIT:
         group = tl.program_id(1) * KV_HEADS + kv_head
@@ -175,15 +313,19 @@ def prefill_kernel(
 
 
 @jit
-def together(y, log, parts, counter, s, used, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr):
+def together(
+    y, log, parts, counter, s, used, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr
+):
     """What `used` programs have found, in their order, and whether this is the last of them: for others it is nothing.
 
     parts: [programs, ROWS, dim], then the logarithms of their sums [programs, ROWS].
     """
     last_one = used == 1
     if used > 1:
-        i, d = tl.arange(0, ROWS), tl.arange(0, DIM_UP)
-        there, inside = i[:, None] * DIM + d[None, :], (d < DIM)[None, :]
+        i = tl.arange(0, ROWS)
+        d = tl.arange(0, DIM_UP)
+        there = i[:, None] * DIM + d[None, :]
+        inside = (d < DIM)[None, :]
         logs = parts + tl.num_programs(2) * ROWS * DIM
         tl.store(parts + s * (ROWS * DIM) + there, y, mask=inside)
         tl.store(logs + s * ROWS + i, log)
@@ -191,15 +333,20 @@ def together(y, log, parts, counter, s, used, ROWS: tl.constexpr, DIM: tl.conste
         last_one = tl.atomic_add(counter, 1, sem="acq_rel") == used - 1
         if last_one:
             tl.store(counter, 0)
-            top, total = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
+            top = tl.full([ROWS], -1e30, tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
             y = tl.zeros([ROWS, DIM_UP], tl.float32)
             for p in range(used):
                 each = tl.load(logs + p * ROWS + i, cache_modifier=".cg")
-                x = tl.load(parts + p * (ROWS * DIM) + there, mask=inside, other=0.0, cache_modifier=".cg")
+                x = tl.load(
+                    parts + p * (ROWS * DIM) + there, mask=inside, other=0.0, cache_modifier=".cg"
+                )
                 new = tl.maximum(top, each)
-                fade, share = tl.exp2(top - new), tl.where(each > -1e30, tl.exp2(each - new), 0.0)
+                fade = tl.exp2(top - new)
+                share = tl.where(each > -1e30, tl.exp2(each - new), 0.0)
                 y = y * fade[:, None] + x * share[:, None]
-                top, total = new, total * fade + share
+                top = new
+                total = total * fade + share
             y = y / total[:, None]
     return y, last_one
 
@@ -219,16 +366,57 @@ def found(starts, tile, count, SHARE: tl.constexpr, ROWS: tl.constexpr, COUNT_UP
 
 @jit
 def over_tiles(
-    q, top, total, acc, first, last, ahead, at, end, cache, scales, half, places, row, kv_head, slope, scale,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr,
+    q,
+    top,
+    total,
+    acc,
+    first,
+    last,
+    ahead,
+    at,
+    end,
+    cache,
+    scales,
+    half,
+    places,
+    row,
+    kv_head,
+    slope,
+    scale,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASK: tl.constexpr,
+    SCALED: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     n = tl.arange(0, TILE)
     for t in tl.range(first, last, num_stages=STAGES):
-        here, ahead = ahead, blocks_of(row, (t + 1) * TILE, end, BLOCK, TILE, False)
+        here = ahead
+        ahead = blocks_of(row, (t + 1) * TILE, end, BLOCK, TILE, False)
         k, v = load_tile(
-            cache, scales, half, places, here, t * TILE, end, kv_head, MASK, SCALED, KV_HEADS, DIM, DIM_UP, BLOCK, TILE
+            cache,
+            scales,
+            half,
+            places,
+            here,
+            t * TILE,
+            end,
+            kv_head,
+            MASK,
+            SCALED,
+            KV_HEADS,
+            DIM,
+            DIM_UP,
+            BLOCK,
+            TILE,
         )
-        top, total, acc = attend(q, k, v, top, total, acc, t * TILE + n, at, slope, scale, WINDOW, CAP, ALIBI, MASK)
+        top, total, acc = attend(
+            q, k, v, top, total, acc, t * TILE + n, at, slope, scale, WINDOW, CAP, ALIBI, MASK
+        )
     return top, total, acc

@@ -53,8 +53,12 @@ class Picked(NamedTuple):
 class Scratch:
     """What launches leave for one another: two records for every line, made once and used by all calls."""
 
-    floats: torch.Tensor  # by segment: best score, mass, mass at temperature 1; the line's; by block: best score
-    ints: torch.Tensor  # by segment: winner; of the line: arrived, listed, candidate, bound; the list
+    floats: (
+        torch.Tensor
+    )  # by segment: best score, mass, mass at temperature 1; the line's; by block: best score
+    ints: (
+        torch.Tensor
+    )  # by segment: winner; of the line: arrived, listed, candidate, bound; the list
     segment: int  # tokens that a program looks at together
     block: int  # tokens whose highest score is remembered, to know about where the k-th lies
     listed: int  # tokens that the list of a line holds; when it overflows, the line itself is searched, slowly
@@ -70,7 +74,8 @@ class Scratch:
         listed: int = 4096,
     ) -> Scratch:
         segments = power_of_two(-(-vocab // segment))
-        floats, ints = 3 * segments + 4 + segments * (segment // block), segments + 4 + listed
+        floats = 3 * segments + 4 + segments * (segment // block)
+        ints = segments + 4 + listed
         return cls(
             torch.zeros(lines, floats, dtype=torch.float32, device=device),
             torch.zeros(lines, ints, dtype=torch.int32, device=device),
@@ -99,8 +104,11 @@ def pick(
     return pick_lines(logits, rows, positions, wishes, scratch, restricted, scored)
 
 
-def pick_reference(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, wishes: Wishes) -> Picked:
-    raw, index = logits.float(), rows.long()
+def pick_reference(
+    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, wishes: Wishes
+) -> Picked:
+    raw = logits.float()
+    index = rows.long()
     temperature, top_p, min_p, top_k = (values[index].unsqueeze(-1) for values in wishes[:4])
     values, ids = ordered(raw, raw.shape[-1])
     z = (values.double() - values[:, :1]) / temperature.double().clamp(min=COLDEST)
@@ -131,14 +139,31 @@ def pick_lines(
     logprobs = torch.empty(lines, dtype=torch.float32, device=logits.device)
     segments = -(-vocab // scratch.segment)
     arguments = (
-        logits, rows, positions, *wishes, out, logprobs, scratch.floats, scratch.ints,
-        logits.stride(0), wishes.temperature.stride(0), vocab, lines,
-    )  # fmt: skip
+        logits,
+        rows,
+        positions,
+        *wishes,
+        out,
+        logprobs,
+        scratch.floats,
+        scratch.ints,
+        logits.stride(0),
+        wishes.temperature.stride(0),
+        vocab,
+        lines,
+    )
     options = {
-        "SEGMENTS": power_of_two(segments), "SEGMENT": scratch.segment, "BLOCK": scratch.block,
-        "LISTED": scratch.listed, "COLDEST": COLDEST, "SCORED": scored, **overlap(logits.device),
-    }  # fmt: skip
-    scan_kernel[(lines, segments)](*arguments, RESTRICTED=restricted or scored, **options, num_warps=4)
+        "SEGMENTS": power_of_two(segments),
+        "SEGMENT": scratch.segment,
+        "BLOCK": scratch.block,
+        "LISTED": scratch.listed,
+        "COLDEST": COLDEST,
+        "SCORED": scored,
+        **overlap(logits.device),
+    }
+    scan_kernel[(lines, segments)](
+        *arguments, RESTRICTED=restricted or scored, **options, num_warps=4
+    )
     if restricted or scored:
         parts = max(1, min(segments, PROGRAMS // lines))
         verify_kernel[(lines, parts)](*arguments, **options, num_warps=8)
@@ -155,7 +180,9 @@ class Penalties(NamedTuple):
     prompts: torch.Tensor  # [rows] lengths
 
 
-def penalise(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, penalties: Penalties) -> None:
+def penalise(
+    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, penalties: Penalties
+) -> None:
     """logits [lines, vocab] float32, changed in place before `pick`; lines whose row asks for nothing stay."""
     if fused(logits):
         penalise_lines(logits, rows, positions, penalties)
@@ -163,9 +190,12 @@ def penalise(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, 
         penalise_reference(logits, rows, positions, penalties)
 
 
-def penalise_reference(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, by: Penalties) -> None:
+def penalise_reference(
+    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, by: Penalties
+) -> None:
     index = rows.long()
-    tokens, where = by.history[index].long(), torch.arange(by.history.shape[1], device=logits.device)
+    tokens = by.history[index].long()
+    where = torch.arange(by.history.shape[1], device=logits.device)
     present = where < positions.unsqueeze(-1)
     output = present & (where >= by.prompts[index].unsqueeze(-1))
     repetition, frequency, presence = (values[index].unsqueeze(-1) for values in by[:3])
@@ -175,35 +205,58 @@ def penalise_reference(logits: torch.Tensor, rows: torch.Tensor, positions: torc
     logits.copy_(torch.where(seen, repeated, logits) - frequency * counts - presence * (counts > 0))
 
 
-def penalise_lines(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, by: Penalties) -> None:
+def penalise_lines(
+    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, by: Penalties
+) -> None:
     """The kernel."""
     lines = len(logits)
     grid = (lines, max(1, min(-(-by.history.shape[1] // 64), PROGRAMS // lines)))
     penalise_kernel[grid](
-        logits, rows, positions, *by, logits.stride(0), by.history.stride(0), WIDTH=64, num_warps=4,
+        logits,
+        rows,
+        positions,
+        *by,
+        logits.stride(0),
+        by.history.stride(0),
+        WIDTH=64,
+        num_warps=4,
         **overlap(logits.device),
-    )  # fmt: skip
+    )
 
 
 @jit
 def penalise_kernel(
-    logits, rows, positions, repetition, frequency, presence, history, prompts, stride, length,
-    WIDTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    rows,
+    positions,
+    repetition,
+    frequency,
+    presence,
+    history,
+    prompts,
+    stride,
+    length,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Every place of the history is compared with every other; a token's last place acts for all of them."""
     begin(PDL)
     wait(PDL)
     line = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + line).to(tl.int64)
-    repeat, often, ever = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
+    repeat = tl.load(repetition + row)
+    often = tl.load(frequency + row)
+    ever = tl.load(presence + row)
     if (repeat != 1.0) | (often != 0.0) | (ever != 0.0):
-        end, prompt = tl.load(positions + line), tl.load(prompts + row)
+        end = tl.load(positions + line)
+        prompt = tl.load(prompts + row)
         logits += line * stride
         history += row * length
         for start in range(tl.program_id(1) * WIDTH, end, tl.num_programs(1) * WIDTH):
             i = start + tl.arange(0, WIDTH)
             token = tl.load(history + i, mask=i < end, other=-1)
-            later, count = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
+            later = tl.zeros([WIDTH], tl.int32)
+            count = tl.zeros([WIDTH], tl.int32)
             for other in range(0, end, WIDTH):
                 j = other + tl.arange(0, WIDTH)
                 same = token[:, None] == tl.load(history + j, mask=j < end, other=-2)[None, :]
@@ -218,14 +271,35 @@ def penalise_kernel(
 
 @jit
 def scan_kernel(
-    logits, rows, positions, temperature, top_p, min_p, top_k, seeds, out, logprobs, floats, ints,
-    stride, step, vocab, lines,
-    SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr, COLDEST: tl.constexpr,
-    SCORED: tl.constexpr, RESTRICTED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    rows,
+    positions,
+    temperature,
+    top_p,
+    min_p,
+    top_k,
+    seeds,
+    out,
+    logprobs,
+    floats,
+    ints,
+    stride,
+    step,
+    vocab,
+    lines,
+    SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LISTED: tl.constexpr,
+    COLDEST: tl.constexpr,
+    SCORED: tl.constexpr,
+    RESTRICTED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     wait(PDL)
-    line, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    line = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1)
     row = tl.load(rows + line).to(tl.int64)
     heat, k0, k1 = drawn_with(row, line, temperature, step, seeds, positions)
     logits += line * stride
@@ -238,11 +312,13 @@ def scan_kernel(
     tl.store(ints + segment, winner_of(s, i, i < vocab, top, heat, k0, k1, COLDEST))
     if SCORED:
         tl.store(floats + 2 * SEGMENTS + segment, tl.sum(tl.exp(relative(s, top, 1.0)), 0))
-    if RESTRICTED:  # noqa: SIM102, the one is known when compiling
+    if RESTRICTED:
         if heat >= COLDEST:
             tl.store(floats + SEGMENTS + segment, tl.sum(tl.exp(relative(s, top, heat)), 0))
             b = segment * (SEGMENT // BLOCK) + tl.arange(0, SEGMENT // BLOCK)
-            tl.store(floats + 3 * SEGMENTS + 4 + b, tl.max(tl.reshape(s, (SEGMENT // BLOCK, BLOCK)), 1))
+            tl.store(
+                floats + 3 * SEGMENTS + 4 + b, tl.max(tl.reshape(s, (SEGMENT // BLOCK, BLOCK)), 1)
+            )
     if is_last(ints + SEGMENTS):
         j = tl.arange(0, SEGMENTS)
         here = j < tl.num_programs(1)
@@ -259,24 +335,49 @@ def scan_kernel(
             tl.store(floats + 3 * SEGMENTS + 2, log)
             tl.store(logprobs + line, own - log)
         if RESTRICTED:
-            k, least = tl.load(top_k + row).to(tl.int32), tl.load(min_p + row * step).to(tl.float32)
+            k = tl.load(top_k + row).to(tl.int32)
+            least = tl.load(min_p + row * step).to(tl.float32)
             cut = (k > 0) | (least > 0.0) | (tl.load(top_p + row * step) < 1.0)
             leave = (heat >= COLDEST) & (cut | SCORED)
             tl.store(ints + SEGMENTS + 2, tl.where(leave, c, -1))
             if leave:
                 tl.store(floats + 3 * SEGMENTS, best)
-                tl.store(floats + 3 * SEGMENTS + 1, mass_of(floats + SEGMENTS + j, tops, here, best, heat))
-                bound = bound_of(own, best, heat, least, k, floats + 3 * SEGMENTS + 4, SEGMENTS, SEGMENT // BLOCK)
+                tl.store(
+                    floats + 3 * SEGMENTS + 1,
+                    mass_of(floats + SEGMENTS + j, tops, here, best, heat),
+                )
+                bound = bound_of(
+                    own, best, heat, least, k, floats + 3 * SEGMENTS + 4, SEGMENTS, SEGMENT // BLOCK
+                )
                 tl.store(ints + SEGMENTS + 3, bound.to(tl.int32, bitcast=True))
 
 
 @jit
 def verify_kernel(
-    logits, rows, positions, temperature, top_p, min_p, top_k, seeds, out, logprobs, floats, ints,
-    stride, step, vocab, lines,
-    SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr, COLDEST: tl.constexpr,
-    SCORED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    rows,
+    positions,
+    temperature,
+    top_p,
+    min_p,
+    top_k,
+    seeds,
+    out,
+    logprobs,
+    floats,
+    ints,
+    stride,
+    step,
+    vocab,
+    lines,
+    SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LISTED: tl.constexpr,
+    COLDEST: tl.constexpr,
+    SCORED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     wait(PDL)
     line = tl.program_id(0).to(tl.int64)
@@ -297,26 +398,61 @@ def verify_kernel(
         if is_last(ints + SEGMENTS):
             row = tl.load(rows + line).to(tl.int64)
             heat, k0, k1 = drawn_with(row, line, temperature, step, seeds, positions)
-            k, least = tl.load(top_k + row).to(tl.int32), tl.load(min_p + row * step).to(tl.float32)
+            k = tl.load(top_k + row).to(tl.int32)
+            least = tl.load(min_p + row * step).to(tl.float32)
             share = tl.load(top_p + row * step).to(tl.float64)
-            listed = tl.atomic_xchg(ints + SEGMENTS + 1, 0)  # all threads must know the same: no load, then a store
+            listed = tl.atomic_xchg(
+                ints + SEGMENTS + 1, 0
+            )  # all threads must know the same: no load, then a store
             size = tl.where(listed <= LISTED, listed, vocab)
-            top, whole = tl.load(floats + 3 * SEGMENTS), tl.load(floats + 3 * SEGMENTS + 1).to(tl.float64)
+            top = tl.load(floats + 3 * SEGMENTS)
+            whole = tl.load(floats + 3 * SEGMENTS + 1).to(tl.float64)
             c, count = settled(
-                c, logits, ints + SEGMENTS + 4, listed <= LISTED, size, vocab, top, whole, heat, k, share, least,
-                k0, k1, SEGMENT, LISTED,
-            )  # fmt: skip
+                c,
+                logits,
+                ints + SEGMENTS + 4,
+                listed <= LISTED,
+                size,
+                vocab,
+                top,
+                whole,
+                heat,
+                k,
+                share,
+                least,
+                k0,
+                k1,
+                SEGMENT,
+                LISTED,
+            )
             tl.store(out + line, c)
             tl.store(out + lines + line, count + 1)
             if SCORED:
-                tl.store(logprobs + line, tl.load(logits + c).to(tl.float32) - tl.load(floats + 3 * SEGMENTS + 2))
+                tl.store(
+                    logprobs + line,
+                    tl.load(logits + c).to(tl.float32) - tl.load(floats + 3 * SEGMENTS + 2),
+                )
 
 
 @jit
 def settled(
-    c, logits, ids, short, size, vocab, top, whole, heat, k, share, least, k0, k1,
-    SEGMENT: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
+    c,
+    logits,
+    ids,
+    short,
+    size,
+    vocab,
+    top,
+    whole,
+    heat,
+    k,
+    share,
+    least,
+    k0,
+    k1,
+    SEGMENT: tl.constexpr,
+    LISTED: tl.constexpr,
+):
     """The first candidate that is kept, from c on, and how many tokens come before it.
 
     Where top_k or min_p decide what top_p is a share of, all they leave is surveyed first, and its winner tried first;
@@ -326,7 +462,9 @@ def settled(
     floor = tl.where(least > 0.0, tl.log(tl.maximum(least, 1e-30)), -float("inf"))
     if (k > 0) | (least > 0.0):
         last = kth_of(logits, ids, short, size, k, SEGMENT, LISTED)
-        count, mass, c = survey(logits, ids, short, size, last, vocab, vocab, top, heat, floor, k0, k1, SEGMENT)
+        count, mass, c = survey(
+            logits, ids, short, size, last, vocab, vocab, top, heat, floor, k0, k1, SEGMENT
+        )
         c = tl.minimum(c, vocab - 1)  # where nothing is a number, nothing is left
         spare = tl.where(k > 0, tl.maximum(count - k, 0), 0).to(tl.int64)
         whole = (mass - spare * weight(relative(score(last), top, heat))).to(tl.float64) * unit
@@ -334,7 +472,9 @@ def settled(
     count = 0
     while going:
         own = tl.load(logits + c).to(tl.float32)
-        count, mass, ahead = survey(logits, ids, short, size, ordinal(own), c, vocab, top, heat, floor, k0, k1, SEGMENT)
+        count, mass, ahead = survey(
+            logits, ids, short, size, ordinal(own), c, vocab, top, heat, floor, k0, k1, SEGMENT
+        )
         kept = ((k == 0) | (count < k)) & (relative(own, top, heat) >= floor)
         kept &= (share >= 1.0) | (mass.to(tl.float64) * unit < share * whole)
         going = (ahead < vocab) & (kept == 0)
@@ -343,13 +483,18 @@ def settled(
 
 
 @jit
-def survey(logits, ids, short, size, border, c, vocab, top, heat, floor, k0, k1, SEGMENT: tl.constexpr):
+def survey(
+    logits, ids, short, size, border, c, vocab, top, heat, floor, k0, k1, SEGMENT: tl.constexpr
+):
     """Of the tokens before the place (border, c) in the order, as min_p leaves them: count, mass, winner or `vocab`."""
-    count, mass = 0, tl.full([], 0, tl.int64)
-    best, winner = -float("inf"), vocab
+    count = 0
+    mass = tl.full([], 0, tl.int64)
+    best = -float("inf")
+    winner = vocab
     for start in range(0, size, SEGMENT):
         i, s, here = looked_at(logits, ids, short, start, size, SEGMENT)
-        u, z = ordinal(s), relative(s, top, heat)
+        u = ordinal(s)
+        z = relative(s, top, heat)
         here &= ((u > border) | ((u == border) & (i < c))) & (z >= floor)
         v = tl.where(here, z + gumbel_at(k0, k1, i), -float("inf"))
         count += tl.sum(here.to(tl.int32), 0)
@@ -384,7 +529,8 @@ def kth_of(logits, ids, short, size, k, SEGMENT: tl.constexpr, LISTED: tl.conste
 @jit
 def kth(u, k):
     """The k-th highest of a tile of ordinals, bit by bit; 0 if there are fewer."""
-    last, bit = tl.full([], 0, tl.uint32), tl.full([], 0x80000000, tl.uint32)
+    last = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 0x80000000, tl.uint32)
     for _ in range(32):
         enough = tl.sum((u >= (last | bit)).to(tl.int32), 0) >= k
         last = tl.where(enough, last | bit, last)
@@ -399,7 +545,12 @@ def bound_of(own, top, heat, least, k, blocks, SEGMENTS: tl.constexpr, EACH: tl.
     bound = tl.where((k > 0) | (least > 0.0), 0, ordinal(own))
     if k > 0:
         b = tl.arange(0, SEGMENTS * EACH)
-        best = tl.load(blocks + b, mask=b < tl.num_programs(1) * EACH, other=-float("inf"), cache_modifier=".cg")
+        best = tl.load(
+            blocks + b,
+            mask=b < tl.num_programs(1) * EACH,
+            other=-float("inf"),
+            cache_modifier=".cg",
+        )
         bound = kth(ordinal(best), k)
     if least > 0.0:
         low = top + heat * tl.log(least)
@@ -443,7 +594,8 @@ def mass_of(masses, tops, here, top, heat):
 @jit
 def drawn_with(row, line, temperature, step, seeds, positions):
     position = tl.load(positions + line)
-    k0, k1 = key_at(tl.load(seeds + 2 * row), position), key_at(tl.load(seeds + 2 * row + 1), position)
+    k0 = key_at(tl.load(seeds + 2 * row), position)
+    k1 = key_at(tl.load(seeds + 2 * row + 1), position)
     return tl.load(temperature + row * step).to(tl.float32), k0, k1
 
 

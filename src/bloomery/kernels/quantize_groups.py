@@ -24,24 +24,36 @@ def quantize_groups(weight: torch.Tensor, bits: int, group: int) -> Rounded:
     Codes of 3 bits take a byte, [out, in]; others as many bits as they have.
     """
     possible = group & (group - 1) == 0 and group <= 1024
-    return (quantize_kernel_groups if fused(weight) and possible else quantize_groups_reference)(weight, bits, group)
+    return (quantize_kernel_groups if fused(weight) and possible else quantize_groups_reference)(
+        weight, bits, group
+    )
 
 
 def quantize_groups_reference(weight: torch.Tensor, bits: int, group: int) -> Rounded:
     blocks = weight.unflatten(1, (-1, group))
-    low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
-    middle, reach = (low + high) / 2, (high - low) / 2 * START[bits]
-    scale, offset, mean = 2 * reach / (2**bits - 1), middle - reach, blocks.mean(-1, keepdim=True)
+    low = blocks.amin(-1, keepdim=True)
+    high = blocks.amax(-1, keepdim=True)
+    middle = (low + high) / 2
+    reach = (high - low) / 2 * START[bits]
+    scale = 2 * reach / (2**bits - 1)
+    offset = middle - reach
+    mean = blocks.mean(-1, keepdim=True)
     for turn in range(TURNS[bits] + 1):
         scale, zero = grid(scale, offset)
         codes = rounded(blocks, scale, zero, bits)
         if turn < TURNS[bits]:  # the line that passes nearest to (code, value)
             off = codes - codes.mean(-1, keepdim=True)
-            slope = (off * (blocks - mean)).sum(-1, keepdim=True) / off.square().sum(-1, keepdim=True).clamp_(min=1e-9)
+            slope = (off * (blocks - mean)).sum(-1, keepdim=True) / off.square().sum(
+                -1, keepdim=True
+            ).clamp_(min=1e-9)
             scale = slope.abs_()
             offset = mean - scale * codes.mean(-1, keepdim=True)
     numbers = codes.flatten(1).to(torch.uint8)
-    return numbers if bits == 3 else pack(numbers, bits), scale.flatten(1).half(), zero.flatten(1).half()
+    return (
+        numbers if bits == 3 else pack(numbers, bits),
+        scale.flatten(1).half(),
+        zero.flatten(1).half(),
+    )
 
 
 def grid(scale: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +62,9 @@ def grid(scale: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch
     return scale, (-offset / scale).half().float()
 
 
-def rounded(blocks: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
+def rounded(
+    blocks: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int
+) -> torch.Tensor:
     return (blocks / scale + zero).round_().clamp_(0, 2**bits - 1)
 
 
@@ -58,31 +72,57 @@ def quantize_kernel_groups(weight: torch.Tensor, bits: int, group: int) -> Round
     """The kernel. A group is a line of it, whichever row it is of."""
     weight = weight.contiguous()
     rows, columns = weight.shape
-    codes = torch.empty(rows, columns // (2 if bits == 4 else 1), dtype=torch.uint8, device=weight.device)
+    codes = torch.empty(
+        rows, columns // (2 if bits == 4 else 1), dtype=torch.uint8, device=weight.device
+    )
     scale = torch.empty(rows, columns // group, dtype=torch.float16, device=weight.device)
     zero = torch.empty_like(scale)
     lines = 2048 // group
     quantize_kernel[(-(-scale.numel() // lines),)](
-        weight, codes, scale, zero, scale.numel(), START[bits], SMALLEST,
-        TOP=2**bits - 1, TURNS=TURNS[bits], GROUP=group, LINES=lines, num_warps=4, **overlap(weight.device),
-    )  # fmt: skip
+        weight,
+        codes,
+        scale,
+        zero,
+        scale.numel(),
+        START[bits],
+        SMALLEST,
+        TOP=2**bits - 1,
+        TURNS=TURNS[bits],
+        GROUP=group,
+        LINES=lines,
+        num_warps=4,
+        **overlap(weight.device),
+    )
     return pack(codes, bits) if bits == 2 else codes, scale, zero
 
 
 @jit
 def quantize_kernel(
-    weight, codes, scale, zero, count, start, smallest,
-    TOP: tl.constexpr, TURNS: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    weight,
+    codes,
+    scale,
+    zero,
+    count,
+    start,
+    smallest,
+    TOP: tl.constexpr,
+    TURNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     wait(PDL)
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     here = line < count
     at = line.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(weight + at, mask=here[:, None], other=0.0)
-    low, high = tl.min(x, 1), tl.max(x, 1)
-    reach, mean = (high - low) / 2 * start, tl.sum(x, 1) / GROUP
-    s, offset = 2 * reach / TOP, (low + high) / 2 - reach
+    low = tl.min(x, 1)
+    high = tl.max(x, 1)
+    reach = (high - low) / 2 * start
+    mean = tl.sum(x, 1) / GROUP
+    s = 2 * reach / TOP
+    offset = (low + high) / 2 - reach
     q = x
     for turn in tl.static_range(TURNS + 1):
         s = tl.maximum(tl.maximum(s, tl.abs(offset) / 2048).to(tl.float16).to(tl.float32), smallest)

@@ -6,7 +6,8 @@ import torch
 
 from bloomery.kernels.launch import begin, fused, jit, overlap, power_of_two, tl, wait
 
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
+FP8 = torch.float8_e4m3fn
+INT8 = torch.int8
 MOST = {FP8: 448.0, INT8: 127.0}  # what the largest number of a row becomes
 LEAST = 1e-12  # a scale, for rows of zeros
 WIDEST = 65536  # a row is held in registers
@@ -18,30 +19,50 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tens
     return call(x, dtype)
 
 
-def quantize_rows_reference(x: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows_reference(
+    x: torch.Tensor, dtype: torch.dtype = FP8
+) -> tuple[torch.Tensor, torch.Tensor]:
     wide = x.float()
     scale = (wide.abs().amax(1, keepdim=True) / MOST[dtype]).clamp(min=LEAST)
     wide = (wide / scale).clamp(-MOST[dtype], MOST[dtype])
     return (wide.round() if dtype == INT8 else wide).to(dtype), scale
 
 
-def quantize_kernel_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_kernel_rows(
+    x: torch.Tensor, dtype: torch.dtype = FP8
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel."""
     x = x.contiguous()
-    (tokens, columns), width = x.shape, power_of_two(x.shape[1])
+    (tokens, columns) = x.shape
+    width = power_of_two(x.shape[1])
     out = torch.empty(tokens, columns, dtype=dtype, device=x.device)
     scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     quantize_kernel[(tokens,)](
-        x, out.view(torch.int8) if dtype == INT8 else out, scale, MOST[dtype], LEAST,
-        COLUMNS=columns, WIDTH=width, ROUND=dtype == INT8, num_warps=min(16, max(1, width // 1024)),
+        x,
+        out.view(torch.int8) if dtype == INT8 else out,
+        scale,
+        MOST[dtype],
+        LEAST,
+        COLUMNS=columns,
+        WIDTH=width,
+        ROUND=dtype == INT8,
+        num_warps=min(16, max(1, width // 1024)),
         **overlap(x.device),
-    )  # fmt: skip
+    )
     return out, scale
 
 
 @jit
 def quantize_kernel(
-    x, out, scale, most, least, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr
+    x,
+    out,
+    scale,
+    most,
+    least,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUND: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     begin(PDL)
     wait(PDL)

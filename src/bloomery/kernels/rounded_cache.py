@@ -38,7 +38,11 @@ def scales(cache: torch.Tensor) -> torch.Tensor | None:
         return None
     start = cache.storage_offset() + cache.numel()
     memory = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
-    return memory[start : start + cache.numel() // cache.shape[-1] * BYTES].view(torch.float32).view(cache.shape[:-1])
+    return (
+        memory[start : start + cache.numel() // cache.shape[-1] * BYTES]
+        .view(torch.float32)
+        .view(cache.shape[:-1])
+    )
 
 
 def bits(cache: torch.Tensor) -> torch.Tensor:
@@ -65,13 +69,17 @@ def write(part: torch.Tensor, half: int, cache: torch.Tensor, slots: torch.Tenso
     by[half].index_copy_(0, slots.long(), scale)
 
 
-def read(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def read(
+    cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values at `slots`, each [*slots, kv heads, dim]."""
     by = scales(cache)
     if by is None:
         return cache[0][slots].to(dtype), cache[1][slots].to(dtype)
     keys, values = (
-        (half.view(torch.uint8)[slots].view(cache.dtype).float() * scale[slots][..., None]).to(dtype)
+        (half.view(torch.uint8)[slots].view(cache.dtype).float() * scale[slots][..., None]).to(
+            dtype
+        )
         for half, scale in zip(cache, by, strict=True)
     )
     return keys, values

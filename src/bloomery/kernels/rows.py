@@ -27,38 +27,67 @@ class Inputs(NamedTuple):
 
 
 def fetch(
-    rows: torch.Tensor, last: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, block_size: int
+    rows: torch.Tensor,
+    last: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    block_size: int,
 ) -> Inputs:
     """rows [lines] -> the inputs of a step that computes each row's next position."""
     if team().active and not rows.is_cuda:
         return Inputs(*ops.fetch(rows, last, positions, tables, block_size))
     if not fused(rows):
         return fetch_reference(rows, last, positions, tables, block_size)
-    lines, width = len(rows), tables.shape[1]
+    lines = len(rows)
+    width = tables.shape[1]
     out = rows.new_empty(4, lines)
     blocks = rows.new_empty(lines, width)
     fetch_kernel[(lines,)](
-        rows, last, positions, tables, out, blocks, lines, width, SIZE=block_size, CHUNK=1024, num_warps=4,
+        rows,
+        last,
+        positions,
+        tables,
+        out,
+        blocks,
+        lines,
+        width,
+        SIZE=block_size,
+        CHUNK=1024,
+        num_warps=4,
         **overlap(rows.device),
-    )  # fmt: skip
+    )
     ids, at, slots, ends = out.unbind(0)
     return Inputs(ids, at, slots, ends, blocks)
 
 
 def fetch_reference(
-    rows: torch.Tensor, last: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, block_size: int
+    rows: torch.Tensor,
+    last: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    block_size: int,
 ) -> Inputs:
     index = rows.long()
-    at, blocks = positions[index], tables[index]
+    at = positions[index]
+    blocks = tables[index]
     block = blocks.gather(1, (at // block_size).long()[:, None])[:, 0]
     return Inputs(last[index], at, block * block_size + at % block_size, at + 1, blocks)
 
 
 @jit
 def fetch_kernel(
-    rows, last, positions, tables, out, blocks, lines, width,
-    SIZE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    rows,
+    last,
+    positions,
+    tables,
+    out,
+    blocks,
+    lines,
+    width,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     wait(PDL)
     line = tl.program_id(0)
@@ -104,16 +133,32 @@ def gather(
     one's end), its length once they are stored, 0 for those that merely fill the step; ids of all tokens, of which
     those of lines are not looked at. There are as many lines in use as tokens before the first prompt.
     """
-    sequences, width = lines + prompts, tables.shape[1]
+    sequences = lines + prompts
+    width = tables.shape[1]
     if not fused(sent):
         return gather_reference(sent, last, positions, tables, block_size, lines, prompts, tokens)
     out = sent.new_empty(3 * tokens + 3 * sequences + 1)
     blocks = sent.new_empty(sequences, width)
     gather_kernel[(sequences,)](
-        sent, last, positions, tables, out, blocks, lines, prompts, tokens, width, len(last) - 1,
-        SIZE=block_size, CHUNK=1024, num_warps=4, **overlap(sent.device),
-    )  # fmt: skip
-    return Mixed(*(*out.split((sequences, sequences, sequences + 1, tokens, tokens, tokens)), blocks))
+        sent,
+        last,
+        positions,
+        tables,
+        out,
+        blocks,
+        lines,
+        prompts,
+        tokens,
+        width,
+        len(last) - 1,
+        SIZE=block_size,
+        CHUNK=1024,
+        num_warps=4,
+        **overlap(sent.device),
+    )
+    return Mixed(
+        *(*out.split((sequences, sequences, sequences + 1, tokens, tokens, tokens)), blocks)
+    )
 
 
 def gather_reference(
@@ -126,7 +171,9 @@ def gather_reference(
     prompts: int,
     tokens: int,
 ) -> Mixed:
-    rows, _, owners, starts, ends, ids = sent.long().split((lines, prompts, prompts, prompts + 1, prompts, tokens))
+    rows, _, owners, starts, ends, ids = sent.long().split(
+        (lines, prompts, prompts, prompts + 1, prompts, tokens)
+    )
     used = int(starts[0])
     going = fetch_reference(rows[:used], last, positions, tables, block_size)
     begins = torch.cat((torch.arange(lines).clamp(max=used), starts))
@@ -138,23 +185,42 @@ def gather_reference(
     several = torch.where((ends > 0) & (starts.diff() > 0), starts[1:] - 1, 0)
     found = (
         torch.cat((going.ends, ends.new_zeros(lines - used), ends)),
-        torch.cat((torch.arange(used), torch.zeros(lines - used, dtype=torch.int64), several)), begins,
-        torch.cat((going.ids, ids[used:])), torch.cat((going.positions, at)), torch.cat((going.slots, slots)),
-    )  # fmt: skip
-    return Mixed(*(*(numbers.to(last.dtype) for numbers in found), tables[torch.cat((rows, owners))]))
+        torch.cat((torch.arange(used), torch.zeros(lines - used, dtype=torch.int64), several)),
+        begins,
+        torch.cat((going.ids, ids[used:])),
+        torch.cat((going.positions, at)),
+        torch.cat((going.slots, slots)),
+    )
+    return Mixed(
+        *(*(numbers.to(last.dtype) for numbers in found), tables[torch.cat((rows, owners))])
+    )
 
 
 @jit(do_not_specialize=["lines", "prompts", "tokens", "nobody"])
 def gather_kernel(
-    sent, last, positions, tables, out, blocks, lines, prompts, tokens, width, nobody,
-    SIZE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    sent,
+    last,
+    positions,
+    tables,
+    out,
+    blocks,
+    lines,
+    prompts,
+    tokens,
+    width,
+    nobody,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     wait(PDL)  # and no `begin`: attention looks at the layout before its own wait
     sequence = tl.program_id(0)
     begins = sent + lines + 2 * prompts
-    wanted, starts = out + lines + prompts, out + 2 * (lines + prompts)
+    wanted = out + lines + prompts
+    starts = out + 2 * (lines + prompts)
     ids = starts + lines + prompts + 1
-    places, slots = ids + tokens, ids + 2 * tokens
+    places = ids + tokens
+    slots = ids + 2 * tokens
     going = tl.load(begins)
     end = 0
     if sequence < lines:
@@ -163,14 +229,17 @@ def gather_kernel(
             at = tl.load(positions + row)
             tl.store(ids + sequence, tl.load(last + row))
             tl.store(places + sequence, at)
-            tl.store(slots + sequence, tl.load(tables + row * width + at // SIZE) * SIZE + at % SIZE)
+            tl.store(
+                slots + sequence, tl.load(tables + row * width + at // SIZE) * SIZE + at % SIZE
+            )
             end = at + 1
         tl.store(wanted + sequence, tl.where(sequence < going, sequence, 0))
         tl.store(starts + sequence, tl.minimum(sequence, going))
     else:
         prompt = sequence - lines
         row = tl.load(sent + lines + prompts + prompt).to(tl.int64)
-        start, stop = tl.load(begins + prompt), tl.load(begins + prompt + 1)
+        start = tl.load(begins + prompt)
+        stop = tl.load(begins + prompt + 1)
         end = tl.load(begins + prompts + 1 + prompt)
         row = tl.where(end > 0, row, nobody)
         for first in range(start, stop, CHUNK):
@@ -178,7 +247,11 @@ def gather_kernel(
             here = token < stop
             at = tl.where(end > 0, end - stop + token, 0)
             block = tl.load(tables + row * width + at // SIZE, mask=here, other=0)
-            tl.store(ids + token, tl.load(begins + 2 * prompts + 1 + token, mask=here, other=0), mask=here)
+            tl.store(
+                ids + token,
+                tl.load(begins + 2 * prompts + 1 + token, mask=here, other=0),
+                mask=here,
+            )
             tl.store(places + token, at, mask=here)
             tl.store(slots + token, block * SIZE + at % SIZE, mask=here)
         tl.store(wanted + sequence, tl.where((end > 0) & (stop > start), stop - 1, 0))
@@ -194,7 +267,11 @@ def gather_kernel(
 
 
 def advance(
-    rows: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor, last: torch.Tensor, positions: torch.Tensor
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    ends: torch.Tensor,
+    last: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
     """Each row's new last token, which stands at its end [lines]; in place."""
     if team().active and not rows.is_cuda:
@@ -205,12 +282,25 @@ def advance(
         return
     lines = len(rows)
     advance_kernel[(-(-lines // WIDTH),)](
-        rows, tokens, ends, last, positions, lines, len(last) - 1, WIDTH=WIDTH, num_warps=4, **overlap(rows.device)
+        rows,
+        tokens,
+        ends,
+        last,
+        positions,
+        lines,
+        len(last) - 1,
+        WIDTH=WIDTH,
+        num_warps=4,
+        **overlap(rows.device),
     )
 
 
 def advance_reference(
-    rows: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor, last: torch.Tensor, positions: torch.Tensor
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    ends: torch.Tensor,
+    last: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
     real = rows != len(last) - 1
     index = rows[real].long()
@@ -219,11 +309,15 @@ def advance_reference(
 
 
 @jit(do_not_specialize=["rows", "tokens", "ends", "lines", "nobody"])
-def advance_kernel(rows, tokens, ends, last, positions, lines, nobody, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def advance_kernel(
+    rows, tokens, ends, last, positions, lines, nobody, WIDTH: tl.constexpr, PDL: tl.constexpr
+):
     begin(PDL)
     wait(PDL)
     line = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     row = tl.load(rows + line, mask=line < lines, other=nobody).to(tl.int64)
     real = row != nobody
-    tl.store(last + row, tl.load(tokens + line, mask=real, other=0).to(last.dtype.element_ty), mask=real)
+    tl.store(
+        last + row, tl.load(tokens + line, mask=real, other=0).to(last.dtype.element_ty), mask=real
+    )
     tl.store(positions + row, tl.load(ends + line, mask=real, other=0), mask=real)

@@ -26,11 +26,15 @@ LINES = 8  # heads a program takes
 class Turn:
     """What becomes of queries and keys on their way: clamped (values too), normed a head at a time, turned."""
 
-    angles: Pair | None = None  # cos, sin in float32 [tokens, turned / 2]; with `positions` tables [length, turned / 2]
+    angles: Pair | None = (
+        None  # cos, sin in float32 [tokens, turned / 2]; with `positions` tables [length, turned / 2]
+    )
     positions: torch.Tensor | None = None  # [tokens]
     interleaved: bool = False
     norm: Literal["rms", "layer"] | None = None
-    weights: Pair | None = None  # of q and of k: [dim], or [heads, dim] where every head has its own
+    weights: Pair | None = (
+        None  # of q and of k: [dim], or [heads, dim] where every head has its own
+    )
     eps: float = 0.0
     clip: float | None = None
 
@@ -41,7 +45,9 @@ def store(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Te
     write(v, 1, cache, slots)
 
 
-def turn_and_store(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn: Turn) -> torch.Tensor:
+def turn_and_store(
+    qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn: Turn
+) -> torch.Tensor:
     """qkv [tokens, (heads + 2 kv heads) * dim] -> q [tokens, heads, dim]; k and v go to `cache` at `slots`."""
     if (
         ops.keeps(cache)
@@ -63,7 +69,9 @@ def turn_and_store(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, 
     return (turn_rows if fused(qkv) else turn_and_store_reference)(qkv, cache, slots, turn)
 
 
-def turn_and_store_reference(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn: Turn) -> torch.Tensor:
+def turn_and_store_reference(
+    qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn: Turn
+) -> torch.Tensor:
     def turned(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if turn.norm == "layer":
             x = layer_norm_reference(x, weight, None, turn.eps)
@@ -71,7 +79,11 @@ def turn_and_store_reference(qkv: torch.Tensor, cache: torch.Tensor, slots: torc
             x = rms_norm_reference(x, weight, turn.eps)
         if turn.angles is None:
             return x
-        cos, sin = turn.angles if turn.positions is None else (table[turn.positions] for table in turn.angles)
+        cos, sin = (
+            turn.angles
+            if turn.positions is None
+            else (table[turn.positions] for table in turn.angles)
+        )
         return rotate(x, cos, sin, turn.interleaved)
 
     kv_heads, dim = cache.shape[2:]
@@ -87,35 +99,85 @@ def turn_and_store_reference(qkv: torch.Tensor, cache: torch.Tensor, slots: torc
     return turned(q, q_weight)
 
 
-def turn_rows(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn: Turn) -> torch.Tensor:
+def turn_rows(
+    qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, turn: Turn
+) -> torch.Tensor:
     """The kernel."""
     kv_heads, dim = cache.shape[2:]
-    tokens, lines = qkv.shape[0], qkv.shape[1] // dim
+    tokens = qkv.shape[0]
+    lines = qkv.shape[1] // dim
     heads = lines - 2 * kv_heads
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     cos, sin = turn.angles or (q, q)
     q_weight, k_weight = turn.weights or (q, q)
     by = scales(cache)
     turn_kernel[(tokens, -(-lines // LINES))](
-        qkv, q, bits(cache), q if by is None else by, slots, slots if turn.positions is None else turn.positions, cos,
-        sin, q_weight, k_weight, qkv.stride(0), cache.stride(0), cache.shape[1], turn.eps, turn.clip or 0.0,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=power_of_two(dim),
-        TURNED=2 * cos.shape[-1] if turn.angles else 0, INTERLEAVED=turn.interleaved,
-        TABLES=turn.positions is not None, NORM=turn.norm, WEIGHT=turn.weights is not None,
-        EACH=turn.weights is not None and q_weight.dim() > 1, CLIP=turn.clip is not None,
-        SCALED=by is not None, LINES=LINES,
-        num_warps=2, **overlap(qkv.device),
-    )  # fmt: skip
+        qkv,
+        q,
+        bits(cache),
+        q if by is None else by,
+        slots,
+        slots if turn.positions is None else turn.positions,
+        cos,
+        sin,
+        q_weight,
+        k_weight,
+        qkv.stride(0),
+        cache.stride(0),
+        cache.shape[1],
+        turn.eps,
+        turn.clip or 0.0,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        DIM_UP=power_of_two(dim),
+        TURNED=2 * cos.shape[-1] if turn.angles else 0,
+        INTERLEAVED=turn.interleaved,
+        TABLES=turn.positions is not None,
+        NORM=turn.norm,
+        WEIGHT=turn.weights is not None,
+        EACH=turn.weights is not None and q_weight.dim() > 1,
+        CLIP=turn.clip is not None,
+        SCALED=by is not None,
+        LINES=LINES,
+        num_warps=2,
+        **overlap(qkv.device),
+    )
     return q
 
 
 @jit(do_not_specialize=["slots", "positions"])
 def turn_kernel(
-    qkv, q, cache, scales, slots, positions, cos, sin, q_weight, k_weight, stride, half, places, eps, clip,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, TURNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TABLES: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, EACH: tl.constexpr,
-    CLIP: tl.constexpr, SCALED: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    q,
+    cache,
+    scales,
+    slots,
+    positions,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    stride,
+    half,
+    places,
+    eps,
+    clip,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_UP: tl.constexpr,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TABLES: tl.constexpr,
+    NORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    EACH: tl.constexpr,
+    CLIP: tl.constexpr,
+    SCALED: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program takes LINES heads of one token, queries, keys and values alike.
 
     Dimension d of the result is x[d] cos + x[partner of d] sin, with the sign of its half; past TURNED it is x[d].
@@ -123,7 +185,8 @@ def turn_kernel(
     begin(PDL)
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
-    h, d = tl.program_id(1) * LINES + tl.arange(0, LINES), tl.arange(0, DIM_UP)
+    h = tl.program_id(1) * LINES + tl.arange(0, LINES)
+    d = tl.arange(0, DIM_UP)
     here = (h < HEADS + 2 * KV_HEADS)[:, None] & (d < DIM)[None, :]
     turns = (h < HEADS + KV_HEADS)[:, None]
     source = qkv + token * stride + h[:, None] * DIM
@@ -135,7 +198,11 @@ def turn_kernel(
         mean = tl.sum(y, 1)[:, None] / DIM if NORM == "layer" else 0.0
         off = tl.where(here, y - mean, 0.0)
         root = tl.rsqrt(tl.sum(off * off, 1)[:, None] / DIM + eps)
-        y = tl.where(turns, normed(y, mean, root, h, d, q_weight, k_weight, HEADS, KV_HEADS, DIM, WEIGHT, EACH), y)
+        y = tl.where(
+            turns,
+            normed(y, mean, root, h, d, q_weight, k_weight, HEADS, KV_HEADS, DIM, WEIGHT, EACH),
+            y,
+        )
         y = y.to(x.dtype).to(tl.float32)
     if TURNED > 0:
         low = d % 2 == 0 if INTERLEAVED else d < TURNED // 2
@@ -150,13 +217,18 @@ def turn_kernel(
             z = clamped(z, clip)
         z = z.to(tl.float32)
         if NORM is not None:
-            z = normed(z, mean, root, h, partner, q_weight, k_weight, HEADS, KV_HEADS, DIM, WEIGHT, EACH)
+            z = normed(
+                z, mean, root, h, partner, q_weight, k_weight, HEADS, KV_HEADS, DIM, WEIGHT, EACH
+            )
             z = z.to(x.dtype).to(tl.float32)
         y = tl.where(turns, y * c + z * tl.where(low[None, :], -s, s), y)
     y = y.to(x.dtype)
-    tl.store(q + (token * HEADS + h)[:, None] * DIM + d[None, :], y, mask=here & (h < HEADS)[:, None])
+    tl.store(
+        q + (token * HEADS + h)[:, None] * DIM + d[None, :], y, mask=here & (h < HEADS)[:, None]
+    )
     slot = tl.load(slots + token).to(tl.int64)
-    k_head, v_head = h - HEADS, h - HEADS - KV_HEADS
+    k_head = h - HEADS
+    v_head = h - HEADS - KV_HEADS
     place = cache + slot * (KV_HEADS * DIM) + d[None, :]
     if SCALED:
         wide = y.to(tl.float32)
@@ -177,16 +249,31 @@ def clamped(x, clip):
 
 @jit
 def normed(
-    x, mean, root, h, d, q_weight, k_weight,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WEIGHT: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
+    x,
+    mean,
+    root,
+    h,
+    d,
+    q_weight,
+    k_weight,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    EACH: tl.constexpr,
+):
     """x [lines, dimensions d] of heads h, by the statistics of its heads."""
     x = (x - mean) * root
     if WEIGHT:
         step: tl.constexpr = DIM if EACH else 0
-        k_head, inside = h - HEADS, (d < DIM)[None, :]
-        w = tl.load(q_weight + h[:, None] * step + d[None, :], mask=inside & (h < HEADS)[:, None], other=0.0)
+        k_head = h - HEADS
+        inside = (d < DIM)[None, :]
+        w = tl.load(
+            q_weight + h[:, None] * step + d[None, :], mask=inside & (h < HEADS)[:, None], other=0.0
+        )
         is_key = (k_head >= 0) & (k_head < KV_HEADS)
-        w += tl.load(k_weight + k_head[:, None] * step + d[None, :], mask=inside & is_key[:, None], other=0.0)
+        w += tl.load(
+            k_weight + k_head[:, None] * step + d[None, :], mask=inside & is_key[:, None], other=0.0
+        )
         x = x * w
     return x

@@ -44,7 +44,8 @@ def kept(
 
 def _typical(z: torch.Tensor, mass: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
     whole = mass.cumsum(-1)[:, -1:]
-    share, present = mass / whole, mass > 0
+    share = mass / whole
+    present = mass > 0
     surprise = torch.where(present, whole.log() - z, 0.0)
     entropy = (share * surprise).cumsum(-1)[:, -1:]
     distance = torch.where(present, (surprise - entropy).abs(), torch.inf)

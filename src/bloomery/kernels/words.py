@@ -10,7 +10,12 @@ from bloomery.native.team import team
 
 def own(words: torch.Tensor, first: int, end: int) -> torch.Tensor:
     """words [n] -> their rows in a table of those from `first` to `end`; row 0 for others."""
-    if team().active and words.dtype == torch.int64 and words.device.type == "cpu" and words.is_contiguous():
+    if (
+        team().active
+        and words.dtype == torch.int64
+        and words.device.type == "cpu"
+        and words.is_contiguous()
+    ):
         return ops.own(words, first, end)
     return own_reference(words, first, end)
 

@@ -31,7 +31,9 @@ class Add(NamedTuple):
 class Linear:
     matrix: Ready
     bias: torch.Tensor | None = None
-    group: Group = ALONE  # ranks that hold the other inputs: their results are added before anything follows
+    group: Group = (
+        ALONE  # ranks that hold the other inputs: their results are added before anything follows
+    )
 
     @overload
     def __call__(self, x: Stream, before: Norm | None, after: Add) -> Stream: ...
@@ -39,18 +41,28 @@ class Linear:
     def __call__(
         self, x: Stream, before: Norm | None = None, after: Activation | Heads | None = None
     ) -> torch.Tensor: ...
-    def __call__(self, x: Stream, before: Norm | None = None, after: Add | Activation | Heads | None = None) -> Stream:
+    def __call__(
+        self, x: Stream, before: Norm | None = None, after: Add | Activation | Heads | None = None
+    ) -> Stream:
         if self.group.size > 1:
             return finish(self.group.sum(Linear(self.matrix, self.bias)(x, before)), after)
         if isinstance(x, torch.Tensor):
-            phrase = Residual(value(after.residual), after.scale) if isinstance(after, Add) else after
+            phrase = (
+                Residual(value(after.residual), after.scale) if isinstance(after, Add) else after
+            )
             y = self.matrix.phrase(x, self.bias, before, phrase)
             if y is not None:
                 return y
-            if isinstance(after, Heads) and (y := self.matrix.phrase(x, self.bias, before, None)) is not None:
+            if (
+                isinstance(after, Heads)
+                and (y := self.matrix.phrase(x, self.bias, before, None)) is not None
+            ):
                 return finish(y, after)
         normed = normalize(x, before)
-        if isinstance(after, Activation) and (y := self.matrix.phrase(normed, self.bias, None, after)) is not None:
+        if (
+            isinstance(after, Activation)
+            and (y := self.matrix.phrase(normed, self.bias, None, after)) is not None
+        ):
             return y
         return finish(self.matrix.linear(normed, self.bias), after)
 

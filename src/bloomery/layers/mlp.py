@@ -10,7 +10,8 @@ from bloomery.spec import Mlp
 
 class MlpBlock:
     def __init__(self, spec: Mlp, up: Linear, down: Linear):
-        self.up, self.down = up, down
+        self.up = up
+        self.down = down
         self.activation = Activation(spec.activation, spec.gated)
 
     def __call__(self, x: Stream, before: Norm | None = None, after: Add | None = None) -> Stream:

@@ -26,14 +26,23 @@ class MoeBlock:
         shared_gate: Linear | None = None,
         group: Group = ALONE,  # ranks that hold other parts of every expert
     ):
-        self.spec, self.router, self.up, self.down = spec, router, up, down
-        self.shared, self.shared_gate, self.group = shared, shared_gate, group
+        self.spec = spec
+        self.router = router
+        self.up = up
+        self.down = down
+        self.shared = shared
+        self.shared_gate = shared_gate
+        self.group = group
 
     def __call__(self, x: Stream, before: Norm | None = None, after: Add | None = None) -> Stream:
         x = normalize(x, before)
         chosen, weights = route(self.router(x), self.spec.top_k, self.spec.renormalize)
-        y = mixed(x, chosen, weights, self.up, self.down, self.spec.experts, self.spec.mlp.activation)
+        y = mixed(
+            x, chosen, weights, self.up, self.down, self.spec.experts, self.spec.mlp.activation
+        )
         if self.shared is not None:
             common = value(self.shared(x))
-            y = y + (common if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * common)
+            y = y + (
+                common if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * common
+            )
         return finish(self.group.sum(y), after)

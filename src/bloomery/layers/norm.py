@@ -16,7 +16,9 @@ class Sum:
     """residual + scale * y, not added yet."""
 
     def __init__(self, residual: torch.Tensor, y: torch.Tensor, scale: float):
-        self.residual, self.y, self.scale = residual, y, scale
+        self.residual = residual
+        self.y = y
+        self.scale = scale
         self.added: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
@@ -28,7 +30,13 @@ class Sum:
         if self.added is not None:
             return normalize(self.added, norm)
         self.added, out = add_norm(
-            self.residual, self.y, self.scale, norm.weight, norm.bias, norm.eps, norm.kind == "layer"
+            self.residual,
+            self.y,
+            self.scale,
+            norm.weight,
+            norm.bias,
+            norm.eps,
+            norm.kind == "layer",
         )
         return out
 

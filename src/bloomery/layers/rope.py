@@ -35,7 +35,8 @@ def table(rope: Rope, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         case Llama3():
             freqs = llama3(rope, rope.scaling)
         case Yarn():
-            freqs, attention = yarn(rope, rope.scaling), rope.scaling.attention
+            freqs = yarn(rope, rope.scaling)
+            attention = rope.scaling.attention
         case LongRope() as s:
             beyond = length > s.original
             freqs = frequencies(rope) / torch.tensor(s.long if beyond else s.short)
@@ -63,12 +64,17 @@ def llama3(rope: Rope, s: Llama3) -> torch.Tensor:
 def yarn(rope: Rope, s: Yarn) -> torch.Tensor:
     def dimension(rotations: float) -> float:
         """The (fractional) pair that turns so often over the original context."""
-        return rope.dim * math.log(s.original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            rope.dim * math.log(s.original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
 
-    low, high = dimension(s.beta_fast), dimension(s.beta_slow)
+    low = dimension(s.beta_fast)
+    high = dimension(s.beta_slow)
     if s.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rope.dim - 1)
     ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     keep = 1 - ramp.clamp(0, 1)
     freqs = frequencies(rope)

@@ -30,7 +30,9 @@ from bloomery.models.stream import Stream, Wait
 from bloomery.quant.base import Arriving, Coded, Range, Stored, Tensors, ahead
 
 Advance = Callable[[int], None]
-Report = Callable[[str, int, int], None]  # what is being loaded, how much is done, how much there is
+Report = Callable[
+    [str, int, int], None
+]  # what is being loaded, how much is done, how much there is
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -99,8 +101,12 @@ def window(file: Path, start: int, end: int) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     offset = start - start % mmap.ALLOCATIONGRANULARITY
     with file.open("rb") as handle:
-        if os.fstat(handle.fileno()).st_size < end:  # touching a page past the end would kill the process
-            raise CheckpointError(f"{file}: became shorter while it was being read; download it again")
+        if (
+            os.fstat(handle.fileno()).st_size < end
+        ):  # touching a page past the end would kill the process
+            raise CheckpointError(
+                f"{file}: became shorter while it was being read; download it again"
+            )
         data = mmap.mmap(handle.fileno(), end - offset, access=mmap.ACCESS_COPY, offset=offset)
     if hasattr(mmap, "MADV_WILLNEED"):  # one request to the disk rather than one a page fault
         data.madvise(mmap.MADV_WILLNEED)
@@ -117,7 +123,9 @@ class Entry:
     start: int
     nbytes: int
     dtype: torch.dtype  # of the values
-    block: tuple[int, int]  # values and bytes of a block: one value where there is nothing to decode
+    block: tuple[
+        int, int
+    ]  # values and bytes of a block: one value where there is nothing to decode
     decode: Decoder | None = None
     readable: bool = True  # False: a type nobody here knows
 
@@ -185,65 +193,95 @@ class _Matrix:
 
     def _streamed(self, stream: Stream, out: torch.Tensor, rows: Range, cols: Range) -> Wait | None:
         """As `fill`, of whole rows: straight to where they belong, or a few at a time to be cut and decoded there."""
-        entry, width = self.entry, self.entry.row_bytes
+        entry = self.entry
+        width = self.entry.row_bytes
         a, b = entry.column_bytes(cols)
 
         def begin(first: int, skip: int, into: torch.Tensor) -> Wait:
             self.source.advance(into.nbytes)
             return stream.read(entry.file, entry.start + (self.first + first) * width + skip, into)
 
-        unbroken, as_stored = len(out) == 1 or b - a == width, entry.decode is None and out.dtype == entry.dtype
+        unbroken = len(out) == 1 or b - a == width
+        as_stored = entry.decode is None and out.dtype == entry.dtype
         if unbroken and as_stored and out.is_contiguous():
             return begin(rows[0], a, out)
         step = max(1, STREAMED_VALUES // entry.shape[-1])
 
         def panel(row: int) -> Arriving:
-            into = torch.empty(min(step, rows[1] - row), width, dtype=torch.uint8, device=out.device)
+            into = torch.empty(
+                min(step, rows[1] - row), width, dtype=torch.uint8, device=out.device
+            )
             return Arriving(into, (begin(row, 0, into),))
 
-        for row, part in zip(range(0, len(out), step), ahead(map(panel, range(*rows, step)), AHEAD), strict=True):
+        for row, part in zip(
+            range(0, len(out), step), ahead(map(panel, range(*rows, step)), AHEAD), strict=True
+        ):
             out[row : row + step].copy_(entry.values(part, cols, out.device))
         return None
 
     def _values(self, rows: Range, cols: Range, device: torch.device) -> torch.Tensor:
         a, b = self.entry.column_bytes(cols)
         self.source.advance((rows[1] - rows[0]) * (b - a))
-        return self.entry.values(self.entry.bytes((self.first + rows[0], self.first + rows[1])), cols, device)
+        return self.entry.values(
+            self.entry.bytes((self.first + rows[0], self.first + rows[1])), cols, device
+        )
 
 
 def _safetensor(file: Path, found: safetensors.TensorEntry) -> Entry:
-    dtype, known = DTYPES.get(found.dtype, torch.uint8), found.dtype in DTYPES
-    size, block = found.end - found.start, (1, dtype.itemsize)
-    return Entry(file, found.dtype, found.shape or (1,), found.start, size, dtype, block, readable=known)
+    dtype = DTYPES.get(found.dtype, torch.uint8)
+    known = found.dtype in DTYPES
+    size = found.end - found.start
+    block = (1, dtype.itemsize)
+    return Entry(
+        file, found.dtype, found.shape or (1,), found.start, size, dtype, block, readable=known
+    )
 
 
 class FileSource:
     """Tensors of a folder of safetensors files or of a GGUF file: mapped, or by a stream while there is one."""
 
     def __init__(self, origin: Path, entries: Mapping[str, Entry]):
-        self.origin, self.entries = origin, entries
+        self.origin = origin
+        self.entries = entries
         self.used: set[str] = set()
         self.advance: Advance = unheard
         self.stream: Stream | None = None
 
     @classmethod
     def safetensors(cls, folder: Path) -> FileSource:
-        return cls(folder, {name: _safetensor(*where) for name, where in safetensors.index(folder).items()})
+        return cls(
+            folder, {name: _safetensor(*where) for name, where in safetensors.index(folder).items()}
+        )
 
     def over(self, file: Path) -> FileSource:
         """The same with a shard on top, whose tensors take precedence."""
-        shard = {name: _safetensor(file, found) for name, found in safetensors.read_header(file).items()}
+        shard = {
+            name: _safetensor(file, found) for name, found in safetensors.read_header(file).items()
+        }
         return FileSource(self.origin, {**self.entries, **shard})
 
     @classmethod
     def gguf(cls, file: gguf.Gguf) -> FileSource:
-        decoders = {kind: decoder(kind) for kind in {t.type for t in file.tensors.values()} - DTYPES.keys()}
+        decoders = {
+            kind: decoder(kind) for kind in {t.type for t in file.tensors.values()} - DTYPES.keys()
+        }
 
         def entry(found: gguf.GgufTensor) -> Entry:
-            dtype, block = DTYPES.get(found.type, torch.float32), gguf.BLOCKS[found.type]
+            dtype = DTYPES.get(found.type, torch.float32)
+            block = gguf.BLOCKS[found.type]
             decode = decoders.get(found.type)
             known = found.type in DTYPES or decode is not None
-            return Entry(file.path, found.type, found.shape, found.start, found.nbytes, dtype, block, decode, known)
+            return Entry(
+                file.path,
+                found.type,
+                found.shape,
+                found.start,
+                found.nbytes,
+                dtype,
+                block,
+                decode,
+                known,
+            )
 
         return cls(file.path, {name: entry(found) for name, found in file.tensors.items()})
 
@@ -251,7 +289,9 @@ class FileSource:
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries.values())
 
-    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None) -> Stored:
+    def tensor(
+        self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None
+    ) -> Stored:
         stored = tuple(reversed(shape)) if transposed else tuple(shape)
         entry = self._entry(name, stored, expert)
         self.used.add(name)
@@ -291,7 +331,9 @@ class FileSource:
             merged = prod(found[1:])
             entry = replace(entry, shape=(*entry.shape[: -len(found) + 1], merged))
             found = (found[0], merged)
-        if shape[0] == 1 and found == shape[1:]:  # quantisers drop the one row of a shared expert's gate
+        if (
+            shape[0] == 1 and found == shape[1:]
+        ):  # quantisers drop the one row of a shared expert's gate
             found = shape
         if found != shape or (expert is not None and expert >= entry.shape[0]):
             wanted = list(shape) if expert is None else ["experts", *shape]
@@ -299,7 +341,9 @@ class FileSource:
                 f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, the model expects {wanted}"
             )
         if not entry.readable:
-            raise CheckpointError(f"{entry.file}: tensor {name!r} is of type {entry.kind}, which cannot be read")
+            raise CheckpointError(
+                f"{entry.file}: tensor {name!r} is of type {entry.kind}, which cannot be read"
+            )
         return entry
 
 
@@ -320,9 +364,13 @@ class DummySource:
         self.stored = dtype
         self.advance: Advance = unheard
 
-    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None) -> Stored:
+    def tensor(
+        self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None
+    ) -> Stored:
         seed = int.from_bytes(
-            hashlib.blake2b(f"{name} {expert}".encode(), digest_size=4).digest(), "little", signed=True
+            hashlib.blake2b(f"{name} {expert}".encode(), digest_size=4).digest(),
+            "little",
+            signed=True,
         )
 
         def fill(out: torch.Tensor, rows: Range, cols: Range | None) -> None:
@@ -377,7 +425,13 @@ def reported(total: int, report: Report) -> Iterator[Advance]:
 @contextmanager
 def _bar(total: int, stream: TextIO) -> Iterator[Advance]:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress("weights", *columns, console=Console(file=stream)) as bar:

@@ -41,7 +41,14 @@ from bloomery.spec import Model, Names
 
 BLOCK = 16  # positions a block of the calibration's cache holds
 STATE = "unfinished.json"
-BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")  # what goes with the weights
+BESIDE = (
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "*.tiktoken",
+    "LICENSE*",
+)  # what goes with the weights
 META = torch.device("meta")
 GROUPS = (128, 64, 32, 16, -1)  # to propose, the usual first
 
@@ -82,13 +89,20 @@ def convert(
         if not shard.exists():
             rounded = [product for product in products if not product.precise]
             replaced = {f"{product.name}.weight" for product in rounded}
-            others = [name for name in source.names() if name.startswith(prefix) and name not in replaced]
+            others = [
+                name for name in source.names() if name.startswith(prefix) and name not in replaced
+            ]
             save(shard, job.packed(i, rounded) | raw(source, others))
         job.pass_on(i, shard)
         advance()
     inside = tuple(names.layer.format(i=i) for i in range(count))
     save(shards[-1], raw(source, [name for name in source.names() if not name.startswith(inside)]))
-    finish(artifact.path, out, shards, configuration(wish.form, wish.group, wish.bits, wish.act_order, whole))
+    finish(
+        artifact.path,
+        out,
+        shards,
+        configuration(wish.form, wish.group, wish.bits, wish.act_order, whole),
+    )
     advance()
 
 
@@ -102,7 +116,11 @@ def check(wish: Wish, products: Sequence[Product]) -> None:
 
     if wrong := next(reasons(wish.group), None):
         fitting = [group for group in GROUPS if next(reasons(group), None) is None]
-        remedy = f"try --group {fitting[0]}" if fitting else "choose --format int8 or fp8, which take any size"
+        remedy = (
+            f"try --group {fitting[0]}"
+            if fitting
+            else "choose --format int8 or fp8, which take any size"
+        )
         raise ConfigError(f"{wrong}; {remedy}")
 
 
@@ -111,12 +129,24 @@ def check(wish: Wish, products: Sequence[Product]) -> None:
 
 def begin(out: Path, wish: Wish, samples: Sequence[Sequence[int]], source: FileSource) -> None:
     """A new folder, or one that the same conversion left unfinished."""
-    files = [(file, file.stat()) for file in sorted({entry.file.resolve() for entry in source.entries.values()})]
+    files = [
+        (file, file.stat())
+        for file in sorted({entry.file.resolve() for entry in source.entries.values()})
+    ]
     model = [(str(file), found.st_size, found.st_mtime_ns) for file, found in files]
-    state = {**asdict(wish), "model": digest(model), "calibration": digest([list(sample) for sample in samples])}
+    state = {
+        **asdict(wish),
+        "model": digest(model),
+        "calibration": digest([list(sample) for sample in samples]),
+    }
     if out.exists() and any(out.iterdir()):
-        if not (out / STATE).is_file() or strict_json((out / STATE).read_bytes(), str(out / STATE)) != state:
-            raise ConfigError(f"{out}: is not empty, and not what this conversion left unfinished; name another folder")
+        if (
+            not (out / STATE).is_file()
+            or strict_json((out / STATE).read_bytes(), str(out / STATE)) != state
+        ):
+            raise ConfigError(
+                f"{out}: is not empty, and not what this conversion left unfinished; name another folder"
+            )
         return
     out.mkdir(parents=True, exist_ok=True)
     (out / "state.part").write_text(json.dumps(state))
@@ -139,11 +169,17 @@ def raw(source: FileSource, names: Sequence[str]) -> Written:
 def save(shard: Path, tensors: Written) -> None:
     """Complete or not there."""
     unfinished = shard.with_suffix(".part")
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, unfinished, {"format": "pt"})
+    save_file(
+        {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+        unfinished,
+        {"format": "pt"},
+    )
     unfinished.replace(shard)
 
 
-def finish(origin: Path, out: Path, shards: Sequence[Path], quantization: Mapping[str, Any]) -> None:
+def finish(
+    origin: Path, out: Path, shards: Sequence[Path], quantization: Mapping[str, Any]
+) -> None:
     headers = {shard.name: read_header(shard) for shard in shards}
     places = {tensor: shard for shard, header in headers.items() for tensor in header}
     total = sum(entry.end - entry.start for header in headers.values() for entry in header.values())
@@ -154,7 +190,9 @@ def finish(origin: Path, out: Path, shards: Sequence[Path], quantization: Mappin
                 shutil.copyfile(file, out / file.name)
     (out / "model.safetensors.index.json").write_text(json.dumps(listing, indent=1))
     config = strict_json((origin / "config.json").read_bytes(), str(origin / "config.json"))
-    (out / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}, indent=1))
+    (out / "config.json").write_text(
+        json.dumps({**config, "quantization_config": quantization}, indent=1)
+    )
     (out / STATE).unlink()
 
 
@@ -186,7 +224,9 @@ class Noted(Dense):
     watched: list[Watching] | None  # where to put what it becomes
 
     def cat(self, others: Sequence[Self]) -> Self:
-        return replace(super().cat(others), products=sum((other.products for other in others), self.products))
+        return replace(
+            super().cat(others), products=sum((other.products for other in others), self.products)
+        )
 
     def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
         if device == META:
@@ -194,7 +234,9 @@ class Noted(Dense):
         if self.watched is None:
             return super().prepare(dtype, device)
         hessian = torch.zeros(self.shape[1], self.shape[1], device=device)
-        self.watched.append(Watching(self.dense(dtype, device), products=self.products, hessian=hessian))
+        self.watched.append(
+            Watching(self.dense(dtype, device), products=self.products, hessian=hessian)
+        )
         return self.watched[-1]
 
 
@@ -208,7 +250,11 @@ class Noting:
 
     def matrix(self, tensors: Tensors, product: Product) -> Noted:
         self.products.append(product)
-        watched = None if product.precise or (self.experts and self.experts in product.name) else self.watched
+        watched = (
+            None
+            if product.precise or (self.experts and self.experts in product.name)
+            else self.watched
+        )
         weight = DenseFormat().matrix(tensors, product).weight
         return Noted(weight, (product,), watched if product.inside else None)
 
@@ -222,7 +268,9 @@ class Job:
     dtype: torch.dtype
     device: torch.device
     samples: list[torch.Tensor]
-    states: dict[int, torch.Tensor] = field(default_factory=dict)  # of a sample, as the next layer gets it
+    states: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # of a sample, as the next layer gets it
 
     def decoder(self, i: int, source: FileSource, form: Format, device: torch.device) -> Decoder:
         weights = Weights(source, self.names, self.dtype, device, form)
@@ -242,14 +290,19 @@ class Job:
                 tensors[f"{product.name}.{part}"] = tensor
         return tensors
 
-    def _packed(self, product: Product, weight: torch.Tensor, hessian: torch.Tensor | None) -> Written:
-        wish, width = self.wish, product.shape[1]
+    def _packed(
+        self, product: Product, weight: torch.Tensor, hessian: torch.Tensor | None
+    ) -> Written:
+        wish = self.wish
+        width = product.shape[1]
         group = width if wish.group == -1 else wish.group
         if wish.form != "gptq":
             return WRITERS[wish.form](weight, group)
         # Experts see too little of any text: as if each of their inputs mattered alike.
         seen = torch.eye(width, device=weight.device) if hessian is None else hessian
-        return gptq_tensors(solve(weight, seen, wish.bits, group, wish.act_order, wish.damping), wish.bits)
+        return gptq_tensors(
+            solve(weight, seen, wish.bits, group, wish.act_order, wish.damping), wish.bits
+        )
 
     @torch.inference_mode()
     def _hessians(self, i: int) -> dict[str, torch.Tensor]:
@@ -257,7 +310,11 @@ class Job:
         decoder = self.decoder(i, self.source, noting, self.device)
         for number in range(len(self.samples)):
             self._run(decoder, number)
-        return {product.name: watching.hessian for watching in noting.watched for product in watching.products}
+        return {
+            product.name: watching.hessian
+            for watching in noting.watched
+            for product in watching.products
+        }
 
     @torch.inference_mode()
     def pass_on(self, i: int, shard: Path) -> None:
@@ -270,11 +327,24 @@ class Job:
 
     def _run(self, decoder: Decoder, number: int) -> torch.Tensor:
         tokens = self.samples[number].to(self.device)
-        count, kind = len(tokens), torch.int64 if self.device.type == "cpu" else torch.int32
+        count = len(tokens)
+        kind = torch.int64 if self.device.type == "cpu" else torch.int32
         every = torch.arange(count, dtype=kind, device=self.device)
         blocks = -(-count // BLOCK)
-        starts, ends = (torch.tensor(part, dtype=kind, device=self.device) for part in ([0, count], [count]))
-        step = Ragged((count,), (count,), int(count == 1), starts, ends, every, every, every[None, :blocks], BLOCK)
+        starts, ends = (
+            torch.tensor(part, dtype=kind, device=self.device) for part in ([0, count], [count])
+        )
+        step = Ragged(
+            (count,),
+            (count,),
+            int(count == 1),
+            starts,
+            ends,
+            every,
+            every,
+            every[None, :blocks],
+            BLOCK,
+        )
         spec = decoder.spec.layers[0].attention
         cache = torch.zeros(cache_shape(spec, blocks, BLOCK), dtype=self.dtype, device=self.device)
         backend = choose([spec], self.dtype, self.device)

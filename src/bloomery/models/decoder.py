@@ -47,7 +47,10 @@ class DecoderLayer:
         if self.attn_post_norm is None:
             x = self.attention(x, cache, context, self.attn_norm, add)
         else:
-            x = finish(normalize(self.attention(x, cache, context, self.attn_norm), self.attn_post_norm), add)
+            x = finish(
+                normalize(self.attention(x, cache, context, self.attn_norm), self.attn_post_norm),
+                add,
+            )
         x = x if self.attn_sum_norm is None else normalize(x, self.attn_sum_norm)
         add = Add(x, self.spec.residual_scale)
         if self.mlp_post_norm is None:
@@ -71,7 +74,11 @@ class DecoderLayer:
         """Both blocks' parts, added up over the ranks at once."""
         normed = normalize(x, self.attn_norm)
         attended = value(self.attention(normed, cache, context))
-        read = context.kept(normed) if self.mlp_norm is None else normalize(context.kept(x), self.mlp_norm)
+        read = (
+            context.kept(normed)
+            if self.mlp_norm is None
+            else normalize(context.kept(x), self.mlp_norm)
+        )
         return finish(self.group.sum(attended + value(self.mlp(read))), Add(context.kept(x)))
 
 
@@ -81,23 +88,45 @@ class Decoder:
     The first stage of a pipeline has the embedding, the last one the head; `spec` is of the part that is here.
     """
 
-    def __init__(self, model: Model, weights: Weights, group: Group = ALONE, layers: range | None = None):
+    def __init__(
+        self, model: Model, weights: Weights, group: Group = ALONE, layers: range | None = None
+    ):
         self.whole = model
         layers = range(len(model.layers)) if layers is None else layers
-        spec = self.spec = replace(model, layers=tuple(weights.layout.layer(model.layers[i]) for i in layers))
-        self.device, self.dtype = weights.device, weights.dtype
-        self.first, self.last = layers.start == 0, layers.stop == len(model.layers)
+        spec = self.spec = replace(
+            model, layers=tuple(weights.layout.layer(model.layers[i]) for i in layers)
+        )
+        self.device = weights.device
+        self.dtype = weights.dtype
+        self.first = layers.start == 0
+        self.last = layers.stop == len(model.layers)
         # In the model's own precision: Gemma was trained with a rounded factor.
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
-        names, extra, width = weights.names, weights.names.extra, spec.hidden
-        begins, ends = self.first, self.last
+        names = weights.names
+        extra = weights.names.extra
+        width = spec.hidden
+        begins = self.first
+        ends = self.last
         self.embed = embedding(spec, weights, group) if begins else None
-        self.positions = weights.table(extra["positions"], spec.positions, width) if begins and spec.positions else None
+        self.positions = (
+            weights.table(extra["positions"], spec.positions, width)
+            if begins and spec.positions
+            else None
+        )
         narrow = spec.embed_dim  # of embeddings that are projected to the model's width and back
-        self.project_in = weights.outside(extra["project_in"], width, narrow) if begins and narrow else None
-        self.embed_norm = weights.norm(spec.embed_norm, extra.get("embed_norm", ""), width) if begins else None
-        self.layers = [decoder_layer(model.layers[i], width, weights, names.layer.format(i=i), group) for i in layers]
-        self.project_out = weights.outside(extra["project_out"], narrow, width) if ends and narrow else None
+        self.project_in = (
+            weights.outside(extra["project_in"], width, narrow) if begins and narrow else None
+        )
+        self.embed_norm = (
+            weights.norm(spec.embed_norm, extra.get("embed_norm", ""), width) if begins else None
+        )
+        self.layers = [
+            decoder_layer(model.layers[i], width, weights, names.layer.format(i=i), group)
+            for i in layers
+        ]
+        self.project_out = (
+            weights.outside(extra["project_out"], narrow, width) if ends and narrow else None
+        )
         self.final_norm = weights.norm(spec.final_norm, names.final_norm, width) if ends else None
         self.head = head(spec, weights, self.embed, group) if ends else None
         self.ropes: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -135,7 +164,9 @@ class Decoder:
 
     def _embedded(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if self.embed is None:
-            raise RuntimeError("this part of the model begins behind the embedding: it needs hidden states")
+            raise RuntimeError(
+                "this part of the model begins behind the embedding: it needs hidden states"
+            )
         x = self.embed(tokens)
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
@@ -145,7 +176,9 @@ class Decoder:
             x = x + self.positions[positions + self.spec.position_offset]
         return normalize(x, self.embed_norm)
 
-    def _context(self, positions: torch.Tensor, slots: torch.Tensor, backend: Backend, plan: Any) -> Context:
+    def _context(
+        self, positions: torch.Tensor, slots: torch.Tensor, backend: Backend, plan: Any
+    ) -> Context:
         if positions.is_cuda or team().active:  # kernels look the angles up themselves
             return Context(backend, plan, slots, self.ropes, positions)
         angles = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self.ropes.items()}
@@ -166,7 +199,8 @@ class Decoder:
             raise RuntimeError("this part of the model ends before the head")
         if self.project_out is not None:
             hidden = self.project_out(hidden)
-        logits, cap = self.head(hidden), self.spec.logit_softcap
+        logits = self.head(hidden)
+        cap = self.spec.logit_softcap
         if not wide and self.spec.logit_scale == 1.0 and cap is None:
             return logits
         logits = logits.float()
@@ -177,22 +211,29 @@ class Decoder:
 
 def embedding(spec: Model, weights: Weights, group: Group) -> Embedding:
     part = weights.layout.table(spec.vocab)
-    matrix = weights.outside(weights.names.embed, spec.vocab, spec.embed_dim or spec.hidden, part=part).matrix
+    matrix = weights.outside(
+        weights.names.embed, spec.vocab, spec.embed_dim or spec.hidden, part=part
+    ).matrix
     return Embedding(matrix, *weights.layout.words(spec.vocab), group)
 
 
 def head(spec: Model, weights: Weights, embed: Embedding | None, group: Group) -> Head:
     """A checkpoint that says tied and stores a head all the same means the one it stores."""
-    name, part = weights.names.head, weights.layout.table(spec.vocab)
+    name = weights.names.head
+    part = weights.layout.table(spec.vocab)
     if not spec.tied or f"{name}.weight" in weights.source.names():
-        linear = weights.outside(name, spec.vocab, spec.embed_dim or spec.hidden, spec.head_bias, part)
+        linear = weights.outside(
+            name, spec.vocab, spec.embed_dim or spec.hidden, spec.head_bias, part
+        )
     else:
         bias = weights.bias(f"{name}.bias", spec.vocab, part) if spec.head_bias else None
         linear = Linear((embed or embedding(spec, weights, group)).matrix, bias)
     return Head(linear, spec.vocab, group)
 
 
-def decoder_layer(spec: Layer, hidden: int, weights: Weights, prefix: str, group: Group = ALONE) -> DecoderLayer:
+def decoder_layer(
+    spec: Layer, hidden: int, weights: Weights, prefix: str, group: Group = ALONE
+) -> DecoderLayer:
     def norm(role: str) -> Norm | None:
         return weights.norm(getattr(spec, role), prefix + weights.names.extra.get(role, ""), hidden)
 
@@ -203,30 +244,53 @@ def decoder_layer(spec: Layer, hidden: int, weights: Weights, prefix: str, group
         moe_block(spec.mlp, hidden, weights, prefix, inner)
         if isinstance(spec.mlp, Moe)
         else mlp_block(spec.mlp, hidden, weights, prefix, inner),
-        norm("attn_norm"), norm("attn_post_norm"), norm("mlp_norm"), norm("mlp_post_norm"),
-        norm("attn_sum_norm"), norm("mlp_sum_norm"), group,
-    )  # fmt: skip
+        norm("attn_norm"),
+        norm("attn_post_norm"),
+        norm("mlp_norm"),
+        norm("mlp_post_norm"),
+        norm("attn_sum_norm"),
+        norm("mlp_sum_norm"),
+        group,
+    )
 
 
-def attention_block(spec: Attention, hidden: int, weights: Weights, prefix: str, group: Group) -> AttentionBlock:
-    names, dim, layout = weights.names, spec.head_dim, weights.layout
+def attention_block(
+    spec: Attention, hidden: int, weights: Weights, prefix: str, group: Group
+) -> AttentionBlock:
+    names = weights.names
+    dim = spec.head_dim
+    layout = weights.layout
     parts = [heads * dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
     q_heads, kv_heads = layout.heads(spec)
 
     def norm(role: str, heads: int, own: tuple[int, int]) -> Norm | None:
-        sizes: dict[str, int | tuple[int, int]] = {"head": dim, "each": (heads, dim), "all": heads * dim}
-        return weights.norm(spec.qk_norm, prefix + names.extra.get(role, ""), sizes[spec.qk_norm_over], own)
+        sizes: dict[str, int | tuple[int, int]] = {
+            "head": dim,
+            "each": (heads, dim),
+            "all": heads * dim,
+        }
+        return weights.norm(
+            spec.qk_norm, prefix + names.extra.get(role, ""), sizes[spec.qk_norm_over], own
+        )
 
     return AttentionBlock(
         spec,
-        weights.linear(prefix, names.attn_qkv, parts, hidden, spec.bias, heads=spec, part=layout.qkv(spec)),
         weights.linear(
-            prefix, names.attn_out, [hidden], parts[0], spec.out_bias, part=layout.out(spec), group=group
+            prefix, names.attn_qkv, parts, hidden, spec.bias, heads=spec, part=layout.qkv(spec)
+        ),
+        weights.linear(
+            prefix,
+            names.attn_out,
+            [hidden],
+            parts[0],
+            spec.out_bias,
+            part=layout.out(spec),
+            group=group,
         ),
         norm("q_norm", spec.num_heads, q_heads),
         norm("k_norm", spec.num_kv_heads, kv_heads),
         layout,
-    )  # fmt: skip
+    )
 
 
 def mlp_block(
@@ -238,23 +302,41 @@ def mlp_block(
     up: str | Split | Fused | None = None,
     down: str | None = None,
 ) -> MlpBlock:
-    names, parts, layout = weights.names, [spec.size] * (2 if spec.gated else 1), weights.layout
+    names = weights.names
+    parts = [spec.size] * (2 if spec.gated else 1)
+    layout = weights.layout
     return MlpBlock(
         spec,
         weights.linear(prefix, up or names.mlp_up, parts, hidden, spec.bias, part=layout.up(spec)),
         weights.linear(
-            prefix, down or names.mlp_down, [hidden], spec.size, spec.bias, part=layout.down(spec), group=group
+            prefix,
+            down or names.mlp_down,
+            [hidden],
+            spec.size,
+            spec.bias,
+            part=layout.down(spec),
+            group=group,
         ),
-    )  # fmt: skip
+    )
 
 
 def moe_block(spec: Moe, hidden: int, weights: Weights, prefix: str, group: Group) -> MoeBlock:
-    names, places, layout = weights.names, range(spec.experts), weights.layout
-    up = weights.experts(prefix, names.expert_up, places, [spec.mlp.size] * 2, hidden, layout.up(spec.mlp))
-    down = weights.experts(prefix, names.expert_down, places, [hidden], spec.mlp.size, layout.down(spec.mlp))
+    names = weights.names
+    places = range(spec.experts)
+    layout = weights.layout
+    up = weights.experts(
+        prefix, names.expert_up, places, [spec.mlp.size] * 2, hidden, layout.up(spec.mlp)
+    )
+    down = weights.experts(
+        prefix, names.expert_down, places, [hidden], spec.mlp.size, layout.down(spec.mlp)
+    )
     shared = gate = None
-    if spec.shared is not None:  # its part is added to the other experts', and all of it summed once
-        shared = mlp_block(spec.shared, hidden, weights, prefix, ALONE, names.shared_up, names.shared_down)
+    if (
+        spec.shared is not None
+    ):  # its part is added to the other experts', and all of it summed once
+        shared = mlp_block(
+            spec.shared, hidden, weights, prefix, ALONE, names.shared_up, names.shared_down
+        )
     if spec.shared_gate:
         gate = weights.linear(prefix, names.extra["shared_gate"], [1], hidden, False)
     router = weights.linear(prefix, names.extra["router"], [spec.experts], hidden, False)

@@ -44,7 +44,9 @@ class Buffer:
         while done < count:
             got = os.preadv(file, [self.view[done:count]], start + done)
             if not got:
-                raise CheckpointError(f"{name}: became shorter while it was being read; download it again")
+                raise CheckpointError(
+                    f"{name}: became shorter while it was being read; download it again"
+                )
             done += got
 
     def send(self, out: torch.Tensor, copies: torch.cuda.Stream | None) -> None:
@@ -60,7 +62,8 @@ class Stream:
     """Use it in a `with`: at its end all that was asked for is there."""
 
     def __init__(self, device: torch.device, readers: int = READERS, chunk: int = CHUNK):
-        self.device, self.chunk = device, chunk
+        self.device = device
+        self.chunk = chunk
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()  # the longest unused first
         for _ in range(2 * readers):
@@ -68,7 +71,9 @@ class Stream:
         self.readers = ThreadPoolExecutor(readers, "bloomery-reader")
         self.files: dict[Path, int] = {}
         self.begun: deque[Future[None]] = deque()
-        self.most = 4 * readers  # chunks asked for and not read: who asks for more waits, and reports what is true
+        self.most = (
+            4 * readers
+        )  # chunks asked for and not read: who asks for more waits, and reports what is true
 
     def __enter__(self) -> Self:
         return self

@@ -29,10 +29,14 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         format: Format | None = None,
-        layout: Layout = Layout(),  # noqa: B008  # frozen
+        layout: Layout = Layout(),  # frozen
     ):
-        self.source, self.names, self.dtype, self.device = source, names, dtype, device
-        self.format, self.layout = format or DenseFormat(), layout
+        self.source = source
+        self.names = names
+        self.dtype = dtype
+        self.device = device
+        self.format = format or DenseFormat()
+        self.layout = layout
         self.bytes = 0  # of what has been loaded
 
     def vector(self, name: str, size: int | tuple[int, int]) -> torch.Tensor:
@@ -74,7 +78,9 @@ class Weights:
             return self.vector(name, size)[slice(*heads)]
         return torch.stack([self.vector(name.format(h=h), size[1]) for h in range(*heads)])
 
-    def outside(self, name: str, outputs: int, inputs: int, bias: bool = False, part: Part = WHOLE) -> Linear:
+    def outside(
+        self, name: str, outputs: int, inputs: int, bias: bool = False, part: Part = WHOLE
+    ) -> Linear:
         """An embedding, or a product that is not part of a layer; never transposed."""
         matrix = self.format.matrix(self.source, Product(name, (outputs, inputs), inside=False))
         vector = self.bias(f"{name}.bias", outputs, part) if bias else None
@@ -102,7 +108,9 @@ class Weights:
         vector = None
         if bias and part.bias:
             tensor = self.source.tensor
-            found = arranged(lambda name, rows: tensor(f"{prefix}{name}.bias", (rows,)), stored, parts, heads)
+            found = arranged(
+                lambda name, rows: tensor(f"{prefix}{name}.bias", (rows,)), stored, parts, heads
+            )
             vector = self._loaded(of_rows(found, part), self.dtype)
         matrix = kept(self._matrix(prefix, stored, parts, inputs, heads), part)
         return Linear(self._prepared(matrix), vector, group)
@@ -120,7 +128,11 @@ class Weights:
         names = self.names
         every = (
             self._matrix(
-                prefix + names.experts.format(e=e), stored, parts, inputs, expert=e if names.stacked_experts else None
+                prefix + names.experts.format(e=e),
+                stored,
+                parts,
+                inputs,
+                expert=e if names.stacked_experts else None,
             )
             for e in experts
         )
@@ -138,7 +150,9 @@ class Weights:
     ) -> Matrix:
         def pull(name: str, rows: int) -> Matrix:
             precise = name in (self.names.extra.get("router"), self.names.extra.get("shared_gate"))
-            product = Product(f"{prefix}{name}", (rows, inputs), self.names.transposed, expert, precise=precise)
+            product = Product(
+                f"{prefix}{name}", (rows, inputs), self.names.transposed, expert, precise=precise
+            )
             return self.format.matrix(self.source, product)
 
         return arranged(pull, stored, parts, heads)
@@ -165,19 +179,27 @@ def kept(matrix: Matrix, part: Part) -> Matrix:
 
 
 def arranged(
-    pull: Callable[[str, int], T], stored: str | Split | Fused, parts: Sequence[int], heads: Attention | None
+    pull: Callable[[str, int], T],
+    stored: str | Split | Fused,
+    parts: Sequence[int],
+    heads: Attention | None,
 ) -> T:
     """`parts` one after another, pulled by name and number of rows from wherever they lie."""
     if isinstance(stored, Split):
         first, *others = map(pull, stored.names, parts)
         return first.cat(others)
     whole = pull(stored.name if isinstance(stored, Fused) else stored, sum(parts))
-    return whole.rows(grouped_ranges(heads)) if isinstance(stored, Fused) and stored.grouped and heads else whole
+    return (
+        whole.rows(grouped_ranges(heads))
+        if isinstance(stored, Fused) and stored.grouped and heads
+        else whole
+    )
 
 
 def grouped_ranges(spec: Attention) -> list[Range]:
     """Rows of all q, all k, all v inside a matrix stored as [kv_head][its q heads, k, v][head_dim]."""
-    share, dim = spec.num_heads // spec.num_kv_heads, spec.head_dim
+    share = spec.num_heads // spec.num_kv_heads
+    dim = spec.head_dim
     width = share + 2
     groups = range(spec.num_kv_heads)
 

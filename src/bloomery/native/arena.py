@@ -25,7 +25,9 @@ class Arena:
         size = max(1, -(-count * dtype.itemsize // ALIGNED)) * ALIGNED
         place = next((i for i, (start, end) in enumerate(self.free) if end - start >= size), None)
         if place is None:
-            raise MemoryError(f"a recorded step needs more than {len(self.memory)} bytes for its results")
+            raise MemoryError(
+                f"a recorded step needs more than {len(self.memory)} bytes for its results"
+            )
         start, end = self.free.pop(place)
         if end - start > size:
             self.free.insert(place, (start + size, end))

@@ -18,7 +18,13 @@ HEADERS = ("native.h", "vectors.h", "cache.h")
 SOURCES = ("team.c", "products.c", "pack.c", "rows.c", "attention.c", "pick.c", "ranks.c")
 # Multiplications may be fused with the additions behind them, and that is all the licence a compiler gets.
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-fPIC")
-CHECKS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
+CHECKS = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+    "-fno-omit-frame-pointer",
+    "-g",
+    "-O1",
+)
 SECONDS = 300
 
 
@@ -28,7 +34,9 @@ class NoLibrary(Exception):
 
 def build(extra: tuple[str, ...] = (), folder: Path | None = None) -> Path:
     """The library's path; compiles where it is not there yet."""
-    compiler = next((found for name in ("gcc", "clang", "cc") if (found := shutil.which(name))), None)
+    compiler = next(
+        (found for name in ("gcc", "clang", "cc") if (found := shutil.which(name))), None
+    )
     if compiler is None:
         raise NoLibrary("no C compiler (gcc, clang or cc) on this machine")
     target = (folder or cache()) / f"native-{fingerprint(compiler, extra)}.so"
@@ -42,13 +50,20 @@ def build(extra: tuple[str, ...] = (), folder: Path | None = None) -> Path:
             made = Path(scratch) / target.name
             command = [compiler, *FLAGS, *machine_flags(), *extra]
             objects = [str(Path(scratch) / f"{name}.o") for name in SOURCES]
-            run(*([*command, "-c", str(here / name), "-o", to] for name, to in zip(SOURCES, objects, strict=True)))
+            run(
+                *(
+                    [*command, "-c", str(here / name), "-o", to]
+                    for name, to in zip(SOURCES, objects, strict=True)
+                )
+            )
             run([*command, "-shared", *objects, "-o", str(made), "-lm"])
             with made.open("ab") as file:  # loaders do not mind what follows
                 file.write(hashlib.sha256(made.read_bytes()).digest())
             made.rename(target)
     except (OSError, subprocess.SubprocessError) as error:
-        raise NoLibrary(f"the kernels could not be compiled into {target.parent}: {error}") from error
+        raise NoLibrary(
+            f"the kernels could not be compiled into {target.parent}: {error}"
+        ) from error
     return target
 
 

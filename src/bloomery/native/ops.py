@@ -18,9 +18,15 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 # GGUF's types that panels are made of: their number in pack.c, and the kind of the panels in products.c.
 PACKED = {
-    "Q4_0": (0, 0), "Q4_1": (1, 1), "Q4_K": (2, 2), "Q8_0": (3, 3), "Q5_0": (4, 3), "Q5_1": (5, 4), "Q5_K": (6, 5),
+    "Q4_0": (0, 0),
+    "Q4_1": (1, 1),
+    "Q4_K": (2, 2),
+    "Q8_0": (3, 3),
+    "Q5_0": (4, 3),
+    "Q5_1": (5, 4),
+    "Q5_K": (6, 5),
     "Q6_K": (7, 6),
-}  # fmt: skip
+}
 FLOAT32 = 16
 PANEL = 8  # rows
 KEPT = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # what keys and values may be kept in
@@ -33,7 +39,9 @@ class Matrix:
     """[rows, columns] weights as products.c knows them: segments from top to bottom."""
 
     def __init__(self, columns: int, segments: Sequence[Segment]):
-        self.rows, self.columns, self.segments = sum(rows for _, rows, _ in segments), columns, tuple(segments)
+        self.rows = sum(rows for _, rows, _ in segments)
+        self.columns = columns
+        self.segments = tuple(segments)
         count = len(segments)
         data = (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor, _, _ in segments))
         rows = (ctypes.c_int64 * count)(*(rows for _, rows, _ in segments))
@@ -52,10 +60,14 @@ class Matrix:
     @property
     def halves(self) -> bool:
         """Whether row i of the first half and of the second stand at the same place of two panels."""
-        half, row, met = self.rows // 2, 0, self.rows % 2 == 0
+        half = self.rows // 2
+        row = 0
+        met = self.rows % 2 == 0
         for _, rows, _ in self.segments:
             met = (
-                met and (rows % PANEL == 0 or row + rows == self.rows) and (row == half or not row < half < row + rows)
+                met
+                and (rows % PANEL == 0 or row + rows == self.rows)
+                and (row == half or not row < half < row + rows)
             )
             row += rows
         return met and half % PANEL == 0
@@ -68,7 +80,8 @@ class Matrix:
 def pack(kind: str, blocks: torch.Tensor, columns: int) -> torch.Tensor:
     """Rows of GGUF blocks, uint8 [rows, bytes], as panels of the same values."""
     number, _ = PACKED[kind]
-    rows, call = len(blocks), team().call
+    rows = len(blocks)
+    call = team().call
     out = team().lasting(call.native_packed_bytes(number, rows, columns))
     call.native_pack(number, blocks.data_ptr(), rows, columns, blocks.stride(0), out.data_ptr())
     return out
@@ -93,9 +106,20 @@ def linear(
     after = ADD if residual else NOTHING if activation is None else GATE if gated else ACTIVATE
     out = team().empty((len(x), matrix.rows // 2 if after == GATE else matrix.rows))
     team().call.native_linear(
-        matrix.handle, address(x), len(x), address(bias), NORMS[kind], eps, address(weight), address(shift), after,
-        ACTIVATIONS[name], address(other), scale, address(out),
-    )  # fmt: skip
+        matrix.handle,
+        address(x),
+        len(x),
+        address(bias),
+        NORMS[kind],
+        eps,
+        address(weight),
+        address(shift),
+        after,
+        ACTIVATIONS[name],
+        address(other),
+        scale,
+        address(out),
+    )
     return out
 
 
@@ -109,7 +133,8 @@ def norm(
     x: torch.Tensor, kind: str, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """Over the last axis; weights [columns], or [groups, columns] for rows that take them in turn."""
-    out, columns = team().empty(tuple(x.shape)), x.shape[-1]
+    out = team().empty(tuple(x.shape))
+    columns = x.shape[-1]
     shaped = weight if weight is not None else bias
     groups = 1 if shaped is None else shaped.numel() // columns
     team().call.native_norm(
@@ -127,12 +152,23 @@ def norm(
 
 
 def elements(
-    rule: int, x: torch.Tensor, y: torch.Tensor | None = None, number: float = 0.0, activation: str = "silu"
+    rule: int,
+    x: torch.Tensor,
+    y: torch.Tensor | None = None,
+    number: float = 0.0,
+    activation: str = "silu",
 ) -> torch.Tensor:
     shape = tuple(x.shape) if rule != GATED else (*x.shape[:-1], x.shape[-1] // 2)
     out = team().empty(shape)
     team().call.native_elements(
-        rule, address(x), address(y), out.numel(), shape[-1], number, ACTIVATIONS[activation], address(out)
+        rule,
+        address(x),
+        address(y),
+        out.numel(),
+        shape[-1],
+        number,
+        ACTIVATIONS[activation],
+        address(out),
     )
     return out
 
@@ -150,7 +186,11 @@ def shift(x: torch.Tensor, by: int) -> torch.Tensor:
 
 def keeps(cache: torch.Tensor) -> bool:
     """Whether keys and values may be kept so; what is narrower than floats is taken eight at a time."""
-    return cache.dtype in KEPT and cache.is_contiguous() and (cache.dtype == torch.float32 or cache.shape[-1] % 8 == 0)
+    return (
+        cache.dtype in KEPT
+        and cache.is_contiguous()
+        and (cache.dtype == torch.float32 or cache.shape[-1] % 8 == 0)
+    )
 
 
 def turn_and_store(
@@ -171,11 +211,28 @@ def turn_and_store(
     q_weight, k_weight = weights or (None, None)
     q = team().empty((len(qkv), heads, dim))
     team().call.native_turn(
-        address(qkv), len(qkv), heads, kv_heads, dim, address(cos), address(sin),
-        0 if cos is None else 2 * cos.shape[-1], address(positions), interleaved, NORMS[norm], address(q_weight),
-        address(k_weight), q_weight is not None and q_weight.dim() > 1, eps, clip or 0.0, address(slots), address(q),
-        address(cache), cache.stride(0), KEPT[cache.dtype],
-    )  # fmt: skip
+        address(qkv),
+        len(qkv),
+        heads,
+        kv_heads,
+        dim,
+        address(cos),
+        address(sin),
+        0 if cos is None else 2 * cos.shape[-1],
+        address(positions),
+        interleaved,
+        NORMS[norm],
+        address(q_weight),
+        address(k_weight),
+        q_weight is not None and q_weight.dim() > 1,
+        eps,
+        clip or 0.0,
+        address(slots),
+        address(q),
+        address(cache),
+        cache.stride(0),
+        KEPT[cache.dtype],
+    )
     return q
 
 
@@ -197,30 +254,67 @@ def attend(
     _, heads, dim = q.shape
     out = team().empty((len(q), heads * dim))
     team().call.native_attend(
-        address(q), address(cache), cache.stride(0), KEPT[cache.dtype], heads, cache.shape[2], dim, address(items),
-        singles, len(items) - singles, largest, address(tables), tables.shape[1], block_size, address(ends), scale,
-        softcap or 0.0, address(slopes), window or 0, 1e3 * len(q) * heads, address(out),
-    )  # fmt: skip
+        address(q),
+        address(cache),
+        cache.stride(0),
+        KEPT[cache.dtype],
+        heads,
+        cache.shape[2],
+        dim,
+        address(items),
+        singles,
+        len(items) - singles,
+        largest,
+        address(tables),
+        tables.shape[1],
+        block_size,
+        address(ends),
+        scale,
+        softcap or 0.0,
+        address(slopes),
+        window or 0,
+        1e3 * len(q) * heads,
+        address(out),
+    )
     return out
 
 
 def fetch(
-    lines: torch.Tensor, last: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, block_size: int
+    lines: torch.Tensor,
+    last: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    block_size: int,
 ) -> tuple[torch.Tensor, ...]:
     """ids, positions, slots, ends [lines] and blocks [lines, width]: what a step that feeds itself begins with."""
-    count, width = len(lines), tables.shape[1]
+    count = len(lines)
+    width = tables.shape[1]
     out = [team().empty((count,), torch.int64) for _ in range(4)]
     blocks = team().empty((count, width), torch.int64)
     team().call.native_fetch(
-        address(lines), count, address(last), address(positions), address(tables), width, block_size,
-        *map(address, out), address(blocks),
-    )  # fmt: skip
+        address(lines),
+        count,
+        address(last),
+        address(positions),
+        address(tables),
+        width,
+        block_size,
+        *map(address, out),
+        address(blocks),
+    )
     return *out, blocks
 
 
-def advance(lines: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor, positions: torch.Tensor) -> None:
+def advance(
+    lines: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor, positions: torch.Tensor
+) -> None:
     team().call.native_advance(
-        address(lines), len(lines), address(tokens), address(last), address(positions), len(last) - 1
+        address(lines),
+        len(lines),
+        address(tokens),
+        address(last),
+        address(positions),
+        len(last) - 1,
     )
 
 
@@ -236,9 +330,17 @@ def pick(
     """numbers: float64, of row r at r * stride: temperature, top_p, min_p."""
     tokens = team().empty((len(logits),), torch.int64)
     team().call.native_pick(
-        address(logits), len(logits), logits.shape[1], address(rows), address(positions), address(numbers), stride,
-        address(top_k), address(seeds), address(tokens),
-    )  # fmt: skip
+        address(logits),
+        len(logits),
+        logits.shape[1],
+        address(rows),
+        address(positions),
+        address(numbers),
+        stride,
+        address(top_k),
+        address(seeds),
+        address(tokens),
+    )
     return tokens
 
 

@@ -36,7 +36,9 @@ class Watch(TorchDispatchMode):
         """Torch wraps a mode against its compiler, and imports that for it: seconds, and nobody compiles here."""
         return False
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function.is_view:
             view = function(*args, **kwargs)
@@ -72,13 +74,24 @@ def tanh(x: torch.Tensor) -> torch.Tensor | None:
 def index(x: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor | None:
     """Rows of a table by number."""
     rows, *others = indices
-    if others or rows is None or rows.dtype != torch.int64 or rows.dim() != 1 or x.dim() != 2 or not team().takes(x):
+    if (
+        others
+        or rows is None
+        or rows.dtype != torch.int64
+        or rows.dim() != 1
+        or x.dim() != 2
+        or not team().takes(x)
+    ):
         return None
     return ops.gather(team().keep(ops.Matrix.dense(x)), rows)
 
 
 def copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor | None:
-    if to.dtype != source.dtype or to.shape != source.shape or not (to.is_contiguous() and source.is_contiguous()):
+    if (
+        to.dtype != source.dtype
+        or to.shape != source.shape
+        or not (to.is_contiguous() and source.is_contiguous())
+    ):
         return None
     ops.copy(to, source)
     return to

@@ -19,10 +19,16 @@ from bloomery.native.arena import ALIGNED, Arena
 from bloomery.native.build import NoLibrary, build
 
 T = TypeVar("T")
-STRETCH, HUGE = 64 << 20, 2 << 20  # bytes; what is never touched costs nothing
+# bytes; what is never touched costs nothing
+STRETCH = 64 << 20
+HUGE = 2 << 20
 KINDS = {
-    "p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float, "d": ctypes.c_double
-}  # fmt: skip
+    "p": ctypes.c_void_p,
+    "l": ctypes.c_long,
+    "i": ctypes.c_int,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+}
 
 # What each function takes, and what it gives where it gives anything.
 FUNCTIONS: Mapping[str, tuple[str, str | None]] = {
@@ -100,13 +106,18 @@ class Team:
     def takes(self, *tensors: torch.Tensor | None) -> bool:
         """Whether native kernels may have these: float32 in this machine's memory, without gaps."""
         return self.active and all(
-            x is None or (x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous()) for x in tensors
+            x is None or (x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous())
+            for x in tensors
         )
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Memory for a result."""
         arena = self.arena
-        return torch.empty(shape, dtype=dtype) if arena is None else arena.tensor(prod(shape), dtype).view(shape)
+        return (
+            torch.empty(shape, dtype=dtype)
+            if arena is None
+            else arena.tensor(prod(shape), dtype).view(shape)
+        )
 
     def lasting(self, size: int) -> torch.Tensor:
         """Bytes for weights, which every step reads from end to end: cut from stretches of large pages."""
@@ -115,12 +126,14 @@ class Team:
             self.stretch = torch.empty(max(size, STRETCH) + HUGE, dtype=torch.uint8)
             self.stretch = self.stretch[-self.stretch.data_ptr() % HUGE :]
             self.call.large_pages(self.stretch.data_ptr(), len(self.stretch))
-        found, self.stretch = self.stretch[:size], self.stretch[size:]
+        found = self.stretch[:size]
+        self.stretch = self.stretch[size:]
         return found
 
     def record(self, work: Callable[[], None], arena: Arena) -> Program:
         """What `work` asks of the team, written down instead of done. Results live in the arena."""
-        self.recording.arena, self.recording.kept = arena, (arena,)
+        self.recording.arena = arena
+        self.recording.kept = (arena,)
         self.call.record_begin()
         try:
             work()
@@ -128,7 +141,9 @@ class Team:
             self.call.program_free(self.call.record_end())
             raise
         finally:
-            kept, self.recording.arena, self.recording.kept = self.recording.kept, None, ()
+            kept = self.recording.kept
+            self.recording.arena = None
+            self.recording.kept = ()
         return Program(self.call, self.call.record_end(), kept)
 
     def keep(self, thing: T) -> T:
@@ -142,7 +157,9 @@ class Program:
     """Operations on fixed addresses; the tensors they name must outlive it."""
 
     def __init__(self, call: ctypes.CDLL, handle: int, kept: tuple[object, ...]):
-        self.call, self.handle, self.kept = call, handle, kept
+        self.call = call
+        self.handle = handle
+        self.kept = kept
 
     def __len__(self) -> int:
         return self.call.program_length(self.handle)

@@ -29,7 +29,8 @@ class Group(Protocol):
 
 
 class Alone:
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -45,7 +46,9 @@ class Ranks:
     """A group of torch.distributed; its messages can be part of a captured graph."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -75,7 +78,11 @@ class OneShot(Ranks):
 
     MOST = 256 << 10  # bytes; beyond it reading everything everywhere costs more than NCCL's ring
     TYPES = (torch.float32, torch.bfloat16)  # what torch can add up so
-    SIZES = (2, 4, 8)  # of groups in which it adds in the order of ranks, so that all have the same bits
+    SIZES = (
+        2,
+        4,
+        8,
+    )  # of groups in which it adds in the order of ranks, so that all have the same bits
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device):
         import torch.distributed._symmetric_memory as symmetric

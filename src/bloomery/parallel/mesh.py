@@ -28,7 +28,8 @@ class Far:
     """Through torch.distributed."""
 
     def __init__(self, other: int, device: torch.device):
-        self.other, self.device = other, device
+        self.other = other
+        self.device = device
         self.place = torch.device("cpu") if dist.get_backend() == "gloo" else device
         self.sending: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 
@@ -101,18 +102,32 @@ class Mesh:
 
 
 def meet(
-    meeting: str, rank: int, tp: int, pp: int, dtype: torch.dtype, device: torch.device, shared: bool, native: bool
+    meeting: str,
+    rank: int,
+    tp: int,
+    pp: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    shared: bool,
+    native: bool,
 ) -> Mesh:
     """Join the others, in a file or at host:port. `shared`: all are on this very device. `native`: messages may be
     native operations."""
-    size, nccl = tp * pp, device.type == "cuda" and not shared
+    size = tp * pp
+    nccl = device.type == "cuda" and not shared
     if device.type == "cuda":
         torch.cuda.set_device(device)
     place = store(meeting, size)
     dist.init_process_group(
-        "nccl" if nccl else "gloo", store=place, rank=rank, world_size=size, device_id=device if nccl else None
+        "nccl" if nccl else "gloo",
+        store=place,
+        rank=rank,
+        world_size=size,
+        device_id=device if nccl else None,
     )
-    groups = [dist.new_group(list(range(stage * tp, (stage + 1) * tp))) for stage in range(pp)]  # each makes them all
+    groups = [
+        dist.new_group(list(range(stage * tp, (stage + 1) * tp))) for stage in range(pp)
+    ]  # each makes them all
     stage = rank // tp
     group = ALONE if tp == 1 else together(groups[stage], dtype, device, nccl)
     native = native and device.type == "cpu"
@@ -125,7 +140,10 @@ def meet(
         """From rank to rank, of which this is one; both ask, in the order of stages."""
         if one < 0 or other >= size:
             return None
-        if native and (memory := region(place, f"{one} to {other}", int(rank == other), 2)) is not None:
+        if (
+            native
+            and (memory := region(place, f"{one} to {other}", int(rank == other), 2)) is not None
+        ):
             return Near(memory)
         return Far(one + other - rank, device)
 
@@ -143,7 +161,9 @@ def store(meeting: str, size: int) -> dist.Store:
     return dist.TCPStore(host, int(port), size, is_master=False)
 
 
-def together(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, nccl: bool) -> Group:
+def together(
+    group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, nccl: bool
+) -> Group:
     if device.type != "cuda":
         return Ranks(group)
     if not nccl:
@@ -151,8 +171,16 @@ def together(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device,
     if dtype not in OneShot.TYPES or group.size() not in OneShot.SIZES:
         return Ranks(group)
     # All ranks see the same cards and so choose alike; where each sees but its own, all are called the same.
-    cards = [int(card) for card in Ranks(group).join(torch.tensor([[device.index]], device=device), group.size())[0]]
+    cards = [
+        int(card)
+        for card in Ranks(group).join(torch.tensor([[device.index]], device=device), group.size())[
+            0
+        ]
+    ]
     near = len(set(cards)) == len(cards) and all(
-        torch.cuda.can_device_access_peer(one, other) for one in cards for other in cards if one != other
+        torch.cuda.can_device_access_peer(one, other)
+        for one in cards
+        for other in cards
+        if one != other
     )
     return OneShot(group, dtype, device) if near else Ranks(group)

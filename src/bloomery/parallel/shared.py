@@ -27,7 +27,8 @@ class Region:
     """Memory of some ranks, as one of them sees it."""
 
     def __init__(self, handle: int):
-        self.handle, self.free = handle, team().call.region_free
+        self.handle = handle
+        self.free = team().call.region_free
 
     def __del__(self) -> None:
         self.free(self.handle)
@@ -54,7 +55,8 @@ class Made(NamedTuple):
 def make(name: str, size: int) -> Made | None:
     if not hasattr(os, "memfd_create"):
         return None
-    secret, length = secrets.token_hex(16), (size * SLOTS + 1) * SLOT
+    secret = secrets.token_hex(16)
+    length = (size * SLOTS + 1) * SLOT
     file = os.memfd_create(f"bloomery {name}")
     os.truncate(file, length)
     os.pwrite(file, secret.encode(), length)
@@ -97,14 +99,18 @@ class Shared:
     """A group through a region; what has no native form goes the group's other way, on all ranks alike."""
 
     def __init__(self, memory: Region, other: Group):
-        self.region, self.other, self.rank, self.size = memory, other, other.rank, other.size
+        self.region = memory
+        self.other = other
+        self.rank = other.rank
+        self.size = other.size
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype not in HALVES:
             return self.other.sum(x)
         x = x.contiguous()
         out = team().empty(tuple(x.shape), x.dtype)
-        call, memory = team().call, team().keep(self.region)
+        call = team().call
+        memory = team().keep(self.region)
         heard(call.native_sum(memory.handle, address(x), x.numel(), HALVES[x.dtype], address(out)))
         return out
 
@@ -114,8 +120,14 @@ class Shared:
             return self.other.join(x, total)
         x = x.contiguous()
         out = team().empty((len(x), total), x.dtype)
-        call, memory, size = team().call, team().keep(self.region), x.element_size()
-        heard(call.native_join(memory.handle, address(x), len(x), width * size, total * size, address(out)))
+        call = team().call
+        memory = team().keep(self.region)
+        size = x.element_size()
+        heard(
+            call.native_join(
+                memory.handle, address(x), len(x), width * size, total * size, address(out)
+            )
+        )
         return out
 
 

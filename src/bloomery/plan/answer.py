@@ -24,14 +24,19 @@ def wish_of(args: argparse.Namespace, about: Subject) -> Wish:
         found = overridden(found, recall().get(found.title))
     else:
         found = here(device("auto"))
-    cpu, model = found.cpu, about.model
+    cpu = found.cpu
+    model = about.model
     precision = held(PRECISIONS[args.precision] if args.precision else about.kept(cpu), found)
     layout = layout_of(args)
-    wide = cpu and precision.bits >= 16  # a CPU's products of fewer bits round their inputs: 16 bits do for the cache
+    wide = (
+        cpu and precision.bits >= 16
+    )  # a CPU's products of fewer bits round their inputs: 16 bits do for the cache
     kv_bits = KV_BITS[args.kv or ("fp32" if wide else "bf16")]
     if kv_bits == 8:
         kv_bits += 32 / model.layers[0].attention.head_dim  # a scale a head
-    return Wish(found, precision, kv_bits, args.context, args.goal, args.devices, layout, args.price)
+    return Wish(
+        found, precision, kv_bits, args.context, args.goal, args.devices, layout, args.price
+    )
 
 
 def layout_of(args: argparse.Namespace) -> Layout | None:
@@ -41,7 +46,9 @@ def layout_of(args: argparse.Namespace) -> Layout | None:
     one = Layout(args.tp or 1, args.pp or 1)
     layout = replace(one, replicas=args.replicas or max((args.devices or 0) // one.devices, 1))
     if args.devices and layout.devices != args.devices:
-        raise ConfigError(f"{layout} takes {layout.devices} devices, and --devices says {args.devices}")
+        raise ConfigError(
+            f"{layout} takes {layout.devices} devices, and --devices says {args.devices}"
+        )
     return layout
 
 
@@ -50,11 +57,16 @@ def measure() -> None:
     from bloomery.runtime.measure import measured
 
     where = device("auto")
-    title, seen = here(where).title, measured(where, cores())
-    speeds = "".join(f"\n  {kind:16}{size(value, 'FLOP'):>12}/s" for kind, value in seen.rates.items())
+    title = here(where).title
+    seen = measured(where, cores())
+    speeds = "".join(
+        f"\n  {kind:16}{size(value, 'FLOP'):>12}/s" for kind, value in seen.rates.items()
+    )
     print(f"{title}: reads {size(seen.bandwidth)}/s{speeds}", file=sys.stderr)
     if seen.doubt:
-        print(f"Is the machine in use? {seen.doubt}. Run it again when it is quiet.", file=sys.stderr)
+        print(
+            f"Is the machine in use? {seen.doubt}. Run it again when it is quiet.", file=sys.stderr
+        )
         if title in recall():
             print("What is remembered of it stays as it is.", file=sys.stderr)
             return
@@ -63,7 +75,9 @@ def measure() -> None:
 
 def answer(args: argparse.Namespace) -> int:
     if args.calibration and not args.simulate:
-        raise ConfigError("--calibration says how long the steps of --simulate take; give a trace too")
+        raise ConfigError(
+            "--calibration says how long the steps of --simulate take; give a trace too"
+        )
     if args.measure:
         measure()
     about = subject(args.model, args.revision)
@@ -74,5 +88,7 @@ def answer(args: argparse.Namespace) -> int:
         return simulate(plan.chosen, args.simulate, args.calibration, args.json)
     if args.plot:
         plot(plan, args.plot)
-    print(json.dumps(plan.as_json() | {"advice": advice(plan)}, indent=1) if args.json else text(plan))
+    print(
+        json.dumps(plan.as_json() | {"advice": advice(plan)}, indent=1) if args.json else text(plan)
+    )
     return 0

@@ -84,14 +84,24 @@ def held(precision: Precision, machine: Machine) -> Precision:
         return precision
     if precision.bits == 16:
         return PRECISIONS["fp32"]
-    return replace(precision, bits=8.5, compute="int8") if precision.compute in ("nf4", "fp8") else precision
+    return (
+        replace(precision, bits=8.5, compute="int8")
+        if precision.compute in ("nf4", "fp8")
+        else precision
+    )
 
 
 class Placed:
     """A model at a precision on so many devices."""
 
-    def __init__(self, model: Model, machine: Machine, precision: Precision, kv_bits: float, layout: Layout):
-        self.model, self.machine, self.precision, self.kv_bits, self.layout = model, machine, precision, kv_bits, layout
+    def __init__(
+        self, model: Model, machine: Machine, precision: Precision, kv_bits: float, layout: Layout
+    ):
+        self.model = model
+        self.machine = machine
+        self.precision = precision
+        self.kv_bits = kv_bits
+        self.layout = layout
         self.roofline = Roofline(model, machine, precision, kv_bits, layout.tp, layout.pp)
 
     @cached_property
@@ -116,7 +126,9 @@ class Placed:
 
     def longest(self) -> int:
         """Positions of one sequence that fit, at most what the model was made for."""
-        return bisect(range(1, self.model.context + 1), False, key=lambda length: not self.largest(length))
+        return bisect(
+            range(1, self.model.context + 1), False, key=lambda length: not self.largest(length)
+        )
 
     def expected(self, batch: int, context: int) -> float:
         """Seconds a token: in a pipeline the batch goes in as many groups as there are stages."""
@@ -129,7 +141,9 @@ class Placed:
         expected = self.expected(batch, context)
         speed = batch / expected * self.layout.replicas
         work = floor.operations / self.roofline.rate
-        cache = group * kv_bytes(self.model, context, self.kv_bits) * self.share  # what is read of it
+        cache = (
+            group * kv_bytes(self.model, context, self.kv_bits) * self.share
+        )  # what is read of it
         kinds = {
             "computing": work,
             "cache": cache / self.machine.bandwidth,
@@ -137,12 +151,23 @@ class Placed:
         }
         cost = price * self.layout.devices / (speed * 3600) * 1e6 if price is not None else None
         fits = batch <= self.largest(context)
-        return Row(batch, context, floor.ms, expected * 1e3, speed, fits, max(kinds, key=lambda k: kinds[k]), cost)
+        return Row(
+            batch,
+            context,
+            floor.ms,
+            expected * 1e3,
+            speed,
+            fits,
+            max(kinds, key=lambda k: kinds[k]),
+            cost,
+        )
 
     def users(self, context: int) -> int:
         """Sequences of all replicas that each get READING tokens a second."""
         every = range(1, self.largest(context) + 1)
-        return self.layout.replicas * bisect(every, 1 / READING, key=lambda batch: self.expected(batch, context))
+        return self.layout.replicas * bisect(
+            every, 1 / READING, key=lambda batch: self.expected(batch, context)
+        )
 
     def prefill(self, length: int) -> tuple[float, float]:
         """Seconds of one prompt, floor and expected, in steps of 8,192."""
@@ -183,7 +208,9 @@ class Forecast:
     """Everything the command says, computed once."""
 
     def __init__(self, subject: Subject, wish: Wish):
-        self.subject, self.wish, self.model = subject, wish, subject.model
+        self.subject = subject
+        self.wish = wish
+        self.model = subject.model
         self.context = min(wish.context, self.model.context)
         self.needed = self.devices_for(wish.machine, wish.precision)
         count = wish.layout.devices if wish.layout else wish.devices or self.needed or COUNTS[-1]
@@ -191,7 +218,8 @@ class Forecast:
         self.fitting = [option for option in self.options if option.largest(self.context)]
         if wish.layout:
             if wish.layout not in [option.layout for option in self.options]:
-                heads, layers = self.model.layers[0].attention.num_heads, len(self.model.layers)
+                heads = self.model.layers[0].attention.num_heads
+                layers = len(self.model.layers)
                 known = "; ".join(str(option.layout) for option in self.options)
                 raise ConfigError(
                     f"{wish.layout}: {heads} heads, {layers} layers cannot be shared so. With {count} devices: {known}"
@@ -200,31 +228,48 @@ class Forecast:
         else:
             self.chosen = self.best(wish.goal) if self.fitting else self.options[-1]
 
-    def placed(self, layout: Layout, machine: Machine | None = None, precision: Precision | None = None) -> Placed:
-        machine, precision = machine or self.wish.machine, precision or self.wish.precision
+    def placed(
+        self, layout: Layout, machine: Machine | None = None, precision: Precision | None = None
+    ) -> Placed:
+        machine = machine or self.wish.machine
+        precision = precision or self.wish.precision
         return Placed(self.model, machine, held(precision, machine), self.wish.kv_bits, layout)
 
     def devices_for(self, machine: Machine, precision: Precision) -> int | None:
         """The fewest devices on which one sequence of the context fits."""
         for count in COUNTS:
-            if any(self.placed(way, machine, precision).largest(self.context) for way in layouts(self.model, count)):
+            if any(
+                self.placed(way, machine, precision).largest(self.context)
+                for way in layouts(self.model, count)
+            ):
                 return count
         return None
 
     def best(self, goal: str) -> Placed:
         if goal == "latency":
-            return min(self.fitting, key=lambda placed: (placed.expected(1, self.context), placed.layout.pp))
+            return min(
+                self.fitting,
+                key=lambda placed: (placed.expected(1, self.context), placed.layout.pp),
+            )
         least = ALIKE * max(map(self.throughput, self.fitting))
         alike = [placed for placed in self.fitting if self.throughput(placed) >= least]
         # Of those alike the one whose replicas are smallest: who talks to nobody falls with nobody.
-        return min(alike, key=lambda placed: (placed.layout.tp * placed.layout.pp, -self.throughput(placed)))
+        return min(
+            alike,
+            key=lambda placed: (placed.layout.tp * placed.layout.pp, -self.throughput(placed)),
+        )
 
     def throughput(self, placed: Placed) -> float:
         """Tokens a second of all replicas, the batch as large as fits, requests half prompt and half answer. The stages
         of a pipeline read the next prompts meanwhile."""
-        half, batch = max(self.context // 2, 1), max(placed.largest(self.context), 1)
+        half = max(self.context // 2, 1)
+        batch = max(placed.largest(self.context), 1)
         prompt = placed.prefill(half)[1] / placed.layout.pp
-        return placed.layout.replicas * half / (prompt + half * placed.expected(batch, self.context) / batch)
+        return (
+            placed.layout.replicas
+            * half
+            / (prompt + half * placed.expected(batch, self.context) / batch)
+        )
 
     def rows(self, contexts: Sequence[int]) -> list[Row]:
         fitting = [context for context in sorted(set(contexts)) if context <= self.model.context]
@@ -235,19 +280,25 @@ class Forecast:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        wish, chosen, model = self.wish, self.chosen, self.model
+        wish = self.wish
+        chosen = self.chosen
+        model = self.model
         floor, expected = chosen.prefill(self.context)
         return {
             "model": self.subject.name,
             "parameters": parameters(model).total,
             "precision": wish.precision.name,
             "weights_bytes": round(weights_bytes(model, wish.precision)),
-            "weights_bytes_by_precision": {p.name: round(weights_bytes(model, p)) for p in self.precisions()},
+            "weights_bytes_by_precision": {
+                p.name: round(weights_bytes(model, p)) for p in self.precisions()
+            },
             "kv_bytes_per_token": round(kv_bytes_per_token(model, wish.kv_bits)),
             "activation_bytes": round(largest_step(model, wish.machine)[1]),
             "scores_bytes": round(scores_bytes(model.layers[0].attention.num_heads, self.context)),
             "prompt_memory": self.prompt_memory(),
-            "library_peak_bytes": {name: round(peak_bytes(model, p)) for name, p in LIBRARY.items()},
+            "library_peak_bytes": {
+                name: round(peak_bytes(model, p)) for name, p in LIBRARY.items()
+            },
             "machine": asdict(replace(wish.machine, rates=dict(wish.machine.rates))),
             "devices": chosen.layout.devices,
             "layout": asdict(chosen.layout),
@@ -255,7 +306,11 @@ class Forecast:
             "longest_context": chosen.longest(),
             "largest_batch": chosen.largest(self.context),
             "users": chosen.users(self.context),
-            "prefill": {"tokens": self.context, "floor_ms": floor * 1e3, "expected_ms": expected * 1e3},
+            "prefill": {
+                "tokens": self.context,
+                "floor_ms": floor * 1e3,
+                "expected_ms": expected * 1e3,
+            },
             "communication_ms": chosen.roofline.communication(1, 1) * 1e3,
             "rows": [asdict(row) for row in self.rows((256, 1024, 8192, self.context))],
             "fits": {
@@ -285,6 +340,10 @@ class Forecast:
         ]
 
     def precisions(self) -> list[Precision]:
-        names = ("fp32", "int8", "int4") if self.wish.machine.cpu else ("bf16", "fp8", "int8", "int4", "nf4")
+        names = (
+            ("fp32", "int8", "int4")
+            if self.wish.machine.cpu
+            else ("bf16", "fp8", "int8", "int4", "nf4")
+        )
         named = [PRECISIONS[name] for name in names]
         return named if self.wish.precision in named else [self.wish.precision, *named]

@@ -23,18 +23,25 @@ from bloomery.roofline import (
 
 def advice(plan: Forecast) -> list[str]:
     """TP, PP or replicas, in the terms of the talk the project began with."""
-    chosen, context, wish = plan.chosen, plan.context, plan.wish
+    chosen = plan.chosen
+    context = plan.context
+    wish = plan.wish
     if not plan.fitting and not wish.layout:
         return [
             f"{plan.subject.name} in {wish.precision.name} does not fit {chosen.layout.devices} x {wish.machine.title} "
             f"at a context of {context:,}: take a narrower precision (--precision int4) or a larger device."
         ]
-    alone, layout = chosen.expected(1, context) * 1e3, chosen.layout
+    alone = chosen.expected(1, context) * 1e3
+    layout = chosen.layout
     lines = []
     if wish.context > context:
-        lines.append(f"A context of {wish.context:,} is beyond what it was made for: planned for {context:,}.")
+        lines.append(
+            f"A context of {wish.context:,} is beyond what it was made for: planned for {context:,}."
+        )
     if layout.devices == 1:
-        lines.append(f"It fits one device: neither TP nor PP is needed, {size(chosen.room)} are left for the cache.")
+        lines.append(
+            f"It fits one device: neither TP nor PP is needed, {size(chosen.room)} are left for the cache."
+        )
     if layout.tp > 1:
         count, _ = chosen.roofline.messages(1, 1)
         spent = chosen.roofline.communication(1, 1) * 1e3
@@ -48,17 +55,22 @@ def advice(plan: Forecast) -> list[str]:
             f"token passes the stages one after another, {alone:.1f} ms alone, and only many streams keep them busy."
         )
     if layout.replicas > 1:
-        lines.append(f"The {layout.replicas} replicas do not talk to each other: each serves its own streams.")
+        lines.append(
+            f"The {layout.replicas} replicas do not talk to each other: each serves its own streams."
+        )
     return lines + _spared(plan) + _more(plan)
 
 
 def _spared(plan: Forecast) -> list[str]:
     """Why the simple way, stage after stage, was not taken for throughput."""
-    plain = next((option for option in plan.fitting if option.layout.tp == option.layout.replicas == 1), None)
+    plain = next(
+        (option for option in plan.fitting if option.layout.tp == option.layout.replicas == 1), None
+    )
     chosen = plan.chosen.layout
     if plan.wish.goal != "throughput" or plain is None or chosen.pp > 1 or chosen.tp == 1:
         return []
-    stages, most = plain.layout.pp, plain.largest(plan.context)
+    stages = plain.layout.pp
+    most = plain.largest(plan.context)
     return [
         f"PP {stages} would send only {stages - 1} messages a token, but each stage reads its weights anew for every "
         f"{ceil(most / stages)} of the {most} sequences that fit: {plan.throughput(plain):,.0f} tokens/s against "
@@ -70,7 +82,11 @@ def _more(plan: Forecast) -> list[str]:
     """What a second device would bring where one is enough."""
     if plan.chosen.layout.devices > 1:
         return []
-    options = [plan.placed(layout) for layout in (Layout(2), Layout(1, 1, 2)) if layout in layouts(plan.model, 2)]
+    options = [
+        plan.placed(layout)
+        for layout in (Layout(2), Layout(1, 1, 2))
+        if layout in layouts(plan.model, 2)
+    ]
     return [
         f"With a second device, {option.layout}: {option.expected(1, plan.context) * 1e3:.2f} ms a token alone, "
         f"{plan.throughput(option):,.0f} tokens/s in all."
@@ -86,8 +102,13 @@ def size(count: float, unit: str = "B") -> str:
 
 
 def text(plan: Forecast) -> str:
-    model, wish, chosen, context = plan.model, plan.wish, plan.chosen, plan.context
-    attention, count, weights = model.layers[0].attention, parameters(model), weights_bytes(model, wish.precision)
+    model = plan.model
+    wish = plan.wish
+    chosen = plan.chosen
+    context = plan.context
+    attention = model.layers[0].attention
+    count = parameters(model)
+    weights = weights_bytes(model, wish.precision)
     tokens, activations = largest_step(model, wish.machine)
     heads = f"{attention.num_heads} heads"
     if attention.num_kv_heads != attention.num_heads:
@@ -137,12 +158,17 @@ def _memory_lines(plan: Forecast) -> list[str]:
 def _known(machine: Machine) -> str:
     if machine.measured:
         return "measured"
-    return "an estimate: `bloomery plan --measure` knows in seconds" if machine.cpu else "by its data sheet"
+    return (
+        "an estimate: `bloomery plan --measure` knows in seconds"
+        if machine.cpu
+        else "by its data sheet"
+    )
 
 
 def _machine_lines(plan: Forecast) -> list[str]:
     """What fits: this machine by precision, then the fewest devices of every kind."""
-    wish, context = plan.wish, plan.context
+    wish = plan.wish
+    context = plan.context
     rate = wish.machine.rate(wish.precision.compute)
     lines = [
         f"{wish.machine.title}: {size(wish.machine.memory)}, reads {size(wish.machine.bandwidth)}/s, "
@@ -168,9 +194,13 @@ def _machine_lines(plan: Forecast) -> list[str]:
 def _elsewhere(plan: Forecast) -> list[str]:
     """The fewest devices of every kind in the table."""
     precisions = plan.precisions()
-    needed = {name: [plan.devices_for(known, p) for p in precisions] for name, known in MACHINES.items()}
+    needed = {
+        name: [plan.devices_for(known, p) for p in precisions] for name, known in MACHINES.items()
+    }
     if all(count == 1 for counts in needed.values() for count in counts):
-        return [f"It fits one device of every kind in the table, at every precision and a context of {plan.context:,}."]
+        return [
+            f"It fits one device of every kind in the table, at every precision and a context of {plan.context:,}."
+        ]
     lines = [
         f"Fewest devices for a sequence of {plan.context:,}",
         f"  {'':12}" + "".join(f"{p.name:>8}" for p in precisions),
@@ -184,11 +214,17 @@ def _option_lines(plan: Forecast) -> list[str]:
     if len(plan.fitting) < 2:
         return []
     devices = plan.chosen.layout.devices
-    lines = [f"{devices} devices can be used so", f"  {'':28}{'ms alone':>10}{'tokens/s in all':>17}{'messages':>10}"]
+    lines = [
+        f"{devices} devices can be used so",
+        f"  {'':28}{'ms alone':>10}{'tokens/s in all':>17}{'messages':>10}",
+    ]
     for option in plan.fitting:
-        alone, count = option.expected(1, plan.context) * 1e3, option.roofline.messages(1, 1)[0]
+        alone = option.expected(1, plan.context) * 1e3
+        count = option.roofline.messages(1, 1)[0]
         mark = "  <- " + plan.wish.goal if option.layout == plan.chosen.layout else ""
-        lines.append(f"  {option.layout!s:28}{alone:>10.2f}{plan.throughput(option):>17,.0f}{count:>10}{mark}")
+        lines.append(
+            f"  {option.layout!s:28}{alone:>10.2f}{plan.throughput(option):>17,.0f}{count:>10}{mark}"
+        )
     return [*lines, ""]
 
 
@@ -207,7 +243,8 @@ def _row_lines(plan: Forecast) -> list[str]:
 
 
 def _capacity_lines(plan: Forecast) -> list[str]:
-    chosen, context = plan.chosen, plan.context
+    chosen = plan.chosen
+    context = plan.context
     floor, expected = chosen.prefill(context)
     users = chosen.users(context)
     lines = [
@@ -228,7 +265,9 @@ def _capacity_lines(plan: Forecast) -> list[str]:
 
 def wanted(plan: Forecast, users: int) -> str:
     """Flags without which an engine takes fewer users: a CPU's keeps no more positions than it must."""
-    chosen, context, most = plan.chosen, plan.context, max(8192, plan.model.context)
+    chosen = plan.chosen
+    context = plan.context
+    most = max(8192, plan.model.context)
     flags = [f"--max-sequences {users}"] if users > sizes(chosen.machine.cpu)[1] else []
     if chosen.machine.cpu and users * context > most:
         held = users * chosen.sequence_bytes(context) * chosen.layout.tp * chosen.layout.pp
@@ -248,7 +287,11 @@ def curves(plan: Forecast) -> list[Series]:
     replicas = plan.chosen.layout.replicas
     return [
         Series("expected", [(row.tokens_per_second, row.expected_ms) for row in rows], labels),
-        Series("floor", [(row.batch * replicas / row.floor_ms * 1e3, row.floor_ms) for row in rows], dashed=True),
+        Series(
+            "floor",
+            [(row.batch * replicas / row.floor_ms * 1e3, row.floor_ms) for row in rows],
+            dashed=True,
+        ),
     ]
 
 
@@ -267,7 +310,9 @@ def _png(path: Path, title: str, axes: tuple[str, str], series: list[Series]) ->
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(f"--plot {path}: PNG needs matplotlib (pip install matplotlib); .svg needs nothing") from None
+        raise ConfigError(
+            f"--plot {path}: PNG needs matplotlib (pip install matplotlib); .svg needs nothing"
+        ) from None
     figure = Figure(figsize=(8, 5))
     axis = figure.add_subplot()
     for line in series:

@@ -17,7 +17,8 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs of a word lie in it
 
 class Awq:
     def matrix(self, tensors: Tensors, product: Product) -> PackedMatrix:
-        (rows, width), name = product.shape, product.name
+        (rows, width) = product.shape
+        name = product.name
         if not tensors.has(f"{name}.qweight"):
             return kept(tensors, product)
         groups = sizes(tensors, f"{name}.scales")[0]
@@ -44,6 +45,10 @@ def unwoven(words: Stored, ranges: Sequence[Range], device: torch.device) -> tor
     for start, end in ranges:
         first = start // 8
         lines = rows_of(words, [(first, -(-end // 8))], device)
-        numbers = torch.stack([lines >> 4 * place & 15 for place in PLACES], 1).to(torch.uint8).flatten(0, 1)
+        numbers = (
+            torch.stack([lines >> 4 * place & 15 for place in PLACES], 1)
+            .to(torch.uint8)
+            .flatten(0, 1)
+        )
         found.append(numbers[start - first * 8 : end - first * 8])
     return torch.cat(found)

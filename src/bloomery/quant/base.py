@@ -68,7 +68,9 @@ class Matrix(Protocol):
 class Tensors(Protocol):
     """What a format sees of a checkpoint."""
 
-    def tensor(self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None) -> Stored:
+    def tensor(
+        self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None
+    ) -> Stored:
         """The vector [out] or matrix [out, in] of that name, which must be of that shape.
 
         `transposed`: the file has it as [in, out]. `expert`: the file has a stack of them, and this one is meant.
@@ -106,7 +108,9 @@ def sizes(tensors: Tensors, name: str, count: int = 2) -> tuple[int, ...]:
     """The shape of a tensor, of so many dimensions; of a packed one it says how it is packed."""
     found = tensors.shape(name)
     if len(found) != count or 0 in found:
-        raise CheckpointError(f"{name}: {list(found)} is not of {count} dimensions; the checkpoint is damaged")
+        raise CheckpointError(
+            f"{name}: {list(found)} is not of {count} dimensions; the checkpoint is damaged"
+        )
     return found
 
 
@@ -141,7 +145,8 @@ def overlaps(heights: Iterable[int], start: int, end: int) -> Iterator[tuple[int
     rows these are."""
     offset = 0
     for i, height in enumerate(heights):
-        a, b = max(start - offset, 0), min(end - offset, height)
+        a = max(start - offset, 0)
+        b = min(end - offset, height)
         if a < b:
             yield i, a, b
         offset += height
@@ -180,7 +185,9 @@ class Stored:
     def of(cls, tensor: torch.Tensor) -> Stored:
         """A tensor already in memory, seen as if it were in a file."""
         return cls.whole(
-            tensor.shape, tensor.dtype, lambda r, c: tensor[slice(*r)] if c is None else tensor[slice(*r), slice(*c)]
+            tensor.shape,
+            tensor.dtype,
+            lambda r, c: tensor[slice(*r)] if c is None else tensor[slice(*r), slice(*c)],
         )
 
     @property
@@ -216,7 +223,8 @@ class Stored:
 
     def begin(self, dtype: torch.dtype, device: torch.device) -> Arriving:
         out = torch.empty(self.shape, dtype=dtype, device=device)
-        row, waits = 0, []
+        row = 0
+        waits = []
         for piece in self.pieces:
             part = out[row : row + piece.height]
             if piece.fill is None:

@@ -44,19 +44,37 @@ def integers(tensors: Tensors, product: Product) -> PackedMatrix:
 def codes(tensors: Tensors, product: Product, kind: str, state_name: str) -> PackedMatrix:
     """The matrix as one long row: two codes a byte, the first in the high half; a largest magnitude a block, itself
     perhaps a code of another table times a largest magnitude, less its mean."""
-    (rows, width), name = product.shape, f"{product.name}.weight"
+    (rows, width) = product.shape
+    name = f"{product.name}.weight"
     state = described(tensors, state_name)
-    block, total = state.get("blocksize"), rows * width
-    if state.get("shape") != [rows, width] or not isinstance(block, int) or block < 1 or total % block or width % 2:
-        raise CheckpointError(f"{state_name}: {state} does not describe a matrix of {rows} x {width}")
+    block = state.get("blocksize")
+    total = rows * width
+    if (
+        state.get("shape") != [rows, width]
+        or not isinstance(block, int)
+        or block < 1
+        or total % block
+        or width % 2
+    ):
+        raise CheckpointError(
+            f"{state_name}: {state} does not describe a matrix of {rows} x {width}"
+        )
     found = sizes(tensors, name)
     weight = part(tensors, name, found, (torch.uint8, torch.int8, *FLOATS))
     words = found[0] // rows  # a row
     if found != (words * rows, 1) or words * weight.dtype.itemsize * 2 != width:
-        raise CheckpointError(f"{name}: {found} {weight.dtype} do not hold {rows} x {width} codes of four bits")
+        raise CheckpointError(
+            f"{name}: {found} {weight.dtype} do not hold {rows} x {width} codes of four bits"
+        )
     table = part(tensors, f"{name}.quant_map", (16,))
-    nested = nesting(tensors, name, state_name, state, total // block) if "nested_blocksize" in state else None
-    largest = part(tensors, f"{name}.absmax", (total // block,), FLOATS if nested is None else (torch.uint8,)).load
+    nested = (
+        nesting(tensors, name, state_name, state, total // block)
+        if "nested_blocksize" in state
+        else None
+    )
+    largest = part(
+        tensors, f"{name}.absmax", (total // block,), FLOATS if nested is None else (torch.uint8,)
+    ).load
     smaller = gcd(block, width)  # blocks that end with their row
 
     def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Codebook:
@@ -75,7 +93,8 @@ def nesting(
     tensors: Tensors, name: str, state_name: str, state: dict, count: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """8-bit codes of largest magnitudes -> the magnitudes."""
-    block, mean = state["nested_blocksize"], state.get("nested_offset")
+    block = state["nested_blocksize"]
+    mean = state.get("nested_offset")
     if not isinstance(block, int) or block < 1 or not isinstance(mean, int | float):
         raise CheckpointError(f"{state_name}: {state} does not describe magnitudes of eight bits")
     table = part(tensors, f"{name}.nested_quant_map", (256,))
@@ -91,7 +110,11 @@ def nesting(
 
 def described(tensors: Tensors, name: str) -> dict:
     """A JSON object, written as bytes into a tensor."""
-    text = bytes(part(tensors, name, sizes(tensors, name, 1), (torch.uint8,)).load(torch.uint8, HOST).tolist())
+    text = bytes(
+        part(tensors, name, sizes(tensors, name, 1), (torch.uint8,))
+        .load(torch.uint8, HOST)
+        .tolist()
+    )
     try:
         state = json.loads(text)
     except ValueError:

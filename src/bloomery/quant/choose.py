@@ -51,4 +51,8 @@ def choose(stored: Quantization | None, wish: str = "auto") -> Format:
         return DenseFormat()
     if stored.method == "gptq":
         return Gptq(stored.first_zero, stored.needed)
-    return Compressed(stored.needed) if stored.method == "compressed-tensors" else READY_MADE[stored.method]
+    return (
+        Compressed(stored.needed)
+        if stored.method == "compressed-tensors"
+        else READY_MADE[stored.method]
+    )

@@ -43,7 +43,8 @@ class Compressed:
 
 
 def packed_words(tensors: Tensors, product: Product, words: Stored) -> PackedMatrix:
-    (rows, width), name = product.shape, product.name
+    (rows, width) = product.shape
+    name = product.name
     bits = words.shape[1] * 32 // width
     groups = sizes(tensors, f"{name}.weight_scale")[1]
     if bits not in (4, 8) or words.shape != (rows, width * bits // 32) or width % groups:
@@ -60,22 +61,34 @@ def packed_words(tensors: Tensors, product: Product, words: Stored) -> PackedMat
         scale = rows_of(scales, ranges, device)
         zero = torch.full_like(scale, 1 << bits - 1)
         if zeros is not None:
-            every = streamed(rows_of(zeros, [(0, zeros.shape[0])], device).T, bits).T[:rows].to(scale.dtype)
+            every = (
+                streamed(rows_of(zeros, [(0, zeros.shape[0])], device).T, bits)
+                .T[:rows]
+                .to(scale.dtype)
+            )
             zero = torch.cat([every[start:end] for start, end in ranges])
-        return grid(rows_of(words, ranges, device), bits, scale, zero, None if index is None else index.to(device))
+        return grid(
+            rows_of(words, ranges, device),
+            bits,
+            scale,
+            zero,
+            None if index is None else index.to(device),
+        )
 
     return PackedMatrix.whole(product, read)
 
 
 def integers(tensors: Tensors, product: Product) -> PackedMatrix:
     """A byte each, signed; a scale for all, for a row or for groups of it."""
-    rows, name = product.shape[0], product.name
+    rows = product.shape[0]
+    name = product.name
     weight = part(tensors, f"{name}.weight", product.shape, (torch.int8, FP8))
     shape = tensors.shape(f"{name}.weight_scale")
     groups = 1 if len(shape) == 1 else sizes(tensors, f"{name}.weight_scale")[1]
     alone = shape[0] == 1 and rows != 1
     wanted = (1,) if alone else (rows, groups)
-    scales, zeros = part(tensors, f"{name}.weight_scale", wanted), None
+    scales = part(tensors, f"{name}.weight_scale", wanted)
+    zeros = None
     if tensors.has(f"{name}.weight_zero_point"):
         zeros = part(tensors, f"{name}.weight_zero_point", wanted, (torch.int8,))
 
@@ -89,7 +102,11 @@ def integers(tensors: Tensors, product: Product) -> PackedMatrix:
         zero = None if zeros is None else each(zeros, ranges, device)
         moved = None if zero is None or not zero.any() else zero
         return Grid(
-            rows_of(weight, ranges, device), each(scales, ranges, device), moved, 8, both=moved is None and groups == 1
+            rows_of(weight, ranges, device),
+            each(scales, ranges, device),
+            moved,
+            8,
+            both=moved is None and groups == 1,
         )
 
     return PackedMatrix.whole(product, read)

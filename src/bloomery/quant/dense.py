@@ -15,9 +15,15 @@ from bloomery.native import ops
 from bloomery.native.team import team
 from bloomery.quant.base import Product, Range, Ready, Stored, Tensors, part
 
-GELU, MANY = Activation("gelu_tanh", gated=False), 256  # which the GPU's library puts behind a product of many tokens
-NATIVE = 4  # tokens up to which our own kernel reads the weights fastest; a recorded step has no other
-FEW = 48  # tokens up to which a CPU's matrix library is a quarter faster with the weights on the left
+# which the GPU's library puts behind a product of many tokens
+GELU = Activation("gelu_tanh", gated=False)
+MANY = 256
+NATIVE = (
+    4  # tokens up to which our own kernel reads the weights fastest; a recorded step has no other
+)
+FEW = (
+    48  # tokens up to which a CPU's matrix library is a quarter faster with the weights on the left
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,9 @@ class DenseFormat:
 
     def matrix(self, tensors: Tensors, product: Product) -> Dense:
         name = f"{product.name}.weight"
-        return Dense(part(tensors, name, product.shape, transposed=product.transposed, expert=product.expert))
+        return Dense(
+            part(tensors, name, product.shape, transposed=product.transposed, expert=product.expert)
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,9 @@ class DenseReady:
 
     weight: torch.Tensor  # [out, in]
     native: ops.Matrix | None = None  # the same for a CPU's own kernels
-    shifts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)  # by the norm in front of the product
+    shifts: dict[int, torch.Tensor] = field(
+        default_factory=dict, compare=False
+    )  # by the norm in front of the product
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> DenseReady:

@@ -18,7 +18,9 @@ class Unpacking:
     """A stack of matrices that are unpacked when they are asked for."""
 
     def __init__(self, ready: Ready, experts: int):
-        self.ready, self.experts, self.rows = ready, experts, height(ready) // experts
+        self.ready = ready
+        self.experts = experts
+        self.rows = height(ready) // experts
 
     def __len__(self) -> int:
         return self.experts
@@ -35,7 +37,13 @@ class Unpacking:
 
 
 def mixed(
-    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, up: Ready, down: Ready, experts: int, activation: str
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    up: Ready,
+    down: Ready,
+    experts: int,
+    activation: str,
 ) -> torch.Tensor:
     """kernels.experts.mix in any format: up [experts * (gate | up), hidden], down [experts * hidden, size]."""
     if isinstance(up, DenseReady) and isinstance(down, DenseReady):
@@ -43,7 +51,8 @@ def mixed(
         return mix(x, chosen, weights, first, second, activation)
     if x.is_cuda and (first := readable(up, x.dtype)) and (second := readable(down, x.dtype)):
         return mix_packed(x, chosen, weights, first, second, experts, activation)
-    ups, downs = Unpacking(up, experts), Unpacking(down, experts)
+    ups = Unpacking(up, experts)
+    downs = Unpacking(down, experts)
     if not x.is_cuda:
         stacks: tuple[Any, Any] = ups, downs  # the reference asks for one matrix after another
         return mix_reference(x, chosen, weights, *stacks, activation)
@@ -51,11 +60,15 @@ def mixed(
     if chosen.numel() < experts:  # each visit has an expert of its own, if perhaps the same twice
         inside = (chosen >= 0) & (chosen < experts)
         visits = torch.where(inside, chosen, 0).flatten()
-        chosen = torch.where(inside, torch.arange(len(visits), device=x.device).view_as(chosen), -1).int()
+        chosen = torch.where(
+            inside, torch.arange(len(visits), device=x.device).view_as(chosen), -1
+        ).int()
     return mix(x, chosen, weights, ups.visited(visits), downs.visited(visits), activation)
 
 
 def readable(ready: Ready, dtype: torch.dtype) -> Packed | None:
     """What kernels multiply as it is."""
     packed = ready.packed if isinstance(ready, PackedReady) else None
-    return packed if packed is not None and has_kernels(packed) and possible(packed, dtype) else None
+    return (
+        packed if packed is not None and has_kernels(packed) and possible(packed, dtype) else None
+    )

@@ -31,7 +31,8 @@ class Fp8Format:
 
 
 def floats(tensors: Tensors, product: Product, scale_name: str) -> PackedMatrix:
-    (rows, width), name = product.shape, f"{product.name}.weight"
+    (rows, width) = product.shape
+    name = f"{product.name}.weight"
     weight = part(tensors, name, product.shape, (FP8,), expert=product.expert)
     claim(tensors, product.name, "input_scale", "input_scale_ub", "weight_zero_point")
     found = tensors.shape(scale_name)
@@ -48,7 +49,12 @@ def floats(tensors: Tensors, product: Product, scale_name: str) -> PackedMatrix:
 
 
 def scales(
-    stored: Stored, shape: Sequence[int], ranges: Sequence[Range], square: bool, rows: int, device: torch.device
+    stored: Stored,
+    shape: Sequence[int],
+    ranges: Sequence[Range],
+    square: bool,
+    rows: int,
+    device: torch.device,
 ) -> torch.Tensor:
     """[rows, 1], or one a square of those that the one range of rows touches."""
     if square:

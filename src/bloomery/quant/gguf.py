@@ -29,8 +29,14 @@ class Blocks(Dense):
     def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
         pieces = self.weight.pieces
         if device.type == "cpu" and dtype == torch.float32:
-            if team().active and self.shape[1] % WIDTH == 0 and all(piece.blocks for piece in pieces):
-                found = [packed(piece) if packable(piece) else self.rounded(piece) for piece in pieces]
+            if (
+                team().active
+                and self.shape[1] % WIDTH == 0
+                and all(piece.blocks for piece in pieces)
+            ):
+                found = [
+                    packed(piece) if packable(piece) else self.rounded(piece) for piece in pieces
+                ]
                 segments = [segment for segment in found if segment is not None]
                 if len(segments) == len(pieces):
                     return BlocksReady(ops.Matrix(self.shape[1], segments))
@@ -50,7 +56,10 @@ class Blocks(Dense):
         """Of a type that native kernels do not know, or cut through its blocks."""
         part = replace(self.weight, pieces=(piece,))
         whole = [(0, piece.height)]
-        return rounded((piece.height, self.shape[1]), in_panels(part, whole, self.shape[1], torch.device("cpu")))
+        return rounded(
+            (piece.height, self.shape[1]),
+            in_panels(part, whole, self.shape[1], torch.device("cpu")),
+        )
 
 
 class BlocksFormat:
@@ -70,11 +79,17 @@ def gridded(piece: Piece) -> bool:
 
 def matrices(piece: Piece, device: torch.device) -> Iterator[Held]:
     """A panel of rows at a time, taken apart on the device."""
-    blocks, cols = piece.blocks, piece.cols
+    blocks = piece.blocks
+    cols = piece.cols
     if blocks is None or cols is None:
         raise ValueError("a piece without blocks")
-    first, last = cols[0] // blocks.values, -(-cols[1] // blocks.values)  # blocks that hold the columns
-    start, end, width = *(col - first * blocks.values for col in cols), (last - first) * blocks.values
+    # blocks that hold the columns
+    first = cols[0] // blocks.values
+    last = -(-cols[1] // blocks.values)
+    start, end, width = (
+        *(col - first * blocks.values for col in cols),
+        (last - first) * blocks.values,
+    )
     raw = blocks.raw.cols(first * blocks.bytes, last * blocks.bytes)
     for panel in in_panels(raw, [piece.rows], width, device):
         whole = STEPS[blocks.kind](panel.view(-1, blocks.bytes)).matrix(len(panel))
@@ -91,7 +106,8 @@ def packable(piece: Piece) -> bool:
 
 
 def packed(piece: Piece) -> ops.Segment:
-    blocks, cols = piece.blocks, piece.cols
+    blocks = piece.blocks
+    cols = piece.cols
     if blocks is None or cols is None:
         raise ValueError("a piece without blocks")
     start, end = (col // blocks.values * blocks.bytes for col in cols)

@@ -40,13 +40,19 @@ class Steps(NamedTuple):
 
     def matrix(self, rows: int) -> Grid | Codebook:
         """The blocks of so many rows as kernels read them: the same codes; scales and zeros in half precision."""
-        codes, scale, zero = self.codes, self.scale.half(), None
+        codes = self.codes
+        scale = self.scale.half()
+        zero = None
         if self.less is not None:
             zero = self.less / scale.float()
-            flat = ~(zero.abs() < FLAT)  # also where the scale is nothing: the whole group is its offset
-            zero, scale = torch.where(flat, -1.0, zero).half(), torch.where(flat, -self.less.half(), scale)
+            flat = ~(
+                zero.abs() < FLAT
+            )  # also where the scale is nothing: the whole group is its offset
+            zero = torch.where(flat, -1.0, zero).half()
+            scale = torch.where(flat, -self.less.half(), scale)
             codes = codes.unflatten(1, (-1, self.group)).masked_fill(flat[..., None], 0)
-        codes, scale = codes.reshape(rows, -1), scale.reshape(rows, -1)
+        codes = codes.reshape(rows, -1)
+        scale = scale.reshape(rows, -1)
         if self.table:
             return Codebook(pack(codes, 4), self._table(), scale)
         if self.bits == 4:
@@ -92,12 +98,17 @@ def _iq4_xs(blocks: torch.Tensor) -> Steps:
     low = _fields(blocks[:, 4:8, None], 4).flatten(1)
     high = _fields(blocks[:, 2:4, None], 2).flatten(1)
     codes = _fields(blocks[:, 8:].unflatten(1, (8, 16)), 4).flatten(1)
-    return Steps(codes, _half(blocks, 0) * (low | (high << 4)).float().sub_(32), table=LEVELS, bits=4)
+    return Steps(
+        codes, _half(blocks, 0) * (low | (high << 4)).float().sub_(32), table=LEVELS, bits=4
+    )
 
 
 def _q2_k(blocks: torch.Tensor) -> Steps:
-    scales, codes = blocks[:, :16], _fields(blocks[:, 16:80].unflatten(1, (2, 32)), 2).flatten(1)
-    return Steps(codes, _half(blocks, 80) * (scales & 15).float(), _half(blocks, 82) * (scales >> 4).float())
+    scales = blocks[:, :16]
+    codes = _fields(blocks[:, 16:80].unflatten(1, (2, 32)), 2).flatten(1)
+    return Steps(
+        codes, _half(blocks, 80) * (scales & 15).float(), _half(blocks, 82) * (scales >> 4).float()
+    )
 
 
 def _q3_k(blocks: torch.Tensor) -> Steps:
@@ -106,12 +117,16 @@ def _q3_k(blocks: torch.Tensor) -> Steps:
     high = _fields(blocks[:, 104:108], 2).flatten(1)
     third = _fields(blocks[:, :32], 1).view(-1, 2, 4, 32)
     codes = _fields(blocks[:, 32:96].unflatten(1, (2, 32)), 2) | (third << 2)
-    return Steps(_centred(codes.flatten(1), 4), _half(blocks, 108) * (low | (high << 4)).float().sub_(32))
+    return Steps(
+        _centred(codes.flatten(1), 4), _half(blocks, 108) * (low | (high << 4)).float().sub_(32)
+    )
 
 
 def _scales_and_minimums(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes 4:16 hold eight scales and eight minimums of six bits: [blocks, 8] each, times their half floats."""
-    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    first = blocks[:, 4:8]
+    second = blocks[:, 8:12]
+    third = blocks[:, 12:16]
     scales = torch.cat([first & 63, (third & 15) | ((first >> 2) & 48)], 1)
     minimums = torch.cat([second & 63, (third >> 4) | ((second >> 2) & 48)], 1)
     return _half(blocks, 0) * scales.float(), _half(blocks, 2) * minimums.float()

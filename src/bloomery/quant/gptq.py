@@ -26,13 +26,15 @@ class Gptq:
     needed: tuple[str, ...] = ()  # parts that must not be missing
 
     def matrix(self, tensors: Tensors, product: Product) -> PackedMatrix:
-        (rows, width), name = product.shape, product.name
+        (rows, width) = product.shape
+        name = product.name
         if not tensors.has(f"{name}.qweight"):
             return kept(tensors, product)
         for suffix in self.needed:
             tensors.shape(f"{name}.{suffix}")
         found = sizes(tensors, f"{name}.qweight")
-        bits, groups = found[0] * 32 // width, sizes(tensors, f"{name}.scales")[0]
+        bits = found[0] * 32 // width
+        groups = sizes(tensors, f"{name}.scales")[0]
         if bits not in BITS or found[0] * 32 != width * bits or rows * bits % 32:
             raise CheckpointError(
                 f"{name}.qweight: {list(found)} words do not hold {rows} x {width} codes of 2, 3, 4 or 8 bits"
@@ -45,9 +47,18 @@ class Gptq:
 
         def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Held:
             scale = rows_of(scales, ranges, device)
-            zero = streamed(rows_of(zeros, [(0, groups)], device), bits).T.to(scale.dtype) + self.first_zero
+            zero = (
+                streamed(rows_of(zeros, [(0, groups)], device), bits).T.to(scale.dtype)
+                + self.first_zero
+            )
             zero = torch.cat([zero[start:end] for start, end in ranges])
-            return grid(rows_of(codes, ranges, device), bits, scale, zero, None if index is None else index.to(device))
+            return grid(
+                rows_of(codes, ranges, device),
+                bits,
+                scale,
+                zero,
+                None if index is None else index.to(device),
+            )
 
         return PackedMatrix.whole(product, read)
 
@@ -61,7 +72,9 @@ def groups_of(tensors: Tensors, name: str, width: int, groups: int) -> torch.Ten
         if not (stated == -1).all():  # which is how a library leaves it that had no use for it
             index = stated
         if not ((index >= 0) & (index < groups)).all():
-            raise CheckpointError(f"{name}: names groups beyond the {groups} there are; the checkpoint is damaged")
+            raise CheckpointError(
+                f"{name}: names groups beyond the {groups} there are; the checkpoint is damaged"
+            )
     return None if width % groups == 0 and torch.equal(index, plain) else index
 
 
@@ -69,23 +82,39 @@ def streamed(words: torch.Tensor, bits: int) -> torch.Tensor:
     """[lines, words] int32 as a stream of bits, lowest first -> [lines, numbers] uint8."""
     if bits in (4, 8, 2):
         octets = words.contiguous().view(torch.uint8)
-        return torch.stack([octets >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1).flatten(1)
-    wide = words.unflatten(1, (-1, bits)).long() & 0xFFFFFFFF  # 32 numbers in as many words as they have bits
+        return torch.stack(
+            [octets >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1
+        ).flatten(1)
+    wide = (
+        words.unflatten(1, (-1, bits)).long() & 0xFFFFFFFF
+    )  # 32 numbers in as many words as they have bits
     starts = torch.arange(32, device=words.device) * bits
-    word, offset = starts // 32, starts % 32
+    word = starts // 32
+    offset = starts % 32
     pairs = wide[..., word] | wide[..., (word + 1).clamp(max=bits - 1)] << 32
     return (pairs >> offset & (1 << bits) - 1).to(torch.uint8).flatten(1)
 
 
-def grid(words: torch.Tensor, bits: int, scale: torch.Tensor, zero: torch.Tensor, index: torch.Tensor | None) -> Held:
+def grid(
+    words: torch.Tensor,
+    bits: int,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    index: torch.Tensor | None,
+) -> Held:
     """Streams of codes [rows, words] as kernels read them: 2 and 3 bits lie in 4. `index`: the group of each column, if
     they are not in turn."""
     held = max(4, bits)
     centred = None if bool((zero == 1 << held - 1).all()) else zero
     if index is None:
-        codes = words.contiguous().view(torch.uint8) if held == bits else pack(streamed(words, bits), held)
+        codes = (
+            words.contiguous().view(torch.uint8)
+            if held == bits
+            else pack(streamed(words, bits), held)
+        )
         return Grid(codes, scale, centred, held)
-    codes, order = streamed(words, bits), index.argsort(stable=True)
+    codes = streamed(words, bits)
+    order = index.argsort(stable=True)
     in_turn = torch.arange(len(index), device=index.device) // -(-len(index) // scale.shape[1])
     if len(index) % scale.shape[1] == 0 and torch.equal(index[order], in_turn):
         return Grid(pack(codes[:, order], held), scale, centred, held, order.int())

@@ -22,7 +22,8 @@ def int4(weight: torch.Tensor, bits: int = 4, group: int = 128) -> Grid:
 def whole_zeros(weight: torch.Tensor, bits: int, group: int) -> Grid:
     """As checkpoints keep it: zeros are codes. Whichever range, drawn in or not, brings a group nearest."""
     blocks = weight.unflatten(1, (-1, group))
-    low, high = blocks.amin(-1, keepdim=True).clamp_(max=0), blocks.amax(-1, keepdim=True).clamp_(min=0)
+    low = blocks.amin(-1, keepdim=True).clamp_(max=0)
+    high = blocks.amax(-1, keepdim=True).clamp_(min=0)
     found = [fitted(blocks, low * shrink, high * shrink, bits) for shrink in (1.0, 0.92, 0.84)]
     best = torch.stack([error for error, _, _ in found]).argmin(0, keepdim=True)
     scale, zero = (torch.stack([one[i] for one in found]).gather(0, best)[0] for i in (1, 2))

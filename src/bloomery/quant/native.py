@@ -64,15 +64,26 @@ class Unpackable(Protocol):
     def shape(self) -> tuple[int, int]: ...
 
 
-def native(packed: Unpackable, dtype: torch.dtype, panels: Iterator[torch.Tensor]) -> BlocksReady | None:
+def native(
+    packed: Unpackable, dtype: torch.dtype, panels: Iterator[torch.Tensor]
+) -> BlocksReady | None:
     """None where there are no such kernels, or rows are not whole blocks. `panels`: its values, some rows at a time."""
     width = packed.shape[1]
-    if not team().active or packed.codes.device.type != "cpu" or dtype != torch.float32 or width % WIDTH:
+    if (
+        not team().active
+        or packed.codes.device.type != "cpu"
+        or dtype != torch.float32
+        or width % WIDTH
+    ):
         return None
     if isinstance(packed, Grid) and packed.order is None and packed.group % WIDTH == 0:
         if packed.bits <= 4:
             return ready("Q4_1", fours(packed), width)
-        if packed.codes.dtype == torch.int8 and packed.zero is None and packed.scale.min() >= NORMAL:
+        if (
+            packed.codes.dtype == torch.int8
+            and packed.zero is None
+            and packed.scale.min() >= NORMAL
+        ):
             return ready("Q8_0", eights(packed), width)
     segment = rounded(packed.shape, panels)
     return None if segment is None else BlocksReady(ops.Matrix(width, [segment]))
@@ -80,12 +91,15 @@ def native(packed: Unpackable, dtype: torch.dtype, panels: Iterator[torch.Tensor
 
 def rounded(shape: tuple[int, int], panels: Iterator[torch.Tensor]) -> ops.Segment | None:
     """Values, some rows at a time, in blocks of eight bits; None where they are too small for scales of half floats."""
-    (rows, width), row, largest = shape, 0, 0.0
+    (rows, width) = shape
+    row = 0
+    largest = 0.0
     blocks = torch.empty(rows, width // WIDTH * (2 + WIDTH), dtype=torch.uint8)
     for panel in panels:
         part = int8(panel.reshape(-1, WIDTH))
         blocks[row : row + len(panel)] = eights(part).view(len(panel), -1)
-        row, largest = row + len(panel), max(largest, float(part.scale.max()))
+        row = row + len(panel)
+        largest = max(largest, float(part.scale.max()))
     return ops.segment("Q8_0", blocks, width) if largest >= NORMAL / 8 else None
 
 

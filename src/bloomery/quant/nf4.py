@@ -17,11 +17,26 @@ from bloomery.quant.int8 import int8
 BLOCK = 64
 # Quantiles of a normal distribution, and the floats of two exponent bits and one of mantissa, both up to 1.
 NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+FP4 = tuple(
+    sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+)
 TABLES = {"nf4": NF4, "fp4": FP4}
 
 
@@ -46,7 +61,8 @@ def nearest(table: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 def codebook(weight: torch.Tensor, values: tuple[float, ...]) -> Codebook | Grid:
     """Blocks shrink by halves until they divide the row; a row they cannot divide is kept in eight bits."""
-    width, block = weight.shape[1], BLOCK
+    width = weight.shape[1]
+    block = BLOCK
     while width % block:
         block //= 2
     if block < 8:
@@ -64,11 +80,20 @@ def nested(codes: torch.Tensor, table: torch.Tensor, absmax: torch.Tensor) -> Co
     blocks = absmax.shape[1]
     if blocks == 1:
         return Codebook(codes, table, absmax.half())
-    fine, mean, several = on(absmax.device, DYNAMIC), absmax.mean(1, keepdim=True), -(-blocks // NESTED)
+    fine = on(absmax.device, DYNAMIC)
+    mean = absmax.mean(1, keepdim=True)
+    several = -(-blocks // NESTED)
     parts = F.pad(absmax - mean, (0, several * NESTED - blocks)).unflatten(1, (several, -1))
     outer = parts.abs().amax(-1)
-    inner = nearest(fine, (parts / outer.clamp(min=1e-38)[..., None]).clamp_(-1, 1)).flatten(1)[:, :blocks]
-    return Codebook(codes, torch.cat((table, fine)), inner.to(torch.uint8).contiguous(), torch.cat((mean, outer), 1))
+    inner = nearest(fine, (parts / outer.clamp(min=1e-38)[..., None]).clamp_(-1, 1)).flatten(1)[
+        :, :blocks
+    ]
+    return Codebook(
+        codes,
+        torch.cat((table, fine)),
+        inner.to(torch.uint8).contiguous(),
+        torch.cat((mean, outer), 1),
+    )
 
 
 @cache

@@ -30,16 +30,21 @@ class OnLoad:
     def matrix(self, tensors: Tensors, product: Product) -> PackedMatrix:
         if product.precise:
             return kept(tensors, product)
-        weight, pack = DenseFormat().matrix(tensors, product).weight, self.inside if product.inside else self.outside
+        weight = DenseFormat().matrix(tensors, product).weight
+        pack = self.inside if product.inside else self.outside
 
         def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Held:
             loaded = in_panels(weight, ranges, product.shape[1], device)
-            return joined([pack(panel.float()) for panel in loaded])  # widened where it is, not on the way there
+            return joined(
+                [pack(panel.float()) for panel in loaded]
+            )  # widened where it is, not on the way there
 
         return PackedMatrix.whole(product, read)
 
 
-def in_panels(stored: Stored, ranges: Sequence[Range], width: int, device: torch.device) -> Iterator[torch.Tensor]:
+def in_panels(
+    stored: Stored, ranges: Sequence[Range], width: int, device: torch.device
+) -> Iterator[torch.Tensor]:
     """These rows of `width` values, as the file has them."""
     cpu = device.type == "cpu"
     height = max(1, (CACHED if cpu else PANEL) // width)

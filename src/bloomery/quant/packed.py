@@ -102,8 +102,11 @@ class PackedMatrix:
             if not 0 <= start < end <= self.shape[0]:
                 raise IndexError(f"rows {start}:{end} of a matrix with {self.shape[0]}")
             for i, a, b in overlaps([part.height for part in self.parts], start, end):
-                part, found = self.parts[i], tuple(within(self.parts[i].ranges, a, b))
-                if picked and picked[-1].read is part.read:  # one reading for all that is wanted of a product
+                part = self.parts[i]
+                found = tuple(within(self.parts[i].ranges, a, b))
+                if (
+                    picked and picked[-1].read is part.read
+                ):  # one reading for all that is wanted of a product
                     picked[-1] = replace(picked[-1], ranges=(*picked[-1].ranges, *found))
                 else:
                     picked.append(replace(part, ranges=found))
@@ -111,7 +114,10 @@ class PackedMatrix:
 
     def cols(self, start: int, end: int) -> PackedMatrix:
         return PackedMatrix(
-            tuple(replace(part, cols=(part.cols[0] + start, part.cols[0] + end)) for part in self.parts)
+            tuple(
+                replace(part, cols=(part.cols[0] + start, part.cols[0] + end))
+                for part in self.parts
+            )
         )
 
     def cat(self, others: Sequence[PackedMatrix]) -> PackedMatrix:
@@ -121,7 +127,9 @@ class PackedMatrix:
         return as_ready((part for whole in self.parts for part in whole.load(dtype, device)), dtype)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.cat([values(held, dtype) for part in self.parts for held in part.load(dtype, device)])
+        return torch.cat(
+            [values(held, dtype) for part in self.parts for held in part.load(dtype, device)]
+        )
 
 
 def as_ready(helds: Iterator[Held], dtype: torch.dtype) -> Ready:
@@ -129,7 +137,8 @@ def as_ready(helds: Iterator[Held], dtype: torch.dtype) -> Ready:
     ready = tuple(
         DenseReady.of(held)
         if isinstance(held, torch.Tensor)
-        else native(held, dtype, (panel for _, panel in slabs(held, torch.float32))) or PackedReady(held, dtype)
+        else native(held, dtype, (panel for _, panel in slabs(held, torch.float32)))
+        or PackedReady(held, dtype)
         for held in stacked(helds)
     )
     return ready[0] if len(ready) == 1 else SideBySide(ready)
@@ -176,7 +185,9 @@ def cut(held: Held, start: int, end: int, name: str) -> Held:
         case torch.Tensor():
             return held[:, start:end].contiguous()
         case Scattered():
-            return replace(held, codes=held.codes[:, start:end].contiguous(), index=held.index[start:end])
+            return replace(
+                held, codes=held.codes[:, start:end].contiguous(), index=held.index[start:end]
+            )
         case Grid(order=torch.Tensor()):
             return cut(scattered(held), start, end, name)
         case Grid(bits=bits, scale=scale, zero=zero):
@@ -191,10 +202,16 @@ def cut(held: Held, start: int, end: int, name: str) -> Held:
             return replace(held, codes=codes, scale=scale, zero=zero)
         case Codebook():
             block = finer(held.block, start, end, held.shape[1], name)
-            if held.outer is not None and (held.nest < held.shape[1] or block < held.block or end - start == block):
-                held = Codebook(held.codes, held.table[:16], held.largest)  # the second level cannot say it
+            if held.outer is not None and (
+                held.nest < held.shape[1] or block < held.block or end - start == block
+            ):
+                held = Codebook(
+                    held.codes, held.table[:16], held.largest
+                )  # the second level cannot say it
             absmax = regroup(held.absmax, held.block, block, start, end)
-            return replace(held, codes=held.codes[:, start // 2 : end // 2].contiguous(), absmax=absmax)
+            return replace(
+                held, codes=held.codes[:, start // 2 : end // 2].contiguous(), absmax=absmax
+            )
         case Fp8(scale=scale):
             if scale.shape[1] > 1:
                 if start % BLOCK or (end % BLOCK and end != held.shape[1]):
@@ -219,7 +236,9 @@ def finer(group: int, start: int, end: int, width: int, name: str) -> int:
 
 
 def regroup(scales: torch.Tensor, group: int, smaller: int, start: int, end: int) -> torch.Tensor:
-    return scales.repeat_interleave(group // smaller, 1)[:, start // smaller : end // smaller].contiguous()
+    return scales.repeat_interleave(group // smaller, 1)[
+        :, start // smaller : end // smaller
+    ].contiguous()
 
 
 def uneven(name: str, start: int, end: int, width: int, grain: int) -> UnsupportedModel:
@@ -258,23 +277,41 @@ def alike(run: list[Held], other: Held) -> bool:
         case torch.Tensor(), torch.Tensor():
             return True
         case Grid() as one, Grid() as two:
-            same = (one.bits, one.codes.dtype, one.group, one.both) == (two.bits, two.codes.dtype, two.group, two.both)
+            same = (one.bits, one.codes.dtype, one.group, one.both) == (
+                two.bits,
+                two.codes.dtype,
+                two.group,
+                two.both,
+            )
             orders = one.order is two.order or (
-                one.order is not None and two.order is not None and torch.equal(one.order, two.order)
+                one.order is not None
+                and two.order is not None
+                and torch.equal(one.order, two.order)
             )
             return same and orders and (one.zero is None) == (two.zero is None)
         case Codebook() as one, Codebook() as two:
-            return one.block == two.block and torch.equal(one.table, two.table)  # which says if maxima are codes
+            return one.block == two.block and torch.equal(
+                one.table, two.table
+            )  # which says if maxima are codes
         case Fp8() as one, Fp8() as two:
             if one.both != two.both or one.blocks != two.blocks:
                 return False
-            return not one.blocks or sum(len(held.codes) for held in run if isinstance(held, Fp8)) % BLOCK == 0
+            return (
+                not one.blocks
+                or sum(len(held.codes) for held in run if isinstance(held, Fp8)) % BLOCK == 0
+            )
         case Scattered() as one, Scattered() as two:
             return torch.equal(one.index, two.index)
     return False
 
 
-LINES = ("codes", "scale", "zero", "absmax", "outer")  # what has a line for each row; the rest is for all of them
+LINES = (
+    "codes",
+    "scale",
+    "zero",
+    "absmax",
+    "outer",
+)  # what has a line for each row; the rest is for all of them
 
 
 def by_lines(run: Sequence[Held], change: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
@@ -284,12 +321,18 @@ def by_lines(run: Sequence[Held], change: Callable[[list[torch.Tensor]], torch.T
         if (first := getattr(run[0], name, None)) is not None:
             parts = [getattr(held, name) for held in run]
             octets = first.dtype == FP8
-            made[name] = change([part.view(torch.uint8) for part in parts]).view(FP8) if octets else change(parts)
+            made[name] = (
+                change([part.view(torch.uint8) for part in parts]).view(FP8)
+                if octets
+                else change(parts)
+            )
     return replace(cast(Any, run[0]), **made)
 
 
 def joined(run: list[Held]) -> Held:
-    return torch.cat(cast(Any, run)) if isinstance(run[0], torch.Tensor) else by_lines(run, torch.cat)
+    return (
+        torch.cat(cast(Any, run)) if isinstance(run[0], torch.Tensor) else by_lines(run, torch.cat)
+    )
 
 
 def some(held: Packed | Scattered, rows: slice | torch.Tensor) -> Packed | Scattered:
@@ -312,14 +355,18 @@ class PackedReady:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in vars(self.packed).values() if isinstance(part, torch.Tensor))
+        return sum(
+            part.nbytes for part in vars(self.packed).values() if isinstance(part, torch.Tensor)
+        )
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         packed = self.packed
         if rows.is_cuda and in_order(packed):
             return unpacked(packed, rows, self.dtype)
         if isinstance(packed, Fp8) and packed.blocks:
-            scale = packed.scale.float()[rows // BLOCK].repeat_interleave(BLOCK, 1)[:, : packed.shape[1]]
+            scale = packed.scale.float()[rows // BLOCK].repeat_interleave(BLOCK, 1)[
+                :, : packed.shape[1]
+            ]
             codes = packed.codes.view(torch.uint8)[rows].view(packed.codes.dtype)
             return (codes.float() * scale).to(self.dtype)
         return some(packed, rows).dequantize(self.dtype)
@@ -338,7 +385,9 @@ class PackedReady:
 
 
 def has_kernels(packed: Packed | Scattered) -> TypeGuard[Packed]:
-    return not isinstance(packed, Scattered) and not (isinstance(packed, Grid) and packed.bits not in (4, 8))
+    return not isinstance(packed, Scattered) and not (
+        isinstance(packed, Grid) and packed.bits not in (4, 8)
+    )
 
 
 def in_order(packed: Packed | Scattered) -> TypeGuard[Packed]:
@@ -351,10 +400,14 @@ def by_row(packed: Packed | Scattered) -> TypeGuard[Grid]:
     return whole and packed.codes.dtype == torch.int8
 
 
-def linear_in_panels(x: torch.Tensor, packed: Packed | Scattered, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_in_panels(
+    x: torch.Tensor, packed: Packed | Scattered, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [tokens, in] -> [tokens, out], unpacking a panel of rows at a time: the reference, and good for any device."""
     y = torch.empty(len(x), packed.shape[0], dtype=x.dtype, device=x.device)
-    if by_row(packed) and x.dtype != torch.float16:  # a row's scale can wait for the sum, where that has the room
+    if (
+        by_row(packed) and x.dtype != torch.float16
+    ):  # a row's scale can wait for the sum, where that has the room
         for rows in strips(packed):
             torch.mm(x, packed.codes[rows].to(x.dtype).T, out=y[:, rows])
         y *= packed.scale.T
@@ -367,7 +420,9 @@ def linear_in_panels(x: torch.Tensor, packed: Packed | Scattered, bias: torch.Te
 def strips(packed: Packed | Scattered) -> Iterator[slice]:
     """Rows to unpack at once: whole squares of them."""
     rows, width = packed.shape
-    step = max(1, (PANEL if packed.codes.device.type == "cpu" else STREAMED) // width // BLOCK) * BLOCK
+    step = (
+        max(1, (PANEL if packed.codes.device.type == "cpu" else STREAMED) // width // BLOCK) * BLOCK
+    )
     return (slice(row, min(row + step, rows)) for row in range(0, rows, step))
 
 
@@ -418,9 +473,13 @@ def slab(ready: Ready, start: int, end: int) -> torch.Tensor:
             return weight[start:end]
         case PackedReady(packed, dtype) if packed.codes.is_cuda and in_order(packed):
             return unpacked(packed, range(start, end), dtype)
-        case PackedReady(packed, dtype) if start % BLOCK == 0 or not (isinstance(packed, Fp8) and packed.blocks):
+        case PackedReady(packed, dtype) if start % BLOCK == 0 or not (
+            isinstance(packed, Fp8) and packed.blocks
+        ):
             return some(packed, slice(start, end)).dequantize(dtype)
         case SideBySide(parts):
-            return torch.cat([slab(parts[i], a, b) for i, a, b in overlaps(map(height, parts), start, end)])
+            return torch.cat(
+                [slab(parts[i], a, b) for i, a, b in overlaps(map(height, parts), start, end)]
+            )
     device = ready.packed.codes.device if isinstance(ready, PackedReady) else None
     return ready.gather(torch.arange(start, end, device=device))

@@ -22,17 +22,28 @@ class Solved(NamedTuple):
 
 
 def solve(
-    weight: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, act_order: bool = False, damping: float = 0.01
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    bits: int,
+    group: int,
+    act_order: bool = False,
+    damping: float = 0.01,
 ) -> Solved:
     """weight [out, in], symmetric. `act_order`: columns whose inputs are largest go first.
 
     Columns whose inputs were never seen are rounded as they are: another text may need them.
     """
     width = weight.shape[1]
-    weight, hessian = weight.float(), hessian.float().clone()
+    weight = weight.float()
+    hessian = hessian.float().clone()
     hessian.diagonal()[hessian.diagonal() == 0] = 1
-    order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(width, device=weight.device)
-    rest, inverse = weight[:, order], factor(hessian[order][:, order], damping)
+    order = (
+        hessian.diagonal().argsort(descending=True)
+        if act_order
+        else torch.arange(width, device=weight.device)
+    )
+    rest = weight[:, order]
+    inverse = factor(hessian[order][:, order], damping)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales = []
     for start in range(0, width, WIDTH):
@@ -41,7 +52,9 @@ def solve(
         for i in range(start, end):
             if i % group == 0:
                 scales.append(scale_of(rest[:, i : i + group], bits))
-            column, scale, middle = rest[:, i], scales[-1], 1 << bits - 1
+            column = rest[:, i]
+            scale = scales[-1]
+            middle = 1 << bits - 1
             steps = (column / scale).round_().clamp_(-middle, middle - 1)
             codes[:, i] = (steps + middle).to(torch.uint8)
             errors[:, i - start] = (column - steps * scale) / inverse[i, i]
@@ -58,7 +71,8 @@ def scale_of(block: torch.Tensor, bits: int) -> torch.Tensor:
     """The step for each row that brings its values nearest, as half precision keeps it."""
     middle = 1 << bits - 1
     full = block.abs().amax(1) / (middle - 0.5)
-    best, found = torch.full_like(full, torch.inf), full
+    best = torch.full_like(full, torch.inf)
+    found = full
     for shrink in SHRINKS:
         scale = (full * shrink).half().float().clamp_(min=2.0**-24)
         steps = (block / scale[:, None]).round_().clamp_(-middle, middle - 1)
@@ -78,4 +92,6 @@ def factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
             if not failed:
                 return upper
         damping *= 10
-    raise CheckpointError("the inputs of a product have no usable statistics; give more calibration text")
+    raise CheckpointError(
+        "the inputs of a product have no usable statistics; give more calibration text"
+    )

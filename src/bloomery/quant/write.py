@@ -33,7 +33,8 @@ def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def gptq_tensors(solved: Solved, bits: int) -> Written:
-    groups, rows = solved.scale.shape[1], len(solved.scale)
+    groups = solved.scale.shape[1]
+    rows = len(solved.scale)
     zeros = torch.full((groups, rows), (1 << bits - 1) - 1, device=solved.codes.device)
     return {
         "qweight": words(solved.codes, bits).T.contiguous(),
@@ -62,25 +63,37 @@ def fp8_tensors(weight: torch.Tensor, group: int) -> Written:
 def int8_tensors(weight: torch.Tensor, group: int) -> Written:
     packed = int8(weight)
     largest = (packed.scale * 127).flatten()
-    return {"weight": packed.codes, "SCB": largest, "weight_format": torch.zeros((), dtype=torch.uint8)}
+    return {
+        "weight": packed.codes,
+        "SCB": largest,
+        "weight_format": torch.zeros((), dtype=torch.uint8),
+    }
 
 
 def nf4_tensors(weight: torch.Tensor, group: int, dtype: str = "bfloat16") -> Written:
     """Largest magnitudes are codes themselves, of a table that is fine near zero, less their mean."""
     packed = codebook(weight.reshape(1, -1), NF4)  # blocks do not mind where a row ends
     assert isinstance(packed, Codebook) and packed.outer is not None
-    numbers, (mean, *_) = unpack(packed.codes, 4), packed.outer[0].tolist()
+    numbers = unpack(packed.codes, 4)
+    (mean, *_) = packed.outer[0].tolist()
     state = {
-        "quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype, "shape": list(weight.shape),
-        "nested_blocksize": NESTED, "nested_dtype": "float32", "nested_offset": mean,
-    }  # fmt: skip
+        "quant_type": "nf4",
+        "blocksize": BLOCK,
+        "dtype": dtype,
+        "shape": list(weight.shape),
+        "nested_blocksize": NESTED,
+        "nested_dtype": "float32",
+        "nested_offset": mean,
+    }
     return {
         "weight": (numbers[:, ::2] << 4 | numbers[:, 1::2]).reshape(-1, 1),
         "weight.absmax": packed.absmax.flatten(),
         "weight.quant_map": packed.table[:16].clone(),
         "weight.nested_absmax": packed.outer[0, 1:].clone(),
         "weight.nested_quant_map": packed.table[16:].clone(),
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        ),
     }
 
 
@@ -101,29 +114,62 @@ def misfit(form: str, shape: tuple[int, int], group: int, bits: int) -> str | No
     return None
 
 
-def configuration(form: str, group: int, bits: int, act_order: bool, kept: Sequence[str]) -> Mapping[str, Any]:
+def configuration(
+    form: str, group: int, bits: int, act_order: bool, kept: Sequence[str]
+) -> Mapping[str, Any]:
     """`kept`: products in full precision."""
     if form == "gptq":
         return {
-            "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": True,
-            "lm_head": False, "checkpoint_format": "gptq",
-        }  # fmt: skip
+            "quant_method": "gptq",
+            "bits": bits,
+            "group_size": group,
+            "desc_act": act_order,
+            "sym": True,
+            "lm_head": False,
+            "checkpoint_format": "gptq",
+        }
     if form in ("int8", "nf4"):
         four = form == "nf4"
-        wide = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
+        wide = {
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_quant_storage": "uint8",
+        }
         return {
-            "quant_method": "bitsandbytes", "load_in_8bit": not four, "load_in_4bit": four,
-            "llm_int8_skip_modules": list(kept), "llm_int8_threshold": 6.0,
-        } | (wide if four else {})  # fmt: skip
-    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": group}
+            "quant_method": "bitsandbytes",
+            "load_in_8bit": not four,
+            "load_in_4bit": four,
+            "llm_int8_skip_modules": list(kept),
+            "llm_int8_threshold": 6.0,
+        } | (wide if four else {})
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "group",
+        "group_size": group,
+    }
     if group == -1:
         weights |= {"strategy": "channel", "group_size": None}
     inputs = None
     if form == "fp8":
         weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
-        inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-    scheme = {"targets": ["Linear"], "weights": {**weights, "dynamic": False}, "input_activations": inputs}
+        inputs = {
+            "num_bits": 8,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "token",
+            "dynamic": True,
+        }
+    scheme = {
+        "targets": ["Linear"],
+        "weights": {**weights, "dynamic": False},
+        "input_activations": inputs,
+    }
     return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized" if form == "int4" else "float-quantized",
-        "quantization_status": "compressed", "ignore": list(kept), "config_groups": {"group_0": scheme},
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if form == "int4" else "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": list(kept),
+        "config_groups": {"group_0": scheme},
+    }

@@ -39,7 +39,9 @@ class Batch:
     @classmethod
     def of(cls, placed: list[tuple[Item, Row]], last: torch.Tensor, block_size: int) -> Batch:
         """`last` [rows] has the tokens that only the device knows."""
-        placed = sorted(placed, key=lambda pair: pair[0].count + len(pair[0].drafts) > 1)  # single positions first
+        placed = sorted(
+            placed, key=lambda pair: pair[0].count + len(pair[0].drafts) > 1
+        )  # single positions first
         ids: list[int] = []
         unknown: list[tuple[int, int]] = []  # (place in the batch, row)
         shares = []
@@ -57,14 +59,22 @@ class Batch:
         places = layout(counts, begins, placed, block_size)
         starts = [0, *accumulate(counts)]
         lengths = [begin + count for begin, count in zip(begins, counts, strict=True)]
-        kind, device = torch.int64 if last.device.type == "cpu" else torch.int32, last.device
+        kind = torch.int64 if last.device.type == "cpu" else torch.int32
+        device = last.device
         parts = (ids, places.positions, places.slots, starts, lengths, places.tables.ravel())
         sent = upload(torch.from_numpy(np.concatenate(parts)), device, kind)  # one copy for all
         fed, positions, slots, firsts, ends, flat = sent.split([len(part) for part in parts])
         ragged = Ragged(
-            tuple(counts), tuple(lengths), counts.count(1), firsts, ends, positions, slots,
-            flat.view(places.tables.shape), block_size,
-        )  # fmt: skip
+            tuple(counts),
+            tuple(lengths),
+            counts.count(1),
+            firsts,
+            ends,
+            positions,
+            slots,
+            flat.view(places.tables.shape),
+            block_size,
+        )
         if unknown:
             lines, rows = upload(unknown, device).unbind(1)
             fed[lines] = last[rows].to(kind)
@@ -79,11 +89,17 @@ class Places(NamedTuple):
     tables: np.ndarray  # [sequences, blocks]
 
 
-def layout(counts: list[int], begins: list[int], placed: list[tuple[Item, Row]], block_size: int) -> Places:
+def layout(
+    counts: list[int], begins: list[int], placed: list[tuple[Item, Row]], block_size: int
+) -> Places:
     """In numpy: torch would wake its threads for these few numbers."""
     owner = np.repeat(np.arange(len(counts)), counts)
     shift = np.array(begins) - np.cumsum([0, *counts[:-1]])
     positions = np.arange(len(owner)) + shift[owner]
     widest = max(len(row.table) for _, row in placed)
     tables = np.array([row.table + [0] * (widest - len(row.table)) for _, row in placed])
-    return Places(positions, tables[owner, positions // block_size] * block_size + positions % block_size, tables)
+    return Places(
+        positions,
+        tables[owner, positions // block_size] * block_size + positions % block_size,
+        tables,
+    )

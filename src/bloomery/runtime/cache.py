@@ -15,7 +15,9 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.runtime.device import free_memory
 from bloomery.spec import Model
 
-CPU_SHARE, CPU_MOST = 0.25, 4 << 30  # of free memory; bytes
+# of free memory; bytes
+CPU_SHARE = 0.25
+CPU_MOST = 4 << 30
 CPU_POSITIONS = 8192  # a laptop has other things to do: no more than these or the longest sequence, unless asked to
 
 
@@ -35,7 +37,9 @@ def kv_dtype(wish: str, dtype: torch.dtype, rounds: bool = False) -> torch.dtype
 
 
 def block_bytes(model: Model, block_size: int, dtype: torch.dtype) -> int:
-    return sum(cache_bytes(cache_shape(layer.attention, 1, block_size), dtype) for layer in model.layers)
+    return sum(
+        cache_bytes(cache_shape(layer.attention, 1, block_size), dtype) for layer in model.layers
+    )
 
 
 def fit(
@@ -44,7 +48,7 @@ def fit(
     dtype: torch.dtype,
     device: torch.device,
     reserve: int = 0,
-    mesh: Mesh = Mesh(),  # noqa: B008  # frozen
+    mesh: Mesh = Mesh(),  # frozen
 ) -> Size:
     """As many blocks as memory allows and the batch can use; a length nobody asked for gives way to memory.
 
@@ -66,15 +70,14 @@ def fit(
     room = blocks * plan.block_size
     if room >= plan.max_length:
         return Size(blocks, plan.max_length, blocks * each)
-    need, budget = longest * each * mesh.size / 2**30, budget * mesh.size
+    need = longest * each * mesh.size / 2**30
+    budget = budget * mesh.size
     if plan.length_is_wish or room < plan.block_size * 4:
         raise ConfigError(
             f"one sequence of {plan.max_length} tokens needs {need:.2f} GiB for keys and values, and "
             f"{budget / 2**30:.2f} are there: lower max_model_len to {max(room, 0)} or raise kv_cache_gib to {need:.2f}"
         )
-    note = (
-        f"the cache holds {room} of the model's {plan.max_length} positions; raise kv_cache_gib to {need:.2f} for all"
-    )
+    note = f"the cache holds {room} of the model's {plan.max_length} positions; raise kv_cache_gib to {need:.2f} for all"
     return Size(blocks, room, blocks * each, note)
 
 
@@ -90,5 +93,7 @@ def zeros(count: int, device: torch.device) -> torch.Tensor:
     """Bytes. On a CPU they come page by page, when first touched: neither written at once, as torch's are, nor in large
     pages, as numpy's, where the first position of every layer would take two megabytes."""
     if device.type == "cpu":
-        return torch.frombuffer(mmap.mmap(-1, max(count, 1), access=mmap.ACCESS_COPY), dtype=torch.uint8)[:count]
+        return torch.frombuffer(
+            mmap.mmap(-1, max(count, 1), access=mmap.ACCESS_COPY), dtype=torch.uint8
+        )[:count]
     return torch.zeros(count, dtype=torch.uint8, device=device)

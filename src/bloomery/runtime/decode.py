@@ -23,12 +23,18 @@ from bloomery.runtime.replay import Captured, Plainly, Recorded, Runs
 from bloomery.runtime.rows import Rows
 
 ROOM = 256 << 20  # bytes of an arena beside logits; only what is touched is taken
-Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # logits, rows, positions -> tokens
+Pick = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]  # logits, rows, positions -> tokens
 
 
 def buckets(most: int, grain: int = 1) -> list[int]:
     """Batch sizes to capture: 1, 2, 4, then steps of 8, and of 16 from 128 on; or multiples of the grain."""
-    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, most + 16, 16)] if grain == 1 else range(grain, most, grain)
+    sizes = (
+        [1, 2, 4, *range(8, 128, 8), *range(128, most + 16, 16)]
+        if grain == 1
+        else range(grain, most, grain)
+    )
     return [size for size in sizes if size < most] + [most]
 
 
@@ -44,9 +50,14 @@ class DecodeStep:
         runs: Runs | None = None,
     ):
         """`draws`: tokens are drawn here; where another stage does, they come before the step that needs them."""
-        self.model, self.rows, self.block_size, self.pick = model, rows, block_size, pick
-        self.draws, self.runs = draws, runs or Plainly()
-        most, device = rows.count, rows.last.device
+        self.model = model
+        self.rows = rows
+        self.block_size = block_size
+        self.pick = pick
+        self.draws = draws
+        self.runs = runs or Plainly()
+        most = rows.count
+        device = rows.last.device
         self.lines = torch.full((most,), most, dtype=torch.int32, device=device)  # nobody
         self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self.logits = torch.zeros(most, vocab, dtype=torch.float32, device=device)
@@ -59,7 +70,8 @@ class DecodeStep:
         """Capture the step of so many lines that draws its tokens; others are, once they have come twice."""
         if isinstance(self.runs, Captured):
             self.lines.fill_(self.rows.count)  # what runs here must be nobody's step
-            self.going, self.members = None, []
+            self.going = None
+            self.members = []
             self.runs.prepare((size, True), partial(self.forward, size, True))
 
     def record(self) -> str | None:
@@ -77,11 +89,20 @@ class DecodeStep:
     def forward(self, size: int, sampled: bool) -> None:
         """The work of one step over the first `size` lines; with `sampled` up to the tokens, else up to the logits."""
         lines = self.lines[:size]
-        inputs = fetch(lines, self.rows.last, self.rows.positions, self.rows.tables, self.block_size)
+        inputs = fetch(
+            lines, self.rows.last, self.rows.positions, self.rows.tables, self.block_size
+        )
         ragged = Ragged(
-            (), (), size, self.starts[: size + 1], inputs.ends, inputs.positions, inputs.slots, inputs.tables,
+            (),
+            (),
+            size,
+            self.starts[: size + 1],
+            inputs.ends,
+            inputs.positions,
+            inputs.slots,
+            inputs.tables,
             self.block_size,
-        )  # fmt: skip
+        )
         hidden = self.model.hidden(inputs.ids, ragged)
         if not self.draws:
             return
@@ -101,6 +122,7 @@ class DecodeStep:
             padded = [*going, *[self.rows.count] * (size - count)]
             if padded != self.members:
                 self.lines[:size] = upload(padded, self.lines.device, torch.int32)
-            self.going, self.members = going, padded
+            self.going = going
+            self.members = padded
         size = len(self.members)
         self.runs.run((size, sampled), partial(self.forward, size, sampled))

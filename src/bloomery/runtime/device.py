@@ -40,7 +40,9 @@ def upload(
     values: Sequence[object] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Host numbers to the device without waiting for it: from ordinary memory a copy waits for all queued work."""
-    found = values.to(dtype) if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+    found = (
+        values.to(dtype) if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+    )
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 

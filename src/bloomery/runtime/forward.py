@@ -22,7 +22,9 @@ from bloomery.attention.base import Backend, Ragged
 from bloomery.models.decoder import Decoder
 from bloomery.parallel.mesh import Mesh, Pipe
 
-CPU_TILE, GPU_TILE = 16, 128  # positions; larger ones waste arithmetic on few streams, smaller ones re-read the weights
+# positions; larger ones waste arithmetic on few streams, smaller ones re-read the weights
+CPU_TILE = 16
+GPU_TILE = 128
 
 
 class Forward(Protocol):
@@ -31,7 +33,9 @@ class Forward(Protocol):
         """Sizes of a captured step go by this many lines."""
         ...
 
-    def hidden(self, ids: torch.Tensor, ragged: Ragged, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def hidden(
+        self, ids: torch.Tensor, ragged: Ragged, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """ids [tokens] -> hidden states [tokens, hidden], or only those of the lines `wanted`."""
         ...
 
@@ -46,12 +50,18 @@ class Whole:
     backend: Backend
     caches: Sequence[torch.Tensor]
     grain: int = 1
-    pipe: Pipe | None = None  # where this is a stage: states come from the one before and go to the one behind
+    pipe: Pipe | None = (
+        None  # where this is a stage: states come from the one before and go to the one behind
+    )
 
-    def hidden(self, ids: torch.Tensor, ragged: Ragged, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def hidden(
+        self, ids: torch.Tensor, ragged: Ragged, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         plan = self.backend.plan(ragged)
         arrived = None if self.pipe is None else self.pipe.receive(len(ids))
-        hidden = self.decoder(ids, ragged.positions, ragged.slots, self.caches, self.backend, plan, wanted, arrived)
+        hidden = self.decoder(
+            ids, ragged.positions, ragged.slots, self.caches, self.backend, plan, wanted, arrived
+        )
         if self.pipe is not None:
             self.pipe.send(hidden)
         return hidden
@@ -69,7 +79,9 @@ class Steady:
     nobody: int  # the reserved block
     grain: int
 
-    def hidden(self, ids: torch.Tensor, ragged: Ragged, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def hidden(
+        self, ids: torch.Tensor, ragged: Ragged, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if len(ids) <= self.grain:
             order = torch.arange(len(ids), device=ids.device)
         else:  # by position: what one looks at, be it another's in a shared block, is never in a later tile
@@ -79,36 +91,51 @@ class Steady:
         tables = F.pad(ragged.tables, (0, self.width - ragged.tables.shape[1]), value=self.nobody)
         found = []
         for part in order.split(self.grain):
-            tile = self._tile(ragged.positions[part], ragged.slots[part], tables[owner[part]], ragged.block_size)
+            tile = self._tile(
+                ragged.positions[part], ragged.slots[part], tables[owner[part]], ragged.block_size
+            )
             found.append(self.whole.hidden(self._filled(ids[part], 0), tile)[: len(part)])
         hidden = found[0]
         if len(found) > 1:
-            hidden = torch.empty(len(ids), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+            hidden = torch.empty(
+                len(ids), hidden.shape[1], dtype=hidden.dtype, device=hidden.device
+            )
             hidden.index_copy_(0, order, torch.cat(found))
         return hidden if wanted is None else hidden[wanted]
 
     def logits(self, hidden: torch.Tensor, wide: bool = True) -> torch.Tensor:
-        parts = [self.whole.logits(self._filled(part, 0), wide)[: len(part)] for part in hidden.split(self.grain)]
+        parts = [
+            self.whole.logits(self._filled(part, 0), wide)[: len(part)]
+            for part in hidden.split(self.grain)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def even(self, vocab: int, block_size: int) -> bool:
         """Whether lines that are alike come out alike, wherever in a tile they stand."""
-        kind, device = self.whole.caches[0].device.type == "cpu", self.whole.caches[0].device
+        kind = self.whole.caches[0].device.type == "cpu"
+        device = self.whole.caches[0].device
         numbers = torch.zeros(self.grain, dtype=torch.int64 if kind else torch.int32, device=device)
-        tables = torch.full((self.grain, self.width), self.nobody, dtype=numbers.dtype, device=device)
+        tables = torch.full(
+            (self.grain, self.width), self.nobody, dtype=numbers.dtype, device=device
+        )
         tile = self._tile(numbers, numbers + self.nobody * block_size, tables, block_size)
         hidden = self.whole.hidden(numbers + vocab // 2, tile)
         logits = self.whole.logits(hidden) if self.whole.decoder.last else hidden
         return bool((hidden == hidden[:1]).all()) and bool((logits == logits[:1]).all())
 
-    def _tile(self, positions: torch.Tensor, slots: torch.Tensor, tables: torch.Tensor, block_size: int) -> Ragged:
-        positions, slots = self._filled(positions, 0), self._filled(slots, self.nobody * block_size)
+    def _tile(
+        self, positions: torch.Tensor, slots: torch.Tensor, tables: torch.Tensor, block_size: int
+    ) -> Ragged:
+        positions = self._filled(positions, 0)
+        slots = self._filled(slots, self.nobody * block_size)
         ends = positions + 1
         starts = torch.arange(self.grain + 1, dtype=positions.dtype, device=positions.device)
         known = positions.device.type == "cpu"  # elsewhere the host would have to wait
         counts, lengths = ((1,) * self.grain, tuple(ends.tolist())) if known else ((), ())
         tables = self._filled(tables, self.nobody)
-        return Ragged(counts, lengths, self.grain, starts, ends, positions, slots, tables, block_size)
+        return Ragged(
+            counts, lengths, self.grain, starts, ends, positions, slots, tables, block_size
+        )
 
     def _filled(self, lines: torch.Tensor, value: int) -> torch.Tensor:
         """Lines [n, ...] and as many of `value` as make a tile."""

@@ -27,12 +27,22 @@ LOGIT_ROWS = 64  # prompt positions whose logits are held at once
 GRAIN = 256  # positions: chunks of long prompts begin at a multiple of it
 TOP = 20  # log-probabilities asked for beside a token's own
 WISHES = Sampling(
-    0.9, 0, 0.95, 0.01, 0.95, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1, logprobs=TOP
+    0.9,
+    0,
+    0.95,
+    0.01,
+    0.95,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    presence_penalty=0.1,
+    logprobs=TOP,
 )
 
 
 @torch.inference_mode()
-def largest_step(decoder: Decoder, backend: Backend, plan: Plan, kv: torch.dtype, captured: int = 0) -> int:
+def largest_step(
+    decoder: Decoder, backend: Backend, plan: Plan, kv: torch.dtype, captured: int = 0
+) -> int:
     """Of any step, and of the largest one that is `captured`, in positions: graphs keep memory of their own."""
     found = Largest(decoder, backend, plan, kv).bytes(captured)
     if decoder.device.type == "cuda":
@@ -42,7 +52,10 @@ def largest_step(decoder: Decoder, backend: Backend, plan: Plan, kv: torch.dtype
 
 class Largest:
     def __init__(self, decoder: Decoder, backend: Backend, plan: Plan, kv: torch.dtype):
-        self.decoder, self.backend, self.plan, self.device = decoder, backend, plan, decoder.device
+        self.decoder = decoder
+        self.backend = backend
+        self.plan = plan
+        self.device = decoder.device
         self.positions = min(plan.max_batch_tokens, plan.max_sequences * plan.max_length)
         self.blocks = sum(-(-count // plan.block_size) for count in self.prompts(self.positions))
         self.caches = allocate(decoder.spec, self.blocks, plan.block_size, kv, self.device)
@@ -61,7 +74,10 @@ class Largest:
         longest = self.plan.max_length
         chunk = min(self.positions, max(longest // 2, 1))
         chunk += (longest - chunk) % GRAIN
-        kinds = {layer.attention: cache for layer, cache in zip(self.decoder.spec.layers, self.caches, strict=True)}
+        kinds = {
+            layer.attention: cache
+            for layer, cache in zip(self.decoder.spec.layers, self.caches, strict=True)
+        }
         near, far = (
             [self.peak(self.attend, spec, cache, chunk, length) for spec, cache in kinds.items()]
             for length in (chunk, longest)
@@ -84,7 +100,8 @@ class Largest:
 
     def ragged(self, counts: list[int], length: int | None = None) -> Ragged:
         """Chunks at the end of sequences of `length`, or whole prompts; blocks of long ones repeat."""
-        size, kind = self.plan.block_size, torch.int64 if self.device.type == "cpu" else torch.int32
+        size = self.plan.block_size
+        kind = torch.int64 if self.device.type == "cpu" else torch.int32
         lengths = [length or count for count in counts]
         firsts = [0, *accumulate(-(-one // size) for one in lengths)]
         width = max(-(-one // size) for one in lengths)
@@ -95,26 +112,42 @@ class Largest:
             for position in range(end - count, end)
         ]
         positions, slots = upload(places, self.device, kind).unbind(1)
-        starts, ends = (upload(numbers, self.device, kind) for numbers in ([0, *accumulate(counts)], lengths))
+        starts, ends = (
+            upload(numbers, self.device, kind) for numbers in ([0, *accumulate(counts)], lengths)
+        )
         singles = sum(count == 1 for count in counts)
         return Ragged(
-            tuple(counts), tuple(lengths), singles, starts, ends, positions.contiguous(), slots.contiguous(),
-            upload(tables, self.device, kind), size,
-        )  # fmt: skip
+            tuple(counts),
+            tuple(lengths),
+            singles,
+            starts,
+            ends,
+            positions.contiguous(),
+            slots.contiguous(),
+            upload(tables, self.device, kind),
+            size,
+        )
 
     def attend(self, spec: Attention, cache: torch.Tensor, count: int, length: int) -> None:
         """One layer over a chunk that ends at `length`."""
-        q = torch.zeros(count, spec.num_heads, spec.head_dim, dtype=self.decoder.dtype, device=self.device)
+        q = torch.zeros(
+            count, spec.num_heads, spec.head_dim, dtype=self.decoder.dtype, device=self.device
+        )
         self.backend.attend(q, cache, spec, self.backend.plan(self.ragged([count], length)))
 
     def compute(self, positions: int) -> torch.Tensor:
         """Hidden states of so many positions."""
-        decoder, ragged = self.decoder, self.ragged(self.prompts(positions))
+        decoder = self.decoder
+        ragged = self.ragged(self.prompts(positions))
         ids = ragged.positions % decoder.spec.vocab
         shape = positions, decoder.spec.hidden
-        before = None if decoder.first else torch.zeros(shape, dtype=decoder.dtype, device=self.device)
+        before = (
+            None if decoder.first else torch.zeros(shape, dtype=decoder.dtype, device=self.device)
+        )
         layout = self.backend.plan(ragged)
-        return decoder(ids, ragged.positions, ragged.slots, self.caches, self.backend, layout, None, before)
+        return decoder(
+            ids, ragged.positions, ragged.slots, self.caches, self.backend, layout, None, before
+        )
 
     def choose(self, positions: int) -> None:
         """As a captured step does: the picking itself takes nothing more."""
@@ -126,11 +159,17 @@ class Largest:
         """All that may be asked of so many positions, each in its worst form; what must live as long as that."""
         if not self.decoder.last:
             return (self.compute(positions),)
-        lines, vocab, longest = self.plan.max_sequences, self.decoder.spec.vocab, self.plan.max_length
-        kept = torch.zeros(lines, vocab, dtype=torch.float32, device=self.device)  # a captured step's logits
+        lines = self.plan.max_sequences
+        vocab = self.decoder.spec.vocab
+        longest = self.plan.max_length
+        kept = torch.zeros(
+            lines, vocab, dtype=torch.float32, device=self.device
+        )  # a captured step's logits
         sampler = Sampler(lines + 1, vocab, self.device, self.plan.deterministic, longest)
         picker = Picker(sampler)
-        for row in range(lines):  # the first is greedy, for others must then be picked from among all
+        for row in range(
+            lines
+        ):  # the first is greedy, for others must then be picked from among all
             tokens = (0,) * (longest - 1 if row == lines - 1 else 1)
             wishes = Sampling(0.0) if row == 0 and lines > 1 else WISHES
             sampler.admit(row, Start(tokens, len(tokens), wishes, ()))

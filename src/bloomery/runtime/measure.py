@@ -20,11 +20,16 @@ from bloomery.native import ops
 from bloomery.native.team import team
 from bloomery.roofline import FEW, ROW
 
-ROUNDS, PAUSE = 16, 0.005  # how often each kind has its turn; seconds before it in which threads of the last one park
+# how often each kind has its turn; seconds before it in which threads of the last one park
+ROUNDS = 16
+PAUSE = 0.005
 LEAST = 0.005  # seconds that a try takes
 AGREE = 0.25  # by how much the middle of the tries may be slower than the quick ones
 BYTE = 60  # fills blocks: as half floats, scales near 1
-READ, WIDTH, LONG = 1 << 26, 2048, 512  # values beyond every cache; columns of a matrix; positions of a sequence
+# values beyond every cache; columns of a matrix; positions of a sequence
+READ = 1 << 26
+WIDTH = 2048
+LONG = 512
 KINDS = {
     "int4": ("Q4_1", 160),
     "Q4_K": ("Q4_K", 144),
@@ -63,7 +68,9 @@ class Turns:
     same."""
 
     def __init__(self, all_kinds: dict[str, Probe], cores: int, by_cpu: bool = False):
-        self.all, self.cores, self.by_cpu = all_kinds, cores, by_cpu
+        self.all = all_kinds
+        self.cores = cores
+        self.by_cpu = by_cpu
         for probe in self.all.values():
             probe.work()
             begun = time.perf_counter()
@@ -78,10 +85,13 @@ class Turns:
             begun = clock()
             for _ in range(probe.times):
                 probe.work()
-            probe.seconds.append((clock() - begun) / probe.times / (self.cores if self.by_cpu else 1))
+            probe.seconds.append(
+                (clock() - begun) / probe.times / (self.cores if self.by_cpu else 1)
+            )
 
     def seen(self) -> Seen:
-        rates, doubts = {}, []
+        rates = {}
+        doubts = []
         for name, probe in self.all.items():
             quick, middle, _ = statistics.quantiles(probe.seconds, n=4)
             rates[name] = probe.amount / quick
@@ -90,7 +100,11 @@ class Turns:
         bandwidth = rates.pop("bandwidth")
         if self.cores:
             rates["fp32" + ROW] = bandwidth / 2  # 4 bytes are two operations
-        doubt = f"the middle of the tries is slower than the quick ones: {', '.join(doubts)}" if doubts else None
+        doubt = (
+            f"the middle of the tries is slower than the quick ones: {', '.join(doubts)}"
+            if doubts
+            else None
+        )
         return Seen(bandwidth, rates, doubt)
 
 
@@ -124,8 +138,11 @@ def on_cpu(cores: int, values: int) -> dict[str, Probe]:
     """Reading is a product with one row of a matrix larger than caches; the others have enough rows to compute."""
     torch.set_num_threads(cores)
     native = team().active or team().start(cores) is None
-    large, wide = torch.ones(values // WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
-    rows, few, one = torch.ones(96, WIDTH), torch.ones(24, WIDTH), torch.ones(1, WIDTH)
+    large = torch.ones(values // WIDTH, WIDTH)
+    wide = torch.ones(WIDTH, WIDTH)
+    rows = torch.ones(96, WIDTH)
+    few = torch.ones(24, WIDTH)
+    one = torch.ones(1, WIDTH)
 
     def product(matrix: ops.Matrix, x: torch.Tensor) -> Probe:
         return Probe(2.0 * len(x) * matrix.rows * WIDTH, lambda: ops.linear(matrix, x))
@@ -140,13 +157,19 @@ def on_cpu(cores: int, values: int) -> dict[str, Probe]:
         blocks = torch.full((values // WIDTH, WIDTH // 256 * size), BYTE, dtype=torch.uint8)
         segment = (ops.pack(kind, blocks, WIDTH), len(blocks), ops.PACKED[kind][1])
         found[name + ROW] = product(ops.Matrix(WIDTH, [segment]), one)
-        found[name] = product(ops.Matrix(WIDTH, [(segment[0], min(WIDTH, len(blocks)), segment[2])]), rows)
+        found[name] = product(
+            ops.Matrix(WIDTH, [(segment[0], min(WIDTH, len(blocks)), segment[2])]), rows
+        )
     return found | _attention()
 
 
 def _attention() -> dict[str, Probe]:
     """Eight heads of 64 over two of keys in half floats: single queries over long sequences, and prompts."""
-    heads, dim, lines, prompt, size = 8, 64, 8, 256, 16
+    heads = 8
+    dim = 64
+    lines = 8
+    prompt = 256
+    size = 16
     cache = torch.ones(2, lines * LONG, 2, dim, dtype=torch.float16)
     tables = torch.arange(lines * LONG // size).view(lines, -1)
     single = torch.tensor([(i, i, LONG - 1, 1) for i in range(lines)])
@@ -156,10 +179,12 @@ def _attention() -> dict[str, Probe]:
         largest = int(items[:, 3].max())
         return lambda: ops.attend(
             q, cache, items, singles, largest, tables, size, None, 1.0, None, None, None
-        )  # fmt: skip
+        )
 
     pair = 4.0 * heads * dim
     return {
         "attend": Probe(pair * lines * LONG, attend(torch.ones(lines, heads, dim), single, lines)),
-        "prompt": Probe(pair * prompt * (prompt + 1) / 2, attend(torch.ones(prompt, heads, dim), tiles, 0)),
+        "prompt": Probe(
+            pair * prompt * (prompt + 1) / 2, attend(torch.ones(prompt, heads, dim), tiles, 0)
+        ),
     }

@@ -18,18 +18,29 @@ from bloomery.messages import Step, Timing
 from bloomery.roofline import Machine, Precision, Roofline, parameters
 from bloomery.spec import Model
 
-PAUSE = 5e-3  # seconds between the last result and the next step from which on there was nothing to do
+PAUSE = (
+    5e-3  # seconds between the last result and the next step from which on there was nothing to do
+)
 
 
 def roofline(
-    model: Model, machine: Machine, weights: int, dtype: torch.dtype, kv: torch.dtype, tp: int, pp: int
+    model: Model,
+    machine: Machine,
+    weights: int,
+    dtype: torch.dtype,
+    kv: torch.dtype,
+    tp: int,
+    pp: int,
 ) -> Roofline:
     """Of a model as it was loaded: `weights` bytes in all. Tables beside the weights make them no wider than they are,
     and those that stand twice no narrower."""
-    bits, whole = 8 * weights / max(parameters(model).total, 1), 8.0 * dtype.itemsize
+    bits = 8 * weights / max(parameters(model).total, 1)
+    whole = 8.0 * dtype.itemsize
     bits = whole if bits > 0.9 * whole else bits
     wide = "fp32" if dtype == torch.float32 else "bf16"
-    return Roofline(model, machine, Precision("as loaded", bits, bits, wide), 8 * kv.itemsize, tp, pp)
+    return Roofline(
+        model, machine, Precision("as loaded", bits, bits, wide), 8 * kv.itemsize, tp, pp
+    )
 
 
 @dataclass(slots=True)
@@ -47,7 +58,8 @@ class Reading:
 
 class Meter:
     def __init__(self, limit: Roofline, device: torch.device):
-        self.limit, self.cuda = limit, device.type == "cuda"
+        self.limit = limit
+        self.cuda = device.type == "cuda"
         self.pool: list[torch.cuda.Event] = []
         self.open: deque[Reading] = deque()
         self.current: Reading | None = None
@@ -80,7 +92,8 @@ class Meter:
             return None
         self.mark()
         now = time.perf_counter()
-        reading.host, reading.padded = now - reading.begun, padded
+        reading.host = now - reading.begun
+        reading.padded = padded
         reading.drawing = now - reading.drawing if reading.drawing else 0.0
         self.open.append(reading)
         self.current = None
@@ -105,11 +118,14 @@ class Meter:
         tokens, attended, sampled, pairs = counts(reading.step)
         floor = self.limit.step(tokens, attended, sampled, pairs)
         more = reading.padded
-        padding = self.limit.step(tokens + more, attended, sampled + more, pairs) - floor if more else 0.0
+        padding = (
+            self.limit.step(tokens + more, attended, sampled + more, pairs) - floor if more else 0.0
+        )
         if self.cuda:
             device, idle, drawing = self._between(reading)
         else:
-            device, drawing = reading.host, reading.drawing
+            device = reading.host
+            drawing = reading.drawing
             idle = max(reading.begun - self.ended, 0.0) if reading.follows else 0.0
             self.ended = reading.begun + reading.host
         expected = self.limit.expected(tokens, attended, sampled, pairs)

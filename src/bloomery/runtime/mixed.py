@@ -37,17 +37,31 @@ Placed = Sequence[tuple[Item, Row]]
 
 class MixedStep:
     def __init__(
-        self, model: Forward, rows: Rows, block_size: int, pick: Pick, most: int = TOKENS[-1], runs: Runs | None = None
+        self,
+        model: Forward,
+        rows: Rows,
+        block_size: int,
+        pick: Pick,
+        most: int = TOKENS[-1],
+        runs: Runs | None = None,
     ):
         """`most`: positions of any step."""
-        self.model, self.rows, self.block_size, self.pick = model, rows, block_size, pick
+        self.model = model
+        self.rows = rows
+        self.block_size = block_size
+        self.pick = pick
         self.runs = runs or Plainly()
         captured = isinstance(runs, Captured)  # otherwise a step is as large as what it holds
-        self.lines = [*(size for size in LINES if size < rows.count), rows.count] if captured else []
+        self.lines = (
+            [*(size for size in LINES if size < rows.count), rows.count] if captured else []
+        )
         self.most = min(most, TOKENS[-1])
         self.sizes = [*(size for size in TOKENS if size < self.most), self.most] if captured else []
-        device, kind = rows.last.device, rows.last.dtype
-        self.sent = torch.full((numbers(rows.count, self.most),), rows.count, dtype=kind, device=device)
+        device = rows.last.device
+        kind = rows.last.dtype
+        self.sent = torch.full(
+            (numbers(rows.count, self.most),), rows.count, dtype=kind, device=device
+        )
         self.tokens = torch.zeros(rows.count + PROMPTS, dtype=torch.int64, device=device)
         self.padded = 0  # positions of the last step that were nobody's
 
@@ -58,7 +72,10 @@ class MixedStep:
         return (
             len(chunks) < PROMPTS
             and count <= self.most
-            and all(row.plain and row.draws_only and not item.drafts and row.knows(item.start) for item, row in chunks)
+            and all(
+                row.plain and row.draws_only and not item.drafts and row.knows(item.start)
+                for item, row in chunks
+            )
         )
 
     def usual(self) -> list[tuple[int, int, bool]]:
@@ -80,21 +97,33 @@ class MixedStep:
 
     def forward(self, lines: int, tokens: int, near: bool) -> None:
         """The work of a step of that size; what it holds is in `sent`."""
-        rows, size, sequences = self.rows, self.block_size, lines + PROMPTS
+        rows = self.rows
+        size = self.block_size
+        sequences = lines + PROMPTS
         sent = self.sent[: numbers(lines, tokens)]
         found = gather(sent, rows.last, rows.positions, rows.tables, size, lines, PROMPTS, tokens)
         alone = 0 if near else lines
         ragged = Ragged(
-            (), (), alone, found.starts, found.ends, found.positions, found.slots, found.tables, size,
+            (),
+            (),
+            alone,
+            found.starts,
+            found.ends,
+            found.positions,
+            found.slots,
+            found.tables,
+            size,
             sequences - alone,
-        )  # fmt: skip
+        )
         hidden = self.model.hidden(found.ids, ragged, found.wanted)
         drawing = sent[:sequences]
         drawn = self.pick(self.model.logits(hidden, wide=False), drawing, found.ends)
         self.tokens[:sequences] = drawn
         advance(drawing, drawn, found.ends, rows.last, rows.positions)
 
-    def run(self, going: Sequence[int], chunks: Placed, furthest: int) -> tuple[list[int], torch.Tensor]:
+    def run(
+        self, going: Sequence[int], chunks: Placed, furthest: int
+    ) -> tuple[list[int], torch.Tensor]:
         """Queue the step of these rows, each at a position no further than that, and chunks; the chunks' sequences that
         draw, and all tokens, those of rows first."""
         chunks = sorted(chunks, key=lambda pair: not pair[0].samples)
@@ -107,7 +136,9 @@ class MixedStep:
         near = lines <= LINES[0] and furthest < NEAR
         self.runs.run((lines, tokens, near), partial(self.forward, lines, tokens, near))
         drawing = [item.sequence for item, _ in chunks if item.samples]
-        return drawing, torch.cat((self.tokens[: len(going)], self.tokens[lines : lines + len(drawing)]))
+        return drawing, torch.cat(
+            (self.tokens[: len(going)], self.tokens[lines : lines + len(drawing)])
+        )
 
 
 def numbers(lines: int, tokens: int) -> int:
@@ -115,19 +146,27 @@ def numbers(lines: int, tokens: int) -> int:
     return lines + 4 * PROMPTS + 1 + tokens
 
 
-def layout(going: Sequence[int], chunks: Placed, lines: int, tokens: int, nobody: int) -> np.ndarray:
+def layout(
+    going: Sequence[int], chunks: Placed, lines: int, tokens: int, nobody: int
+) -> np.ndarray:
     """The host's part of a step, as kernels/rows.gather reads it."""
     spare = PROMPTS - len(chunks)
     starts = list(accumulate((item.count for item, _ in chunks), initial=len(going)))
     at = lines + 4 * PROMPTS + 1 + len(going)
     sent = np.zeros(numbers(lines, tokens), np.int32)
     sent[: at - len(going)] = (
-        *going, *[nobody] * (lines - len(going)),
-        *(row.index if item.samples else nobody for item, row in chunks), *[nobody] * spare,
-        *(row.index for _, row in chunks), *[nobody] * spare,
-        *starts, *[starts[-1]] * (spare - 1), tokens,
-        *(item.start + item.count for item, _ in chunks), *[0] * spare,
-    )  # fmt: skip
+        *going,
+        *[nobody] * (lines - len(going)),
+        *(row.index if item.samples else nobody for item, row in chunks),
+        *[nobody] * spare,
+        *(row.index for _, row in chunks),
+        *[nobody] * spare,
+        *starts,
+        *[starts[-1]] * (spare - 1),
+        tokens,
+        *(item.start + item.count for item, _ in chunks),
+        *[0] * spare,
+    )
     for item, row in chunks:
         sent[at : at + item.count] = row.start.tokens[item.start : item.start + item.count]
         at += item.count

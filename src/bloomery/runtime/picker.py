@@ -17,8 +17,16 @@ from bloomery.runtime.sampler import Sampler
 def plain(start: Start) -> bool:
     """Whether logits and the row's numbers are all it takes."""
     s = start.sampling
-    edited = s.allowed_token_ids or s.logit_bias or s.bad_words or s.watermark or (s.min_tokens and start.stop_ids)
-    penalised = s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
+    edited = (
+        s.allowed_token_ids
+        or s.logit_bias
+        or s.bad_words
+        or s.watermark
+        or (s.min_tokens and start.stop_ids)
+    )
+    penalised = (
+        s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
+    )
     return not edited and not penalised and s.typical_p >= 1.0 and s.logprobs is None
 
 
@@ -30,9 +38,13 @@ class Picker:
         self.wishes = Wishes(temperature, top_p, min_p, sampler.top_k, sampler.seeds)
         self.scratch = Scratch.of(len(sampler.top_k) + more, sampler.vocab, sampler.device)
 
-    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """logits [lines, vocab]; rows and positions of the tokens to pick [lines] -> tokens [lines]."""
         if team().takes(logits):
             stride = self.numbers.stride(0)
-            return ops.pick(logits, rows, positions, self.numbers, stride, self.wishes.top_k, self.wishes.seeds)
+            return ops.pick(
+                logits, rows, positions, self.numbers, stride, self.wishes.top_k, self.wishes.seeds
+            )
         return pick(logits, rows, positions, self.wishes, self.scratch).tokens

@@ -16,7 +16,8 @@ ONE = 2.0**30
 
 def pool(share: Share, hidden: torch.Tensor) -> torch.Tensor | None:
     """Take in this step's positions of hidden [tokens, width]; the pooled state [width] with the prompt's last."""
-    row, item = share.row, share.item
+    row = share.row
+    item = share.item
     part = hidden[share.first : share.first + item.count]
     if row.start.pooling == "last":
         return part[-1].float() if item.samples else None

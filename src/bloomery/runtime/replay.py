@@ -36,7 +36,8 @@ class Recorded:
     """The CPU's own kernels, recorded when a size first comes."""
 
     def __init__(self, arena: Arena):
-        self.arena, self.found = arena, dict[Key, Program]()
+        self.arena = arena
+        self.found = dict[Key, Program]()
 
     def add(self, key: Key, work: Work) -> None:
         self.found[key] = record(work, self.arena)
@@ -51,7 +52,8 @@ class Pool:
     """Memory for graphs. The largest should come first: the others fit into the room it leaves."""
 
     def __init__(self) -> None:
-        self.handle, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
         self.due: list[tuple[Captured, Key, Work]] = []
 
     def capture(self, work: Work) -> torch.cuda.CUDAGraph:
@@ -75,7 +77,8 @@ class Pool:
 
 class Captured:
     def __init__(self, pool: Pool):
-        self.pool, self.met = pool, set[Key]()
+        self.pool = pool
+        self.met = set[Key]()
         self.found: dict[Key, torch.cuda.CUDAGraph] = {}
 
     def run(self, key: Key, work: Work) -> None:

@@ -23,7 +23,9 @@ class Row:
     table: list[int] = field(default_factory=list)
     sent: int = 0  # blocks of the table the device knows
     plain: bool = True  # its tokens can be picked on the device alone
-    pooled: torch.Tensor | None = None  # [width], of its hidden states so far where their mean is wanted: see pooling
+    pooled: torch.Tensor | None = (
+        None  # [width], of its hidden states so far where their mean is wanted: see pooling
+    )
 
     @property
     def draws_only(self) -> bool:
@@ -53,7 +55,9 @@ class Rows:
         self.free = list(reversed(range(count)))
         self.by_sequence: dict[int, Row] = {}
         self.lineup = Lineup()  # of the last step
-        self.grown: dict[int, Row] = {}  # by index: their tables have blocks the device does not know
+        self.grown: dict[
+            int, Row
+        ] = {}  # by index: their tables have blocks the device does not know
         kind = torch.int64 if device.type == "cpu" else torch.int32
         self.last = torch.zeros(count + 1, dtype=kind, device=device)
         self.positions = torch.zeros(count + 1, dtype=kind, device=device)
@@ -62,7 +66,9 @@ class Rows:
     def place(self, item: Item) -> Row:
         """The item's row, made on its first step, its table grown by the item's blocks."""
         if item.first is not None:
-            self.by_sequence[item.sequence] = Row(self.free.pop(), item.first, plain=plain(item.first))
+            self.by_sequence[item.sequence] = Row(
+                self.free.pop(), item.first, plain=plain(item.first)
+            )
         return self.grow(item.sequence, item.blocks)
 
     def grow(self, sequence: int, blocks: Sequence[int]) -> Row:
@@ -78,7 +84,9 @@ class Rows:
             places = sorted(range(len(going)), key=starts.__getitem__, reverse=True)
             rows = tuple([self.by_sequence[going[place]] for place in places])
             indices = tuple([row.index for row in rows])
-            self.lineup = Lineup(going, tuple(places), rows, indices, all(row.plain for row in rows))
+            self.lineup = Lineup(
+                going, tuple(places), rows, indices, all(row.plain for row in rows)
+            )
         return self.lineup
 
     def release(self, sequence: int) -> Row:
@@ -93,11 +101,18 @@ class Rows:
         if not self.grown:
             return
         rows = self.grown.values()
-        news = [(row.index, place, row.table[place]) for row in rows for place in range(row.sent, len(row.table))]
+        news = [
+            (row.index, place, row.table[place])
+            for row in rows
+            for place in range(row.sent, len(row.table))
+        ]
         for row in rows:
             row.sent = len(row.table)
         self.grown.clear()
-        kind, device = self.tables.dtype, self.tables.device
-        found = torch.tensor(news, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        kind = self.tables.dtype
+        device = self.tables.device
+        found = torch.tensor(news, dtype=torch.int64, pin_memory=device.type == "cuda").to(
+            device, non_blocking=True
+        )
         indices, places, blocks = found.unbind(1)
         self.tables[indices, places] = blocks.to(kind)

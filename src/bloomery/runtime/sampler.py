@@ -29,7 +29,9 @@ COLDEST = 1e-5  # below it the noise cannot matter: greedy
 NARROW = 512  # candidates tried before a whole line is sorted
 CHUNK = 1 << 22  # logits that are looked at in more than float32 at once, or scored
 
-Gain = tuple[tuple[int, ...], tuple[TokenLogprob, ...]]  # tokens of one row, and their log-probabilities if wanted
+Gain = tuple[
+    tuple[int, ...], tuple[TokenLogprob, ...]
+]  # tokens of one row, and their log-probabilities if wanted
 
 # ---- what few rows ask for ---------------------------------------------------------------------------
 
@@ -110,7 +112,8 @@ def forbid(line: torch.Tensor, ids: torch.Tensor, hit: torch.Tensor) -> None:
 
 
 def edits(start: Start, device: torch.device) -> tuple[Edit, ...]:
-    sampling, chosen = start.sampling, list[Edit]()
+    sampling = start.sampling
+    chosen = list[Edit]()
     if sampling.allowed_token_ids:
         chosen.append(Allow(upload(sampling.allowed_token_ids, device)))
     if sampling.logit_bias:
@@ -156,7 +159,9 @@ class Scored:
         """counts: how many of the best each line wants, at most as many as there are."""
         return [
             TokenLogprob(token, logprob, rank, tuple(zip(ids[:count], best[:count])))
-            for count, token, logprob, rank, ids, best in zip(counts, *(values.tolist() for values in self.fields))
+            for count, token, logprob, rank, ids, best in zip(
+                counts, *(values.tolist() for values in self.fields)
+            )
         ]
 
 
@@ -193,11 +198,15 @@ class Row:
     @property
     def penalised(self) -> bool:
         s = self.sampling
-        return s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
+        return (
+            s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
+        )
 
     @property
     def remembers(self) -> bool:
-        return self.penalised or bool(self.sampling.bad_words) or self.sampling.watermark is not None
+        return (
+            self.penalised or bool(self.sampling.bad_words) or self.sampling.watermark is not None
+        )
 
     @property
     def choice(self) -> Literal["greedy", "free", "truncated"]:
@@ -229,7 +238,8 @@ class Lines:
     def some(self, chosen: Sequence[int]) -> tuple[torch.Tensor, Lines]:
         """The chosen ones' numbers on the device, and those lines."""
         at = upload(chosen, self.index.device)
-        rows, positions = [self.rows[i] for i in chosen], [self.positions[i] for i in chosen]
+        rows = [self.rows[i] for i in chosen]
+        positions = [self.positions[i] for i in chosen]
         return at, Lines(rows, positions, self.index[at], self.place[at])
 
 
@@ -238,7 +248,9 @@ class Draws:
     """One token for each line, on the device until somebody collects."""
 
     tokens: torch.Tensor  # [lines]
-    drafts: tuple[Sequence[int], ...]  # of each row that was asked for; it has one line more than drafts
+    drafts: tuple[
+        Sequence[int], ...
+    ]  # of each row that was asked for; it has one line more than drafts
     scored: Scored | None = None  # of the lines that want log-probabilities
     counts: Mapping[int, int] = field(default_factory=dict)  # line -> how many of the best it wants
 
@@ -250,11 +262,18 @@ class Draws:
     def collect(self) -> list[Gain]:
         """What each row gained: its drafts while they equal the tokens drawn in their place, and one token more."""
         tokens = self.tokens.tolist()
-        logprobs = dict(zip(self.counts, self.scored.read(tuple(self.counts.values())))) if self.scored else {}
-        gains, line = [], 0
+        logprobs = (
+            dict(zip(self.counts, self.scored.read(tuple(self.counts.values()))))
+            if self.scored
+            else {}
+        )
+        gains = []
+        line = 0
         for drafts in self.drafts:
             drawn = tokens[line : line + len(drafts) + 1]
-            stand = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts)) + 1
+            stand = (
+                next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts)) + 1
+            )
             own = tuple(logprobs[i] for i in range(line, line + stand) if i in logprobs)
             gains.append((tuple(drawn[:stand]), own))
             line += len(drafts) + 1
@@ -263,19 +282,34 @@ class Draws:
 
 class Sampler:
     def __init__(
-        self, rows: int, vocab: int, device: torch.device | str = "cpu", alone: bool = False, longest: int = 1 << 31
+        self,
+        rows: int,
+        vocab: int,
+        device: torch.device | str = "cpu",
+        alone: bool = False,
+        longest: int = 1 << 31,
     ):
         """`alone`: no result may depend on how many lines there are. `longest`: no sequence has more tokens."""
-        self.vocab, self.device, self.longest = vocab, torch.device(device), longest
+        self.vocab = vocab
+        self.device = torch.device(device)
+        self.longest = longest
         self.rows: dict[int, Row] = {}
         self.newcomers: list[int] = []  # rows whose parameters the device does not know yet
-        self.numbers = torch.zeros(rows, 7, dtype=torch.float64, device=self.device)  # read by _parameters
+        self.numbers = torch.zeros(
+            rows, 7, dtype=torch.float64, device=self.device
+        )  # read by _parameters
         self.top_k = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.seeds = torch.zeros(rows, 2, dtype=torch.int32, device=self.device)
         self.prompt_len = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.history = torch.zeros(rows, 0, dtype=torch.int32, device=self.device)  # widens on demand
-        self.some = max(1, CHUNK // vocab)  # lines handled at once where each takes many times its own memory
-        self.together = 1 if alone or self.device.type == "cpu" else self.some  # whole lines: one stays in cache
+        self.history = torch.zeros(
+            rows, 0, dtype=torch.int32, device=self.device
+        )  # widens on demand
+        self.some = max(
+            1, CHUNK // vocab
+        )  # lines handled at once where each takes many times its own memory
+        self.together = (
+            1 if alone or self.device.type == "cpu" else self.some
+        )  # whole lines: one stays in cache
         self.all_ids = torch.arange(vocab, dtype=torch.int32, device=self.device)
 
     def admit(self, row: int, start: Start) -> None:
@@ -292,7 +326,9 @@ class Sampler:
         rows = [self.rows[row] for row in self.newcomers]
         at = upload([row.number for row in rows], self.device)
         self.numbers[at] = upload([row.numbers for row in rows], self.device, torch.float64)
-        self.seeds[at] = upload([words(row.sampling.seed) for row in rows], self.device, torch.int32)
+        self.seeds[at] = upload(
+            [words(row.sampling.seed) for row in rows], self.device, torch.int32
+        )
         limits = [row.sampling.top_k if 0 < row.sampling.top_k < self.vocab else 0 for row in rows]
         self.top_k[at] = upload(limits, self.device)
         self.prompt_len[at] = upload([row.prompt_len for row in rows], self.device)
@@ -303,7 +339,9 @@ class Sampler:
         if row in self.newcomers:
             self.newcomers.remove(row)
 
-    def sample(self, logits: torch.Tensor, asked: Sequence[tuple[int, int, Sequence[int]]]) -> Draws:
+    def sample(
+        self, logits: torch.Tensor, asked: Sequence[tuple[int, int, Sequence[int]]]
+    ) -> Draws:
         """asked: (row, position of the token to draw, drafts); each has 1 + len(drafts) lines of logits, in order."""
         self.settle()
         for row, position, drafts in asked:
@@ -319,15 +357,23 @@ class Sampler:
             self._widen(max(those.positions) + 1)
             self.history[those.index, those.place] = tokens[at].to(torch.int32)
         every = tuple(drafts for _, _, drafts in asked)
-        counts = {i: row.sampling.logprobs for i, row in enumerate(rows) if row.sampling.logprobs is not None}
+        counts = {
+            i: row.sampling.logprobs
+            for i, row in enumerate(rows)
+            if row.sampling.logprobs is not None
+        }
         if not counts:
             return Draws(tokens, every)
         at, _ = lines.some(list(counts))
         parts = at.split(self.some)
-        scored = [score(raw[part], tokens[part], max(counts.values()), self.together) for part in parts]
+        scored = [
+            score(raw[part], tokens[part], max(counts.values()), self.together) for part in parts
+        ]
         return Draws(tokens, every, Scored.cat(scored), counts)
 
-    def prompt_logprobs(self, logits: torch.Tensor, next_tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    def prompt_logprobs(
+        self, logits: torch.Tensor, next_tokens: Sequence[int], count: int
+    ) -> list[TokenLogprob]:
         """logits [lines, vocab] of prompt positions and the token that follows each; a few lines at a time."""
         parts = zip(logits.split(self.some), upload(next_tokens, self.device).split(self.some))
         return [
@@ -364,11 +410,15 @@ class Sampler:
             at, those = lines.some(penalised)
             width = max(those.positions)
             few = min(self.together, max(1, CHUNK // max(width, 1)))
-            for part, index, place in zip(*(values.split(few) for values in (at, those.index, those.place))):
+            for part, index, place in zip(
+                *(values.split(few) for values in (at, those.index, those.place))
+            ):
                 scores[part] = self._penalise(scores[part], index, place.unsqueeze(-1), width)
         return scores
 
-    def _penalise(self, scores: torch.Tensor, index: torch.Tensor, place: torch.Tensor, width: int) -> torch.Tensor:
+    def _penalise(
+        self, scores: torch.Tensor, index: torch.Tensor, place: torch.Tensor, width: int
+    ) -> torch.Tensor:
         """scores [lines, vocab], place [lines, 1]; no line has more than `width` tokens behind it."""
         *_, repetition, frequency, presence = self._parameters(index)
         tokens = self.history[index, :width].to(torch.int64)
@@ -378,7 +428,11 @@ class Sampler:
         seen = torch.zeros_like(scores).scatter_add_(1, tokens, present.float()) > 0
         counts = torch.zeros_like(scores).scatter_add_(1, tokens, output.float())
         repeated = torch.where(scores > 0, scores / repetition.float(), scores * repetition.float())
-        return torch.where(seen, repeated, scores) - frequency.float() * counts - presence.float() * (counts > 0)
+        return (
+            torch.where(seen, repeated, scores)
+            - frequency.float() * counts
+            - presence.float() * (counts > 0)
+        )
 
     # ---- the choice ----
 
@@ -402,7 +456,9 @@ class Sampler:
         """Any token may win: no order is needed."""
         key = keys(self.seeds[lines.index], lines.place)
         parts = zip(*(values.split(self.together) for values in (scores, lines.index, key)))
-        return torch.cat([self._relative(s, i).add_(gumbel(k, self.all_ids)).argmax(-1) for s, i, k in parts])
+        return torch.cat(
+            [self._relative(s, i).add_(gumbel(k, self.all_ids)).argmax(-1) for s, i, k in parts]
+        )
 
     def _relative(self, scores: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Log-probabilities less the best one, float32; -inf where min_p excludes."""
@@ -415,12 +471,16 @@ class Sampler:
         border is not among them; elsewhere asking would make the host wait."""
         if len(scores) > self.some:
             cuts = range(0, len(scores), self.some)
-            return torch.cat([self._from_best(scores[a : a + self.some], lines.cut(a, self.some)) for a in cuts])
+            return torch.cat(
+                [self._from_best(scores[a : a + self.some], lines.cut(a, self.some)) for a in cuts]
+            )
         narrow = [row.sampling.top_k for row in lines.rows if 0 < row.sampling.top_k <= NARROW]
         if len(narrow) == len(lines.rows):
             return self._among(scores, min(self.vocab, max(narrow)), lines, None)[0]
         parts = zip(scores.split(self.together), lines.index.split(self.together))
-        total = torch.cat([self._relative(s, i).exp_().sum(-1, True, dtype=torch.float64) for s, i in parts])
+        total = torch.cat(
+            [self._relative(s, i).exp_().sum(-1, True, dtype=torch.float64) for s, i in parts]
+        )
         width = min(self.vocab, NARROW) if self.device.type == "cpu" else self.vocab
         tokens, sure = self._among(scores, width, lines, total)
         while width < self.vocab and not sure.all():
@@ -439,6 +499,8 @@ class Sampler:
         z = (values.double() - values[:, :1]) / temperature
         typical = typical_p if any(row.sampling.typical_p < 1.0 for row in lines.rows) else None
         keep, sure = kept(z, min_p, self.top_k[lines.index].unsqueeze(-1), top_p, typical, total)
-        noisy = torch.where(keep, z + gumbel(keys(self.seeds[lines.index], lines.place), ids), -torch.inf)
+        noisy = torch.where(
+            keep, z + gumbel(keys(self.seeds[lines.index], lines.place), ids), -torch.inf
+        )
         winners = noisy == noisy.amax(-1, keepdim=True)
         return torch.where(winners, ids, self.vocab).amin(-1), sure

@@ -48,14 +48,18 @@ def costs(model: Model, part: Part, mesh: Mesh, native: bool) -> tuple[list[int]
 
 def layer_step(decoder: Decoder, native: bool) -> Callable[[], torch.Tensor]:
     """A step of a few sequences through the decoder's only layer."""
-    spec, device = decoder.spec, decoder.device
+    spec = decoder.spec
+    device = decoder.device
     backend = choose([spec.layers[0].attention], decoder.dtype, device, native=native)
     decoder.reach(1)
     caches = allocate(spec, 1, BLOCK, decoder.dtype, device)
     kind = torch.int64 if device.type == "cpu" else torch.int32
-    zeros, numbers = torch.zeros(LINES, dtype=kind, device=device), torch.arange(LINES + 1, dtype=kind, device=device)
+    zeros = torch.zeros(LINES, dtype=kind, device=device)
+    numbers = torch.arange(LINES + 1, dtype=kind, device=device)
     each = (1,) * LINES
-    ragged = Ragged(each, each, LINES, numbers, zeros + 1, zeros, numbers[:-1], zeros[:, None], BLOCK)
+    ragged = Ragged(
+        each, each, LINES, numbers, zeros + 1, zeros, numbers[:-1], zeros[:, None], BLOCK
+    )
     hidden = torch.zeros(LINES, spec.hidden, dtype=decoder.dtype, device=device)
 
     def step() -> torch.Tensor:

@@ -50,33 +50,57 @@ class Worker:
         plan: Plan,
         progress: bool = False,
         report: Report | None = None,
-        mesh: Mesh = Mesh(),  # noqa: B008  # frozen
+        mesh: Mesh = Mesh(),  # frozen
     ):
-        self.mesh, self.recorded = mesh, False
-        self.device, dtype = check(plan.device), getattr(torch, plan.dtype)
+        self.mesh = mesh
+        self.recorded = False
+        self.device = check(plan.device)
+        dtype = getattr(torch, plan.dtype)
         if self.device.type == "cpu":
             torch.set_num_threads(plan.threads)
         why_not = team().start(plan.threads) if plan.native else None
         if not plan.native:
             team().stop()  # of a worker before this one
         native = plan.native and why_not is None
-        artifact = Artifact(plan.name, "gguf" if plan.kind == "gguf" else "folder", Path(plan.path), "plan")
+        artifact = Artifact(
+            plan.name, "gguf" if plan.kind == "gguf" else "folder", Path(plan.path), "plan"
+        )
         cut = partial(stage, mesh=mesh, native=native) if mesh.stages > 1 else None
         loaded = load(
-            artifact, plan.load_format, dtype, self.device, progress, report, mesh, plan.quantize, native, cut
+            artifact,
+            plan.load_format,
+            dtype,
+            self.device,
+            progress,
+            report,
+            mesh,
+            plan.quantize,
+            native,
+            cut,
         )
-        self.decoder, model = loaded.decoder, loaded.decoder.spec
+        self.decoder = loaded.decoder
+        model = loaded.decoder.spec
         specs = [layer.attention for layer in model.layers]
-        kv = None if mesh.shared else kv_dtype(plan.kv_dtype, dtype)  # on a shared device nothing can be measured
-        self.backend = choose(specs, dtype, self.device, plan.deterministic, native and plan.kv_dtype != "fp8", kv)
-        rounds = isinstance(self.backend, NativePaged) and artifact.kind == "gguf" and plan.quantize == "auto"
+        kv = (
+            None if mesh.shared else kv_dtype(plan.kv_dtype, dtype)
+        )  # on a shared device nothing can be measured
+        self.backend = choose(
+            specs, dtype, self.device, plan.deterministic, native and plan.kv_dtype != "fp8", kv
+        )
+        rounds = (
+            isinstance(self.backend, NativePaged)
+            and artifact.kind == "gguf"
+            and plan.quantize == "auto"
+        )
         kv = kv_dtype(plan.kv_dtype, dtype, rounds)
         self.block_size = plan.block_size
         self.decoder.reach(plan.max_length)
         size = fit(plan, model, kv, self.device, self._reserve(plan, kv), mesh)
         if size.max_length != plan.max_length:
             self.decoder.reach(size.max_length)
-        self.caches = allocate(model, size.blocks + 1, plan.block_size, kv, self.device)  # the last is nobody's
+        self.caches = allocate(
+            model, size.blocks + 1, plan.block_size, kv, self.device
+        )  # the last is nobody's
         width = -(-size.max_length // plan.block_size)
         self.rows = Rows(plan.max_sequences, width, size.blocks, self.device)
         self.sampler = Sampler(  # nobody's is greedy
@@ -86,10 +110,18 @@ class Worker:
         pick = Picker(self.sampler, PROMPTS)
         self.graphs = Pool() if plan.graphs and mesh.stages == 1 and not mesh.shared else None
         runs = Captured(self.graphs) if self.graphs else None
-        self.decode = DecodeStep(self.model, model.vocab, self.rows, plan.block_size, pick, mesh.last, runs)
+        self.decode = DecodeStep(
+            self.model, model.vocab, self.rows, plan.block_size, pick, mesh.last, runs
+        )
         self.mixed = self._mixed(pick, plan.max_batch_tokens)
         limit = roofline(
-            self.decoder.whole, here(self.device.type), loaded.bytes * plan.tp * plan.pp, dtype, kv, plan.tp, plan.pp
+            self.decoder.whole,
+            here(self.device.type),
+            loaded.bytes * plan.tp * plan.pp,
+            dtype,
+            kv,
+            plan.tp,
+            plan.pp,
         )
         self.capacity = Capacity(
             blocks=size.blocks,
@@ -113,21 +145,37 @@ class Worker:
     def _forward(self, plan: Plan, width: int, nobody: int) -> Forward:
         pipe = self.mesh.pipe(self.decoder.spec.hidden, self.decoder.dtype)
         whole = Whole(self.decoder, self.backend, self.caches, pipe=pipe)
-        return steady(whole, width, nobody, plan.block_size, self.mesh) if plan.deterministic else whole
+        return (
+            steady(whole, width, nobody, plan.block_size, self.mesh)
+            if plan.deterministic
+            else whole
+        )
 
     @torch.inference_mode()
     def _native(self, why_not: str | None) -> str | None:
         """Record the smallest decode step where native kernels run; what the operator should know, if anything."""
-        able = isinstance(self.backend, NativePaged) and self.model.grain == 1  # tiles have no native form
+        able = (
+            isinstance(self.backend, NativePaged) and self.model.grain == 1
+        )  # tiles have no native form
         refused = self.decode.record() if able else None
-        self.recorded = bool(self.mesh.least(able and refused is None))  # all ranks or none: lines go in one order
+        self.recorded = bool(
+            self.mesh.least(able and refused is None)
+        )  # all ranks or none: lines go in one order
         if why_not is not None:
             return f"no native kernels, torch alone: {why_not}"
-        return None if refused is None else f"decode steps are not recorded but run one operation at a time: {refused}"
+        return (
+            None
+            if refused is None
+            else f"decode steps are not recorded but run one operation at a time: {refused}"
+        )
 
     def _mixed(self, pick: Picker, most: int) -> MixedStep | None:
         """Where the backend knows steps whose layout only the device has, and positions need not go tile by tile."""
-        if not isinstance(self.backend, TritonPaged) or isinstance(self.model, Steady) or self.mesh.stages > 1:
+        if (
+            not isinstance(self.backend, TritonPaged)
+            or isinstance(self.model, Steady)
+            or self.mesh.stages > 1
+        ):
             return None
         runs = Captured(self.graphs) if self.graphs else None
         return MixedStep(self.model, self.rows, self.block_size, pick, most, runs)
@@ -169,7 +217,8 @@ class Worker:
             self.meter.begin(step)
         pending = self._run(step, drawn)
         if self.meter is not None:
-            pending.meter, pending.reading = self.meter, self.meter.end(self.padded)
+            pending.meter = self.meter
+            pending.reading = self.meter.end(self.padded)
         if self.graphs is not None:
             self.graphs.catch_up()
         return pending
@@ -185,7 +234,10 @@ class Worker:
                 self.sampler.admit(row.index, item.first)
         if drawn:
             starts = {item.sequence: item.start for item in step.items}
-            told = [(self.rows.by_sequence[sequence].index, token, starts[sequence]) for sequence, token in drawn]
+            told = [
+                (self.rows.by_sequence[sequence].index, token, starts[sequence])
+                for sequence, token in drawn
+            ]
             rows, tokens, positions = upload(told, self.device).unbind(1)
             self.rows.last[rows] = tokens.to(self.rows.last.dtype)
             self.rows.positions[rows] = positions.to(self.rows.positions.dtype)
@@ -197,7 +249,9 @@ class Worker:
         placed = [(item, self.rows.by_sequence[item.sequence]) for item in step.items]
         return self._compute(Batch.of(placed, self.rows.last, self.block_size))
 
-    def _mix(self, mixed: MixedStep, lineup: Lineup, chunks: list[tuple[Item, Row]], furthest: int) -> Pending:
+    def _mix(
+        self, mixed: MixedStep, lineup: Lineup, chunks: list[tuple[Item, Row]], furthest: int
+    ) -> Pending:
         """Some sequences by one position, and a few chunks of prompts."""
         self.sampler.settle()
         sequences, tokens = mixed.run(lineup.indices, chunks, furthest)
@@ -215,36 +269,59 @@ class Worker:
         if lineup.plain:
             return Pending([], Draws(self.decode.tokens[:count], ()), lines=lineup.places)
         items = step.items
-        shares = [Share(items[place], row, i) for i, (place, row) in enumerate(zip(lineup.places, lineup.rows))]
-        return Pending([share.item.sequence for share in shares], self._draw(shares, self.decode.logits[:count]))
+        shares = [
+            Share(items[place], row, i)
+            for i, (place, row) in enumerate(zip(lineup.places, lineup.rows))
+        ]
+        return Pending(
+            [share.item.sequence for share in shares],
+            self._draw(shares, self.decode.logits[:count]),
+        )
 
     def _compute(self, batch: Batch) -> Pending:
-        shares = [share for share in batch.shares if share.item.samples and share.row.start.pooling is None]
+        shares = [
+            share
+            for share in batch.shares
+            if share.item.samples and share.row.start.pooling is None
+        ]
         lines = upload([line for share in shares for line in share.lines] or [0], self.device)
-        wanted = None if len(lines) == len(batch.ids) or any(map(reads_all, batch.shares)) else lines
+        wanted = (
+            None if len(lines) == len(batch.ids) or any(map(reads_all, batch.shares)) else lines
+        )
         hidden = self.model.hidden(batch.ids, batch.ragged, wanted)
         if not self.mesh.last:
             return Pending([], None)
         prompts = {
-            share.item.sequence: found for share in batch.shares if (found := self._prompt_logprobs(share, hidden))
+            share.item.sequence: found
+            for share in batch.shares
+            if (found := self._prompt_logprobs(share, hidden))
         }
         pooled = self._pool(batch, hidden)
         if not shares:
             return Pending([], None, prompts, pooled)
         logits = self.model.logits(hidden if len(lines) == len(hidden) else hidden[lines])
-        return Pending([share.item.sequence for share in shares], self._draw(shares, logits), prompts, pooled)
+        return Pending(
+            [share.item.sequence for share in shares], self._draw(shares, logits), prompts, pooled
+        )
 
     def _pool(self, batch: Batch, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
         """Embeddings of the prompts that end in this step, by sequence."""
         wanted = [share for share in batch.shares if share.row.start.pooling is not None]
-        found = {share.item.sequence: state for share in wanted if (state := pool(share, hidden)) is not None}
+        found = {
+            share.item.sequence: state
+            for share in wanted
+            if (state := pool(share, hidden)) is not None
+        }
         return {sequence: unit(self.decoder.features(state)) for sequence, state in found.items()}
 
     def _draw(self, shares: list[Share], logits: torch.Tensor) -> Draws:
         """One token a line; each row's last token stays on the device, where the next step looks for it."""
         if self.meter is not None:
             self.meter.choosing()
-        asked = [(share.row.index, share.item.start + share.item.count, share.item.drafts) for share in shares]
+        asked = [
+            (share.row.index, share.item.start + share.item.count, share.item.drafts)
+            for share in shares
+        ]
         with one_thread(team().active):
             draws = self.sampler.sample(logits, asked)
         rows, ends = upload([(row, position) for row, position, _ in asked], self.device).unbind(1)
@@ -252,14 +329,17 @@ class Worker:
             self.rows.last[rows] = draws.tokens.to(self.rows.last.dtype)
         else:  # a sequence with drafts has no other step in flight: its verdict may be waited for
             gained = [tokens for tokens, _ in draws.collect()]
-            self.rows.last[rows] = upload([tokens[-1] for tokens in gained], self.device, self.rows.last.dtype)
+            self.rows.last[rows] = upload(
+                [tokens[-1] for tokens in gained], self.device, self.rows.last.dtype
+            )
             ends = ends + upload([len(tokens) - 1 for tokens in gained], self.device)
         self.rows.positions[rows] = ends.to(self.rows.positions.dtype)
         return draws
 
     def _prompt_logprobs(self, share: Share, hidden: torch.Tensor) -> tuple[TokenLogprob, ...]:
         """Of the prompt tokens that this step's positions predict, a few positions at a time."""
-        item, row = share.item, share.row
+        item = share.item
+        row = share.row
         count = row.start.sampling.prompt_logprobs
         end = min(item.start + item.count, row.start.prompt_len - 1)
         if count is None or item.start >= end:
@@ -275,7 +355,9 @@ class Worker:
 
 def reads_all(share: Share) -> bool:
     """Whether hidden states are wanted beyond those that draw a token."""
-    return share.row.start.pooling is not None or share.row.start.sampling.prompt_logprobs is not None
+    return (
+        share.row.start.pooling is not None or share.row.start.sampling.prompt_logprobs is not None
+    )
 
 
 class Pending:
@@ -292,13 +374,17 @@ class Pending:
     ):
         """`lines`: the first tokens are of those that go on, and these are their places in the step; one each of
         `sequences` is behind them. Without, all tokens are of `sequences`."""
-        self.sequences, self.prompts, self.lines = sequences, prompts or {}, lines
+        self.sequences = sequences
+        self.prompts = prompts or {}
+        self.lines = lines
         self.draws = None if draws is None else draws.downloaded()
         self.pooled = {sequence: download(vector) for sequence, vector in (pooled or {}).items()}
         self.sent: torch.cuda.Event | None = None
         self.meter: Meter | None = None
         self.reading: Reading | None = None
-        if torch.cuda.is_initialized():  # a chunk alone brings nothing, but who waits for it must not run ahead of it
+        if (
+            torch.cuda.is_initialized()
+        ):  # a chunk alone brings nothing, but who waits for it must not run ahead of it
             self.sent = torch.cuda.Event()
             self.sent.record()
 
@@ -307,12 +393,21 @@ class Pending:
             self.sent.synchronize()
         tokens, gains = self._gains()
         samples = [
-            Sampled(sequence, gained, logprobs, self.prompts.pop(sequence, ()) if self.prompts else ())
+            Sampled(
+                sequence, gained, logprobs, self.prompts.pop(sequence, ()) if self.prompts else ()
+            )
             for sequence, (gained, logprobs) in zip(self.sequences, gains, strict=True)
         ]
-        silent = (Sampled(sequence, prompt_logprobs=found) for sequence, found in self.prompts.items())
-        embedded = (Sampled(sequence, embedding=tuple(vector.tolist())) for sequence, vector in self.pooled.items())
-        timing = None if self.meter is None or self.reading is None else self.meter.collect(self.reading)
+        silent = (
+            Sampled(sequence, prompt_logprobs=found) for sequence, found in self.prompts.items()
+        )
+        embedded = (
+            Sampled(sequence, embedding=tuple(vector.tolist()))
+            for sequence, vector in self.pooled.items()
+        )
+        timing = (
+            None if self.meter is None or self.reading is None else self.meter.collect(self.reading)
+        )
         return StepOutput((*samples, *silent, *embedded), timing, tuple(tokens))
 
     def _gains(self) -> tuple[list[int], list[Gain]]:
@@ -321,7 +416,8 @@ class Pending:
             return [], []
         if self.lines is None:
             return [], self.draws.collect()
-        drawn, count = self.draws.tokens.tolist(), len(self.lines)
+        drawn = self.draws.tokens.tolist()
+        count = len(self.lines)
         tokens = [0] * count
         for place, token in zip(self.lines, drawn):
             tokens[place] = token

@@ -31,7 +31,9 @@ from bloomery.text.tokenizer import Tokenizer
 log = logging.getLogger("bloomery.server")
 
 
-def create_app(backend: Backend, tokenizer: Tokenizer, settings: Settings, traces: Traces | None = None) -> ASGIApp:
+def create_app(
+    backend: Backend, tokenizer: Tokenizer, settings: Settings, traces: Traces | None = None
+) -> ASGIApp:
     app: ASGIApp = Application(Service(backend, tokenizer, settings, table(settings)), traces)
     if settings.cors_origins:
         app = CORSMiddleware(app, settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
@@ -40,8 +42,11 @@ def create_app(backend: Backend, tokenizer: Tokenizer, settings: Settings, trace
 
 class Application:
     def __init__(self, service: Service, traces: Traces | None = None):
-        self.service, self.traces, settings = service, traces, service.settings
-        self.keys, self.hosts = Keys(settings.keys), Hosts(settings.host, settings.allowed_hosts)
+        self.service = service
+        self.traces = traces
+        settings = service.settings
+        self.keys = Keys(settings.keys)
+        self.hosts = Hosts(settings.host, settings.allowed_hosts)
         self.exact: dict[str, dict[str, Route]] = {}
         self.open_ended: dict[str, dict[str, Route]] = {}  # by what stands before the {parameter}
         for route in service.routes:
@@ -116,9 +121,13 @@ class Application:
 
     def _nothing(self, methods: Mapping[str, Route]) -> Refusal:
         if not methods:
-            return Refusal(404, "there is no such route; GET /docs lists them", "not_found", "not_found")
+            return Refusal(
+                404, "there is no such route; GET /docs lists them", "not_found", "not_found"
+            )
         allowed = ", ".join(sorted(methods))
-        return Refusal(405, f"this route takes {allowed}", "method_not_allowed", "not_allowed", allow=allowed)
+        return Refusal(
+            405, f"this route takes {allowed}", "method_not_allowed", "not_allowed", allow=allowed
+        )
 
     async def _answer(self, call: Call, send: Send) -> int:
         if call.route.generates:
@@ -129,12 +138,16 @@ class Application:
                 self.service.knock(call.salt)
             response = await self._handle(call)
             response.headers["x-request-id"] = call.id
-            if isinstance(response, EventStream):  # whose errors before the first event are answered here
+            if isinstance(
+                response, EventStream
+            ):  # whose errors before the first event are answered here
                 await response(call.scope, call.receive, send)
                 return response.status_code
         except ClientGone as error:
             call.fail(error)
-            if isinstance(error, Stalled) and (line := call.scope.get("extensions", {}).get(HANG_UP)):
+            if isinstance(error, Stalled) and (
+                line := call.scope.get("extensions", {}).get(HANG_UP)
+            ):
                 line["now"]()
             return 499
         except Exception as error:
@@ -154,16 +167,27 @@ class Application:
     def _refuse(self, error: Exception, dialect: Dialect, id: str) -> Response:
         found = problem(error)
         status, body = dialect(found, id)
-        return Response(encode(body), status, {**found.headers, "x-request-id": id}, "application/json")
+        return Response(
+            encode(body), status, {**found.headers, "x-request-id": id}, "application/json"
+        )
 
     def _log(
-        self, route: Route | None, scope: Scope, id: str, status: int, began: float, facts: dict[str, Any]
+        self,
+        route: Route | None,
+        scope: Scope,
+        id: str,
+        status: int,
+        began: float,
+        facts: dict[str, Any],
     ) -> None:
         """One line a request. The path is the table's own, never what a client wrote: that may not be a line."""
-        path, seconds = route.path if route else "unknown", round(time.monotonic() - began, 4)
+        path = route.path if route else "unknown"
+        seconds = round(time.monotonic() - began, 4)
         self.service.metrics.responses[path, str(status)] += 1
         level = logging.DEBUG if route and route.quiet and status < 400 else logging.INFO
         if log.isEnabledFor(level):
             head = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
-            said = " ".join([*map(str, head.values()), *(f"{name}={value}" for name, value in facts.items())])
+            said = " ".join(
+                [*map(str, head.values()), *(f"{name}={value}" for name, value in facts.items())]
+            )
             log.log(level, said, extra={"fields": {"request": id, **head, **facts}})

@@ -32,7 +32,9 @@ class Keys:
         if len(given) > 1 or len(others) > 1:
             raise _refusal("more than one key was sent: send one")
         digests = [sha256(key.encode()).digest() for key in (*given, *others) if key]
-        matches = [own for own in self.digests for other in digests if hmac.compare_digest(own, other)]
+        matches = [
+            own for own in self.digests for other in digests if hmac.compare_digest(own, other)
+        ]
         if not matches:
             raise _refusal("the API key is not one of ours" if digests else "an API key is needed")
         return matches[0].hex()[:16] if len(self.digests) > 1 else ""
@@ -58,16 +60,22 @@ class Hosts:
     def check(self, headers: Headers) -> None:
         given = headers.getlist("host")
         if len(given) > 1:
-            raise Refusal(400, "more than one Host was sent: send one", "wrong_host", connection="close")
+            raise Refusal(
+                400, "more than one Host was sent: send one", "wrong_host", connection="close"
+            )
         host = given[0].lower() if given else ""
         if host.startswith("["):
             name, _, port = host[1:].partition("]")
             port = port.removeprefix(":")
         else:
             name, _, port = host.partition(":")
-        if self.any or ((not port or port.isdecimal()) and (name in self.names or is_loopback(name))):
+        if self.any or (
+            (not port or port.isdecimal()) and (name in self.names or is_loopback(name))
+        ):
             return
-        raise Refusal(421, "this server answers to local names only, such as localhost", "wrong_host")
+        raise Refusal(
+            421, "this server answers to local names only, such as localhost", "wrong_host"
+        )
 
 
 def is_loopback(host: str) -> bool:

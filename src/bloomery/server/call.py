@@ -31,11 +31,14 @@ from bloomery.server.streaming import EventStream, encode, event
 
 log = logging.getLogger("bloomery.server")
 T = TypeVar("T", bound=schema.Body)
-JSON, EVENTS = ("application/json",), ("text/event-stream",)
+JSON = ("application/json",)
+EVENTS = ("text/event-stream",)
 BOTH = JSON + EVENTS
 STREAMED = {
-    "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no",
-}  # fmt: skip
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -87,8 +90,12 @@ class Call:
         """The body's JSON object, however often it is asked for."""
         if self.raw is None:
             limits = self.service.limits
-            limit = limits.body_bytes if self.route.path.startswith("/v1/") else limits.tgi_body_bytes
-            raw = schema.decode(await read_body(self.receive, self.headers, limit, limits.body_seconds))
+            limit = (
+                limits.body_bytes if self.route.path.startswith("/v1/") else limits.tgi_body_bytes
+            )
+            raw = schema.decode(
+                await read_body(self.receive, self.headers, limit, limits.body_seconds)
+            )
             check_breadth(raw, limits)
             self.raw = raw
         return self.raw
@@ -105,12 +112,15 @@ class Call:
     @property
     def deadline(self) -> float:
         """On the event loop's clock; the client may shorten it, never lengthen it."""
-        seconds, asked = self.service.limits.deadline_seconds, self.headers.get("x-request-deadline-ms")
+        seconds = self.service.limits.deadline_seconds
+        asked = self.headers.get("x-request-deadline-ms")
         if asked is not None:
             if not asked.isdecimal() or not 0 < len(asked) < 12:
                 raise InvalidRequest("X-Request-Deadline-Ms must be a whole number of milliseconds")
             seconds = min(seconds, int(asked) / 1000)
-        return asyncio.get_running_loop().time() + seconds - (time.monotonic() - self.timings.arrived)
+        return (
+            asyncio.get_running_loop().time() + seconds - (time.monotonic() - self.timings.arrived)
+        )
 
     def admit(self, sequences: int) -> Ticket:
         """A place for so many sequences, given back when the call ends; asked for before any costly work."""
@@ -120,7 +130,9 @@ class Call:
 
     # ---- out ---------------------------------------------------------------------------------------
 
-    def json(self, content: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
+    def json(
+        self, content: Any, headers: Mapping[str, str] | None = None, status: int = 200
+    ) -> Response:
         return Response(encode(content), status, headers, "application/json")
 
     def events(
@@ -148,7 +160,8 @@ class Call:
     def fail(self, error: BaseException) -> Problem:
         """Note what went wrong: in the log if it was our fault, and in the figures."""
         if isinstance(error, ClientGone):
-            kind, found = "dropped", Problem(499, "the client has left")
+            kind = "dropped"
+            found = Problem(499, "the client has left")
         else:
             found = problem(error)
             kind = found.tgi.kind.removesuffix("_error")

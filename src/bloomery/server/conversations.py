@@ -11,7 +11,9 @@ Key = tuple[str, str]  # whose it is, and its id: no key can read another's
 
 class Conversations:
     def __init__(self, count: int, characters: int):
-        self.count, self.characters, self.held = count, characters, 0
+        self.count = count
+        self.characters = characters
+        self.held = 0
         self.kept: OrderedDict[Key, tuple[Message, ...]] = OrderedDict()
 
     def get(self, key: Key) -> tuple[Message, ...] | None:

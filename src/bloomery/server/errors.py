@@ -11,7 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from bloomery.errors import BloomeryError, InvalidRequest, PromptTooLong, RequestFailed, TemplateError
+from bloomery.errors import (
+    BloomeryError,
+    InvalidRequest,
+    PromptTooLong,
+    RequestFailed,
+    TemplateError,
+)
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 
@@ -49,7 +55,14 @@ class Problem:
 class Refusal(BloomeryError):
     """A request that is answered with a status of its own, whatever the API."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, tgi: str = "validation", **headers: str):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        tgi: str = "validation",
+        **headers: str,
+    ):
         super().__init__(message)
         said = {name.replace("_", "-"): value for name, value in headers.items()}
         self.problem = Problem(status, message, code, tgi=Tgi(tgi), headers=said)
@@ -72,7 +85,12 @@ class Stalled(ClientGone):
 
 class Late(Refusal):
     def __init__(self) -> None:
-        super().__init__(504, "the request's time is up before its answer was complete", "deadline_exceeded", "timeout")
+        super().__init__(
+            504,
+            "the request's time is up before its answer was complete",
+            "deadline_exceeded",
+            "timeout",
+        )
 
 
 def overloaded(seconds: int) -> Refusal:
@@ -94,8 +112,12 @@ def problem(error: BaseException) -> Problem:
         case InvalidRequest():
             return Problem(400, str(error), None, error.field, VALIDATION)
         case RequestFailed():
-            return Problem(500, "the model failed on this request", "generation_failed", tgi=GENERATION)
-    return Problem(500, "something went wrong inside the server", "internal_error", tgi=Tgi("internal"))
+            return Problem(
+                500, "the model failed on this request", "generation_failed", tgi=GENERATION
+            )
+    return Problem(
+        500, "something went wrong inside the server", "internal_error", tgi=Tgi("internal")
+    )
 
 
 # ---- in each API's words ---------------------------------------------------------------------------
@@ -104,19 +126,33 @@ Dialect = Callable[[Problem, str], tuple[int, Any]]  # problem, request id -> st
 
 
 def openai(problem: Problem, request_id: str) -> tuple[int, Any]:
-    said = {"message": problem.message, "type": problem.kind, "param": problem.param, "code": problem.code}
+    said = {
+        "message": problem.message,
+        "type": problem.kind,
+        "param": problem.param,
+        "code": problem.code,
+    }
     return problem.status, {"error": said}
 
 
 def tgi(problem: Problem, request_id: str) -> tuple[int, Any]:
     words = problem.tgi
-    return words.status or problem.status, {"error": words.prefix + problem.message, "error_type": words.kind}
+    return words.status or problem.status, {
+        "error": words.prefix + problem.message,
+        "error_type": words.kind,
+    }
 
 
 _ANTHROPIC = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error",
-}  # fmt: skip
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 def anthropic(problem: Problem, request_id: str) -> tuple[int, Any]:

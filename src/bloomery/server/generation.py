@@ -44,10 +44,15 @@ class Author(Protocol):
 
 class Job:
     def __init__(self, call: Call, ticket: Ticket, asks: Sequence[Ask]):
-        self.call, self.ticket, self.asks, self.timings = call, ticket, asks, call.timings
+        self.call = call
+        self.ticket = ticket
+        self.asks = asks
+        self.timings = call.timings
         self.generations = [self._generation(index, ask) for index, ask in enumerate(asks)]
         call.params = asks[0].params
-        self.silent = False  # the prompt is all that is wanted; what must be generated to get it is not shown
+        self.silent = (
+            False  # the prompt is all that is wanted; what must be generated to get it is not shown
+        )
         self.cached = [0] * len(asks)  # prompt tokens found in the prefix cache
         self.latest: dict[str, float] = {}  # when a request's last token came
 
@@ -113,10 +118,17 @@ class Job:
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta, bool], None]:
         """What each prompt's answers gain, token by token, and whether the next follows at once; closing it aborts what
         is open."""
-        service, made = self.call.service, self.requests
-        owners = {name: index for index, generation in enumerate(self.generations) for name in generation.answers}
+        service = self.call.service
+        made = self.requests
+        owners = {
+            name: index
+            for index, generation in enumerate(self.generations)
+            for name in generation.answers
+        }
         tokens = sum(len(request.prompt) for request in made)
-        self.ticket.wait(tokens, service.waiting_tokens, service.prompt_rate, lambda: service.abort(made))
+        self.ticket.wait(
+            tokens, service.waiting_tokens, service.prompt_rate, lambda: service.abort(made)
+        )
         if (why := service.absent()) is not None:
             raise why
         self.timings.submitted = time.monotonic()
@@ -146,13 +158,16 @@ class Job:
         raise RequestFailed("the engine's news ended before the answer did")
 
     def _note(self, index: int, news: Tokens) -> None:
-        now, metrics, timings = time.monotonic(), self.call.service.metrics, self.timings
+        now = time.monotonic()
+        metrics = self.call.service.metrics
+        timings = self.timings
         before = self.latest.get(news.request)
         self.latest[news.request] = now
         if before is None and news.request == next(iter(self.generations[index].answers)):
             self.cached[index] = news.cached
         if not timings.first:
-            timings.first, timings.queued = now, news.queued
+            timings.first = now
+            timings.queued = news.queued
             self.ticket.begin()
             metrics.first(timings, self.prompt_tokens, news.cached)
         for i in range(len(news.ids)):
@@ -162,14 +177,18 @@ class Job:
         timings = self.timings
         timings.last = time.monotonic()
         reasons = [answer.finish_reason or "" for answer in self.every]
-        self.call.service.metrics.finish(timings, reasons, [len(answer.token_ids) for answer in self.every])
+        self.call.service.metrics.finish(
+            timings, reasons, [len(answer.token_ids) for answer in self.every]
+        )
         self.call.facts |= {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": sum(self.cached),
             "tokens": self.completion_tokens,
             "queue": round(timings.queued, 4),
             "first_token": round(timings.first - timings.arrived, 4),
-            "per_second": round(self.completion_tokens / max(timings.last - timings.begun, 1e-6), 1),
+            "per_second": round(
+                self.completion_tokens / max(timings.last - timings.begun, 1e-6), 1
+            ),
             "finish": reasons[0],
         }
 
@@ -195,7 +214,8 @@ class Job:
 
     def usage(self) -> dict[str, Any]:
         """As OpenAI counts."""
-        prompt, completion = self.prompt_tokens, self.completion_tokens
+        prompt = self.prompt_tokens
+        completion = self.completion_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -212,6 +232,13 @@ def _singles(news: Tokens) -> Iterator[Tokens]:
         return
     for i, id in enumerate(news.ids):
         yield Tokens(  # by hand: dataclasses.replace takes many times as long, and a server that lags comes here often
-            news.request, news.position + i, (id,), news.logprobs[i : i + 1], () if i else news.prompt_logprobs,
-            news.cached, news.finish if i == last else None, news.error, news.queued,
-        )  # fmt: skip
+            news.request,
+            news.position + i,
+            (id,),
+            news.logprobs[i : i + 1],
+            () if i else news.prompt_logprobs,
+            news.cached,
+            news.finish if i == last else None,
+            news.error,
+            news.queued,
+        )

@@ -31,11 +31,17 @@ class Limits:
     tgi_body_bytes: int = 2 << 20
     body_seconds: float = 30.0  # for a body to arrive; the same for the head before it
     fields: int = 256  # of a body
-    entries: int = 4096  # of a field of it, such as messages; token ids are bounded by the context instead
-    characters_per_token: int = 16  # a text with more characters than this many a position of the context is too long
+    entries: int = (
+        4096  # of a field of it, such as messages; token ids are bounded by the context instead
+    )
+    characters_per_token: int = (
+        16  # a text with more characters than this many a position of the context is too long
+    )
     requests: int = 1024  # sequences asked for and not finished, of all keys
     greed: int = 3  # where there are several keys, one may hold so many times what is still free
-    waiting_tokens: int | None = None  # prompt tokens of sequences not begun; None: 8 x context x sequences in a step
+    waiting_tokens: int | None = (
+        None  # prompt tokens of sequences not begun; None: 8 x context x sequences in a step
+    )
     fan_out: int = 128  # sequences of one request: n x prompts
     temperature: float = 2.0
     stop_strings: int = 4
@@ -56,8 +62,12 @@ class Limits:
     template_seconds: float = 1.0  # of processor time, for a template
     text_seconds: float = 10.0  # the same, for a text to tokenize
     text_bytes: int = 1 << 30  # of memory, beside the tokenizer
-    memory_bytes: int = 2 << 30  # of this process: at 80 % stores are emptied, at 90 nobody is let in, at 95 some go
-    step_seconds: float = 30.0  # a step that takes longer, and twenty times longer than others, is a hang
+    memory_bytes: int = (
+        2 << 30
+    )  # of this process: at 80 % stores are emptied, at 90 nobody is let in, at 95 some go
+    step_seconds: float = (
+        30.0  # a step that takes longer, and twenty times longer than others, is a hang
+    )
     restarts: int = 5  # of the engine within a minute
     stored_responses: int = 1000  # conversations kept for previous_response_id
     stored_characters: int = 32 << 20
@@ -65,7 +75,9 @@ class Limits:
     @classmethod
     def of(cls, text: str | None) -> Limits:
         """As `--limits` has them: name=value, separated by commas."""
-        kinds = {field.name: float if isinstance(field.default, float) else int for field in fields(cls)}
+        kinds = {
+            field.name: float if isinstance(field.default, float) else int for field in fields(cls)
+        }
         found: dict[str, Any] = {}
         for part in ServerConfig.items(text):
             name, _, value = (word.strip() for word in part.partition("="))
@@ -90,23 +102,37 @@ def check_headers(raw: Iterable[tuple[bytes, bytes]], limits: Limits) -> None:
 async def read_body(receive: Receive, headers: Headers, limit: int, seconds: float) -> bytes:
     """The body of a JSON request, refused as early as it can be."""
     media = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
-        raise Refusal(415, "send JSON, with the header Content-Type: application/json", "unsupported_media_type")
+    if media != "application/json" and not (
+        media.startswith("application/") and media.endswith("+json")
+    ):
+        raise Refusal(
+            415,
+            "send JSON, with the header Content-Type: application/json",
+            "unsupported_media_type",
+        )
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise Refusal(
-            415, "send the body as it is, without Content-Encoding", "unsupported_encoding", connection="close"
+            415,
+            "send the body as it is, without Content-Encoding",
+            "unsupported_encoding",
+            connection="close",
         )
     if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
         raise Refusal(
-            415, "send the body as it is, or in chunks: no other Transfer-Encoding is known", "unsupported_encoding",
+            415,
+            "send the body as it is, or in chunks: no other Transfer-Encoding is known",
+            "unsupported_encoding",
             connection="close",
-        )  # fmt: skip
-    too_large = Refusal(413, f"the body is over {limit} bytes", "body_too_large", connection="close")
+        )
+    too_large = Refusal(
+        413, f"the body is over {limit} bytes", "body_too_large", connection="close"
+    )
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise too_large
     parts: list[bytes] = []
-    size, more = 0, True
+    size = 0
+    more = True
     try:
         async with asyncio.timeout(seconds):
             while more:
@@ -114,11 +140,14 @@ async def read_body(receive: Receive, headers: Headers, limit: int, seconds: flo
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 parts.append(message.get("body", b""))
-                size, more = size + len(parts[-1]), message.get("more_body", False)
+                size = size + len(parts[-1])
+                more = message.get("more_body", False)
                 if size > limit:
                     raise too_large
     except TimeoutError:
-        raise Refusal(408, f"the body did not arrive within {seconds:.0f} s", "timeout", connection="close") from None
+        raise Refusal(
+            408, f"the body did not arrive within {seconds:.0f} s", "timeout", connection="close"
+        ) from None
     return b"".join(parts)
 
 
@@ -133,10 +162,18 @@ def check_breadth(raw: dict[str, Any], limits: Limits) -> None:
         if not isinstance(value, list | dict):
             continue
         ids = name in IDS and not (value and isinstance(next(iter(value)), dict))
-        parts = [one.get("content") for one in value if isinstance(one, dict)] if len(value) <= limits.entries else []
-        count = max(0 if ids else len(value), sum(len(part) for part in parts if isinstance(part, list)))
+        parts = (
+            [one.get("content") for one in value if isinstance(one, dict)]
+            if len(value) <= limits.entries
+            else []
+        )
+        count = max(
+            0 if ids else len(value), sum(len(part) for part in parts if isinstance(part, list))
+        )
         if count > limits.entries:
-            raise InvalidRequest(f"{name[:64]} may have at most {limits.entries} entries, not {count}", name[:64])
+            raise InvalidRequest(
+                f"{name[:64]} may have at most {limits.entries} entries, not {count}", name[:64]
+            )
 
 
 # ---- what one request may ask for ------------------------------------------------------------------
@@ -164,7 +201,9 @@ def narrow(params: SamplingParams, limits: Limits, hottest: float | None = None)
             raise InvalidRequest(f"{name} may have at most {most} entries, not {count}", field=name)
     for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
         if any(len(text.encode("utf-8", "replace")) > limits.stop_bytes for text in texts):
-            raise InvalidRequest(f"an entry of {name} may have at most {limits.stop_bytes} bytes", field=name)
+            raise InvalidRequest(
+                f"an entry of {name} may have at most {limits.stop_bytes} bytes", field=name
+            )
     return params
 
 
@@ -172,7 +211,9 @@ def check_labels(user: str | None, metadata: dict[str, str] | None, limits: Limi
     most = limits.label_characters
     if user is not None and len(user) > most:
         raise InvalidRequest(f"user may have at most {most} characters", field="user")
-    if metadata and (len(metadata) > 16 or any(len(k) > 64 or len(v) > most for k, v in metadata.items())):
+    if metadata and (
+        len(metadata) > 16 or any(len(k) > 64 or len(v) > most for k, v in metadata.items())
+    ):
         message = f"metadata may have at most 16 entries, of names up to 64 and values up to {most} characters"
         raise InvalidRequest(message, field="metadata")
 
@@ -188,13 +229,20 @@ class Admission:
     """
 
     def __init__(self, requests: int, greed: int | None = None):
-        self.requests, self.greed, self.inside, self.waiting = requests, greed, 0, 0
+        self.requests = requests
+        self.greed = greed
+        self.inside = 0
+        self.waiting = 0
         self.held: Counter[str] = Counter()  # by key
-        self.queue: dict[Ticket, Callable[[], None]] = {}  # who waits to be begun, oldest first, and how to end it
+        self.queue: dict[
+            Ticket, Callable[[], None]
+        ] = {}  # who waits to be begun, oldest first, and how to end it
 
     def fits(self, sequences: int, key: str = "") -> bool:
         free = self.requests - self.inside - sequences
-        return free >= 0 and (self.greed is None or self.held[key] + sequences <= self.greed * (free + 1))
+        return free >= 0 and (
+            self.greed is None or self.held[key] + sequences <= self.greed * (free + 1)
+        )
 
     def enter(self, sequences: int, rate: float, key: str = "") -> Ticket:
         """`rate`: prompt tokens a second the engine takes in at present."""
@@ -217,7 +265,10 @@ class Admission:
 
 class Ticket:
     def __init__(self, door: Admission, sequences: int, key: str):
-        self.door, self.sequences, self.key, self.tokens = door, sequences, key, 0
+        self.door = door
+        self.sequences = sequences
+        self.key = key
+        self.tokens = 0
         self.dropped = False  # sent away while it waited
 
     def wait(self, tokens: int, most: int, rate: float, end: Callable[[], None]) -> None:

@@ -20,8 +20,14 @@ RANGES: dict[str, dict[str, float]] = {
     name: {"minimum": least, "maximum": most} for name, least, most, _ in (*NUMBERS, *WHOLES)
 } | {
     "temperature": {"minimum": 0, "maximum": Limits().temperature},
-    **{name: {"minimum": 0, "maximum": Limits().logprobs} for name in ("logprobs", "prompt_logprobs", "top_logprobs")},
-    **{name: {"minimum": 0} for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
+    **{
+        name: {"minimum": 0, "maximum": Limits().logprobs}
+        for name in ("logprobs", "prompt_logprobs", "top_logprobs")
+    },
+    **{
+        name: {"minimum": 0}
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    },
 }
 TGI_RANGES: dict[str, dict[str, float]] = {
     **{name: {"exclusiveMinimum": 0} for name in ("temperature", "repetition_penalty")},
@@ -33,8 +39,14 @@ TGI_RANGES: dict[str, dict[str, float]] = {
     "seed": {"minimum": 0, "maximum": 2**64 - 1},
 }
 ERRORS: dict[str, dict[str, Any]] = {
-    "OpenAiError": {"error": {"message": "string", "type": "string", "param": "string?", "code": "string?"}},
-    "AnthropicError": {"type": "string", "error": {"type": "string", "message": "string"}, "request_id": "string"},
+    "OpenAiError": {
+        "error": {"message": "string", "type": "string", "param": "string?", "code": "string?"}
+    },
+    "AnthropicError": {
+        "type": "string",
+        "error": {"type": "string", "message": "string"},
+        "request_id": "string",
+    },
     "TgiError": {"error": "string", "error_type": "string"},
 }
 
@@ -44,7 +56,9 @@ NAMES: dict[Dialect, str] = {openai: "OpenAiError", anthropic: "AnthropicError",
 
 def document(routes: Sequence[Route], keyed: bool) -> dict[str, Any]:
     bodies = list(dict.fromkeys(route.body for route in routes if route.body is not None))
-    references, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    references, schemas = msgspec.json.schema_components(
+        bodies, ref_template="#/components/schemas/{name}"
+    )
     reference = dict(zip(bodies, references, strict=True))
     for name, found in schemas.items():
         _narrow(found, TGI_RANGES if name == "Parameters" else RANGES)
@@ -66,7 +80,9 @@ def document(routes: Sequence[Route], keyed: bool) -> dict[str, Any]:
 
 
 def _operation(route: Route, reference: Mapping[Any, Any], keyed: bool) -> dict[str, Any]:
-    dialects = [tgi, openai] if isinstance(route.answer, tuple) else [route.dialect]  # several APIs share such a route
+    dialects = (
+        [tgi, openai] if isinstance(route.answer, tuple) else [route.dialect]
+    )  # several APIs share such a route
     errors = [{"$ref": f"#/components/schemas/{NAMES[dialect]}"} for dialect in dialects]
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method}{route.path}").strip("_").lower(),
@@ -75,13 +91,25 @@ def _operation(route: Route, reference: Mapping[Any, Any], keyed: bool) -> dict[
             "200": {
                 "description": "the answer",
                 "content": {
-                    media: {"schema": schema(route.answer if media in JSON else EVENT if media in EVENTS else "string")}
+                    media: {
+                        "schema": schema(
+                            route.answer
+                            if media in JSON
+                            else EVENT
+                            if media in EVENTS
+                            else "string"
+                        )
+                    }
                     for media in route.media
                 },
             },
             "default": {
                 "description": "what went wrong",
-                "content": {"application/json": {"schema": errors[0] if len(errors) == 1 else {"anyOf": errors}}},
+                "content": {
+                    "application/json": {
+                        "schema": errors[0] if len(errors) == 1 else {"anyOf": errors}
+                    }
+                },
             },
         },
     }
@@ -91,7 +119,9 @@ def _operation(route: Route, reference: Mapping[Any, Any], keyed: bool) -> dict[
             "content": {"application/json": {"schema": reference[route.body]}},
         }
     if named := re.search(r"\{(\w+)\}", route.path):
-        operation["parameters"] = [{"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}}]
+        operation["parameters"] = [
+            {"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
     if keyed and not route.open:
         operation["security"] = [{"key": []}]
     return operation

@@ -18,7 +18,8 @@ REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    limit, seconds = Limits().header_bytes, Limits().body_seconds
+    limit = Limits().header_bytes
+    seconds = Limits().body_seconds
     head = -1  # bytes of the head being read; -1 between heads
     due: asyncio.TimerHandle | None = None  # when the head that is awaited must have arrived
 
@@ -63,6 +64,7 @@ def bounded(limits: Limits) -> type[BoundedProtocol]:
     """The same with a server's own limits; uvicorn wants a class."""
 
     class Bounded(BoundedProtocol):
-        limit, seconds = limits.header_bytes, limits.body_seconds
+        limit = limits.header_bytes
+        seconds = limits.body_seconds
 
     return Bounded

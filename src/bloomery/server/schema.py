@@ -28,7 +28,13 @@ _WORDS = {
     "array": "a list",
     "object": "an object",
 }
-NOTHING: tuple[Any, ...] = (None, False, [], {}, "")  # values of a refused field that ask for nothing
+NOTHING: tuple[Any, ...] = (
+    None,
+    False,
+    [],
+    {},
+    "",
+)  # values of a refused field that ask for nothing
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -66,12 +72,15 @@ def read(raw: dict[str, Any], kind: type[T]) -> tuple[T, int]:
 
 
 def _unknown(raw: dict[str, Any], made: msgspec.Struct) -> int:
-    refused, count = getattr(made, "REFUSED", ()), 0
+    refused = getattr(made, "REFUSED", ())
+    count = 0
     for name, value in raw.items():
         if name not in made.__struct_fields__:
             count += name not in refused
         elif isinstance(value, dict | list):
-            count += sum(_unknown(inner, struct) for inner, struct in _pairs(value, getattr(made, name)))
+            count += sum(
+                _unknown(inner, struct) for inner, struct in _pairs(value, getattr(made, name))
+            )
     return count
 
 
@@ -94,13 +103,16 @@ def _refuse(said: str) -> Never:
         raise InvalidRequest(f"{field} is missing", field=field)
     if mismatch := _MISMATCH.fullmatch(said):
         expected = [_worded(name) for name in mismatch[1].split(" | ") if name != "null"]
-        raise InvalidRequest(f"{field} must be {' or '.join(expected)}, not {_worded(mismatch[2])}", field=field)
+        raise InvalidRequest(
+            f"{field} must be {' or '.join(expected)}, not {_worded(mismatch[2])}", field=field
+        )
     raise InvalidRequest(f"{field}: {said[:1].lower()}{said[1:][:200]}", field=field)
 
 
 def _worded(name: str) -> str:
     return _WORDS.get(
-        {"list": "array", "NoneType": "null", "dict": "object"}.get(name, name), name.replace("NoneType", "null")
+        {"list": "array", "NoneType": "null", "dict": "object"}.get(name, name),
+        name.replace("NoneType", "null"),
     )
 
 
@@ -111,7 +123,9 @@ def _explain(body: bytes, error: Exception) -> Never:
         field = next(_not_finite(raw, ""))[:64]
     except (ValueError, RecursionError, StopIteration):
         raise Malformed(f"the body is not valid JSON: {str(error)[:200]}") from None
-    raise InvalidRequest(f"{field} must be a finite number of a sensible size", field=field) from None
+    raise InvalidRequest(
+        f"{field} must be a finite number of a sensible size", field=field
+    ) from None
 
 
 def _whole(digits: str) -> float:

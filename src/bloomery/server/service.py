@@ -23,7 +23,10 @@ from bloomery.server.metrics import Metrics
 from bloomery.text.apart import Apart, listed
 from bloomery.text.tokenizer import Tokenizer
 
-EMPTY, FULL, DIRE = 0.8, 0.9, 0.95  # of this process's memory: drop what is kept, let nobody in, send some away
+# of this process's memory: drop what is kept, let nobody in, send some away
+EMPTY = 0.8
+FULL = 0.9
+DIRE = 0.95
 LONG = 1000  # characters: a longer text is tokenized apart; as many tokens become text there
 RESERVED = ("", "tgi", "dummy", "default")  # what clients send where they know of no model
 SAMPLING = {field.name for field in fields(SamplingParams)} - {"max_tokens"}
@@ -50,19 +53,32 @@ class Prompt:
 
 
 class Service:
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, settings: Settings, routes: Sequence[Any] = ()):
-        self.backend, self.tokenizer, self.settings, self.routes = backend, tokenizer, settings, routes
+    def __init__(
+        self, backend: Backend, tokenizer: Tokenizer, settings: Settings, routes: Sequence[Any] = ()
+    ):
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.routes = routes
         self.limits = limits = settings.limits
         self.metrics = Metrics(backend, settings.model)
         self.door = Admission(limits.requests, limits.greed if len(settings.keys) > 1 else None)
-        self.measure, self.pressure = resident, 0.0  # this process's memory, and the share of its limit last in use
+        # this process's memory, and the share of its limit last in use
+        self.measure = resident
+        self.pressure = 0.0
         self.apart = Apart(
-            tokenizer, limits.text_processes, limits.template_seconds, limits.text_seconds, limits.text_bytes
+            tokenizer,
+            limits.text_processes,
+            limits.template_seconds,
+            limits.text_seconds,
+            limits.text_bytes,
         )
         self.conversations = Conversations(limits.stored_responses, limits.stored_characters)
         self.fingerprint = f"bloomery-{__version__}"
         self.started = int(time.time())
-        self.defaults = {name: value for name, value in tokenizer.defaults.items() if name in SAMPLING}
+        self.defaults = {
+            name: value for name, value in tokenizer.defaults.items() if name in SAMPLING
+        }
 
     # ---- may it be done ------------------------------------------------------------------------
 
@@ -96,7 +112,9 @@ class Service:
     def admit(self, sequences: int, key: str = "") -> Ticket:
         most = min(self.limits.fan_out, self.limits.requests)
         if sequences > most:
-            raise InvalidRequest(f"{sequences} answers (prompts x n) were asked for, at most {most} are allowed", "n")
+            raise InvalidRequest(
+                f"{sequences} answers (prompts x n) were asked for, at most {most} are allowed", "n"
+            )
         self.knock(key, sequences)
         return self.door.enter(sequences, self.prompt_rate, key)
 
@@ -126,7 +144,9 @@ class Service:
 
     @property
     def waiting_tokens(self) -> int:
-        return self.limits.waiting_tokens or 8 * self.capacity.max_length * self.capacity.max_sequences
+        return (
+            self.limits.waiting_tokens or 8 * self.capacity.max_length * self.capacity.max_sequences
+        )
 
     def check_model(self, name: str | None) -> None:
         settings = self.settings

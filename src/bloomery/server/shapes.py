@@ -12,7 +12,10 @@ from typing import Any
 Shape = Any
 
 LOGPROB: Shape = {"token": "string", "logprob": "number", "bytes": ["integer"]}
-CHAT_LOGPROBS: Shape = ({"content": [{**LOGPROB, "top_logprobs": [LOGPROB]}], "refusal": "null"}, "null")
+CHAT_LOGPROBS: Shape = (
+    {"content": [{**LOGPROB, "top_logprobs": [LOGPROB]}], "refusal": "null"},
+    "null",
+)
 TEXT_LOGPROBS: Shape = (
     {
         "tokens": ["string"],
@@ -89,9 +92,18 @@ EMBEDDINGS: Shape = {
     "model": "string",
     "usage": {"prompt_tokens total_tokens": "integer"},
 }
-MODEL: Shape = {"id object": "string", "created": "integer", "owned_by": "string", "max_model_len": "integer?"}
+MODEL: Shape = {
+    "id object": "string",
+    "created": "integer",
+    "owned_by": "string",
+    "max_model_len": "integer?",
+}
 MODELS: Shape = {"object": "string", "data": [MODEL]}
-TOKENS: Shape = {"count max_model_len": "integer", "tokens": ["integer"], "token_strs": (["string"], "null")}
+TOKENS: Shape = {
+    "count max_model_len": "integer",
+    "tokens": ["integer"],
+    "token_strs": (["string"], "null"),
+}
 INFO: Shape = {
     "model_id": "string",
     "max_concurrent_requests": "integer",

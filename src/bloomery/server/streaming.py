@@ -32,7 +32,8 @@ class Watch:
     """Ends the work under it when its time is up, when the client has left, or when told to: by that exception."""
 
     def __init__(self, receive: Receive, deadline: float):
-        self._receive, self._scope = receive, asyncio.timeout_at(deadline)
+        self._receive = receive
+        self._scope = asyncio.timeout_at(deadline)
         self._reason: Exception | None = None  # None: its time is up
 
     async def __aenter__(self) -> Self:
@@ -72,8 +73,11 @@ class EventStream:
         stall: float,
         headers: Mapping[str, str],
     ):
-        self.events, self.failed, self.deadline = events, failed, deadline
-        self.keepalive, self.stall = keepalive, stall
+        self.events = events
+        self.failed = failed
+        self.deadline = deadline
+        self.keepalive = keepalive
+        self.stall = stall
         self.headers = MutableHeaders(dict(headers))
         self.status_code = 200
         self.started = self.sending = False
@@ -81,7 +85,8 @@ class EventStream:
         self.comment: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.send, self.loop = send, asyncio.get_running_loop()
+        self.send = send
+        self.loop = asyncio.get_running_loop()
         self.touched = self.loop.time()
         last = b""
         try:
@@ -108,14 +113,23 @@ class EventStream:
     async def _write(self, data: bytes) -> None:
         if not self.started:
             self.started = True
-            await self.send({"type": "http.response.start", "status": self.status_code, "headers": self.headers.raw})
-        self.sending, self.touched = True, self.loop.time()
+            await self.send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.headers.raw,
+                }
+            )
+        self.sending = True
+        self.touched = self.loop.time()
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
-        self.sending, self.touched = False, self.loop.time()
+        self.sending = False
+        self.touched = self.loop.time()
 
     def _arm(self, watch: Watch) -> None:
         """One timer a stream, not one a token: it looks how long ago something happened and comes back when due."""
-        due, now = self.touched + (self.stall if self.sending else self.keepalive), self.loop.time()
+        due = self.touched + (self.stall if self.sending else self.keepalive)
+        now = self.loop.time()
         self.timer = self.loop.call_at(
             max(min(due, now + self.keepalive, now + self.stall), now + 0.001), self._look, watch
         )

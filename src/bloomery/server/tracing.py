@@ -32,7 +32,8 @@ class Traces:
         """`provider`: an opentelemetry.sdk.trace.TracerProvider."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self.provider, self.tracer = provider, provider.get_tracer("bloomery", __version__)
+        self.provider = provider
+        self.tracer = provider.get_tracer("bloomery", __version__)
         self.context = TraceContextTextMapPropagator()
 
     def record(self, call: Call, status: int) -> None:
@@ -40,14 +41,19 @@ class Traces:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         operation = OPERATIONS.get(call.route.path, "text_completion")
-        ended, model = time.monotonic(), call.service.settings.model
-        offset = time.time_ns() - time.monotonic_ns()  # one for all, so that moments keep their order and distances
+        ended = time.monotonic()
+        model = call.service.settings.model
+        offset = (
+            time.time_ns() - time.monotonic_ns()
+        )  # one for all, so that moments keep their order and distances
 
         def wall(moment: float) -> int:
             """In nanoseconds since 1970."""
             return offset + int(moment * 1e9)
 
-        parent = self.context.extract({name: call.headers.get(name, "") for name in ("traceparent", "tracestate")})
+        parent = self.context.extract(
+            {name: call.headers.get(name, "") for name in ("traceparent", "tracestate")}
+        )
         span = self.tracer.start_span(
             f"{operation} {model}",
             parent,
@@ -76,16 +82,21 @@ def traces_to(endpoint: str, service: str) -> Traces:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise ConfigError("otlp_endpoint needs OpenTelemetry: pip install 'bloomery[otel]'") from None
+        raise ConfigError(
+            "otlp_endpoint needs OpenTelemetry: pip install 'bloomery[otel]'"
+        ) from None
     url = endpoint.rstrip("/")
-    provider = TracerProvider(resource=Resource.create({"service.name": service, "service.version": __version__}))
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": service, "service.version": __version__})
+    )
     exporter = OTLPSpanExporter(endpoint=url if url.endswith("/v1/traces") else f"{url}/v1/traces")
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Traces(provider)
 
 
 def attributes(call: Call, status: int) -> dict[str, Any]:
-    facts, settings = call.facts, call.service.settings
+    facts = call.facts
+    settings = call.service.settings
     found: dict[str, Any] = {
         "gen_ai.provider.name": "bloomery",
         "gen_ai.request.model": settings.model,
@@ -102,7 +113,9 @@ def attributes(call: Call, status: int) -> dict[str, Any]:
         "bloomery.request.id": call.id,
     }
     if call.params is not None:
-        found |= {f"gen_ai.request.{name}": getattr(call.params, ours) for ours, name in ASKED.items()}
+        found |= {
+            f"gen_ai.request.{name}": getattr(call.params, ours) for ours, name in ASKED.items()
+        }
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -33,7 +33,9 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: Reason | None = None
-    stop_reason: int | str | None = None  # the stop string or stop id that ended it; None for end of sequence
+    stop_reason: int | str | None = (
+        None  # the stop string or stop id that ended it; None for end of sequence
+    )
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
 
@@ -76,13 +78,15 @@ class Answer:
 
     def take(self, news: Tokens) -> Delta:
         """Fold the news in. If a stop string ends the answer, what came after it is dropped."""
-        ids, text = news.ids, ""
+        ids = news.ids
+        text = ""
         if self.stream is not None:
             before = self.stream.consumed
             text = self.stream.push(ids)
             if self.stream.stopped is not None:
                 ids = ids[: self.stream.consumed - before]
-                self.finish_reason, self.stop_reason = "stop", self.stream.stopped
+                self.finish_reason = "stop"
+                self.stop_reason = self.stream.stopped
         self.token_ids += ids
         logprobs = news.logprobs[: len(ids)]
         self.logprobs += logprobs
@@ -93,7 +97,9 @@ class Answer:
 
     def gain(self, news: Tokens) -> bool:
         """What `take` does with ids that nobody looks at before the end. False, and nothing done, if there is more."""
-        more = news.finish or news.logprobs or not news.position or self.stream or self.finish_reason
+        more = (
+            news.finish or news.logprobs or not news.position or self.stream or self.finish_reason
+        )
         if not more:
             self.token_ids += news.ids
         return not more
@@ -121,13 +127,17 @@ class Generation:
         requests: Sequence[Request],
         tokenizer: Tokenizer | None,
     ):
-        self.id, self.prompt, self.params, self.tokenizer = id, prompt, params, tokenizer
+        self.id = id
+        self.prompt = prompt
+        self.params = params
+        self.tokenizer = tokenizer
         self.prompt_ids = requests[0].prompt
         self.cached = 0
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         eos_ids = tokenizer.eos_ids if tokenizer else ()
         self.answers = {
-            request.id: Answer(i, request, eos_ids, self._stream(request)) for i, request in enumerate(requests)
+            request.id: Answer(i, request, eos_ids, self._stream(request))
+            for i, request in enumerate(requests)
         }
 
     def _stream(self, request: Request) -> TextStream | None:
@@ -161,7 +171,10 @@ class Generation:
         answers = list(self.answers.values())
         if len(answers) == self.params.n:
             return answers
-        return [answers[i] for i in choose([answer.cumulative_logprob for answer in answers], self.params.n)]
+        return [
+            answers[i]
+            for i in choose([answer.cumulative_logprob for answer in answers], self.params.n)
+        ]
 
     def output(self) -> RequestOutput:
         return RequestOutput(
@@ -169,7 +182,9 @@ class Generation:
             self.prompt,
             list(self.prompt_ids),
             [self._completion(index, answer) for index, answer in enumerate(self.best())],
-            None if self.params.prompt_logprobs is None else [None, *map(self._logprobs, self.prompt_logprobs)],
+            None
+            if self.params.prompt_logprobs is None
+            else [None, *map(self._logprobs, self.prompt_logprobs)],
             self.finished,
             self.cached,
         )
@@ -192,6 +207,9 @@ class Generation:
         def text(token: int) -> str:
             return self.tokenizer.token_text(token) if self.tokenizer else ""
 
-        found = {token: Logprob(value, rank, text(token)) for rank, (token, value) in enumerate(entry.top, 1)}
+        found = {
+            token: Logprob(value, rank, text(token))
+            for rank, (token, value) in enumerate(entry.top, 1)
+        }
         found.setdefault(entry.token, Logprob(entry.logprob, entry.rank, text(entry.token)))
         return found

@@ -96,8 +96,10 @@ class Apart:
         text_seconds: float = 10.0,
         memory: int = 1 << 30,
     ):
-        self.tokenizer, self.limits = tokenizer, (template_seconds, text_seconds, memory)
-        self.template_seconds, self.text_seconds = template_seconds, text_seconds
+        self.tokenizer = tokenizer
+        self.limits = (template_seconds, text_seconds, memory)
+        self.template_seconds = template_seconds
+        self.text_seconds = text_seconds
         self.places = asyncio.Semaphore(processes)
         self.idle: list[Hand] = []
         self.vocabulary: int | None = None  # a descriptor
@@ -106,7 +108,9 @@ class Apart:
     async def encode(self, text: str, add_special: bool, field: str = "prompt") -> list[int]:
         return (await self._run(Encode(text, add_special), self.text_seconds, field)).ids
 
-    async def pieces(self, text: str, add_special: bool, last: int | None = None, field: str = "inputs") -> bytes:
+    async def pieces(
+        self, text: str, add_special: bool, last: int | None = None, field: str = "inputs"
+    ) -> bytes:
         return (await self._run(Pieces(text, add_special, last), self.text_seconds, field)).pieces
 
     async def decode(self, ids: list[int]) -> str:
@@ -147,10 +151,18 @@ class Apart:
                 async with asyncio.timeout(WAITING * seconds):
                     answer = await hand.ask(task)
             except (OSError, EOFError, TimeoutError):
-                await asyncio.to_thread(hand.end)  # the system takes a while to clear up after a large process
-                what = "the chat template did not come to an end" if field == "messages" else "the text takes too long"
+                await asyncio.to_thread(
+                    hand.end
+                )  # the system takes a while to clear up after a large process
+                what = (
+                    "the chat template did not come to an end"
+                    if field == "messages"
+                    else "the text takes too long"
+                )
                 kind = TemplateError if field == "messages" else InvalidRequest
-                raise kind(f"{what}: it may use {seconds:g} s and a bounded amount of memory", field) from None
+                raise kind(
+                    f"{what}: it may use {seconds:g} s and a bounded amount of memory", field
+                ) from None
             except BaseException:
                 hand.end()  # an answer nobody waits for may still come
                 raise
@@ -166,9 +178,17 @@ class Apart:
         with theirs:
             descriptors = theirs.fileno(), self.vocabulary
             process = subprocess.Popen(
-                [sys.executable, "-m", "bloomery.text.apart", *map(str, (*descriptors, *self.limits))],
-                stdin=subprocess.DEVNULL, pass_fds=descriptors, process_group=0, env=child_environment(),
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "bloomery.text.apart",
+                    *map(str, (*descriptors, *self.limits)),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                process_group=0,
+                env=child_environment(),
+            )
         ours.setblocking(False)
         return Hand(process, ours)
 
@@ -177,7 +197,8 @@ class Hand:
     """One child, as its parent holds it."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket):
-        self.process, self.line = process, line
+        self.process = process
+        self.line = line
 
     async def ask(self, task: Task) -> Done | Refused:
         body = ENCODER.encode(task)
@@ -188,7 +209,9 @@ class Hand:
     async def _read(self, size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
-            part = await asyncio.get_running_loop().sock_recv(self.line, min(size - len(data), CHUNK))
+            part = await asyncio.get_running_loop().sock_recv(
+                self.line, min(size - len(data), CHUNK)
+            )
             if not part:
                 raise EOFError
             data += part
@@ -202,7 +225,9 @@ class Hand:
 
 def packed(tokenizer: Tokenizer) -> int:
     """A descriptor of all that a child must know, in memory where the system can do that."""
-    known = Vocabulary(tokenizer.backend.to_str(), dict(tokenizer.chat_templates), dict(tokenizer.special_tokens))
+    known = Vocabulary(
+        tokenizer.backend.to_str(), dict(tokenizer.chat_templates), dict(tokenizer.special_tokens)
+    )
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("vocabulary")
     else:
@@ -216,7 +241,9 @@ def packed(tokenizer: Tokenizer) -> int:
 # ---- the child ---------------------------------------------------------------------------------------
 
 
-def main(tasks: int, vocabulary: int, template_seconds: float, text_seconds: float, memory: int) -> None:
+def main(
+    tasks: int, vocabulary: int, template_seconds: float, text_seconds: float, memory: int
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # in the middle of a task, too
@@ -239,7 +266,8 @@ def main(tasks: int, vocabulary: int, template_seconds: float, text_seconds: flo
         while head := stream.read(LENGTH.size):
             task = TASKS.decode(stream.read(LENGTH.unpack(head)[0]))
             signal.setitimer(
-                signal.ITIMER_PROF, template_seconds if isinstance(task, Conversation) else text_seconds
+                signal.ITIMER_PROF,
+                template_seconds if isinstance(task, Conversation) else text_seconds,
             )  # whose signal nobody handles
             answer = ENCODER.encode(work(tokenizer, task))
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -291,4 +319,6 @@ def work(tokenizer: Tokenizer, task: Task) -> Done | Refused:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))
+    main(
+        int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
+    )

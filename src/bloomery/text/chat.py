@@ -91,7 +91,9 @@ def render_template(
             "continue_final_message",
         )
     chat = [_with_reasoning(message) for message in _plain(messages, "messages")]
-    if any(isinstance(message.get("content"), list) for message in chat) and not reads_parts(template):
+    if any(isinstance(message.get("content"), list) for message in chat) and not reads_parts(
+        template
+    ):
         chat = [{**message, "content": _joined(message.get("content"))} for message in chat]
     final = _mark_final(chat, template) if continue_final_message else ""
     values = {
@@ -114,13 +116,17 @@ def _run(template: str, values: Mapping[str, Any], limit: int) -> str:
             parts.append(part)
             size += len(part)
             if size > limit:
-                raise TemplateError(f"the chat template wrote more than {limit} characters", "messages")
+                raise TemplateError(
+                    f"the chat template wrote more than {limit} characters", "messages"
+                )
     except TemplateError:
         raise
     except JinjaError as error:  # what the template itself has to say, or a name it does not find
         raise TemplateError(str(error.message or error), "messages") from error
     except Exception as error:
-        raise TemplateError(f"the chat template cannot handle these messages: {error}", "messages") from error
+        raise TemplateError(
+            f"the chat template cannot handle these messages: {error}", "messages"
+        ) from error
     return "".join(parts)
 
 
@@ -149,7 +155,8 @@ def _with_reasoning(message: Any) -> dict[str, Any]:
     """Templates read a message's reasoning under one of three names: whichever is given, all find it."""
     if not isinstance(message, dict):
         raise TemplateError(
-            f"a message must be an object with role and content, not {type(message).__name__}", "messages"
+            f"a message must be an object with role and content, not {type(message).__name__}",
+            "messages",
         )
     names = ("reasoning_content", "thinking", "reasoning")
     found = next((message[name] for name in names if message.get(name) is not None), None)
@@ -162,7 +169,9 @@ def _joined(content: Any) -> Any:
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise TemplateError(f"the model reads text only, and a message has a part of type {kind!r}", "messages")
+            raise TemplateError(
+                f"the model reads text only, and a message has a part of type {kind!r}", "messages"
+            )
     return "".join(part["text"] for part in content)
 
 
@@ -171,10 +180,17 @@ def reads_parts(template: str) -> bool:
     """Whether a template takes content given as a list of parts. Asked by trying: many print the list as it is."""
     probe = "a4f1c9"
     message = {"role": "user", "content": [{"type": "text", "text": probe}]}
-    values = {"messages": [message], "tools": None, "documents": None, "add_generation_prompt": True}
+    values = {
+        "messages": [message],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+    }
     tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
     try:
-        text = _run(template, {**values, **tokens, "strftime_now": datetime(2000, 1, 1).strftime}, LIMIT)
+        text = _run(
+            template, {**values, **tokens, "strftime_now": datetime(2000, 1, 1).strftime}, LIMIT
+        )
     except TemplateError:
         return False
     return probe in text and f"'{probe}'" not in text and f'"{probe}"' not in text
@@ -196,14 +212,17 @@ def _mark_final(chat: list[dict[str, Any]], template: str) -> str:
             text: str = part["text"]
             part["text"] += _MARK
             return text
-    raise TemplateError("continue_final_message is set, but the last message has no text to continue", "messages")
+    raise TemplateError(
+        "continue_final_message is set, but the last message has no text to continue", "messages"
+    )
 
 
 def _cut_at_mark(text: str, final: str) -> str:
     at = text.rfind(_MARK.strip())
     if at < 0 or final.strip() not in text:
         raise TemplateError(
-            "the chat template does not show the last message whole: it cannot be continued", "messages"
+            "the chat template does not show the last message whole: it cannot be continued",
+            "messages",
         )
     return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
 
@@ -218,7 +237,9 @@ def compile_template(template: str, limit: int = LIMIT) -> Template:
         return environment.from_string(template)
     except (TemplateSyntaxError, RecursionError) as error:
         line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        raise TemplateError(f"the chat template is not valid Jinja{line}: {error}", "chat_template") from error
+        raise TemplateError(
+            f"the chat template is not valid Jinja{line}: {error}", "chat_template"
+        ) from error
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -227,27 +248,45 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
     def __init__(self, limit: int):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
         self.limit = limit
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise_exception, "dict": _Dict(), "namespace": _Namespace}
-        self.filters |= {"tojson": _to_json, "center": self._bounded(do_center), "indent": self._bounded(do_indent)}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "dict": _Dict(),
+            "namespace": _Namespace,
+        }
+        self.filters |= {
+            "tojson": _to_json,
+            "center": self._bounded(do_center),
+            "indent": self._bounded(do_indent),
+        }
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if _size_after(operator, left, right) > self.limit:
-            raise SecurityError(f"the chat template's {operator!r} would make a value of more than {self.limit}")
+            raise SecurityError(
+                f"the chat template's {operator!r} would make a value of more than {self.limit}"
+            )
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         text = getattr(obj, "__self__", None)
         if isinstance(text, str):  # center, ljust, rjust, zfill, expandtabs, format
-            width = self.limit + 1 if obj.__name__.startswith("format") and re.search(r"\d{6}", text) else 0
+            width = (
+                self.limit + 1
+                if obj.__name__.startswith("format") and re.search(r"\d{6}", text)
+                else 0
+            )
             self._check_widths(width, *args, *kwargs.values())
         return super().call(context, obj, *args, **kwargs)
 
     def _check_widths(self, *values: Any) -> None:
         if any(isinstance(value, int) and value > self.limit for value in values):
-            raise SecurityError(f"the chat template asks for a text of more than {self.limit} characters")
+            raise SecurityError(
+                f"the chat template asks for a text of more than {self.limit} characters"
+            )
 
     def _bounded(self, filter: Callable[..., str]) -> Callable[..., str]:
         def bounded(*args: Any, **kwargs: Any) -> str:
@@ -272,7 +311,11 @@ def _size_after(operator: str, left: Any, right: Any) -> int:
         case "**" if isinstance(left, int) and isinstance(right, int):
             return 0 if left.bit_length() * right <= INT_BITS else 1 << INT_BITS
         case "%" if isinstance(left, str):
-            return 1 << INT_BITS if re.search(r"%(\([^)]*\))?[-#0 +]*(\d{6}|\*|\d*\.(\d{6}|\*))", left) else 0
+            return (
+                1 << INT_BITS
+                if re.search(r"%(\([^)]*\))?[-#0 +]*(\d{6}|\*|\d*\.(\d{6}|\*))", left)
+                else 0
+            )
     return 0
 
 
@@ -288,7 +331,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Unlike Jinja's own, without escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 class _GenerationBlock(Extension):
@@ -332,4 +377,6 @@ class _Namespace(Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a chat template may not set {name!r}: names in a namespace cannot begin with '_'")
+        raise SecurityError(
+            f"a chat template may not set {name!r}: names in a namespace cannot begin with '_'"
+        )

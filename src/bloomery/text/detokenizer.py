@@ -18,7 +18,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True):
         spelling = tokenizer.spelling
-        self._bytes, self._opening, self._mend = tokenizer.token_bytes, spelling.opening, spelling.mend
+        self._bytes = tokenizer.token_bytes
+        self._opening = spelling.opening
+        self._mend = spelling.mend
         self._hidden = tokenizer.special_ids if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(spelling.errors)
         before = self._tail(prompt)
@@ -53,7 +55,8 @@ class Detokenizer:
     def _owned(self, text: str) -> str:
         text = self._mend(text)
         if text and self._orphans:
-            text, self._orphans = text.removeprefix(self._orphans), ""
+            text = text.removeprefix(self._orphans)
+            self._orphans = ""
         return text
 
 
@@ -66,19 +69,27 @@ class StopStrings:
     def __init__(self, stops: Iterable[str], include: bool = False):
         self.include = include
         self.found: str | None = None
-        self._stops = sorted(filter(None, stops), key=len, reverse=True)  # so that of equals the longer comes first
+        self._stops = sorted(
+            filter(None, stops), key=len, reverse=True
+        )  # so that of equals the longer comes first
         self._first = re.compile("|".join(re.escape(stop[0]) for stop in self._stops))
         self._held = ""
 
     def push(self, text: str, armed: bool = True) -> str:
         """What can be shown. A stop string that gets complete while not `armed` is text like any other."""
-        seen, text = len(self._held), self._held + text
+        seen = len(self._held)
+        text = self._held + text
         if not self._stops or self._first.search(text) is None:
             return text
-        starts = {stop: text.find(stop, max(seen - len(stop) + 1, 0)) for stop in self._stops} if armed else {}
+        starts = (
+            {stop: text.find(stop, max(seen - len(stop) + 1, 0)) for stop in self._stops}
+            if armed
+            else {}
+        )
         ends = {stop: start + len(stop) for stop, start in starts.items() if start >= 0}
         if ends:
-            self.found, self._held = min(ends, key=ends.__getitem__), ""
+            self.found = min(ends, key=ends.__getitem__)
+            self._held = ""
             return text[: ends[self.found] if self.include else starts[self.found]]
         self._held = self._beginning(text)
         return text[: len(text) - len(self._held)]
@@ -92,7 +103,8 @@ class StopStrings:
         return ""
 
     def finish(self) -> str:
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
 

@@ -21,12 +21,24 @@ from bloomery.text.pretokenizers import WORDS
 from bloomery.text.sentencepiece_model import REMEDY, metadata_of
 from bloomery.text.tokenizer import Extras, Tokenizer, add_borders
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "max_new_tokens")
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "max_new_tokens",
+)
 ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 # vocab.json and merges.txt do not say how words are cut; the class that reads them does
 WORDS_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "CodeGenTokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
-CLASS_OF_MODEL = {"gpt2": "GPT2Tokenizer", "gptj": "GPT2Tokenizer", "opt": "GPT2Tokenizer"}  # where none is named
+CLASS_OF_MODEL = {
+    "gpt2": "GPT2Tokenizer",
+    "gptj": "GPT2Tokenizer",
+    "opt": "GPT2Tokenizer",
+}  # where none is named
 
 
 def from_folder(folder: Path) -> Tokenizer:
@@ -39,8 +51,12 @@ def from_folder(folder: Path) -> Tokenizer:
         return Tokenizer(backend, _extras(folder, config, named, backend))
     except TokenizerError:
         raise
-    except Exception as error:  # the library raises nothing narrower for files it cannot make sense of
-        raise TokenizerError(f"{folder}: the tokenizer cannot be read ({error}); download it again") from error
+    except (
+        Exception
+    ) as error:  # the library raises nothing narrower for files it cannot make sense of
+        raise TokenizerError(
+            f"{folder}: the tokenizer cannot be read ({error}); download it again"
+        ) from error
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -67,18 +83,24 @@ def _backend(folder: Path, config: Mapping[str, Any], named: Mapping[str, str]) 
     if vocab.is_file() and merges.is_file():
         return _from_merges(vocab, merges, config, named)
     if pieces.is_file():
-        borders = {f"tokenizer.ggml.{key}": config.get(key) for key in ("add_bos_token", "add_eos_token")}
+        borders = {
+            f"tokenizer.ggml.{key}": config.get(key) for key in ("add_bos_token", "add_eos_token")
+        }
         return from_gguf({**metadata_of(pieces.read_bytes()), **borders}).backend
     raise TokenizerError(f"{folder}: no tokenizer.json; {REMEDY}")
 
 
-def _from_merges(vocab: Path, merges: Path, config: Mapping[str, Any], named: Mapping[str, str]) -> Backend:
+def _from_merges(
+    vocab: Path, merges: Path, config: Mapping[str, Any], named: Mapping[str, str]
+) -> Backend:
     name = config.get("tokenizer_class") or CLASS_OF_MODEL.get(
         _json(vocab.parent / "config.json").get("model_type", "")
     )
     name = str(name).removesuffix("Fast")
     if name not in WORDS_OF_CLASS:
-        raise TokenizerError(f"{vocab.parent}: vocab.json and merges.txt of the class {name}, unknown to us; {REMEDY}")
+        raise TokenizerError(
+            f"{vocab.parent}: vocab.json and merges.txt of the class {name}, unknown to us; {REMEDY}"
+        )
     words = WORDS[WORDS_OF_CLASS[name]]
     backend = Backend(BPE.from_file(str(vocab), str(merges)))
     if words.nfc:
@@ -86,7 +108,9 @@ def _from_merges(vocab: Path, merges: Path, config: Mapping[str, Any], named: Ma
     backend.pre_tokenizer = words.pre_tokenizer(bool(config.get("add_prefix_space")))
     backend.decoder = decoders.ByteLevel()
     bos, eos = (
-        backend.token_to_id(named.get(f"{border}_token", "")) if config.get(f"add_{border}_token") else None
+        backend.token_to_id(named.get(f"{border}_token", ""))
+        if config.get(f"add_{border}_token")
+        else None
         for border in ("bos", "eos")
     )
     add_borders(backend, bos, eos)
@@ -118,13 +142,17 @@ def _named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> 
 
 def _add_declared_tokens(backend: Backend, folder: Path, config: Mapping[str, Any]) -> None:
     present = {token.content for token in backend.get_added_tokens_decoder().values()}
-    declared = {int(id): dict(token) for id, token in (config.get("added_tokens_decoder") or {}).items()}
+    declared = {
+        int(id): dict(token) for id, token in (config.get("added_tokens_decoder") or {}).items()
+    }
     for text, id in _json(folder / "added_tokens.json").items():
         declared.setdefault(id, {"content": text})
     for id, token in sorted(declared.items()):
         if token["content"] in present:
             continue
-        backend.add_tokens([AddedToken(**{name: token[name] for name in ADDED_TOKEN if name in token})])
+        backend.add_tokens(
+            [AddedToken(**{name: token[name] for name in ADDED_TOKEN if name in token})]
+        )
         if backend.token_to_id(token["content"]) != id:
             raise TokenizerError(
                 f"{folder}: {token['content']!r} is declared as token {id} and would be "
@@ -135,7 +163,10 @@ def _add_declared_tokens(backend: Backend, folder: Path, config: Mapping[str, An
 def _mark_special(backend: Backend, named: Mapping[str, str], config: Mapping[str, Any]) -> None:
     """Named tokens are special where the vocabulary has them. A pad token is left: some models pad with a word."""
     present = {token.content for token in backend.get_added_tokens_decoder().values()}
-    extra = [*(config.get("additional_special_tokens") or ()), *(config.get("extra_special_tokens") or ())]
+    extra = [
+        *(config.get("additional_special_tokens") or ()),
+        *(config.get("extra_special_tokens") or ()),
+    ]
     names = [text for name, text in named.items() if name != "pad_token"]
     for text in [*names, *map(_text, extra)]:
         if text and text not in present and backend.token_to_id(text) is not None:
@@ -145,17 +176,27 @@ def _mark_special(backend: Backend, named: Mapping[str, str], config: Mapping[st
 # ---- what stands beside the vocabulary ---------------------------------------------------------
 
 
-def _extras(folder: Path, config: Mapping[str, Any], named: Mapping[str, str], backend: Backend) -> Extras:
+def _extras(
+    folder: Path, config: Mapping[str, Any], named: Mapping[str, str], backend: Backend
+) -> Extras:
     model = _json(folder / "config.json")
     generation = _json(folder / "generation_config.json")
     model = {**(model.get("text_config") or {}), **model}
 
     def ids(name: str) -> list[int]:
         found = next(
-            (said[key] for said in (generation, model) if said.get(key := f"{name}_token_id") is not None), None
+            (
+                said[key]
+                for said in (generation, model)
+                if said.get(key := f"{name}_token_id") is not None
+            ),
+            None,
         )
         token = named.get(f"{name}_token")
-        every = [*(found if isinstance(found, list) else [found]), token and backend.token_to_id(token)]
+        every = [
+            *(found if isinstance(found, list) else [found]),
+            token and backend.token_to_id(token),
+        ]
         return list(dict.fromkeys(id for id in every if isinstance(id, int) and id >= 0))
 
     return Extras(
@@ -164,7 +205,9 @@ def _extras(folder: Path, config: Mapping[str, Any], named: Mapping[str, str], b
         special_tokens=named,
         chat_templates=dict(_templates(folder, config)),
         defaults={
-            name.replace("max_new", "max"): generation[name] for name in SAMPLING if generation.get(name) is not None
+            name.replace("max_new", "max"): generation[name]
+            for name in SAMPLING
+            if generation.get(name) is not None
         },
     )
 
@@ -172,9 +215,17 @@ def _extras(folder: Path, config: Mapping[str, Any], named: Mapping[str, str], b
 def _templates(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Files of their own come before tokenizer_config.json, and that before a processor's chat_template.json."""
     files = {"default": folder / "chat_template.jinja"}
-    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
-    written = found or config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
+    files |= {
+        path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
+    found = {
+        name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()
+    }
+    written = (
+        found
+        or config.get("chat_template")
+        or _json(folder / "chat_template.json").get("chat_template")
+    )
     if isinstance(written, str):
         yield "default", written
     elif isinstance(written, dict):

@@ -19,7 +19,12 @@ from bloomery.errors import TokenizerError
 from bloomery.text.pretokenizers import WORDS, WORDS_OF_ARCHITECTURE, Words
 from bloomery.text.tokenizer import Extras, Tokenizer, add_borders
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 
 SPECIAL_TOKENS = {  # a template's name for a token -> the metadata's
     "bos_token": "bos",
@@ -32,7 +37,15 @@ SPECIAL_TOKENS = {  # a template's name for a token -> the metadata's
 }
 
 # Tokens that end a turn. One counts where the chat template writes it: files often name only the end of a document.
-TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|end_of_text|>", "<|eom_id|>")
+TURN_ENDS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+)
 
 # Nothing in a file says that a token swallows the white space after it. Phi-3's do, but for these.
 SWALLOWING: Mapping[str, tuple[str, ...]] = {"phi3": ("<unk>", "<s>", "<|endoftext|>")}
@@ -57,25 +70,35 @@ def _backend(vocabulary: _Vocabulary) -> Backend:
         if kind == "gpt2":
             backend, add_bos = _byte_level(vocabulary)
         elif kind == "llama":
-            backend, add_bos = _sentencepiece(vocabulary, _merges_of_scores(vocabulary)), True
+            backend = _sentencepiece(vocabulary, _merges_of_scores(vocabulary))
+            add_bos = True
         elif kind == "gemma4":
-            backend, add_bos = _sentencepiece(vocabulary, vocabulary.merges()), True
+            backend = _sentencepiece(vocabulary, vocabulary.merges())
+            add_bos = True
         else:
             raise TokenizerError(
                 f"the tokenizer of the GGUF file is of the kind {kind!r}; known are 'gpt2', 'llama' and 'gemma4'. "
                 "Use the model's Hugging Face folder, whose tokenizer.json says it all"
             )
-    except Exception as error:  # the library raises nothing narrower for merges of tokens that are not there
+    except (
+        Exception
+    ) as error:  # the library raises nothing narrower for merges of tokens that are not there
         if isinstance(error, TokenizerError):
             raise
-        raise TokenizerError(f"the vocabulary of the GGUF file is damaged: {error}; download it again") from error
+        raise TokenizerError(
+            f"the vocabulary of the GGUF file is damaged: {error}; download it again"
+        ) from error
     _add_tokens(backend, vocabulary)
     if backend.get_vocab_size() != len(vocabulary.tokens):
-        raise TokenizerError("the GGUF file spells several tokens alike; convert it again with a current converter")
+        raise TokenizerError(
+            "the GGUF file spells several tokens alike; convert it again with a current converter"
+        )
     said = vocabulary.get("add_bos_token")
     bos = add_bos if said is None else bool(said)
     eos = bool(vocabulary.get("add_eos_token"))
-    add_borders(backend, vocabulary.id("bos") if bos else None, vocabulary.id("eos") if eos else None)
+    add_borders(
+        backend, vocabulary.id("bos") if bos else None, vocabulary.id("eos") if eos else None
+    )
     return backend
 
 
@@ -88,8 +111,12 @@ class _Vocabulary:
         self.tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
         self.ids = {token: id for id, token in enumerate(self.tokens)}
         if not tokens or len(self.ids) != len(tokens):
-            twice = next((token for id, token in enumerate(self.tokens) if self.ids[token] != id), None)
-            raise TokenizerError(f"the GGUF file has no usable vocabulary: {len(tokens)} tokens, {twice!r} twice")
+            twice = next(
+                (token for id, token in enumerate(self.tokens) if self.ids[token] != id), None
+            )
+            raise TokenizerError(
+                f"the GGUF file has no usable vocabulary: {len(tokens)} tokens, {twice!r} twice"
+            )
         self.types = self.array("token_type", int, len(tokens)) or [NORMAL] * len(tokens)
 
     def get(self, key: str) -> Any:
@@ -100,9 +127,13 @@ class _Vocabulary:
         if found is None:
             return []
         if not isinstance(found, list) or not set(map(type, found)) <= {of}:
-            raise TokenizerError(f"tokenizer.ggml.{key} of the GGUF file is not an array of {of.__name__}")
+            raise TokenizerError(
+                f"tokenizer.ggml.{key} of the GGUF file is not an array of {of.__name__}"
+            )
         if length is not None and len(found) != length:
-            raise TokenizerError(f"the GGUF file has {length} tokens and {len(found)} values in tokenizer.ggml.{key}")
+            raise TokenizerError(
+                f"the GGUF file has {length} tokens and {len(found)} values in tokenizer.ggml.{key}"
+            )
         return found
 
     def id(self, name: str) -> int | None:
@@ -116,7 +147,9 @@ class _Vocabulary:
 
     def special(self) -> set[int]:
         named = {self.id(name) for name in ("bos", "eos", "eot", "eom")} - {None}
-        return {id for id, kind in enumerate(self.types) if kind in (CONTROL, UNKNOWN) or id in named}
+        return {
+            id for id, kind in enumerate(self.types) if kind in (CONTROL, UNKNOWN) or id in named
+        }
 
     def templates(self) -> dict[str, str]:
         found = {"default": self.metadata.get("tokenizer.chat_template")}
@@ -127,14 +160,18 @@ class _Vocabulary:
     def eos_ids(self) -> tuple[int, ...]:
         written = self.templates().get("default", "")
         ends = [self.ids[token] for token in TURN_ENDS if token in self.ids and token in written]
-        if "<|return|>" in self.ids:  # gpt-oss closes every message with <|end|> and the answer with <|return|>
+        if (
+            "<|return|>" in self.ids
+        ):  # gpt-oss closes every message with <|end|> and the answer with <|return|>
             ends = [self.ids["<|return|>"]]
         found = [self.id("eos"), self.id("eot"), self.id("eom"), *ends]
         return tuple(dict.fromkeys(id for id in found if id is not None))
 
     def extras(self) -> Extras:
         named = {name: self.id(key) for name, key in SPECIAL_TOKENS.items()}
-        sampling = {name: self.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
+        sampling = {
+            name: self.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()
+        }
         return Extras(
             bos_id=named["bos_token"],
             eos_ids=self.eos_ids(),
@@ -184,7 +221,10 @@ def _sentencepiece(vocabulary: _Vocabulary, merges: list[tuple[str, str]]) -> Ba
     special = vocabulary.special()
     backend = Backend(
         BPE(
-            {token if id in special else _marked(token): id for token, id in vocabulary.ids.items()},
+            {
+                token if id in special else _marked(token): id
+                for token, id in vocabulary.ids.items()
+            },
             merges,
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
             fuse_unk=True,
@@ -193,7 +233,9 @@ def _sentencepiece(vocabulary: _Vocabulary, merges: list[tuple[str, str]]) -> Ba
     )
     prefix = vocabulary.get("add_space_prefix") is not False
     space = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
+    )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return backend
@@ -211,7 +253,9 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """
     scores = vocabulary.array("scores", float, len(vocabulary.tokens))
     if not scores:
-        raise TokenizerError("the GGUF file's SentencePiece vocabulary has no tokenizer.ggml.scores; convert it again")
+        raise TokenizerError(
+            "the GGUF file's SentencePiece vocabulary has no tokenizer.ggml.scores; convert it again"
+        )
     types = vocabulary.types
     pieces = {
         _marked(token): 0.0 if types[id] == USER_DEFINED else -scores[id]
@@ -237,14 +281,19 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 def _add_tokens(backend: Backend, vocabulary: _Vocabulary) -> None:
     """Control tokens are special; user-defined ones are found whole in a text but are text."""
     spaces = vocabulary.get("model") != "gpt2"
-    spared = SWALLOWING.get(str(vocabulary.metadata.get("general.architecture"))) if spaces else None
+    spared = (
+        SWALLOWING.get(str(vocabulary.metadata.get("general.architecture"))) if spaces else None
+    )
     special = vocabulary.special()
-    control, plain = [], []
+    control = []
+    plain = []
     for id, token in enumerate(vocabulary.tokens):
         if id in special:
             rstrip = spared is not None and token not in spared
             control.append(AddedToken(token, special=True, normalized=False, rstrip=rstrip))
         elif vocabulary.types[id] == USER_DEFINED:
-            plain.append(AddedToken(_marked(token) if spaces else token, special=False, normalized=False))
+            plain.append(
+                AddedToken(_marked(token) if spaces else token, special=False, normalized=False)
+            )
     backend.add_special_tokens(control)
     backend.add_tokens(plain)

@@ -20,11 +20,15 @@ class Words:
     gpt2: bool = False  # then GPT-2's own pattern
     falcon: bool = False  # punctuation before GPT-2's pattern, digits in threes after it
     nfc: bool = False  # characters composed first
-    whole_words: bool = False  # a word that is in the vocabulary is one token, whatever the merges say
+    whole_words: bool = (
+        False  # a word that is in the vocabulary is one token, whatever the merges say
+    )
     add_bos: bool = False  # where the file does not say
 
     def pre_tokenizer(self, add_prefix_space: bool = False) -> PreTokenizer:
-        steps: list[PreTokenizer] = [pre_tokenizers.Split(Regex(split), "isolated") for split in self.splits]
+        steps: list[PreTokenizer] = [
+            pre_tokenizers.Split(Regex(split), "isolated") for split in self.splits
+        ]
         if self.digits:
             steps.append(pre_tokenizers.Digits(individual_digits=True))
         if self.falcon:
@@ -48,7 +52,8 @@ def _tiktoken(digits: str, marks: str = "") -> str:
 
 def _cased(digits: str, suffix: str) -> str:
     """The same, where a capital letter also begins a word."""
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     word = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{word}{upper}*{lower}+{suffix}|{word}{upper}+{lower}*{suffix}|{digits}"
@@ -104,7 +109,9 @@ WORDS: Mapping[str, Words] = {
     "tekken": Words((_cased(r"\p{N}", ""),), whole_words=True, add_bos=True),
     "gpt-4o": _O200K,
     "llama4": _O200K,
-    "deepseek-llm": Words(("[\r\n]", rf"\s?[{_CASED_LETTERS}]+", _PUNCTUATION, r"\s+$", _CJK), digits=True),
+    "deepseek-llm": Words(
+        ("[\r\n]", rf"\s?[{_CASED_LETTERS}]+", _PUNCTUATION, r"\s+$", _CJK), digits=True
+    ),
     "deepseek-coder": Words(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK), digits=True),
     "deepseek-v3": Words(_DEEPSEEK3),
 }

@@ -30,12 +30,16 @@ def metadata_of(data: bytes) -> dict[str, Any]:
     except (IndexError, KeyError, TypeError, AttributeError, ValueError, struct.error) as error:
         raise TokenizerError(f"tokenizer.model is not a SentencePiece model; {REMEDY}") from error
     if trainer.get(3) != BPE or normalizer.get(2) or normalizer.get(4, 1):
-        raise TokenizerError(f"tokenizer.model is not plain SentencePiece BPE, which is all we can follow; {REMEDY}")
+        raise TokenizerError(
+            f"tokenizer.model is not plain SentencePiece BPE, which is all we can follow; {REMEDY}"
+        )
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": [piece.get(3, 1) for piece in pieces],  # the two formats number the types alike
+        "tokenizer.ggml.token_type": [
+            piece.get(3, 1) for piece in pieces
+        ],  # the two formats number the types alike
         "tokenizer.ggml.unknown_token_id": trainer.get(40, 0),
         "tokenizer.ggml.bos_token_id": trainer.get(41, 1),
         "tokenizer.ggml.eos_token_id": trainer.get(42, 2),

@@ -37,9 +37,13 @@ class Extras:
 
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()  # any of them ends an answer
-    special_tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token ... -> text
+    special_tokens: Mapping[str, str] = field(
+        default_factory=dict
+    )  # bos_token, eos_token ... -> text
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # "default" and others by name
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling it was meant for: temperature, top_k ...
+    defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # sampling it was meant for: temperature, top_k ...
 
 
 class Tokenizer:
@@ -55,7 +59,9 @@ class Tokenizer:
         self.defaults = extras.defaults
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self.vocab_size = max(
+            backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1
+        )
         self.spelling = Spelling.of(backend)
         self._bytes = _TokenBytes(backend, self.spelling)
 
@@ -66,7 +72,10 @@ class Tokenizer:
     def pieces(self, text: str, add_special: bool = True) -> list[Piece]:
         text = _whole_characters(text)
         encoding = self.backend.encode(text, add_special_tokens=add_special)
-        return [Piece(id, text[start:stop], start, stop) for id, (start, stop) in zip(encoding.ids, encoding.offsets)]
+        return [
+            Piece(id, text[start:stop], start, stop)
+            for id, (start, stop) in zip(encoding.ids, encoding.offsets)
+        ]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         hidden = self.special_ids if skip_special else frozenset[int]()
@@ -98,7 +107,10 @@ def add_borders(backend: Backend, bos_id: int | None, eos_id: int | None) -> Non
     if ids:
         backend.post_processor = processors.TemplateProcessing(
             single=[name for name in ("bos", "$A", "eos") if name in {"$A", *ids}],
-            special_tokens=[{"id": name, "ids": [id], "tokens": [_name(backend, id)]} for name, id in ids.items()],
+            special_tokens=[
+                {"id": name, "ids": [id], "tokens": [_name(backend, id)]}
+                for name, id in ids.items()
+            ],
         )
 
 
@@ -151,7 +163,9 @@ class Spelling:
             case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0}:
                 return replace(self, opens="one" if start else self.opens)
             case {"type": "Metaspace", "replacement": str(marker)}:
-                opens: Literal["kept", "all"] = "kept" if step.get("prepend_scheme") == "never" else "all"
+                opens: Literal["kept", "all"] = (
+                    "kept" if step.get("prepend_scheme") == "never" else "all"
+                )
                 return replace(self, replaced=(*self.replaced, (marker, " ")), opens=opens)
         raise TokenizerError(
             f"the tokenizer's decoder has the step {json.dumps(step)}, which we cannot follow exactly; "
@@ -192,7 +206,9 @@ def byte_alphabet() -> dict[str, int]:
     """GPT-2's printable character for each byte: itself where it is one, otherwise the next from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _BYTE_OF = byte_alphabet()
@@ -205,7 +221,8 @@ class _TokenBytes(dict[int, bytes]):
 
     def __init__(self, backend: Backend, spelling: Spelling):
         super().__init__()
-        self.backend, self.spelling = backend, spelling
+        self.backend = backend
+        self.spelling = spelling
 
     def __missing__(self, id: int) -> bytes:
         name = _name(self.backend, id)

@@ -20,6 +20,14 @@ from bloomery.server.service import Settings
 
 def table(settings: Settings) -> tuple[Route, ...]:
     return (
-        *page.ROUTES, *generate.ROUTES, *chat.ROUTES, *completions.ROUTES, *responses.ROUTES, *messages.ROUTES,
-        *embeddings.ROUTES, *models.ROUTES, *tokens.ROUTES, *status.routes(settings.open_metrics),
-    )  # fmt: skip
+        *page.ROUTES,
+        *generate.ROUTES,
+        *chat.ROUTES,
+        *completions.ROUTES,
+        *responses.ROUTES,
+        *messages.ROUTES,
+        *embeddings.ROUTES,
+        *models.ROUTES,
+        *tokens.ROUTES,
+        *status.routes(settings.open_metrics),
+    )

@@ -64,13 +64,17 @@ def wishes(call: Call, body: ChatBody) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= call.service.limits.logprobs:
-        raise InvalidRequest(f"top_logprobs must be from 0 to {call.service.limits.logprobs}", "top_logprobs")
+        raise InvalidRequest(
+            f"top_logprobs must be from 0 to {call.service.limits.logprobs}", "top_logprobs"
+        )
     check_tools(body.tool_choice)
     if set(body.modalities or ()) - {"text"}:
         raise InvalidRequest("modalities may be text only", "modalities")
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return sampling(call, body, max_tokens=most, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+    return sampling(
+        call, body, max_tokens=most, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs
+    )
 
 
 async def prompt(call: Call, body: ChatBody) -> Prompt:
@@ -101,24 +105,35 @@ def conversation(messages: Sequence[Message], templates: Mapping[str, str]) -> l
     return plain
 
 
-def check_parts(parts: Sequence[Mapping[str, Any]], where: str, kinds: Sequence[str] = ("text",)) -> None:
+def check_parts(
+    parts: Sequence[Mapping[str, Any]], where: str, kinds: Sequence[str] = ("text",)
+) -> None:
     for index, part in enumerate(parts):
         if part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            at, kind = f"{where}[{index}]", str(part.get("type"))[:64]
-            raise InvalidRequest(f"{at} is of type {kind!r}: the model reads text only", f"{at}.type")
+            at = f"{where}[{index}]"
+            kind = str(part.get("type"))[:64]
+            raise InvalidRequest(
+                f"{at} is of type {kind!r}: the model reads text only", f"{at}.type"
+            )
 
 
 class Chat:
     """The answer as OpenAI writes it: a role first, then content, then the reason it ended."""
 
     def __init__(self, job: Job, body: ChatBody):
-        self.job, self.body, self.tokenizer = job, body, job.call.service.tokenizer
-        self.envelope = Envelope(job, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
+        self.job = job
+        self.body = body
+        self.tokenizer = job.call.service.tokenizer
+        self.envelope = Envelope(
+            job, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion"
+        )
         self.silent = not (body.logprobs or body.return_token_ids or self.envelope.always)
         self.begun: set[int] = set()
 
     def whole(self) -> dict[str, Any]:
-        scores, more, choices = self.body.prompt_logprobs, self._prompt_ids(), []
+        scores = self.body.prompt_logprobs
+        more = self._prompt_ids()
+        choices = []
         if scores is not None:
             known = self.job.generations[0].prompt_logprobs
             more["prompt_logprobs"] = prompt_logprobs(self.tokenizer, known, scores)
@@ -135,26 +150,55 @@ class Chat:
             opening = {"delta": {"role": "assistant", "content": "", "refusal": None}}
             said = self.envelope.chunk(self._choice(delta.index, opening), **more)
         if delta.text or not self.silent:
-            said += self.envelope.chunk(self._choice(delta.index, {"delta": {"content": delta.text}}, delta))
+            said += self.envelope.chunk(
+                self._choice(delta.index, {"delta": {"content": delta.text}}, delta)
+            )
         if delta.finish_reason is not None:
-            said += self.envelope.chunk(self._choice(delta.index, {"delta": {}}, None, delta.finish_reason))
+            said += self.envelope.chunk(
+                self._choice(delta.index, {"delta": {}}, None, delta.finish_reason)
+            )
         return said
 
     def _choice(
-        self, index: int, part: dict[str, Any], gained: Answer | Delta | None = None, reason: str | None = None
+        self,
+        index: int,
+        part: dict[str, Any],
+        gained: Answer | Delta | None = None,
+        reason: str | None = None,
     ) -> dict[str, Any]:
-        logprobs, ids = None, {}
+        logprobs = None
+        ids = {}
         if gained is not None and self.body.logprobs:
             logprobs = chat_logprobs(self.tokenizer, gained.logprobs, self.body.top_logprobs or 0)
         if gained is not None and self.body.return_token_ids:
             ids = {"token_ids": gained.token_ids}
-        return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason(reason), **ids}
+        return {
+            "index": index,
+            **part,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(reason),
+            **ids,
+        }
 
     def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.job.generations[0].prompt_ids} if self.body.return_token_ids else {}
+        return (
+            {"prompt_token_ids": self.job.generations[0].prompt_ids}
+            if self.body.return_token_ids
+            else {}
+        )
 
     def end(self) -> bytes:
         return self.envelope.end()
 
 
-ROUTES = (Route("/v1/chat/completions", chat_completions, openai, ChatBody, generates=True, media=BOTH, answer=CHAT),)
+ROUTES = (
+    Route(
+        "/v1/chat/completions",
+        chat_completions,
+        openai,
+        ChatBody,
+        generates=True,
+        media=BOTH,
+        answer=CHAT,
+    ),
+)

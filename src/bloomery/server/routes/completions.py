@@ -13,7 +13,14 @@ from bloomery.sampling import SamplingParams
 from bloomery.server.call import BOTH, Call, Route
 from bloomery.server.errors import openai
 from bloomery.server.generation import Ask, Job
-from bloomery.server.routes.openai import Envelope, GenerationBody, finish_reason, prompt_logprobs, sampling, value
+from bloomery.server.routes.openai import (
+    Envelope,
+    GenerationBody,
+    finish_reason,
+    prompt_logprobs,
+    sampling,
+    value,
+)
 from bloomery.server.service import Prompt, Service
 from bloomery.server.shapes import COMPLETION
 from bloomery.text.answer import Delta
@@ -40,7 +47,10 @@ async def completions(call: Call) -> ASGIApp:
     params = wishes(call, body)
     prompts = several(body.prompt)
     ticket = call.admit(len(prompts) * params.children)
-    asks = [Ask(await ids_of(call.service, prompt, body.add_special_tokens), params) for prompt in prompts]
+    asks = [
+        Ask(await ids_of(call.service, prompt, body.add_special_tokens), params)
+        for prompt in prompts
+    ]
     job = Job(call, ticket, asks)
     job.silent = body.max_tokens == 0
     return await job.answer(Completion(job, body), body.stream)
@@ -48,12 +58,30 @@ async def completions(call: Call) -> ASGIApp:
 
 def wishes(call: Call, body: CompletionBody) -> SamplingParams:
     if body.stream and (body.best_of or 1) > (body.n or 1):
-        raise InvalidRequest("best_of is chosen from whole answers and cannot be streamed", "best_of")
+        raise InvalidRequest(
+            "best_of is chosen from whole answers and cannot be streamed", "best_of"
+        )
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens must be at least 1, or 0 with echo: true", "max_tokens")
-    most = 16 if body.max_tokens is None else max(body.max_tokens, 1) if body.max_tokens >= 0 else body.max_tokens
-    prompt = [count for count in (body.logprobs if body.echo else None, body.prompt_logprobs) if count is not None]
-    return sampling(call, body, max_tokens=most, logprobs=body.logprobs, prompt_logprobs=max(prompt, default=None))
+    most = (
+        16
+        if body.max_tokens is None
+        else max(body.max_tokens, 1)
+        if body.max_tokens >= 0
+        else body.max_tokens
+    )
+    prompt = [
+        count
+        for count in (body.logprobs if body.echo else None, body.prompt_logprobs)
+        if count is not None
+    ]
+    return sampling(
+        call,
+        body,
+        max_tokens=most,
+        logprobs=body.logprobs,
+        prompt_logprobs=max(prompt, default=None),
+    )
 
 
 def several(prompt: str | list[Any], field: str = "prompt") -> list[str | list[Any]]:
@@ -65,7 +93,9 @@ def several(prompt: str | list[Any], field: str = "prompt") -> list[str | list[A
     return prompt
 
 
-async def ids_of(service: Service, prompt: str | list[Any], add_special: bool | None, field: str = "prompt") -> Prompt:
+async def ids_of(
+    service: Service, prompt: str | list[Any], add_special: bool | None, field: str = "prompt"
+) -> Prompt:
     if isinstance(prompt, str):
         return await service.encode(prompt, add_special is not False, field)
     service.check_size(len(prompt), field)
@@ -76,16 +106,27 @@ class Completion:
     """The answer as OpenAI writes it, with the prompt before it where echo asks for that."""
 
     def __init__(self, job: Job, body: CompletionBody):
-        self.job, self.body, self.tokenizer = job, body, job.call.service.tokenizer
+        self.job = job
+        self.body = body
+        self.tokenizer = job.call.service.tokenizer
         self.envelope = Envelope(job, body, "cmpl", "text_completion")
-        self.quiet = body.logprobs is None and not body.return_token_ids and not self.envelope.always
+        self.quiet = (
+            body.logprobs is None and not body.return_token_ids and not self.envelope.always
+        )
         self.offsets: dict[int, int] = {}  # characters so far, by choice; present once it has begun
 
     def whole(self) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(self.job.answers):
-            number, scores = index // (self.body.n or 1), self.body.prompt_logprobs
-            gained = Delta(index, answer.text, tuple(answer.token_ids), tuple(answer.logprobs), answer.finish_reason)
+            number = index // (self.body.n or 1)
+            scores = self.body.prompt_logprobs
+            gained = Delta(
+                index,
+                answer.text,
+                tuple(answer.token_ids),
+                tuple(answer.logprobs),
+                answer.finish_reason,
+            )
             choice = self._choice(number, index, gained)
             if scores is not None:
                 known = self.job.generations[number].prompt_logprobs
@@ -107,12 +148,14 @@ class Completion:
         """What a choice gains: all of it, or one chunk."""
         if self.job.silent:
             gained = Delta(gained.index, "", (), (), gained.finish_reason and "length")
-        first, generation = index not in self.offsets, self.job.generations[number]
+        first = index not in self.offsets
+        generation = self.job.generations[number]
         prompt = generation.prompt_ids
         echoed = prompt if first and self.body.echo else ()
         self.offsets.setdefault(index, 0)
         text = self._echo(number, prompt) + gained.text if echoed else gained.text
-        logprobs, ids = None, {}
+        logprobs = None
+        ids = {}
         if self.body.logprobs is not None:
             before = generation.prompt_logprobs if echoed else ()
             logprobs = self._logprobs(index, echoed, [*before, *gained.logprobs])
@@ -124,11 +167,19 @@ class Completion:
     def _echo(self, number: int, prompt: Sequence[int]) -> str:
         text = self.job.asks[number].prompt.text
         whole = self.body.truncate_prompt_tokens is None
-        return text if text is not None and whole else self.tokenizer.decode(prompt, skip_special=False)
+        return (
+            text
+            if text is not None and whole
+            else self.tokenizer.decode(prompt, skip_special=False)
+        )
 
-    def _logprobs(self, index: int, echoed: Sequence[int], entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(
+        self, index: int, echoed: Sequence[int], entries: Sequence[TokenLogprob]
+    ) -> dict[str, Any]:
         top = self.body.logprobs or 0
-        tokens = [spelled(self.tokenizer, id) for id in (*echoed[:1], *(entry.token for entry in entries))]
+        tokens = [
+            spelled(self.tokenizer, id) for id in (*echoed[:1], *(entry.token for entry in entries))
+        ]
         offsets = []
         for token in tokens:
             offsets.append(self.offsets[index])
@@ -137,7 +188,9 @@ class Completion:
         return {
             "tokens": tokens,
             "token_logprobs": [*nothing, *(value(entry.logprob) for entry in entries)],
-            "top_logprobs": [*nothing, *(self._best(entry, top) for entry in entries)] if top else None,
+            "top_logprobs": [*nothing, *(self._best(entry, top) for entry in entries)]
+            if top
+            else None,
             "text_offset": offsets,
         }
 
@@ -158,4 +211,14 @@ def spelled(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-ROUTES = (Route("/v1/completions", completions, openai, CompletionBody, generates=True, media=BOTH, answer=COMPLETION),)
+ROUTES = (
+    Route(
+        "/v1/completions",
+        completions,
+        openai,
+        CompletionBody,
+        generates=True,
+        media=BOTH,
+        answer=COMPLETION,
+    ),
+)

@@ -46,27 +46,42 @@ async def embeddings(call: Call) -> ASGIApp:
     inputs = several(body.input, "input")
     if len(inputs) > MOST:
         raise InvalidRequest(f"input may have at most {MOST} entries, not {len(inputs)}", "input")
-    together = min(len(inputs), call.service.limits.fan_out)  # more than these go one batch after the other
+    together = min(
+        len(inputs), call.service.limits.fan_out
+    )  # more than these go one batch after the other
     ticket = call.admit(together)
-    service, found = call.service, dict[str, Sequence[float]]()
+    service = call.service
+    found = dict[str, Sequence[float]]()
     async with Watch(call.receive, call.deadline):
-        made = [await request(call, index, text, body, len(inputs)) for index, text in enumerate(inputs)]
+        made = [
+            await request(call, index, text, body, len(inputs)) for index, text in enumerate(inputs)
+        ]
         tokens = sum(len(one.prompt) for one in made)
-        ticket.wait(tokens, service.waiting_tokens, service.prompt_rate, lambda: service.abort(made))
+        ticket.wait(
+            tokens, service.waiting_tokens, service.prompt_rate, lambda: service.abort(made)
+        )
         for first in range(0, len(made), together):
             found |= await collected(call, ticket, made[first : first + together])
     call.timings.last = time.monotonic()
     call.service.metrics.embed(call.timings, tokens)
     call.facts |= {"prompt_tokens": tokens, "inputs": len(made)}
     data = [
-        {"object": "embedding", "index": index, "embedding": written(found[one.id], body.encoding_format)}
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": written(found[one.id], body.encoding_format),
+        }
         for index, one in enumerate(made)
     ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return call.json({"object": "list", "data": data, "model": call.service.settings.model, "usage": usage})
+    return call.json(
+        {"object": "list", "data": data, "model": call.service.settings.model, "usage": usage}
+    )
 
 
-async def request(call: Call, index: int, text: str | list[Any], body: EmbeddingBody, count: int) -> Request:
+async def request(
+    call: Call, index: int, text: str | list[Any], body: EmbeddingBody, count: int
+) -> Request:
     service = call.service
     try:
         prompt = await ids_of(service, text, body.add_special_tokens, "input")
@@ -85,7 +100,9 @@ async def request(call: Call, index: int, text: str | list[Any], body: Embedding
         raise
 
 
-async def collected(call: Call, ticket: Ticket, made: Sequence[Request]) -> dict[str, Sequence[float]]:
+async def collected(
+    call: Call, ticket: Ticket, made: Sequence[Request]
+) -> dict[str, Sequence[float]]:
     found: dict[str, Sequence[float]] = {}
     async with aclosing(call.service.backend.stream(made)) as stream:
         async for news in stream:
@@ -104,4 +121,6 @@ def written(vector: Sequence[float], format: str | None) -> list[float] | str:
     return b64encode(packed.tobytes()).decode()
 
 
-ROUTES = (Route("/v1/embeddings", embeddings, openai, EmbeddingBody, generates=True, answer=EMBEDDINGS),)
+ROUTES = (
+    Route("/v1/embeddings", embeddings, openai, EmbeddingBody, generates=True, answer=EMBEDDINGS),
+)

@@ -164,11 +164,15 @@ def origin(job: Job, body: GenerateBody) -> dict[str, str]:
 def account(job: Job, tokens: int) -> dict[str, str]:
     """What an answer of so many tokens took: seconds in all, milliseconds in part."""
     timings = job.timings
-    total, inference = timings.last - timings.arrived, timings.last - timings.begun
+    total = timings.last - timings.arrived
+    inference = timings.last - timings.begun
     parts = {
-        "total-time": total, "validation-time": timings.submitted - timings.arrived, "queue-time": timings.queued,
-        "inference-time": inference, "time-per-token": inference / max(tokens, 1),
-    }  # fmt: skip
+        "total-time": total,
+        "validation-time": timings.submitted - timings.arrived,
+        "queue-time": timings.queued,
+        "inference-time": inference,
+        "time-per-token": inference / max(tokens, 1),
+    }
     return {
         "x-compute-time": f"{total:.6f}",
         **{f"x-{name}": str(int(max(seconds, 0.0) * 1000)) for name, seconds in parts.items()},
@@ -189,13 +193,24 @@ def wishes(call: Call, body: GenerateBody, stream: bool) -> SamplingParams:
     if not body.inputs:
         raise InvalidRequest("`inputs` cannot be empty", "inputs")
     said: dict[str, Any] = {
-        name: found for name in ("top_k", "top_p", "typical_p", "repetition_penalty", "frequency_penalty", "seed",
-                                 "priority", "deadline_ms")
+        name: found
+        for name in (
+            "top_k",
+            "top_p",
+            "typical_p",
+            "repetition_penalty",
+            "frequency_penalty",
+            "seed",
+            "priority",
+            "deadline_ms",
+        )
         if (found := getattr(given, name)) is not None
-    }  # fmt: skip
+    }
     params = SamplingParams(
         n=given.best_of or 1,
-        temperature=(1.0 if given.temperature is None else given.temperature) if given.samples else 0.0,
+        temperature=(1.0 if given.temperature is None else given.temperature)
+        if given.samples
+        else 0.0,
         stop=given.stop or None,
         include_stop_str_in_output=True,
         max_tokens=given.max_new_tokens,
@@ -208,13 +223,18 @@ def wishes(call: Call, body: GenerateBody, stream: bool) -> SamplingParams:
     return narrow(params, limits, hottest=math.inf)
 
 
-def complaints(given: Parameters, limits: Limits, stream: bool, context: int) -> Iterator[tuple[str, str]]:
+def complaints(
+    given: Parameters, limits: Limits, stream: bool, context: int
+) -> Iterator[tuple[str, str]]:
     """What TGI would say, in the order it would say it: a field and the words."""
     best_of = 1 if given.best_of is None else given.best_of
     if stream and best_of != 1:
         yield "best_of", "`best_of` != 1 is not supported when streaming tokens"
     if stream and given.decoder_input_details:
-        yield "decoder_input_details", "`decoder_input_details` == true is not supported when streaming tokens"
+        yield (
+            "decoder_input_details",
+            "`decoder_input_details` == true is not supported when streaming tokens",
+        )
     if not 0 < best_of <= limits.best_of:
         yield "best_of", f"`best_of` must be > 0 and <= {limits.best_of}. Given: {best_of}"
     if best_of > 1 and not given.samples:
@@ -235,9 +255,15 @@ def complaints(given: Parameters, limits: Limits, stream: bool, context: int) ->
     if best_of > 1 and given.seed is not None:
         yield "seed", "`seed` must not be set when `best_of` > 1"
     if not 0 <= (top := given.top_n_tokens or 0) <= limits.top_n_tokens:
-        yield "top_n_tokens", f"`top_n_tokens` must be >= 0 and <= {limits.top_n_tokens}. Given: {top}"
+        yield (
+            "top_n_tokens",
+            f"`top_n_tokens` must be >= 0 and <= {limits.top_n_tokens}. Given: {top}",
+        )
     if given.truncate is not None and not 0 < given.truncate < context:
-        yield "truncate", f"`truncate` must be strictly positive and less than {context - 1}. Given: {given.truncate}"
+        yield (
+            "truncate",
+            f"`truncate` must be strictly positive and less than {context - 1}. Given: {given.truncate}",
+        )
     if given.grammar is not None:
         yield "grammar", "grammar is not supported"
     if given.adapter_id is not None:
@@ -256,9 +282,13 @@ async def tokenized(call: Call, body: GenerateBody, params: SamplingParams) -> P
     most = params.max_tokens or 0
     if length + most > context:
         message = f"`inputs` tokens + `max_new_tokens` must be <= {context}. "
-        raise InvalidRequest(f"{message}Given: {length} `inputs` tokens and {most} `max_new_tokens`", "inputs")
+        raise InvalidRequest(
+            f"{message}Given: {length} `inputs` tokens and {most} `max_new_tokens`", "inputs"
+        )
     if length > context - 1:
-        raise InvalidRequest(f"`inputs` must have less than {context - 1} tokens. Given: {length}", "inputs")
+        raise InvalidRequest(
+            f"`inputs` must have less than {context - 1} tokens. Given: {length}", "inputs"
+        )
     return prompt
 
 
@@ -272,7 +302,8 @@ class Text:
     """The answer as TGI writes it: whole, with details on request, or an event a token numbered from 1."""
 
     def __init__(self, job: Job, body: GenerateBody):
-        self.job, self.inputs = job, body.inputs
+        self.job = job
+        self.inputs = body.inputs
         self.given = body.parameters or Parameters(do_sample=True)
         self.tokenizer = job.call.service.tokenizer
         self.index = 0
@@ -284,7 +315,10 @@ class Text:
 
     def ranked(self) -> list[Answer]:
         """By mean log-probability, the best first."""
-        return sorted(self.job.answers, key=lambda answer: -answer.cumulative_logprob / max(len(answer.logprobs), 1))
+        return sorted(
+            self.job.answers,
+            key=lambda answer: -answer.cumulative_logprob / max(len(answer.logprobs), 1),
+        )
 
     def whole(self) -> dict[str, Any]:
         best, *others = self.ranked()
@@ -293,7 +327,8 @@ class Text:
             said["details"] = self._details(best)
             if others:
                 said["details"]["best_of_sequences"] = [
-                    {"generated_text": self._text(answer), **self._details(answer)} for answer in others
+                    {"generated_text": self._text(answer), **self._details(answer)}
+                    for answer in others
                 ]
         return said
 
@@ -313,7 +348,11 @@ class Text:
 
     def _last(self) -> dict[str, Any]:
         answer = self.job.answers[0]
-        details = {**self._ending(answer), "input_length": self.job.prompt_tokens} if self.given.details else None
+        details = (
+            {**self._ending(answer), "input_length": self.job.prompt_tokens}
+            if self.given.details
+            else None
+        )
         return {"generated_text": self._text(answer), "details": details}
 
     def _text(self, answer: Answer) -> str:
@@ -328,7 +367,10 @@ class Text:
 
     def _details(self, answer: Answer) -> dict[str, Any]:
         spelling = self._spelling()
-        tokens = [self._token(entry.token, spelling.push(entry.token), entry.logprob) for entry in answer.logprobs]
+        tokens = [
+            self._token(entry.token, spelling.push(entry.token), entry.logprob)
+            for entry in answer.logprobs
+        ]
         said = {**self._ending(answer), "prefill": self._prefill(), "tokens": tokens}
         if self.given.top_n_tokens:
             said["top_tokens"] = [self._top(entry) for entry in answer.logprobs]
@@ -337,7 +379,10 @@ class Text:
     def _prefill(self) -> list[dict[str, Any]]:
         if not self.given.decoder_input_details:
             return []
-        known: Sequence[float | None] = [None, *(entry.logprob for entry in self.job.generations[0].prompt_logprobs)]
+        known: Sequence[float | None] = [
+            None,
+            *(entry.logprob for entry in self.job.generations[0].prompt_logprobs),
+        ]
         prompt = self.job.requests[0].prompt
         return [
             {"id": id, "text": self.tokenizer.token_text(id), "logprob": logprob}
@@ -345,7 +390,12 @@ class Text:
         ]
 
     def _token(self, id: int, text: str, logprob: float) -> dict[str, Any]:
-        return {"id": id, "text": text, "logprob": logprob, "special": id in self.tokenizer.special_ids}
+        return {
+            "id": id,
+            "text": text,
+            "logprob": logprob,
+            "special": id in self.tokenizer.special_ids,
+        }
 
     def _top(self, entry: TokenLogprob) -> list[dict[str, Any]]:
         best = entry.top[: self.given.top_n_tokens]
@@ -356,6 +406,14 @@ ROUTES = (
     Route("/", compatible, tgi, GenerateBody, generates=True, media=BOTH, answer=[GENERATED]),
     Route("/generate", generate, tgi, GenerateBody, generates=True, answer=GENERATED),
     Route("/generate_stream", generate_stream, tgi, GenerateBody, generates=True, media=EVENTS),
-    Route("/invocations", invocations, tgi, InvocationBody, generates=True, media=BOTH, answer=INVOCATION),
+    Route(
+        "/invocations",
+        invocations,
+        tgi,
+        InvocationBody,
+        generates=True,
+        media=BOTH,
+        answer=INVOCATION,
+    ),
     Route("/vertex", vertex, tgi, VertexBody, generates=True, answer={"predictions": ["string"]}),
 )

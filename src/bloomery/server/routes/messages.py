@@ -76,12 +76,18 @@ async def prompt(call: Call, body: CountBody) -> Prompt:
     """A last message of the assistant's is one to be continued."""
     if not body.messages:
         raise InvalidRequest("messages is empty: a conversation needs at least one", "messages")
-    plain = [] if body.system is None else [{"role": "system", "content": joined(body.system, "system")}]
+    plain = (
+        []
+        if body.system is None
+        else [{"role": "system", "content": joined(body.system, "system")}]
+    )
     plain += [
         {"role": message.role, "content": joined(message.content, f"messages[{index}].content")}
         for index, message in enumerate(body.messages)
     ]
-    return await call.service.conversation(plain, continue_final_message=plain[-1]["role"] == "assistant")
+    return await call.service.conversation(
+        plain, continue_final_message=plain[-1]["role"] == "assistant"
+    )
 
 
 def joined(content: Content, where: str) -> str:
@@ -95,7 +101,8 @@ class Message:
     """The answer as Anthropic writes it: one block of text."""
 
     def __init__(self, job: Job):
-        self.job, self.begun = job, False
+        self.job = job
+        self.begun = False
 
     @property
     def answer(self) -> Answer:
@@ -109,7 +116,9 @@ class Message:
         said = b"" if self.begun else self._begin()
         self.begun = True
         if delta.text:
-            said += self._event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
+            said += self._event(
+                "content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text}
+            )
         return said
 
     def end(self) -> bytes:
@@ -121,9 +130,15 @@ class Message:
         return event(anthropic(problem, self.job.call.id)[1], "error")
 
     def _begin(self) -> bytes:
-        empty = {"stop_reason": None, "stop_sequence": None, "usage": {**self._usage(), "output_tokens": 0}}
+        empty = {
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**self._usage(), "output_tokens": 0},
+        }
         said = self._event("message_start", message={**self._head(), "content": [], **empty})
-        said += self._event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        said += self._event(
+            "content_block_start", index=0, content_block={"type": "text", "text": ""}
+        )
         return said + self._event("ping")
 
     def _event(self, kind: str, **data: Any) -> bytes:
@@ -143,7 +158,10 @@ class Message:
         if answer.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         found = answer.stop_reason if isinstance(answer.stop_reason, str) else None
-        return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
+        return {
+            "stop_reason": "end_turn" if found is None else "stop_sequence",
+            "stop_sequence": found,
+        }
 
     def _usage(self) -> dict[str, int]:
         """Anthropic counts what was found in a cache apart."""
@@ -157,6 +175,20 @@ class Message:
 
 
 ROUTES = (
-    Route("/v1/messages", messages, anthropic, MessagesBody, generates=True, media=BOTH, answer=MESSAGE),
-    Route("/v1/messages/count_tokens", count_tokens, anthropic, CountBody, answer={"input_tokens": "integer"}),
+    Route(
+        "/v1/messages",
+        messages,
+        anthropic,
+        MessagesBody,
+        generates=True,
+        media=BOTH,
+        answer=MESSAGE,
+    ),
+    Route(
+        "/v1/messages/count_tokens",
+        count_tokens,
+        anthropic,
+        CountBody,
+        answer={"input_tokens": "integer"},
+    ),
 )

@@ -14,7 +14,12 @@ from bloomery.server.shapes import MODEL, MODELS
 async def models(call: Call) -> ASGIApp:
     """The models served here."""
     settings = call.service.settings
-    return call.json({"object": "list", "data": [about(call, name) for name in (settings.model, *settings.aliases)]})
+    return call.json(
+        {
+            "object": "list",
+            "data": [about(call, name) for name in (settings.model, *settings.aliases)],
+        }
+    )
 
 
 async def model(call: Call) -> ASGIApp:

@@ -24,7 +24,12 @@ from bloomery.text.tokenizer import Tokenizer
 TOOLS = "this server does not call tools yet; leave it out"
 GRAMMAR = "this server does not constrain its output yet; leave it out"
 ELSEWHERE = "this server generates text only; leave it out"
-APART = {"max_tokens", "logprobs", "prompt_logprobs", "logit_bias"}  # read by each route in its own way
+APART = {
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+}  # read by each route in its own way
 FIELDS = {field.name for field in fields(SamplingParams)} - APART
 
 
@@ -39,7 +44,15 @@ class GenerationBody(Body, kw_only=True):
     REFUSED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("tools", "functions", "function_call"), TOOLS),
         **dict.fromkeys(
-            ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar"), GRAMMAR
+            (
+                "guided_json",
+                "guided_regex",
+                "guided_choice",
+                "guided_grammar",
+                "structured_outputs",
+                "grammar",
+            ),
+            GRAMMAR,
         ),
         **dict.fromkeys(("audio", "prediction", "web_search_options", "prompt_embeds"), ELSEWHERE),
         "adapter_id": "this server has no adapters; leave it out",
@@ -85,11 +98,15 @@ def sampling(call: Call, body: GenerationBody, **more: Any) -> SamplingParams:
     check_labels(body.user, body.metadata, call.service.limits)
     kind = (body.response_format or {}).get("type", "text")
     if kind != "text":
-        raise InvalidRequest(f"response_format {str(kind)[:64]!r} is not supported: {GRAMMAR}", "response_format")
+        raise InvalidRequest(
+            f"response_format {str(kind)[:64]!r} is not supported: {GRAMMAR}", "response_format"
+        )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options may be given only with stream: true", "stream_options")
     if body.stream and body.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs cannot be streamed: leave out one of the two", "prompt_logprobs")
+        raise InvalidRequest(
+            "prompt_logprobs cannot be streamed: leave out one of the two", "prompt_logprobs"
+        )
     if body.logit_bias:
         more["logit_bias"] = {_token_id(name): bias for name, bias in body.logit_bias.items()}
     return wished(call, body, FIELDS, **more)
@@ -108,7 +125,9 @@ def check_tools(choice: Any) -> None:
 
 def _token_id(name: str) -> int:
     if not name.isascii() or not name.isdecimal() or len(name) > 10:
-        raise InvalidRequest(f"logit_bias is keyed by token ids, and {name[:64]!r} is none", "logit_bias")
+        raise InvalidRequest(
+            f"logit_bias is keyed by token ids, and {name[:64]!r} is none", "logit_bias"
+        )
     return int(name)
 
 
@@ -117,7 +136,8 @@ class Envelope:
 
     def __init__(self, job: Job, body: GenerationBody, id: str, kind: str):
         call = job.call
-        self.job, self.body = job, body
+        self.job = job
+        self.body = body
         self.head = {
             "id": f"{id}-{call.unique}",
             "object": kind,
@@ -126,17 +146,26 @@ class Envelope:
         }
         self.tail = {"system_fingerprint": call.service.fingerprint}
         options = body.stream_options or StreamOptions()
-        self.counts, self.always = bool(options.include_usage), bool(options.continuous_usage_stats)
+        self.counts = bool(options.include_usage)
+        self.always = bool(options.continuous_usage_stats)
 
     def whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {**self.head, "choices": choices, "usage": self.job.usage(), **self.tail, **more}
 
     def chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
-        usage = {"usage": self.job.usage() if self.always else None} if self.counts or self.always else {}
+        usage = (
+            {"usage": self.job.usage() if self.always else None}
+            if self.counts or self.always
+            else {}
+        )
         return event({**self.head, **self.tail, "choices": [choice], **usage, **more})
 
     def end(self) -> bytes:
-        usage = {**self.head, **self.tail, "choices": [], "usage": self.job.usage()} if self.counts else None
+        usage = (
+            {**self.head, **self.tail, "choices": [], "usage": self.job.usage()}
+            if self.counts
+            else None
+        )
         return (event(usage) if usage else b"") + DONE
 
 
@@ -149,26 +178,43 @@ def value(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], top: int) -> dict[str, Any]:
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], top: int
+) -> dict[str, Any]:
     def one(token: int, logprob: float) -> dict[str, Any]:
         spelled = tokenizer.token_bytes(token)
-        return {"token": spelled.decode("utf-8", "replace"), "logprob": value(logprob), "bytes": list(spelled)}
+        return {
+            "token": spelled.decode("utf-8", "replace"),
+            "logprob": value(logprob),
+            "bytes": list(spelled),
+        }
 
     content = [
-        {**one(entry.token, entry.logprob), "top_logprobs": [one(*pair) for pair in entry.top[:top]]}
+        {
+            **one(entry.token, entry.logprob),
+            "top_logprobs": [one(*pair) for pair in entry.top[:top]],
+        }
         for entry in entries
     ]
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], top: int) -> list[dict[str, Any] | None]:
+def prompt_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], top: int
+) -> list[dict[str, Any] | None]:
     """As vLLM writes them: by token id, nothing for the first."""
 
     def one(entry: TokenLogprob) -> dict[str, Any]:
-        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top[:top], 1)}
+        ranked = {
+            token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top[:top], 1)
+        }
         ranked.setdefault(entry.token, (entry.logprob, entry.rank))
         return {
-            str(token): {"logprob": value(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token)}
+            str(token): {
+                "logprob": value(logprob),
+                "rank": rank,
+                "decoded_token": tokenizer.token_text(token),
+            }
             for token, (logprob, rank) in ranked.items()
         }
 

@@ -22,7 +22,11 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-GUARDS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+GUARDS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
 FOREVER = "public, max-age=31536000, immutable"  # an asset's name holds a hash of what is in it
 WEB = Path(__file__).parent.parent / "web"
 
@@ -55,7 +59,8 @@ def contents() -> dict[str, tuple[bytes, bytes, str]]:
     """The page's files by path: as they are, compressed, their type. Read once; no path of a client's is opened."""
     found: dict[str, tuple[bytes, bytes, str]] = {}
     for path in (path for path in WEB.rglob("*") if path.is_file()):
-        data, media = path.read_bytes(), guess_type(path.name)[0] or "text/plain"
+        data = path.read_bytes()
+        media = guess_type(path.name)[0] or "text/plain"
         found[path.relative_to(WEB).as_posix()] = data, gzip.compress(data, mtime=0), media
     return found
 
@@ -68,8 +73,12 @@ async def document(call: Call) -> ASGIApp:
 async def docs(call: Call) -> ASGIApp:
     """This API, described for people."""
     text = openapi.page(openapi.document(call.service.routes, call.service.settings.keys != ()))
-    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
-    return Response(text, headers={**GUARDS, "content-security-policy": policy}, media_type="text/html")
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
+    )
+    return Response(
+        text, headers={**GUARDS, "content-security-policy": policy}, media_type="text/html"
+    )
 
 
 ROUTES = (

@@ -56,7 +56,10 @@ async def responses(call: Call) -> ASGIApp:
     ticket = call.admit(1)
     said = messages(call, body)
     opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    known = conversation([ChatMessage(**message) for message in opening + said], call.service.tokenizer.chat_templates)
+    known = conversation(
+        [ChatMessage(**message) for message in opening + said],
+        call.service.tokenizer.chat_templates,
+    )
     job = Job(call, ticket, [Ask(await call.service.conversation(known), params)])
     response = Response(job, body, said)
     return await job.answer(response, body.stream, response.failed)
@@ -67,9 +70,16 @@ def wishes(call: Call, body: ResponseBody) -> SamplingParams:
     check_labels(body.user, body.metadata, call.service.limits)
     kind = ((body.text or {}).get("format") or {}).get("type", "text")
     if kind != "text":
-        raise InvalidRequest(f"text.format {str(kind)[:64]!r} is not supported: {GRAMMAR}", "text.format")
+        raise InvalidRequest(
+            f"text.format {str(kind)[:64]!r} is not supported: {GRAMMAR}", "text.format"
+        )
     check_tools(body.tool_choice)
-    return wished(call, body, ("temperature", "top_p", "priority", "deadline_ms"), max_tokens=body.max_output_tokens)
+    return wished(
+        call,
+        body,
+        ("temperature", "top_p", "priority", "deadline_ms"),
+        max_tokens=body.max_output_tokens,
+    )
 
 
 def messages(call: Call, body: ResponseBody) -> list[dict[str, Any]]:
@@ -78,7 +88,9 @@ def messages(call: Call, body: ResponseBody) -> list[dict[str, Any]]:
     if body.previous_response_id is not None:
         found = call.service.conversations.get((call.salt, body.previous_response_id))
         if found is None:
-            message = f"the response {body.previous_response_id[:64]!r} is not, or no longer, known here"
+            message = (
+                f"the response {body.previous_response_id[:64]!r} is not, or no longer, known here"
+            )
             raise InvalidRequest(message, "previous_response_id")
         before = [dict(message) for message in found]
     if isinstance(body.input, str):
@@ -94,7 +106,9 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, str]:
         check_parts(content, f"{where}.content", TEXTS)
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise InvalidRequest(f"{where}.content must be a string or a list of text parts", f"{where}.content")
+        raise InvalidRequest(
+            f"{where}.content must be a string or a list of text parts", f"{where}.content"
+        )
     return {"role": item["role"], "content": content}
 
 
@@ -102,8 +116,11 @@ class Response:
     """The answer as a response with one message, and every event on the way to it."""
 
     def __init__(self, job: Job, body: ResponseBody, said: list[dict[str, Any]]):
-        self.job, self.body, self.said = job, body, said
-        self.id, self.item = f"resp_{job.call.unique}", f"msg_{job.call.unique}"
+        self.job = job
+        self.body = body
+        self.said = said
+        self.id = f"resp_{job.call.unique}"
+        self.item = f"msg_{job.call.unique}"
         self.number = -1
         self.begun = False
 
@@ -115,23 +132,35 @@ class Response:
         """The whole response, remembered unless the client asked not to."""
         if self.body.store is not False:
             answer = {"role": "assistant", "content": self.answer.text}
-            self.job.call.service.conversations.put((self.job.call.salt, self.id), [*self.said, answer])
+            self.job.call.service.conversations.put(
+                (self.job.call.salt, self.id), [*self.said, answer]
+            )
         cut = self.answer.finish_reason == "length"
         details = {"reason": "max_output_tokens"} if cut else None
-        return self._whole("incomplete" if cut else "completed", [self._message("completed")], details, self._usage())
+        return self._whole(
+            "incomplete" if cut else "completed",
+            [self._message("completed")],
+            details,
+            self._usage(),
+        )
 
     def delta(self, index: int, delta: Delta) -> bytes:
         said = b"" if self.begun else self._begin()
         self.begun = True
         if delta.text:
-            said += self._event("response.output_text.delta", **self._place(), delta=delta.text, logprobs=[])
+            said += self._event(
+                "response.output_text.delta", **self._place(), delta=delta.text, logprobs=[]
+            )
         return said
 
     def end(self) -> bytes:
-        text, whole = self.answer.text, self.whole()
+        text = self.answer.text
+        whole = self.whole()
         said = self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
         said += self._event("response.content_part.done", **self._place(), part=self._part(text))
-        said += self._event("response.output_item.done", output_index=0, item=self._message("completed"))
+        said += self._event(
+            "response.output_item.done", output_index=0, item=self._message("completed")
+        )
         return said + self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, problem: Problem) -> bytes:
@@ -141,8 +170,12 @@ class Response:
         started = self._whole("in_progress", [], None, None)
         said = self._event("response.created", response=started)
         said += self._event("response.in_progress", response=started)
-        said += self._event("response.output_item.added", output_index=0, item=self._message("in_progress"))
-        return said + self._event("response.content_part.added", **self._place(), part=self._part(""))
+        said += self._event(
+            "response.output_item.added", output_index=0, item=self._message("in_progress")
+        )
+        return said + self._event(
+            "response.content_part.added", **self._place(), part=self._part("")
+        )
 
     def _event(self, kind: str, **data: Any) -> bytes:
         self.number += 1
@@ -156,7 +189,13 @@ class Response:
 
     def _message(self, status: str) -> dict[str, Any]:
         content = [] if status == "in_progress" else [self._part(self.answer.text)]
-        return {"type": "message", "id": self.item, "status": status, "role": "assistant", "content": content}
+        return {
+            "type": "message",
+            "id": self.item,
+            "status": status,
+            "role": "assistant",
+            "content": content,
+        }
 
     def _usage(self) -> dict[str, Any]:
         counts = self.job.usage()
@@ -169,7 +208,9 @@ class Response:
         }
 
     def _whole(self, status: str, output: list[Any], incomplete: Any, usage: Any) -> dict[str, Any]:
-        call, body, params = self.job.call, self.body, self.job.asks[0].params
+        call = self.job.call
+        body = self.body
+        params = self.job.asks[0].params
         return {
             "id": self.id,
             "object": "response",
@@ -198,4 +239,14 @@ class Response:
         }
 
 
-ROUTES = (Route("/v1/responses", responses, openai, ResponseBody, generates=True, media=BOTH, answer=RESPONSE),)
+ROUTES = (
+    Route(
+        "/v1/responses",
+        responses,
+        openai,
+        ResponseBody,
+        generates=True,
+        media=BOTH,
+        answer=RESPONSE,
+    ),
+)

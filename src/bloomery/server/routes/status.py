@@ -24,8 +24,11 @@ async def health(call: Call) -> ASGIApp:
 
 async def ready(call: Call) -> ASGIApp:
     """What the server is doing: loading (and how far), ready, restarting, draining, failed."""
-    status, left = call.service.backend.status, call.service.backend.stats.unprepared
-    detail = status.detail or (f"{left} captures to go; until then some steps are slower" if left else "")
+    status = call.service.backend.status
+    left = call.service.backend.stats.unprepared
+    detail = status.detail or (
+        f"{left} captures to go; until then some steps are slower" if left else ""
+    )
     if call.service.settings.keys and status.state not in ("loading", "ready"):
         detail = ""  # what went wrong may name files, and who asks has shown no key
     about = {
@@ -44,7 +47,8 @@ async def live(call: Call) -> ASGIApp:
 
 async def info(call: Call) -> ASGIApp:
     """The model and the limits of this server."""
-    service, capacity = call.service, call.service.backend.capacity
+    service = call.service
+    capacity = call.service.backend.capacity
     limits = service.limits
     return call.json(
         {
@@ -63,7 +67,9 @@ async def info(call: Call) -> ASGIApp:
             "sha": None,
             "docker_label": None,
             "limits": asdict(limits),
-            **({"profiling": under} if (under := profiler()) else {}),  # so that nobody publishes its figures
+            **(
+                {"profiling": under} if (under := profiler()) else {}
+            ),  # so that nobody publishes its figures
         }
     )
 

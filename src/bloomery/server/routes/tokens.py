@@ -49,7 +49,9 @@ async def tokenize(call: Call) -> ASGIApp:
     if raw.get("messages") is not None:
         chat = call.convert(raw, ChatBody)
         call.service.check_model(chat.model)
-        return await counted(call, list((await prompt(call, chat)).ids), bool(raw.get("return_token_strs")))
+        return await counted(
+            call, list((await prompt(call, chat)).ids), bool(raw.get("return_token_strs"))
+        )
     body = call.convert(raw, TokenizeBody)
     call.service.check_model(body.model)
     if body.prompt is not None:
@@ -92,11 +94,15 @@ async def detokenize(call: Call) -> ASGIApp:
     call.service.check_model(body.model)
     call.admit(1)
     if len(body.tokens) > (most := call.service.capacity.max_length):
-        raise PromptTooLong(f"tokens may have at most {most} entries, as many as the context holds", "tokens")
+        raise PromptTooLong(
+            f"tokens may have at most {most} entries, as many as the context holds", "tokens"
+        )
     size = call.service.tokenizer.vocab_size
     for index, id in enumerate(body.tokens):
         if not 0 <= id < size:
-            raise InvalidRequest(f"tokens[{index}] must be a token id, from 0 to {size - 1}", "tokens")
+            raise InvalidRequest(
+                f"tokens[{index}] must be a token id, from 0 to {size - 1}", "tokens"
+            )
     return call.json({"prompt": await call.service.decode(body.tokens)})
 
 
@@ -118,7 +124,9 @@ async def tokenizer_info(call: Call) -> ASGIApp:
 
 
 ROUTES = (
-    Route("/tokenize", tokenize, tgi, TokenizeBody, answer=(PIECES, TOKENS, {"tokens": ["integer"]})),
+    Route(
+        "/tokenize", tokenize, tgi, TokenizeBody, answer=(PIECES, TOKENS, {"tokens": ["integer"]})
+    ),
     Route("/chat_tokenize", chat_tokenize, tgi, ChatBody, answer=CHAT_PIECES),
     Route("/detokenize", detokenize, openai, DetokenizeBody, answer={"prompt": "string"}),
     Route("/tokenizer_info", tokenizer_info, openai),
