@@ -17,9 +17,16 @@ from dataclasses import dataclass
 
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import Loop
-from bloomery.engine.policy import Aims, Fair
+from bloomery.engine.policy import Aims, FairPolicy
 from bloomery.engine.scheduler import Scheduler
-from bloomery.messages import Request, Sampled, Sampling, Step, StepOutput, Timing
+from bloomery.messages import (
+    EngineRequest,
+    SampledTokens,
+    ResolvedSampling,
+    ScheduledStep,
+    StepOutput,
+    StepTiming,
+)
 
 # tokens
 END = 2
@@ -64,9 +71,9 @@ class Imagined:
         )
         self.clock.now += seconds + more
 
-    def submit(self, step: Step) -> Later:
+    def submit(self, step: ScheduledStep) -> Later:
         self.spend(self.queued)
-        positions = len(step.going) + sum(item.count for item in step.chunks)
+        positions = len(step.decodes) + sum(item.count for item in step.chunks)
         seconds = self.fixed + self.line * positions + self.chunk * bool(step.chunks)
         begun = max(self.clock.now, self.free)
         idle = begun - self.free
@@ -74,10 +81,12 @@ class Imagined:
         self.busy = self.busy + seconds
         self.idle = self.idle + idle
         drawn = tuple(
-            [Sampled(item.sequence, (self.draw(),)) for item in step.chunks if item.samples]
+            [SampledTokens(item.sequence, (self.draw(),)) for item in step.chunks if item.samples]
         )
-        tokens = tuple([self.draw() for _ in step.going])
-        return Later(self, StepOutput(drawn, Timing(steps=1, device=seconds), tokens), self.free)
+        tokens = tuple([self.draw() for _ in step.decodes])
+        return Later(
+            self, StepOutput(drawn, StepTiming(steps=1, device=seconds), tokens), self.free
+        )
 
     def draw(self) -> int:
         return END if self.chance.random() < 1 / self.mean else OTHER
@@ -107,7 +116,7 @@ def crowd(
     clock = Clock()
     rows = 64
     device = Imagined(clock, mean, seed)
-    scheduler = Scheduler(Blocks(8000, 64, False), 8192, rows, Fair(rows, 8000, Aims()))
+    scheduler = Scheduler(Blocks(8000, 64, False), 8192, rows, FairPolicy(rows, 8000, Aims()))
     loop = kind(scheduler, device, 2, clock)  # type: ignore[arg-type]
     coming = [(device.chance.uniform(0, 0.05), number) for number in range(people)]
     heapq.heapify(coming)
@@ -124,7 +133,7 @@ def crowd(
             asked[str(number)] = when
             answer = mean if ends == "length" else LONGEST
             stops = (END,) if ends == "token" else ()
-            loop.add(Request(str(number), (1,) * PROMPT, Sampling(), answer, stops))
+            loop.add(EngineRequest(str(number), (1,) * PROMPT, ResolvedSampling(), answer, stops))
         for news in loop.step():
             tokens += len(news.ids)
             if not news.position:

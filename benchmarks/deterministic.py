@@ -36,7 +36,7 @@ def llm(args: argparse.Namespace, **options: Any) -> Any:
         "skip_tokenizer_init": True,
         "device": args.device,
         "max_model_len": 8192,
-        "max_sequences": args.sequences,
+        "max_num_seqs": args.sequences,
     }
     options = {**common, **options}
     if args.dtype:
@@ -64,7 +64,7 @@ def answers(model: Any, prompts: list[list[int]], params: list[Any]) -> Answer:
         (
             list(out.outputs[0].token_ids),
             [
-                sorted((id, entry.logprob) for id, entry in step.items())
+                sorted((id, entry.logprob) for id, entry in step.requests())
                 for step in out.outputs[0].logprobs or ()
             ],
         )
@@ -123,7 +123,7 @@ def check(args: argparse.Namespace) -> int:
     )
     compare("all at once", answers(model, prompts, params))
     del model
-    warm = llm(args, deterministic=True, enable_prefix_caching=True, max_batch_tokens=61)
+    warm = llm(args, deterministic=True, enable_prefix_caching=True, max_num_batched_tokens=61)
     compare("chunks of 61", answers(warm, prompts, params))
     compare("warm prefixes", answers(warm, prompts, params))
     worker = worker_of(warm)

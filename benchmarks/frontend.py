@@ -32,7 +32,14 @@ from bloomery.artifacts.locate import locate
 from bloomery.config import Config, Plan, ServerConfig, resolve
 from bloomery.engine.client import EngineClient
 from bloomery.engine.process import serve as run_engine
-from bloomery.messages import Capacity, Request, Sampled, Sampling, Step, StepOutput
+from bloomery.messages import (
+    EngineCapacity,
+    EngineRequest,
+    SampledTokens,
+    ResolvedSampling,
+    ScheduledStep,
+    StepOutput,
+)
 from bloomery.serve import run as run_server
 from bloomery.server.app import create_app
 from bloomery.server.service import Settings
@@ -67,13 +74,13 @@ class Ghost:
         self.pace = pace
         self.free = 0.0
 
-    def start(self, plan: object) -> Capacity:
-        return Capacity(1 << 20, BLOCK, ROWS, 1 << 16, 8192, VOCAB)
+    def start(self, plan: object) -> EngineCapacity:
+        return EngineCapacity(1 << 20, BLOCK, ROWS, 1 << 16, 8192, VOCAB)
 
-    def submit(self, step: Step) -> Spoken:
+    def submit(self, step: ScheduledStep) -> Spoken:
         self.free = max(self.free, time.monotonic()) + self.pace
-        words = [(item.sequence, item.start + item.count) for item in step.items if item.samples]
-        said = tuple([Sampled(sequence, (1000 + end * 7 % 5000,)) for sequence, end in words])
+        words = [(item.sequence, item.start + item.count) for item in step.requests if item.samples]
+        said = tuple([SampledTokens(sequence, (1000 + end * 7 % 5000,)) for sequence, end in words])
         return Spoken(self.free, StepOutput(said))
 
     def spare(self) -> int:
@@ -85,7 +92,7 @@ class Ghost:
 def plan() -> Plan:
     artifact = locate(None)
     config = Config(
-        device="cpu", threads=1, block_size=BLOCK, max_sequences=ROWS, max_batch_tokens=1 << 16
+        device="cpu", threads=1, block_size=BLOCK, max_num_seqs=ROWS, max_num_batched_tokens=1 << 16
     )
     return resolve(
         config,
@@ -221,7 +228,9 @@ async def first_tokens(port: int, rounds: int) -> tuple[float, float]:
     try:
         for number in range(rounds):
             by_http.append((await stream(port, 2)).first)
-            request = Request(str(number), (504, 8301, 7719), Sampling(temperature=0.0), 2)
+            request = EngineRequest(
+                str(number), (504, 8301, 7719), ResolvedSampling(temperature=0.0), 2
+            )
             begun = time.monotonic()
             async with contextlib.aclosing(engine.stream([request])) as news:
                 await anext(aiter(news))

@@ -45,7 +45,7 @@ def check(name: str, times: int) -> tuple[str, str, float, float]:
         model = make_checkpoint(case, Path(folder), times).cuda()
         common = {
             "skip_tokenizer_init": True,
-            "max_sequences": 4,
+            "max_num_seqs": 4,
             "kv_cache_gib": 0.02,
             "max_model_len": case.length,
         }

@@ -23,7 +23,7 @@ from itertools import accumulate, product
 
 import torch
 
-from bloomery.attention.base import Ragged
+from bloomery.attention.base import AttentionMetadata
 from bloomery.attention.triton_paged import TritonPaged
 from bloomery.kernels import activation, launch, norm, paged_decode, paged_prefill, store
 from bloomery.kernels.paged_decode import attention_reference
@@ -52,7 +52,7 @@ class Case:
 
     q: torch.Tensor
     cache: torch.Tensor
-    ragged: Ragged
+    ragged: AttentionMetadata
     spec: Attention
 
     def wanted(self) -> torch.Tensor:
@@ -99,7 +99,7 @@ def case(
     def whole(values: torch.Tensor) -> torch.Tensor:
         return values.to(device, kind)
 
-    ragged = Ragged(
+    ragged = AttentionMetadata(
         tuple(counts),
         tuple(lengths),
         counts.count(1),

@@ -390,7 +390,7 @@ def agreement(texts: int) -> None:
         llm = LLM(
             None,
             native=native,
-            kv_dtype=kv,
+            kv_cache_dtype=kv,
             kv_cache_gib=0.3,
             max_model_len=2048,
             enable_prefix_caching=False,

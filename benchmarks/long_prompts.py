@@ -100,7 +100,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shape", choices=[*SHAPES, "embedded"])
-    parser.add_argument("--policy", choices=("fair", "first-come"), default="fair")
+    parser.add_argument("--policy", choices=("fair", "fcfs"), default="fair")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each phase")
     parser.add_argument(
         "--option", action="append", default=[], help="NAME=VALUE for AsyncLLM(...)"

@@ -1,6 +1,6 @@
 """Start-up and the promise of --memory: ready before graphs are captured, and no batch takes more than its share.
 
-    PYTHONPATH=src python3 benchmarks/memory.py llama-1b [--memory 0.9] [--option kv_dtype=fp8] [--wide 256]
+    PYTHONPATH=src python3 benchmarks/memory.py llama-1b [--memory 0.9] [--option kv_cache_dtype=fp8] [--wide 256]
 
 Random weights; the cache takes all the memory there may be. First what a server does: the engine answers at once, and
 captures in between; told are the seconds until it is ready, until a first token, and how long a capture keeps others
@@ -70,7 +70,7 @@ class Trial:
         self.capacity = capacity = self.executor.start(self.plan)
         self.ready = time.perf_counter() - begun
         blocks = Blocks(capacity.blocks, capacity.block_size, False)
-        scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences)
+        scheduler = Scheduler(blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs)
         self.loop = Loop(scheduler, self.executor, self.plan.depth)
 
     def used(self) -> int:
@@ -83,18 +83,18 @@ class Trial:
         self, asked: list[tuple[int, int, dict]], spare: bool = False
     ) -> tuple[list[list[int]], float]:
         """(prompt's length, tokens, wishes) each; what came, and the longest silence between two steps."""
-        from bloomery.messages import Request, Sampling
+        from bloomery.messages import EngineRequest, ResolvedSampling
 
         found = {}
         vocab = self.capacity.vocab
         for length, tokens, wishes in asked:
             self.count += 1
             pooling = wishes.get("pooling")
-            sampling = Sampling(
+            sampling = ResolvedSampling(
                 **{name: value for name, value in wishes.items() if name != "pooling"}
             )
             prompt = tuple((i * 7919 + length) % vocab for i in range(length))
-            self.loop.add(Request(str(self.count), prompt, sampling, tokens, pooling=pooling))
+            self.loop.add(EngineRequest(str(self.count), prompt, sampling, tokens, pooling=pooling))
             found[str(self.count)] = []
         last = time.perf_counter()
         silence = 0.0
@@ -139,8 +139,8 @@ def prepared(trial: Trial) -> None:
 
 def batches(trial: Trial, wide: int) -> list[tuple[str, list[tuple[int, int, dict]]]]:
     capacity = trial.capacity
-    many = capacity.max_sequences
-    step = capacity.max_batch_tokens
+    many = capacity.max_num_seqs
+    step = capacity.max_num_batched_tokens
     longest = capacity.max_length
     all_of_it = {
         "temperature": 0.9,

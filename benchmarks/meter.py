@@ -31,7 +31,7 @@ def main() -> None:
     args = parser.parse_args()
     from bloomery import LLM, SamplingParams
     from bloomery.engine.gauge import words
-    from bloomery.messages import Step, Timing
+    from bloomery.messages import ScheduledStep, StepTiming
 
     options = {name: number(value) for name, value in (pair.split("=", 1) for pair in args.option)}
     model = None
@@ -62,7 +62,7 @@ def main() -> None:
 
     def alone(batch: int, turns: int = 2000) -> float:
         """Microseconds of the meter's calls around a step in which nothing happens."""
-        step = Step((), (), tuple(range(batch)), (100,) * batch)
+        step = ScheduledStep((), (), tuple(range(batch)), (100,) * batch)
         spent = time.process_time()
         for _ in range(turns):
             meter.begin(step)
@@ -72,7 +72,7 @@ def main() -> None:
 
     for batch in args.batch or (1, 64):
         run(batch, True)
-        loop.timing = Timing()
+        loop.timing = StepTiming()
         taken = {True: [], False: []}
         for turn in range(2 * args.rounds):
             metered = turn % 2 == 0

@@ -82,8 +82,8 @@ async def drive(
     if shape == "imagined":
         options |= {
             "device": "cpu",
-            "max_sequences": 272,
-            "max_batch_tokens": 8192,
+            "max_num_seqs": 272,
+            "max_num_batched_tokens": 8192,
             "kv_cache_gib": 0.3,
         }
     engine = AsyncLLM(
@@ -182,7 +182,7 @@ async def drive(
 
 def plot(runs: dict[str, dict], solo: float) -> str:
     """Both distributions, as the share of requests or gaps that took no longer."""
-    from bloomery.plot import Series, chart
+    from bloomery.tools.plot import Series, chart
 
     def shares(values: list[float]) -> list[tuple[float, float]]:
         return [(1000 * value, 100 * (i + 1) / len(values)) for i, value in enumerate(values)]
@@ -219,9 +219,9 @@ def verdict(runs: dict[str, dict], shape: str) -> None:
     for name, run in runs.items():
         print(f"{name:12}" + "".join(f"{run['found'][column]:14.4g}" for column in columns))
     if shape == "llama-8b":
-        print(f"to reach: {TARGETS}, and long_tok_s within 7 % of first-come")
-    if {"fair", "first-come"} <= runs.keys():
-        ratio = runs["fair"]["found"]["long_tok_s"] / runs["first-come"]["found"]["long_tok_s"]
+        print(f"to reach: {TARGETS}, and long_tok_s within 7 % of fcfs")
+    if {"fair", "fcfs"} <= runs.keys():
+        ratio = runs["fair"]["found"]["long_tok_s"] / runs["fcfs"]["found"]["long_tok_s"]
         print(
             f"long requests: {100 * (ratio - 1):+.1f} % of tokens a second against first come, first served"
         )
@@ -232,7 +232,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shape", choices=[*SHAPES, "embedded", "imagined"])
-    parser.add_argument("--policy", choices=("fair", "first-come"), action="append")
+    parser.add_argument("--policy", choices=("fair", "fcfs"), action="append")
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--longs", type=int)
     parser.add_argument("--plot", type=Path)
@@ -258,7 +258,7 @@ def main() -> None:
         args.into.write_text(json.dumps(run))
         return
     runs = {}
-    for policy in args.policy or ("fair", "first-come"):
+    for policy in args.policy or ("fair", "fcfs"):
         with tempfile.TemporaryDirectory() as folder:
             into = Path(folder) / "run.json"
             more = [f"--option={option}" for option in args.option] + [

@@ -165,7 +165,7 @@ def main() -> None:
     import torch
 
     from bloomery import LLM, SamplingParams
-    from bloomery.messages import Timing
+    from bloomery.messages import StepTiming
 
     copy, product = rates()
     torch.cuda.empty_cache()
@@ -207,7 +207,7 @@ def main() -> None:
             SamplingParams(temperature=0.0, max_tokens=o, ignore_eos=True, detokenize=False)
             for o in outs
         ]
-        loop.timing = Timing()
+        loop.timing = StepTiming()
         started = time.time()
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         spent = time.time() - started

@@ -31,7 +31,7 @@ def check(form: str, times: int, threads: int) -> tuple[str, int, int, float]:
 
     from bloomery import LLM, SamplingParams
     from bloomery.artifacts.locate import locate
-    from bloomery.models.convert import Wish, convert
+    from bloomery.tools.quantize_checkpoint import Wish, convert
     from tests.parity.cases import CASES, VOCAB, make_checkpoint
 
     torch.set_num_threads(threads)  # the formats run side by side
@@ -58,7 +58,7 @@ def check(form: str, times: int, threads: int) -> tuple[str, int, int, float]:
                 dtype="float32",
                 device=device,
                 skip_tokenizer_init=True,
-                max_sequences=4,
+                max_num_seqs=4,
                 kv_cache_gib=0.02,
                 max_model_len=case.length,
                 native=False,

@@ -32,7 +32,7 @@ from bloomery.engine.executor import Executor
 from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.executors.chosen import chosen
-from bloomery.messages import Request, Sampling
+from bloomery.messages import EngineRequest, ResolvedSampling
 
 WAYS = {"one rank": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2)}
 GOALS = {("tp 2", "latency"): 1.4, ("pp 2", "throughput"): 1.5}
@@ -63,7 +63,7 @@ def config(folder: Path, weights: str, streams: int = 16, tp: int = 1, pp: int =
         pp=pp,
         max_model_len=256,
         kv_cache_gib=0.5,
-        max_sequences=streams,
+        max_num_seqs=streams,
         prefix_cache=False,
         quantize="auto" if weights == "float32" else weights,
     )
@@ -75,7 +75,7 @@ def build(folder: Path, weights: str, streams: int, tp: int, pp: int) -> tuple[L
     capacity = executor.start(plan)
     blocks = Blocks(capacity.blocks, capacity.block_size, plan.prefix_cache)
     scheduler = Scheduler(
-        blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages
+        blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, stages=capacity.stages
     )
     return Loop(scheduler, executor, plan.depth), executor
 
@@ -94,7 +94,7 @@ def seconds_a_token(
     clock, and of the busiest rank's CPU time."""
     for number in range(streams):
         prompt = tuple((7 * i + number) % 30000 + 3 for i in range(16))
-        loop.add(Request(str(number), prompt, Sampling(temperature=0.0), tokens + 2))
+        loop.add(EngineRequest(str(number), prompt, ResolvedSampling(temperature=0.0), tokens + 2))
     counts = [0] * streams
     begun = 0.0
     counted = 0

@@ -28,7 +28,7 @@ from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.executors.local import Local
 from bloomery.executors.processes import Processes
-from bloomery.messages import Request, Sampling
+from bloomery.messages import EngineRequest, ResolvedSampling
 from bloomery.parallel.groups import Group, OneShot, Ranks
 from bloomery.runtime.replay import Pool
 
@@ -55,7 +55,7 @@ def tokens(
         dtype="float32",
         max_model_len=length,
         kv_cache_gib=0.05,
-        max_sequences=4,
+        max_num_seqs=4,
         cuda_graphs=False,
         **wishes,
     )
@@ -63,11 +63,13 @@ def tokens(
     capacity = executor.start(plan)
     blocks = Blocks(capacity.blocks, capacity.block_size)
     scheduler = Scheduler(
-        blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages
+        blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, stages=capacity.stages
     )
     loop = Loop(scheduler, executor, plan.depth)
     for number, prompt in enumerate(prompts):
-        loop.add(Request(str(number), tuple(prompt), Sampling(temperature=0.0), TOKENS))
+        loop.add(
+            EngineRequest(str(number), tuple(prompt), ResolvedSampling(temperature=0.0), TOKENS)
+        )
     found: list[list[int]] = [[] for _ in prompts]
     while loop.busy:
         for news in loop.step():

@@ -27,12 +27,12 @@ from functools import cache
 from math import log
 from pathlib import Path
 
-from bloomery.bench.load import Arrival
+from bloomery.tools.bench.load import Arrival
 from bloomery.config import Config
-from bloomery.plan.forecast import Layout, Placed
-from bloomery.plan.subject import subject
+from bloomery.tools.plan.forecast import Layout, Placed
+from bloomery.tools.plan.subject import subject
 from bloomery.roofline import PRECISIONS, Calibration, Roofline, Work, machine
-from bloomery.simulate import Fleet
+from bloomery.tools.simulate import Fleet
 
 HERE = Path(__file__).parent
 SHAPES = {
@@ -136,7 +136,7 @@ def steps(shape: str, work: str) -> Sequence[tuple[int, ...]]:
     batch, prompt, output = map(int, work.split(":")[1:])
     home = placed(shape, "h200", "bf16")
     home.roofline = noted = Noted(home.roofline)
-    Fleet(home, Config(policy="first-come", prefix_cache=False)).run(
+    Fleet(home, Config(policy="fcfs", prefix_cache=False)).run(
         [Arrival(0.0, prompt, output)] * batch
     )
     return noted.asked
@@ -249,7 +249,7 @@ def here(
     from bloomery import LLM
     from bloomery.machines import here as this_machine
     from bloomery.machines import overridden
-    from bloomery.profile import recorded
+    from bloomery.tools.profile import recorded
     from bloomery.runtime.measure import PAUSE, Turns, probes
 
     llm = LLM(

@@ -20,9 +20,17 @@ from itertools import accumulate
 
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import AHEAD, SHARE
-from bloomery.engine.policy import Aims, Fair, FirstCome, Policy
+from bloomery.engine.policy import Aims, FairPolicy, FcfsPolicy, Policy
 from bloomery.engine.scheduler import Scheduler, work_of
-from bloomery.messages import Item, Request, Sampled, Sampling, Step, StepOutput, Timing
+from bloomery.messages import (
+    ScheduledRequest,
+    EngineRequest,
+    SampledTokens,
+    ResolvedSampling,
+    ScheduledStep,
+    StepOutput,
+    StepTiming,
+)
 
 # An 8B model in 16 bits on an H200: milliseconds of the layers' products by positions of a captured step
 PRODUCTS = {
@@ -61,10 +69,10 @@ class Device:
     pair: float = 1.9e-9
     jitter: float = 0.03
 
-    def seconds(self, items: Collection[Item], chance: random.Random) -> float:
+    def seconds(self, items: Collection[ScheduledRequest], chance: random.Random) -> float:
         return self.exact(items) * chance.uniform(1 - self.jitter, 1 + self.jitter)
 
-    def exact(self, items: Collection[Item]) -> float:
+    def exact(self, items: Collection[ScheduledRequest]) -> float:
         work = work_of(items)
         lines = sum(item.count == 1 for item in items)
         if work.tokens == 1:
@@ -93,15 +101,17 @@ class Imagined:
         self.chance = random.Random(seed)
         self.free = 0.0
 
-    def submit(self, step: Step) -> Imagined.Later:
+    def submit(self, step: ScheduledStep) -> Imagined.Later:
         now = time.monotonic()
-        seconds = self.device.seconds(step.items, self.chance)
+        seconds = self.device.seconds(step.requests, self.chance)
         begun = max(now, self.free)
         idle = begun - self.free if self.free else 0.0
         self.free = begun + seconds
-        samples = tuple(Sampled(item.sequence, (2,)) for item in step.items if item.samples)
+        samples = tuple(
+            SampledTokens(item.sequence, (2,)) for item in step.requests if item.samples
+        )
         return Imagined.Later(
-            StepOutput(samples, Timing(steps=1, device=seconds, idle=idle)), self.free
+            StepOutput(samples, StepTiming(steps=1, device=seconds, idle=idle)), self.free
         )
 
     def spare(self) -> int:
@@ -162,7 +172,7 @@ class Crowd:
         self.coming: list[tuple[float, int, Arrival]] = []
         self.lives: dict[str, Life] = {}
         self.open: set[str] = set()
-        self.flight: deque[tuple[Step, float, float]] = deque()
+        self.flight: deque[tuple[ScheduledStep, float, float]] = deque()
         self.now = self.free = self.latest = (
             0.0  # the host's time, when the device is done, when a result came
         )
@@ -187,9 +197,9 @@ class Crowd:
                 and (step := self.scheduler.schedule(self.now)) is not None
             ):
                 begun = max(self.free, self.now)
-                self.free = begun + self.device.seconds(step.items, self.chance)
+                self.free = begun + self.device.seconds(step.requests, self.chance)
                 self.flight.append((step, self.now, self.free))
-                self.computed += sum(item.count for item in step.items)
+                self.computed += sum(item.count for item in step.requests)
             if self.flight:
                 self._finish(*self.flight.popleft())
             elif self.coming:
@@ -213,18 +223,18 @@ class Crowd:
             name = f"{kind}-{number}"
             self.lives[name] = Life(kind, when, asked=answer)
             self.open.add(name)
-            request = Request(
-                name, (1,) * prompt, Sampling(), answer, priority=priority, tenant=tenant
+            request = EngineRequest(
+                name, (1,) * prompt, ResolvedSampling(), answer, priority=priority, tenant=tenant
             )
             self.scheduler.add(request, self.now)  # the engine looks between two steps
             if kind != "again":
                 self._pull()
 
-    def _finish(self, step: Step, submitted: float, end: float) -> None:
+    def _finish(self, step: ScheduledStep, submitted: float, end: float) -> None:
         self.steps += 1
         self.now = max(self.now, end)
         output = StepOutput(
-            tuple(Sampled(item.sequence, (2,)) for item in step.items if item.samples)
+            tuple(SampledTokens(item.sequence, (2,)) for item in step.requests if item.samples)
         )
         seconds = self.now - max(submitted, self.latest)
         self.latest = self.now
@@ -278,7 +288,7 @@ def mixed(
     asks after so many seconds, and everybody is answered."""
     chance = random.Random(seed)
     for _ in range(
-        13 if isinstance(policy, Fair) else 0
+        13 if isinstance(policy, FairPolicy) else 0
     ):  # as mixed_latency.py does: it knows what lone steps take
         alone(policy, 32, 16)
 
@@ -305,7 +315,7 @@ def alone(policy: Policy, prompt: int, answer: int, **options: object) -> float:
 
 
 def report(name: str, crowd: Crowd) -> None:
-    single = alone(FirstCome(), 32, 16, device=crowd.device)
+    single = alone(FcfsPolicy(), 32, 16, device=crowd.device)
     shorts = [life.last - life.arrived for life in crowd.done("short")]
     gaps = [gap for life in crowd.lives.values() if life.kind == "long" for gap in life.gaps]
     tokens = sum(life.count for life in crowd.lives.values() if life.kind == "long")
@@ -314,7 +324,11 @@ def report(name: str, crowd: Crowd) -> None:
         f"({percentile(shorts, 0.99) / single:.1f}x alone), {len(shorts)} done; long {tokens / crowd.now:.0f} tok/s, "
         f"between tokens p50 {1e3 * percentile(gaps, 0.5):.0f} p99 {1e3 * percentile(gaps, 0.99):.0f} ms; "
         f"{crowd.scheduler.preemptions} preemptions, {crowd.steps} steps"
-        + (f", tax {crowd.policy.tax / crowd.now:.1%}" if isinstance(crowd.policy, Fair) else "")
+        + (
+            f", tax {crowd.policy.tax / crowd.now:.1%}"
+            if isinstance(crowd.policy, FairPolicy)
+            else ""
+        )
     )
 
 
@@ -368,12 +382,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps is None:
         for name, policy in (
-            ("first-come", FirstCome()),
-            ("fair", Fair(272, 12000, Aims(tax=args.tax))),
+            ("fcfs", FcfsPolicy()),
+            ("fair", FairPolicy(272, 12000, Aims(tax=args.tax))),
         ):
             report(name, mixed(policy, args.seconds))
         return
-    for name, policy in (("first-come", FirstCome()), ("fair", Fair(16, 400, Aims(tax=args.tax)))):
+    for name, policy in (("fcfs", FcfsPolicy()), ("fair", FairPolicy(16, 400, Aims(tax=args.tax)))):
         crowd = rough(policy, args.steps)
         print(
             f"{name}: {crowd.steps} steps, {crowd.now:.0f} s, {len(crowd.lives)} requests, {len(crowd.open)} open,"

@@ -17,14 +17,14 @@ from pydoc_data.topics import topics
 import torch
 
 from bloomery.artifacts.locate import Artifact, locate
-from bloomery.attention.base import Ragged, cache_shape
+from bloomery.attention.base import AttentionMetadata, cache_shape
 from bloomery.attention.torch_paged import TorchPaged
 from bloomery.describe import description
 from bloomery.families import as_stored
 from bloomery.models.checkpoint import open_source
 from bloomery.models.decoder import Decoder
 from bloomery.models.weights import Weights
-from bloomery.plot import Series, chart
+from bloomery.tools.plot import Series, chart
 from bloomery.quant.choose import ON_LOAD, choose
 from bloomery.text.load import load_tokenizer
 
@@ -73,7 +73,7 @@ def logprobs(decoder: Decoder, ids: list[int]) -> torch.Tensor:
         torch.zeros(cache_shape(layer.attention, blocks, size)) for layer in decoder.spec.layers
     ]
     every = torch.arange(n)
-    step = Ragged(
+    step = AttentionMetadata(
         (n,),
         (n,),
         0,

@@ -437,7 +437,7 @@ def terminate(args: argparse.Namespace) -> dict[str, Any]:
                 "--drain",
                 "3",
                 "--policy",
-                "first-come",
+                "fcfs",
             )
             with served(folder(), *options) as server:
                 found.append((asyncio.run(all_of(server)), server.process.wait(60)))
@@ -541,7 +541,7 @@ def overload(args: argparse.Namespace) -> bool:
         "--tokens",
         "8192",
         "--policy",
-        "first-come",
+        "fcfs",
         "--limits",
         f"requests={inside}",
     )
@@ -762,7 +762,7 @@ def idlers(args: argparse.Namespace) -> bool:
         "--sequences",
         "256",
         "--policy",
-        "first-come",
+        "fcfs",
         "--limits",
         "stall_seconds=600",
     )

@@ -21,7 +21,7 @@ from bloomery.config import Config
 from bloomery.describe import plan_for
 from bloomery.engine.client import EngineClient
 from bloomery.engine.replicas import Affinity, Replicas, Routing, share
-from bloomery.messages import Request, Sampling
+from bloomery.messages import EngineRequest, ResolvedSampling
 
 
 class RoundRobin:
@@ -30,7 +30,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self.turn = itertools.count()
 
-    def pick(self, request: Request, loads: Mapping[int, int]) -> int:
+    def pick(self, request: EngineRequest, loads: Mapping[int, int]) -> int:
         engines = sorted(loads)
         return engines[next(self.turn) % len(engines)]
 
@@ -43,7 +43,9 @@ async def chat(
     ]  # a system prompt of its own
     for number in range(rounds):
         history += [random.randrange(3, vocab) for _ in range(random.randrange(30, 90))]
-        asked = Request(f"{name} {number}", tuple(history), Sampling(temperature=0.0), 24)
+        asked = EngineRequest(
+            f"{name} {number}", tuple(history), ResolvedSampling(temperature=0.0), 24
+        )
         begun = time.perf_counter()
         first = 0.0
         async for news in engines.stream([asked]):

@@ -20,18 +20,18 @@ import time
 from pathlib import Path
 
 from bloomery import AsyncLLM, SamplingParams
-from bloomery.bench import load
-from bloomery.bench.load import Arrival
-from bloomery.bench.summary import Record, Targets, summarise, table
+from bloomery.tools.bench import load
+from bloomery.tools.bench.load import Arrival
+from bloomery.tools.bench.summary import Record, Targets, summarise, table
 from bloomery.config import Config
 from bloomery.describe import device
-from bloomery.engine.policy import FirstCome, policy_for
+from bloomery.engine.policy import FcfsPolicy, policy_for
 from bloomery.machines import here
-from bloomery.plan.forecast import Layout, Placed
-from bloomery.plan.subject import subject
-from bloomery.profile import recorded
+from bloomery.tools.plan.forecast import Layout, Placed
+from bloomery.tools.plan.subject import subject
+from bloomery.tools.profile import recorded
 from bloomery.roofline import PRECISIONS, machine
-from bloomery.simulate import Fleet, Measured, calibrate
+from bloomery.tools.simulate import Fleet, Measured, calibrate
 
 SHAPES = Path(__file__).parent / "shapes"
 
@@ -78,7 +78,7 @@ def calibration_steps(engine: AsyncLLM) -> list[Measured]:
     """Steps of the engine while nobody asks: its own thread waits meanwhile. A fair policy would cut them."""
     stack = engine.front.stack
     scheduler = stack.loop.scheduler
-    scheduler.policy = FirstCome()
+    scheduler.policy = FcfsPolicy()
     steps = [Measured(**row) for row in recorded(stack.loop, stack.capacity)]
     scheduler.policy = policy_for(stack.plan, stack.capacity)
     return steps

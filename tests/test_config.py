@@ -55,7 +55,7 @@ def test_a_variable_nobody_reads_is_named_with_the_nearest() -> None:
     ("wish", "message"),
     [
         ({"dtype": "int3"}, "dtype 'int3' is not one of auto, float32, float16, bfloat16"),
-        ({"max_sequences": 0}, "max_sequences must be positive, not 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be positive, not 0"),
         ({"memory": 1.5}, "memory is a share of the device, at most 1, not 1.5"),
         ({"kv_cache_gib": float("nan")}, "kv_cache_gib must be positive"),
     ],

@@ -89,7 +89,7 @@ def test_a_deployment_in_variables() -> None:
         "nf4",
         "bfloat16",
     )
-    assert (config.max_model_len, config.max_batch_tokens, config.memory) == (4096, 2048, 0.8)
+    assert (config.max_model_len, config.max_num_batched_tokens, config.memory) == (4096, 2048, 0.8)
     assert not config.cuda_graphs
     wishes = server(values)
     assert (wishes.host, wishes.port, wishes.api_key, wishes.log_format) == (

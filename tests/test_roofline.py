@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bloomery.errors import ConfigError
 from bloomery.families import describe
-from bloomery.messages import Item
+from bloomery.messages import ScheduledRequest
 from bloomery.roofline import (
     LIBRARY,
     MACHINES,
@@ -126,8 +126,8 @@ def test_keys_and_values() -> None:
 
 
 def test_work_of_a_step() -> None:
-    chunk = Item(1, 10, 4, (), None, (), False)
-    decode = Item(2, 99, 1, (), None, (), True)
+    chunk = ScheduledRequest(1, 10, 4, (), None, (), False)
+    decode = ScheduledRequest(2, 99, 1, (), None, (), True)
     assert work([chunk, decode]) == (5, 114, 1, 11 + 12 + 13 + 14 + 100)
 
 

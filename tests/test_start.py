@@ -22,7 +22,7 @@ SERVER = """
 import sys, bloomery.cli
 bloomery.cli.parser("serve")
 import bloomery.start, bloomery.serve
-heavy = {"torch", "numpy", "transformers", "huggingface_hub", "bloomery.bench", "bloomery.quantize", "bloomery.profile"}
+heavy = {"torch", "numpy", "transformers", "huggingface_hub", "bloomery.tools.bench", "bloomery.tools.quantize", "bloomery.tools.profile"}
 print(sorted(heavy & set(sys.modules)))
 """
 ENGINE = """
@@ -87,7 +87,7 @@ def test_a_worker_without_native_kernels_has_none() -> None:
     if team().start(1) is not None:
         pytest.skip("no native kernels here")
     plan, _ = plan_for(
-        Config(native=False, kv_cache_gib=0.02, max_model_len=64, max_sequences=1, threads=1)
+        Config(native=False, kv_cache_gib=0.02, max_model_len=64, max_num_seqs=1, threads=1)
     )
     Worker(plan)
     assert not team().active

@@ -80,7 +80,7 @@ def chat_command(verbs: Any, name: str) -> None:
 
 
 def profile_command(verbs: Any, name: str) -> None:
-    from bloomery import profile
+    from bloomery.tools import profile
 
     profile.flags(verb(verbs, name, profiled, "show where a step's time goes, by torch's profiler"))
 
@@ -224,7 +224,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def profiled(args: argparse.Namespace) -> int:
-    from bloomery import profile
+    from bloomery.tools import profile
 
     return profile.run(load(args, skip_tokenizer_init=True), args)
 
@@ -304,12 +304,12 @@ COMMANDS: Mapping[str, Callable[[Any, str], None]] = {
     "serve": serve_command,
     "chat": chat_command,
     "plan": instrument(
-        "bloomery.plan.command",
+        "bloomery.tools.plan.command",
         "what a model needs, where it fits and how fast it could be; reads no weights",
     ),
     "bench": instrument(
-        "bloomery.bench.command", "put load on a server and measure what its users would feel"
+        "bloomery.tools.bench.command", "put load on a server and measure what its users would feel"
     ),
     "profile": profile_command,
-    "quantize": instrument("bloomery.quantize", "write a checkpoint again in fewer bits"),
+    "quantize": instrument("bloomery.tools.quantize", "write a checkpoint again in fewer bits"),
 }

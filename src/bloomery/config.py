@@ -24,8 +24,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZE = ("auto", "int8", "int4", "int4-64", "int3", "int2", "nf4", "fp4", "fp8", "w8a8")
 LOAD_FORMATS = ("auto", "dummy")
 EXECUTORS = ("auto", "ray")
-KV_DTYPES = ("auto", "model", "fp8", "int8")
-POLICIES = ("auto", "fair", "first-come")
+KV_CACHE_DTYPES = ("auto", "model", "fp8", "int8")
+POLICIES = ("auto", "fair", "fcfs")
 LOG_FORMATS = ("auto", "human", "json")
 PREFIX = "BLOOMERY_"
 TRUE = ("1", "true", "yes", "on")
@@ -120,16 +120,16 @@ class Config:
         "Hardware",
         kind=float,
     )
-    kv_dtype: str = option(
+    kv_cache_dtype: str = option(
         "auto",
         "keys and values in 8 bits, a scale a head; model: as dtype; auto: that, float16 beside GGUF weights on a CPU",
         "Hardware",
-        KV_DTYPES,
+        KV_CACHE_DTYPES,
     )
-    max_sequences: int | None = option(
+    max_num_seqs: int | None = option(
         None, "sequences in one step; default: 272 on a GPU, 64 on a CPU", "Batching", kind=int
     )
-    max_batch_tokens: int | None = option(
+    max_num_batched_tokens: int | None = option(
         None,
         "positions computed in one step, longer prompts go in chunks; default: 8192 on a GPU, 512 on a CPU",
         "Batching",
@@ -152,7 +152,7 @@ class Config:
     )
     policy: str = option(
         "auto",
-        "fair: short requests never wait for long ones; auto: fair, but first-come for offline batches",
+        "fair: short requests never wait for long ones; auto: fair, but fcfs for offline batches",
         "Batching",
         POLICIES,
     )
@@ -399,20 +399,20 @@ class Plan:
     max_length: int
     length_is_wish: bool  # the user named the length, so it may not be lowered to fit
     block_size: int
-    max_sequences: int
-    max_batch_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     memory: float
     kv_bytes: int | None
     prefix_cache: bool
     depth: int  # steps in flight
     graphs: bool = False  # decode steps captured
     native: bool = False  # CPU kernels of our own
-    policy: str = "first-come"
+    policy: str = "fcfs"
     target_inter_token: float | None = None  # seconds; None: by the measured step
     short_request: float | None = None
     deterministic: bool = False
     quantize: str = "auto"
-    kv_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     tp: int = 1
     pp: int = 1
     executor: str = "auto"
@@ -452,8 +452,8 @@ def resolve(
         max_length=config.max_model_len or context,
         length_is_wish=config.max_model_len is not None,
         block_size=config.block_size or (16 if cpu else 64),
-        max_sequences=config.max_sequences or sizes(cpu)[1],
-        max_batch_tokens=config.max_batch_tokens or sizes(cpu)[0],
+        max_num_seqs=config.max_num_seqs or sizes(cpu)[1],
+        max_num_batched_tokens=config.max_num_batched_tokens or sizes(cpu)[0],
         memory=config.memory,
         kv_bytes=None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30),
         prefix_cache=config.prefix_cache,
@@ -466,7 +466,7 @@ def resolve(
         short_request=None if config.short_request_ms is None else config.short_request_ms / 1000,
         deterministic=config.deterministic,
         quantize=config.quantize,
-        kv_dtype=config.kv_dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         depth=config.steps_in_flight or max(config.pp, 1 if cpu else 2),
         tp=config.tp,
         pp=config.pp,

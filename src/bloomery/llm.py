@@ -35,7 +35,7 @@ from bloomery.engine.policy import policy_for
 from bloomery.engine.scheduler import Scheduler
 from bloomery.errors import BloomeryError, ConfigError, InvalidRequest, RequestFailed, TemplateError
 from bloomery.executors.chosen import chosen
-from bloomery.messages import Capacity, Pooling, Request, Tokens
+from bloomery.messages import EngineCapacity, PoolingType, EngineRequest, TokenOutput
 from bloomery.sampling import SamplingParams, embedding_request, requests
 from bloomery.text.answer import Answer, Delta, Generation, RequestOutput
 from bloomery.text.chat import render
@@ -61,7 +61,7 @@ class Stack:
     """A model, ready: its text side, its engine, and what was resolved on the way."""
 
     plan: Plan
-    capacity: Capacity
+    capacity: EngineCapacity
     tokenizer: Tokenizer | None
     executor: Executor
     loop: Loop
@@ -79,7 +79,7 @@ def build(config: Config, tokenizer: bool = True, progress: bool = False) -> Sta
     blocks = Blocks(capacity.blocks, capacity.block_size, plan.prefix_cache)
     policy = policy_for(plan, capacity)
     scheduler = Scheduler(
-        blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, capacity.stages
+        blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, policy, capacity.stages
     )
     return Stack(plan, capacity, words, executor, Loop(scheduler, executor, plan.depth))
 
@@ -147,7 +147,7 @@ class Front:
         )
         return Generation(name, text, params, made, tokenizer)
 
-    def embedding(self, prompt: Prompt, pooling: Pooling) -> Request:
+    def embedding(self, prompt: Prompt, pooling: PoolingType) -> EngineRequest:
         capacity = self.stack.capacity
         name = str(next(self.numbers))
         (_, ids) = self._ids(prompt)
@@ -218,9 +218,7 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any):
         """`model` is a folder, a .gguf file, a Hub id or None for the embedded one; options are those of Front."""
         if options.get("policy", "auto") == "auto":
-            options["policy"] = (
-                "first-come"  # all prompts are there, and nobody watches one of them
-            )
+            options["policy"] = "fcfs"  # all prompts are there, and nobody watches one of them
         self.front = Front(model, **options)
         self.tokenizer = self.front.tokenizer
         self.loop = self.front.stack.loop
@@ -280,7 +278,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "mean"
+        self, prompts: Prompt | Sequence[Prompt], pooling: PoolingType = "mean"
     ) -> list[list[float]]:
         """A vector of length 1 each: the mean of a prompt's final hidden states, or its last token's."""
         made = [self.front.embedding(prompt, pooling) for prompt in many(prompts)]
@@ -397,10 +395,10 @@ class AsyncLLM:
         """As for LLM."""
         self.front = Front(model, **options)
         self.tokenizer = self.front.tokenizer
-        self.inbox: queue.SimpleQueue[Request | str | None] = (
+        self.inbox: queue.SimpleQueue[EngineRequest | str | None] = (
             queue.SimpleQueue()
         )  # a str aborts, None ends
-        self.listeners: dict[str, asyncio.Queue[Tokens | BaseException]] = {}
+        self.listeners: dict[str, asyncio.Queue[TokenOutput | BaseException]] = {}
         self.events: asyncio.AbstractEventLoop | None = None
         self.failure: BaseException | None = None
         sys.setswitchinterval(SWITCH)
@@ -419,7 +417,7 @@ class AsyncLLM:
             raise RequestFailed("the engine has stopped") from self.failure
         self.events = asyncio.get_running_loop()
         generation = self.front.generation(prompt, sampling_params or self.default_params)
-        news: asyncio.Queue[Tokens | BaseException] = asyncio.Queue()
+        news: asyncio.Queue[TokenOutput | BaseException] = asyncio.Queue()
         for name, answer in generation.answers.items():
             self.listeners[name] = news
             self.inbox.put(answer.request)
@@ -479,7 +477,7 @@ class AsyncLLM:
         if self.events is not None:
             self.events.call_soon_threadsafe(tell, what)
 
-    def _deliver(self, news: Sequence[tuple[str, Tokens | BloomeryError]]) -> None:
+    def _deliver(self, news: Sequence[tuple[str, TokenOutput | BloomeryError]]) -> None:
         for name, entry in news:
             if listener := self.listeners.get(name):
                 listener.put_nowait(entry)

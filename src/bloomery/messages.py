@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 # stop: a stop id, or a stop string found in the text; deadline: the request's own time was up
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
-Pooling = Literal["mean", "last"]  # over the final hidden states of a prompt
-State = Literal["loading", "ready", "stalled", "restarting", "draining", "failed", "closed"]
+PoolingType = Literal["mean", "last"]  # over the final hidden states of a prompt
+EngineState = Literal["loading", "ready", "stalled", "restarting", "draining", "failed", "closed"]
 
 
 @dataclass_transform(frozen_default=True)
@@ -26,7 +26,7 @@ def light(kind: type[T]) -> type[T]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class ResolvedSampling:
     """How one sequence turns logits into tokens; every default already resolved."""
 
     temperature: float = 1.0  # 0 is greedy
@@ -48,15 +48,15 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EngineRequest:
     id: str
     prompt: tuple[int, ...]
-    sampling: Sampling
+    sampling: ResolvedSampling
     max_tokens: int
     stop_ids: tuple[int, ...] = ()  # end of sequence and stop token ids
     emitted: tuple[int, ...] = ()  # ids a client already has, when a request is replayed
     salt: str = ""  # prefix-cache blocks are shared among equal salts only
-    pooling: Pooling | None = None  # an embedding of the prompt is wanted, and no token
+    pooling: PoolingType | None = None  # an embedding of the prompt is wanted, and no token
     priority: int = 0  # lower is earlier
     deadline: float | None = (
         None  # seconds it has left when it is handed over; clocks differ between processes
@@ -65,54 +65,56 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortRequest:
     id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class NewRequestData:
     """What a worker must know of a sequence; travels with its first step, and again after preemption."""
 
     tokens: tuple[int, ...]
     prompt_len: int
-    sampling: Sampling
+    sampling: ResolvedSampling
     stop_ids: tuple[int, ...]
-    pooling: Pooling | None = None
+    pooling: PoolingType | None = None
 
 
 @light
-class Item:
+class ScheduledRequest:
     """One sequence's share of a step. A worker that kept its rows needs nothing else."""
 
     sequence: int
     start: int  # first position to compute
     count: int  # positions to compute, drafts not included
     blocks: tuple[int, ...]  # the table in full on the first step, only the growth later
-    first: Start | None
+    new_request: NewRequestData | None
     drafts: tuple[int, ...]
     samples: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScheduledStep:
     """Most of a step are sequences that go on by one position, from the token that was drawn last. There may be
     hundreds in a step and a step in a few milliseconds, so of these no more is said than what is new."""
 
-    chunks: tuple[Item, ...]  # of those that begin, are in the midst of a prompt or have drafts
+    chunks: tuple[
+        ScheduledRequest, ...
+    ]  # of those that begin, are in the midst of a prompt or have drafts
     finished: tuple[int, ...]  # rows the worker may forget; handled before all others
-    going: tuple[int, ...] = ()  # sequences that go on by one
-    starts: tuple[int, ...] = ()  # the positions they compute
-    grown: tuple[tuple[int, tuple[int, ...]], ...] = ()  # who of them has gained which blocks
+    decodes: tuple[int, ...] = ()  # sequence ids that compute one position each
+    decode_positions: tuple[int, ...] = ()  # the position each of them computes
+    new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()  # blocks that decodes have gained
 
     @property
-    def items(self) -> tuple[Item, ...]:
-        """Everybody's share, spelled out."""
-        grown = dict(self.grown)
-        each = zip(self.going, self.starts, strict=True)
-        return (
-            *(Item(going, start, 1, grown.get(going, ()), None, (), True) for going, start in each),
-            *self.chunks,
-        )
+    def requests(self) -> tuple[ScheduledRequest, ...]:
+        """Every sequence of the step as a ScheduledRequest, decodes first."""
+        new_blocks = dict(self.new_blocks)
+        decodes = [
+            ScheduledRequest(sequence, position, 1, new_blocks.get(sequence, ()), None, (), True)
+            for sequence, position in zip(self.decodes, self.decode_positions, strict=True)
+        ]
+        return (*decodes, *self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ class TokenLogprob:
 
 
 @light
-class Sampled:
+class SampledTokens:
     """What a step gave one sequence: accepted drafts plus one, or the log-probabilities of its prompt."""
 
     sequence: int
@@ -137,7 +139,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class StepTiming:
     """Where the time of some steps went: sums, in seconds. Of device and idle together the floor cannot be saved."""
 
     steps: int = 0
@@ -153,15 +155,15 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    samples: tuple[Sampled, ...]
-    timing: Timing | None = None  # of steps that have ended by now
+    samples: tuple[SampledTokens, ...]
+    timing: StepTiming | None = None  # of steps that have ended by now
     tokens: tuple[
         int, ...
     ] = ()  # of all that go on, in the step's order; or none, and `samples` has them
 
 
 @light
-class Tokens:
+class TokenOutput:
     """News of one request: ids not reported before, and on the last one why it ended."""
 
     request: str
@@ -177,13 +179,13 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class EngineCapacity:
     """What an executor can hold once its weights are loaded."""
 
     blocks: int
     block_size: int
-    max_sequences: int
-    max_batch_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     max_length: int  # prompt plus output of one sequence
     vocab: int
     weights_bytes: int = 0
@@ -199,16 +201,16 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class EngineStatus:
     """What an engine is doing, and while it loads how far it has come."""
 
-    state: State
+    state: EngineState
     progress: float = 0.0  # 0 to 1
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class EngineStats:
     """An engine's figures: those of the moment, and sums since it began."""
 
     running: int = 0
@@ -228,13 +230,13 @@ class Stats:
     positions: int = 0  # computed
     prompt_steps: int = 0  # steps that computed positions of a prompt
     tax_seconds: float = 0.0  # that long requests gave for the sake of short ones
-    timing: Timing = Timing()
+    timing: StepTiming = StepTiming()
     share: float | None = None  # of the limit, over the last seconds: the floor over what it took
     unprepared: int = 0  # captures that are still to be made; until then such steps run without
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmittedRequests:
     """Sent before the step that these requests are first part of, so that a crash can be laid at the right door."""
 
     epoch: int
@@ -242,9 +244,9 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class EngineOutput:
     """What one step brought, or a sign of life while there is nothing to do."""
 
     epoch: int  # counts the engines a client has started; news of a former one are void
-    stats: Stats
-    tokens: tuple[Tokens, ...] = ()
+    stats: EngineStats
+    tokens: tuple[TokenOutput, ...] = ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Never, get_args
 
 from bloomery.errors import InvalidRequest, PromptTooLong
-from bloomery.messages import Pooling, Request, Sampling
+from bloomery.messages import PoolingType, EngineRequest, ResolvedSampling
 
 POSITIVE = 5e-324  # the least number above 0
 LARGEST = 3.4e38  # what float32 holds
@@ -215,7 +215,7 @@ def requests(
     encode: Callable[[str], Sequence[int]] | None = None,
     salt: str = "",
     tenant: str = "",
-) -> tuple[Request, ...]:
+) -> tuple[EngineRequest, ...]:
     """One prompt as `params.children` requests, named `id`, or `id-0`, `id-1` ... if there are several.
 
     `entropy` is a random 64-bit number of the caller's, used where no seed is given. `encode` turns text into ids
@@ -238,7 +238,7 @@ def requests(
     seed = entropy if params.seed is None else params.seed
     several = params.children > 1
     return tuple(
-        Request(
+        EngineRequest(
             id=f"{id}-{child}" if several else id,
             prompt=tokens,
             sampling=replace(
@@ -259,17 +259,17 @@ def requests(
 
 def embedding_request(
     prompt: Sequence[int],
-    pooling: Pooling,
+    pooling: PoolingType,
     *,
     id: str,
     vocab: int,
     max_length: int,
     salt: str = "",
     tenant: str = "",
-) -> Request:
+) -> EngineRequest:
     """One prompt as a request for its embedding; unlike a prompt to be completed it may fill the context."""
-    if pooling not in get_args(Pooling):
-        _refuse("pooling", pooling, " or ".join(get_args(Pooling)))
+    if pooling not in get_args(PoolingType):
+        _refuse("pooling", pooling, " or ".join(get_args(PoolingType)))
     if not len(prompt):
         raise InvalidRequest("the input has no tokens: give at least one", field="input")
     if len(prompt) > max_length:
@@ -278,8 +278,14 @@ def embedding_request(
         )
         raise PromptTooLong(message, field="input")
     _check_ids("input", prompt, vocab)
-    return Request(
-        id, tuple(prompt), Sampling(temperature=0.0), 0, salt=salt, tenant=tenant, pooling=pooling
+    return EngineRequest(
+        id,
+        tuple(prompt),
+        ResolvedSampling(temperature=0.0),
+        0,
+        salt=salt,
+        tenant=tenant,
+        pooling=pooling,
     )
 
 
@@ -324,9 +330,9 @@ def _fitted(
 
 def _resolved(
     params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], vocab: int
-) -> Sampling:
+) -> ResolvedSampling:
     ranked = params.children > params.n  # best_of compares cumulative log-probabilities
-    return Sampling(
+    return ResolvedSampling(
         temperature=float(params.temperature),
         top_k=params.top_k if 0 < params.top_k < vocab else 0,
         top_p=float(params.top_p),
@@ -366,7 +372,7 @@ def _words(
     )
 
 
-def _check_choice(sampling: Sampling, stop_ids: tuple[int, ...]) -> None:
+def _check_choice(sampling: ResolvedSampling, stop_ids: tuple[int, ...]) -> None:
     """Something must remain to choose from at the first token."""
     out = {word[0] for word in sampling.bad_words if len(word) == 1} | (
         set(stop_ids) if sampling.min_tokens else set()

@@ -216,7 +216,7 @@ async def loading(client: EngineClient | Replicas, url: str) -> None:
         "ready in %.1f s: cache for %d tokens, %d sequences at once, up to %d tokens each",
         time.monotonic() - begun,
         capacity.blocks * capacity.block_size,
-        capacity.max_sequences,
+        capacity.max_num_seqs,
         capacity.max_length,
     )
     log.info(
@@ -225,7 +225,7 @@ async def loading(client: EngineClient | Replicas, url: str) -> None:
 
 
 def tell(plan: Plan, found: str) -> None:
-    rounded = {"weights": plan.quantize, "keys and values": plan.kv_dtype}
+    rounded = {"weights": plan.quantize, "keys and values": plan.kv_cache_dtype}
     narrow = [f"({what} in {form})" for what, form in rounded.items() if form != "auto"]
     log.info(
         "%s (%s): %s on %s, %s, at most %d tokens, %d sequences and %d positions a step, prefix cache %s",
@@ -239,7 +239,7 @@ def tell(plan: Plan, found: str) -> None:
         if plan.device == "cpu"
         else "GPU",
         plan.max_length,
-        plan.max_sequences,
-        plan.max_batch_tokens,
+        plan.max_num_seqs,
+        plan.max_num_batched_tokens,
         "on" if plan.prefix_cache else "off",
     )

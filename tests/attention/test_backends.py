@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bloomery.attention import torch_paged
-from bloomery.attention.base import Backend, Ragged, cache_shape
+from bloomery.attention.base import Backend, AttentionMetadata, cache_shape
 from bloomery.attention.torch_paged import TorchPaged
 from bloomery.attention.triton_paged import TritonPaged
 from bloomery.kernels import paged_decode, paged_prefill
@@ -62,7 +62,7 @@ def define(
 
 def ragged(
     random: Random, tables: list[list[int]], lengths: list[int], counts: list[int], size: int
-) -> Ragged:
+) -> AttentionMetadata:
     positions = []
     slots = []
     for table, length, count in zip(tables, lengths, counts):
@@ -72,7 +72,7 @@ def ragged(
     widest = max(map(len, tables))
     padded = [table + [random.randrange(40)] * (widest - len(table)) for table in tables]
     starts = [0, *accumulate(counts)]
-    return Ragged(
+    return AttentionMetadata(
         tuple(counts),
         tuple(lengths),
         counts.count(1),
@@ -183,7 +183,7 @@ def test_memory_stays_linear_in_the_prompt() -> None:
     cache = torch.zeros(cache_shape(spec, n // 16, 16))
     everything = torch.arange(n)
     ends = torch.tensor([n])
-    step = Ragged(
+    step = AttentionMetadata(
         (n,),
         (n,),
         0,

@@ -25,7 +25,13 @@ if __name__ == "__main__":
 from bloomery.config import Config, Plan, resolve
 from bloomery.engine.process import Report, serve
 from bloomery.errors import CheckpointError
-from bloomery.messages import Capacity, Item, Sampled, Step, StepOutput
+from bloomery.messages import (
+    EngineCapacity,
+    ScheduledRequest,
+    SampledTokens,
+    ScheduledStep,
+    StepOutput,
+)
 from tests.ghost.ghost import VOCAB, Ghost
 
 POISON = (6, 6, 6, 6, 6)
@@ -43,7 +49,7 @@ class Haunted:
         self.ghost: Ghost = Ghost(0)
         self.due = 0.0  # the next step
 
-    def start(self, plan: object) -> Capacity:
+    def start(self, plan: object) -> EngineCapacity:
         assert isinstance(plan, Plan)
         if self.arguments.refuse:
             raise CheckpointError("model.safetensors: 12 bytes are missing")
@@ -61,19 +67,21 @@ class Haunted:
             self.ghost = (Quick if self.arguments.quick else Ghost)(plan.block_size)
         blocks = self.arguments.blocks
         length = self.arguments.context
-        return Capacity(
-            blocks, plan.block_size, plan.max_sequences, plan.max_batch_tokens, length, vocab
+        return EngineCapacity(
+            blocks, plan.block_size, plan.max_num_seqs, plan.max_num_batched_tokens, length, vocab
         )
 
-    def submit(self, step: Step) -> Future[StepOutput]:
+    def submit(self, step: ScheduledStep) -> Future[StepOutput]:
         if (
             self.arguments.delay
         ):  # from step to step, so that what the engine itself does in between is no part of it
             time.sleep(max(self.due - time.monotonic(), 0.0))
             self.due = max(self.due, time.monotonic() - self.arguments.delay) + self.arguments.delay
-        for item in step.items:
+        for item in step.requests:
             tokens = (
-                item.first.tokens if item.first is not None and not self.arguments.speaker else ()
+                item.new_request.tokens
+                if item.new_request is not None and not self.arguments.speaker
+                else ()
             )
             if tokens[:5] == POISON:
                 os.kill(os.getpid(), signal.SIGSEGV)
@@ -91,13 +99,13 @@ class Haunted:
 class Quick(Ghost):
     """Tokens for nothing: what remains is the cost of the engine and of the way to it."""
 
-    def write(self, item: Item) -> None: ...
+    def write(self, item: ScheduledRequest) -> None: ...
 
-    def sample(self, item: Item) -> Sampled:
-        return Sampled(item.sequence, ((item.start + item.count) % VOCAB,))
+    def sample(self, item: ScheduledRequest) -> SampledTokens:
+        return SampledTokens(item.sequence, ((item.start + item.count) % VOCAB,))
 
-    def run(self, step: Step) -> StepOutput:
-        return StepOutput(tuple(self.sample(item) for item in step.items if item.samples))
+    def run(self, step: ScheduledStep) -> StepOutput:
+        return StepOutput(tuple(self.sample(item) for item in step.requests if item.samples))
 
 
 def command(*options: str) -> tuple[str, ...]:
@@ -107,7 +115,7 @@ def command(*options: str) -> tuple[str, ...]:
 def plan(**changes: object) -> Plan:
     """A plan as a ghost needs it: small blocks, two steps in flight."""
     config = Config(
-        load_format="dummy", threads=1, block_size=4, max_sequences=16, max_batch_tokens=64
+        load_format="dummy", threads=1, block_size=4, max_num_seqs=16, max_num_batched_tokens=64
     )
     made = resolve(
         config,

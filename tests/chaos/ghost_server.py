@@ -55,8 +55,8 @@ def main() -> int:
         model="speaker", aliases=("org/speaker-1",), keys=wishes.keys, limits=limits, warm=True
     )
     made = plan(
-        max_sequences=arguments.sequences,
-        max_batch_tokens=arguments.tokens,
+        max_num_seqs=arguments.sequences,
+        max_num_batched_tokens=arguments.tokens,
         block_size=8,
         policy=arguments.policy,
     )

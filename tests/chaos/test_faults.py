@@ -141,6 +141,6 @@ def test_a_queue_that_is_too_long(tmp_path: Path) -> None:
             task.cancel()
 
     limits = "queue_seconds=1,keepalive_seconds=20"
-    options = ("--engine", "--speaker --delay 0.1", "--sequences", "2", "--policy", "first-come")
+    options = ("--engine", "--speaker --delay 0.1", "--sequences", "2", "--policy", "fcfs")
     with served(tmp_path, *options, "--limits", limits) as server:
         asyncio.run(main(server.port))

@@ -15,7 +15,7 @@ import pytest
 
 from bloomery.engine.client import EngineClient, Patience
 from bloomery.engine.journal import PROBATION, Entry
-from bloomery.messages import Request, Sampling, Tokens
+from bloomery.messages import EngineRequest, ResolvedSampling, TokenOutput
 from tests.chaos.ghost_engine import POISON, ROOT, STALL, command, plan
 from tests.ghost.ghost import plain
 from tests.waiting import LONG, eventually, until
@@ -24,7 +24,7 @@ OFTEN = Patience(restarts=10**6, pause=0.0)
 SHORT = Patience(silence=3.0, first=3.0)
 
 
-def requests(random: Random, count: int, tokens: int) -> list[Request]:
+def requests(random: Random, count: int, tokens: int) -> list[EngineRequest]:
     """Of many lengths, some with a stop id, some that share a beginning."""
     stem = [random.randrange(5) for _ in range(20)]
     made = []
@@ -35,12 +35,14 @@ def requests(random: Random, count: int, tokens: int) -> list[Request]:
         length = random.randrange(tokens // 2, tokens)
         stop = random.choice([(), (3,)])
         made.append(
-            Request(str(number), tuple(prompt), Sampling(min_tokens=tokens // 2), length, stop)
+            EngineRequest(
+                str(number), tuple(prompt), ResolvedSampling(min_tokens=tokens // 2), length, stop
+            )
         )
     return made
 
 
-async def read(client: EngineClient, request: Request) -> Tokens:
+async def read(client: EngineClient, request: EngineRequest) -> TokenOutput:
     """Read to the end, as a client that minds every id; the last news."""
     got = list(request.prompt)
     async for news in client.stream([request]):
@@ -122,11 +124,13 @@ def test_the_same_streams_outlive_one_engine_after_another() -> None:
 )
 def test_one_bad_request_among_many_fails_alone(trap: tuple[int, ...], patience: Patience) -> None:
     async def main() -> None:
-        client = EngineClient(plan(max_sequences=32), command("--delay", "0.002"), patience)
+        client = EngineClient(plan(max_num_seqs=32), command("--delay", "0.002"), patience)
         await client.start()
         await client.ready()
         good = [asyncio.create_task(read(client, one)) for one in requests(Random(4), 31, 60)]
-        bad = asyncio.create_task(read(client, Request("bad", (*trap, 1, 2), Sampling(), 10)))
+        bad = asyncio.create_task(
+            read(client, EngineRequest("bad", (*trap, 1, 2), ResolvedSampling(), 10))
+        )
         end = await asyncio.wait_for(bad, LONG)
         assert (
             end.finish == "error"

@@ -83,8 +83,8 @@ def logprobs(out: RequestOutput) -> list[float]:
     "options",
     [
         {"enable_prefix_caching": False},
-        {"max_batch_tokens": 16},
-        {"max_sequences": 1},
+        {"max_num_batched_tokens": 16},
+        {"max_num_seqs": 1},
         {"block_size": 8},
         {"steps_in_flight": 3},
     ],
@@ -169,7 +169,7 @@ def test_prompt_logprobs_do_not_depend_on_the_cache_or_chunks(llm: LLM) -> None:
     cold = ask(llm, [prompt], params)[0]
     warm = ask(llm, [prompt], params)[0]
     small = LLM(
-        None, native=False, threads=1, kv_cache_gib=0.1, max_model_len=512, max_batch_tokens=7
+        None, native=False, threads=1, kv_cache_gib=0.1, max_model_len=512, max_num_batched_tokens=7
     )
     chunked = ask(small, [prompt], params)[0]
     small.close()

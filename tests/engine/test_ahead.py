@@ -8,9 +8,9 @@ import pytest
 
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import MOST, QUEUED, Loop
-from bloomery.engine.policy import Aims, Fair, FirstCome
+from bloomery.engine.policy import Aims, FairPolicy, FcfsPolicy
 from bloomery.engine.scheduler import Scheduler
-from bloomery.messages import Request, Sampling, Step, StepOutput
+from bloomery.messages import EngineRequest, ResolvedSampling, ScheduledStep, StepOutput
 from tests.ghost.ghost import VOCAB, Ghost, plain
 from tests.ghost.trial import sound
 
@@ -23,17 +23,17 @@ class Device(Ghost):
         self.seconds = seconds
         self.now = 0.0
         self.free = 0.0
-        self.flight: list[tuple[Step, float]] = []  # with its end
+        self.flight: list[tuple[ScheduledStep, float]] = []  # with its end
         self.begun: dict[int, float] = {}  # by sequence: when the first step that holds it began
         self.deepest = 0
 
     def clock(self) -> float:
         return self.now
 
-    def submit(self, step: Step) -> Device:  # type: ignore[override]
+    def submit(self, step: ScheduledStep) -> Device:  # type: ignore[override]
         begun = max(self.now, self.free)
         self.free = begun + self.seconds
-        for item in step.items:
+        for item in step.requests:
             self.begun.setdefault(item.sequence, begun)
         self.flight.append((step, self.free))
         self.deepest = max(self.deepest, len(self.flight))
@@ -50,7 +50,7 @@ class Watched(Scheduler):
 
     usual = 2
 
-    def schedule(self, now: float = 0.0) -> Step | None:
+    def schedule(self, now: float = 0.0) -> ScheduledStep | None:
         ahead = len(self.scheduled) >= self.usual
         before = (self.preemptions, self.leaving)
         step = super().schedule(now)
@@ -61,7 +61,7 @@ class Watched(Scheduler):
 def loop_over(
     device: Device, depth: int = 2, blocks: int = 400, rows: int = 4, fair: bool = False
 ) -> Loop:
-    policy = Fair(rows, blocks, Aims()) if fair else FirstCome()
+    policy = FairPolicy(rows, blocks, Aims()) if fair else FcfsPolicy()
     scheduler = Watched(Blocks(blocks, device.size), 64, rows, policy)
     scheduler.usual = depth
     return Loop(scheduler, device, depth, device.clock)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_as_many_as_are_done_in_time(seconds: float, most: int, fair: bool) -> N
     device = Device(4, seconds)
     loop = loop_over(device, fair=fair)
     for name in "abc":
-        loop.add(Request(name, (1, 2, 3), Sampling(), 60))
+        loop.add(EngineRequest(name, (1, 2, 3), ResolvedSampling(), 60))
     for _ in range(30):
         loop.step()
     assert device.deepest == most
@@ -91,7 +91,7 @@ def test_no_more_than_usual_where(why: str) -> None:
     for name in "abc":
         stops = (VOCAB,) if why == "may end" and name == "b" else ()  # a token that never comes
         prompt = (1, 2, 3) * (500 if why == "a prompt goes in chunks" and name == "c" else 1)
-        loop.add(Request(name, prompt, Sampling(), 30, stops))
+        loop.add(EngineRequest(name, prompt, ResolvedSampling(), 30, stops))
     for _ in range(20):
         loop.step()
         assert device.deepest <= depth
@@ -100,25 +100,25 @@ def test_no_more_than_usual_where(why: str) -> None:
 def test_who_comes_waits_no_longer_for_them_than_for_the_bound() -> None:
     device = Device(4, 0.7e-3)
     loop = loop_over(device)
-    loop.add(Request("a", (1, 2, 3), Sampling(), 200))
+    loop.add(EngineRequest("a", (1, 2, 3), ResolvedSampling(), 200))
     for turn in range(60):
         if turn == 40:
             arrived = device.now
-            loop.add(Request("b", (4, 5), Sampling(), 5))
+            loop.add(EngineRequest("b", (4, 5), ResolvedSampling(), 5))
         loop.step()
     assert device.deepest == 5
     assert 2 * device.seconds < device.begun[1] - arrived <= QUEUED + 1e-9
 
 
-def asked(random: Random) -> list[tuple[int, Request, int | None]]:
+def asked(random: Random) -> list[tuple[int, EngineRequest, int | None]]:
     """When each comes, what it wants, and after how many tokens it is aborted."""
     made = []
     for number in range(random.randrange(2, 9)):
         prompt = tuple(random.randrange(VOCAB) for _ in range(random.randrange(1, 30)))
-        request = Request(
+        request = EngineRequest(
             str(number),
             prompt,
-            Sampling(),
+            ResolvedSampling(),
             random.randrange(1, 40),
             stop_ids=random.choice([(), (), (), (3,)]),
             deadline=random.choice([None, None, None, 0.02]),

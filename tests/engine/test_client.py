@@ -19,7 +19,7 @@ from bloomery.engine.child import Child
 from bloomery.engine.client import EngineClient, Patience
 from bloomery.engine.wire import Message
 from bloomery.errors import BloomeryError, InvalidRequest, RequestFailed
-from bloomery.messages import Request, Sampling, Stats, Tokens
+from bloomery.messages import EngineRequest, ResolvedSampling, EngineStats, TokenOutput
 from tests.chaos.ghost_engine import BLOCKS, command, plan
 from tests.ghost.ghost import plain
 from tests.waiting import LONG, eventually
@@ -39,18 +39,18 @@ async def engine(
         await client.close()
 
 
-def request(name: str, *prompt: int, tokens: int = 12) -> Request:
-    return Request(name, prompt, Sampling(), tokens)
+def request(name: str, *prompt: int, tokens: int = 12) -> EngineRequest:
+    return EngineRequest(name, prompt, ResolvedSampling(), tokens)
 
 
-async def collect(client: EngineClient, *requests: Request) -> dict[str, list[Tokens]]:
-    got: dict[str, list[Tokens]] = {request.id: [] for request in requests}
+async def collect(client: EngineClient, *requests: EngineRequest) -> dict[str, list[TokenOutput]]:
+    got: dict[str, list[TokenOutput]] = {request.id: [] for request in requests}
     async for news in client.stream(requests):
         got[news.request].append(news)
     return got
 
 
-def ids(news: list[Tokens]) -> list[int]:
+def ids(news: list[TokenOutput]) -> list[int]:
     """All ids, if they are without gap or duplicate and end once."""
     found: list[int] = []
     for tokens in news:
@@ -60,7 +60,7 @@ def ids(news: list[Tokens]) -> list[int]:
     return found
 
 
-async def idle(client: EngineClient) -> Stats:
+async def idle(client: EngineClient) -> EngineStats:
     """The figures once the engine has nothing left to do."""
     while client.stats.running or client.stats.waiting or client.stats.kv_used:
         await asyncio.sleep(0.01)
@@ -148,7 +148,7 @@ def test_leaving_a_stream_aborts_what_is_open() -> None:
 def test_abort_by_id() -> None:
     async def main() -> None:
         async with engine("--delay", "0.01") as client:
-            got: list[Tokens] = []
+            got: list[TokenOutput] = []
             async for tokens in client.stream(
                 [request("a", 1, tokens=1000), request("b", 2, tokens=20)]
             ):
@@ -170,7 +170,7 @@ def test_a_slow_reader_gets_all_in_few_pieces() -> None:
     async def main() -> None:
         async with engine("--delay", "0.002") as client:
             asked = request("slow", 1, 2, 3, tokens=200)
-            got: list[Tokens] = []
+            got: list[TokenOutput] = []
             async for tokens in client.stream([asked]):
                 got.append(tokens)
                 assert await eventually(lambda: client.stats.tokens_out == 200), (
@@ -273,7 +273,7 @@ def test_restarts_are_bounded(bad: tuple[str, ...], why: str) -> None:
 
 def test_a_thousand_small_requests() -> None:
     async def main() -> None:
-        async with engine("--quick", max_sequences=256, max_batch_tokens=2048) as client:
+        async with engine("--quick", max_num_seqs=256, max_num_batched_tokens=2048) as client:
             asked = [request(str(number), *[number % 5] * 10, tokens=16) for number in range(1000)]
             await client.ready()
             os.kill(client.pid or 0, signal.SIGSTOP)  # until all have been sent

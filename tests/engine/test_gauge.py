@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.engine.gauge import ENOUGH, FAR, PATIENCE, WARM, Gauge, less, parts, share, words
-from bloomery.messages import Timing
+from bloomery.messages import StepTiming
 
 seconds = st.floats(0, 1e3)
 
 
-def some(steps: int, slow: float = 1.0, floor: float = 0.8) -> Timing:
+def some(steps: int, slow: float = 1.0, floor: float = 0.8) -> StepTiming:
     """So many steps of a millisecond as planned, `slow` times as long."""
-    return Timing(steps, floor * steps / 1e3, steps / 1e3, slow * steps / 1e3)
+    return StepTiming(steps, floor * steps / 1e3, steps / 1e3, slow * steps / 1e3)
 
 
 @given(seconds, seconds, seconds, seconds, seconds, seconds)
 def test_parts_are_all_the_time_there_was(
     floor: float, device: float, idle: float, sampling: float, padding: float, told: float
 ) -> None:
-    timing = Timing(1, floor, floor, device, idle, device, sampling, padding, told)
+    timing = StepTiming(1, floor, floor, device, idle, device, sampling, padding, told)
     found = parts(timing)
     assert all(value >= 0 for value in found.values())
     assert sum(found.values()) + min(floor, device) == pytest.approx(device + idle)
@@ -32,18 +32,18 @@ def test_parts_are_all_the_time_there_was(
 
 def test_the_share_is_of_the_last_seconds() -> None:
     gauge = Gauge()
-    assert share(Timing()) is None and gauge.look(Timing(), 0.0) is None
+    assert share(StepTiming()) is None and gauge.look(StepTiming(), 0.0) is None
     assert gauge.look(some(1000), 1.0) == pytest.approx(0.8)
     for second in range(2, 8):  # half as fast from here on; looks older than the span are forgotten
         now = gauge.look(
-            Timing(*(a + b for a, b in zip(astuple(some(1000)), astuple(some(second, 2.0))))),
+            StepTiming(*(a + b for a, b in zip(astuple(some(1000)), astuple(some(second, 2.0))))),
             float(second),
         )
     assert now == pytest.approx(0.4)
 
 
-def astuple(timing: Timing) -> tuple[float, ...]:
-    return tuple(getattr(timing, name) for name in Timing.__slots__)
+def astuple(timing: StepTiming) -> tuple[float, ...]:
+    return tuple(getattr(timing, name) for name in StepTiming.__slots__)
 
 
 def judged(spans: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -55,7 +55,7 @@ def judged(spans: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
     with caplog.at_level(logging.INFO, "bloomery.engine"):
         gauge.look(total, now)
         for slow in spans:
-            total = less(total, Timing(*(-v for v in astuple(some(ENOUGH, slow)))))
+            total = less(total, StepTiming(*(-v for v in astuple(some(ENOUGH, slow)))))
             now = now + 1
             gauge.look(total, now)
     return [

@@ -10,32 +10,35 @@ import pytest
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler, work_of
-from bloomery.messages import Request, Sampling, Tokens
+from bloomery.messages import EngineRequest, ResolvedSampling, TokenOutput
 from tests.ghost.ghost import VOCAB, Ghost
 
 
-def asked(seed: int) -> list[tuple[int, Request]]:
+def asked(seed: int) -> list[tuple[int, EngineRequest]]:
     """At different steps; some end at a stop id, some of them only after a few tokens."""
     random = Random(seed)
     made = []
     for number in range(12):
         prompt = tuple(random.randrange(VOCAB) for _ in range(random.randint(1, 18)))
-        wish = Sampling(min_tokens=random.choice((0, 3)))
+        wish = ResolvedSampling(min_tokens=random.choice((0, 3)))
         stops = random.choice(((), (), (2,)))
         made.append(
-            (random.randrange(20), Request(str(number), prompt, wish, random.randint(1, 24), stops))
+            (
+                random.randrange(20),
+                EngineRequest(str(number), prompt, wish, random.randint(1, 24), stops),
+            )
         )
     return made
 
 
 def told(
     ghost: Ghost, seed: int, depth: int, caching: bool
-) -> tuple[list[list[Tokens]], Scheduler]:
+) -> tuple[list[list[TokenOutput]], Scheduler]:
     """What every step brings, one request aborted on the way."""
     scheduler = Scheduler(Blocks(12, 4, caching), 10, 5)
     loop = Loop(scheduler, ghost, depth)
     requests = asked(seed)
-    brought = list[list[Tokens]]()
+    brought = list[list[TokenOutput]]()
     while loop.busy or len(brought) < 20:
         for at, request in requests:
             if at == len(brought):
@@ -63,11 +66,11 @@ def test_mere_tokens_bring_the_same_news(seed: int, depth: int, caching: bool) -
 def test_the_policy_hears_of_all_the_work() -> None:
     scheduler = Scheduler(Blocks(30, 4), 10, 5)
     for number in range(3):
-        scheduler.add(Request(str(number), (1, 2, 3) * (number + 1), Sampling(), 8))
+        scheduler.add(EngineRequest(str(number), (1, 2, 3) * (number + 1), ResolvedSampling(), 8))
     ghost = Ghost(4)
     mixed = 0
     while (step := scheduler.schedule()) is not None:
-        assert scheduler.scheduled[-1].work == work_of(step.items)
-        mixed += bool(step.going and step.chunks)
+        assert scheduler.scheduled[-1].work == work_of(step.requests)
+        mixed += bool(step.decodes and step.chunks)
         scheduler.update(step, ghost.run(step))
     assert mixed

@@ -9,7 +9,7 @@ import pytest
 from bloomery.engine.journal import PROBATION, Entry, Journal
 from bloomery.engine.wire import WireError
 from bloomery.errors import InvalidRequest
-from bloomery.messages import Request, Sampling, TokenLogprob, Tokens
+from bloomery.messages import EngineRequest, ResolvedSampling, TokenLogprob, TokenOutput
 
 
 class Reader:
@@ -21,26 +21,29 @@ class Reader:
 
 
 def opened(journal: Journal, *names: str) -> list[Entry]:
-    return [journal.open(Request(name, (1, 2), Sampling(), 100), Reader(), 5.0) for name in names]
+    return [
+        journal.open(EngineRequest(name, (1, 2), ResolvedSampling(), 100), Reader(), 5.0)
+        for name in names
+    ]
 
 
 def run(journal: Journal, entry: Entry, count: int) -> None:
     """An engine admits the entry and gives it ids."""
     journal.admit(entry.serial, 6.0)
     for _ in range(count):
-        journal.accept(Tokens(entry.serial, len(entry.emitted), (3,)))
+        journal.accept(TokenOutput(entry.serial, len(entry.emitted), (3,)))
 
 
 def test_only_what_comes_next_is_accepted() -> None:
     journal = Journal()
     (entry,) = opened(journal, "a")
-    journal.accept(Tokens(entry.serial, 0, (10, 11)))
-    journal.accept(Tokens(entry.serial, 0, (10, 11)))
-    journal.accept(Tokens(entry.serial, 1, (99,)))
-    journal.accept(Tokens("nobody", 0, (99,)))
+    journal.accept(TokenOutput(entry.serial, 0, (10, 11)))
+    journal.accept(TokenOutput(entry.serial, 0, (10, 11)))
+    journal.accept(TokenOutput(entry.serial, 1, (99,)))
+    journal.accept(TokenOutput("nobody", 0, (99,)))
     assert list(entry.emitted) == [10, 11]
     with pytest.raises(WireError, match="ids from 2 to 2 of a request are missing"):
-        journal.accept(Tokens(entry.serial, 3, (13,)))
+        journal.accept(TokenOutput(entry.serial, 3, (13,)))
 
 
 def test_a_slow_reader_gets_several_news_as_one() -> None:
@@ -49,17 +52,19 @@ def test_a_slow_reader_gets_several_news_as_one() -> None:
     one = TokenLogprob(10, -0.5, 1)
     two = TokenLogprob(11, -0.7, 2)
     journal.admit(entry.serial, 7.5)
-    journal.accept(Tokens(entry.serial, 0, (10,), (one,), (two,), cached=4))
-    journal.accept(Tokens(entry.serial, 1, (11,), (two,), cached=4))
-    assert entry.take() == Tokens("a", 0, (10, 11), (one, two), (two,), 4, queued=2.5)
-    journal.accept(Tokens(entry.serial, 2, (12,), (one,), cached=4, finish="length"))
-    assert entry.take() == Tokens("a", 2, (12,), (one,), (), 4, "length", queued=2.5)
+    journal.accept(TokenOutput(entry.serial, 0, (10,), (one,), (two,), cached=4))
+    journal.accept(TokenOutput(entry.serial, 1, (11,), (two,), cached=4))
+    assert entry.take() == TokenOutput("a", 0, (10, 11), (one, two), (two,), 4, queued=2.5)
+    journal.accept(TokenOutput(entry.serial, 2, (12,), (one,), cached=4, finish="length"))
+    assert entry.take() == TokenOutput("a", 2, (12,), (one,), (), 4, "length", queued=2.5)
     assert not journal.entries and not journal.by_request
 
 
 def test_a_replay_goes_on_where_the_ids_end() -> None:
     journal = Journal()
-    request = Request("a", (1, 2), Sampling(seed=9, prompt_logprobs=1), 50, (0,), (7,), "salt")
+    request = EngineRequest(
+        "a", (1, 2), ResolvedSampling(seed=9, prompt_logprobs=1), 50, (0,), (7,), "salt"
+    )
     entry = journal.open(request, Reader(), 0.0)
     assert journal.due() == [entry]
     first = entry.replay(0.0)
@@ -69,16 +74,20 @@ def test_a_replay_goes_on_where_the_ids_end() -> None:
         1,
         "salt",
     )
-    journal.accept(Tokens(entry.serial, 1, (8, 9), cached=16))
-    assert entry.take() == Tokens("a", 1, (8, 9), cached=16)
+    journal.accept(TokenOutput(entry.serial, 1, (8, 9), cached=16))
+    assert entry.take() == TokenOutput("a", 1, (8, 9), cached=16)
     journal.crash()
     assert journal.due() == [entry]
     again = entry.replay(0.0)
-    assert (again.emitted, again.max_tokens, again.sampling) == ((7, 8, 9), 50, Sampling(seed=9))
+    assert (again.emitted, again.max_tokens, again.sampling) == (
+        (7, 8, 9),
+        50,
+        ResolvedSampling(seed=9),
+    )
     journal.accept(
-        Tokens(entry.serial, 3, (1,), cached=99)
+        TokenOutput(entry.serial, 3, (1,), cached=99)
     )  # what a replay finds cached is not the client's affair
-    assert entry.take() == Tokens("a", 3, (1,), cached=16)
+    assert entry.take() == TokenOutput("a", 3, (1,), cached=16)
 
 
 def test_an_id_may_be_used_again_but_not_twice_at_once() -> None:
@@ -88,7 +97,9 @@ def test_an_id_may_be_used_again_but_not_twice_at_once() -> None:
         opened(journal, "a")
     journal.end(entry, "abort")
     (other,) = opened(journal, "a")
-    journal.accept(Tokens(entry.serial, 0, (99,)))  # late news of the first do not reach the second
+    journal.accept(
+        TokenOutput(entry.serial, 0, (99,))
+    )  # late news of the first do not reach the second
     assert not other.emitted
 
 
@@ -168,7 +179,9 @@ def test_any_number_of_culprits_among_many_fail_and_nobody_else(seed: int) -> No
         for entry in inside:
             position = len(entry.emitted)
             journal.accept(
-                Tokens(entry.serial, position, (3,), finish="length" if position == 99 else None)
+                TokenOutput(
+                    entry.serial, position, (3,), finish="length" if position == 99 else None
+                )
             )
         inside = [entry for entry in inside if entry.finish is None]
     assert not journal.entries, "stuck"
@@ -180,9 +193,11 @@ def test_any_number_of_culprits_among_many_fail_and_nobody_else(seed: int) -> No
 def test_who_waits_too_long_or_is_past_its_deadline_is_ended() -> None:
     journal = Journal()
     reader = Reader()
-    waits = journal.open(Request("waits", (1,), Sampling(), 5), reader, 0.0)
-    runs = journal.open(Request("runs", (1,), Sampling(), 5), reader, 0.0)
-    due = journal.open(Request("due", (1,), Sampling(), 5, deadline=20.0), reader, 0.0)
+    waits = journal.open(EngineRequest("waits", (1,), ResolvedSampling(), 5), reader, 0.0)
+    runs = journal.open(EngineRequest("runs", (1,), ResolvedSampling(), 5), reader, 0.0)
+    due = journal.open(
+        EngineRequest("due", (1,), ResolvedSampling(), 5, deadline=20.0), reader, 0.0
+    )
     journal.due()
     for entry in (runs, due):
         journal.admit(entry.serial, 3.0)

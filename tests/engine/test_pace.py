@@ -12,11 +12,18 @@ from bloomery.engine.blocks import Blocks
 from bloomery.engine.executor import Result
 from bloomery.engine.loop import Loop
 from bloomery.engine.pace import Pace, Work
-from bloomery.engine.policy import Fair
+from bloomery.engine.policy import FairPolicy
 from bloomery.engine.process import Engine
 from bloomery.engine.scheduler import Scheduler, work_of
 from bloomery.engine.wire import Hello, Message
-from bloomery.messages import Capacity, Request, Sampling, Step, StepOutput, Timing
+from bloomery.messages import (
+    EngineCapacity,
+    EngineRequest,
+    ResolvedSampling,
+    ScheduledStep,
+    StepOutput,
+    StepTiming,
+)
 from tests.chaos.ghost_engine import plan
 from tests.ghost.ghost import Ghost
 
@@ -40,12 +47,12 @@ class Device(Ghost):
     def clock(self) -> float:
         return self.now
 
-    def submit(self, step: Step) -> Device:  # type: ignore[override]
-        took = true_seconds(work_of(step.items))
+    def submit(self, step: ScheduledStep) -> Device:  # type: ignore[override]
+        took = true_seconds(work_of(step.requests))
         idle = max(self.now - self.free, 0.0) if self.free else 0.0
         self.free = max(self.free, self.now) + took
         self.queue.append(
-            (replace(self.run(step), timing=Timing(steps=1, device=took, idle=idle)), self.free)
+            (replace(self.run(step), timing=StepTiming(steps=1, device=took, idle=idle)), self.free)
         )
         return self
 
@@ -60,7 +67,7 @@ class Device(Ghost):
 @pytest.mark.parametrize("told", [True, False])
 def test_a_late_host_does_not_spoil_the_pace(told: bool) -> None:
     device = Device(stalls=0.6)
-    policy = Fair(ROWS, 4000)
+    policy = FairPolicy(ROWS, 4000)
     loop = Loop(Scheduler(Blocks(4000, 16), 2048, ROWS, policy), device, 2, device.clock)
     if not told:  # what the pace would be if it had nothing but the host's clock
         result = device.result
@@ -68,7 +75,7 @@ def test_a_late_host_does_not_spoil_the_pace(told: bool) -> None:
     chance = random.Random(1)
     for i in range(120):
         prompt = tuple(chance.randrange(7) for _ in range(chance.choice((10, 300, 1500))))
-        loop.add(Request(str(i), prompt, Sampling(), 40))
+        loop.add(EngineRequest(str(i), prompt, ResolvedSampling(), 40))
     while loop.busy:
         loop.step()
     tried = [
@@ -83,17 +90,17 @@ def test_a_late_host_does_not_spoil_the_pace(told: bool) -> None:
 
 def test_the_next_step_is_left_open_for_who_comes() -> None:
     device = Device(stalls=0.0)
-    policy = Fair(ROWS, 4000)
+    policy = FairPolicy(ROWS, 4000)
     loop = Loop(Scheduler(Blocks(4000, 16), 2048, ROWS, policy), device, 2, device.clock)
     late = 0.0
     for i in range(ROWS // 2):
-        loop.add(Request(str(i), (1, 2, 3) * 2000, Sampling(), 400))
+        loop.add(EngineRequest(str(i), (1, 2, 3) * 2000, ResolvedSampling(), 400))
     for turn in range(300):
         patience = loop.patience()
         device.now += patience
         late = max(late, device.now - device.free if device.queue else 0.0)
         if turn == 250:
-            loop.add(Request("newcomer", (1, 2), Sampling(), 4))
+            loop.add(EngineRequest("newcomer", (1, 2), ResolvedSampling(), 4))
         news = loop.step()
         if (
             turn == 251
@@ -128,21 +135,24 @@ def test_who_comes_early_does_not_make_the_next_step_come_early() -> None:
     line = Line(device)
     begun = list[tuple[float, float, int]]()
     engine = Engine(
-        line, Hello(1, plan()), device, Capacity(4000, 16, ROWS, 2048, 8000, 7), device.clock
+        line, Hello(1, plan()), device, EngineCapacity(4000, 16, ROWS, 2048, 8000, 7), device.clock
     )
     submit = engine.loop.executor.submit
 
-    def watched(step: Step) -> Result:
+    def watched(step: ScheduledStep) -> Result:
         begun.append((device.now, device.free, len(step.chunks)))
         return submit(step)
 
     engine.loop.executor.submit = watched  # type: ignore[method-assign]
-    engine.take([Request(str(i), (1, 2, 3) * 2000, Sampling(), 400) for i in range(ROWS // 2)])
+    engine.take(
+        [EngineRequest(str(i), (1, 2, 3) * 2000, ResolvedSampling(), 400) for i in range(ROWS // 2)]
+    )
     while len(begun) < 250:
         engine.turn()
     under_way = device.free
     line.coming += [
-        (device.now + 1e-4 * i, Request(f"newcomer {i}", (1, 2), Sampling(), 4)) for i in (1, 2)
+        (device.now + 1e-4 * i, EngineRequest(f"newcomer {i}", (1, 2), ResolvedSampling(), 4))
+        for i in (1, 2)
     ]
     before = len(begun)
     while line.coming or len(begun) < before + 3:

@@ -21,10 +21,16 @@ from benchmarks.policy import (
 )
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.pace import Pace, Work
-from bloomery.engine.policy import Aims, Fair, FirstCome, Policy
+from bloomery.engine.policy import Aims, FairPolicy, FcfsPolicy, Policy
 from bloomery.engine.scheduler import Scheduler
 from bloomery.engine.sequence import Sequence
-from bloomery.messages import Item, Request, Sampled, Sampling, StepOutput
+from bloomery.messages import (
+    ScheduledRequest,
+    EngineRequest,
+    SampledTokens,
+    ResolvedSampling,
+    StepOutput,
+)
 
 MIXED: dict[str, float] = {"longs": 32, "rows": 32, "blocks": 2000, "seconds": 15.0, "rate": 3.0}
 
@@ -62,17 +68,17 @@ def test_pace_survives_stalls_and_follows_a_slower_machine() -> None:
 def test_short_requests_among_long_ones() -> None:
     """The rows are all taken and the queue is long: short ones are answered in a few times what they take alone, long
     ones keep their pace, and what they give is within the bound."""
-    fair = Fair(32, 2000)
-    crowds = {"fair": mixed(fair, **MIXED), "first-come": mixed(FirstCome(), **MIXED)}  # type: ignore[arg-type]
-    single = alone(FirstCome(), 32, 16)
+    fair = FairPolicy(32, 2000)
+    crowds = {"fair": mixed(fair, **MIXED), "fcfs": mixed(FcfsPolicy(), **MIXED)}  # type: ignore[arg-type]
+    single = alone(FcfsPolicy(), 32, 16)
     short = {
         name: [life.last - life.arrived for life in crowd.done("short")]
         for name, crowd in crowds.items()
     }
     assert percentile(short["fair"], 0.5) < 3 * single and max(short["fair"]) < 6 * single
-    assert percentile(short["first-come"], 0.5) > 20 * single
+    assert percentile(short["fcfs"], 0.5) > 20 * single
     tokens = {name: produced(crowd, "long", MIXED["seconds"]) for name, crowd in crowds.items()}
-    assert tokens["fair"] > 0.9 * tokens["first-come"]
+    assert tokens["fair"] > 0.9 * tokens["fcfs"]
     assert (
         0 < fair.tax / crowds["fair"].now <= fair.aims.tax
         and not crowds["fair"].scheduler.preemptions
@@ -87,7 +93,7 @@ def test_a_promise_is_what_a_lone_request_takes_whatever_fills_the_batch() -> No
     """Prices fitted to full batches say less and less of lone steps: promises made late are those made early."""
     crowd: list[tuple[float, float]] = []
 
-    class Told(Fair):
+    class Told(FairPolicy):
         def enqueue(self, sequence: Sequence, now: float) -> None:
             super().enqueue(sequence, now)
             if sequence.short:
@@ -95,7 +101,7 @@ def test_a_promise_is_what_a_lone_request_takes_whatever_fills_the_batch() -> No
 
     fair = Told(256, 12000)
     mixed(fair, 20.0)
-    single = alone(FirstCome(), 32, 16)
+    single = alone(FcfsPolicy(), 32, 16)
     early, late = (
         [due for at, due in crowd if low < at < high] for low, high in ((0.0, 5.0), (15.0, 20.0))
     )
@@ -106,10 +112,10 @@ def test_a_promise_is_what_a_lone_request_takes_whatever_fills_the_batch() -> No
 def test_256_long_requests_hardly_notice_the_short_ones() -> None:
     """On an H200, by measured times of steps: short ones within four times their time alone, long ones within 7 % of
     first come, first served, and 65 ms between their tokens, all at once."""
-    fair = Fair(272, 12000)
+    fair = FairPolicy(272, 12000)
     crowd = mixed(fair, 40.0)
-    plain = mixed(FirstCome(), 40.0)
-    single = alone(FirstCome(), 32, 16)
+    plain = mixed(FcfsPolicy(), 40.0)
+    single = alone(FcfsPolicy(), 32, 16)
     shorts = [life.last - life.arrived for life in crowd.done("short")]
     assert percentile(shorts, 0.99) < 4 * single
     speed = produced(crowd, "long", crowd.now) / crowd.now
@@ -130,7 +136,7 @@ def test_nothing_but_short_ones_are_as_fast_as_in_any_other_order(prompt: int, a
         crowd.run(10**6)
         return produced(crowd, "short", crowd.now) / crowd.now
 
-    assert speed(Fair(272, 12000)) > 0.9 * speed(FirstCome())
+    assert speed(FairPolicy(272, 12000)) > 0.9 * speed(FcfsPolicy())
 
 
 def test_a_tax_that_is_bounded_lower_is_lower() -> None:
@@ -138,7 +144,7 @@ def test_a_tax_that_is_bounded_lower_is_lower() -> None:
     taxes = list[float]()
     times = list[float]()
     for bound in (0.05, 0.0003):
-        fair = Fair(272, 12000, Aims(tax=bound))
+        fair = FairPolicy(272, 12000, Aims(tax=bound))
         crowd = mixed(fair, 12.0)
         taxes.append(fair.tax / crowd.now)
         times.append(percentile([life.last - life.arrived for life in crowd.done("short")], 0.5))
@@ -154,7 +160,7 @@ def test_streams_keep_their_pace_while_long_prompts_arrive(answer: int, streams:
         going = [(0.0, "stream", 50, 3000, "", 0)] * streams
         return [*going, *((2.0 + 0.5 * i, "prompt", 8000, answer, "", 0) for i in range(16))]  # type: ignore[list-item]
 
-    fair = Fair(2 * streams, 12000)
+    fair = FairPolicy(2 * streams, 12000)
     crowd = Crowd(fair, iter(arrivals()), rows=2 * streams)
     crowd.run(10**6, until=12.0)
     gaps = [gap for life in crowd.lives.values() if life.kind == "stream" for gap in life.gaps]
@@ -165,7 +171,7 @@ def test_streams_keep_their_pace_while_long_prompts_arrive(answer: int, streams:
 
 def test_a_flood_of_short_prompts_is_not_computed_in_crumbs() -> None:
     """Nobody's promise can be kept then; and streams wait for no more than a lap."""
-    fair = Fair(272, 12000)
+    fair = FairPolicy(272, 12000)
     for _ in range(13):
         alone(fair, 32, 16)  # it knows what lone steps take
     arrivals: list[Arrival] = [(0.0, "stream", 500, 10000, "", 0)] * 64
@@ -183,7 +189,7 @@ def test_a_flood_of_short_prompts_is_not_computed_in_crumbs() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_nobody_starves_in_a_rough_crowd(seed: int) -> None:
     """benchmarks/policy.py --steps 1000000 is the long form."""
-    crowd = rough(Fair(16, 400), 6_000, seed)
+    crowd = rough(FairPolicy(16, 400), 6_000, seed)
     found = waits(crowd)
     assert all(count > 20 for count, _, _ in found.values())
     assert found["short"][2] < 1.0 and max(longest for _, _, longest in found.values()) < 8.0
@@ -195,7 +201,7 @@ def test_a_full_house_makes_room_for_a_short_one() -> None:
     """Every row is taken by a long one and none is kept: the one with least to lose gives way, and nobody twice."""
     arrivals: list[Arrival] = [(0.0, "long", 300, 400, "", 0), (0.0, "long", 100, 400, "", 0)]
     arrivals += [(0.5 + 0.1 * i, "short", 10, 5, "", 0) for i in range(3)]
-    crowd = Crowd(Fair(2, 400), iter(arrivals), rows=2, blocks=400)
+    crowd = Crowd(FairPolicy(2, 400), iter(arrivals), rows=2, blocks=400)
     assert crowd.scheduler.policy.spare_rows == 0  # type: ignore[attr-defined]
     crowd.run(10**6)
     assert not crowd.open and all(life.count == life.asked for life in crowd.lives.values())
@@ -208,7 +214,7 @@ class Drive:
     """A scheduler and a worker that needs no time; the test says what time it is."""
 
     def __init__(self, rows: int = 8, tokens: int = 64, aims: Aims | None = None):
-        self.scheduler = Scheduler(Blocks(64, 16), tokens, rows, Fair(rows, 64, aims))
+        self.scheduler = Scheduler(Blocks(64, 16), tokens, rows, FairPolicy(rows, 64, aims))
         self.order: list[str] = []
 
     def step(self, now: float) -> list[str]:
@@ -218,19 +224,19 @@ class Drive:
         assert step is not None
         names = [
             self.scheduler.running[item.sequence].request.id
-            for item in step.items
-            if item.first is not None
+            for item in step.requests
+            if item.new_request is not None
         ]
         output = StepOutput(
-            tuple(Sampled(item.sequence, (1,)) for item in step.items if item.samples)
+            tuple(SampledTokens(item.sequence, (1,)) for item in step.requests if item.samples)
         )
         news = [*ended, *self.scheduler.update(step, output, 0.01)]
         self.order += [entry.request for entry in news if entry.finish]
         return names
 
 
-def asked(name: str, length: int = 600, **more: object) -> Request:
-    return replace(Request(name, (1,) * length, Sampling(), 50), **more)  # type: ignore[arg-type]
+def asked(name: str, length: int = 600, **more: object) -> EngineRequest:
+    return replace(EngineRequest(name, (1,) * length, ResolvedSampling(), 50), **more)  # type: ignore[arg-type]
 
 
 def test_priority_is_worth_seconds_of_waiting() -> None:
@@ -281,11 +287,13 @@ def test_steps_that_cost_the_same_whatever_they_hold_are_filled() -> None:
     """A small model, or a ghost: nobody waits for room that costs nothing."""
 
     class Even(Device):
-        def seconds(self, items: Collection[Item], chance: random.Random) -> float:
+        def seconds(self, items: Collection[ScheduledRequest], chance: random.Random) -> float:
             return 0.1
 
     arrivals = iter([(0.02 * i, "long", 40, 100, "", 0) for i in range(100)])
-    crowd = Crowd(Fair(100, 10_000), arrivals, device=Even(), rows=100, blocks=10_000, size=16)
+    crowd = Crowd(
+        FairPolicy(100, 10_000), arrivals, device=Even(), rows=100, blocks=10_000, size=16
+    )
     crowd.run(10**6)
     lives = list(crowd.lives.values())
     assert len(lives) == 100 and max(life.first - life.arrived for life in lives) < 0.5
@@ -296,7 +304,7 @@ def test_a_key_that_offers_twenty_times_as_much_hardly_delays_another() -> None:
     """Equal requests would fill the rows and leave them all at once, and who comes in between would wait for that."""
 
     class Even(Device):
-        def seconds(self, items: Collection[Item], chance: random.Random) -> float:
+        def seconds(self, items: Collection[ScheduledRequest], chance: random.Random) -> float:
             return 0.05 * chance.uniform(0.9, 1.3)
 
     def first_tokens(rates: dict[str, float], seed: int) -> tuple[list[float], int]:
@@ -307,7 +315,12 @@ def test_a_key_that_offers_twenty_times_as_much_hardly_delays_another() -> None:
             for _ in range(int(40 * rate))
         ]
         crowd = Crowd(
-            Fair(16, 4000), iter(sorted(arrivals)), device=Even(), rows=16, blocks=4000, size=8
+            FairPolicy(16, 4000),
+            iter(sorted(arrivals)),
+            device=Even(),
+            rows=16,
+            blocks=4000,
+            size=8,
         )
         crowd.run(10**6, until=40.0)
         modest = [

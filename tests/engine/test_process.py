@@ -13,7 +13,16 @@ import pytest
 
 from bloomery.engine.process import HEARTBEAT
 from bloomery.engine.wire import Channel, Hello, Message, encode
-from bloomery.messages import Abort, Admitted, Capacity, News, Request, Sampling, Status, Tokens
+from bloomery.messages import (
+    AbortRequest,
+    AdmittedRequests,
+    EngineCapacity,
+    EngineOutput,
+    EngineRequest,
+    ResolvedSampling,
+    EngineStatus,
+    TokenOutput,
+)
 from tests.chaos.ghost_engine import BLOCKS, POISON, command, plan
 from tests.ghost.ghost import plain
 from tests.waiting import LONG
@@ -41,20 +50,20 @@ class Driver:
         """Load it; what it said on the way."""
         self.say(Hello(7, plan()))
         said = [self.hear()]
-        while not isinstance(said[-1], Capacity):
+        while not isinstance(said[-1], EngineCapacity):
             said.append(self.hear())
         return said
 
-    def news(self) -> Iterator[News]:
+    def news(self) -> Iterator[EngineOutput]:
         while True:
             message = self.hear()
-            if isinstance(message, News):
+            if isinstance(message, EngineOutput):
                 yield message
 
-    def tokens(self, *requests: Request) -> dict[str, list[Tokens]]:
+    def tokens(self, *requests: EngineRequest) -> dict[str, list[TokenOutput]]:
         """All the news of the requests, to their ends."""
         self.say(*requests)
-        got: dict[str, list[Tokens]] = {request.id: [] for request in requests}
+        got: dict[str, list[TokenOutput]] = {request.id: [] for request in requests}
         for news in self.news():
             for tokens in news.tokens:
                 got[tokens.request].append(tokens)
@@ -81,15 +90,15 @@ def engine(*options: str) -> Iterator[Driver]:
         process.wait()
 
 
-def request(name: str, *prompt: int, tokens: int = 12) -> Request:
-    return Request(name, prompt, Sampling(), tokens)
+def request(name: str, *prompt: int, tokens: int = 12) -> EngineRequest:
+    return EngineRequest(name, prompt, ResolvedSampling(), tokens)
 
 
 def test_it_loads_with_reports_then_answers_as_the_plain_loop_does() -> None:
     with engine("--load", "0.5") as driver:
         *reports, capacity = driver.ready()
-        assert isinstance(capacity, Capacity) and capacity.blocks == BLOCKS
-        assert reports == [Status("loading", part / 5, "ectoplasm") for part in range(5)]
+        assert isinstance(capacity, EngineCapacity) and capacity.blocks == BLOCKS
+        assert reports == [EngineStatus("loading", part / 5, "ectoplasm") for part in range(5)]
         asked = [request(str(i), 1, 2, 3, i) for i in range(5)]
         got = driver.tokens(*asked)
         for one in asked:
@@ -102,10 +111,10 @@ def test_who_is_in_a_step_is_said_before_it_runs_and_a_step_is_one_frame() -> No
         driver.ready()
         driver.line.sendall(b"".join(encode(request(name, 1, 2, 3)) for name in "abc"))
         seen: list[Message] = []
-        while not (seen and isinstance(seen[-1], News) and seen[-1].tokens):
+        while not (seen and isinstance(seen[-1], EngineOutput) and seen[-1].tokens):
             seen.append(driver.hear())
-        assert seen[-2:-1] == [Admitted(7, ("a", "b", "c"))]
-        assert isinstance(seen[-1], News)
+        assert seen[-2:-1] == [AdmittedRequests(7, ("a", "b", "c"))]
+        assert isinstance(seen[-1], EngineOutput)
         assert seen[-1].epoch == 7 and [tokens.request for tokens in seen[-1].tokens] == [
             "a",
             "b",
@@ -121,7 +130,7 @@ def test_it_names_the_poison_before_it_dies_of_it() -> None:
         with pytest.raises(EOFError):
             while True:
                 heard.append(driver.hear())
-        assert Admitted(7, ("bad",)) in heard
+        assert AdmittedRequests(7, ("bad",)) in heard
         assert driver.status() == -signal.SIGSEGV
 
 
@@ -131,7 +140,7 @@ def test_a_refused_request_is_answered_and_harms_nobody() -> None:
         good = request("good", 1, 2)
         got = driver.tokens(request("vast", 1, tokens=10**6), good)
         assert got["vast"] == [
-            Tokens(
+            TokenOutput(
                 "vast",
                 0,
                 finish="error",
@@ -145,10 +154,10 @@ def test_figures() -> None:
     with engine() as driver:
         driver.ready()
         long = tuple(i % 7 for i in range(30))
-        driver.tokens(Request("first", long, Sampling(), 9))
+        driver.tokens(EngineRequest("first", long, ResolvedSampling(), 9))
         driver.tokens(
-            Request("again", long, Sampling(), 4),
-            Request("replay", long, Sampling(), 9, emitted=(1, 2)),
+            EngineRequest("again", long, ResolvedSampling(), 4),
+            EngineRequest("replay", long, ResolvedSampling(), 9, emitted=(1, 2)),
         )
         stats = next(driver.news()).stats
         assert (stats.running, stats.waiting, stats.kv_used, stats.kv_blocks) == (0, 0, 0, BLOCKS)
@@ -170,8 +179,13 @@ def test_an_abort_frees_the_blocks_within_a_step() -> None:
         driver.ready()
         driver.say(request("a", 1, 2, 3, tokens=1000))
         next(news for news in driver.news() if news.tokens)
-        driver.say(Abort("a"), Abort("a"), Abort("never heard of"), request("b", 4, tokens=1))
-        while driver.hear() != Admitted(7, ("b",)):
+        driver.say(
+            AbortRequest("a"),
+            AbortRequest("a"),
+            AbortRequest("never heard of"),
+            request("b", 4, tokens=1),
+        )
+        while driver.hear() != AdmittedRequests(7, ("b",)):
             pass
         behind = [next(driver.news())]  # what is said once the aborts have been heard
         while behind[-1].stats.running:
@@ -204,7 +218,11 @@ def test_it_ends_on_sigterm_but_not_on_an_interrupt() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [b"GET / HTTP/1.1\r\n\r\n", encode(Abort("a"))[:-1] + b"\xff", encode(Status("ready"))],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        encode(AbortRequest("a"))[:-1] + b"\xff",
+        encode(EngineStatus("ready")),
+    ],
     ids=["noise", "bad", "misplaced"],
 )
 @pytest.mark.parametrize("loaded", [False, True])
@@ -219,7 +237,9 @@ def test_it_ends_on_a_frame_it_cannot_read(said: bytes, loaded: bool) -> None:
 def test_what_cannot_be_loaded_is_told() -> None:
     with engine("--refuse") as driver:
         driver.say(Hello(1, plan()))
-        assert driver.hear() == Status("failed", detail="model.safetensors: 12 bytes are missing")
+        assert driver.hear() == EngineStatus(
+            "failed", detail="model.safetensors: 12 bytes are missing"
+        )
         assert driver.status() == 1
 
 

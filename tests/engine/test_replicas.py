@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from bloomery.engine.client import EngineClient, Patience
 from bloomery.engine.replicas import GRAIN, SLACK, Affinity, Replicas, share
-from bloomery.messages import Request, Sampling, Tokens
+from bloomery.messages import EngineRequest, ResolvedSampling, TokenOutput
 from tests.chaos.ghost_engine import POISON, command, plan
 from tests.ghost.ghost import plain
 from tests.waiting import LONG, eventually
@@ -18,15 +18,15 @@ from tests.waiting import LONG, eventually
 OFTEN = Patience(restarts=10**6, pause=0.0)
 
 
-def asked(prompt: list[int], name: str = "r", tokens: int = 12, salt: str = "") -> Request:
-    return Request(name, tuple(prompt), Sampling(), tokens, salt=salt)
+def asked(prompt: list[int], name: str = "r", tokens: int = 12, salt: str = "") -> EngineRequest:
+    return EngineRequest(name, tuple(prompt), ResolvedSampling(), tokens, salt=salt)
 
 
 def replicas(count: int, *options: str) -> Replicas:
     return Replicas([EngineClient(plan(), command(*options), OFTEN) for _ in range(count)])
 
 
-async def read(engines: Replicas, request: Request) -> Tokens:
+async def read(engines: Replicas, request: EngineRequest) -> TokenOutput:
     got = list(request.prompt)
     async for news in engines.stream([request]):
         assert news.position == len(got) - len(request.prompt), "a gap or a duplicate"

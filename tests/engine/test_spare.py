@@ -9,7 +9,14 @@ from bloomery.engine.loop import REST, Loop
 from bloomery.engine.process import Engine
 from bloomery.engine.scheduler import Scheduler
 from bloomery.engine.wire import Hello, Message
-from bloomery.messages import Capacity, News, Request, Sampling, Step, StepOutput
+from bloomery.messages import (
+    EngineCapacity,
+    EngineOutput,
+    EngineRequest,
+    ResolvedSampling,
+    ScheduledStep,
+    StepOutput,
+)
 from tests.chaos.ghost_engine import plan
 from tests.ghost.ghost import Ghost, plain
 
@@ -30,7 +37,7 @@ class Slow(Ghost):
     def clock(self) -> float:
         return self.now
 
-    def run(self, step: Step) -> StepOutput:
+    def run(self, step: ScheduledStep) -> StepOutput:
         self.now += STEP
         return super().run(step)
 
@@ -56,7 +63,7 @@ def test_an_idle_executor_goes_through_all_of_it() -> None:
 def test_requests_lose_little_and_their_tokens_are_the_same() -> None:
     ghost = Slow(3)
     loop = loop_over(ghost)
-    asked = [Request(str(i), (1, 2, i), Sampling(), 150) for i in range(3)]
+    asked = [EngineRequest(str(i), (1, 2, i), ResolvedSampling(), 150) for i in range(3)]
     for request in asked:
         loop.add(request)
     found: dict[str, list[int]] = {request.id: list(request.prompt) for request in asked}
@@ -85,12 +92,14 @@ class Line:
 def test_an_engine_prepares_before_it_rests_and_says_how_much_is_left() -> None:
     ghost = Slow(9)
     line = Line()
-    engine = Engine(line, Hello(1, plan()), ghost, Capacity(200, 4, 4, 16, 100, 7), ghost.clock)
+    engine = Engine(
+        line, Hello(1, plan()), ghost, EngineCapacity(200, 4, 4, 16, 100, 7), ghost.clock
+    )
     while engine.loop.left:
         engine.turn()
-    told = [message.stats.unprepared for message in line.sent if isinstance(message, News)]
+    told = [message.stats.unprepared for message in line.sent if isinstance(message, EngineOutput)]
     assert told == sorted(told, reverse=True) and told[0] > told[-1] and set(line.waits) == {0}
     ghost.now += 10
     engine.turn()
     last = line.sent[-1]
-    assert isinstance(last, News) and last.stats.unprepared == 0 and line.waits[-1]
+    assert isinstance(last, EngineOutput) and last.stats.unprepared == 0 and line.waits[-1]

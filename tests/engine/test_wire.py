@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.engine.wire import HEADER, KINDS, LIMIT, Channel, Frames, Message, WireError, encode
-from bloomery.messages import Abort, Request, Sampling, Tokens
+from bloomery.messages import AbortRequest, EngineRequest, ResolvedSampling, TokenOutput
 
 LEAVES = {
     int: st.integers(0, 2**63 - 1) | st.integers(-(2**31), 2**64 - 1),
@@ -92,7 +92,7 @@ def body(message: Message) -> bytes:
     return encode(message)[HEADER.size :]
 
 
-REQUEST = Request("a", (1, 2), Sampling(), 3)
+REQUEST = EngineRequest("a", (1, 2), ResolvedSampling(), 3)
 
 
 @pytest.mark.parametrize(
@@ -102,17 +102,17 @@ REQUEST = Request("a", (1, 2), Sampling(), 3)
         (HEADER.pack(3, len(KINDS)), f"kind {len(KINDS)}, 3 bytes"),
         (b"GET / HTTP/1.1\r\n\r\n", "not the head of a frame"),
         (
-            frame(KINDS.index(Request), body(Abort("a"))),
+            frame(KINDS.index(EngineRequest), body(AbortRequest("a"))),
             "a Request of 6 bytes: .*required field `prompt`",
         ),
-        (frame(KINDS.index(Request), body(REQUEST)[:-1]), "a Request .* truncated"),
+        (frame(KINDS.index(EngineRequest), body(REQUEST)[:-1]), "a Request .* truncated"),
         (
-            frame(KINDS.index(Request), body(REQUEST).replace(b"\x01\x02", b"\xc3\x02")),
+            frame(KINDS.index(EngineRequest), body(REQUEST).replace(b"\x01\x02", b"\xc3\x02")),
             r"Expected `int`, got `bool`",
         ),
-        (frame(KINDS.index(Abort), body(Abort("a")) + b"\x00"), "trailing"),
-        (frame(KINDS.index(Abort), b"\x81\xa2id\xa1\xff"), "a Abort of 6 bytes: .*utf-8"),
-        (frame(KINDS.index(Abort), b"\x81\xa1x" + b"\x91" * 100_000), "recursion"),
+        (frame(KINDS.index(AbortRequest), body(AbortRequest("a")) + b"\x00"), "trailing"),
+        (frame(KINDS.index(AbortRequest), b"\x81\xa2id\xa1\xff"), "a Abort of 6 bytes: .*utf-8"),
+        (frame(KINDS.index(AbortRequest), b"\x81\xa1x" + b"\x91" * 100_000), "recursion"),
     ],
 )
 def test_what_is_refused_and_how(data: bytes, what: str) -> None:
@@ -123,15 +123,15 @@ def test_what_is_refused_and_how(data: bytes, what: str) -> None:
 def test_what_came_before_a_bad_frame_is_heard() -> None:
     heard = []
     with pytest.raises(WireError):
-        for message in Frames().feed(encode(Abort("good")) + b"\xff" * 8):
+        for message in Frames().feed(encode(AbortRequest("good")) + b"\xff" * 8):
             heard.append(message)
-    assert heard == [Abort("good")]
+    assert heard == [AbortRequest("good")]
 
 
 def test_a_frame_over_the_limit_is_not_sent() -> None:
-    assert encode(Abort("a" * 90), limit=100)
+    assert encode(AbortRequest("a" * 90), limit=100)
     with pytest.raises(WireError, match="a Abort of 106 bytes is over the limit of 100"):
-        encode(Abort("a" * 100), limit=100)
+        encode(AbortRequest("a" * 100), limit=100)
 
 
 def test_a_channel_waits_looks_and_notices_the_end() -> None:
@@ -139,10 +139,10 @@ def test_a_channel_waits_looks_and_notices_the_end() -> None:
     with ours, theirs:
         channel = Channel(theirs)
         assert channel.receive(0) == [] and channel.receive(0.01) == []
-        long = Request("long", tuple(range(100_000)), Sampling(), 1)
-        data = encode(Abort("a")) + encode(long)
+        long = EngineRequest("long", tuple(range(100_000)), ResolvedSampling(), 1)
+        data = encode(AbortRequest("a")) + encode(long)
         ours.sendall(data[:20])
-        assert channel.receive(None) == [Abort("a")]
+        assert channel.receive(None) == [AbortRequest("a")]
         ours.setblocking(False)
         heard = []
         left = data[20:]
@@ -151,9 +151,9 @@ def test_a_channel_waits_looks_and_notices_the_end() -> None:
             heard += channel.receive(0)
         assert heard == [long]
         ours.setblocking(True)
-        ours.sendall(encode(Abort("last")))
+        ours.sendall(encode(AbortRequest("last")))
         ours.close()
-        assert channel.receive(None) == [Abort("last")]
+        assert channel.receive(None) == [AbortRequest("last")]
         with pytest.raises(EOFError):
             channel.receive(None)
 
@@ -161,4 +161,4 @@ def test_a_channel_waits_looks_and_notices_the_end() -> None:
 def test_tokens_are_no_message_of_their_own() -> None:
     """They travel in News, a step's in one frame."""
     with pytest.raises(KeyError):
-        encode(Tokens("a", 0))  # type: ignore[arg-type]
+        encode(TokenOutput("a", 0))  # type: ignore[arg-type]

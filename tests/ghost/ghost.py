@@ -10,7 +10,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from bloomery.messages import Capacity, Item, Request, Sampled, Step, StepOutput
+from bloomery.messages import (
+    EngineCapacity,
+    ScheduledRequest,
+    EngineRequest,
+    SampledTokens,
+    ScheduledStep,
+    StepOutput,
+)
 
 VOCAB = 7
 
@@ -19,7 +26,7 @@ def next_token(prefix: list[int]) -> int:
     return crc32(bytes(prefix)) % VOCAB
 
 
-def plain(request: Request) -> list[int]:
+def plain(request: EngineRequest) -> list[int]:
     """What the request must produce, one token at a time, with no cache, batch or engine."""
     tokens = [*request.prompt, *request.emitted]
     while True:
@@ -51,10 +58,10 @@ class Ghost:
         self.steps = self.chunks = 0
         self.pieces = 0  # of work that may wait
 
-    def start(self, plan: object) -> Capacity:
+    def start(self, plan: object) -> EngineCapacity:
         raise AssertionError("a ghost has no model to load")
 
-    def submit(self, step: Step) -> Future[StepOutput]:
+    def submit(self, step: ScheduledStep) -> Future[StepOutput]:
         future: Future[StepOutput] = Future()
         future.set_result(self.run(step))
         return future
@@ -66,28 +73,28 @@ class Ghost:
     def close(self) -> None:
         self.rows.clear()
 
-    def run(self, step: Step) -> StepOutput:
+    def run(self, step: ScheduledStep) -> StepOutput:
         self.steps += 1
-        self.chunks += sum(not item.samples for item in step.items)
+        self.chunks += sum(not item.samples for item in step.requests)
         for sequence in step.finished:
             del self.rows[sequence]
-        for item in step.items:
+        for item in step.requests:
             self.write(item)
-        for sequence, start in zip(step.going, step.starts, strict=True):
+        for sequence, start in zip(step.decodes, step.decode_positions, strict=True):
             assert start >= self.rows[sequence].told, "its token was never drawn"
-        samples = tuple(self.sample(item) for item in step.items if item.samples)
+        samples = tuple(self.sample(item) for item in step.requests if item.samples)
         if not self.terse:
             return StepOutput(samples)
-        count = len(step.going)
+        count = len(step.decodes)
         return StepOutput(
             samples[count:], None, tuple(entry.tokens[0] for entry in samples[:count])
         )
 
-    def write(self, item: Item) -> None:
-        if item.first is not None:
+    def write(self, item: ScheduledRequest) -> None:
+        if item.new_request is not None:
             assert item.sequence not in self.rows, "a row started twice"
             self.rows[item.sequence] = Row(
-                list(item.first.tokens), item.start, len(item.first.tokens)
+                list(item.new_request.tokens), item.start, len(item.new_request.tokens)
             )
         row = self.rows[item.sequence]
         assert item.count > 0 and item.start == row.done, "work repeated, skipped or empty"
@@ -97,7 +104,7 @@ class Ghost:
         for position in range(item.start, item.start + item.count + len(item.drafts)):
             self.cache[self.slot(row, position)] = (position, fed[position])
 
-    def sample(self, item: Item) -> Sampled:
+    def sample(self, item: ScheduledRequest) -> SampledTokens:
         row = self.rows[item.sequence]
         fed = row.tokens + list(item.drafts)
         length = item.start + item.count
@@ -111,7 +118,7 @@ class Ghost:
             length += 1
         row.done += len(new) - 1
         row.tokens += new
-        return Sampled(item.sequence, tuple(new))
+        return SampledTokens(item.sequence, tuple(new))
 
     def read(self, row: Row, fed: list[int], length: int) -> list[int]:
         got = [self.cache[self.slot(row, position)] for position in range(length)]

@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import Loop
-from bloomery.engine.policy import Aims, Fair, FirstCome
+from bloomery.engine.policy import Aims, FairPolicy, FcfsPolicy
 from bloomery.engine.scheduler import Scheduler
-from bloomery.messages import Request, Sampling
+from bloomery.messages import EngineRequest, ResolvedSampling
 from tests.ghost.ghost import VOCAB, Ghost, plain
 from tests.ghost.trial import sound
 
@@ -40,17 +40,19 @@ class Engine(RuleBasedStateMachine):
         terse: bool,
     ) -> None:
         self.blocks = Blocks(blocks, size)
-        policy = Fair(sequences, blocks, Aims(short=0.02)) if fair else FirstCome()
+        policy = FairPolicy(sequences, blocks, Aims(short=0.02)) if fair else FcfsPolicy()
         self.scheduler = Scheduler(self.blocks, tokens, sequences, policy)
         ticks = itertools.count()
         self.loop = Loop(self.scheduler, Ghost(size, terse), depth, lambda: 0.01 * next(ticks))
-        self.asked: dict[str, Request] = {}
+        self.asked: dict[str, EngineRequest] = {}
         self.got: dict[str, list[int]] = {}
         self.ended: set[str] = set()
 
     @rule(prompt=prompts, output=st.integers(1, 6), stop=st.sampled_from([(), (3,)]))
     def add(self, prompt: list[int], output: int, stop: tuple[int, ...]) -> None:
-        request = Request(str(len(self.asked)), tuple(prompt), Sampling(), output, stop)
+        request = EngineRequest(
+            str(len(self.asked)), tuple(prompt), ResolvedSampling(), output, stop
+        )
         self.asked[request.id] = request
         self.got[request.id] = []
         self.loop.add(request)

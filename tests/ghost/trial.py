@@ -8,27 +8,27 @@ from random import Random
 
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import Loop
-from bloomery.engine.policy import Aims, Fair, FirstCome
+from bloomery.engine.policy import Aims, FairPolicy, FcfsPolicy
 from bloomery.engine.scheduler import Scheduler
-from bloomery.messages import Request, Sampling
+from bloomery.messages import EngineRequest, ResolvedSampling
 from tests.ghost.ghost import VOCAB, Ghost, next_token, plain
 
 
-def requests(random: Random, blocks: Blocks, drafts: int) -> deque[Request]:
+def requests(random: Random, blocks: Blocks, drafts: int) -> deque[EngineRequest]:
     """A few stems shared by many prompts, so that prefixes are hit; some start with tokens already emitted."""
     stems = [
         [random.randrange(VOCAB) for _ in range(random.randrange(1, blocks.size * 4 + 2))]
         for _ in range(3)
     ]
-    todo: deque[Request] = deque()
+    todo: deque[EngineRequest] = deque()
     for number in range(random.randrange(3, 14)):
         prompt = random.choice(stems) + [
             random.randrange(VOCAB) for _ in range(random.randrange(0, 6))
         ]
-        request = Request(
+        request = EngineRequest(
             str(number),
             tuple(prompt),
-            Sampling(min_tokens=random.choice([0, 0, 4])),
+            ResolvedSampling(min_tokens=random.choice([0, 0, 4])),
             random.randrange(2, 12),
             stop_ids=random.choice([(), (3,), (1, 3)]),
             salt=random.choice(["", "", "other"]),
@@ -54,8 +54,8 @@ class Trial:
         rows = random.choice([1, 3, 8])
         policy = random.choice(
             [
-                FirstCome(),
-                Fair(rows, self.blocks.count, Aims(short=random.choice([1e-3, 0.02, 0.1]))),
+                FcfsPolicy(),
+                FairPolicy(rows, self.blocks.count, Aims(short=random.choice([1e-3, 0.02, 0.1]))),
             ]
         )
         self.scheduler = Scheduler(self.blocks, tokens, rows, policy)

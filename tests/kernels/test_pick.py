@@ -9,7 +9,7 @@ from benchmarks.products import check_penalties, check_pick
 from bloomery.kernels.launch import jit, tl
 from bloomery.kernels.noise import bits_at, gumbel, gumbel_at, key_at, keys, words
 from bloomery.kernels.pick import Scratch, Wishes, pick, pick_lines, pick_reference
-from bloomery.messages import Sampling, Start
+from bloomery.messages import ResolvedSampling, NewRequestData
 from bloomery.runtime.sampler import Sampler
 
 SMALL = {"segment": 64, "block": 8, "listed": 64}
@@ -42,16 +42,16 @@ def test_kernels_equal_the_sampler() -> None:
     """Rows in any order, whose wishes differ, as the captured step sees them."""
     torch.manual_seed(9)
     chosen = [
-        Sampling(temperature=0.0),
-        Sampling(temperature=0.7, seed=1),
-        Sampling(temperature=1.3, top_p=0.8, seed=2**63 + 5),
-        Sampling(temperature=0.9, top_k=7, seed=3),
-        Sampling(temperature=1.0, top_k=40, top_p=0.5, min_p=0.02, seed=4),
+        ResolvedSampling(temperature=0.0),
+        ResolvedSampling(temperature=0.7, seed=1),
+        ResolvedSampling(temperature=1.3, top_p=0.8, seed=2**63 + 5),
+        ResolvedSampling(temperature=0.9, top_k=7, seed=3),
+        ResolvedSampling(temperature=1.0, top_k=40, top_p=0.5, min_p=0.02, seed=4),
     ]
     sampler = Sampler(len(chosen) + 1, 150)
     vocab = 150
     for row, sampling in enumerate(chosen):
-        sampler.admit(row, Start((1, 2, 3), 3, sampling, ()))
+        sampler.admit(row, NewRequestData((1, 2, 3), 3, sampling, ()))
     logits = torch.randn(5, vocab) * 2
     rows = [3, 0, 4, 2, 1]
     positions = [3, 9, 70, 4, 8]

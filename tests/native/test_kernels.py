@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.artifacts.gguf import BLOCKS
-from bloomery.attention.base import Ragged
+from bloomery.attention.base import AttentionMetadata
 from bloomery.attention.native_paged import NativePaged
 from bloomery.attention.torch_paged import TorchPaged
 from bloomery.kernels.activation import ACTIVATIONS, gate_reference
@@ -263,7 +263,7 @@ def test_attention(name: str, dtype: torch.dtype, shares: list[tuple[int, int]],
     numbers = torch.tensor(
         [length - count + i for count, length in zip(counts, lengths) for i in range(count)]
     )
-    ragged = Ragged(
+    ragged = AttentionMetadata(
         counts,
         lengths,
         counts.count(1),

@@ -14,16 +14,19 @@ from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.executors.local import Local
 from bloomery.executors.processes import Processes
-from bloomery.messages import Request, Sampling
+from bloomery.messages import EngineRequest, ResolvedSampling
 from tests.parity.cases import CASES, VOCAB, make_checkpoint
 from tests.parity.serve import greedy, plan
 
-WISHES = dict(block_size=4, max_batch_tokens=16, max_sequences=4, kv_cache_gib=0.01)
+WISHES = dict(block_size=4, max_num_batched_tokens=16, max_num_seqs=4, kv_cache_gib=0.01)
 TOKENS = 24
 REQUESTS = [
     greedy("0", list(range(3, 20)), TOKENS),
-    Request(
-        "1", tuple(range(5, 16)), Sampling(temperature=0.9, seed=5, repetition_penalty=1.2), TOKENS
+    EngineRequest(
+        "1",
+        tuple(range(5, 16)),
+        ResolvedSampling(temperature=0.9, seed=5, repetition_penalty=1.2),
+        TOKENS,
     ),
     greedy("2", list(range(40, 65)), TOKENS),
 ]
@@ -36,7 +39,7 @@ def answers(executor: Executor, folder: Path, known: Answers, **wishes: int) -> 
     capacity = executor.start(wanted)
     blocks = Blocks(capacity.blocks, capacity.block_size)
     scheduler = Scheduler(
-        blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages
+        blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, stages=capacity.stages
     )
     loop = Loop(scheduler, executor, wanted.depth)
     random = Random(1)

@@ -32,7 +32,7 @@ def tokens(executor: Executor, wanted: Plan, case: Case) -> list[list[int]]:
         -(-longest // 4) + 2 * -(-longest // 8), capacity.block_size, wanted.prefix_cache
     )
     scheduler = Scheduler(
-        blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages
+        blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, stages=capacity.stages
     )
     loop = Loop(scheduler, executor, wanted.depth)
     stem, *tails = (
@@ -46,7 +46,7 @@ def tokens(executor: Executor, wanted: Plan, case: Case) -> list[list[int]]:
 
 def compare(case: Case, way: tuple[int, int], folder: Path, crews: dict[int, Processes]) -> None:
     make_checkpoint(case, folder)
-    wishes = dict(block_size=4, max_batch_tokens=7, max_sequences=5, kv_cache_gib=0.01)
+    wishes = dict(block_size=4, max_num_batched_tokens=7, max_num_seqs=5, kv_cache_gib=0.01)
     length = max(case.length, case.prompt + TOKENS)
     want = tokens(Local(), plan(folder, length, **wishes), case)
     got = tokens(crews[way[0] * way[1]], plan(folder, length, tp=way[0], pp=way[1], **wishes), case)

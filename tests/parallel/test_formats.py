@@ -45,11 +45,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answer(executor: Local | Processes, model: Path, **wishes: object) -> list[int]:
     wanted = plan(
-        model, 48, block_size=4, max_batch_tokens=7, max_sequences=2, kv_cache_gib=0.01, **wishes
+        model,
+        48,
+        block_size=4,
+        max_num_batched_tokens=7,
+        max_num_seqs=2,
+        kv_cache_gib=0.01,
+        **wishes,
     )
     capacity = executor.start(wanted)
     blocks = Blocks(capacity.blocks, capacity.block_size, wanted.prefix_cache)
-    scheduler = Scheduler(blocks, capacity.max_batch_tokens, capacity.max_sequences)
+    scheduler = Scheduler(blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs)
     return ids(run(Loop(scheduler, executor, wanted.depth), [greedy("0", PROMPT, 16)])["0"])
 
 

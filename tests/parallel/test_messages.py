@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from bloomery.artifacts.locate import locate
-from bloomery.attention.base import Ragged, cache_shape
+from bloomery.attention.base import AttentionMetadata, cache_shape
 from bloomery.attention.torch_paged import TorchPaged
 from bloomery.describe import description
 from bloomery.families import as_stored
@@ -62,7 +62,7 @@ def forward(decoder: Decoder) -> None:
     n = 4
     caches = [torch.zeros(cache_shape(layer.attention, 1, 16)) for layer in decoder.spec.layers]
     every = torch.arange(n)
-    step = Ragged(
+    step = AttentionMetadata(
         (n,),
         (n,),
         0,

@@ -14,12 +14,12 @@ from bloomery.engine.client import EngineClient, Patience
 from bloomery.errors import ConfigError
 from bloomery.executors.processes import Processes
 from bloomery.executors.ranks import RankLost
-from bloomery.messages import Request, Sampling, Step
+from bloomery.messages import EngineRequest, ResolvedSampling, ScheduledStep
 from tests.parity.cases import CASES, make_checkpoint
 from tests.parity.serve import engine, greedy, ids, plan, run
 from tests.waiting import until
 
-WISHES = dict(block_size=4, max_batch_tokens=64, max_sequences=4, kv_cache_gib=0.01)
+WISHES = dict(block_size=4, max_num_batched_tokens=64, max_num_seqs=4, kv_cache_gib=0.01)
 PROMPT = list(range(3, 20))
 
 
@@ -71,7 +71,7 @@ def test_ranks_listen_on_the_loopback_alone_and_end_with_the_first_that_dies(fol
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(RankLost, match="rank 1 died of signal 9"):
         while True:
-            ranks.submit(Step((), ())).result()
+            ranks.submit(ScheduledStep((), ())).result()
     assert gone(pids) and not ranks.members
     assert ranks.folder is None
 
@@ -100,7 +100,7 @@ def test_a_stream_goes_on_when_a_rank_is_killed(folder: Path) -> None:
         while client.epoch == 1:  # again if it had come to its end before anybody could be killed
             got: list[int] = []
             async for news in client.stream(
-                [Request("0", tuple(PROMPT), Sampling(temperature=0.0), 100)]
+                [EngineRequest("0", tuple(PROMPT), ResolvedSampling(temperature=0.0), 100)]
             ):
                 assert news.position == len(got)
                 got += news.ids

@@ -20,14 +20,14 @@ from bloomery.engine.replicas import Replicas, share
 from bloomery.engine.scheduler import Scheduler
 from bloomery.errors import ConfigError
 from bloomery.executors.local import Local
-from bloomery.messages import Request, Sampling
+from bloomery.messages import EngineRequest, ResolvedSampling
 from tests.parity.cases import CASES, make_checkpoint
 from tests.parity.serve import greedy, ids, plan, run
 from tests.waiting import LONG, eventually
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
-WISHES = dict(block_size=4, max_batch_tokens=64, max_sequences=4, kv_cache_gib=0.01)
+WISHES = dict(block_size=4, max_num_batched_tokens=64, max_num_seqs=4, kv_cache_gib=0.01)
 PROMPT = list(range(3, 20))
 
 
@@ -56,7 +56,7 @@ def answer(by: Executor, folder: Path, count: int = 24, **wishes: object) -> lis
     capacity = by.start(wanted)
     blocks = Blocks(capacity.blocks, capacity.block_size)
     scheduler = Scheduler(
-        blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages
+        blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, stages=capacity.stages
     )
     news = run(
         Loop(scheduler, by, wanted.depth), [greedy(str(i), PROMPT[i:], count) for i in range(3)]
@@ -135,7 +135,7 @@ def test_a_stream_goes_on_when_an_actor_is_killed(folder: Path, cluster: str) ->
         assert len(found) == 2
         got: list[int] = []
         async for news in client.stream(
-            [Request("0", tuple(PROMPT), Sampling(temperature=0.0), 24)]
+            [EngineRequest("0", tuple(PROMPT), ResolvedSampling(temperature=0.0), 24)]
         ):
             assert news.position == len(got)
             got += news.ids
@@ -183,7 +183,11 @@ def test_when_the_actor_of_a_replica_is_killed_its_streams_go_on_at_the_other(
 
     async def read(engines: Replicas | EngineClient, name: str) -> str | None:
         async for news in engines.stream(
-            [Request(name, tuple(PROMPT[int(name) :]), Sampling(temperature=0.0), count)]
+            [
+                EngineRequest(
+                    name, tuple(PROMPT[int(name) :]), ResolvedSampling(temperature=0.0), count
+                )
+            ]
         ):
             assert news.position == len(got[name]), "a gap or a duplicate"
             got[name] += news.ids

@@ -19,7 +19,7 @@ from bloomery.engine.scheduler import Scheduler
 from bloomery.executors.local import Local
 from bloomery.executors.processes import Processes
 from bloomery.kernels.words import blank, blank_reference, own, own_reference
-from bloomery.messages import Request, Sampling
+from bloomery.messages import EngineRequest, ResolvedSampling
 from bloomery.native.build import NoLibrary, build
 from bloomery.native.team import team
 from tests.parity.cases import CASES, make_checkpoint
@@ -55,17 +55,20 @@ def test_recorded_steps_are_those_of_torch_and_of_one_process(
     way: tuple[int, int], tmp_path: Path, crews: dict[int, Processes]
 ) -> None:
     make_checkpoint(next(case for case in CASES if case.name == "llama"), tmp_path)
-    wishes = dict(block_size=4, max_batch_tokens=64, max_sequences=4, kv_cache_gib=0.01)
+    wishes = dict(block_size=4, max_num_batched_tokens=64, max_num_seqs=4, kv_cache_gib=0.01)
 
     def answers(executor: Executor, wanted: Plan) -> tuple[list[list[int]], bool]:
         capacity = executor.start(wanted)
         blocks = Blocks(capacity.blocks, capacity.block_size, True)
         scheduler = Scheduler(
-            blocks, capacity.max_batch_tokens, capacity.max_sequences, stages=capacity.stages
+            blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, stages=capacity.stages
         )
         requests = [greedy(str(i), list(range(3 + i, 20)), 12) for i in range(3)]
-        warm = Request(
-            "3", tuple(range(5, 30)), Sampling(temperature=0.8, seed=5, repetition_penalty=1.2), 12
+        warm = EngineRequest(
+            "3",
+            tuple(range(5, 30)),
+            ResolvedSampling(temperature=0.8, seed=5, repetition_penalty=1.2),
+            12,
         )
         found = run(Loop(scheduler, executor, wanted.depth), [*requests, warm])
         return [ids(news) for news in found.values()], any(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bloomery.artifacts.locate import locate
-from bloomery.attention.base import Ragged, cache_shape
+from bloomery.attention.base import AttentionMetadata, cache_shape
 from bloomery.attention.torch_paged import TorchPaged
 from bloomery.config import Config, Plan, resolve
 from bloomery.describe import description
@@ -17,7 +17,7 @@ from bloomery.engine.executor import Executor
 from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.executors.local import Local
-from bloomery.messages import Request, Sampling, Tokens
+from bloomery.messages import EngineRequest, ResolvedSampling, TokenOutput
 from bloomery.models.decoder import Decoder
 from bloomery.models.load import load
 
@@ -44,12 +44,12 @@ def engine(plan: Plan, blocks: int | None = None, executor: Executor | None = No
     capacity = executor.start(plan)
     kv = Blocks(blocks or capacity.blocks, capacity.block_size, plan.prefix_cache)
     return Loop(
-        Scheduler(kv, capacity.max_batch_tokens, capacity.max_sequences), executor, plan.depth
+        Scheduler(kv, capacity.max_num_batched_tokens, capacity.max_num_seqs), executor, plan.depth
     )
 
 
-def run(loop: Loop, requests: list[Request]) -> dict[str, list[Tokens]]:
-    news: dict[str, list[Tokens]] = {request.id: [] for request in requests}
+def run(loop: Loop, requests: list[EngineRequest]) -> dict[str, list[TokenOutput]]:
+    news: dict[str, list[TokenOutput]] = {request.id: [] for request in requests}
     for request in requests:
         loop.add(request)
     while loop.busy:
@@ -58,11 +58,11 @@ def run(loop: Loop, requests: list[Request]) -> dict[str, list[Tokens]]:
     return news
 
 
-def greedy(id: str, prompt: list[int], count: int, **sampling: Any) -> Request:
-    return Request(id, tuple(prompt), Sampling(temperature=0.0, **sampling), count)
+def greedy(id: str, prompt: list[int], count: int, **sampling: Any) -> EngineRequest:
+    return EngineRequest(id, tuple(prompt), ResolvedSampling(temperature=0.0, **sampling), count)
 
 
-def ids(news: list[Tokens]) -> list[int]:
+def ids(news: list[TokenOutput]) -> list[int]:
     return [token for entry in news for token in entry.ids]
 
 
@@ -85,7 +85,7 @@ def decoder_logits(decoder: Decoder, tokens: list[int], length: int) -> torch.Te
         torch.zeros(cache_shape(layer.attention, blocks, size)) for layer in decoder.spec.layers
     ]
     every = torch.arange(n)
-    step = Ragged(
+    step = AttentionMetadata(
         (n,),
         (n,),
         int(n == 1),

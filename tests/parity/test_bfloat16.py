@@ -41,7 +41,7 @@ def test_experts_round_no_more_than_transformers(name: str, tmp_path: Path) -> N
         threads=1,
         skip_tokenizer_init=True,
         kv_cache_gib=0.01,
-        max_sequences=8,
+        max_num_seqs=8,
         max_model_len=case.length,
     )
     outs = llm.generate(prompts.tolist(), SCORED, use_tqdm=False)

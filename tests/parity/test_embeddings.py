@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bloomery.messages import Pooling, Tokens
+from bloomery.messages import PoolingType, TokenOutput
 from bloomery.sampling import embedding_request
 from tests.parity.cases import CASES, VOCAB, Case, make_checkpoint
 from tests.parity.serve import engine, greedy, ids, plan, run
@@ -26,14 +26,14 @@ def made(
     return request.param, folder, make_checkpoint(request.param, folder)
 
 
-def reference(model: Any, prompt: list[int], pooling: Pooling) -> torch.Tensor:
+def reference(model: Any, prompt: list[int], pooling: PoolingType) -> torch.Tensor:
     with torch.no_grad():
         states = model.base_model(torch.tensor([prompt])).last_hidden_state[0]  # [tokens, width]
     pooled = states.mean(0) if pooling == "mean" else states[-1]
     return torch.nn.functional.normalize(pooled, dim=0)
 
 
-def far(news: list[Tokens], want: torch.Tensor) -> float:
+def far(news: list[TokenOutput], want: torch.Tensor) -> float:
     (only,) = news
     assert only.finish == "stop" and only.ids == ()
     return float((torch.tensor(only.embedding) - want).abs().max())
@@ -49,14 +49,14 @@ def test_embeddings_beside_answers(made: tuple[Case, Path, Any]) -> None:
             folder,
             case.prompt + 8,
             block_size=4,
-            max_batch_tokens=7,
-            max_sequences=5,
+            max_num_batched_tokens=7,
+            max_num_seqs=5,
             kv_cache_gib=0.01,
         ),
         blocks,
     )
     run(loop, [greedy("before", prompts[0], 2)])  # leaves its prefix in the cache
-    wishes: list[tuple[list[int], Pooling]] = [
+    wishes: list[tuple[list[int], PoolingType]] = [
         (prompt, kind) for prompt in prompts for kind in ("mean", "last")
     ]
     wishes += [
@@ -82,7 +82,8 @@ def test_a_preempted_mean_begins_anew(made: tuple[Case, Path, Any]) -> None:
     case, folder, model = made
     prompt = random_tokens(24, seed=3)
     loop = engine(
-        plan(folder, 24, block_size=4, max_batch_tokens=2, max_sequences=2, kv_cache_gib=0.01), 7
+        plan(folder, 24, block_size=4, max_num_batched_tokens=2, max_num_seqs=2, kv_cache_gib=0.01),
+        7,
     )
     request = embedding_request(prompt, "mean", id="0", vocab=VOCAB, max_length=24)
     news = run(loop, [greedy("answer", prompt[:4], 20), request])

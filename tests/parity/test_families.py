@@ -61,7 +61,14 @@ def test_greedy_through_the_engine(made: tuple[Case, Path, Any]) -> None:
     count = min(TOKENS, served - case.prompt)
     small = -(-longest // 4) + 2 * -(-longest // 8)  # room for about two sequences
     loop = engine(
-        plan(folder, served, block_size=4, max_batch_tokens=7, max_sequences=5, kv_cache_gib=0.01),
+        plan(
+            folder,
+            served,
+            block_size=4,
+            max_num_batched_tokens=7,
+            max_num_seqs=5,
+            kv_cache_gib=0.01,
+        ),
         small,
     )
     first = run(loop, [greedy("0", prompts[0], count)])

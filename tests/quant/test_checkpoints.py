@@ -24,7 +24,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(folder: Path) -> list[int]:
-    wishes = {"block_size": 4, "max_batch_tokens": 7, "max_sequences": 2, "kv_cache_gib": 0.01}
+    wishes = {"block_size": 4, "max_num_batched_tokens": 7, "max_num_seqs": 2, "kv_cache_gib": 0.01}
     loop = engine(plan(folder, 48, native=False, **wishes))
     return ids(run(loop, [greedy("0", PROMPT, 24)])["0"])
 

@@ -14,7 +14,7 @@ import transformers
 from bloomery.artifacts.locate import locate
 from bloomery.cli import main
 from bloomery.errors import ConfigError
-from bloomery.models.convert import Wish, convert
+from bloomery.tools.quantize_checkpoint import Wish, convert
 from bloomery.models.load import load
 from bloomery.quant.int4 import int4
 from bloomery.quant.solve import solve

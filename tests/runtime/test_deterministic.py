@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from bloomery.engine.loop import Loop
 from bloomery.executors.chosen import chosen
-from bloomery.messages import Request, Sampling, TokenLogprob, Tokens
+from bloomery.messages import EngineRequest, ResolvedSampling, TokenLogprob, TokenOutput
 from bloomery.runtime.forward import CPU_TILE, Steady
 from bloomery.sampling import embedding_request
 from tests.parity.cases import Case, make_checkpoint
@@ -65,7 +65,7 @@ def start(
 
     def made(blocks: int | None = None, **wishes: Any) -> Loop:
         wishes = {
-            "max_batch_tokens": 512,
+            "max_num_batched_tokens": 512,
             "prefix_cache": False,
             "kv_cache_gib": 0.05,
             "block_size": 8,
@@ -77,19 +77,19 @@ def start(
     return made
 
 
-def asked(random: Random, stem: list[int]) -> list[Request]:
+def asked(random: Random, stem: list[int]) -> list[EngineRequest]:
     """Some greedy, some drawn, of many lengths, half of them with a common beginning."""
     made = []
     for number in range(6):
         prompt = stem[: random.choice([0, 24])] + [
             random.randrange(3, VOCAB) for _ in range(random.randrange(1, 40))
         ]
-        sampling = Sampling(temperature=random.choice([0.0, 1.0]), seed=number, logprobs=20)
-        made.append(Request(str(number), tuple(prompt), sampling, COUNT))
+        sampling = ResolvedSampling(temperature=random.choice([0.0, 1.0]), seed=number, logprobs=20)
+        made.append(EngineRequest(str(number), tuple(prompt), sampling, COUNT))
     return made
 
 
-def answer(news: list[Tokens]) -> Answer:
+def answer(news: list[TokenOutput]) -> Answer:
     return [id for one in news for id in one.ids], [entry for one in news for entry in one.logprobs]
 
 
@@ -99,17 +99,17 @@ def test_alone_and_in_company(start: Callable[..., Loop]) -> None:
     loop = start()
     want = {request.id: answer(run(loop, [request])[request.id]) for request in requests}
 
-    def same(loop: Loop, order: list[Request], begun: int = 0) -> None:
+    def same(loop: Loop, order: list[EngineRequest], begun: int = 0) -> None:
         for id, news in run(loop, order).items():
             ids, logprobs = answer(news)
             assert (ids, logprobs) == (want[id][0][begun:], want[id][1][begun:]), f"request {id}"
 
     same(start(), requests)
-    same(start(max_sequences=3), requests[::-1])
-    chunked = start(max_batch_tokens=7)
+    same(start(max_num_seqs=3), requests[::-1])
+    chunked = start(max_num_batched_tokens=7)
     same(chunked, requests)
     assert isinstance(chunked.executor.worker.model, Steady)  # type: ignore[attr-defined]
-    warm = start(max_batch_tokens=31, prefix_cache=True)
+    warm = start(max_num_batched_tokens=31, prefix_cache=True)
     same(warm, requests)
     same(warm, requests)
     assert run(warm, [requests[0]])["0"][-1].cached > 0 or len(requests[0].prompt) < 9
@@ -117,7 +117,7 @@ def test_alone_and_in_company(start: Callable[..., Loop]) -> None:
     same(tight, requests)
     assert tight.scheduler.preemptions, "nothing was preempted"
     replayed = [replace(request, emitted=tuple(want[request.id][0][:5])) for request in requests]
-    same(start(max_batch_tokens=11), replayed, begun=5)
+    same(start(max_num_batched_tokens=11), replayed, begun=5)
 
 
 # what may stand beside the mode: weights of fewer bits, kept as they are stored or made so on loading, a rounded cache,
@@ -126,7 +126,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},
     "gguf": {"gguf": True},
-    "cache-int8": {"kv_dtype": "int8"},
+    "cache-int8": {"kv_cache_dtype": "int8"},
     "tp2": {"tp": 2},
     "tp2-gguf": {"tp": 2, "gguf": True},
 }
@@ -155,7 +155,7 @@ def test_beside_other_choices(checkpoint: Path, name: str) -> None:
 
     def start(blocks: int | None = None, **more: Any) -> Loop:
         common = {
-            "max_batch_tokens": 256,
+            "max_num_batched_tokens": 256,
             "prefix_cache": False,
             "kv_cache_gib": 0.05,
             "block_size": 8,
@@ -173,7 +173,7 @@ def test_beside_other_choices(checkpoint: Path, name: str) -> None:
     ]
     with closing(start()) as loop:
         alone = {one.id: run(loop, [one])[one.id] for one in (*requests, *means)}
-    with closing(start(18, max_batch_tokens=13, prefix_cache=True)) as loop:
+    with closing(start(18, max_num_batched_tokens=13, prefix_cache=True)) as loop:
         crowd = run(loop, [*requests, *means])
         again = run(loop, requests)
         assert loop.scheduler.preemptions, "nothing was preempted"

@@ -12,7 +12,13 @@ import torch
 
 from bloomery.engine.loop import Loop
 from bloomery.executors.local import Local
-from bloomery.messages import Item, Request, Sampling, Start, Step
+from bloomery.messages import (
+    ScheduledRequest,
+    EngineRequest,
+    ResolvedSampling,
+    NewRequestData,
+    ScheduledStep,
+)
 from bloomery.native.team import team
 from bloomery.runtime.meter import counts
 from bloomery.runtime.rows import Rows
@@ -21,18 +27,18 @@ from tests.parity.cases import CASES, VOCAB, make_checkpoint
 from tests.parity.serve import engine, plan, run
 
 WISHES = {
-    "max_batch_tokens": 24,
-    "max_sequences": 4,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 4,
     "block_size": 4,
     "kv_cache_gib": 0.01,
     "steps_in_flight": 2,
 }
-START = Start((1, 2, 3), 3, Sampling(temperature=0.0), ())
+START = NewRequestData((1, 2, 3), 3, ResolvedSampling(temperature=0.0), ())
 
 
 class Spelled(Local):
-    def submit(self, step: Step) -> Pending:
-        return super().submit(Step(step.items, step.finished))
+    def submit(self, step: ScheduledStep) -> Pending:
+        return super().submit(ScheduledStep(step.requests, step.finished))
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +47,7 @@ def alone() -> Iterator[None]:
     team().stop()  # other tests see torch alone
 
 
-def requests(seed: int, special: bool) -> list[Request]:
+def requests(seed: int, special: bool) -> list[EngineRequest]:
     """Greedy ones and drawn ones; with `special` some that a kernel cannot pick for, or that want log-probabilities."""
     random = Random(seed)
     made = []
@@ -52,12 +58,17 @@ def requests(seed: int, special: bool) -> list[Request]:
         logprobs = 2 if special and number == 4 else None
         prompt = tuple(random.randrange(3, VOCAB) for _ in range(random.randint(1, 20)))
         made.append(
-            Request(str(number), prompt, Sampling(**wish, logprobs=logprobs), random.randint(3, 14))
+            EngineRequest(
+                str(number),
+                prompt,
+                ResolvedSampling(**wish, logprobs=logprobs),
+                random.randint(3, 14),
+            )
         )
     return made
 
 
-def answers(loop: Loop, asked: list[Request]) -> dict[str, list[tuple[int, int]]]:
+def answers(loop: Loop, asked: list[EngineRequest]) -> dict[str, list[tuple[int, int]]]:
     """Ids, and of each how many log-probabilities came with it."""
     found = run(loop, asked)
     return {
@@ -81,7 +92,10 @@ def test_spelled_out_or_not(native: bool, special: bool, tmp_path: Path) -> None
 @pytest.mark.parametrize("native", [False, True])
 def test_however_many_steps_are_in_flight(native: bool, tmp_path: Path) -> None:
     make_checkpoint(next(case for case in CASES if case.name == "llama"), tmp_path)
-    asked = [*requests(3, True), Request("long", (5, 6, 7), Sampling(temperature=0.8, seed=1), 40)]
+    asked = [
+        *requests(3, True),
+        EngineRequest("long", (5, 6, 7), ResolvedSampling(temperature=0.8, seed=1), 40),
+    ]
     found = []
     for depth in (1, 2, 8):
         loop = engine(plan(tmp_path, 64, native=native, **WISHES | {"steps_in_flight": depth}))
@@ -99,23 +113,30 @@ def test_however_many_steps_are_in_flight(native: bool, tmp_path: Path) -> None:
 
 
 def test_a_step_counts_as_much_as_it_does_spelled_out() -> None:
-    chunk = Item(8, 4, 6, (2,), None, (), False)
-    step = Step((chunk,), (1,), (5, 6), (3, 7), ((6, (4,)),))
-    going = (Item(5, 3, 1, (), None, (), True), Item(6, 7, 1, (4,), None, (), True))
-    assert step.items == (*going, chunk)
-    assert counts(step) == counts(Step(step.items, step.finished)) == (8, 4 + 8 + 10, 2, 4 + 8 + 45)
+    chunk = ScheduledRequest(8, 4, 6, (2,), None, (), False)
+    step = ScheduledStep((chunk,), (1,), (5, 6), (3, 7), ((6, (4,)),))
+    going = (
+        ScheduledRequest(5, 3, 1, (), None, (), True),
+        ScheduledRequest(6, 7, 1, (4,), None, (), True),
+    )
+    assert step.requests == (*going, chunk)
+    assert (
+        counts(step)
+        == counts(ScheduledStep(step.requests, step.finished))
+        == (8, 4 + 8 + 10, 2, 4 + 8 + 45)
+    )
 
 
 def test_a_lineup_holds_until_somebody_joins_or_leaves() -> None:
     rows = Rows(3, 4, 9, torch.device("cpu"))
     for sequence in (5, 6):
-        rows.place(Item(sequence, 0, 3, (sequence,), START, (), True))
+        rows.place(ScheduledRequest(sequence, 0, 3, (sequence,), START, (), True))
     first = rows.line_up((5, 6), (3, 7))
     assert first.places == (1, 0) and [row.table for row in first.rows] == [[6], [5]]
     assert rows.line_up((5, 6), (4, 8)) is first
     assert rows.line_up((6,), (9,)).indices == first.indices[:1]
     rows.release(6)
-    rows.place(Item(7, 0, 3, (7,), START, (), True))  # takes the row that was 6's
-    rows.place(Item(6, 0, 3, (8,), START, (), True))
+    rows.place(ScheduledRequest(7, 0, 3, (7,), START, (), True))  # takes the row that was 6's
+    rows.place(ScheduledRequest(6, 0, 3, (8,), START, (), True))
     again = rows.line_up((6,), (3,))
     assert [row.table for row in again.rows] == [[8]] and again.indices != first.indices[:1]

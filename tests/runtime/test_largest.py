@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bloomery.artifacts.locate import locate
-from bloomery.attention.base import Ragged
+from bloomery.attention.base import AttentionMetadata
 from bloomery.attention.torch_paged import TorchPaged
-from bloomery.messages import Sampling, Start
+from bloomery.messages import ResolvedSampling, NewRequestData
 from bloomery.models.load import load
 from bloomery.runtime import sampler as sampling
 from bloomery.runtime.largest import Largest, largest_step
@@ -37,14 +37,14 @@ def test_it_is_as_large_as_limits_allow(
     make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
     decoder = load(locate(str(tmp_path)), "auto", torch.float32, CPU).decoder
     wanted = replace(
-        plan(tmp_path, length), max_batch_tokens=tokens, max_sequences=sequences, block_size=4
+        plan(tmp_path, length), max_num_batched_tokens=tokens, max_num_seqs=sequences, block_size=4
     )
     decoder.reach(length)
-    seen: list[Ragged] = []
+    seen: list[AttentionMetadata] = []
     drawn: list[tuple[int, int]] = []
 
     class Watched(TorchPaged):
-        def plan(self, ragged: Ragged):  # type: ignore[no-untyped-def]
+        def plan(self, ragged: AttentionMetadata):  # type: ignore[no-untyped-def]
             seen.append(ragged)
             return super().plan(ragged)
 
@@ -83,14 +83,14 @@ def test_lines_in_parts_give_the_same_tokens_and_scores(monkeypatch: pytest.Monk
     vocab = 60
     lines = 23
     wishes = [
-        Sampling(),
-        Sampling(0.0),
-        Sampling(0.8, top_p=0.7),
-        Sampling(1.2, top_k=9, logprobs=4),
+        ResolvedSampling(),
+        ResolvedSampling(0.0),
+        ResolvedSampling(0.8, top_p=0.7),
+        ResolvedSampling(1.2, top_k=9, logprobs=4),
     ]
     wishes += [
-        Sampling(0.9, typical_p=0.6, logprobs=2),
-        Sampling(0.7, top_p=0.9, repetition_penalty=1.3),
+        ResolvedSampling(0.9, typical_p=0.6, logprobs=2),
+        ResolvedSampling(0.7, top_p=0.9, repetition_penalty=1.3),
     ]
     logits = torch.randn(lines, vocab, generator=torch.Generator().manual_seed(0)) * 3
 
@@ -99,7 +99,10 @@ def test_lines_in_parts_give_the_same_tokens_and_scores(monkeypatch: pytest.Monk
         for row in range(lines):
             tokens = tuple(range(row % 7 + 1))
             sampler.admit(
-                row, Start(tokens, len(tokens), replace(wishes[row % len(wishes)], seed=row), ())
+                row,
+                NewRequestData(
+                    tokens, len(tokens), replace(wishes[row % len(wishes)], seed=row), ()
+                ),
             )
         found = sampler.sample(logits, [(row, row % 7 + 1, ()) for row in range(lines)])
         return found.collect(), sampler.prompt_logprobs(logits, list(range(lines)), 3)

@@ -19,7 +19,7 @@ from bloomery.attention.triton_paged import TritonPaged
 from bloomery.engine.loop import Loop
 from bloomery.kernels import paged_decode, paged_prefill
 from bloomery.kernels.launch import interpreted
-from bloomery.messages import Request, Sampling
+from bloomery.messages import EngineRequest, ResolvedSampling
 from bloomery.runtime.forward import Whole
 from bloomery.runtime.mixed import LINES, NEAR, PROMPTS, MixedStep, layout
 from bloomery.runtime.picker import Picker
@@ -93,7 +93,7 @@ def with_mixed(
     return mixed
 
 
-def served(loop: Loop, requests: list[tuple[int, Request]]) -> dict[str, list[int]]:
+def served(loop: Loop, requests: list[tuple[int, EngineRequest]]) -> dict[str, list[int]]:
     """Requests come at their step."""
     found: dict[str, list[int]] = {request.id: [] for _, request in requests}
     step = 0
@@ -107,7 +107,7 @@ def served(loop: Loop, requests: list[tuple[int, Request]]) -> dict[str, list[in
     return found
 
 
-def asked(random: Random) -> list[tuple[int, Request]]:
+def asked(random: Random) -> list[tuple[int, EngineRequest]]:
     """Greedy and drawn, one whose log-probabilities are wanted, at different times."""
     made = []
     for number in range(7):
@@ -117,10 +117,12 @@ def asked(random: Random) -> list[tuple[int, Request]]:
             "top_k": random.choice((0, 5)),
             "seed": number,
         }
-        wish = Sampling(
+        wish = ResolvedSampling(
             **hot, logprobs=2 if number == 4 else None, prompt_logprobs=1 if number == 6 else None
         )
-        made.append((random.randrange(6), Request(str(number), prompt, wish, random.randint(2, 5))))
+        made.append(
+            (random.randrange(6), EngineRequest(str(number), prompt, wish, random.randint(2, 5)))
+        )
     return made
 
 
@@ -140,8 +142,8 @@ def test_tokens_are_those_of_the_batch(
 ) -> None:
     make_checkpoint(Case(name, MODELS[name]), tmp_path)
     wishes = {
-        "max_batch_tokens": 12,
-        "max_sequences": 4,
+        "max_num_batched_tokens": 12,
+        "max_num_seqs": 4,
         "block_size": 4,
         "kv_cache_gib": 0.01,
         "prefix_cache": False,

@@ -14,7 +14,7 @@ import pytest
 
 from bloomery.engine.loop import Loop
 from bloomery.executors.local import Local
-from bloomery.messages import Request, Sampling
+from bloomery.messages import EngineRequest, ResolvedSampling
 from bloomery.runtime.decode import buckets
 from bloomery.runtime.replay import Captured
 from tests.parity.cases import CASES, make_checkpoint
@@ -44,8 +44,8 @@ class Pool:
 def tokens(loop: Loop, spare: bool) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for i, length in enumerate((3, 9, 5, 7)):
-        sampling = Sampling(0.0) if i % 2 else Sampling(0.9, top_p=0.9, seed=i)
-        loop.add(Request(str(i), tuple(range(4, 4 + length)), sampling, 12 + 4 * i))
+        sampling = ResolvedSampling(0.0) if i % 2 else ResolvedSampling(0.9, top_p=0.9, seed=i)
+        loop.add(EngineRequest(str(i), tuple(range(4, 4 + length)), sampling, 12 + 4 * i))
         found[str(i)] = []
     while loop.busy:
         loop.rested = 0.0  # after every step
@@ -59,7 +59,7 @@ def tokens(loop: Loop, spare: bool) -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
 def test_captures_between_steps_change_nothing(name: str, tmp_path: Path) -> None:
     make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
-    wanted = plan(tmp_path, 64, max_sequences=6)
+    wanted = plan(tmp_path, 64, max_num_seqs=6)
     want = tokens(engine(wanted), spare=False)
     loop = engine(wanted)
     assert isinstance(loop.executor, Local) and loop.executor.worker is not None

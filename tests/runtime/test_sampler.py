@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bloomery.messages import Sampling, Start
+from bloomery.messages import ResolvedSampling, NewRequestData
 from bloomery.runtime.sampler import CHUNK, Sampler
 from tests.kernels.test_noise import plain_gumbel
 
@@ -24,7 +24,11 @@ CLOSE = 2e-6  # what float32 may blur: nearer than this, either token or either 
 
 
 def edited(
-    logits: list[float], s: Sampling, tokens: list[int], prompt_len: int, stop_ids: tuple[int, ...]
+    logits: list[float],
+    s: ResolvedSampling,
+    tokens: list[int],
+    prompt_len: int,
+    stop_ids: tuple[int, ...],
 ) -> list[float]:
     """Logits after every edit and penalty, given the tokens so far."""
     z = list(logits)
@@ -60,7 +64,7 @@ def ruled(z: list[float], out: list[int] | tuple[int, ...]) -> list[float]:
     return left if max(left) > -math.inf else z
 
 
-def truncated(z: list[float], s: Sampling) -> tuple[list[int], set[int]]:
+def truncated(z: list[float], s: ResolvedSampling) -> tuple[list[int], set[int]]:
     """The ids that may win, and those on a border too near to call."""
     ids = sorted((i for i in range(len(z)) if z[i] > -math.inf), key=lambda i: (-z[i], i))
     best = z[ids[0]]
@@ -101,7 +105,7 @@ def prefix(order: list[int], mass: dict[int, float], share: float) -> tuple[list
     return chosen, near
 
 
-def plausible(logits: torch.Tensor, start: Start, tokens: list[int]) -> set[int]:
+def plausible(logits: torch.Tensor, start: NewRequestData, tokens: list[int]) -> set[int]:
     """The right token; more than one only where float32 cannot tell."""
     z = edited(logits.tolist(), start.sampling, tokens, start.prompt_len, start.stop_ids)
     s = start.sampling
@@ -122,9 +126,12 @@ def plausible(logits: torch.Tensor, start: Start, tokens: list[int]) -> set[int]
 
 
 def started(
-    sampling: Sampling, prompt: list[int], output: list[int] = (), stop_ids: tuple[int, ...] = ()
-) -> Start:
-    return Start(tuple(prompt) + tuple(output), len(prompt), sampling, stop_ids)
+    sampling: ResolvedSampling,
+    prompt: list[int],
+    output: list[int] = (),
+    stop_ids: tuple[int, ...] = (),
+) -> NewRequestData:
+    return NewRequestData(tuple(prompt) + tuple(output), len(prompt), sampling, stop_ids)
 
 
 def line_for(tokens: list[int], vocab: int = VOCAB, salt: int = 0) -> torch.Tensor:
@@ -140,7 +147,9 @@ def one(sampler: Sampler, row: int, tokens: list[int], vocab: int = VOCAB, salt:
     return drawn[0]
 
 
-def alone(start: Start, steps: int, vocab: int = VOCAB, salt: int = 0, row: int = 0) -> list[int]:
+def alone(
+    start: NewRequestData, steps: int, vocab: int = VOCAB, salt: int = 0, row: int = 0
+) -> list[int]:
     """A sequence's output with nobody else there."""
     sampler = Sampler(row + 1, vocab)
     sampler.admit(row, start)
@@ -151,34 +160,36 @@ def alone(start: Start, steps: int, vocab: int = VOCAB, salt: int = 0, row: int 
 
 
 CASES = {
-    "greedy": Sampling(temperature=0.0),
-    "temperature": Sampling(temperature=0.7),
-    "hot": Sampling(temperature=5.0),
-    "top_k": Sampling(top_k=5),
-    "top_k 1": Sampling(top_k=1),
-    "top_k beyond the vocabulary": Sampling(top_k=1000),
-    "top_p": Sampling(top_p=0.6),
-    "top_p tiny": Sampling(top_p=1e-9),
-    "min_p": Sampling(min_p=0.1),
-    "min_p 1": Sampling(min_p=1.0),
-    "typical_p": Sampling(typical_p=0.5),
-    "all truncations": Sampling(temperature=1.5, top_k=30, top_p=0.9, min_p=0.02, typical_p=0.8),
-    "repetition": Sampling(temperature=0.0, repetition_penalty=1.8),
-    "repetition below 1": Sampling(temperature=0.5, repetition_penalty=0.6),
-    "frequency": Sampling(temperature=0.0, frequency_penalty=1.3),
-    "presence": Sampling(temperature=0.0, presence_penalty=-1.5),
-    "all penalties": Sampling(
+    "greedy": ResolvedSampling(temperature=0.0),
+    "temperature": ResolvedSampling(temperature=0.7),
+    "hot": ResolvedSampling(temperature=5.0),
+    "top_k": ResolvedSampling(top_k=5),
+    "top_k 1": ResolvedSampling(top_k=1),
+    "top_k beyond the vocabulary": ResolvedSampling(top_k=1000),
+    "top_p": ResolvedSampling(top_p=0.6),
+    "top_p tiny": ResolvedSampling(top_p=1e-9),
+    "min_p": ResolvedSampling(min_p=0.1),
+    "min_p 1": ResolvedSampling(min_p=1.0),
+    "typical_p": ResolvedSampling(typical_p=0.5),
+    "all truncations": ResolvedSampling(
+        temperature=1.5, top_k=30, top_p=0.9, min_p=0.02, typical_p=0.8
+    ),
+    "repetition": ResolvedSampling(temperature=0.0, repetition_penalty=1.8),
+    "repetition below 1": ResolvedSampling(temperature=0.5, repetition_penalty=0.6),
+    "frequency": ResolvedSampling(temperature=0.0, frequency_penalty=1.3),
+    "presence": ResolvedSampling(temperature=0.0, presence_penalty=-1.5),
+    "all penalties": ResolvedSampling(
         temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.6
     ),
-    "logit_bias": Sampling(temperature=0.8, logit_bias=((3, 6.0), (5, -100.0), (96, 5.5))),
-    "allowed": Sampling(temperature=1.3, allowed_token_ids=(90, 4, 17)),
-    "allowed, greedy": Sampling(temperature=0.0, allowed_token_ids=(90, 4, 17)),
-    "bad words": Sampling(
+    "logit_bias": ResolvedSampling(temperature=0.8, logit_bias=((3, 6.0), (5, -100.0), (96, 5.5))),
+    "allowed": ResolvedSampling(temperature=1.3, allowed_token_ids=(90, 4, 17)),
+    "allowed, greedy": ResolvedSampling(temperature=0.0, allowed_token_ids=(90, 4, 17)),
+    "bad words": ResolvedSampling(
         temperature=0.6, allowed_token_ids=(1, 2, 3), bad_words=((1, 1), (2, 3, 1), (3,), (1, 2, 1))
     ),
-    "watermark": Sampling(temperature=0.0, watermark=(0.5, 2.0)),
-    "watermark, sampled": Sampling(temperature=0.9, watermark=(0.25, 4.0), top_p=0.9),
-    "min_tokens": Sampling(temperature=0.7, allowed_token_ids=(0, 1, 2), min_tokens=5),
+    "watermark": ResolvedSampling(temperature=0.0, watermark=(0.5, 2.0)),
+    "watermark, sampled": ResolvedSampling(temperature=0.9, watermark=(0.25, 4.0), top_p=0.9),
+    "min_tokens": ResolvedSampling(temperature=0.7, allowed_token_ids=(0, 1, 2), min_tokens=5),
 }
 
 
@@ -200,7 +211,7 @@ def test_each_parameter_against_the_reference(name):
 
 floats = st.sampled_from
 samplings = st.builds(
-    Sampling,
+    ResolvedSampling,
     temperature=floats([0.0, 0.3, 0.8, 1.0, 2.0]),
     top_k=floats([0, 0, 1, 3, 20, 600]),
     top_p=floats([1.0, 1.0, 0.95, 0.5]),
@@ -264,14 +275,14 @@ def test_mixed_batches_equal_the_reference_and_the_solitary_run(starts, rng):
 def test_twenty_runs_amid_random_neighbours(shape):
     vocab = 1500
     rng = random.Random(4)
-    start = started(Sampling(seed=2**63 + 11, **shape), [1, 2, 3])
+    start = started(ResolvedSampling(seed=2**63 + 11, **shape), [1, 2, 3])
     expected = alone(start, 8, vocab)
     for _ in range(20):
         sampler = Sampler(12, vocab)
         count = rng.randrange(1, 8)
         rows = rng.sample(range(12), count + 1)
         for row in rows[1:]:
-            other = Sampling(
+            other = ResolvedSampling(
                 seed=rng.getrandbits(64),
                 temperature=rng.choice([0.0, 1.0]),
                 top_k=rng.choice([0, 7, 700]),
@@ -294,7 +305,7 @@ def test_seeds_and_positions_matter():
     outputs = set()
     for seed in (0, 1, 2**32, 2**63):
         sampler = Sampler(1, VOCAB)
-        sampler.admit(0, started(Sampling(seed=seed), [1]))
+        sampler.admit(0, started(ResolvedSampling(seed=seed), [1]))
         outputs.add(
             tuple(sampler.sample(flat, [(0, p, ())]).collect()[0][0][0] for p in range(1, 13))
         )
@@ -304,7 +315,7 @@ def test_seeds_and_positions_matter():
 
 def test_draws_follow_the_truncated_distribution():
     logits = torch.linspace(0, -4, 60)
-    sampling = Sampling(temperature=0.8, top_k=20, seed=3)
+    sampling = ResolvedSampling(temperature=0.8, top_k=20, seed=3)
     sampler = Sampler(1, 60)
     sampler.admit(0, started(sampling, [1]))
     draws = 2000
@@ -328,14 +339,14 @@ def test_ties_go_to_the_lowest_id(shape):
     line[0, [11, 40, 90]] = 2.5
     for seed in range(5):
         sampler = Sampler(1, VOCAB)
-        sampler.admit(0, started(Sampling(seed=seed, **shape), [1]))
+        sampler.admit(0, started(ResolvedSampling(seed=seed, **shape), [1]))
         assert sampler.sample(line, [(0, 1, ())]).collect()[0][0] == (11,)
 
 
 def test_top_k_keeps_exactly_k_among_equals():
     line = torch.zeros(1, VOCAB)
     sampler = Sampler(1, VOCAB)
-    sampler.admit(0, started(Sampling(top_k=3), [1]))
+    sampler.admit(0, started(ResolvedSampling(top_k=3), [1]))
     assert {sampler.sample(line, [(0, p, ())]).collect()[0][0][0] for p in range(1, 200)} == {
         0,
         1,
@@ -353,10 +364,10 @@ def test_wide_lines(shape):
     certain = 0
     for seed, spread in ((0, 0.5), (1, 1.0), (2, 3.0)):
         line = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
-        start = started(Sampling(temperature=0.9, seed=seed, **shape), [1])
+        start = started(ResolvedSampling(temperature=0.9, seed=seed, **shape), [1])
         sampler = Sampler(3, vocab)
         sampler.admit(2, start)
-        sampler.admit(0, started(Sampling(top_k=3), [1]))
+        sampler.admit(0, started(ResolvedSampling(top_k=3), [1]))
         for position in (1, 2, 3):
             tokens = [1] * position
             right = plausible(line, start, tokens)
@@ -374,7 +385,10 @@ def test_extreme_temperatures_stay_finite(temperature):
     for shape in ({}, {"top_p": 0.9}, {"top_k": 2}):
         sampler = Sampler(1, 4)
         sampler.admit(
-            0, started(Sampling(temperature=temperature, allowed_token_ids=(0, 1, 3), **shape), [1])
+            0,
+            started(
+                ResolvedSampling(temperature=temperature, allowed_token_ids=(0, 1, 3), **shape), [1]
+            ),
         )
         drawn = {sampler.sample(line, [(0, p, ())]).collect()[0][0][0] for p in range(1, 60)}
         assert drawn <= {0, 1, 3}
@@ -386,7 +400,7 @@ def test_extreme_temperatures_stay_finite(temperature):
 @pytest.mark.parametrize("in_prompt", [0, 2])
 def test_penalties_are_exact(logit, count, in_prompt):
     """A rival just above the penalised value wins, one just below loses; a longer neighbour reads no further."""
-    s = Sampling(
+    s = ResolvedSampling(
         temperature=0.0, repetition_penalty=1.25, frequency_penalty=0.5, presence_penalty=0.25
     )
     value = (logit / 1.25 if logit > 0 else logit * 1.25) if count or in_prompt else logit
@@ -410,7 +424,9 @@ def test_min_tokens_is_exact():
     line[0, [0, 7]] = 50.0
     for least in (0, 1, 5):
         sampler = Sampler(1, VOCAB)
-        start = started(Sampling(temperature=0.0, min_tokens=least), [1, 2], stop_ids=(0, 7))
+        start = started(
+            ResolvedSampling(temperature=0.0, min_tokens=least), [1, 2], stop_ids=(0, 7)
+        )
         sampler.admit(0, start)
         drawn = [
             sampler.sample(line, [(0, 2 + i, ())]).collect()[0][0][0] for i in range(least + 1)
@@ -422,9 +438,14 @@ def test_rules_give_way_rather_than_leave_nothing():
     line = torch.arange(float(VOCAB)).unsqueeze(0)
     sampler = Sampler(2, VOCAB)
     sampler.admit(
-        0, started(Sampling(temperature=0.0, allowed_token_ids=(5, 6), bad_words=((5,), (6,))), [1])
+        0,
+        started(
+            ResolvedSampling(temperature=0.0, allowed_token_ids=(5, 6), bad_words=((5,), (6,))), [1]
+        ),
     )
-    sampler.admit(1, started(Sampling(allowed_token_ids=(5,), min_tokens=3), [1], stop_ids=(5,)))
+    sampler.admit(
+        1, started(ResolvedSampling(allowed_token_ids=(5,), min_tokens=3), [1], stop_ids=(5,))
+    )
     assert [
         g[0] for g in sampler.sample(line.repeat(2, 1), [(0, 1, ()), (1, 1, ())]).collect()
     ] == [(6,), (5,)]
@@ -441,7 +462,7 @@ def test_broken_logits_still_give_a_token():
     ):
         for value in (math.nan, math.inf, -math.inf):
             sampler = Sampler(1, VOCAB)
-            sampler.admit(0, started(Sampling(**shape), [1]))
+            sampler.admit(0, started(ResolvedSampling(**shape), [1]))
             assert (
                 0
                 <= sampler.sample(torch.full((1, VOCAB), value), [(0, 1, ())]).collect()[0][0][0]
@@ -460,7 +481,7 @@ def test_speculation_equals_the_plain_run(start, rng):
     expected = alone(start, 14)
     sampler = Sampler(3, VOCAB)
     sampler.admit(1, start)
-    sampler.admit(2, started(Sampling(temperature=0.0, repetition_penalty=1.5), [8]))
+    sampler.admit(2, started(ResolvedSampling(temperature=0.0, repetition_penalty=1.5), [8]))
     tokens = list(start.tokens)
     other = [8]
     while len(tokens) < start.prompt_len + 10:
@@ -481,7 +502,7 @@ def test_speculation_equals_the_plain_run(start, rng):
         tokens += gained
         other += first
     assert other[1:] == alone(
-        started(Sampling(temperature=0.0, repetition_penalty=1.5), [8]), len(other) - 1
+        started(ResolvedSampling(temperature=0.0, repetition_penalty=1.5), [8]), len(other) - 1
     )
 
 
@@ -502,7 +523,9 @@ def test_logprobs_are_the_models_own():
     """Whatever the penalties and the temperature; exactly as many of the best as asked."""
     asked = [None, 0, 1, 5, 20]
     sampler = Sampler(5, VOCAB)
-    shape = Sampling(temperature=2.0, top_k=50, logit_bias=((3, 20.0),), repetition_penalty=1.5)
+    shape = ResolvedSampling(
+        temperature=2.0, top_k=50, logit_bias=((3, 20.0),), repetition_penalty=1.5
+    )
     for row, count in enumerate(asked):
         sampler.admit(row, started(replace(shape, seed=row, logprobs=count), [3, 4]))
     logits = torch.stack([line_for([row]) for row in range(5)])
@@ -540,7 +563,7 @@ def test_half_precision_logits():
         outputs = []
         for logits in (line, line.bfloat16()):
             sampler = Sampler(1, VOCAB)
-            sampler.admit(0, started(Sampling(logprobs=3, **shape), [1]))
+            sampler.admit(0, started(ResolvedSampling(logprobs=3, **shape), [1]))
             outputs.append(sampler.sample(logits.unsqueeze(0), [(0, 1, ())]).collect())
         assert outputs[0] == outputs[1]
 
@@ -562,7 +585,7 @@ class Work(TorchDispatchMode):
 def test_a_greedy_batch_is_nothing_but_an_argmax():
     sampler = Sampler(8, VOCAB)
     for row in range(8):
-        sampler.admit(row, started(Sampling(temperature=0.0), [1]))
+        sampler.admit(row, started(ResolvedSampling(temperature=0.0), [1]))
     logits = torch.randn(8, VOCAB)
     with Work(logits.numel()) as work:
         draws = sampler.sample(logits, [(row, 1, ()) for row in range(8)])

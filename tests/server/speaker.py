@@ -18,18 +18,18 @@ from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import Loop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import (
-    Capacity,
-    Item,
-    Request,
-    Sampled,
-    Sampling,
-    Start,
-    Stats,
-    Status,
-    Step,
+    EngineCapacity,
+    ScheduledRequest,
+    EngineRequest,
+    SampledTokens,
+    ResolvedSampling,
+    NewRequestData,
+    EngineStats,
+    EngineStatus,
+    ScheduledStep,
     StepOutput,
     TokenLogprob,
-    Tokens,
+    TokenOutput,
 )
 from bloomery.text.tokenizer import Extras, Tokenizer
 from tests.ghost.ghost import Ghost
@@ -61,19 +61,19 @@ class Speaker(Ghost):
             "火🔥é", add_special=False
         )
         self.end = tokenizer.eos_ids[0]
-        self.starts: dict[int, Start] = {}
+        self.starts: dict[int, NewRequestData] = {}
 
-    def run(self, step: Step) -> StepOutput:
+    def run(self, step: ScheduledStep) -> StepOutput:
         self.steps += 1
         for sequence in step.finished:
             del self.rows[sequence], self.starts[sequence]
-        for item in step.items:
-            if item.first is not None:
-                self.starts[item.sequence] = item.first
+        for item in step.requests:
+            if item.new_request is not None:
+                self.starts[item.sequence] = item.new_request
             self.write(item)
-        return StepOutput(tuple(self.speak(item) for item in step.items))
+        return StepOutput(tuple(self.speak(item) for item in step.requests))
 
-    def speak(self, item: Item) -> Sampled:
+    def speak(self, item: ScheduledRequest) -> SampledTokens:
         row = self.rows[item.sequence]
         start = self.starts[item.sequence]
         prompt: list[TokenLogprob] = []
@@ -87,14 +87,14 @@ class Speaker(Ghost):
                     )
                 )
         if not item.samples:
-            return Sampled(item.sequence, prompt_logprobs=tuple(prompt))
+            return SampledTokens(item.sequence, prompt_logprobs=tuple(prompt))
         prefix = self.read(row, row.tokens, item.start + item.count)
         if start.pooling is not None:
-            return Sampled(item.sequence, embedding=self.embedded(prefix, start.pooling))
+            return SampledTokens(item.sequence, embedding=self.embedded(prefix, start.pooling))
         token = self.choose(prefix, start.sampling, start.stop_ids, len(prefix) - start.prompt_len)
         row.tokens.append(token)
         asked = start.sampling.logprobs
-        return Sampled(
+        return SampledTokens(
             item.sequence,
             (token,),
             () if asked is None else (self.scored(prefix, token, asked),),
@@ -102,7 +102,7 @@ class Speaker(Ghost):
         )
 
     def choose(
-        self, prefix: list[int], sampling: Sampling, stop_ids: Sequence[int], produced: int
+        self, prefix: list[int], sampling: ResolvedSampling, stop_ids: Sequence[int], produced: int
     ) -> int:
         number = hashed(prefix, sampling.seed if sampling.temperature else 0)
         choice = sampling.allowed_token_ids or self.words
@@ -150,35 +150,35 @@ class InProcess:
         context: int = 512,
         batch: int = 8,
     ):
-        self.capacity: Capacity | None = Capacity(
+        self.capacity: EngineCapacity | None = EngineCapacity(
             blocks, 8, batch, 64, context, tokenizer.vocab_size
         )
         self.blocks = Blocks(blocks, 8)
         self.scheduler = Scheduler(self.blocks, 64, batch)
         self.loop = Loop(self.scheduler, Speaker(8, tokenizer))
-        self.status = Status("ready", 1.0)
+        self.status = EngineStatus("ready", 1.0)
         self.pace = pace
         self.steps = 0
         self.hold: int | None = None  # no more steps than this until it is None
-        self.queues: dict[str, asyncio.Queue[Tokens]] = {}
+        self.queues: dict[str, asyncio.Queue[TokenOutput]] = {}
         self.runner: asyncio.Task[None] | None = None
         self.poison: int | None = None  # a token whose appearance in a prompt fails the request
-        self.seen: list[Request] = []
-        self.watchers: list[Callable[[Stats, Stats], None]] = []
+        self.seen: list[EngineRequest] = []
+        self.watchers: list[Callable[[EngineStats, EngineStats], None]] = []
 
-    def observe(self, watcher: Callable[[Stats, Stats], None]) -> None:
+    def observe(self, watcher: Callable[[EngineStats, EngineStats], None]) -> None:
         self.watchers.append(watcher)
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         scheduler = self.scheduler
         used = self.blocks.count - self.blocks.available
-        return Stats(
+        return EngineStats(
             len(scheduler.running), len(scheduler.waiting), used, self.blocks.count, self.steps
         )
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
-        queue: asyncio.Queue[Tokens] = asyncio.Queue()
+    async def stream(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
+        queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
         waiting = {request.id for request in requests}
         for request in requests:
             self.seen.append(request)
@@ -212,14 +212,14 @@ class InProcess:
 
     def abort(self, id: str) -> bool:
         if queue := self.queues.get(id):
-            queue.put_nowait(Tokens(id, 0, finish="abort"))
+            queue.put_nowait(TokenOutput(id, 0, finish="abort"))
         return self.loop.abort(id)
 
-    def spoiled(self, news: Tokens) -> Tokens:
+    def spoiled(self, news: TokenOutput) -> TokenOutput:
         """A request that was told to fail does so at its third token."""
         request = next((one for one in reversed(self.seen) if one.id == news.request), None)
         if request is not None and self.poison in request.prompt and news.position == 2:
-            return Tokens(
+            return TokenOutput(
                 news.request,
                 news.position,
                 finish="error",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.messages import Status
+from bloomery.messages import EngineStatus
 from bloomery.server.auth import Keys, is_loopback
 from bloomery.server.limits import Limits
 from bloomery.server.routes import table
@@ -175,7 +175,7 @@ def test_cors_only_where_asked_for(serve: Callable[..., Running], server: Runnin
 @pytest.mark.parametrize("state", ["loading", "failed", "draining", "restarting", "closed"])
 def test_health_and_requests_while_not_ready(serve: Callable[..., Running], state: str) -> None:
     server = serve()
-    server.backend.status = Status(state, 0.25, "reading weights")
+    server.backend.status = EngineStatus(state, 0.25, "reading weights")
     if state == "loading":
         server.backend.capacity = None
     for path in ("/health", "/ping", "/"):
@@ -211,11 +211,11 @@ def test_health_and_requests_while_not_ready(serve: Callable[..., Running], stat
 
 
 def test_who_shows_no_key_is_not_told_what_went_wrong(locked: Running) -> None:
-    locked.backend.status = Status(
+    locked.backend.status = EngineStatus(
         "restarting", 0.0, "the engine could not load: /models/secret/model.safetensors"
     )
     assert locked.get("/ready").json()["detail"] == ""
-    locked.backend.status = Status("loading", 0.5, "reading weights")
+    locked.backend.status = EngineStatus("loading", 0.5, "reading weights")
     assert locked.get("/ready").json()["detail"] == "reading weights"
 
 
@@ -246,9 +246,9 @@ def test_a_full_house(serve: Callable[..., Running]) -> None:
         "error": "Model is overloaded",
         "error_type": "overloaded",
     }
-    server.backend.status = Status("restarting")
+    server.backend.status = EngineStatus("restarting")
     assert server.post("/v1/completions", BODY).status_code == 503
-    server.backend.status = Status("ready")
+    server.backend.status = EngineStatus("ready")
     server.backend.hold = None
     thread.join()
     assert done == [200]

@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from bloomery.messages import Stats
+from bloomery.messages import EngineStats
 from bloomery.server.metrics import (
     COUNTERS,
     DISTRIBUTIONS,
@@ -201,10 +201,10 @@ def test_steps_are_told_apart() -> None:
     """As an engine tells of them: a prompt alone, a prompt beside others, two steps at once without any."""
     metrics = Metrics(InProcess(words()), "m")
     told = [
-        Stats(),
-        Stats(steps=1, step_seconds=0.3, sequences=1, positions=40, prompt_steps=1),
-        Stats(steps=2, step_seconds=0.5, sequences=4, positions=60, prompt_steps=2),
-        Stats(steps=4, step_seconds=0.53, sequences=10, positions=66, prompt_steps=2),
+        EngineStats(),
+        EngineStats(steps=1, step_seconds=0.3, sequences=1, positions=40, prompt_steps=1),
+        EngineStats(steps=2, step_seconds=0.5, sequences=4, positions=60, prompt_steps=2),
+        EngineStats(steps=4, step_seconds=0.53, sequences=10, positions=66, prompt_steps=2),
     ]
     for before, after in itertools.pairwise(told):
         metrics.step(before, after)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from bloomery.engine.client import EngineClient, Patience
-from bloomery.messages import FinishReason, Request, Sampling
+from bloomery.messages import FinishReason, EngineRequest, ResolvedSampling
 from tests.chaos.ghost_engine import plan
 from tests.ghost.ghost import plain
 from tests.simulation.world import Fate, Faults, Played, Report, World, _idle
@@ -42,7 +42,7 @@ POINTS = {
 
 @dataclass
 class Reader:
-    requests: list[Request]
+    requests: list[EngineRequest]
     slow: bool  # takes its news now and then
     got: dict[str, list[int]]
     ends: dict[str, FinishReason]
@@ -55,8 +55,8 @@ def readers() -> list[Reader]:
     made = []
     for number, prompt in enumerate(prompts):
         length = 12 if number else 18
-        one = Request(
-            str(number), prompt, Sampling(min_tokens=4), length, (3,) if number == 3 else ()
+        one = EngineRequest(
+            str(number), prompt, ResolvedSampling(min_tokens=4), length, (3,) if number == 3 else ()
         )
         requests = [one, replace(one, id="second", max_tokens=6)] if number == 2 else [one]
         made.append(Reader(requests, number == 1, {request.id: [] for request in requests}, {}))

@@ -23,7 +23,14 @@ from bloomery.engine.client import EngineClient, Patience
 from bloomery.engine.process import HEARTBEAT, Engine
 from bloomery.engine.wire import Hello, Message, WireError
 from bloomery.errors import RequestFailed
-from bloomery.messages import Capacity, Request, Sampling, Status, Step, StepOutput
+from bloomery.messages import (
+    EngineCapacity,
+    EngineRequest,
+    ResolvedSampling,
+    EngineStatus,
+    ScheduledStep,
+    StepOutput,
+)
 from tests.chaos.ghost_engine import plan
 from tests.ghost.ghost import VOCAB, Ghost, plain
 from tests.ghost.trial import sound
@@ -103,10 +110,13 @@ class Frail(Ghost):
         super().__init__(size)
         self.fate = fate
 
-    def run(self, step: Step) -> StepOutput:
+    def run(self, step: ScheduledStep) -> StepOutput:
         if self.fate.call():
             raise RuntimeError("the device is gone")
-        if any(item.first is not None and item.first.tokens[:5] == POISON for item in step.items):
+        if any(
+            item.new_request is not None and item.new_request.tokens[:5] == POISON
+            for item in step.requests
+        ):
             raise RuntimeError("a step that cannot be computed")
         return super().run(step)
 
@@ -187,9 +197,9 @@ class Played(Child):
                 raise WireError("no Hello")
             for part in range(random.randrange(4)):
                 await asyncio.sleep(random.random())
-                line.send(Status("loading", part / 4, "ectoplasm"))
+                line.send(EngineStatus("loading", part / 4, "ectoplasm"))
             size = self.shape["block_size"]
-            capacity = Capacity(
+            capacity = EngineCapacity(
                 self.shape["blocks"], size, self.shape["rows"], self.shape["tokens"], 256, VOCAB
             )
             self.engine = Engine(
@@ -295,7 +305,7 @@ async def _idle(client: EngineClient) -> None:
         await asyncio.sleep(1.0)
 
 
-def _request(random: Random, number: int, stem: list[int], fate: Fate) -> Request:
+def _request(random: Random, number: int, stem: list[int], fate: Fate) -> EngineRequest:
     prompt = stem[: random.choice([0, 12])] + [
         random.randrange(5) for _ in range(random.randrange(1, 12))
     ]
@@ -304,10 +314,10 @@ def _request(random: Random, number: int, stem: list[int], fate: Fate) -> Reques
     length = random.randrange(1, 30)
     deadline = random.uniform(0.01, 5.0) if random.random() < 0.1 else None
     stops = random.choice([(), (3,)])
-    return Request(
+    return EngineRequest(
         str(number),
         tuple(prompt),
-        Sampling(min_tokens=length // 2),
+        ResolvedSampling(min_tokens=length // 2),
         length,
         stops,
         salt=random.choice(["", "other"]),
@@ -316,7 +326,9 @@ def _request(random: Random, number: int, stem: list[int], fate: Fate) -> Reques
     )
 
 
-async def _read(client: EngineClient, request: Request, random: Random, report: Report) -> None:
+async def _read(
+    client: EngineClient, request: EngineRequest, random: Random, report: Report
+) -> None:
     want = plain(request)[len(request.prompt) :]
     got = list[int]()
     leaves = random.randrange(len(want) + 1) if random.random() < 0.1 else None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from bloomery.messages import Request, Sampling, TokenLogprob, Tokens
+from bloomery.messages import EngineRequest, ResolvedSampling, TokenLogprob, TokenOutput
 from bloomery.text.answer import Answer
 
-REQUEST = Request("0", (1, 2), Sampling(), 4)
+REQUEST = EngineRequest("0", (1, 2), ResolvedSampling(), 4)
 WON = TokenLogprob(7, -0.5, 1)
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
 @pytest.mark.parametrize("logprobs", [(), (WON,)])
 def test_folding_in_both_ways(logprobs: tuple[TokenLogprob, ...], finish: str) -> None:
-    news = [Tokens("0", i, (7 + i,), logprobs, finish=finish if i == 3 else None) for i in range(4)]  # type: ignore[arg-type]
+    news = [
+        TokenOutput("0", i, (7 + i,), logprobs, finish=finish if i == 3 else None) for i in range(4)
+    ]  # type: ignore[arg-type]
     short = Answer(0, REQUEST, (), None)
     long = Answer(0, REQUEST, (), None)
     folded = [short.gain(one) or not short.take(one) for one in news]

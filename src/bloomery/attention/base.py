@@ -18,7 +18,7 @@ from bloomery.spec import Alibi, Attention
 
 
 @dataclass(frozen=True)
-class Ragged:
+class AttentionMetadata:
     """One step's layout: new positions of several sequences, one after another; those with a single one come first.
 
     Integer tensors are int64 on the CPU and int32 on a GPU. The tuples are the host's copy of two of them; a captured
@@ -42,7 +42,7 @@ class Backend(Protocol):
         """Why this backend cannot serve such a layer, or None."""
         ...
 
-    def plan(self, ragged: Ragged) -> Any:
+    def plan(self, ragged: AttentionMetadata) -> Any:
         """Once a step: whatever `attend` needs that does not depend on the layer."""
         ...
 

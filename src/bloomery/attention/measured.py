@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bloomery.attention.base import Ragged, cache_shape
+from bloomery.attention.base import AttentionMetadata, cache_shape
 from bloomery.attention.triton_paged import TritonPaged, known
 from bloomery.kernels import launch, paged_decode, paged_prefill
 from bloomery.kernels.rounded_cache import cache_bytes, of_memory, write
@@ -131,7 +131,9 @@ class Bench:
             log.info("the attention library is not used: %s", error)
             return 0.0, inf
 
-    def material(self, length: int, count: int) -> tuple[Ragged, torch.Tensor, torch.Tensor]:
+    def material(
+        self, length: int, count: int
+    ) -> tuple[AttentionMetadata, torch.Tensor, torch.Tensor]:
         """So many prompts of so many positions, stored one behind the other: their layout, queries and cache."""
         total = length * count
         spec = self.shape
@@ -139,7 +141,7 @@ class Bench:
         every = torch.arange(total, dtype=kind, device=self.device)
         counts = (length,) * count
         starts = torch.arange(0, total + 1, length, dtype=kind, device=self.device)
-        ragged = Ragged(
+        ragged = AttentionMetadata(
             counts,
             counts,
             0,
@@ -162,7 +164,7 @@ class Bench:
         )
 
     def attending(
-        self, backend: TritonPaged, ragged: Ragged, q: torch.Tensor, cache: torch.Tensor
+        self, backend: TritonPaged, ragged: AttentionMetadata, q: torch.Tensor, cache: torch.Tensor
     ) -> Callable[[], torch.Tensor]:
         plan = backend.plan(ragged)
         return lambda: backend.attend(q, cache, self.shape, plan)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bloomery.attention.base import Ragged, slopes
+from bloomery.attention.base import AttentionMetadata, slopes
 from bloomery.native import ops
 from bloomery.native.team import team
 from bloomery.spec import Alibi, Attention
@@ -37,7 +37,7 @@ class NativePaged:
             return f"native kernels compute in float32, not {dtype}"
         return "a head has no multiple of 8 dimensions" if spec.head_dim % 8 else None
 
-    def plan(self, ragged: Ragged) -> Items:
+    def plan(self, ragged: AttentionMetadata) -> Items:
         items = []
         first = 0
         for i, (count, length) in enumerate(zip(ragged.counts, ragged.lengths, strict=True)):

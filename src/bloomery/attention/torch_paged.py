@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from bloomery.attention.base import Ragged, slopes
+from bloomery.attention.base import AttentionMetadata, slopes
 from bloomery.kernels.rounded_cache import read
 from bloomery.spec import Alibi, Attention
 
@@ -51,7 +51,7 @@ class TorchPaged:
     def refuses(self, spec: Attention, dtype: torch.dtype, device: torch.device) -> str | None:
         return None
 
-    def plan(self, ragged: Ragged) -> tuple[Group, ...]:
+    def plan(self, ragged: AttentionMetadata) -> tuple[Group, ...]:
         starts = [0, *accumulate(ragged.counts)]
         first = 0 if self.alone else ragged.singles
         groups = [self._group(ragged, starts, [i]) for i in range(first, len(ragged.counts))]
@@ -59,7 +59,7 @@ class TorchPaged:
             groups.append(self._group(ragged, starts, list(range(ragged.singles))))
         return tuple(groups)
 
-    def _group(self, ragged: Ragged, starts: list[int], members: list[int]) -> Group:
+    def _group(self, ragged: AttentionMetadata, starts: list[int], members: list[int]) -> Group:
         longest = max(ragged.lengths[i] for i in members)
         queries = ragged.counts[members[0]]
         blocks = ragged.tables[members, : -(-longest // ragged.block_size)]

@@ -16,7 +16,7 @@ from itertools import accumulate, groupby
 import torch
 import torch.nn.functional as F
 
-from bloomery.attention.base import Ragged, slopes
+from bloomery.attention.base import AttentionMetadata, slopes
 from bloomery.kernels import launch, paged_decode, paged_prefill
 from bloomery.kernels.merge import merge
 from bloomery.kernels.paged_decode import Scoring
@@ -44,7 +44,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Plan:
-    ragged: Ragged
+    ragged: AttentionMetadata
     prompts: tuple[Prompt, ...]
     arrived: (
         torch.Tensor
@@ -112,7 +112,7 @@ class TritonPaged:
             return f"heads of {spec.head_dim} are wider than {WIDEST}"
         return None
 
-    def plan(self, ragged: Ragged) -> Plan:
+    def plan(self, ragged: AttentionMetadata) -> Plan:
         device = ragged.ends.device
         if self.arrived is None:
             self.arrived = torch.zeros(2 * COUNTERS, dtype=torch.int32, device=device)
@@ -180,7 +180,7 @@ class TritonPaged:
         spec: Attention,
         scoring: Scoring,
         prompt: Prompt,
-        ragged: Ragged,
+        ragged: AttentionMetadata,
         arrived: torch.Tensor,
     ) -> None:
         share = spec.num_heads // spec.num_kv_heads
@@ -262,7 +262,12 @@ class TritonPaged:
         return prompt.whole and near and known(spec, q.dtype)
 
     def _library(
-        self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, prompt: Prompt, ragged: Ragged
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        spec: Attention,
+        prompt: Prompt,
+        ragged: AttentionMetadata,
     ) -> torch.Tensor:
         """Of one sequence: its new positions over themselves, and over what was in the cache before, made one.
 

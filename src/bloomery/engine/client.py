@@ -20,7 +20,17 @@ from bloomery.engine.journal import Entry, Journal
 from bloomery.engine.loop import total
 from bloomery.engine.wire import Hello, Message, WireError
 from bloomery.errors import BloomeryError, RequestFailed
-from bloomery.messages import Abort, Admitted, Capacity, News, Request, State, Stats, Status, Tokens
+from bloomery.messages import (
+    AbortRequest,
+    AdmittedRequests,
+    EngineCapacity,
+    EngineOutput,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+    EngineStatus,
+    TokenOutput,
+)
 
 log = logging.getLogger("bloomery.engine")
 
@@ -120,19 +130,19 @@ class EngineClient:
         self.patience = patience or Patience.for_device(plan.device)
         self.journal = Journal()
         self.turns = Turns()
-        self.said = Status("loading")
-        self.capacity: Capacity | None = None
+        self.said = EngineStatus("loading")
+        self.capacity: EngineCapacity | None = None
         self.epoch = 0  # engines started so far
         self.child: Child | None = None
         self.supervisor: asyncio.Task[None] | None = None
         self.deaths: list[float] = []
         self.pace: deque[float] = deque(maxlen=PACE)
         # of the engine of now, sums of those before
-        self.latest = Stats()
-        self.former = Stats()
+        self.latest = EngineStats()
+        self.former = EngineStats()
         self.settled = asyncio.Event()
         self.failed = asyncio.Event()
-        self.watchers: list[Callable[[Stats, Stats], None]] = []
+        self.watchers: list[Callable[[EngineStats, EngineStats], None]] = []
 
     # ---- for the server --------------------------------------------------------------------------------
 
@@ -140,7 +150,7 @@ class EngineClient:
         """Begin to load; returns at once."""
         self.supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
 
-    async def ready(self) -> Capacity:
+    async def ready(self) -> EngineCapacity:
         """What the engine can hold, once it is loaded, or loaded again."""
         await self.settled.wait()
         if self.said.state not in ("ready", "draining") or self.capacity is None:
@@ -149,7 +159,7 @@ class EngineClient:
             )
         return self.capacity
 
-    def observe(self, watcher: Callable[[Stats, Stats], None]) -> None:
+    def observe(self, watcher: Callable[[EngineStats, EngineStats], None]) -> None:
         """Have it told of every step: an engine's figures before and after."""
         self.watchers.append(watcher)
 
@@ -159,14 +169,14 @@ class EngineClient:
         return self.said.detail
 
     @property
-    def status(self) -> Status:
+    def status(self) -> EngineStatus:
         """Ready is an engine that makes progress with what it was given, not one that merely exists."""
         if (
             self.said.state == "ready"
             and self.child is not None
             and self.child.silent > self._doubt()
         ):
-            return Status(
+            return EngineStatus(
                 "stalled",
                 detail=f"the engine has made no progress for {self.child.silent:.0f} seconds",
             )
@@ -184,12 +194,12 @@ class EngineClient:
         return self.child.silent if self.child is not None else 0.0
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """Sums are over all engines; whoever is not running waits, be it for an engine."""
         waiting = max(len(self.journal.entries) - self.latest.running, 0)
         return replace(summed(self.former, self.latest), waiting=waiting)
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
+    async def stream(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
         """News of the requests until each has finished; to a slow reader, several come as one.
 
         Leaving the iterator aborts what is open; `contextlib.aclosing` makes that prompt.
@@ -298,7 +308,7 @@ class EngineClient:
         """Count the death, blame the batch, and see whether there shall be another engine."""
         log.error("the engine %s", child.fault)
         self.former = summed(self.former, self.latest)
-        self.latest = Stats(kv_blocks=self.latest.kv_blocks)
+        self.latest = EngineStats(kv_blocks=self.latest.kv_blocks)
         now = asyncio.get_running_loop().time()
         if child.ready:
             self.deaths = [death for death in self.deaths if death > now - self.patience.window]
@@ -310,36 +320,36 @@ class EngineClient:
             self._become("restarting", f"the engine {child.fault}")
 
     def _fail(self, detail: str) -> None:
-        self.said = Status("failed", detail=detail)
+        self.said = EngineStatus("failed", detail=detail)
         log.critical("%s", detail)
         self._end_all("the engine has failed")
         self.failed.set()
         self.settled.set()
 
-    def _become(self, state: State, detail: str = "") -> None:
+    def _become(self, state: EngineState, detail: str = "") -> None:
         """Who drains goes on draining until closed."""
         kept = self.said.state == "draining" and state != "closed"
-        self.said = Status("draining" if kept else state, detail=detail)
+        self.said = EngineStatus("draining" if kept else state, detail=detail)
 
     # ---- what is said ------------------------------------------------------------------------------------
 
     def _hear(self, child: Child, message: Message) -> None:
-        if isinstance(message, News | Admitted) and message.epoch != self.epoch:
+        if isinstance(message, EngineOutput | AdmittedRequests) and message.epoch != self.epoch:
             return
-        if isinstance(message, News):
+        if isinstance(message, EngineOutput):
             self._hear_news(child, message)
-        elif isinstance(message, Admitted):
+        elif isinstance(message, AdmittedRequests):
             now = asyncio.get_running_loop().time()
             for serial in message.requests:
                 self.journal.admit(serial, now)
-        elif isinstance(message, Capacity):
+        elif isinstance(message, EngineCapacity):
             self.capacity = message
             child.ready = True
             child.silent = 0.0
             self._become("ready")
             self.settled.set()
             self._send_due()
-        elif isinstance(message, Status):
+        elif isinstance(message, EngineStatus):
             child.silent = 0.0
             if message.state != "failed":
                 self.said = replace(message, state=self.said.state)
@@ -350,7 +360,7 @@ class EngineClient:
         else:
             raise WireError(f"a {type(message).__name__} is not for a client")
 
-    def _hear_news(self, child: Child, news: News) -> None:
+    def _hear_news(self, child: Child, news: EngineOutput) -> None:
         before = self.latest
         self.latest = news.stats
         moved = self.latest.steps > before.steps
@@ -381,13 +391,13 @@ class EngineClient:
         if entry.finish is None:
             self.journal.end(entry, "abort")
             if entry.sent and self.child is not None:
-                self.child.send(Abort(entry.serial))
+                self.child.send(AbortRequest(entry.serial))
             self._send_due()
 
     def _expire(self) -> None:
         for entry in self.journal.expire(asyncio.get_running_loop().time(), self.patience.queue):
             if entry.sent and self.child is not None:
-                self.child.send(Abort(entry.serial))
+                self.child.send(AbortRequest(entry.serial))
 
     def _end_all(self, error: str) -> None:
         for entry in list(self.journal.entries.values()):
@@ -398,6 +408,6 @@ class EngineClient:
             await asyncio.sleep(0.02)
 
 
-def summed(former: Stats, latest: Stats) -> Stats:
+def summed(former: EngineStats, latest: EngineStats) -> EngineStats:
     sums = {name: getattr(former, name) + getattr(latest, name) for name in SUMS}
     return replace(latest, timing=total(former.timing, latest.timing), **sums)

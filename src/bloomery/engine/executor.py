@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from bloomery.messages import Capacity, Step, StepOutput
+from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
 
 Report = Callable[
     [str, int, int], None
@@ -20,11 +20,11 @@ class Result(Protocol):
 
 
 class Executor(Protocol):
-    def start(self, plan: Any) -> Capacity:
+    def start(self, plan: Any) -> EngineCapacity:
         """Load the model and say what fits."""
         ...
 
-    def submit(self, step: Step) -> Result:
+    def submit(self, step: ScheduledStep) -> Result:
         """Queue a step; results come in the order of submission."""
         ...
 
@@ -38,14 +38,14 @@ class Executor(Protocol):
 class Announced:
     """An executor whose every step is announced before it runs."""
 
-    def __init__(self, executor: Executor, announce: Callable[[Step], None]):
+    def __init__(self, executor: Executor, announce: Callable[[ScheduledStep], None]):
         self.executor = executor
         self.announce = announce
 
-    def start(self, plan: Any) -> Capacity:
+    def start(self, plan: Any) -> EngineCapacity:
         return self.executor.start(plan)
 
-    def submit(self, step: Step) -> Result:
+    def submit(self, step: ScheduledStep) -> Result:
         self.announce(step)
         return self.executor.submit(step)
 

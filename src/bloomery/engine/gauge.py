@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 
-from bloomery.messages import Timing
+from bloomery.messages import StepTiming
 
 log = logging.getLogger("bloomery.engine")
 
@@ -27,16 +27,16 @@ PATIENCE = 3
 
 class Gauge:
     def __init__(self) -> None:
-        self.seen: deque[tuple[float, Timing]] = deque(maxlen=SPAN)
+        self.seen: deque[tuple[float, StepTiming]] = deque(maxlen=SPAN)
         self.share: float | None = None
-        self.told = 0.0, Timing()  # the last line of the log
-        self.since: Timing | None = (
+        self.told = 0.0, StepTiming()  # the last line of the log
+        self.since: StepTiming | None = (
             None  # where the span that is held against the plan begins; None while warming up
         )
         self.far = 0
         self.judged = False
 
-    def look(self, timing: Timing, now: float) -> float | None:
+    def look(self, timing: StepTiming, now: float) -> float | None:
         """The share of the limit in the last seconds; None while nothing runs."""
         if self.seen and now - self.seen[-1][0] < EVERY:
             return self.share
@@ -51,7 +51,7 @@ class Gauge:
         self._judge(timing)
         return self.share
 
-    def _judge(self, timing: Timing) -> None:
+    def _judge(self, timing: StepTiming) -> None:
         """One span near the plan is enough, for others may have been compiling; several far from it are too many."""
         if self.since is None:
             self.since = timing if timing.steps >= WARM else None
@@ -78,12 +78,12 @@ class Gauge:
             )
 
 
-def share(timing: Timing) -> float | None:
+def share(timing: StepTiming) -> float | None:
     took = timing.device + timing.idle
     return timing.floor / took if took > 0 else None
 
 
-def parts(timing: Timing) -> dict[str, float]:
+def parts(timing: StepTiming) -> dict[str, float]:
     """Seconds by where they went; with the floor they are all the time there was. Padding and messages are known by
     calculation only, so none of them is more than what is left."""
     left = max(timing.device - timing.floor, 0.0)
@@ -94,7 +94,7 @@ def parts(timing: Timing) -> dict[str, float]:
     return {**found, "kernels": left}
 
 
-def words(timing: Timing) -> str:
+def words(timing: StepTiming) -> str:
     """One line: the share, and what each part of the rest is of the whole."""
     took = max(timing.device + timing.idle, 1e-9)
     steps = max(timing.steps, 1)
@@ -109,5 +109,5 @@ def words(timing: Timing) -> str:
     )
 
 
-def less(one: Timing, other: Timing) -> Timing:
-    return Timing(*(getattr(one, name) - getattr(other, name) for name in Timing.__slots__))
+def less(one: StepTiming, other: StepTiming) -> StepTiming:
+    return StepTiming(*(getattr(one, name) - getattr(other, name) for name in StepTiming.__slots__))

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from bloomery.engine.wire import WireError
 from bloomery.errors import InvalidRequest
-from bloomery.messages import FinishReason, Request, TokenLogprob, Tokens
+from bloomery.messages import FinishReason, EngineRequest, TokenLogprob, TokenOutput
 
 STRIKES = 3
 GRACE = 1.0  # seconds that an engine may be late with the end of a request
@@ -32,7 +32,7 @@ class Reader(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    request: Request
+    request: EngineRequest
     serial: str  # its name on the wire, never used twice
     reader: Reader
     arrived: float
@@ -51,7 +51,7 @@ class Entry:
     fresh: int = 0  # ids from the engine of now
     strikes: int = 0
 
-    def replay(self, now: float) -> Request:
+    def replay(self, now: float) -> EngineRequest:
         """The request as an engine must get it now."""
         left = (
             None
@@ -65,11 +65,11 @@ class Entry:
             request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
         return request
 
-    def take(self) -> Tokens:
+    def take(self) -> TokenOutput:
         """All the news since the last call, as one."""
         position = self.taken
         ids = tuple(self.emitted[self.taken :])
-        news = Tokens(
+        news = TokenOutput(
             self.request.id,
             position,
             ids,
@@ -96,7 +96,7 @@ class Journal:
         self.trial: Entry | None = None  # the suspect that an engine has
         self.count = 0
 
-    def open(self, request: Request, reader: Reader, now: float) -> Entry:
+    def open(self, request: EngineRequest, reader: Reader, now: float) -> Entry:
         if request.id in self.by_request:
             raise InvalidRequest(f"request id {request.id!r} is already in use", "id")
         self.count += 1
@@ -139,7 +139,7 @@ class Journal:
                 self.end(entry, "deadline", "its deadline has passed")
         return late
 
-    def accept(self, news: Tokens) -> None:
+    def accept(self, news: TokenOutput) -> None:
         """Fold in what an engine says; of requests that are closed, and what was said before, nothing."""
         entry = self.entries.get(news.request)
         if entry is None or news.position < len(entry.emitted):

@@ -13,7 +13,7 @@ from math import inf
 
 from bloomery.engine.executor import Executor, Result
 from bloomery.engine.scheduler import Scheduler
-from bloomery.messages import Request, Step, Timing, Tokens
+from bloomery.messages import EngineRequest, ScheduledStep, StepTiming, TokenOutput
 
 # seconds, and part of the step under way, before whose end the next one should be queued
 AHEAD = 3e-3
@@ -37,14 +37,16 @@ class Loop:
         self.executor = executor
         self.depth = depth
         self.clock = clock
-        self.flight: deque[tuple[Step, Result, float]] = deque()  # with the time it was begun
+        self.flight: deque[tuple[ScheduledStep, Result, float]] = (
+            deque()
+        )  # with the time it was begun
         self.latest = 0.0  # when a step last ended, as far as is known
         self.took = inf  # seconds of that step
-        self.timing = Timing()  # of all steps
+        self.timing = StepTiming()  # of all steps
         self.left = 1  # pieces of work the executor would do in its spare time; until it is asked, perhaps one
         self.rested = 0.0  # from when on such a piece may delay requests
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         self.scheduler.add(request, self.clock())
 
     def abort(self, request_id: str) -> bool:
@@ -74,7 +76,7 @@ class Loop:
             max(begun + expected - max(AHEAD, SHARE * expected) - self.clock(), 0.0), LONGEST
         )
 
-    def step(self) -> list[Tokens]:
+    def step(self) -> list[TokenOutput]:
         """Keep `depth` steps in flight or more, wait for the oldest, and tell what it brought."""
         now = self.clock()
         news = self.scheduler.expire(now)
@@ -109,5 +111,5 @@ class Loop:
         return count < MOST and (count + 1) * self.took <= QUEUED and self.scheduler.steady
 
 
-def total(one: Timing, other: Timing) -> Timing:
-    return Timing(*(getattr(one, name) + getattr(other, name) for name in Timing.__slots__))
+def total(one: StepTiming, other: StepTiming) -> StepTiming:
+    return StepTiming(*(getattr(one, name) + getattr(other, name) for name in StepTiming.__slots__))

@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol
 from bloomery.config import Plan
 from bloomery.engine.pace import Pace, Work
 from bloomery.engine.sequence import Sequence
-from bloomery.messages import Capacity
+from bloomery.messages import EngineCapacity
 
 # seconds, as people feel them
 INSTANT = 0.1
@@ -89,7 +89,7 @@ class Policy(Protocol):
         ...
 
 
-class FirstCome:
+class FcfsPolicy:
     """First come, first served; the last to be admitted gives way. What Fair is compared with."""
 
     tax = 0.0
@@ -245,7 +245,7 @@ def census(running: Mapping[int, Sequence]) -> Census:
     return Census(shorts, streams, prompts, own, attended, context, longest, asking, owing)
 
 
-class Fair:
+class FairPolicy:
     def __init__(self, rows: int, blocks: int, aims: Aims | None = None, pace: Pace | None = None):
         """For batches of so many rows, in a cache of so many blocks."""
         self.aims = aims or Aims()
@@ -568,8 +568,8 @@ class Fair:
         return found
 
 
-def policy_for(plan: Plan, capacity: Capacity) -> Policy:
-    if plan.policy == "first-come":
-        return FirstCome()
+def policy_for(plan: Plan, capacity: EngineCapacity) -> Policy:
+    if plan.policy == "fcfs":
+        return FcfsPolicy()
     aims = Aims(between=plan.target_inter_token, short=plan.short_request)
-    return Fair(capacity.max_sequences, capacity.blocks, aims, Pace(capacity.expected))
+    return FairPolicy(capacity.max_num_seqs, capacity.blocks, aims, Pace(capacity.expected))

@@ -27,7 +27,17 @@ from bloomery.engine.policy import policy_for
 from bloomery.engine.scheduler import Scheduler
 from bloomery.engine.wire import Channel, Hello, Message, WireError
 from bloomery.errors import BloomeryError
-from bloomery.messages import Abort, Admitted, Capacity, News, Request, Stats, Status, Step, Tokens
+from bloomery.messages import (
+    AbortRequest,
+    AdmittedRequests,
+    EngineCapacity,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    EngineStatus,
+    ScheduledStep,
+    TokenOutput,
+)
 
 log = logging.getLogger("bloomery.engine")
 
@@ -56,7 +66,7 @@ def serve(connection: socket.socket, make_executor: Callable[[Plan, Report], Exe
                 )  # before the executor: the client need not wait for that
                 capacity = executor.start(hello.plan)
             except BloomeryError as error:  # what a person must mend: another try would not help
-                channel.send(Status("failed", detail=str(error)))
+                channel.send(EngineStatus("failed", detail=str(error)))
                 return 1
             Engine(channel, hello, executor, capacity).run(early)
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -84,7 +94,7 @@ def reporter(send: Callable[[Message], None]) -> Report:
         now = time.monotonic()
         if now - told >= REPORTS:
             told = now
-            send(Status("loading", min(done / max(total, 1), 1.0), what))
+            send(EngineStatus("loading", min(done / max(total, 1), 1.0), what))
 
     return report
 
@@ -104,7 +114,7 @@ class Engine:
         channel: Line,
         hello: Hello,
         executor: Executor,
-        capacity: Capacity,
+        capacity: EngineCapacity,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.channel = channel
@@ -114,12 +124,16 @@ class Engine:
         self.blocks = Blocks(capacity.blocks, capacity.block_size, hello.plan.prefix_cache)
         policy = policy_for(hello.plan, capacity)
         self.scheduler = Scheduler(
-            self.blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, capacity.stages
+            self.blocks,
+            capacity.max_num_batched_tokens,
+            capacity.max_num_seqs,
+            policy,
+            capacity.stages,
         )
         self.loop = Loop(
             self.scheduler, Announced(executor, self.announce), hello.plan.depth, clock
         )
-        self.stats = Stats(kv_blocks=capacity.blocks)
+        self.stats = EngineStats(kv_blocks=capacity.blocks)
         self.gauge = Gauge()
         self.submitted = 0
         self.shapes: deque[tuple[int, int, bool]] = (
@@ -184,14 +198,14 @@ class Engine:
 
     def take(self, messages: list[Message]) -> None:
         for message in messages:
-            if isinstance(message, Request):
+            if isinstance(message, EngineRequest):
                 self.add(message)
-            elif isinstance(message, Abort):
+            elif isinstance(message, AbortRequest):
                 self.loop.abort(message.id)
             else:
                 raise WireError(f"a {type(message).__name__} is not for an engine")
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         """A request that is refused, for whatever reason, harms nobody else; one that is known was said twice."""
         if request.id in self.scheduler.by_request:
             return
@@ -202,31 +216,31 @@ class Engine:
             if not known:
                 log.exception("a request could not be added")
             why = str(error) if known else "the engine could not take this request"
-            self.tell((Tokens(request.id, len(request.emitted), finish="error", error=why),))
+            self.tell((TokenOutput(request.id, len(request.emitted), finish="error", error=why),))
         else:
             if not request.emitted:
                 self.stats = replace(
                     self.stats, tokens_in=self.stats.tokens_in + len(request.prompt)
                 )
 
-    def announce(self, step: Step) -> None:
+    def announce(self, step: ScheduledStep) -> None:
         self.submitted += 1
         counts = [item.count for item in step.chunks]
-        going = len(step.going)
-        prompts = any(item.first is not None or item.count > 1 for item in step.chunks)
+        going = len(step.decodes)
+        prompts = any(item.new_request is not None or item.count > 1 for item in step.chunks)
         self.shapes.append((going + len(counts), going + sum(counts), prompts))
-        begun = [(item, item.first) for item in step.chunks if item.first is not None]
+        begun = [(item, item.new_request) for item in step.chunks if item.new_request is not None]
         if not begun:
             return
         names = tuple(self.scheduler.running[item.sequence].request.id for item, _ in begun)
-        self.channel.send(Admitted(self.epoch, names))
+        self.channel.send(AdmittedRequests(self.epoch, names))
         self.stats = replace(
             self.stats,
             prefix_queried=self.stats.prefix_queried + sum(len(first.tokens) for _, first in begun),
             prefix_hit=self.stats.prefix_hit + sum(item.start for item, _ in begun),
         )
 
-    def tell(self, tokens: tuple[Tokens, ...]) -> None:
+    def tell(self, tokens: tuple[TokenOutput, ...]) -> None:
         self.stats = replace(
             self.stats,
             running=len(self.scheduler.running),
@@ -239,4 +253,4 @@ class Engine:
             unprepared=self.loop.left,
             share=self.gauge.look(self.loop.timing, self.clock()),
         )
-        self.channel.send(News(self.epoch, self.stats, tokens))
+        self.channel.send(EngineOutput(self.epoch, self.stats, tokens))

@@ -19,7 +19,7 @@ from typing import Protocol
 from bloomery.config import Plan, cores
 from bloomery.engine.client import EngineClient, summed
 from bloomery.errors import BloomeryError
-from bloomery.messages import Capacity, Request, Stats, Status, Tokens
+from bloomery.messages import EngineCapacity, EngineRequest, EngineStats, EngineStatus, TokenOutput
 
 GRAIN = 32  # tokens of a prompt that are remembered as one
 REMEMBERED = 1 << 16  # grains an engine is believed to have at hand
@@ -44,7 +44,7 @@ def share(plan: Plan, number: int, count: int) -> Plan:
 
 
 class Routing(Protocol):
-    def pick(self, request: Request, loads: Mapping[int, int]) -> int:
+    def pick(self, request: EngineRequest, loads: Mapping[int, int]) -> int:
         """One of the engines that can be had; `loads` are their open requests."""
         ...
 
@@ -55,7 +55,7 @@ class Affinity:
     def __init__(self, engines: int):
         self.seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(engines)]
 
-    def pick(self, request: Request, loads: Mapping[int, int]) -> int:
+    def pick(self, request: EngineRequest, loads: Mapping[int, int]) -> int:
         chain = list(grains(request))
         known = {engine: self._known(engine, chain) for engine in loads}
         idlest = min(loads, key=lambda engine: (loads[engine], -known[engine]))
@@ -80,7 +80,7 @@ class Affinity:
         self.seen[engine].clear()
 
 
-def grains(request: Request) -> Iterator[int]:
+def grains(request: EngineRequest) -> Iterator[int]:
     """One number for every whole grain of the prompt, each standing for all that comes before it too."""
     chain = hash(request.salt)
     for start in range(0, len(request.prompt) - GRAIN + 1, GRAIN):
@@ -92,13 +92,13 @@ def grains(request: Request) -> Iterator[int]:
 class Open:
     """A request on its way: as it was given, what its reader has, and where it is."""
 
-    request: Request
+    request: EngineRequest
     begun: float
     ids: list[int]
     moves: int = 0
     leaving: bool = False  # taken back from an engine that died, to go on at another
 
-    def rest(self, now: float) -> Request:
+    def rest(self, now: float) -> EngineRequest:
         """As another engine must get it."""
         request = self.request
         left = None if request.deadline is None else max(request.deadline - (now - self.begun), 0.0)
@@ -124,7 +124,7 @@ class Replicas:
                 asyncio.create_task(self._watch(engine), name=f"watch over engine {engine}")
             )
 
-    async def ready(self) -> Capacity:
+    async def ready(self) -> EngineCapacity:
         """What an engine can hold, once the first of them is there."""
         waiting = {asyncio.ensure_future(client.ready()) for client in self.clients}
         try:
@@ -138,7 +138,7 @@ class Replicas:
                 one.cancel()
         raise BloomeryError(f"no engine is available: {self.status.detail or self.status.state}")
 
-    def observe(self, watcher: Callable[[Stats, Stats], None]) -> None:
+    def observe(self, watcher: Callable[[EngineStats, EngineStats], None]) -> None:
         for client in self.clients:
             client.observe(watcher)
 
@@ -147,7 +147,7 @@ class Replicas:
         return (await asyncio.gather(*(client.wait_failed() for client in self.clients)))[0]
 
     @property
-    def status(self) -> Status:
+    def status(self) -> EngineStatus:
         """That of the engine which is best off."""
         order = ("ready", "stalled", "restarting", "loading", "draining", "failed", "closed")
         return min(
@@ -155,12 +155,12 @@ class Replicas:
         )
 
     @property
-    def capacity(self) -> Capacity | None:
+    def capacity(self) -> EngineCapacity | None:
         known = [client.capacity for client in self.clients if client.capacity is not None]
         return min(known, key=lambda capacity: capacity.max_length, default=None)
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         every = [client.stats for client in self.clients]
         moment = ("running", "waiting", "kv_used", "kv_blocks", "unprepared")
         now = {name: sum(getattr(one, name) for one in every) for name in moment}
@@ -169,7 +169,7 @@ class Replicas:
             reduce(summed, every), share=sum(shares) / len(shares) if shares else None, **now
         )
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
+    async def stream(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
         """As EngineClient.stream. Requests that come together stay together: they share a prompt."""
         now = asyncio.get_running_loop().time()
         open = {request.id: Open(request, now, []) for request in requests}
@@ -202,7 +202,7 @@ class Replicas:
 
     # ---- who goes where ----
 
-    def _pick(self, request: Request) -> int:
+    def _pick(self, request: EngineRequest) -> int:
         """Of those that are ready; if none is, of those that will be."""
         states = {engine: client.status.state for engine, client in enumerate(self.clients)}
         for wanted in (("ready",), ("stalled", "restarting", "loading"), tuple(states.values())):
@@ -211,7 +211,7 @@ class Replicas:
                 break
         return self.routing.pick(request, {engine: len(self.open[engine]) for engine in able})
 
-    def _told(self, engine: int, open: dict[str, Open], entry: Tokens) -> Tokens | None:
+    def _told(self, engine: int, open: dict[str, Open], entry: TokenOutput) -> TokenOutput | None:
         """What a reader is told of it: not that the request is moving."""
         one = open[entry.request]
         one.ids += entry.ids

@@ -1,6 +1,6 @@
 """Which positions of which sequences the next step computes. A pure state machine: no clock, no I/O, no torch.
 
-There is no prefill phase and no decode phase: `computed` catches up with `length`, at most `max_batch_tokens`
+There is no prefill phase and no decode phase: `computed` catches up with `length`, at most `max_num_batched_tokens`
 positions a step. The policy says who of the running sequences takes part and how much of prompts; what is left of that
 admits others. Times are those of the caller's clock.
 """
@@ -14,10 +14,19 @@ from dataclasses import dataclass, field
 
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.pace import Work
-from bloomery.engine.policy import FirstCome, Policy, Portion
+from bloomery.engine.policy import FcfsPolicy, Policy, Portion
 from bloomery.engine.sequence import Sequence
 from bloomery.errors import InvalidRequest
-from bloomery.messages import FinishReason, Item, Request, Sampled, Start, Step, StepOutput, Tokens
+from bloomery.messages import (
+    FinishReason,
+    ScheduledRequest,
+    EngineRequest,
+    SampledTokens,
+    NewRequestData,
+    ScheduledStep,
+    StepOutput,
+    TokenOutput,
+)
 
 
 @dataclass(slots=True)
@@ -28,7 +37,7 @@ class Flight:
     work: Work = field(default_factory=Work)
     going: list[Sequence] = field(default_factory=list)  # by one position
     grown: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # of them
-    chunks: list[Item] = field(default_factory=list)
+    chunks: list[ScheduledRequest] = field(default_factory=list)
     owners: list[Sequence] = field(default_factory=list)  # of the chunks
 
     def go_on(self, sequence: Sequence, turn: int) -> None:
@@ -38,29 +47,29 @@ class Flight:
         sequence.turn = turn
         self.going.append(sequence)
 
-    def step(self, finished: Collection[int]) -> Step:
+    def step(self, finished: Collection[int]) -> ScheduledStep:
         going = tuple([sequence.id for sequence in self.going])
         starts = tuple([sequence.computed - 1 for sequence in self.going])
         chunked = work_of(self.chunks)
         self.work = Work(chunked.tokens + len(going), chunked.attended + sum(starts), chunked.pairs)
-        return Step(tuple(self.chunks), tuple(finished), going, starts, tuple(self.grown))
+        return ScheduledStep(tuple(self.chunks), tuple(finished), going, starts, tuple(self.grown))
 
 
 class Scheduler:
     def __init__(
         self,
         blocks: Blocks,
-        max_batch_tokens: int,
-        max_sequences: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
         policy: Policy | None = None,
         stages: int = 1,
     ):
         """`stages` of a pipeline are all busy when as many groups of sequences take turns."""
         self.blocks = blocks
-        self.max_batch_tokens = max_batch_tokens
-        self.max_sequences = max_sequences
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
         self.stages = stages
-        self.policy = policy or FirstCome()
+        self.policy = policy or FcfsPolicy()
         self.waiting: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
         self.by_request: dict[str, Sequence] = {}
@@ -77,7 +86,7 @@ class Scheduler:
 
     # ---- arrivals and departures -----------------------------------------------------------------
 
-    def add(self, request: Request, now: float = 0.0) -> None:
+    def add(self, request: EngineRequest, now: float = 0.0) -> None:
         length = len(request.prompt) + request.max_tokens
         room = self.blocks.count * self.blocks.size
         if length > room:
@@ -107,7 +116,7 @@ class Scheduler:
         self._finish(sequence, "abort")
         return True
 
-    def expire(self, now: float) -> list[Tokens]:
+    def expire(self, now: float) -> list[TokenOutput]:
         """End whom its deadline has overtaken, in the queue or in the middle of its answer."""
         news = []
         while self.expiring and self.expiring[0][0] <= now:
@@ -117,7 +126,9 @@ class Scheduler:
                 self._finish(sequence, "deadline")
                 why = f"the deadline of {1000 * (sequence.request.deadline or 0):.0f} ms passed {where}"
                 news.append(
-                    Tokens(sequence.request.id, sequence.produced, finish="deadline", error=why)
+                    TokenOutput(
+                        sequence.request.id, sequence.produced, finish="deadline", error=why
+                    )
                 )
         return news
 
@@ -143,7 +154,7 @@ class Scheduler:
 
     # ---- the next step ---------------------------------------------------------------------------
 
-    def schedule(self, now: float = 0.0) -> Step | None:
+    def schedule(self, now: float = 0.0) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed until a result comes in."""
         preemptions = self.preemptions
         self._let_go(now)
@@ -152,7 +163,7 @@ class Scheduler:
         while not flight.going and not flight.chunks:
             if flight.portion.whole:
                 return None
-            flight = Flight(self.policy.compose(self.running, self.max_batch_tokens, now))
+            flight = Flight(self.policy.compose(self.running, self.max_num_batched_tokens, now))
             budget, chunk = self._continue(flight, now)
             if preemptions == self.preemptions:
                 self._admit(flight, min(budget, chunk), now)
@@ -166,7 +177,7 @@ class Scheduler:
         portion = flight.portion
         go_on = flight.go_on
         turn = self.turn
-        budget = self.max_batch_tokens
+        budget = self.max_num_batched_tokens
         chunk = portion.chunk
         share = -(-len(self.running) // self.stages)
         taking_turns = self.stages > 1
@@ -248,7 +259,7 @@ class Scheduler:
 
     def _admit(self, flight: Flight, budget: int, now: float) -> None:
         while self.waiting and budget > 0:
-            rows = self.max_sequences - len(self.running)
+            rows = self.max_num_seqs - len(self.running)
             sequence = self.policy.next(rows)
             if sequence is None:
                 return
@@ -267,7 +278,7 @@ class Scheduler:
             if sequence.cached is None:
                 sequence.cached = hit
             request = sequence.request
-            start = Start(
+            start = NewRequestData(
                 tuple(sequence.tokens),
                 len(request.prompt),
                 request.sampling,
@@ -300,13 +311,13 @@ class Scheduler:
         sequence: Sequence,
         count: int,
         grown: Collection[int],
-        first: Start | None,
+        first: NewRequestData | None,
         drafts: list[int],
     ) -> None:
         start = sequence.computed
         samples = start + count == sequence.length
         flight.chunks.append(
-            Item(sequence.id, start, count, tuple(grown), first, tuple(drafts), samples)
+            ScheduledRequest(sequence.id, start, count, tuple(grown), first, tuple(drafts), samples)
         )
         flight.owners.append(sequence)
         sequence.computed = start + count
@@ -335,13 +346,15 @@ class Scheduler:
 
     # ---- a step's result -------------------------------------------------------------------------
 
-    def update(self, step: Step, output: StepOutput, seconds: float = 0.0) -> list[Tokens]:
+    def update(
+        self, step: ScheduledStep, output: StepOutput, seconds: float = 0.0
+    ) -> list[TokenOutput]:
         """Fold one step's result back in; steps must come back in the order they were scheduled. It took `seconds`
         since the one before, or since it was begun."""
         flight = self.scheduled.popleft()
         self.policy.observe(flight.portion, flight.work, seconds)
         sampled = {entry.sequence: entry for entry in output.samples}
-        news: list[Tokens] = []
+        news: list[TokenOutput] = []
         if output.tokens:
             self._take(flight.going, output.tokens, news)
         else:
@@ -351,7 +364,9 @@ class Scheduler:
             self._fold(sequence, item.samples, sampled.get(sequence.id), news)
         return news
 
-    def _take(self, going: Iterable[Sequence], drawn: Iterable[int], news: list[Tokens]) -> None:
+    def _take(
+        self, going: Iterable[Sequence], drawn: Iterable[int], news: list[TokenOutput]
+    ) -> None:
         """A token each for those that went on: what `_fold` does, where nothing but the token is new."""
         size = self.blocks.size if self.blocks.prefix_cache else 0
         for sequence, token in zip(going, drawn, strict=True):
@@ -365,13 +380,13 @@ class Scheduler:
                 or sequence.drafts
                 or (size and length // size > len(sequence.chain))
             ):
-                self._fold(sequence, True, Sampled(sequence.id, (token,)), news)
+                self._fold(sequence, True, SampledTokens(sequence.id, (token,)), news)
                 continue
             sequence.steps -= 1
             sequence.pending -= 1
             tokens.append(token)
             news.append(
-                Tokens(
+                TokenOutput(
                     request.id,
                     length - 1 - len(request.prompt),
                     (token,),
@@ -382,7 +397,11 @@ class Scheduler:
             )
 
     def _fold(
-        self, sequence: Sequence, samples: bool, entry: Sampled | None, news: list[Tokens]
+        self,
+        sequence: Sequence,
+        samples: bool,
+        entry: SampledTokens | None,
+        news: list[TokenOutput],
     ) -> None:
         sequence.steps -= 1
         sequence.pending -= samples
@@ -394,13 +413,13 @@ class Scheduler:
             if samples:
                 news.append(self._accept(sequence, entry))
 
-    def _accept(self, sequence: Sequence, entry: Sampled) -> Tokens:
+    def _accept(self, sequence: Sequence, entry: SampledTokens) -> TokenOutput:
         request = sequence.request
         ids = entry.tokens
         tokens = sequence.tokens
         if request.pooling is not None:
             self._finish(sequence, "stop")
-            return Tokens(
+            return TokenOutput(
                 request.id, 0, cached=sequence.cached or 0, finish="stop", embedding=entry.embedding
             )
         position = len(tokens) - len(request.prompt)
@@ -424,7 +443,7 @@ class Scheduler:
         if finish:
             self._finish(sequence, finish)
         logprobs = entry.logprobs[: len(ids)]
-        return Tokens(
+        return TokenOutput(
             request.id, position, ids, logprobs, prompt_logprobs, sequence.cached or 0, finish
         )
 
@@ -439,7 +458,7 @@ class Scheduler:
             self.blocks.release(sequence)
 
 
-def work_of(items: Collection[Item]) -> Work:
+def work_of(items: Collection[ScheduledRequest]) -> Work:
     tokens = attended = 0
     pairs = 0.0
     for item in items:

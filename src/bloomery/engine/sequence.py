@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bloomery.messages import FinishReason, Request, TokenLogprob
+from bloomery.messages import FinishReason, EngineRequest, TokenLogprob
 
 
 @dataclass(eq=False, slots=True)
@@ -12,7 +12,7 @@ class Sequence:
     """`computed` chases `length`; chunks, prefix hits, preemption, drafts and steps in flight are only that."""
 
     id: int
-    request: Request
+    request: EngineRequest
     tokens: list[int]  # prompt, then what has been reported back
     limit: int  # tokens it may have
     computed: int = 0  # positions whose keys and values are written, or will be by a step in flight
@@ -42,7 +42,7 @@ class Sequence:
     promise: float = 0.0  # its place in the queue
 
     @classmethod
-    def of(cls, id: int, request: Request, now: float = 0.0) -> Sequence:
+    def of(cls, id: int, request: EngineRequest, now: float = 0.0) -> Sequence:
         limit = len(request.prompt) + request.max_tokens
         return cls(id, request, [*request.prompt, *request.emitted], limit, arrived=now)
 

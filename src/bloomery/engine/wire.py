@@ -16,7 +16,16 @@ import msgspec
 
 from bloomery.config import Plan
 from bloomery.errors import BloomeryError
-from bloomery.messages import Abort, Admitted, Capacity, News, Request, Status, Step, StepOutput
+from bloomery.messages import (
+    AbortRequest,
+    AdmittedRequests,
+    EngineCapacity,
+    EngineOutput,
+    EngineRequest,
+    EngineStatus,
+    ScheduledStep,
+    StepOutput,
+)
 
 HEADER = struct.Struct(">IB")  # length of the body, kind
 LIMIT = 1 << 28  # bytes of a body; the largest prompt with its log-probabilities stays far below
@@ -45,19 +54,30 @@ class Join:
 class Order:
     """A step for all ranks, and the last tokens of its sequences where they were drawn by another stage."""
 
-    step: Step
+    step: ScheduledStep
     drawn: tuple[tuple[int, int], ...] = ()
 
 
-Message = Hello | Request | Abort | Status | Capacity | Admitted | News | Join | Order | StepOutput
+Message = (
+    Hello
+    | EngineRequest
+    | AbortRequest
+    | EngineStatus
+    | EngineCapacity
+    | AdmittedRequests
+    | EngineOutput
+    | Join
+    | Order
+    | StepOutput
+)
 KINDS: tuple[type[Message], ...] = (
     Hello,
-    Request,
-    Abort,
-    Status,
-    Capacity,
-    Admitted,
-    News,
+    EngineRequest,
+    AbortRequest,
+    EngineStatus,
+    EngineCapacity,
+    AdmittedRequests,
+    EngineOutput,
     Join,
     Order,
     StepOutput,

@@ -11,7 +11,7 @@ import gc
 
 from bloomery.config import Plan
 from bloomery.engine.executor import Report
-from bloomery.messages import Capacity, Step
+from bloomery.messages import EngineCapacity, ScheduledStep
 from bloomery.runtime.worker import Pending, Worker
 
 
@@ -21,14 +21,14 @@ class Local:
         self.report = report
         self.worker: Worker | None = None
 
-    def start(self, plan: Plan) -> Capacity:
+    def start(self, plan: Plan) -> EngineCapacity:
         gc.collect()
         gc.freeze()
         atexit.register(gc.unfreeze)
         self.worker = Worker(plan, self.progress, self.report)
         return self.worker.capacity
 
-    def submit(self, step: Step) -> Pending:
+    def submit(self, step: ScheduledStep) -> Pending:
         if self.worker is None:
             raise RuntimeError("submit before start")
         return self.worker.run(step)

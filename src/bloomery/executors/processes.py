@@ -23,7 +23,7 @@ from bloomery.engine.executor import Report
 from bloomery.engine.wire import Channel, Join, Message, Order, encode
 from bloomery.errors import ConfigError
 from bloomery.executors.ranks import Awaited, Drawn, RankLost, total
-from bloomery.messages import Capacity, Status, Step, StepOutput
+from bloomery.messages import EngineCapacity, EngineStatus, ScheduledStep, StepOutput
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 GRACE = 5.0  # seconds a rank has to end
@@ -83,7 +83,7 @@ class Processes:
         self.drawn = Drawn()
         self.poll = select.poll()
 
-    def start(self, plan: Plan) -> Capacity:
+    def start(self, plan: Plan) -> EngineCapacity:
         """Load; ranks that are there already, and as many as the plan wants, leave what they had."""
         self.drawn = Drawn(plan.pp > 1)
         with self._ending():
@@ -114,15 +114,15 @@ class Processes:
             self.close()
             raise
 
-    def _loaded(self, plan: Plan) -> Capacity:
+    def _loaded(self, plan: Plan) -> EngineCapacity:
         """Once every rank has loaded; until then, how far they are."""
         done = [0.0] * len(self.members)
-        found: dict[int, Capacity] = {}
+        found: dict[int, EngineCapacity] = {}
         while len(found) < len(self.members):
             for number, message in self._hear():
-                if isinstance(message, Capacity):
+                if isinstance(message, EngineCapacity):
                     found[number] = message
-                elif isinstance(message, Status):
+                elif isinstance(message, EngineStatus):
                     done[number] = message.progress
                     if self.report is not None:  # of the whole each rank reads its part
                         self.report(message.detail, int(sum(done) * 1000), 1000)
@@ -132,7 +132,7 @@ class Processes:
         """Ranks have nothing that may wait."""
         return 0
 
-    def submit(self, step: Step) -> Awaited:
+    def submit(self, step: ScheduledStep) -> Awaited:
         frame = encode(Order(step, self.drawn.of(step)))
         with self._ending():
             for member in self.members:
@@ -155,7 +155,7 @@ class Processes:
         for member in self.members:
             if member.channel.connection.fileno() in ready:
                 for message in member.hear():
-                    if isinstance(message, Status) and message.state == "failed":
+                    if isinstance(message, EngineStatus) and message.state == "failed":
                         raise ConfigError(message.detail)
                     found.append((member.number, message))
         return found

@@ -22,7 +22,7 @@ from bloomery.engine.executor import Report
 from bloomery.engine.process import die_with_parent, reporter
 from bloomery.engine.wire import Channel, Join, Message, Order, WireError
 from bloomery.errors import BloomeryError, ConfigError
-from bloomery.messages import Status
+from bloomery.messages import EngineStatus
 from bloomery.parallel.mesh import meet, part
 from bloomery.runtime.worker import Pending, Worker
 
@@ -93,7 +93,7 @@ def main() -> int:
         try:
             rank = Rank(told, reporter(channel.send))
         except BloomeryError as error:
-            channel.send(Status("failed", detail=str(error)))
+            channel.send(EngineStatus("failed", detail=str(error)))
             return 1
         channel.send(rank.capacity)
         told = work(rank, inbox, channel)

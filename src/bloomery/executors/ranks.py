@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bloomery.errors import BloomeryError
-from bloomery.messages import Capacity, Step, StepOutput
+from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
 
 
 class RankLost(BloomeryError):
@@ -40,21 +40,23 @@ class Drawn:
             if sequence in self.last:  # others have been ended meanwhile
                 self.last[sequence] = token
 
-    def of(self, step: Step) -> tuple[tuple[int, int], ...]:
+    def of(self, step: ScheduledStep) -> tuple[tuple[int, int], ...]:
         """Last tokens of the step's sequences, none of those that begin: these bring their own."""
         if not self.wanted:
             return ()
         for sequence in step.finished:
             self.last.pop(sequence, None)
-        self.going.append(step.going)
-        self.last.update((item.sequence, None) for item in step.chunks if item.first is not None)
-        every = (*step.going, *(item.sequence for item in step.chunks))
+        self.going.append(step.decodes)
+        self.last.update(
+            (item.sequence, None) for item in step.chunks if item.new_request is not None
+        )
+        every = (*step.decodes, *(item.sequence for item in step.chunks))
         return tuple(
             (sequence, token) for sequence in every if (token := self.last[sequence]) is not None
         )
 
 
-def total(capacities: list[Capacity], speaker: Capacity) -> Capacity:
+def total(capacities: list[EngineCapacity], speaker: EngineCapacity) -> EngineCapacity:
     """What all ranks hold together."""
     weights = sum(capacity.weights_bytes for capacity in capacities)
     kv = sum(capacity.kv_bytes for capacity in capacities)

@@ -32,13 +32,13 @@ from bloomery.engine.wire import Frames, Join, Order, WireError, encode
 from bloomery.errors import BloomeryError, ConfigError
 from bloomery.executors.rank import Rank
 from bloomery.executors.ranks import Awaited, Drawn, RankLost, total
-from bloomery.messages import Capacity, Step, StepOutput
+from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
 from bloomery.runtime.worker import Pending
 
 PATIENCE = 120.0  # seconds until others have given back what the placement group needs
 ANSWER = 10.0  # seconds a cluster has to take a connection; Ray itself would try for a quarter of an hour
 SIOCGIFADDR = 0x8915
-M = TypeVar("M", Join, Order, Capacity, StepOutput)
+M = TypeVar("M", Join, Order, EngineCapacity, StepOutput)
 
 
 def decoded(frame: bytes, kind: type[M]) -> M:
@@ -119,7 +119,7 @@ class Actors:
             deque()
         )  # of each step what the speaker will say, and all ranks
 
-    def start(self, plan: Plan) -> Capacity:
+    def start(self, plan: Plan) -> EngineCapacity:
         connect(plan.shared)
         with self._ending():
             self.group = self._place(plan)
@@ -161,20 +161,20 @@ class Actors:
             num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), scheduling_strategy=strategy
         ).remote()
 
-    def _loaded(self, joins: list[Any]) -> list[Capacity]:
+    def _loaded(self, joins: list[Any]) -> list[EngineCapacity]:
         waiting = joins
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=1.0)
             ray.get(done)  # what went wrong with one is told at once
             if self.report is not None:
                 self.report("ranks", len(joins) - len(waiting), len(joins))
-        return [decoded(frame, Capacity) for frame in ray.get(joins)]
+        return [decoded(frame, EngineCapacity) for frame in ray.get(joins)]
 
     def spare(self) -> int:
         """Ranks have nothing that may wait."""
         return 0
 
-    def submit(self, step: Step) -> Awaited:
+    def submit(self, step: ScheduledStep) -> Awaited:
         frame = encode(Order(step, self.drawn.of(step)))
         with self._ending():
             ran = [actor.run.remote(frame) for actor in self.actors]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bloomery.attention.base import Ragged
-from bloomery.messages import Item
+from bloomery.attention.base import AttentionMetadata
+from bloomery.messages import ScheduledRequest
 from bloomery.runtime.device import upload
 from bloomery.runtime.rows import Row
 
@@ -19,7 +19,7 @@ from bloomery.runtime.rows import Row
 class Share:
     """One item's part of the batch."""
 
-    item: Item
+    item: ScheduledRequest
     row: Row
     first: int  # index of its first position in the batch
 
@@ -33,11 +33,13 @@ class Share:
 @dataclass(frozen=True)
 class Batch:
     ids: torch.Tensor  # [tokens]
-    ragged: Ragged
+    ragged: AttentionMetadata
     shares: tuple[Share, ...]
 
     @classmethod
-    def of(cls, placed: list[tuple[Item, Row]], last: torch.Tensor, block_size: int) -> Batch:
+    def of(
+        cls, placed: list[tuple[ScheduledRequest, Row]], last: torch.Tensor, block_size: int
+    ) -> Batch:
         """`last` [rows] has the tokens that only the device knows."""
         placed = sorted(
             placed, key=lambda pair: pair[0].count + len(pair[0].drafts) > 1
@@ -64,7 +66,7 @@ class Batch:
         parts = (ids, places.positions, places.slots, starts, lengths, places.tables.ravel())
         sent = upload(torch.from_numpy(np.concatenate(parts)), device, kind)  # one copy for all
         fed, positions, slots, firsts, ends, flat = sent.split([len(part) for part in parts])
-        ragged = Ragged(
+        ragged = AttentionMetadata(
             tuple(counts),
             tuple(lengths),
             counts.count(1),
@@ -90,7 +92,10 @@ class Places(NamedTuple):
 
 
 def layout(
-    counts: list[int], begins: list[int], placed: list[tuple[Item, Row]], block_size: int
+    counts: list[int],
+    begins: list[int],
+    placed: list[tuple[ScheduledRequest, Row]],
+    block_size: int,
 ) -> Places:
     """In numpy: torch would wake its threads for these few numbers."""
     owner = np.repeat(np.arange(len(counts)), counts)

@@ -29,7 +29,7 @@ class Size:
     note: str | None = None
 
 
-def kv_dtype(wish: str, dtype: torch.dtype, rounds: bool = False) -> torch.dtype:
+def kv_cache_dtype(wish: str, dtype: torch.dtype, rounds: bool = False) -> torch.dtype:
     """What keys and values are kept in. `rounds`: products round their inputs to 8 bits, so that 16 are plenty here."""
     if wish == "auto" and rounds:
         return torch.float16
@@ -66,7 +66,7 @@ def fit(
         budget = free_memory(device) - int(total * (1 - plan.memory)) - reserve
         budget = budget // mesh.size if mesh.shared else budget
     longest = -(-plan.max_length // plan.block_size)
-    blocks = mesh.least(min(max(budget, 0) // each, longest * plan.max_sequences))
+    blocks = mesh.least(min(max(budget, 0) // each, longest * plan.max_num_seqs))
     room = blocks * plan.block_size
     if room >= plan.max_length:
         return Size(blocks, plan.max_length, blocks * each)

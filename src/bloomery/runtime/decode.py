@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from bloomery.attention.base import Ragged
+from bloomery.attention.base import AttentionMetadata
 from bloomery.kernels.rows import advance, fetch
 from bloomery.native.arena import Arena
 from bloomery.native.record import Unrecordable
@@ -92,7 +92,7 @@ class DecodeStep:
         inputs = fetch(
             lines, self.rows.last, self.rows.positions, self.rows.tables, self.block_size
         )
-        ragged = Ragged(
+        ragged = AttentionMetadata(
             (),
             (),
             size,

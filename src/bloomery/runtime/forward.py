@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from bloomery.attention.base import Backend, Ragged
+from bloomery.attention.base import Backend, AttentionMetadata
 from bloomery.models.decoder import Decoder
 from bloomery.parallel.mesh import Mesh, Pipe
 
@@ -34,7 +34,7 @@ class Forward(Protocol):
         ...
 
     def hidden(
-        self, ids: torch.Tensor, ragged: Ragged, wanted: torch.Tensor | None = None
+        self, ids: torch.Tensor, ragged: AttentionMetadata, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
         """ids [tokens] -> hidden states [tokens, hidden], or only those of the lines `wanted`."""
         ...
@@ -55,7 +55,7 @@ class Whole:
     )
 
     def hidden(
-        self, ids: torch.Tensor, ragged: Ragged, wanted: torch.Tensor | None = None
+        self, ids: torch.Tensor, ragged: AttentionMetadata, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
         plan = self.backend.plan(ragged)
         arrived = None if self.pipe is None else self.pipe.receive(len(ids))
@@ -80,7 +80,7 @@ class Steady:
     grain: int
 
     def hidden(
-        self, ids: torch.Tensor, ragged: Ragged, wanted: torch.Tensor | None = None
+        self, ids: torch.Tensor, ragged: AttentionMetadata, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
         if len(ids) <= self.grain:
             order = torch.arange(len(ids), device=ids.device)
@@ -125,7 +125,7 @@ class Steady:
 
     def _tile(
         self, positions: torch.Tensor, slots: torch.Tensor, tables: torch.Tensor, block_size: int
-    ) -> Ragged:
+    ) -> AttentionMetadata:
         positions = self._filled(positions, 0)
         slots = self._filled(slots, self.nobody * block_size)
         ends = positions + 1
@@ -133,7 +133,7 @@ class Steady:
         known = positions.device.type == "cpu"  # elsewhere the host would have to wait
         counts, lengths = ((1,) * self.grain, tuple(ends.tolist())) if known else ((), ())
         tables = self._filled(tables, self.nobody)
-        return Ragged(
+        return AttentionMetadata(
             counts, lengths, self.grain, starts, ends, positions, slots, tables, block_size
         )
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from bloomery.attention.base import Backend, Ragged
+from bloomery.attention.base import Backend, AttentionMetadata
 from bloomery.config import Plan
-from bloomery.messages import Sampling, Start
+from bloomery.messages import ResolvedSampling, NewRequestData
 from bloomery.models.decoder import Decoder
 from bloomery.runtime.cache import allocate
 from bloomery.runtime.device import upload
@@ -26,7 +26,7 @@ from bloomery.spec import Attention
 LOGIT_ROWS = 64  # prompt positions whose logits are held at once
 GRAIN = 256  # positions: chunks of long prompts begin at a multiple of it
 TOP = 20  # log-probabilities asked for beside a token's own
-WISHES = Sampling(
+WISHES = ResolvedSampling(
     0.9,
     0,
     0.95,
@@ -56,7 +56,7 @@ class Largest:
         self.backend = backend
         self.plan = plan
         self.device = decoder.device
-        self.positions = min(plan.max_batch_tokens, plan.max_sequences * plan.max_length)
+        self.positions = min(plan.max_num_batched_tokens, plan.max_num_seqs * plan.max_length)
         self.blocks = sum(-(-count // plan.block_size) for count in self.prompts(self.positions))
         self.caches = allocate(decoder.spec, self.blocks, plan.block_size, kv, self.device)
 
@@ -98,7 +98,7 @@ class Largest:
         torch.cuda.empty_cache()
         return found
 
-    def ragged(self, counts: list[int], length: int | None = None) -> Ragged:
+    def ragged(self, counts: list[int], length: int | None = None) -> AttentionMetadata:
         """Chunks at the end of sequences of `length`, or whole prompts; blocks of long ones repeat."""
         size = self.plan.block_size
         kind = torch.int64 if self.device.type == "cpu" else torch.int32
@@ -116,7 +116,7 @@ class Largest:
             upload(numbers, self.device, kind) for numbers in ([0, *accumulate(counts)], lengths)
         )
         singles = sum(count == 1 for count in counts)
-        return Ragged(
+        return AttentionMetadata(
             tuple(counts),
             tuple(lengths),
             singles,
@@ -153,13 +153,13 @@ class Largest:
         """As a captured step does: the picking itself takes nothing more."""
         hidden = self.compute(positions)
         if self.decoder.last:
-            self.decoder.logits(hidden[: self.plan.max_sequences])
+            self.decoder.logits(hidden[: self.plan.max_num_seqs])
 
     def draw(self, positions: int) -> tuple[object, ...]:
         """All that may be asked of so many positions, each in its worst form; what must live as long as that."""
         if not self.decoder.last:
             return (self.compute(positions),)
-        lines = self.plan.max_sequences
+        lines = self.plan.max_num_seqs
         vocab = self.decoder.spec.vocab
         longest = self.plan.max_length
         kept = torch.zeros(
@@ -171,8 +171,8 @@ class Largest:
             lines
         ):  # the first is greedy, for others must then be picked from among all
             tokens = (0,) * (longest - 1 if row == lines - 1 else 1)
-            wishes = Sampling(0.0) if row == 0 and lines > 1 else WISHES
-            sampler.admit(row, Start(tokens, len(tokens), wishes, ()))
+            wishes = ResolvedSampling(0.0) if row == 0 and lines > 1 else WISHES
+            sampler.admit(row, NewRequestData(tokens, len(tokens), wishes, ()))
         hidden = self.compute(positions)
         hidden.float().sum(0)  # an embedding
         some = torch.arange(max(lines, LOGIT_ROWS), device=self.device) % len(hidden)

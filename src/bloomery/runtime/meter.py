@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bloomery.messages import Step, Timing
+from bloomery.messages import ScheduledStep, StepTiming
 from bloomery.roofline import Machine, Precision, Roofline, parameters
 from bloomery.spec import Model
 
@@ -47,7 +47,7 @@ def roofline(
 class Reading:
     """A step under way."""
 
-    step: Step
+    step: ScheduledStep
     begun: float  # the host's clock
     follows: bool  # there was work all the time since the step before
     host: float = 0.0  # seconds until it was queued
@@ -68,7 +68,7 @@ class Meter:
 
     # ---- around a step ---------------------------------------------------------------------------
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: ScheduledStep) -> None:
         now = time.perf_counter()
         self.current = Reading(step, now, bool(self.open) or now - self.resulted < PAUSE)
         self.mark()
@@ -101,7 +101,7 @@ class Meter:
 
     # ---- what it came to -------------------------------------------------------------------------
 
-    def collect(self, last: Reading) -> Timing:
+    def collect(self, last: Reading) -> StepTiming:
         """Sums over the steps up to this one, whose result is in: there is next to nothing to wait for."""
         total = [0.0] * 9
         while self.open and self.open[0].begun <= last.begun:
@@ -111,7 +111,7 @@ class Meter:
             for i, value in enumerate(self._read(reading)):
                 total[i] += value
         self.resulted = time.perf_counter()
-        return Timing(int(total[0]), *total[1:])
+        return StepTiming(int(total[0]), *total[1:])
 
     def _read(self, reading: Reading) -> tuple[float, ...]:
         """As Timing has it."""
@@ -145,10 +145,10 @@ class Meter:
         return device, idle, drawing
 
 
-def counts(step: Step) -> tuple[int, int, int, int]:
+def counts(step: ScheduledStep) -> tuple[int, int, int, int]:
     """Positions computed, cache positions read, tokens drawn, pairs of query and key."""
-    tokens = sampled = len(step.going)
-    attended = pairs = tokens + sum(step.starts)
+    tokens = sampled = len(step.decodes)
+    attended = pairs = tokens + sum(step.decode_positions)
     for item in step.chunks:
         count = item.count + len(item.drafts)
         end = item.start + count

@@ -16,9 +16,9 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from bloomery.attention.base import Ragged
+from bloomery.attention.base import AttentionMetadata
 from bloomery.kernels.rows import advance, gather
-from bloomery.messages import Item
+from bloomery.messages import ScheduledRequest
 from bloomery.runtime.decode import Pick
 from bloomery.runtime.device import upload
 from bloomery.runtime.forward import Forward
@@ -32,7 +32,7 @@ NEAR = 1024  # positions that few lines may attend to and be prompts; prompts th
 TOKENS = (32, 64, 128, 192, 256, *range(384, 1025, 128), *range(1280, 2049, 256))
 PROMPTS = 8  # the last of them is what fills the step up
 
-Placed = Sequence[tuple[Item, Row]]
+Placed = Sequence[tuple[ScheduledRequest, Row]]
 
 
 class MixedStep:
@@ -103,7 +103,7 @@ class MixedStep:
         sent = self.sent[: numbers(lines, tokens)]
         found = gather(sent, rows.last, rows.positions, rows.tables, size, lines, PROMPTS, tokens)
         alone = 0 if near else lines
-        ragged = Ragged(
+        ragged = AttentionMetadata(
             (),
             (),
             alone,

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 
 from bloomery.kernels.pick import Scratch, Wishes, pick
-from bloomery.messages import Start
+from bloomery.messages import NewRequestData
 from bloomery.native import ops
 from bloomery.native.team import team
 from bloomery.runtime.sampler import Sampler
 
 
-def plain(start: Start) -> bool:
+def plain(start: NewRequestData) -> bool:
     """Whether logits and the row's numbers are all it takes."""
     s = start.sampling
     edited = (

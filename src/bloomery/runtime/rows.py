@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bloomery.messages import Item, Start
+from bloomery.messages import ScheduledRequest, NewRequestData
 from bloomery.runtime.picker import plain
 
 
 @dataclass(slots=True)
 class Row:
     index: int  # its place in every per-row tensor
-    start: Start
+    start: NewRequestData
     table: list[int] = field(default_factory=list)
     sent: int = 0  # blocks of the table the device knows
     plain: bool = True  # its tokens can be picked on the device alone
@@ -63,11 +63,11 @@ class Rows:
         self.positions = torch.zeros(count + 1, dtype=kind, device=device)
         self.tables = torch.full((count + 1, width), reserved, dtype=kind, device=device)
 
-    def place(self, item: Item) -> Row:
+    def place(self, item: ScheduledRequest) -> Row:
         """The item's row, made on its first step, its table grown by the item's blocks."""
-        if item.first is not None:
+        if item.new_request is not None:
             self.by_sequence[item.sequence] = Row(
-                self.free.pop(), item.first, plain=plain(item.first)
+                self.free.pop(), item.new_request, plain=plain(item.new_request)
             )
         return self.grow(item.sequence, item.blocks)
 

@@ -22,7 +22,7 @@ import torch
 from bloomery.kernels.noise import gumbel, keys, words
 from bloomery.kernels.order import ordered
 from bloomery.kernels.truncate import kept
-from bloomery.messages import Sampling, Start, TokenLogprob
+from bloomery.messages import ResolvedSampling, NewRequestData, TokenLogprob
 from bloomery.runtime.device import download, upload
 
 COLDEST = 1e-5  # below it the noise cannot matter: greedy
@@ -111,7 +111,7 @@ def forbid(line: torch.Tensor, ids: torch.Tensor, hit: torch.Tensor) -> None:
     line.copy_(torch.where(ruled.isneginf().all(), line, ruled))
 
 
-def edits(start: Start, device: torch.device) -> tuple[Edit, ...]:
+def edits(start: NewRequestData, device: torch.device) -> tuple[Edit, ...]:
     sampling = start.sampling
     chosen = list[Edit]()
     if sampling.allowed_token_ids:
@@ -184,7 +184,7 @@ class Row:
     """What decides, on the host, which way the lines of a row take."""
 
     number: int
-    sampling: Sampling
+    sampling: ResolvedSampling
     edits: tuple[Edit, ...]
     prompt_len: int
 
@@ -312,7 +312,7 @@ class Sampler:
         )  # whole lines: one stays in cache
         self.all_ids = torch.arange(vocab, dtype=torch.int32, device=self.device)
 
-    def admit(self, row: int, start: Start) -> None:
+    def admit(self, row: int, start: NewRequestData) -> None:
         """Start or resume: `start.tokens` is the prompt and whatever output the sequence already has."""
         self.rows[row] = Row(row, start.sampling, edits(start, self.device), start.prompt_len)
         self.newcomers.append(row)

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from bloomery.attention.base import Ragged
+from bloomery.attention.base import AttentionMetadata
 from bloomery.attention.choose import choose
 from bloomery.layout import cut
 from bloomery.models.decoder import Decoder
@@ -57,7 +57,7 @@ def layer_step(decoder: Decoder, native: bool) -> Callable[[], torch.Tensor]:
     zeros = torch.zeros(LINES, dtype=kind, device=device)
     numbers = torch.arange(LINES + 1, dtype=kind, device=device)
     each = (1,) * LINES
-    ragged = Ragged(
+    ragged = AttentionMetadata(
         each, each, LINES, numbers, zeros + 1, zeros, numbers[:-1], zeros[:, None], BLOCK
     )
     hidden = torch.zeros(LINES, spec.hidden, dtype=decoder.dtype, device=device)

@@ -19,13 +19,20 @@ from bloomery.attention.native_paged import NativePaged
 from bloomery.attention.triton_paged import TritonPaged
 from bloomery.config import Plan
 from bloomery.machines import here
-from bloomery.messages import Capacity, Item, Sampled, Step, StepOutput, TokenLogprob
+from bloomery.messages import (
+    EngineCapacity,
+    ScheduledRequest,
+    SampledTokens,
+    ScheduledStep,
+    StepOutput,
+    TokenLogprob,
+)
 from bloomery.models.checkpoint import Report
 from bloomery.models.load import load
 from bloomery.native.team import team
 from bloomery.parallel.mesh import Mesh
 from bloomery.runtime.batch import Batch, Share
-from bloomery.runtime.cache import allocate, fit, kv_dtype
+from bloomery.runtime.cache import allocate, fit, kv_cache_dtype
 from bloomery.runtime.decode import DecodeStep
 from bloomery.runtime.device import check, download, one_thread, upload
 from bloomery.runtime.forward import Forward, Steady, Whole, steady
@@ -82,17 +89,22 @@ class Worker:
         model = loaded.decoder.spec
         specs = [layer.attention for layer in model.layers]
         kv = (
-            None if mesh.shared else kv_dtype(plan.kv_dtype, dtype)
+            None if mesh.shared else kv_cache_dtype(plan.kv_cache_dtype, dtype)
         )  # on a shared device nothing can be measured
         self.backend = choose(
-            specs, dtype, self.device, plan.deterministic, native and plan.kv_dtype != "fp8", kv
+            specs,
+            dtype,
+            self.device,
+            plan.deterministic,
+            native and plan.kv_cache_dtype != "fp8",
+            kv,
         )
         rounds = (
             isinstance(self.backend, NativePaged)
             and artifact.kind == "gguf"
             and plan.quantize == "auto"
         )
-        kv = kv_dtype(plan.kv_dtype, dtype, rounds)
+        kv = kv_cache_dtype(plan.kv_cache_dtype, dtype, rounds)
         self.block_size = plan.block_size
         self.decoder.reach(plan.max_length)
         size = fit(plan, model, kv, self.device, self._reserve(plan, kv), mesh)
@@ -102,9 +114,9 @@ class Worker:
             model, size.blocks + 1, plan.block_size, kv, self.device
         )  # the last is nobody's
         width = -(-size.max_length // plan.block_size)
-        self.rows = Rows(plan.max_sequences, width, size.blocks, self.device)
+        self.rows = Rows(plan.max_num_seqs, width, size.blocks, self.device)
         self.sampler = Sampler(  # nobody's is greedy
-            plan.max_sequences + 1, model.vocab, self.device, plan.deterministic, size.max_length
+            plan.max_num_seqs + 1, model.vocab, self.device, plan.deterministic, size.max_length
         )
         self.model = self._forward(plan, width, size.blocks)
         pick = Picker(self.sampler, PROMPTS)
@@ -113,7 +125,7 @@ class Worker:
         self.decode = DecodeStep(
             self.model, model.vocab, self.rows, plan.block_size, pick, mesh.last, runs
         )
-        self.mixed = self._mixed(pick, plan.max_batch_tokens)
+        self.mixed = self._mixed(pick, plan.max_num_batched_tokens)
         limit = roofline(
             self.decoder.whole,
             here(self.device.type),
@@ -123,11 +135,11 @@ class Worker:
             plan.tp,
             plan.pp,
         )
-        self.capacity = Capacity(
+        self.capacity = EngineCapacity(
             blocks=size.blocks,
             block_size=plan.block_size,
-            max_sequences=plan.max_sequences,
-            max_batch_tokens=plan.max_batch_tokens,
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
             max_length=size.max_length,
             vocab=model.vocab,
             weights_bytes=loaded.bytes,
@@ -203,11 +215,11 @@ class Worker:
         """Bytes that steps and graphs may take beside weights and cache."""
         if self.device.type == "cpu":
             return 0
-        captured = plan.max_sequences + TOKENS[-1] if plan.graphs else 0
+        captured = plan.max_num_seqs + TOKENS[-1] if plan.graphs else 0
         return largest_step(self.decoder, self.backend, plan, kv, captured) + GRAPHS
 
     @torch.inference_mode()
-    def run(self, step: Step, drawn: Sequence[tuple[int, int]] = ()) -> Pending:
+    def run(self, step: ScheduledStep, drawn: Sequence[tuple[int, int]] = ()) -> Pending:
         """Queue the step's work; nothing here waits for the device unless a draft's verdict is wanted.
 
         `drawn`: sequences and their last tokens, where another stage has drawn them.
@@ -223,17 +235,17 @@ class Worker:
             self.graphs.catch_up()
         return pending
 
-    def _run(self, step: Step, drawn: Sequence[tuple[int, int]]) -> Pending:
+    def _run(self, step: ScheduledStep, drawn: Sequence[tuple[int, int]]) -> Pending:
         for sequence in step.finished:
             self.sampler.release(self.rows.release(sequence).index)
-        for sequence, blocks in step.grown:
+        for sequence, blocks in step.new_blocks:
             self.rows.grow(sequence, blocks)
         chunks = [(item, self.rows.place(item)) for item in step.chunks]
         for item, row in chunks:
-            if item.first is not None:
-                self.sampler.admit(row.index, item.first)
+            if item.new_request is not None:
+                self.sampler.admit(row.index, item.new_request)
         if drawn:
-            starts = {item.sequence: item.start for item in step.items}
+            starts = {item.sequence: item.start for item in step.requests}
             told = [
                 (self.rows.by_sequence[sequence].index, token, starts[sequence])
                 for sequence, token in drawn
@@ -243,14 +255,18 @@ class Worker:
             self.rows.positions[rows] = positions.to(self.rows.positions.dtype)
         if not chunks and ((self.device.type == "cuda" and self.mesh.stages == 1) or self.recorded):
             return self._go_on(step)
-        lineup = self.rows.line_up(step.going, step.starts)
+        lineup = self.rows.line_up(step.decodes, step.decode_positions)
         if self.mixed is not None and lineup.plain and self.mixed.takes(len(lineup.rows), chunks):
-            return self._mix(self.mixed, lineup, chunks, max(step.starts, default=0))
-        placed = [(item, self.rows.by_sequence[item.sequence]) for item in step.items]
+            return self._mix(self.mixed, lineup, chunks, max(step.decode_positions, default=0))
+        placed = [(item, self.rows.by_sequence[item.sequence]) for item in step.requests]
         return self._compute(Batch.of(placed, self.rows.last, self.block_size))
 
     def _mix(
-        self, mixed: MixedStep, lineup: Lineup, chunks: list[tuple[Item, Row]], furthest: int
+        self,
+        mixed: MixedStep,
+        lineup: Lineup,
+        chunks: list[tuple[ScheduledRequest, Row]],
+        furthest: int,
     ) -> Pending:
         """Some sequences by one position, and a few chunks of prompts."""
         self.sampler.settle()
@@ -258,9 +274,9 @@ class Worker:
         self.padded = mixed.padded
         return Pending(sequences, Draws(tokens, ()) if len(tokens) else None, lines=lineup.places)
 
-    def _go_on(self, step: Step) -> Pending:
+    def _go_on(self, step: ScheduledStep) -> Pending:
         """Every sequence by one position, from what the device already holds."""
-        lineup = self.rows.line_up(step.going, step.starts)
+        lineup = self.rows.line_up(step.decodes, step.decode_positions)
         count = len(lineup.rows)
         self.decode.run(lineup.indices, lineup.plain)
         self.padded = len(self.decode.members) - count
@@ -268,7 +284,7 @@ class Worker:
             return Pending([], None)
         if lineup.plain:
             return Pending([], Draws(self.decode.tokens[:count], ()), lines=lineup.places)
-        items = step.items
+        items = step.requests
         shares = [
             Share(items[place], row, i)
             for i, (place, row) in enumerate(zip(lineup.places, lineup.rows))
@@ -393,16 +409,17 @@ class Pending:
             self.sent.synchronize()
         tokens, gains = self._gains()
         samples = [
-            Sampled(
+            SampledTokens(
                 sequence, gained, logprobs, self.prompts.pop(sequence, ()) if self.prompts else ()
             )
             for sequence, (gained, logprobs) in zip(self.sequences, gains, strict=True)
         ]
         silent = (
-            Sampled(sequence, prompt_logprobs=found) for sequence, found in self.prompts.items()
+            SampledTokens(sequence, prompt_logprobs=found)
+            for sequence, found in self.prompts.items()
         )
         embedded = (
-            Sampled(sequence, embedding=tuple(vector.tolist()))
+            SampledTokens(sequence, embedding=tuple(vector.tolist()))
             for sequence, vector in self.pooled.items()
         )
         timing = (

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from bloomery.messages import Capacity, Request, Stats, Status, Tokens
+from bloomery.messages import EngineCapacity, EngineRequest, EngineStats, EngineStatus, TokenOutput
 
 
 class Backend(Protocol):
     @property
-    def status(self) -> Status: ...
+    def status(self) -> EngineStatus: ...
 
     @property
-    def capacity(self) -> Capacity | None:
+    def capacity(self) -> EngineCapacity | None:
         """None until it has been ready once."""
         ...
 
     @property
-    def stats(self) -> Stats: ...
+    def stats(self) -> EngineStats: ...
 
-    def observe(self, watcher: Callable[[Stats, Stats], None]) -> None:
+    def observe(self, watcher: Callable[[EngineStats, EngineStats], None]) -> None:
         """Have it told of every step: the figures before and after."""
         ...
 
-    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens, None]:
+    def stream(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
         """News until every request has finished; aclose() aborts what is still open."""
         ...
 

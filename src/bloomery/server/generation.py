@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest, RequestFailed
-from bloomery.messages import Request, Tokens
+from bloomery.messages import EngineRequest, TokenOutput
 from bloomery.sampling import SamplingParams, requests
 from bloomery.server.call import Call
 from bloomery.server.errors import Problem
@@ -83,7 +83,7 @@ class Job:
         return [answer for generation in self.generations for answer in generation.answers.values()]
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[EngineRequest]:
         return [answer.request for answer in self.every]
 
     # ---- running it ------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Job:
                         service.backend.abort(news.request)
         raise RequestFailed("the engine's news ended before the answer did")
 
-    def _note(self, index: int, news: Tokens) -> None:
+    def _note(self, index: int, news: TokenOutput) -> None:
         now = time.monotonic()
         metrics = self.call.service.metrics
         timings = self.timings
@@ -224,14 +224,14 @@ class Job:
         }
 
 
-def _singles(news: Tokens) -> Iterator[Tokens]:
+def _singles(news: TokenOutput) -> Iterator[TokenOutput]:
     """One a token, also where several come at once."""
     last = len(news.ids) - 1
     if last <= 0:
         yield news
         return
     for i, id in enumerate(news.ids):
-        yield Tokens(  # by hand: dataclasses.replace takes many times as long, and a server that lags comes here often
+        yield TokenOutput(  # by hand: dataclasses.replace takes many times as long, and a server that lags comes here often
             news.request,
             news.position + i,
             (id,),

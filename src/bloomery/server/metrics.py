@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 
 from bloomery.engine.gauge import parts
-from bloomery.messages import Stats
+from bloomery.messages import EngineStats
 from bloomery.server.backend import Backend
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
@@ -237,7 +237,7 @@ class Metrics:
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def step(self, before: Stats, after: Stats) -> None:
+    def step(self, before: EngineStats, after: EngineStats) -> None:
         """One step, or a few if their news came together; those with a prompt in them are TGI's prefill."""
         steps = after.steps - before.steps
         prompts = after.prompt_steps - before.prompt_steps

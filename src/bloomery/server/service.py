@@ -13,7 +13,7 @@ from typing import Any
 
 from bloomery import __version__
 from bloomery.errors import InvalidRequest, PromptTooLong, RequestFailed
-from bloomery.messages import Capacity, Request, Tokens
+from bloomery.messages import EngineCapacity, EngineRequest, TokenOutput
 from bloomery.sampling import SamplingParams
 from bloomery.server.backend import Backend
 from bloomery.server.conversations import Conversations
@@ -83,7 +83,7 @@ class Service:
     # ---- may it be done ------------------------------------------------------------------------
 
     @property
-    def capacity(self) -> Capacity:
+    def capacity(self) -> EngineCapacity:
         """Of an engine that has been ready once; until then there is nothing to check a request against."""
         if self.backend.capacity is None:
             raise unavailable("the model is being loaded", 5)
@@ -126,7 +126,7 @@ class Service:
         if self.pressure > DIRE:
             self.door.shed()
 
-    def failure(self, news: Tokens, ticket: Ticket) -> Exception:
+    def failure(self, news: TokenOutput, ticket: Ticket) -> Exception:
         """What the client of a request that ended without its answer is told."""
         if news.finish == "deadline":
             return Late()
@@ -134,7 +134,7 @@ class Service:
             return overloaded(self.door.retry_after(self.prompt_rate))
         return self.absent() or RequestFailed(news.error or "the engine gave the request up")
 
-    def abort(self, requests: Sequence[Request]) -> None:
+    def abort(self, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
             self.backend.abort(request.id)
 
@@ -145,7 +145,7 @@ class Service:
     @property
     def waiting_tokens(self) -> int:
         return (
-            self.limits.waiting_tokens or 8 * self.capacity.max_length * self.capacity.max_sequences
+            self.limits.waiting_tokens or 8 * self.capacity.max_length * self.capacity.max_num_seqs
         )
 
     def check_model(self, name: str | None) -> None:

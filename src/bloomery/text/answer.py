@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bloomery.messages import Request, TokenLogprob, Tokens, light
+from bloomery.messages import EngineRequest, TokenLogprob, TokenOutput, light
 from bloomery.sampling import SamplingParams, choose
 from bloomery.text.detokenizer import TextStream
 from bloomery.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class Delta:
 @dataclass(slots=True)
 class Answer:
     index: int
-    request: Request
+    request: EngineRequest
     eos_ids: Sequence[int]
     stream: TextStream | None  # None: ids only
     token_ids: list[int] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Answer:
     finish_reason: Reason | None = None
     stop_reason: int | str | None = None
 
-    def take(self, news: Tokens) -> Delta:
+    def take(self, news: TokenOutput) -> Delta:
         """Fold the news in. If a stop string ends the answer, what came after it is dropped."""
         ids = news.ids
         text = ""
@@ -95,7 +95,7 @@ class Answer:
             text += self.stream.finish() if self.stream is not None else ""
         return Delta(self.index, text, tuple(ids), logprobs, self.finish_reason, self.stop_reason)
 
-    def gain(self, news: Tokens) -> bool:
+    def gain(self, news: TokenOutput) -> bool:
         """What `take` does with ids that nobody looks at before the end. False, and nothing done, if there is more."""
         more = (
             news.finish or news.logprobs or not news.position or self.stream or self.finish_reason
@@ -124,7 +124,7 @@ class Generation:
         id: str,
         prompt: str | None,
         params: SamplingParams,
-        requests: Sequence[Request],
+        requests: Sequence[EngineRequest],
         tokenizer: Tokenizer | None,
     ):
         self.id = id
@@ -140,7 +140,7 @@ class Generation:
             for i, request in enumerate(requests)
         }
 
-    def _stream(self, request: Request) -> TextStream | None:
+    def _stream(self, request: EngineRequest) -> TextStream | None:
         if self.tokenizer is None or not self.params.detokenize:
             return None
         return TextStream(
@@ -156,7 +156,7 @@ class Generation:
     def finished(self) -> bool:
         return all(answer.finish_reason is not None for answer in self.answers.values())
 
-    def take(self, news: Tokens) -> tuple[Delta | None, bool]:
+    def take(self, news: TokenOutput) -> tuple[Delta | None, bool]:
         """What the news adds, and whether the engine must be told to stop that request."""
         answer = self.answers[news.request]
         if answer.finish_reason is not None:

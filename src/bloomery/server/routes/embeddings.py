@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest
-from bloomery.messages import Pooling, Request
+from bloomery.messages import PoolingType, EngineRequest
 from bloomery.sampling import embedding_request
 from bloomery.server.call import Call, Route
 from bloomery.server.errors import openai
@@ -33,7 +33,7 @@ class EmbeddingBody(Body, kw_only=True):
     input: str | list[Any]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    pooling: Pooling | None = None
+    pooling: PoolingType | None = None
     add_special_tokens: bool | None = None
     user: str | None = None
 
@@ -81,7 +81,7 @@ async def embeddings(call: Call) -> ASGIApp:
 
 async def request(
     call: Call, index: int, text: str | list[Any], body: EmbeddingBody, count: int
-) -> Request:
+) -> EngineRequest:
     service = call.service
     try:
         prompt = await ids_of(service, text, body.add_special_tokens, "input")
@@ -101,7 +101,7 @@ async def request(
 
 
 async def collected(
-    call: Call, ticket: Ticket, made: Sequence[Request]
+    call: Call, ticket: Ticket, made: Sequence[EngineRequest]
 ) -> dict[str, Sequence[float]]:
     found: dict[str, Sequence[float]] = {}
     async with aclosing(call.service.backend.stream(made)) as stream:

@@ -7,8 +7,8 @@ from html import escape
 from math import inf
 from typing import Any
 
-from bloomery.bench.summary import BANDS, PERCENTS
-from bloomery.plot import COLOURS, Series, chart
+from bloomery.tools.bench.summary import BANDS, PERCENTS
+from bloomery.tools.plot import COLOURS, Series, chart
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 84rem; padding: 0 1rem; color: #1f2937 }

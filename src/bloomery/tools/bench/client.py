@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from bloomery.bench.summary import Record
+from bloomery.tools.bench.summary import Record
 from bloomery.errors import ConfigError
 
 APIS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "tgi": "/generate_stream"}

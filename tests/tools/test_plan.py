@@ -19,13 +19,13 @@ from bloomery.cli import main
 from bloomery.config import Config, sizes
 from bloomery.describe import plan_for
 from bloomery.machines import here, named, recall, remember
-from bloomery.plan.forecast import Forecast, Layout, Placed, Wish, layouts
-from bloomery.plan.subject import subject
-from bloomery.plan.words import advice
+from bloomery.tools.plan.forecast import Forecast, Layout, Placed, Wish, layouts
+from bloomery.tools.plan.subject import subject
+from bloomery.tools.plan.words import advice
 from bloomery.roofline import MACHINES, PRECISIONS, machine
 from bloomery.runtime.cache import block_bytes, fit
 
-SHAPES = Path(__file__).parent.parent / "benchmarks" / "shapes"
+SHAPES = Path(__file__).parent.parent.parent / "benchmarks" / "shapes"
 BF16 = PRECISIONS["bf16"]
 
 
@@ -143,7 +143,7 @@ def test_a_gguf_counts_its_real_bits(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_gguf_takes_what_the_engine_says_it_takes() -> None:
     """Every type's bits, counted where they lie."""
-    from bloomery.plan.subject import GRIDS
+    from bloomery.tools.plan.subject import GRIDS
     from bloomery.quant.gguf_blocks import STEPS
     from tests.quant.test_law import CPU, kept
 
@@ -275,7 +275,7 @@ def test_users_beyond_the_defaults_are_told_the_flags(capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     users = int(out.partition("  users            ")[2].split()[0])
     gib = float(out.partition("--kv-cache-gib ")[2].split()[0])
-    plan = replace(plan_for(Config(kv_cache_gib=gib, device="cpu"))[0], max_sequences=users)
+    plan = replace(plan_for(Config(kv_cache_gib=gib, device="cpu"))[0], max_num_seqs=users)
     size = fit(plan, subject(None).model, torch.float16, torch.device("cpu"))
     assert 8 < users <= 64 and size.blocks * plan.block_size >= 1024 * users
     assert main(["plan", shape("octocoder"), "--gpu", "t4", "--precision", "int4"]) == 0
@@ -410,7 +410,7 @@ def test_devices_are_known_by_the_driver_s_names() -> None:
 def test_a_measurement_in_doubt_replaces_none(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bloomery.plan.answer import measure
+    from bloomery.tools.plan.answer import measure
     from bloomery.runtime import measure as probes
 
     for bandwidth, doubt, kept in (

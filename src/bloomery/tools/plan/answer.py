@@ -10,9 +10,9 @@ from dataclasses import replace
 from bloomery.config import cores, device
 from bloomery.errors import ConfigError
 from bloomery.machines import here, overridden, recall, remember
-from bloomery.plan.forecast import Forecast, Layout, Wish, held
-from bloomery.plan.subject import Subject, subject
-from bloomery.plan.words import advice, plot, size, text
+from bloomery.tools.plan.forecast import Forecast, Layout, Wish, held
+from bloomery.tools.plan.subject import Subject, subject
+from bloomery.tools.plan.words import advice, plot, size, text
 from bloomery.roofline import PRECISIONS, machine
 
 KV_BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "fp32": 32.0}
@@ -83,7 +83,7 @@ def answer(args: argparse.Namespace) -> int:
     about = subject(args.model, args.revision)
     plan = Forecast(about, wish_of(args, about))
     if args.simulate:
-        from bloomery.simulate import run as simulate
+        from bloomery.tools.simulate import run as simulate
 
         return simulate(plan.chosen, args.simulate, args.calibration, args.json)
     if args.plot:

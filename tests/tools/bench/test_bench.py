@@ -15,7 +15,7 @@ import pytest
 
 from bloomery.cli import main
 from bloomery.config import profiler
-from tests.bench.metronome import Metronome, ticking
+from tests.tools.bench.metronome import Metronome, ticking
 from tests.chaos.http import free_port
 from tests.waiting import LONG, until
 

@@ -8,8 +8,8 @@ from textwrap import fill
 
 from bloomery.config import sizes
 from bloomery.errors import ConfigError
-from bloomery.plan.forecast import COUNTS, READING, Forecast, Layout, largest_step, layouts
-from bloomery.plot import Series, chart
+from bloomery.tools.plan.forecast import COUNTS, READING, Forecast, Layout, largest_step, layouts
+from bloomery.tools.plot import Series, chart
 from bloomery.roofline import (
     LIBRARY,
     MACHINES,

@@ -19,10 +19,10 @@ from bloomery.config import at_least, destination
 from bloomery.engine.executor import Announced
 from bloomery.engine.loop import Loop
 from bloomery.errors import ConfigError
-from bloomery.messages import Capacity, Request, Sampling, Step
+from bloomery.messages import EngineCapacity, EngineRequest, ResolvedSampling, ScheduledStep
 from bloomery.roofline import work
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -75,18 +75,20 @@ def run(llm: Any, args: argparse.Namespace) -> int:
     return 0
 
 
-def start(loop: Loop, capacity: Capacity, batch: int, prompt: int, output: int) -> list[str]:
+def start(loop: Loop, capacity: EngineCapacity, batch: int, prompt: int, output: int) -> list[str]:
     """Put a batch into the engine, and run until everybody has a first token."""
-    if batch > capacity.max_sequences or prompt + output > capacity.max_length:
+    if batch > capacity.max_num_seqs or prompt + output > capacity.max_length:
         raise ConfigError(
-            f"{batch} sequences of {prompt + output} tokens: this engine takes {capacity.max_sequences} of at most "
+            f"{batch} sequences of {prompt + output} tokens: this engine takes {capacity.max_num_seqs} of at most "
             f"{capacity.max_length}"
         )
     names = [f"profile {i}" for i in range(batch)]
     for i, name in enumerate(names):
         ids = tuple((37 * i + 11 * k) % (capacity.vocab - 20) + 10 for k in range(prompt))
         loop.add(
-            Request(name, ids, GREEDY, output, salt=f"{name}, sequence {loop.scheduler.next_id}")
+            EngineRequest(
+                name, ids, GREEDY, output, salt=f"{name}, sequence {loop.scheduler.next_id}"
+            )
         )  # no prefix hits
     without = set(names)
     while without:
@@ -131,7 +133,7 @@ def unroll(worker: Any) -> None:
 
 
 def profile(
-    loop: Loop, capacity: Capacity, batch: int, prompt: int, steps: int, trace: Path
+    loop: Loop, capacity: EngineCapacity, batch: int, prompt: int, steps: int, trace: Path
 ) -> str:
     """The kernel table of so many decode steps; the trace goes to a file."""
     import torch
@@ -163,17 +165,19 @@ Clock = Callable[[], float]
 
 def recorded(
     loop: Loop,
-    capacity: Capacity,
+    capacity: EngineCapacity,
     prompts: Sequence[int] = PROMPTS,
     batches: Sequence[int] = BATCHES,
     clock: Clock = time.perf_counter,
     repeat: int = 8,
 ) -> Iterator[dict[str, float]]:
     """Prompts alone and batches decoding, each size once; the median of several like steps."""
-    steps: deque[Step] = deque()  # handed to the executor, oldest first
+    steps: deque[ScheduledStep] = deque()  # handed to the executor, oldest first
     ours = Loop(loop.scheduler, Announced(loop.executor, steps.append), loop.depth)
     longest = capacity.max_length - repeat - 8
-    for length in sorted({min(length, longest, capacity.max_batch_tokens) for length in prompts}):
+    for length in sorted(
+        {min(length, longest, capacity.max_num_batched_tokens) for length in prompts}
+    ):
         times = []
         for _ in range(3):
             steps.clear()
@@ -182,12 +186,12 @@ def recorded(
             times.append(clock() - begun)
             step = steps[0]
             stop(ours, names)
-        yield {**work(step.items)._asdict(), "seconds": statistics.median(times)}
+        yield {**work(step.requests)._asdict(), "seconds": statistics.median(times)}
     room = capacity.blocks * capacity.block_size
-    for batch in (n for n in batches if n <= capacity.max_sequences):
+    for batch in (n for n in batches if n <= capacity.max_num_seqs):
         for length in (32, 512):
             short = (
-                batch * length <= 4 * capacity.max_batch_tokens
+                batch * length <= 4 * capacity.max_num_batched_tokens
             )  # minutes of prompts teach nothing
             if (
                 short
@@ -199,8 +203,8 @@ def recorded(
 
 def decoding(
     loop: Loop,
-    steps: deque[Step],
-    capacity: Capacity,
+    steps: deque[ScheduledStep],
+    capacity: EngineCapacity,
     batch: int,
     length: int,
     clock: Clock,
@@ -220,4 +224,4 @@ def decoding(
     step = steps[repeat // 2]
     stop(loop, names)
     steps.clear()
-    return {**work(step.items)._asdict(), "seconds": statistics.median(times)}
+    return {**work(step.requests)._asdict(), "seconds": statistics.median(times)}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from bloomery.cli import main
-from bloomery.plan.forecast import Layout, Placed
-from bloomery.plan.subject import subject
+from bloomery.tools.plan.forecast import Layout, Placed
+from bloomery.tools.plan.subject import subject
 from bloomery.roofline import PRECISIONS, machine
-from bloomery.simulate import calibrate, read_steps
+from bloomery.tools.simulate import calibrate, read_steps
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],

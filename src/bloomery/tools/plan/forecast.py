@@ -15,7 +15,7 @@ from typing import Any
 from bloomery.config import sizes
 from bloomery.errors import ConfigError
 from bloomery.layout import divides
-from bloomery.plan.subject import Subject
+from bloomery.tools.plan.subject import Subject
 from bloomery.roofline import (
     LIBRARY,
     MACHINES,

@@ -122,7 +122,7 @@ def calibration(args: argparse.Namespace, artifact: Artifact) -> list[list[int]]
 def _run(args: argparse.Namespace, artifact: Artifact, samples: list[list[int]]) -> int:
     from safetensors import SafetensorError
 
-    from bloomery.models.convert import Wish, convert
+    from bloomery.tools.quantize_checkpoint import Wish, convert
     from bloomery.runtime.device import check as exists
     from bloomery.runtime.progress import bar
 

@@ -70,8 +70,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from bloomery.bench.report import page
-    from bloomery.bench.summary import table
+    from bloomery.tools.bench.report import page
+    from bloomery.tools.bench.summary import table
 
     if args.report:
         runs = [read(path) for path in args.report]
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read(path: Path) -> dict[str, Any]:
-    from bloomery.bench.summary import Targets, summarise
+    from bloomery.tools.bench.summary import Targets, summarise
 
     try:
         found = json.loads(path.read_text())
@@ -112,9 +112,9 @@ def read(path: Path) -> dict[str, Any]:
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     import uvloop
 
-    from bloomery.bench import load
-    from bloomery.bench.drive import drive, target_of
-    from bloomery.bench.summary import Targets
+    from bloomery.tools.bench import load
+    from bloomery.tools.bench.drive import drive, target_of
+    from bloomery.tools.bench.summary import Targets
 
     trace = Path(args.pattern)
     known = load.read(trace) if trace.suffix == ".jsonl" or trace.is_file() else None

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.bench.load import lengths, pattern, read
-from bloomery.bench.summary import Record, Targets, bands, percentile, spread, summarise
+from bloomery.tools.bench.load import lengths, pattern, read
+from bloomery.tools.bench.summary import Record, Targets, bands, percentile, spread, summarise
 from bloomery.errors import ConfigError
 
 

@@ -79,6 +79,6 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from bloomery.plan.answer import answer
+    from bloomery.tools.plan.answer import answer
 
     return answer(args)

@@ -18,19 +18,26 @@ from typing import Any
 
 import numpy as np
 
-from bloomery.bench.load import Arrival, read
-from bloomery.bench.summary import Record, Targets, summarise, table
+from bloomery.tools.bench.load import Arrival, read
+from bloomery.tools.bench.summary import Record, Targets, summarise, table
 from bloomery.config import Config, Plan, resolve
 from bloomery.engine.blocks import Blocks
 from bloomery.engine.loop import Loop
 from bloomery.engine.policy import policy_for
 from bloomery.engine.scheduler import Scheduler
 from bloomery.errors import ConfigError, InvalidRequest, PromptTooLong
-from bloomery.messages import Capacity, Request, Sampled, Sampling, Step, StepOutput
-from bloomery.plan.forecast import Placed
+from bloomery.messages import (
+    EngineCapacity,
+    EngineRequest,
+    SampledTokens,
+    ResolvedSampling,
+    ScheduledStep,
+    StepOutput,
+)
+from bloomery.tools.plan.forecast import Placed
 from bloomery.roofline import Calibration, Roofline, work
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 ANSWER = 7  # the token every answer is made of
 
 
@@ -65,17 +72,19 @@ class Imagined:
         self.free = self.busy = 0.0
         self.steps = 0
 
-    def start(self, plan: Any) -> Capacity:
+    def start(self, plan: Any) -> EngineCapacity:
         raise NotImplementedError("an imagined device has nothing to load")
 
-    def submit(self, step: Step) -> Due:
-        spent = self.roofline.expected(*work(step.items))
+    def submit(self, step: ScheduledStep) -> Due:
+        spent = self.roofline.expected(*work(step.requests))
         begun = max(self.clock.now, self.free)
         self.free = begun + spent / self.stages
         self.busy += spent / self.stages
         self.steps += 1
-        drawn = tuple([Sampled(item.sequence, (ANSWER,)) for item in step.chunks if item.samples])
-        output = StepOutput(drawn, None, (ANSWER,) * len(step.going))
+        drawn = tuple(
+            [SampledTokens(item.sequence, (ANSWER,)) for item in step.chunks if item.samples]
+        )
+        output = StepOutput(drawn, None, (ANSWER,) * len(step.decodes))
         return Due(self.clock, begun + spent, output)
 
     def spare(self) -> int:
@@ -86,14 +95,14 @@ class Imagined:
 
 
 class Replica:
-    def __init__(self, settings: Plan, capacity: Capacity, roofline: Roofline):
+    def __init__(self, settings: Plan, capacity: EngineCapacity, roofline: Roofline):
         self.clock = Clock()
         self.executor = Imagined(roofline, self.clock)
         self.blocks = Blocks(capacity.blocks, capacity.block_size, settings.prefix_cache)
         policy = policy_for(settings, capacity)
         stages = capacity.stages
         self.scheduler = Scheduler(
-            self.blocks, capacity.max_batch_tokens, capacity.max_sequences, policy, stages
+            self.blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, policy, stages
         )
         self.loop = Loop(self.scheduler, self.executor, max(settings.depth, stages), self.clock)
         self.longest = min(capacity.max_length, capacity.blocks * capacity.block_size)
@@ -121,12 +130,12 @@ class Fleet:
             context=longest,
         )
         size = settings.block_size
-        most = -(-settings.max_length // size) * settings.max_sequences
-        capacity = Capacity(
+        most = -(-settings.max_length // size) * settings.max_num_seqs
+        capacity = EngineCapacity(
             blocks=min(int(placed.room // placed.sequence_bytes(size)), most),
             block_size=size,
-            max_sequences=settings.max_sequences,
-            max_batch_tokens=settings.max_batch_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
             max_length=settings.max_length,
             vocab=placed.model.vocab,
             stages=layout.pp,
@@ -192,7 +201,9 @@ class Fleet:
                     f"a prompt of {arrival.prompt} tokens leaves no room in {replica.longest}"
                 )
             replica.loop.add(
-                Request(str(i), self._prompt(arrival, i), GREEDY, output, priority=arrival.priority)
+                EngineRequest(
+                    str(i), self._prompt(arrival, i), GREEDY, output, priority=arrival.priority
+                )
             )
         except InvalidRequest as refusal:
             record.error = str(refusal)
@@ -343,7 +354,7 @@ def run(placed: Placed, trace: Path, calibration: Path | None, as_json: bool) ->
     if calibration is not None:
         placed.roofline.calibration = calibrate(placed.roofline, read_steps(calibration))
     arrivals = read(trace)
-    policies = ("fair", "first-come")
+    policies = ("fair", "fcfs")
     results = {
         policy: simulated(placed, arrivals, Config(policy=policy), Targets()) for policy in policies
     }

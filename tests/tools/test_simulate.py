@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.bench.load import Arrival, lengths, pattern, read
-from bloomery.bench.summary import Targets
+from bloomery.tools.bench.load import Arrival, lengths, pattern, read
+from bloomery.tools.bench.summary import Targets
 from bloomery.cli import main
 from bloomery.config import Config
 from bloomery.errors import ConfigError
-from bloomery.plan.forecast import Layout, Placed
-from bloomery.plan.subject import subject
+from bloomery.tools.plan.forecast import Layout, Placed
+from bloomery.tools.plan.subject import subject
 from bloomery.roofline import PRECISIONS, machine
-from bloomery.simulate import Fleet, Measured, calibrate, simulated
+from bloomery.tools.simulate import Fleet, Measured, calibrate, simulated
 
-SHAPES = Path(__file__).parent.parent / "benchmarks" / "shapes"
+SHAPES = Path(__file__).parent.parent.parent / "benchmarks" / "shapes"
 MODEL = subject(str(SHAPES / "llama-8b.json")).model
-POLICIES = ("fair", "first-come")
+POLICIES = ("fair", "fcfs")
 
 
 def placed(layout: Layout = Layout(), kind: str = "h200") -> Placed:

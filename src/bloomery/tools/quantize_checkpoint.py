@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from bloomery.artifacts.files import strict_json
 from bloomery.artifacts.locate import Artifact
 from bloomery.artifacts.safetensors import read_header
-from bloomery.attention.base import Ragged, cache_shape
+from bloomery.attention.base import AttentionMetadata, cache_shape
 from bloomery.attention.choose import choose
 from bloomery.describe import description
 from bloomery.errors import ConfigError
@@ -334,7 +334,7 @@ class Job:
         starts, ends = (
             torch.tensor(part, dtype=kind, device=self.device) for part in ([0, count], [count])
         )
-        step = Ragged(
+        step = AttentionMetadata(
             (count,),
             (count,),
             int(count == 1),

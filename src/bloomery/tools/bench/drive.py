@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from bloomery.bench.client import Client, Target
-from bloomery.bench.load import Arrival
-from bloomery.bench.summary import Record, Targets, percentile, summarise
+from bloomery.tools.bench.client import Client, Target
+from bloomery.tools.bench.load import Arrival
+from bloomery.tools.bench.summary import Record, Targets, percentile, summarise
 from bloomery.config import profiler
 from bloomery.errors import ConfigError
 
