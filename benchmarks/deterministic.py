@@ -1,12 +1,16 @@
-"""Deterministic mode: that it keeps its word, and what it costs. On a GPU with random weights, on a CPU with any model.
+"""Checks deterministic mode, and measures what it costs.
 
-    PYTHONPATH=src python3 benchmarks/deterministic.py check --shape llama-1b [--prompts 48] [--dtype bfloat16]
-    PYTHONPATH=src python3 benchmarks/deterministic.py cost fixed:1:128:64 fixed:64:128:64 prefill:4096 --shape llama-8b
-    PYTHONPATH=src python3 benchmarks/deterministic.py check --model PATH --device cpu      (or: --model embedded)
+    PYTHONPATH=src python3 benchmarks/deterministic.py check --shape llama-1b [--prompts 48]
+    PYTHONPATH=src python3 benchmarks/deterministic.py check --model PATH --device cpu
+    PYTHONPATH=src python3 benchmarks/deterministic.py cost fixed:1:128:64 prefill:4096 \
+        --shape llama-8b
 
-check: every prompt alone is the reference; then in batches of 7, all at once, in chunks, behind a warm prefix cache and
-in a cache so small that sequences are preempted: tokens and the log-probabilities of the best five must be equal to the
-last bit. cost: the same work with and without, seconds and the ratio, best of two.
+Models have random weights of a shape, or come from --model (a path, or "embedded").
+
+check: every prompt alone is the reference. Then the prompts run in batches of 7, all at once, in
+chunks, behind prefix hits, and with a KV cache so small that requests are preempted. Tokens and the
+best five log-probabilities must be equal to the last bit.
+cost: the same work with and without deterministic mode, in seconds, and the ratio; best of two.
 """
 
 from __future__ import annotations
@@ -18,72 +22,79 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.offline import SHAPES, workload
+from benchmarks.offline import SHAPES, build_workload
 
-Answer = list[tuple[list[int], list[Any]]]
+# token ids, and at each position the sorted (id, logprob) pairs
+GeneratedTokens = tuple[list[int], list[Any]]
+MAX_PROMPT_LEN = 500  # tokens, rounded up
 
 
-def llm(args: argparse.Namespace, **options: Any) -> Any:
+def make_llm(args: argparse.Namespace, **options: Any) -> Any:
     from bloomery import LLM
 
     gc.collect()
-    common = {
+    defaults = {
         "skip_tokenizer_init": True,
         "device": args.device,
-        "max_model_len": 8192,
+        "max_model_len": 2048 if args.model else 8192,
         "max_num_seqs": args.sequences,
     }
-    options = {**common, **options}
+    options = defaults | options
     if args.dtype:
         options["dtype"] = args.dtype
     if args.model:
-        return LLM(
-            None if args.model == "embedded" else args.model,
-            **{**options, "max_model_len": min(options["max_model_len"], 2048)},
-        )
+        return LLM(None if args.model == "embedded" else args.model, **options)
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
     return LLM(str(folder), load_format="dummy", **options)
 
 
-def worker_of(model: Any) -> Any:
-    executor = model.front.stack.executor
+def worker_of(llm: Any) -> Any:
+    executor = llm.executor
     return getattr(executor, "executor", executor).worker
 
 
-def answers(model: Any, prompts: list[list[int]], params: list[Any]) -> Answer:
-    found = model.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-    )
-    return [
-        (
-            list(out.outputs[0].token_ids),
-            [
-                sorted((id, entry.logprob) for id, entry in step.requests())
-                for step in out.outputs[0].logprobs or ()
-            ],
-        )
-        for out in found
-    ]
+def generate(
+    llm: Any, prompts: Sequence[list[int]], params: Sequence[Any]
+) -> list[GeneratedTokens]:
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    results = []
+    for output in llm.generate(inputs, params, use_tqdm=False):
+        completion = output.outputs[0]
+        logprobs = [
+            sorted((token, entry.logprob) for token, entry in position.items())
+            for position in completion.logprobs or ()
+        ]
+        results.append((list(completion.token_ids), logprobs))
+    return results
+
+
+def make_prompts(num_prompts: int, vocab_size: int) -> list[list[int]]:
+    """Random prompts, half of them with a common prefix of 200 tokens."""
+    rng = random.Random(1)
+
+    def random_tokens(count: int) -> list[int]:
+        return [rng.randrange(10, vocab_size - 10) for _ in range(count)]
+
+    prefix = random_tokens(200)
+    prompts = []
+    for _ in range(num_prompts):
+        shared = prefix[: rng.choice([0, 200])]
+        prompts.append(shared + random_tokens(rng.randrange(1, 300)))
+    return prompts
 
 
 def check(args: argparse.Namespace) -> int:
     from bloomery import SamplingParams
 
-    chance = random.Random(1)
-    model = llm(args, deterministic=True, enable_prefix_caching=False)
-    vocab = model.front.stack.capacity.vocab
-    stem = [chance.randrange(10, vocab - 10) for _ in range(200)]
-    prompts = [
-        stem[: chance.choice([0, 200])]
-        + [chance.randrange(10, vocab - 10) for _ in range(chance.randrange(1, 300))]
-        for _ in range(args.prompts)
-    ]
+    llm = make_llm(args, deterministic=True, enable_prefix_caching=False)
+    prompts = make_prompts(args.prompts, llm.capacity.vocab)
     params = [
         SamplingParams(
             temperature=i % 2,
@@ -95,96 +106,100 @@ def check(args: argparse.Namespace) -> int:
         )
         for i in range(len(prompts))
     ]
-    grain = worker_of(model).model.grain
-    want = [answers(model, [prompt], [params[i]])[0] for i, prompt in enumerate(prompts)]
-    bad = 0
+    num_wrong = 0
 
-    def compare(name: str, got: Answer) -> None:
-        nonlocal bad
-        wrong = sum(one != other for one, other in zip(got, want, strict=True))
-        tokens = sum(one[0] != other[0] for one, other in zip(got, want, strict=True))
-        bad += wrong
-        print(
-            json.dumps(
-                {"way": name, "requests": len(got), "differ": wrong, "tokens_differ": tokens}
-            ),
-            flush=True,
-        )
+    def generate_batches(llm: Any, size: int) -> list[GeneratedTokens]:
+        results = []
+        for first in range(0, len(prompts), size):
+            part = slice(first, first + size)
+            results += generate(llm, prompts[part], params[part])
+        return results
 
-    print(json.dumps({"tile": grain, "prompts": len(prompts), "tokens": args.tokens}), flush=True)
-    compare(
-        "alone again",
-        [answers(model, [prompt], [params[i]])[0] for i, prompt in enumerate(prompts)],
-    )
-    sevens = range(0, len(prompts), 7)
-    compare(
-        "batches of 7",
-        [one for i in sevens for one in answers(model, prompts[i : i + 7], params[i : i + 7])],
-    )
-    compare("all at once", answers(model, prompts, params))
-    del model
-    warm = llm(args, deterministic=True, enable_prefix_caching=True, max_num_batched_tokens=61)
-    compare("chunks of 61", answers(warm, prompts, params))
-    compare("warm prefixes", answers(warm, prompts, params))
-    worker = worker_of(warm)
-    bytes_a_block = worker.capacity.kv_bytes / worker.capacity.blocks
-    size = worker.capacity.block_size
-    del warm, worker
-    room = 3 * (500 + args.tokens) // size * bytes_a_block / 2**30
-    tight = llm(
+    def compare(name: str, results: list[GeneratedTokens]) -> None:
+        nonlocal num_wrong
+        pairs = list(zip(results, expected, strict=True))
+        differ = sum(result != reference for result, reference in pairs)
+        tokens_differ = sum(result[0] != reference[0] for result, reference in pairs)
+        num_wrong += differ
+        row = {
+            "way": name,
+            "requests": len(results),
+            "differ": differ,
+            "tokens_differ": tokens_differ,
+        }
+        print(json.dumps(row), flush=True)
+
+    expected = generate_batches(llm, 1)
+    setup = {
+        "tile": worker_of(llm).model.tile_size,
+        "prompts": len(prompts),
+        "tokens": args.tokens,
+    }
+    print(json.dumps(setup), flush=True)
+    compare("alone again", generate_batches(llm, 1))
+    compare("batches of 7", generate_batches(llm, 7))
+    compare("all at once", generate(llm, prompts, params))
+    del llm
+    warm = make_llm(args, deterministic=True, enable_prefix_caching=True, max_num_batched_tokens=61)
+    compare("chunks of 61", generate(warm, prompts, params))
+    compare("prefix hits", generate(warm, prompts, params))
+    capacity = worker_of(warm).capacity
+    bytes_per_block = capacity.kv_bytes / capacity.blocks
+    del warm
+    max_len = MAX_PROMPT_LEN + args.tokens
+    num_blocks = 3 * max_len // capacity.block_size
+    small = make_llm(
         args,
         deterministic=True,
         enable_prefix_caching=True,
-        kv_cache_gib=room,
-        max_model_len=500 + args.tokens,
+        kv_cache_gib=num_blocks * bytes_per_block / 2**30,
+        max_model_len=max_len,
     )
-    compare("preempted", answers(tight, prompts, params))
-    print(json.dumps({"preemptions": tight.front.stack.loop.scheduler.preemptions}))
-    del tight
-    kept = not bad
-    plain = llm(args, enable_prefix_caching=False)
-    compare("without the mode, all at once", answers(plain, prompts, params))
+    compare("preempted", generate(small, prompts, params))
+    num_preemptions = small.loop.scheduler.num_preemptions
+    print(json.dumps({"preemptions": num_preemptions}))
+    del small
+    passed = num_wrong == 0
+    plain = make_llm(args, enable_prefix_caching=False)
+    compare("without the mode, all at once", generate(plain, prompts, params))
     print("the last line is for comparison; all others must have 0 that differ")
-    return 0 if kept else 1
+    return 0 if passed else 1
 
 
-def cost(args: argparse.Namespace) -> int:
+def measure_cost(args: argparse.Namespace) -> int:
     from bloomery import SamplingParams
 
-    spent: dict[bool, list[float]] = {}
-    for mode in (False, True):
-        model = llm(args, deterministic=mode, enable_prefix_caching=False)
-        vocab = model.front.stack.capacity.vocab
-        spent[mode] = []
+    seconds: dict[bool, list[float]] = {}
+    for deterministic in (False, True):
+        llm = make_llm(args, deterministic=deterministic, enable_prefix_caching=False)
+        vocab_size = llm.capacity.vocab
+        seconds[deterministic] = []
         for name in args.work:
-            prompts, outs = workload(name, vocab)
+            prompts, output_lens = build_workload(name, vocab_size)
+            inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
             params = [
-                SamplingParams(temperature=0.0, max_tokens=o, ignore_eos=True, detokenize=False)
-                for o in outs
+                SamplingParams(
+                    temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False
+                )
+                for length in output_lens
             ]
             best = float("inf")
-            for _ in range(3):  # the first warms up
-                begun = time.perf_counter()
-                model.generate(
-                    [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-                )
-                best = min(best, time.perf_counter() - begun)
-            spent[mode].append(best)
-            print(
-                json.dumps({"work": name, "deterministic": mode, "s": round(best, 4)}), flush=True
-            )
-        del model
-    for name, without, with_it in zip(args.work, spent[False], spent[True], strict=True):
-        print(
-            json.dumps(
-                {
-                    "work": name,
-                    "s": round(without, 4),
-                    "deterministic_s": round(with_it, 4),
-                    "times": round(with_it / without, 2),
-                }
-            )
-        )
+            for _ in range(3):  # the first run warms up
+                start = time.perf_counter()
+                llm.generate(inputs, params, use_tqdm=False)
+                best = min(best, time.perf_counter() - start)
+            seconds[deterministic].append(best)
+            row = {"work": name, "deterministic": deterministic, "s": round(best, 4)}
+            print(json.dumps(row), flush=True)
+        del llm
+    for name, without, with_mode in zip(args.work, seconds[False], seconds[True], strict=True):
+        row = {
+            "work": name,
+            "s": round(without, 4),
+            "deterministic_s": round(with_mode, 4),
+            "times": round(with_mode / without, 2),
+        }
+        print(json.dumps(row))
     return 0
 
 
@@ -193,7 +208,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("check", "cost"))
-    parser.add_argument("work", nargs="*")
+    parser.add_argument("work", nargs="*", help="workloads of `cost`")
     parser.add_argument("--shape", choices=SHAPES, default="llama-1b")
     parser.add_argument("--model")
     parser.add_argument("--device", default="auto")
@@ -202,7 +217,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32)
     args = parser.parse_intermixed_args()
-    return check(args) if args.what == "check" else cost(args)
+    return check(args) if args.what == "check" else measure_cost(args)
 
 
 if __name__ == "__main__":

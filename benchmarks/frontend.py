@@ -1,11 +1,11 @@
-"""The front end alone: HTTP, text and streaming before an engine whose model is a ghost that costs nothing.
+"""The HTTP front end alone: HTTP, text and streaming before an engine whose model costs nothing.
 
-    python benchmarks/frontend.py                  # three figures; with target and verdict where there is a target
+    python benchmarks/frontend.py              # three results, with a verdict if there is a target
     python benchmarks/frontend.py --streams 200 --seconds 10
-    python benchmarks/frontend.py --profile        # besides, where the server's process spends its time
+    python benchmarks/frontend.py --profile    # also where the server process spends its time
 
-Server and engine are processes of their own, as in `bloomery serve`; this process is the load. On two cores the three
-of them share what there is, so the figures are a lower bound.
+Server and engine are processes of their own, as in `bloomery serve`; this process is the load. On
+two cores the three of them share what there is, so the results are lower bounds.
 """
 
 from __future__ import annotations
@@ -28,184 +28,204 @@ from dataclasses import dataclass
 
 import uvloop
 
-from bloomery.artifacts.locate import locate
-from bloomery.config import Config, Plan, ServerConfig, resolve
+from bloomery.artifacts.locate import locate_model
+from bloomery.config import EngineConfig, EnginePlan, ServerConfig, resolve_plan
 from bloomery.engine.client import EngineClient
-from bloomery.engine.process import serve as run_engine
+from bloomery.engine.engine_process import run_engine_process
 from bloomery.messages import (
     EngineCapacity,
     EngineRequest,
-    SampledTokens,
     ResolvedSampling,
+    SampledTokens,
     ScheduledStep,
     StepOutput,
 )
-from bloomery.serve import run as run_server
+from bloomery.serve import run_server
 from bloomery.server.app import create_app
-from bloomery.server.service import Settings
+from bloomery.server.service import ServerSettings
 from bloomery.text.load import load_tokenizer
 
-VOCAB = 49152
-BLOCK = 16
-ROWS = 1280  # more than there are streams: some are kept for short requests
-STALL = 2.0  # seconds without a token that count as one
-FIRST = 0.003  # seconds that HTTP may add to the time to first token
+VOCAB_SIZE = 49152
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 1280  # more than there are streams, so that short requests find a free slot
+MAX_BATCHED_TOKENS = 1 << 16
+MAX_MODEL_LEN = 8192
+MAX_SILENCE_SECONDS = 2.0  # target: no stream is without a token for longer
+MAX_ADDED_TTFT_SECONDS = 0.003  # target: what HTTP may add to the TTFT
 
 
-# ---- the ghost ---------------------------------------------------------------------------------------
+# ---- the engine ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Spoken:
-    """A step's result, there at its time: whoever asks earlier waits."""
+class DelayedStep:
+    """A step's output, available at a set time; `result` waits for that time."""
 
-    at: float
+    ready_at: float
     output: StepOutput
 
     def result(self) -> StepOutput:
-        time.sleep(max(self.at - time.monotonic(), 0.0))
+        time.sleep(max(self.ready_at - time.monotonic(), 0.0))
         return self.output
 
 
-class Ghost:
-    """An executor that says word after word of the vocabulary; each step takes `pace` seconds, one after the other."""
+class FixedTimeExecutor:
+    """An executor whose steps take `step_seconds` each, one after the other."""
 
-    def __init__(self, pace: float):
-        self.pace = pace
-        self.free = 0.0
+    def __init__(self, step_seconds: float):
+        self.step_seconds = step_seconds
+        self.free_at = 0.0
 
     def start(self, plan: object) -> EngineCapacity:
-        return EngineCapacity(1 << 20, BLOCK, ROWS, 1 << 16, 8192, VOCAB)
+        return EngineCapacity(
+            1 << 20, BLOCK_SIZE, MAX_NUM_SEQS, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, VOCAB_SIZE
+        )
 
-    def submit(self, step: ScheduledStep) -> Spoken:
-        self.free = max(self.free, time.monotonic()) + self.pace
-        words = [(item.sequence, item.start + item.count) for item in step.requests if item.samples]
-        said = tuple([SampledTokens(sequence, (1000 + end * 7 % 5000,)) for sequence, end in words])
-        return Spoken(self.free, StepOutput(said))
+    def submit(self, step: ScheduledStep) -> DelayedStep:
+        self.free_at = max(self.free_at, time.monotonic()) + self.step_seconds
+        samples = []
+        for request in step.requests:
+            if request.samples:
+                end = request.start + request.count
+                token = 1000 + end * 7 % 5000
+                samples.append(SampledTokens(request.sequence, (token,)))
+        return DelayedStep(self.free_at, StepOutput(tuple(samples)))
 
-    def spare(self) -> int:
+    def capture_next_graph(self) -> int:
         return 0
 
     def close(self) -> None: ...
 
 
-def plan() -> Plan:
-    artifact = locate(None)
-    config = Config(
-        device="cpu", threads=1, block_size=BLOCK, max_num_seqs=ROWS, max_num_batched_tokens=1 << 16
+def create_plan() -> EnginePlan:
+    artifact = locate_model(None)
+    config = EngineConfig(
+        device="cpu",
+        threads=1,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
     )
-    return resolve(
+    return resolve_plan(
         config,
         name=artifact.name,
         path=str(artifact.path),
         kind=artifact.kind,
         dtype="float32",
         device="cpu",
-        context=8192,
+        context=MAX_MODEL_LEN,
     )
 
 
-def client(pace: float) -> EngineClient:
-    return EngineClient(plan(), (sys.executable, __file__, "--engine", "--pace", str(pace)))
+def create_client(step_seconds: float) -> EngineClient:
+    command = (sys.executable, __file__, "--engine", "--step-seconds", str(step_seconds))
+    return EngineClient(create_plan(), command)
 
 
-def server(port: int, pace: float, profile: bool) -> int:
-    """As `bloomery serve` does it, but for the engine's command."""
-    engine = client(pace)
-    wishes = ServerConfig(port=port, log_format="human")
-    app = create_app(engine, load_tokenizer(locate(None)), Settings(model="ghost"))
+def run_api_process(port: int, step_seconds: float, profile: bool) -> int:
+    """Serve as `bloomery serve` does, but for the engine's command."""
+    engine = create_client(step_seconds)
+    config = ServerConfig(port=port, log_format="human")
+    app = create_app(engine, load_tokenizer(locate_model(None)), ServerSettings(model="fixed-time"))
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     if not profile:
-        return runner.run(run_server(engine, lambda: app, wishes))
-    with cProfile.Profile(time.thread_time) as seen:  # neighbours do not spoil it
-        status = runner.run(run_server(engine, lambda: app, wishes))
-    pstats.Stats(seen).sort_stats("tottime").print_stats(40)
+        return runner.run(run_server(engine, lambda: app, config))
+    with cProfile.Profile(time.thread_time) as profiler:  # other processes' time does not count
+        status = runner.run(run_server(engine, lambda: app, config))
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
     return status
 
 
-# ---- the load ----------------------------------------------------------------------------------------
+# ---- the load ------------------------------------------------------------------------------
 
 
 @dataclass
-class Seen:
-    """Of one stream."""
-
-    tokens: int = 0
-    first: float = 0.0  # seconds
-    stall: float = 0.0  # the longest silence
+class StreamResult:
+    num_tokens: int = 0
+    ttft: float = 0.0
+    longest_silence: float = 0.0  # seconds
     error: str = ""
 
 
-def message(port: int, body: dict[str, object]) -> bytes:
+def http_request(port: int, body: dict[str, object]) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\n"
+        f"host: 127.0.0.1:{port}\r\n"
+        f"content-type: application/json\r\n"
+        f"content-length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data
 
 
-async def stream(port: int, tokens: int) -> Seen:
-    """One stream read to its end; nothing is parsed but the last chunk, with its count."""
-    seen = Seen()
-    begun = time.monotonic()
+async def read_stream(port: int, num_tokens: int) -> StreamResult:
+    """Read one stream to its end; only its last chunk, with the usage, is parsed."""
+    result = StreamResult()
+    start = time.monotonic()
     body = {
         "prompt": "The iron bloom",
-        "max_tokens": tokens,
+        "max_tokens": num_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.closing(writer):
-            writer.write(message(port, body | {"stream_options": {"include_usage": True}}))
-            last = 0.0
+            writer.write(http_request(port, body))
+            last_read = 0.0
             tail = b""
             while b"[DONE]" not in tail:
                 data = await asyncio.wait_for(reader.read(65536), 30)
                 now = time.monotonic()
                 if not data:
                     raise ConnectionError("the stream broke off")
-                if not last and not data.startswith(b"HTTP/1.1 200"):
-                    raise ConnectionError(data[:80].decode())
-                seen.first = seen.first or now - begun
-                seen.stall = max(seen.stall, now - last if last else 0.0)
-                last = now
+                if not last_read:
+                    if not data.startswith(b"HTTP/1.1 200"):
+                        raise ConnectionError(data[:80].decode())
+                    result.ttft = now - start
+                else:
+                    result.longest_silence = max(result.longest_silence, now - last_read)
+                last_read = now
                 tail = (tail + data)[-1000:]
-            seen.tokens = int(tail.rpartition(b'"completion_tokens":')[2].partition(b",")[0])
+            count = tail.rpartition(b'"completion_tokens":')[2].partition(b",")[0]
+            result.num_tokens = int(count)
     except (OSError, ValueError, TimeoutError) as error:
-        seen.error = repr(error)
-    return seen
+        result.error = repr(error)
+    return result
 
 
-async def many(port: int, streams: int, seconds: float, pace: float) -> list[Seen]:
-    tokens = round(seconds / pace)
+async def read_streams(
+    port: int, num_streams: int, seconds: float, step_seconds: float
+) -> list[StreamResult]:
+    """Read many streams at once; their connections are opened over two seconds."""
+    num_tokens = round(seconds / step_seconds)
 
-    async def late(number: int) -> Seen:
-        await asyncio.sleep(
-            number / streams * 2.0
-        )  # nobody opens a thousand connections in one moment
-        return await stream(port, tokens)
+    async def read_after_delay(number: int) -> StreamResult:
+        await asyncio.sleep(number / num_streams * 2.0)
+        return await read_stream(port, num_tokens)
 
-    found = await asyncio.gather(*(late(number) for number in range(streams)))
-    for one in found:
-        if not one.error and one.tokens != tokens:
-            one.error = f"{one.tokens} of {tokens} tokens"
-    return found
+    results = await asyncio.gather(*(read_after_delay(number) for number in range(num_streams)))
+    for result in results:
+        if not result.error and result.num_tokens != num_tokens:
+            result.error = f"{result.num_tokens} of {num_tokens} tokens"
+    return results
 
 
-async def throughput(port: int, seconds: float, connections: int = 32) -> float:
-    """Requests a second: short ones, whole, one after the other on each of some connections."""
-    body = message(
-        port, {"prompt": "The iron bloom", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    )
+async def measure_throughput(port: int, seconds: float, num_connections: int = 32) -> float:
+    """Requests a second: short ones, not streamed, one after the other on each connection."""
+    body = {"prompt": "The iron bloom", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    request = http_request(port, body)
     end = time.monotonic() + seconds
     count = 0
 
-    async def one() -> None:
+    async def send_requests() -> None:
         nonlocal count
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.closing(writer):
             while time.monotonic() < end:
-                writer.write(body)
+                writer.write(request)
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
                 await reader.readexactly(length)
@@ -213,111 +233,126 @@ async def throughput(port: int, seconds: float, connections: int = 32) -> float:
                     raise ConnectionError(head[:80].decode())
                 count += 1
 
-    begun = time.monotonic()
-    await asyncio.gather(*(one() for _ in range(connections)))
-    return count / (time.monotonic() - begun)
+    start = time.monotonic()
+    await asyncio.gather(*(send_requests() for _ in range(num_connections)))
+    return count / (time.monotonic() - start)
 
 
-async def first_tokens(port: int, rounds: int) -> tuple[float, float]:
-    """Median seconds to a first token: by HTTP, and by the engine's client alone, in turns."""
+async def measure_ttft(port: int, num_rounds: int) -> tuple[float, float]:
+    """Median TTFT in seconds: by HTTP, and by the engine's client alone; measured in turns."""
     by_http = []
-    alone = []
-    engine = client(0.0)
+    by_client = []
+    engine = create_client(0.0)
     await engine.start()
     await engine.ready()
     try:
-        for number in range(rounds):
-            by_http.append((await stream(port, 2)).first)
-            request = EngineRequest(
-                str(number), (504, 8301, 7719), ResolvedSampling(temperature=0.0), 2
-            )
-            begun = time.monotonic()
-            async with contextlib.aclosing(engine.stream([request])) as news:
-                await anext(aiter(news))
-                alone.append(time.monotonic() - begun)
+        for number in range(num_rounds):
+            result = await read_stream(port, 2)
+            by_http.append(result.ttft)
+            sampling = ResolvedSampling(temperature=0.0)
+            request = EngineRequest(str(number), (504, 8301, 7719), sampling, 2)
+            start = time.monotonic()
+            async with contextlib.aclosing(engine.stream([request])) as outputs:
+                await anext(aiter(outputs))
+                by_client.append(time.monotonic() - start)
     finally:
         await engine.close()
-    return statistics.median(by_http), statistics.median(alone)
+    return statistics.median(by_http), statistics.median(by_client)
 
 
-# ---- together ----------------------------------------------------------------------------------------
+# ---- the benchmark -------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
-async def running(pace: float, profile: bool) -> AsyncIterator[tuple[int, Callable[[], float]]]:
-    """Where it listens, and how many seconds of a core its process has had: a figure that neighbours do not spoil."""
+async def running_server(
+    step_seconds: float, profile: bool
+) -> AsyncIterator[tuple[int, Callable[[], float]]]:
+    """The server's port, and a function that reads its CPU seconds.
+
+    CPU seconds do not depend on what else runs on the machine.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        __file__,
-        "--serve",
-        str(port),
-        "--pace",
-        str(pace),
-        *(["--profile"] * profile),
-    ]
+    command = [sys.executable, __file__, "--serve", str(port), "--step-seconds", str(step_seconds)]
+    if profile:
+        command.append("--profile")
     process = subprocess.Popen(command, stderr=None if profile else subprocess.DEVNULL)
     try:
-        while True:
-            seen = await stream(port, 1)
-            if not seen.error:
-                break
+        while (await read_stream(port, 1)).error:
             if process.poll() is not None:
                 raise SystemExit("the server does not start")
             await asyncio.sleep(0.1)
         for _ in range(20):
-            await stream(port, 4)
-        yield port, lambda: cpu_seconds(process.pid)
+            await read_stream(port, 4)
+        yield port, lambda: read_cpu_seconds(process.pid)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(30)
 
 
-def cpu_seconds(pid: int) -> float:
+def read_cpu_seconds(pid: int) -> float:
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    user_ticks = int(fields[11])
+    system_ticks = int(fields[12])
+    return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def verdict(reached: bool) -> str:
-    return "reached" if reached else "SHORT"
+    return "reached" if reached else "MISSED"
+
+
+async def measure_short_requests(arguments: argparse.Namespace) -> bool:
+    """Print request throughput and TTFT; whether the TTFT target is reached."""
+    async with running_server(0.0, arguments.profile) as (port, cpu_seconds):
+        seconds = arguments.seconds / 2
+        cpu_before = cpu_seconds()
+        rate = await measure_throughput(port, seconds)
+        cpu_us = (cpu_seconds() - cpu_before) / (rate * seconds) * 1e6
+        print(
+            f"requests/s of 4 tokens: {rate:.0f} ({cpu_us:.0f} us of CPU each); no target",
+            flush=True,
+        )
+        by_http, by_client = await measure_ttft(port, 100)
+    added = by_http - by_client
+    reached = added <= MAX_ADDED_TTFT_SECONDS
+    print(
+        f"TTFT: {by_http * 1e3:.2f} ms by HTTP, {by_client * 1e3:.2f} ms without: "
+        f"HTTP adds {added * 1e3:.2f} ms; "
+        f"target {MAX_ADDED_TTFT_SECONDS * 1e3:.0f} ms: {verdict(reached)}",
+        flush=True,
+    )
+    return reached
+
+
+async def measure_many_streams(arguments: argparse.Namespace) -> bool:
+    """Print errors and silences of many streams; whether their target is reached."""
+    step_seconds = arguments.step_seconds
+    async with running_server(step_seconds, arguments.profile) as (port, cpu_seconds):
+        cpu_before = cpu_seconds()
+        results = await read_streams(port, arguments.streams, arguments.seconds, step_seconds)
+        num_tokens = sum(result.num_tokens for result in results)
+        cpu_us = (cpu_seconds() - cpu_before) / max(num_tokens, 1) * 1e6
+    errors = [result.error for result in results if result.error]
+    silence = max(result.longest_silence for result in results)
+    ttft = statistics.median(result.ttft for result in results)
+    reached = not errors and silence <= MAX_SILENCE_SECONDS
+    print(
+        f"{arguments.streams} streams of {1 / step_seconds:.0f} tokens/s "
+        f"for {arguments.seconds:.0f} s: {len(errors)} errors, longest silence {silence:.2f} s, "
+        f"{cpu_us:.0f} us of CPU a token, median TTFT {ttft:.2f} s; "
+        f"target no error and no silence over {MAX_SILENCE_SECONDS:.0f} s: {verdict(reached)}"
+    )
+    for error in sorted(set(errors))[:5]:
+        print(f"  {error}")
+    return reached
 
 
 async def measure(arguments: argparse.Namespace) -> int:
     print(f"{os.cpu_count()} cores, load average before: {os.getloadavg()[0]:.1f}", flush=True)
-    good = []
-    async with running(0.0, arguments.profile) as (port, spent):
-        before = spent()
-        rate = await throughput(port, arguments.seconds / 2)
-        each = (spent() - before) / (rate * arguments.seconds / 2)
-        print(
-            f"requests/s, 4 tokens each: {rate:.0f} ({each * 1e6:.0f} us of a core each); no target",
-            flush=True,
-        )
-        by_http, alone = await first_tokens(port, 100)
-        good.append(by_http - alone <= FIRST)
-        print(
-            f"time to first token: {by_http * 1e3:.2f} ms by HTTP, {alone * 1e3:.2f} ms without: HTTP adds "
-            f"{(by_http - alone) * 1e3:.2f} ms; to stay under {FIRST * 1e3:.0f}: {verdict(good[-1])}",
-            flush=True,
-        )
-    async with running(arguments.pace, arguments.profile) as (port, spent):
-        before = spent()
-        found = await many(port, arguments.streams, arguments.seconds, arguments.pace)
-        each = (spent() - before) / max(sum(one.tokens for one in found), 1)
-    errors = [one.error for one in found if one.error]
-    stall = max(one.stall for one in found)
-    good.append(not errors and stall <= STALL)
-    print(
-        f"{arguments.streams} streams at {1 / arguments.pace:.0f} tokens/s for {arguments.seconds:.0f} s: "
-        f"{len(errors)} errors, longest silence {stall:.2f} s, {each * 1e6:.0f} us of a core a token, first token "
-        f"after {statistics.median(one.first for one in found):.2f} s (median); to reach no error and no silence over "
-        f"{STALL:.0f} s: {verdict(good[-1])}"
-    )
-    for error in sorted(set(errors))[:5]:
-        print(f"  {error}")
-    return 0 if all(good) else 1
+    ttft_reached = await measure_short_requests(arguments)
+    streams_reached = await measure_many_streams(arguments)
+    return 0 if ttft_reached and streams_reached else 1
 
 
 def main() -> int:
@@ -327,7 +362,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument(
-        "--pace", type=float, default=0.1, help="seconds between two tokens of a stream"
+        "--step-seconds", type=float, default=0.1, help="time between two tokens of a stream"
     )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
@@ -335,11 +370,11 @@ def main() -> int:
     parser.add_argument("descriptor", nargs="?", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine:
-        return run_engine(
-            socket.socket(fileno=arguments.descriptor), lambda plan, report: Ghost(arguments.pace)
+        return run_engine_process(
+            arguments.descriptor, lambda plan, report: FixedTimeExecutor(arguments.step_seconds)
         )
     if arguments.serve:
-        return server(arguments.serve, arguments.pace, arguments.profile)
+        return run_api_process(arguments.serve, arguments.step_seconds, arguments.profile)
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(measure(arguments))
 
 

@@ -1,14 +1,16 @@
-"""Published encodings of real vocabularies, and real chat templates against transformers: every case, exactly.
+"""Checks published encodings of real vocabularies, and real chat templates against transformers.
 
-    pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36      # a source archive of 77 MB
+    pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36  # a source archive, 77 MB
     tar xzf llama_cpp_python-0.3.36.tar.gz
     python benchmarks/golden_text.py llama_cpp_python-0.3.36/vendor/llama.cpp/models
 
-The folder holds vocabularies (ggml-vocab-NAME.gguf), texts (.inp) and the token ids the original tokenizers give them
-without special tokens (.out), and chat templates (templates/*.jinja). Prints a table; ends with 1 on any difference.
+The folder holds vocabularies (ggml-vocab-NAME.gguf), texts (.inp), the token ids that the original
+tokenizers give them without special tokens (.out), and chat templates (templates/*.jinja). The
+program prints a table and exits with 1 on any difference.
 
-`--extract FILE` also writes the cases with the part of each vocabulary that they touch, small enough for the tests:
-the tokens found and those they are merged from. The same merges apply in the same order, so the encodings are the same.
+`--extract FILE` also writes the cases with the part of each vocabulary that they use, small enough
+for the tests: the tokens of the encodings, and those they are merged from. The same merges apply in
+the same order, so the encodings are the same.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from bloomery.artifacts import gguf
 from bloomery.errors import TemplateError
-from bloomery.text.chat import reads_parts, render_template
-from bloomery.text.gguf_vocab import from_gguf
+from bloomery.text.chat import accepts_content_parts, render_template
+from bloomery.text.gguf_tokenizer import build_gguf_tokenizer
 from bloomery.text.tokenizer import byte_alphabet
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
-OUT_OF_SCOPE = ("bert", "t5")  # kinds of encoders
+OUT_OF_SCOPE = ("bert", "t5")  # encoder models
 SPECIAL_TOKENS = {
     "bos_token": "<s>",
     "eos_token": "</s>",
@@ -51,8 +53,8 @@ def golden_cases(vocabulary: Path) -> list[tuple[str, list[int]]]:
     return [(text, [int(id) for id in line.split()]) for text, line in zip(texts, lines)]
 
 
-def published(path: Path, tokens: list[str]) -> Path | None:
-    """The vocabulary whose encodings were published: this one, or another with the same tokens."""
+def find_published(path: Path, tokens: list[str]) -> Path | None:
+    """The vocabulary with published encodings: this one, or another with the same tokens."""
     if Path(f"{path}.out").exists():
         return path
     others = [Path(str(out).removesuffix(".out")) for out in sorted(path.parent.glob("*.out"))]
@@ -66,34 +68,34 @@ def check_vocabulary(path: Path) -> bool:
     name = path.stem.removeprefix("ggml-vocab-")
     metadata = gguf.read(path).metadata
     kind = metadata["tokenizer.ggml.model"]
-    words = metadata.get("tokenizer.ggml.pre", "-")
-    source = published(path, metadata["tokenizer.ggml.tokens"])
+    pre_tokenizer = metadata.get("tokenizer.ggml.pre", "-")
+    source = find_published(path, metadata["tokenizer.ggml.tokens"])
     if kind in OUT_OF_SCOPE or source is None:
-        why = f"kind {kind} is not served" if kind in OUT_OF_SCOPE else "no published encodings"
-        print(f"{name:16} {kind:8} {words:16} {why}")
+        why = "no published encodings"
+        if kind in OUT_OF_SCOPE:
+            why = f"kind {kind} is not supported"
+        print(f"{name:16} {kind:8} {pre_tokenizer:16} {why}")
         return True
     start = time.perf_counter()
-    tokenizer = from_gguf(metadata)
+    tokenizer = build_gguf_tokenizer(metadata)
     seconds = time.perf_counter() - start
     cases = golden_cases(source)
     wrong = [(text, ids) for text, ids in cases if tokenizer.encode(text, add_special=False) != ids]
-    borrowed = (
-        ""
-        if source == path
-        else f"   (encodings of {source.stem.removeprefix('ggml-vocab-')}, the same tokens)"
-    )
+    note = ""
+    if source != path:
+        note = f"   (encodings of {source.stem.removeprefix('ggml-vocab-')}, the same tokens)"
     count = f"{len(cases) - len(wrong):3} of {len(cases):3} exact"
-    print(f"{name:16} {kind:8} {words:16} {count}   built in {seconds:.2f} s{borrowed}")
+    print(f"{name:16} {kind:8} {pre_tokenizer:16} {count}   built in {seconds:.2f} s{note}")
     for text, ids in wrong:
-        print(
-            f"    {text[:60]!r}: {ids[:12]} expected, {tokenizer.encode(text, add_special=False)[:12]} found"
-        )
+        actual = tokenizer.encode(text, add_special=False)
+        print(f"    {text[:60]!r}: {ids[:12]} expected, {actual[:12]} found")
     return not wrong
 
 
-def extract(path: Path) -> dict[str, Any]:
+def extract_cases(path: Path) -> dict[str, Any]:
+    """The cases of a vocabulary, and the part of it that they use."""
     metadata = gguf.read(path).metadata
-    tokenizer = from_gguf(metadata)
+    tokenizer = build_gguf_tokenizer(metadata)
     cases = golden_cases(path)
     names = metadata["tokenizer.ggml.tokens"]
     types = metadata["tokenizer.ggml.token_type"]
@@ -108,15 +110,15 @@ def extract(path: Path) -> dict[str, Any]:
         return -scores[tokenizer.id_of(left + right) or 0] if left + right in known else None
 
     characters = {"▁", *"".join(text for text, _ in cases)} | byte_alphabet().keys()
-    kept = {id for _, ids in cases for id in ids} | {
+    used_ids = {id for _, ids in cases for id in ids} | {
         id for id, name in enumerate(names) if name in characters
     }
-    kept |= {id for id, kind in enumerate(types) if kind in (2, 6) and "PAD" not in names[id]}
-    used = [pair for id in sorted(kept) for pair in derivation(names[id], rank)]
-    kept |= {
-        tokenizer.id_of(part) for left, right in used for part in (left, right, left + right)
+    used_ids |= {id for id, kind in enumerate(types) if kind in (2, 6) and "PAD" not in names[id]}
+    used_merges = [pair for id in sorted(used_ids) for pair in find_merges(names[id], rank)]
+    used_ids |= {
+        tokenizer.id_of(part) for left, right in used_merges for part in (left, right, left + right)
     } - {None}
-    order = sorted(kept)
+    order = sorted(used_ids)
     small = {
         key: metadata[key]
         for key in metadata
@@ -126,12 +128,17 @@ def extract(path: Path) -> dict[str, Any]:
     small["tokenizer.ggml.tokens"] = [names[id] for id in order]
     small["tokenizer.ggml.token_type"] = [types[id] for id in order]
     if merges:
-        wanted = set(used)
-        small["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges if merge in wanted]
+        kept_merges = set(used_merges)
+        small["tokenizer.ggml.merges"] = [
+            " ".join(merge) for merge in merges if merge in kept_merges
+        ]
     else:
         small["tokenizer.ggml.scores"] = [scores[id] for id in order]
-    place = {id: position for position, id in enumerate(order)}
-    return {"metadata": small, "cases": [[text, [place[id] for id in ids]] for text, ids in cases]}
+    new_ids = {id: position for position, id in enumerate(order)}
+    return {
+        "metadata": small,
+        "cases": [[text, [new_ids[id] for id in ids]] for text, ids in cases],
+    }
 
 
 SCALARS = tuple(f"tokenizer.ggml.{key}" for key in ("model", "pre", "add_space_prefix"))
@@ -141,19 +148,19 @@ def split_merges(metadata: Any) -> list[tuple[str, int]]:
     return [(merge, merge.find(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
 
 
-def derivation(name: str, rank: Any) -> list[tuple[str, str]]:
-    """The merges that make a token of its characters, best rank first, as plain BPE."""
+def find_merges(name: str, rank: Any) -> list[tuple[str, str]]:
+    """The merges that build a token from its characters, best rank first, as in BPE."""
     parts = list(name)
     used = []
     while True:
-        found = [
+        candidates = [
             (value, at)
             for at, pair in enumerate(pairwise(parts))
             if (value := rank(*pair)) is not None
         ]
-        if not found:
+        if not candidates:
             return used
-        _, at = min(found)
+        _, at = min(candidates)
         used.append((parts[at], parts[at + 1]))
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
@@ -162,7 +169,7 @@ def derivation(name: str, rank: Any) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class Case:
+class TemplateCase:
     name: str
     messages: list[dict[str, Any]]
     options: dict[str, Any] = field(default_factory=dict)
@@ -209,54 +216,58 @@ RESULT = {
 DOCUMENT = {"title": "A title", "text": "A text."}
 
 CASES = (
-    Case("user", [USER]),
-    Case("system", [SYSTEM, USER]),
-    Case("turns", [SYSTEM, USER, ANSWER, USER]),
-    Case("no prompt", [USER, ANSWER], {"add_generation_prompt": False}),
-    Case(
+    TemplateCase("user", [USER]),
+    TemplateCase("system", [SYSTEM, USER]),
+    TemplateCase("turns", [SYSTEM, USER, ANSWER, USER]),
+    TemplateCase("no prompt", [USER, ANSWER], {"add_generation_prompt": False}),
+    TemplateCase(
         "continue", [USER, ANSWER], {"add_generation_prompt": False, "continue_final_message": True}
     ),
-    Case("thought", [USER, THOUGHT, USER]),
-    Case("thinking off", [SYSTEM, USER], variables={"enable_thinking": False, "thinking": False}),
-    Case("tools", [USER], {"tools": [TOOL]}),
-    Case("tool call", [SYSTEM, USER, CALL, RESULT], {"tools": [TOOL, TOOL]}),
-    Case("documents", [USER], {"documents": [DOCUMENT, DOCUMENT]}),
-    Case("parts", [PARTS, ANSWER, PARTS]),
-    Case("wrong roles", [ANSWER, ANSWER, {"role": "nobody", "content": "x"}]),
+    TemplateCase("thought", [USER, THOUGHT, USER]),
+    TemplateCase(
+        "thinking off", [SYSTEM, USER], variables={"enable_thinking": False, "thinking": False}
+    ),
+    TemplateCase("tools", [USER], {"tools": [TOOL]}),
+    TemplateCase("tool call", [SYSTEM, USER, CALL, RESULT], {"tools": [TOOL, TOOL]}),
+    TemplateCase("documents", [USER], {"documents": [DOCUMENT, DOCUMENT]}),
+    TemplateCase("parts", [PARTS, ANSWER, PARTS]),
+    TemplateCase("wrong roles", [ANSWER, ANSWER, {"role": "nobody", "content": "x"}]),
 )
 
 
-def outcome(render: Any) -> tuple[str, str]:
+def render_or_refuse(render: Any) -> tuple[str, str]:
     try:
         return "text", render()
-    except Exception as error:  # whatever the reference raises, ours must raise as well
+    except Exception as error:  # where the reference raises anything, Bloomery must refuse
         if isinstance(error, TemplateError) or not isinstance(error, AssertionError):
             return "refused", str(error)
         raise
 
 
-def compare(template: str, case: Case) -> tuple[str, str]:
+def compare_template(template: str, case: TemplateCase) -> tuple[str, str]:
     """("same" | "both refuse" | "not comparable" | "different", detail)"""
-    if case.name == "parts" and not reads_parts(template):
-        return "not comparable", ""  # the reference prints the list; here the texts are joined
+    if case.name == "parts" and not accepts_content_parts(template):
+        return "not comparable", ""  # the reference prints the list, Bloomery joins the texts
     variables = {**SPECIAL_TOKENS, **case.variables}
     options = {"add_generation_prompt": True, **case.options}
-    theirs = outcome(
+    expected = render_or_refuse(
         lambda: render_jinja_template(
             [case.messages], chat_template=template, **options, **variables
         )[0][0]
     )
-    ours = outcome(lambda: render_template(template, case.messages, variables=variables, **options))
-    if theirs[0] == ours[0] == "refused":
-        return "both refuse", ""
-    return (
-        ("same", "") if theirs == ours else ("different", f"expected {theirs}\n      found {ours}")
+    actual = render_or_refuse(
+        lambda: render_template(template, case.messages, variables=variables, **options)
     )
+    if expected[0] == actual[0] == "refused":
+        return "both refuse", ""
+    if expected == actual:
+        return "same", ""
+    return "different", f"expected {expected}\n      found {actual}"
 
 
 def check_template(path: Path) -> bool:
     template = path.read_text(encoding="utf-8")
-    results = {case.name: compare(template, case) for case in CASES}
+    results = {case.name: compare_template(template, case) for case in CASES}
     counts = Counter(kind for kind, _ in results.values())
     shown = ", ".join(
         f"{counts[kind]} {kind}" for kind in ("same", "both refuse", "not comparable", "different")
@@ -268,7 +279,7 @@ def check_template(path: Path) -> bool:
     return counts["different"] == 0
 
 
-def checks(folder: Path) -> Iterator[bool]:
+def run_checks(folder: Path) -> Iterator[bool]:
     vocabularies = sorted(folder.rglob("ggml-vocab-*.gguf"))
     templates = sorted(folder.rglob("*.jinja"))
     if not vocabularies or not templates:
@@ -285,24 +296,29 @@ def main() -> int:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--extract", type=Path, metavar="FILE", help="write the cases and what they touch, as JSON"
+        "--extract",
+        type=Path,
+        metavar="FILE",
+        help="write the cases and their part of the vocabularies as JSON",
     )
     args = parser.parse_args()
-    results = list(checks(args.folder))
+    results = list(run_checks(args.folder))
     print(f"{sum(results)} of {len(results)} without a difference")
     if args.extract:
         paths = [
             Path(str(out).removesuffix(".out"))
             for out in sorted(args.folder.rglob("ggml-vocab-*.out"))
         ]
-        served = [
+        supported = [
             path
             for path in paths
             if gguf.read(path).metadata["tokenizer.ggml.model"] not in OUT_OF_SCOPE
         ]
-        small = {path.stem.removeprefix("ggml-vocab-"): extract(path) for path in served}
+        extracted = {
+            path.stem.removeprefix("ggml-vocab-"): extract_cases(path) for path in supported
+        }
         args.extract.write_text(
-            json.dumps(small, ensure_ascii=False, separators=(",", ":")), encoding="utf-8"
+            json.dumps(extracted, ensure_ascii=False, separators=(",", ":")), encoding="utf-8"
         )
     return 0 if all(results) else 1
 

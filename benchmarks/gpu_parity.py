@@ -1,14 +1,15 @@
-"""Every family on the GPU against transformers on the same GPU: one table, in float32 and bfloat16.
+"""Compares every model family on the GPU with transformers on the same GPU, and prints one table.
 
     PYTHONPATH=src:. python3 benchmarks/gpu_parity.py [WORD] [--times 16]
 
-A word keeps the cases that have it in their name; --times makes their models so many times as wide, which gives heads
-of 64 to 256 dimensions and products of the sizes that have kernels of their own.
+WORD keeps the cases that have it in their name. --times makes their models so many times as wide,
+which gives head dimensions of 64 to 256 and products of the sizes that have kernels of their own.
 
-float32: greedy tokens of ten prompts of several lengths, four at a time, so that prompts arrive while others go on.
-With graphs, without, and with one step in flight they must be transformers' own, and steps with chunks be captured.
-bfloat16: log-probabilities of a prompt's tokens, largest difference from transformers in float32, beside
-transformers' own in bfloat16.
+float32: greedy tokens of ten prompts of several lengths, four at a time, so that prompts arrive
+while other requests decode. They must equal transformers' tokens with CUDA graphs, without, and
+with one step in flight. Mixed steps (decodes with prefill chunks) must have been captured.
+bfloat16: log-probabilities of a prompt's tokens. The table shows the largest difference from
+transformers in float32, ours and transformers' own in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,13 +20,20 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
-WORKERS = 10
-TOKENS = 24
-PROMPTS = 10
+NUM_PROCESSES = 10
+MAX_TOKENS = 24
+NUM_PROMPTS = 10
+ENGINE_VARIANTS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "eager": {"cuda_graphs": False},
+    "one step": {"steps_in_flight": 1},
+}
 
 
-def check(name: str, times: int) -> tuple[str, str, float, float]:
+def check_case(name: str, times: int) -> tuple[str, float, float]:
+    """Run one case; returns what differs, and both largest differences in bfloat16."""
     import torch
     import transformers
 
@@ -33,84 +41,81 @@ def check(name: str, times: int) -> tuple[str, str, float, float]:
     from tests.parity.cases import CASES, VOCAB, make_checkpoint
 
     transformers.utils.logging.set_verbosity_error()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     case = next(case for case in CASES if case.name == name)
     generator = torch.Generator().manual_seed(7)
-    counts = [min(TOKENS - 3 * (i % 7), case.length - case.prompt) for i in range(PROMPTS)]
-    lengths = [case.prompt - 2 * (i % 3) for i in range(PROMPTS)]
-    prompts = [
-        torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths
+    max_tokens = [
+        min(MAX_TOKENS - 3 * (i % 7), case.length - case.prompt) for i in range(NUM_PROMPTS)
     ]
+    prompt_lens = [case.prompt - 2 * (i % 3) for i in range(NUM_PROMPTS)]
+    prompts = [
+        torch.randint(3, VOCAB, (prompt_len,), generator=generator).tolist()
+        for prompt_len in prompt_lens
+    ]
+    fixed = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    params = [SamplingParams(max_tokens=count, **fixed) for count in max_tokens]
     with tempfile.TemporaryDirectory() as folder:
         model = make_checkpoint(case, Path(folder), times).cuda()
-        common = {
+        options = {
             "skip_tokenizer_init": True,
             "max_num_seqs": 4,
             "kv_cache_gib": 0.02,
             "max_model_len": case.length,
         }
-        want = [greedy(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
-        wish = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
-        params = [SamplingParams(max_tokens=count, **wish) for count in counts]
-        wrong = []
-        for way, options in (
-            ("graphs", {}),
-            ("eager", {"cuda_graphs": False}),
-            ("one step", {"steps_in_flight": 1}),
-        ):
-            llm = LLM(folder, dtype="float32", **common, **options)
-            got = [
-                out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)
-            ]
-            if got != want:
-                wrong.append(way)
-            mixed = llm.front.stack.executor.worker.mixed
-            if way == "graphs" and not (
-                mixed and len(mixed.runs.found) > 1
-            ):  # the largest is there from the start
-                wrong.append("no chunks captured")
-            del llm
-        scored = SamplingParams(
-            temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False
-        )
-        out = LLM(folder, dtype="bfloat16", **common).generate(prompts[:1], scored, use_tqdm=False)[
-            0
+        expected = [
+            generate_greedy(model, prompt, count)
+            for prompt, count in zip(prompts, max_tokens, strict=True)
         ]
-        ours = torch.tensor(
-            [
-                entry[t].logprob
-                for entry, t in zip(out.prompt_logprobs[1:], prompts[0][1:], strict=True)
-            ]
-        )
-        exact = own_logprobs(model, prompts[0])
-        theirs = own_logprobs(model.bfloat16(), prompts[0])
-    return (
-        name,
-        ", ".join(wrong),
-        float((ours - exact).abs().max()),
-        float((theirs - exact).abs().max()),
-    )
+        problems = []
+        for variant, variant_options in ENGINE_VARIANTS.items():
+            llm = LLM(folder, dtype="float32", **options, **variant_options)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            if [output.outputs[0].token_ids for output in outputs] != expected:
+                problems.append(variant)
+            if variant == "graphs" and count_mixed_graphs(llm) < 2:
+                problems.append("no mixed steps captured")
+            del llm
+        scored = SamplingParams(max_tokens=1, prompt_logprobs=0, **fixed)
+        llm = LLM(folder, dtype="bfloat16", **options)
+        output = llm.generate(prompts[:1], scored, use_tqdm=False)[0]
+        entries = zip(output.prompt_logprobs[1:], prompts[0][1:], strict=True)
+        ours = torch.tensor([entry[token].logprob for entry, token in entries])
+        exact = prompt_logprobs(model, prompts[0])
+        theirs = prompt_logprobs(model.bfloat16(), prompts[0])
+    our_error = float((ours - exact).abs().max())
+    their_error = float((theirs - exact).abs().max())
+    return ", ".join(problems), our_error, their_error
 
 
-def own_logprobs(model, prompt: list[int]):
+def count_mixed_graphs(llm: Any) -> int:
+    """CUDA graphs of mixed steps; the largest one is always captured at the start."""
+    graph_runner = llm.executor.worker.runner.graph_runner
+    return sum(shape.num_prefills > 0 for shape in graph_runner.graphs)
+
+
+def prompt_logprobs(model: Any, prompt: list[int]) -> Any:
+    """Log-probabilities of a prompt's tokens by transformers."""
     import torch
 
     with torch.no_grad():
         logits = model(torch.tensor([prompt], device="cuda")).logits[0].float().cpu()
-    return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    logprobs = logits.log_softmax(-1)[:-1]
+    return logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
 
 
-def greedy(model, prompt: list[int], count: int) -> list[int]:
+def generate_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """Greedy tokens by transformers."""
     import torch
 
     with torch.no_grad():
-        answer = model(torch.tensor([prompt], device="cuda"), use_cache=True)
-        out = [int(answer.logits[0, -1].argmax())]
-        while len(out) < count:
-            token = torch.tensor([[out[-1]]], device="cuda")
-            answer = model(token, past_key_values=answer.past_key_values, use_cache=True)
-            out.append(int(answer.logits[0, -1].argmax()))
-    return out
+        output = model(torch.tensor([prompt], device="cuda"), use_cache=True)
+        tokens = [int(output.logits[0, -1].argmax())]
+        while len(tokens) < num_tokens:
+            last_token = torch.tensor([[tokens[-1]]], device="cuda")
+            output = model(last_token, past_key_values=output.past_key_values, use_cache=True)
+            tokens.append(int(output.logits[0, -1].argmax()))
+    return tokens
 
 
 def main() -> int:
@@ -119,27 +124,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("word", nargs="?", default="")
-    parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("word", nargs="?", default="", help="keep cases with this in their name")
+    parser.add_argument("--times", type=int, default=1, help="widen the models by this factor")
     args = parser.parse_args()
     names = [case.name for case in CASES if args.word in case.name]
-    bad = 0
+    num_failed = 0
     print(f"{'case':26}{'float32, greedy':>28}{'bf16, ours':>12}{'theirs':>9}")
-    with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
-        for name, future in [(name, pool.submit(check, name, args.times)) for name in names]:
+    with ProcessPoolExecutor(NUM_PROCESSES, get_context("spawn")) as pool:
+        futures = {name: pool.submit(check_case, name, args.times) for name in names}
+        for name, future in futures.items():
             try:
-                _, wrong, ours, theirs = future.result()
+                problems, ours, theirs = future.result()
             except Exception as error:
-                bad += 1
+                num_failed += 1
                 print(f"{name:26}{type(error).__name__}: {str(error)[:120]}", flush=True)
                 continue
-            bad += bool(wrong)
-            print(
-                f"{name:26}{'differs: ' + wrong if wrong else 'equal':>28}{ours:12.4f}{theirs:9.4f}",
-                flush=True,
-            )
-    print(f"{len(names)} cases, {bad} failed")
-    return bool(bad)
+            num_failed += bool(problems)
+            verdict = f"differs: {problems}" if problems else "equal"
+            print(f"{name:26}{verdict:>28}{ours:12.4f}{theirs:9.4f}", flush=True)
+    print(f"{len(names)} cases, {num_failed} failed")
+    return bool(num_failed)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Running streams while long prompts arrive: does anybody's next token wait for a stranger's prompt?
+"""ITL of running streams while long prompts arrive: does chunked prefill keep it near the target?
 
-    PYTHONPATH=src python3 benchmarks/long_prompts.py llama-8b        # a GPU: 64 streams, prompts of 8,000 tokens
-    PYTHONPATH=src python3 benchmarks/long_prompts.py embedded        # two cores: 4 streams, prompts of 600
+    PYTHONPATH=src python3 benchmarks/long_prompts.py llama-8b   # a GPU: 64 streams, 8,000 tokens
+    PYTHONPATH=src python3 benchmarks/long_prompts.py embedded   # two CPU cores: 4 streams, 600
 
-Streams run in a closed loop; once they flow, long prompts (16 tokens out) arrive one after the other. Prints the time
-between two tokens of the streams without and with prompts arriving, the target, and the prompts' own first token.
+First one stream runs alone, which gives the batch-1 step that the target ITL is derived from. Then
+streams run in a closed loop. Once they all decode, long prompts (16 tokens out) arrive one after
+the other. Prints the ITL of the streams before and while prompts arrive, the target ITL, and the
+TTFT of the prompts.
 """
 
 from __future__ import annotations
@@ -13,86 +15,113 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from mixed_latency import percentile
-from offline import SHAPES, number
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mixed_latency import parse_pairs
+from offline import SHAPES
+
+from bloomery import AsyncLLM, SamplingParams
+from bloomery.engine.chunk_planner import LatencyTargets
+from tests.engine.virtual_device import percentile
 
 
-async def drive(args: argparse.Namespace) -> dict:
-    from bloomery import AsyncLLM, SamplingParams
+class PromptLoad(NamedTuple):
+    num_streams: int
+    prompt_tokens: int
 
-    options = {name: number(value) for name, value in (pair.split("=", 1) for pair in args.option)}
-    small = args.shape == "embedded"
+
+GPU_LOAD = PromptLoad(64, 8000)
+CPU_LOAD = PromptLoad(4, 600)
+
+
+def create_engine(args: argparse.Namespace) -> AsyncLLM:
+    options = parse_pairs(args.option)
     model = None
-    if not small:
+    if args.shape != "embedded":
         folder = Path(tempfile.mkdtemp()) / args.shape
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
         model = str(folder)
         options = {"load_format": "dummy", "max_model_len": 16384, **options}
-    engine = AsyncLLM(
+    return AsyncLLM(
         model, skip_tokenizer_init=True, enable_prefix_caching=False, policy=args.policy, **options
     )
-    chance = random.Random(1)
-    vocab = engine.front.stack.capacity.vocab
-    streams, prompt = (4, 600) if small else (64, 8000)
-    phases: dict[str, list[float]] = {"before": [], "during": []}
-    phase = "warming"
-    stop = False
 
-    async def one(length: int, out: int, watched: bool) -> float:
-        ids = [chance.randrange(10, vocab - 10) for _ in range(length)]
-        params = SamplingParams(temperature=0.0, max_tokens=out, ignore_eos=True, detokenize=False)
-        begun = last = time.perf_counter()
-        first = 0.0
-        async for _ in engine.stream({"prompt_token_ids": ids}, params):
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the phases one after the other and return the figures."""
+    engine = create_engine(args)
+    load = CPU_LOAD if args.shape == "embedded" else GPU_LOAD
+    rng = random.Random(1)
+    vocab = engine.capacity.vocab
+    gaps: dict[str, list[float]] = {"alone": [], "before": [], "during": []}
+    phase = "warm-up"
+
+    async def request(num_prompt: int, num_output: int, is_stream: bool) -> float:
+        """Send one request and return its TTFT."""
+        prompt = [rng.randrange(10, vocab - 10) for _ in range(num_prompt)]
+        params = SamplingParams(
+            temperature=0.0, max_tokens=num_output, ignore_eos=True, detokenize=False
+        )
+        begin = time.perf_counter()
+        last = begin
+        ttft = 0.0
+        async for _ in engine.stream({"prompt_token_ids": prompt}, params):
             now = time.perf_counter()
-            if not first:
-                first = now - begun
-            elif watched and phase in phases:
-                phases[phase].append(now - last)
+            if not ttft:
+                ttft = now - begin
+            elif is_stream and phase in gaps:
+                gaps[phase].append(now - last)
             last = now
-        return first
+        return ttft
 
-    async def stream() -> None:
-        while not stop:
-            await one(64, 256, True)
+    async def repeat_stream() -> None:
+        while phase != "after":
+            await request(64, 256, True)
 
-    tasks = [asyncio.create_task(stream()) for _ in range(streams)]
+    await request(64, 32, True)
+    phase = "alone"
+    await request(64, 128, True)
+    phase = "warm-up"
+    tasks = [asyncio.create_task(repeat_stream()) for _ in range(load.num_streams)]
     await asyncio.sleep(args.seconds / 2)
     phase = "before"
     await asyncio.sleep(args.seconds)
     phase = "during"
-    firsts = []
-    begun = time.perf_counter()
-    while time.perf_counter() < begun + args.seconds:
-        firsts.append(await one(prompt, 16, False))
+    prompt_ttfts = []
+    end = time.perf_counter() + args.seconds
+    while time.perf_counter() < end:
+        prompt_ttfts.append(await request(load.prompt_tokens, 16, False))
     phase = "after"
-    stop = True
-    policy = engine.front.stack.loop.scheduler.policy
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    found = {
+    figures: dict[str, Any] = {
         "shape": args.shape,
         "policy": args.policy,
-        "streams": streams,
-        "prompt": prompt,
-        "prompts": len(firsts),
+        "streams": load.num_streams,
+        "prompt_tokens": load.prompt_tokens,
+        "prompts": len(prompt_ttfts),
     }
-    for name, gaps in phases.items():
-        found[name] = {
-            f"p{share}": round(1e3 * percentile(gaps, share / 100), 2) for share in (50, 90, 99)
+    for name, values in gaps.items():
+        figures[f"itl_ms_{name}"] = {
+            f"p{percent}": round(1e3 * percentile(values, percent / 100), 2)
+            for percent in (50, 90, 99)
         }
     if args.policy == "fair":
-        found["target"] = round(1e3 * policy.aims.target(policy.pace.lone), 2)
-        found["times_target_p99"] = round(found["during"]["p99"] / found["target"], 2)
-    found["prompt_first_token_s"] = round(percentile(firsts, 0.5), 3)
+        targets = LatencyTargets(inter_token_seconds=engine.plan.target_inter_token_seconds)
+        target_ms = 1e3 * targets.compute_inter_token_target(percentile(gaps["alone"], 0.5))
+        figures["target_itl_ms"] = round(target_ms, 2)
+        figures["itl_p99_over_target"] = round(figures["itl_ms_during"]["p99"] / target_ms, 2)
+    figures["prompt_ttft_s"] = round(percentile(prompt_ttfts, 0.5), 3)
     engine.close()
-    return found
+    return figures
 
 
 def main() -> None:
@@ -105,7 +134,7 @@ def main() -> None:
     parser.add_argument(
         "--option", action="append", default=[], help="NAME=VALUE for AsyncLLM(...)"
     )
-    print(json.dumps(asyncio.run(drive(parser.parse_args()))), flush=True)
+    print(json.dumps(asyncio.run(measure(parser.parse_args()))), flush=True)
 
 
 if __name__ == "__main__":

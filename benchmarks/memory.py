@@ -1,12 +1,15 @@
-"""Start-up and the promise of --memory: ready before graphs are captured, and no batch takes more than its share.
+"""Start-up time, and whether the engine keeps to --gpu-memory-utilization.
 
-    PYTHONPATH=src python3 benchmarks/memory.py llama-1b [--memory 0.9] [--option kv_cache_dtype=fp8] [--wide 256]
+    PYTHONPATH=src python3 benchmarks/memory.py llama-1b [--gpu-memory-utilization 0.9]
+        [--option kv_cache_dtype=fp8] [--num-streams 256]
 
-Random weights; the cache takes all the memory there may be. First what a server does: the engine answers at once, and
-captures in between; told are the seconds until it is ready, until a first token, and how long a capture keeps others
-waiting; tokens before and after must agree. Then the largest batches there can be: every sequence at once asking for
-all that sampling knows, prompts scored, embeddings, the longest prompt beside many streams. Peak is the card's, all
-in all; it fails if that is more than the share, or if anything runs out.
+Weights are random, and the KV cache takes all the memory it may have. First the benchmark does what
+a server does: the engine answers at once and captures CUDA graphs between steps. It prints the
+seconds until the engine is ready and until a first token, and how long a capture delays other
+requests; tokens before and after the captures must agree. Then it runs the largest batches there
+can be: all sequences with all sampling options, prompt logprobs, embeddings, and the longest prompt
+beside many streams. It fails if the peak memory of the device is above the share, or if anything
+runs out of memory.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from offline import SHAPES, number
+from offline import SHAPES, parse_value
 
-SMALL = {
+SMALL_SHAPES = {
     "bloom-small": SHAPES["bloom-7b"] | {"hidden_size": 2048, "n_layer": 4, "n_head": 32},
     "mixtral-small": {
         "architectures": ["MixtralForCausalLM"],
@@ -44,105 +48,125 @@ SMALL = {
 }
 
 
-class Trial:
-    def __init__(self, shape: dict, options: dict, memory: float):
+# (prompt length, max_tokens, sampling options)
+RequestSpec = tuple[int, int, dict[str, Any]]
+
+
+class MemoryBenchmark:
+    def __init__(
+        self, shape: dict[str, Any], options: dict[str, Any], gpu_memory_utilization: float
+    ):
         import torch
 
-        from bloomery.config import Config
-        from bloomery.describe import plan_for
-        from bloomery.engine.blocks import Blocks
-        from bloomery.engine.loop import Loop
+        from bloomery.config import EngineConfig
+        from bloomery.describe import build_engine_plan
+        from bloomery.engine.block_pool import BlockPool
+        from bloomery.engine.loop import EngineLoop
         from bloomery.engine.scheduler import Scheduler
-        from bloomery.executors.local import Local
+        from bloomery.executors.local import LocalExecutor
 
         folder = Path(tempfile.mkdtemp()) / "model"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(shape))
         self.torch = torch
-        self.executor = Local()
-        self.worst = 0
-        self.count = 0
-        config = Config(
-            str(folder), load_format="dummy", prefix_cache=False, memory=memory, **options
+        self.executor = LocalExecutor()
+        self.num_requests = 0
+        config = EngineConfig(
+            str(folder),
+            load_format="dummy",
+            prefix_cache=False,
+            gpu_memory_utilization=gpu_memory_utilization,
+            **options,
         )
-        begun = time.perf_counter()
-        self.plan, _ = plan_for(config)
+        start = time.perf_counter()
+        self.plan, _ = build_engine_plan(config)
         self.capacity = capacity = self.executor.start(self.plan)
-        self.ready = time.perf_counter() - begun
-        blocks = Blocks(capacity.blocks, capacity.block_size, False)
-        scheduler = Scheduler(blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs)
-        self.loop = Loop(scheduler, self.executor, self.plan.depth)
+        self.ready_seconds = time.perf_counter() - start
+        block_pool = BlockPool(capacity.blocks, capacity.block_size, False)
+        scheduler = Scheduler(block_pool, capacity.max_num_batched_tokens, capacity.max_num_seqs)
+        self.loop = EngineLoop(scheduler, self.executor, self.plan.steps_in_flight)
 
-    def used(self) -> int:
-        """The card's, at its peak: the allocator's own peak and what others have taken beside it."""
-        free, self.total = self.torch.cuda.mem_get_info()
-        beside = self.total - free - self.torch.cuda.memory_reserved()
-        return self.torch.cuda.max_memory_reserved() + beside
+    def peak_share(self) -> float:
+        """Peak share of the device's memory in use.
 
-    def run(
-        self, asked: list[tuple[int, int, dict]], spare: bool = False
-    ) -> tuple[list[list[int]], float]:
-        """(prompt's length, tokens, wishes) each; what came, and the longest silence between two steps."""
+        That is the allocator's peak and what CUDA and other processes hold beside it.
+        """
+        cuda = self.torch.cuda
+        free, total = cuda.mem_get_info()
+        outside_allocator = total - free - cuda.memory_reserved()
+        return float((cuda.max_memory_reserved() + outside_allocator) / total)
+
+    def run(self, specs: list[RequestSpec], capture: bool = False) -> tuple[list[list[int]], float]:
+        """Run requests to their end: their tokens, and the longest time between two steps.
+
+        With `capture`, a CUDA graph is captured before each step.
+        """
         from bloomery.messages import EngineRequest, ResolvedSampling
 
-        found = {}
-        vocab = self.capacity.vocab
-        for length, tokens, wishes in asked:
-            self.count += 1
-            pooling = wishes.get("pooling")
-            sampling = ResolvedSampling(
-                **{name: value for name, value in wishes.items() if name != "pooling"}
-            )
-            prompt = tuple((i * 7919 + length) % vocab for i in range(length))
-            self.loop.add(EngineRequest(str(self.count), prompt, sampling, tokens, pooling=pooling))
-            found[str(self.count)] = []
-        last = time.perf_counter()
-        silence = 0.0
+        tokens: dict[str, list[int]] = {}
+        for prompt_len, max_tokens, options in specs:
+            self.num_requests += 1
+            request_id = str(self.num_requests)
+            pooling = options.get("pooling")
+            sampling_options = {name: options[name] for name in options if name != "pooling"}
+            prompt = tuple((i * 7919 + prompt_len) % self.capacity.vocab for i in range(prompt_len))
+            sampling = ResolvedSampling(**sampling_options)
+            self.loop.add(EngineRequest(request_id, prompt, sampling, max_tokens, pooling=pooling))
+            tokens[request_id] = []
+        last_step = time.perf_counter()
+        longest_gap = 0.0
         while self.loop.busy:
-            if spare:
-                self.loop.spare()
-            for news in self.loop.step():
-                found[news.request] += news.ids
-                if news.error:
-                    raise SystemExit(f"failed: {news.error}")
+            if capture:
+                self.loop.capture_in_background()
+            for output in self.loop.step():
+                tokens[output.request] += output.ids
+                if output.error:
+                    raise SystemExit(f"failed: {output.error}")
             now = time.perf_counter()
-            last, silence = now, max(silence, now - last)
-        return list(found.values()), silence
+            longest_gap = max(longest_gap, now - last_step)
+            last_step = now
+        return list(tokens.values()), longest_gap
 
 
-def prepared(trial: Trial) -> None:
-    few = [(32, 24, {"temperature": 0.0})] * 4
-    begun = time.perf_counter()
-    trial.run([(32, 1, {"temperature": 0.0})])
-    first = time.perf_counter() - begun
-    plain, calm = trial.run(few)
-    plain, calm = trial.run(few)
-    free = trial.torch.cuda.mem_get_info()[0]
-    between, stalled = trial.run(few, spare=True)
-    begun = time.perf_counter()
-    count = 0
-    while trial.loop.left:
-        trial.loop.spare()
-        count += 1
-    trial.torch.cuda.synchronize()
-    rest = time.perf_counter() - begun
-    taken = free - trial.torch.cuda.mem_get_info()[0]
-    after, _ = trial.run(few)
-    same = plain == between == after
+def measure_startup(benchmark: MemoryBenchmark) -> None:
+    """Print the times of a start, and whether CUDA graphs change any token."""
+    cuda = benchmark.torch.cuda
+    specs: list[RequestSpec] = [(32, 24, {"temperature": 0.0})] * 4
+    start = time.perf_counter()
+    benchmark.run([(32, 1, {"temperature": 0.0})])
+    first_token_seconds = time.perf_counter() - start
+    benchmark.run(specs)  # a warm-up
+    eager_tokens, eager_gap = benchmark.run(specs)
+    free_before = cuda.mem_get_info()[0]
+    mixed_tokens, capture_gap = benchmark.run(specs, capture=True)
+    start = time.perf_counter()
+    num_captures = 0
+    while benchmark.loop.pending_captures:
+        benchmark.loop.capture_in_background()
+        num_captures += 1
+    cuda.synchronize()
+    capture_seconds = time.perf_counter() - start
+    graph_gib = (free_before - cuda.mem_get_info()[0]) / 2**30
+    graph_tokens, _ = benchmark.run(specs)
+    same = eager_tokens == mixed_tokens == graph_tokens
     print(
-        f"ready {trial.ready:.1f} s, first token {first:.2f} s after; longest silence {1e3 * calm:.0f} ms, "
-        f"among captures {1e3 * stalled:.0f} ms; {count} captures more in {rest:.1f} s; "
-        f"all take {taken / 2**30:.2f} GiB; tokens {'the same' if same else 'DIFFER'}",
+        f"ready {benchmark.ready_seconds:.1f} s, first token {first_token_seconds:.2f} s later; "
+        f"longest gap between steps {1e3 * eager_gap:.0f} ms, "
+        f"between captures {1e3 * capture_gap:.0f} ms; "
+        f"{num_captures} more captures in {capture_seconds:.1f} s; "
+        f"all take {graph_gib:.2f} GiB; tokens {'are the same' if same else 'DIFFER'}",
         flush=True,
     )
 
 
-def batches(trial: Trial, wide: int) -> list[tuple[str, list[tuple[int, int, dict]]]]:
-    capacity = trial.capacity
-    many = capacity.max_num_seqs
-    step = capacity.max_num_batched_tokens
-    longest = capacity.max_length
-    all_of_it = {
+def largest_batches(
+    benchmark: MemoryBenchmark, num_streams: int
+) -> list[tuple[str, list[RequestSpec]]]:
+    """(name, requests) of the batches that need the most memory."""
+    max_num_seqs = benchmark.capacity.max_num_seqs
+    max_step_tokens = benchmark.capacity.max_num_batched_tokens
+    max_model_len = benchmark.capacity.max_model_len
+    all_options = {
         "temperature": 0.9,
         "top_p": 0.95,
         "min_p": 0.01,
@@ -152,20 +176,25 @@ def batches(trial: Trial, wide: int) -> list[tuple[str, list[tuple[int, int, dic
         "presence_penalty": 0.1,
         "logprobs": 20,
     }
-    scored = {"temperature": 0.0, "prompt_logprobs": 20}
-    prompt = min(step, longest - 8)
+    prompt_logprobs = {"temperature": 0.0, "prompt_logprobs": 20}
+    prompt_len = min(max_step_tokens, max_model_len - 8)
+    stream: RequestSpec = (64, 6, all_options)
+    every_sequence: RequestSpec = (max(max_step_tokens // max_num_seqs, 1), 6, all_options)
+    scored_prompt: RequestSpec = (min(prompt_len, 1024), 2, prompt_logprobs)
+    embedding: RequestSpec = (
+        min(max_model_len - 1, max_step_tokens // 2),
+        1,
+        {"pooling": "mean"},
+    )
+    longest_prompt: RequestSpec = (min(max_model_len, 65536) - 4, 4, all_options)
+    full_step: RequestSpec = (prompt_len, 2, {})
+    num_full_steps = min(max_num_seqs, 4 * -(-max_step_tokens // prompt_len))
     return [
-        ("every wish at once", [(max(step // many, 1), 6, all_of_it)] * many),
-        (
-            "wishes and scored prompts",
-            [(64, 6, all_of_it)] * (many - 1) + [(min(prompt, 1024), 2, scored)],
-        ),
-        ("embeddings", [(min(longest - 1, step // 2), 1, {"pooling": "mean"})] * 4),
-        (
-            "the longest prompt",
-            [(64, 6, all_of_it)] * min(many - 1, wide) + [(min(longest, 65536) - 4, 4, all_of_it)],
-        ),
-        ("full steps", [(prompt, 2, {})] * min(many, 4 * -(-step // prompt))),
+        ("all sampling options", [every_sequence] * max_num_seqs),
+        ("options and prompt logprobs", [stream] * (max_num_seqs - 1) + [scored_prompt]),
+        ("embeddings", [embedding] * 4),
+        ("the longest prompt", [stream] * min(max_num_seqs - 1, num_streams) + [longest_prompt]),
+        ("full steps", [full_step] * num_full_steps),
     ]
 
 
@@ -173,33 +202,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("shape", choices=[*SHAPES, *SMALL])
-    parser.add_argument("--memory", type=float, default=0.9)
-    parser.add_argument("--wide", type=int, default=64, help="streams beside the longest prompt")
+    parser.add_argument("shape", choices=[*SHAPES, *SMALL_SHAPES])
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument(
+        "--num-streams", type=int, default=64, help="streams beside the longest prompt"
+    )
     parser.add_argument(
         "--option", action="append", default=[], help="NAME=VALUE of the configuration"
     )
     args = parser.parse_args()
-    options = {name: number(value) for name, value in (pair.split("=", 1) for pair in args.option)}
-    trial = Trial((SHAPES | SMALL)[args.shape], options, args.memory)
-    capacity = trial.capacity
-    print(
-        f"{args.shape}: cache {capacity.kv_bytes / 2**30:.1f} GiB, sequences of at most {capacity.max_length}"
-    )
-    prepared(trial)
-    good = True
-    for name, asked in batches(trial, args.wide):
-        trial.torch.cuda.reset_peak_memory_stats()
-        begun = time.perf_counter()
-        trial.run(asked)
-        share = trial.used() / trial.total
-        good = good and share <= args.memory
-        print(
-            f"{name:28} {time.perf_counter() - begun:6.2f} s, peak {share:.4f} of the card",
-            flush=True,
-        )
-    print("holds" if good else f"DOES NOT HOLD: more than {args.memory}")
-    sys.exit(not good)
+    pairs = (option.split("=", 1) for option in args.option)
+    options = {name: parse_value(value) for name, value in pairs}
+    max_share = args.gpu_memory_utilization
+    benchmark = MemoryBenchmark((SHAPES | SMALL_SHAPES)[args.shape], options, max_share)
+    capacity = benchmark.capacity
+    kv_cache_gib = capacity.kv_bytes / 2**30
+    print(f"{args.shape}: KV cache {kv_cache_gib:.1f} GiB, at most {capacity.max_model_len} tokens")
+    measure_startup(benchmark)
+    is_within_share = True
+    for name, specs in largest_batches(benchmark, args.num_streams):
+        benchmark.torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        benchmark.run(specs)
+        seconds = time.perf_counter() - start
+        share = benchmark.peak_share()
+        is_within_share = is_within_share and share <= max_share
+        print(f"{name:28} {seconds:6.2f} s, peak {share:.4f} of the device", flush=True)
+    print("within the share" if is_within_share else f"ABOVE THE SHARE of {max_share}")
+    sys.exit(not is_within_share)
 
 
 if __name__ == "__main__":

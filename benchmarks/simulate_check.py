@@ -1,12 +1,12 @@
-"""The simulator beside the engine it imitates: one trace in real time through the offline API, then in virtual time.
+"""The simulator beside the engine: one trace in real time through AsyncLLM, then in virtual time.
 
     PYTHONPATH=src python3 benchmarks/simulate_check.py llama-8b --gpu h200 mixed:256 poisson:12
-    PYTHONPATH=src python3 benchmarks/simulate_check.py embedded poisson:1 --lengths 32:16 -n 20 --threads 1
+    PYTHONPATH=src python3 benchmarks/simulate_check.py embedded poisson:1 --lengths 32:16 -n 20
 
-First steps of many sizes are measured and the simulator is calibrated on them; then each trace is served by the same
-engine; then it is simulated. mixed:N is N clients in a closed loop (2,000 in, 512 out, three requests for every two of
-them) and short requests (32 in, 16 out) at 5 a second. To reach: throughput within 10 %, p99 of the time to first token
-within 20 %.
+First the engine serves each trace. Then steps of many sizes are measured in this process, and the
+simulator is calibrated on them. Then each trace is simulated. mixed:N is N clients in a closed loop
+(2,000 in, 512 out, three requests for every two of them) and short requests (32 in, 16 out) at 5 a
+second. Targets: throughput within 10 %, p99 of the TTFT within 20 %.
 """
 
 from __future__ import annotations
@@ -18,90 +18,117 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from bloomery import AsyncLLM, SamplingParams
-from bloomery.tools.bench import load
-from bloomery.tools.bench.load import Arrival
-from bloomery.tools.bench.summary import Record, Targets, summarise, table
-from bloomery.config import Config
-from bloomery.describe import device
-from bloomery.engine.policy import FcfsPolicy, policy_for
-from bloomery.machines import here
-from bloomery.tools.plan.forecast import Layout, Placed
-from bloomery.tools.plan.subject import subject
-from bloomery.tools.profile import recorded
-from bloomery.roofline import PRECISIONS, machine
-from bloomery.tools.simulate import Fleet, Measured, calibrate
+from bloomery import LLM, AsyncLLM, SamplingParams
+from bloomery.config import EngineConfig, resolve_device
+from bloomery.hardware import detect_hardware, find_hardware
+from bloomery.roofline import PRECISIONS
+from bloomery.tools.bench.summary import (
+    GoodputTargets,
+    RequestRecord,
+    format_table,
+    summarize_records,
+)
+from bloomery.tools.bench.workload import RequestArrival, generate_arrivals, parse_lengths
+from bloomery.tools.plan.estimate import DeviceLayout, PlacedModel
+from bloomery.tools.plan.model_source import read_model_source
+from bloomery.tools.profile import measure_steps
+from bloomery.tools.simulate import MeasuredStep, SimulatedFleet, calibrate
 
 SHAPES = Path(__file__).parent / "shapes"
 
 
-def trace_of(name: str, args: argparse.Namespace) -> list[Arrival]:
-    kind, _, number = name.partition(":")
+def create_trace(pattern: str, args: argparse.Namespace) -> list[RequestArrival]:
+    kind, _, number = pattern.partition(":")
     if kind != "mixed":
-        return load.pattern(name, args.requests, load.lengths(args.lengths), 1)
+        return generate_arrivals(pattern, args.requests, parse_lengths(args.lengths), 1)
     clients = int(number)
-    long = load.pattern(f"closed:{clients}", 3 * clients // 2, load.lengths("2000:512"), 1)
-    return long + load.pattern("poisson:5", 150, load.lengths("32:16"), 2)
+    closed_loop = f"closed:{clients}"
+    long = generate_arrivals(closed_loop, 3 * clients // 2, parse_lengths("2000:512"), 1)
+    short = generate_arrivals("poisson:5", 150, parse_lengths("32:16"), 2)
+    return long + short
 
 
-async def served(llm: AsyncLLM, arrivals: list[Arrival], vocab: int) -> list[Record]:
-    """The trace in real time: open arrivals at their moment, a session's requests one after another."""
-    chance = random.Random(3)
-    records = [Record(0.0, arrival.prompt) for arrival in arrivals]
-    lines: dict[str, list[int]] = {}
-    for i, arrival in enumerate(arrivals):
-        lines.setdefault(arrival.session or f" {i}", []).append(i)
-    begun = time.perf_counter()
+async def serve_trace(
+    llm: AsyncLLM, arrivals: list[RequestArrival], vocab: int
+) -> list[RequestRecord]:
+    """Serve a trace in real time. The requests of a session follow each other."""
+    rng = random.Random(3)
+    records = [RequestRecord(0.0, arrival.prompt) for arrival in arrivals]
+    sessions: dict[str, list[int]] = {}
+    for index, arrival in enumerate(arrivals):
+        sessions.setdefault(arrival.session or f" {index}", []).append(index)
+    begin = time.perf_counter()
 
-    async def line(members: list[int]) -> None:
-        for i in members:
-            arrival = arrivals[i]
-            record = records[i]
-            if arrival.arrival is not None:
-                await asyncio.sleep(begun + arrival.arrival - time.perf_counter())
-            ids = [chance.randrange(10, vocab - 10) for _ in range(arrival.prompt)]
-            params = SamplingParams(
-                temperature=0.0, max_tokens=arrival.output, ignore_eos=True, detokenize=False
-            )
-            record.sent = time.perf_counter()
-            async for piece in llm.stream({"prompt_token_ids": ids}, params):
-                record.stamps.append(time.perf_counter())
-                record.tokens += len(piece.token_ids)
-            record.done = time.perf_counter()
+    async def serve_request(arrival: RequestArrival, record: RequestRecord) -> None:
+        if arrival.arrival is not None:
+            await asyncio.sleep(begin + arrival.arrival - time.perf_counter())
+        prompt = [rng.randrange(10, vocab - 10) for _ in range(arrival.prompt)]
+        params = SamplingParams(
+            temperature=0.0, max_tokens=arrival.output, ignore_eos=True, detokenize=False
+        )
+        record.sent = time.perf_counter()
+        async for piece in llm.stream({"prompt_token_ids": prompt}, params):
+            record.stamps.append(time.perf_counter())
+            record.tokens += len(piece.token_ids)
+        record.done = time.perf_counter()
 
-    await asyncio.gather(*(line(members) for members in lines.values()))
+    async def serve_session(indices: list[int]) -> None:
+        for index in indices:
+            await serve_request(arrivals[index], records[index])
+
+    await asyncio.gather(*(serve_session(indices) for indices in sessions.values()))
     return records
 
 
-def calibration_steps(engine: AsyncLLM) -> list[Measured]:
-    """Steps of the engine while nobody asks: its own thread waits meanwhile. A fair policy would cut them."""
-    stack = engine.front.stack
-    scheduler = stack.loop.scheduler
-    scheduler.policy = FcfsPolicy()
-    steps = [Measured(**row) for row in recorded(stack.loop, stack.capacity)]
-    scheduler.policy = policy_for(stack.plan, stack.capacity)
+def measure_engine_steps(model: str | None, options: dict[str, Any]) -> list[MeasuredStep]:
+    """Measure steps of many sizes in this process.
+
+    LLM uses the fcfs policy; the fair one would split the steps.
+    """
+    llm = LLM(model, **options)
+    steps = [MeasuredStep(**row) for row in measure_steps(llm.loop, llm.capacity)]
+    llm.close()
     return steps
 
 
-async def real(engine: AsyncLLM, traces: list[list[Arrival]]) -> list[list[Record]]:
-    vocab = engine.front.stack.capacity.vocab
-    await served(engine, [Arrival(0.0, 32, 8)] * 4, vocab)  # warm
-    return [await served(engine, arrivals, vocab) for arrivals in traces]
+async def serve_traces(
+    engine: AsyncLLM, traces: list[list[RequestArrival]]
+) -> list[list[RequestRecord]]:
+    vocab = engine.capacity.vocab
+    await serve_trace(engine, [RequestArrival(0.0, 32, 8)] * 4, vocab)  # warm-up
+    return [await serve_trace(engine, arrivals, vocab) for arrivals in traces]
 
 
-def compare(name: str, records: list[Record], virtual: list[Record]) -> None:
+def print_comparison(
+    name: str, measured: list[RequestRecord], simulated: list[RequestRecord]
+) -> None:
     results = {
-        "measured": summarise(records, Targets()),
-        "simulated": summarise(virtual, Targets()),
+        "measured": summarize_records(measured, GoodputTargets()),
+        "simulated": summarize_records(simulated, GoodputTargets()),
     }
-    speed = [results[kind]["tokens_per_second"] for kind in results]
-    first = [results[kind]["first_token_ms"]["p99"] for kind in results]
-    print(f"\n{name}\n{table(results)}")
+    measured_speed, simulated_speed = [result["tokens_per_second"] for result in results.values()]
+    measured_ttft, simulated_ttft = [result["ttft_ms"]["p99"] for result in results.values()]
+    print(f"\n{name}\n{format_table(results)}")
     print(
-        f"throughput {speed[1] / speed[0] - 1:+.1%}, first token p99 {first[1] / first[0] - 1:+.1%}",
+        f"throughput {simulated_speed / measured_speed - 1:+.1%}, "
+        f"TTFT p99 {simulated_ttft / measured_ttft - 1:+.1%}",
         flush=True,
     )
+
+
+def place_model(model: str | None, gpu: str | None) -> PlacedModel:
+    """Place the model on this machine, or on the GPU of that name."""
+    source = read_model_source(model)
+    hardware = find_hardware(gpu) if gpu else detect_hardware(resolve_device("auto"))
+    precision = source.stored
+    kv_bits = 16
+    if hardware.is_cpu:
+        kv_bits = 32
+        if precision.bits == 16:
+            precision = PRECISIONS["fp32"]
+    return PlacedModel(source.model, hardware, precision, kv_bits, DeviceLayout())
 
 
 def main() -> None:
@@ -110,39 +137,34 @@ def main() -> None:
     )
     parser.add_argument("shape", help="a file of benchmarks/shapes, or embedded")
     parser.add_argument("traces", nargs="+", help="mixed:N, or a pattern of `bloomery bench`")
-    parser.add_argument(
-        "--gpu", help="the row of the table this GPU is; default: what the driver says"
-    )
+    parser.add_argument("--gpu", help="name in the hardware table; default: what the driver says")
     parser.add_argument("--lengths", default="sharegpt")
     parser.add_argument("-n", "--requests", type=int, default=300)
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
-    options: dict = {
+    options: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "threads": args.threads,
     }
-    if args.shape == "embedded":
-        name = None
-    else:
+    model = None
+    if args.shape != "embedded":
         folder = Path(tempfile.mkdtemp()) / args.shape
         folder.mkdir()
         (folder / "config.json").write_bytes((SHAPES / f"{args.shape}.json").read_bytes())
-        name = str(folder)
-        options = options | {"load_format": "dummy"}
-    traces = [trace_of(trace, args) for trace in args.traces]
-    engine = AsyncLLM(name, **options)
-    steps = calibration_steps(engine)
-    measured = asyncio.run(real(engine, traces))
+        model = str(folder)
+        options["load_format"] = "dummy"
+    traces = [create_trace(pattern, args) for pattern in args.traces]
+    engine = AsyncLLM(model, **options)
+    measured = asyncio.run(serve_traces(engine, traces))
     engine.close()
-    about = subject(name)
-    found = machine(args.gpu) if args.gpu else here(device("auto"))
-    precision = PRECISIONS["fp32"] if found.cpu and about.stored.bits == 16 else about.stored
-    placed = Placed(about.model, found, precision, 32 if found.cpu else 16, Layout())
+    steps = measure_engine_steps(model, options)
+    placed = place_model(model, args.gpu)
     placed.roofline.calibration = calibrate(placed.roofline, steps)
     print(json.dumps({"calibration": str(placed.roofline.calibration), "steps": len(steps)}))
-    for trace, arrivals, records in zip(args.traces, traces, measured, strict=True):
-        compare(trace, records, Fleet(placed, Config(prefix_cache=False)).run(arrivals))
+    for pattern, arrivals, records in zip(args.traces, traces, measured, strict=True):
+        fleet = SimulatedFleet(placed, EngineConfig(prefix_cache=False))
+        print_comparison(pattern, records, fleet.run(arrivals))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""The tests of Bloomery. Folders and files mirror src/bloomery."""

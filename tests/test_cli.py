@@ -1,4 +1,4 @@
-"""The commands as a person runs them: real processes, the embedded model."""
+"""The commands as people run them: real processes with the embedded model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "embedded.json").read_text(encoding="utf-8")
 )
-SMALL = ["--threads", "1", "--kv-cache-gib", "0.1", "--max-model-len", "1024", "-t", "0"]
+SMALL_ENGINE = ["--threads", "1", "--kv-cache-gib", "0.1", "--max-model-len", "1024", "-t", "0"]
 
 
-def run(
+def run_command(
     *arguments: str, stdin: str | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -30,7 +30,8 @@ def run(
 
 def test_help_is_quick_and_imports_no_torch() -> None:
     code = (
-        "import sys\nfrom bloomery.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "import sys\nfrom bloomery.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -40,19 +41,21 @@ def test_help_is_quick_and_imports_no_torch() -> None:
 
 def test_generate_from_a_flag_and_from_standard_input() -> None:
     prompt = GOLDEN[0]["prompt"]
-    by_flag = run("generate", *SMALL, "-n", "8", "-p", prompt)
-    by_pipe = run("generate", *SMALL, "-n", "8", stdin=prompt, BLOOMERY_MAX_SEQUENCES="2")
-    assert by_flag.returncode == 0, by_flag.stderr
-    assert by_flag.stdout.startswith(" Paris")
-    assert by_pipe.stdout == by_flag.stdout
-    assert "weights" in by_flag.stderr  # progress goes where it does not mix with the answer
+    from_flag = run_command("generate", *SMALL_ENGINE, "-n", "8", "-p", prompt)
+    from_pipe = run_command(
+        "generate", *SMALL_ENGINE, "-n", "8", stdin=prompt, BLOOMERY_MAX_NUM_SEQS="2"
+    )
+    assert from_flag.returncode == 0, from_flag.stderr
+    assert from_flag.stdout.startswith(" Paris")
+    assert from_pipe.stdout == from_flag.stdout
+    assert "weights" in from_flag.stderr  # progress does not mix with the answer
 
 
-def test_chat_keeps_the_conversation_and_its_commands() -> None:
-    done = run(
+def test_chat_keeps_the_conversation_and_has_commands() -> None:
+    done = run_command(
         "chat",
-        *SMALL,
-        "--no-native",
+        *SMALL_ENGINE,
+        "--no-cpu-kernels",
         "-n",
         "24",
         stdin="What is the capital of France?\n/help\nAnd of Italy?\n/reset\n",
@@ -62,12 +65,12 @@ def test_chat_keeps_the_conversation_and_its_commands() -> None:
     assert "/system TEXT" in done.stdout and "A new conversation." in done.stdout
 
 
-def test_control_c_stops_the_answer_and_not_the_chat() -> None:
-    command = [sys.executable, "-m", "bloomery", "chat", *SMALL]
+def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
+    command = [sys.executable, "-m", "bloomery", "chat", *SMALL_ENGINE]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, **pipes) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdout.readline()  # the greeting: loaded
+        process.stdout.readline()  # the greeting, printed when the model is loaded
         process.stdin.write("Write a very long story about a blacksmith.\n")
         process.stdin.flush()
         assert process.stdout.read(20)
@@ -80,14 +83,17 @@ def test_control_c_stops_the_answer_and_not_the_chat() -> None:
 
 
 def test_errors_say_what_to_do() -> None:
-    for arguments, words in (
+    for arguments, message in (
         (["generate", "no/such/folder/here", "-p", "x"], "no such folder or file"),
         (["generate", "--dtype", "int3", "-p", "x"], "dtype 'int3' is not one of"),
         (["generate", "--max-model-len", "99999", "-p", "x"], "ask for at most 8192"),
-        (["generate", *SMALL, "--top-p", "7", "-p", "x"], "top_p must be above 0 and at most 1"),
-        (["generate", *SMALL, "-p", ""], "the prompt has no tokens"),
+        (
+            ["generate", *SMALL_ENGINE, "--top-p", "7", "-p", "x"],
+            "top_p must be above 0 and at most 1",
+        ),
+        (["generate", *SMALL_ENGINE, "-p", ""], "the prompt has no tokens"),
     ):
-        done = run(*arguments)
+        done = run_command(*arguments)
         assert done.returncode == 1
-        assert words in done.stderr, done.stderr
+        assert message in done.stderr, done.stderr
         assert "Traceback" not in done.stderr

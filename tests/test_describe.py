@@ -1,4 +1,4 @@
-"""What a model is before a weight is read: precision, context, device, without torch."""
+"""Describing a model without torch: dtype, context and the engine plan."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bloomery.artifacts.locate import Artifact, locate
-from bloomery.config import Config, device
-from bloomery.describe import description, native_dtype, plan_for
+from bloomery.artifacts.locate import ModelArtifact, locate_model
+from bloomery.config import EngineConfig, resolve_device
+from bloomery.describe import build_engine_plan, checkpoint_dtype, describe_model
 from bloomery.errors import UnsupportedModel
 
 
-def folder(path: Path, **config: object) -> Artifact:
+def write_checkpoint(path: Path, **config: object) -> ModelArtifact:
     (path / "config.json").write_text(json.dumps(config))
     halves = {
         "a": torch.zeros(100).half(),
@@ -25,11 +25,11 @@ def folder(path: Path, **config: object) -> Artifact:
         "c": torch.zeros(1000, dtype=torch.int32),
     }
     save_file(halves, path / "model.safetensors")
-    return Artifact("x", "folder", path, "local folder")
+    return ModelArtifact("x", "folder", path, "local folder")
 
 
 @pytest.mark.parametrize(
-    ("config", "want"),
+    ("config", "expected"),
     [
         ({"torch_dtype": "bfloat16"}, "bfloat16"),
         ({"dtype": "torch.float32"}, "float32"),
@@ -38,32 +38,36 @@ def folder(path: Path, **config: object) -> Artifact:
         ({"text_config": {"dtype": "bfloat16"}}, "bfloat16"),
     ],
 )
-def test_precision_is_what_the_files_say(tmp_path: Path, config: dict, want: str) -> None:
-    assert native_dtype(folder(tmp_path, **config)) == want
+def test_dtype_is_read_from_the_files(tmp_path: Path, config: dict, expected: str) -> None:
+    assert checkpoint_dtype(write_checkpoint(tmp_path, **config)) == expected
 
 
-def test_an_unknown_precision_is_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_dtype_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="float31"):
-        native_dtype(folder(tmp_path, torch_dtype="float31"))
+        checkpoint_dtype(write_checkpoint(tmp_path, torch_dtype="float31"))
 
 
-def test_the_embedded_model_is_described_without_torch() -> None:
+def test_embedded_model_is_planned_without_torch() -> None:
     code = (
-        "import sys\nfrom bloomery.config import Config\nfrom bloomery.describe import plan_for\n"
-        "plan, artifact = plan_for(Config(device='cpu'))\nassert 'torch' not in sys.modules\nprint(plan.max_length)"
+        "import sys\nfrom bloomery.config import EngineConfig\n"
+        "from bloomery.describe import build_engine_plan\n"
+        "plan, artifact = build_engine_plan(EngineConfig(device='cpu'))\n"
+        "assert 'torch' not in sys.modules\nprint(plan.max_model_len)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "8192", done.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert process.stdout.strip() == "8192", process.stderr
 
 
 def test_plan_of_the_embedded_model() -> None:
-    plan, artifact = plan_for(Config(device="cpu"))
+    plan, artifact = build_engine_plan(EngineConfig(device="cpu"))
     assert (plan.kind, plan.dtype, plan.device) == ("gguf", "float32", "cpu")
-    model = description(locate(None)).model
+    model = describe_model(locate_model(None)).model
     assert (model.vocab, model.hidden, len(model.layers)) == (49152, 576, 30)
     assert artifact.path.suffix == ".gguf"
 
 
-def test_a_device_named_is_a_device_taken() -> None:
-    assert device("cuda:3") == "cuda:3"
-    assert device("auto") in ("cpu", "cuda")
+def test_named_device_is_used() -> None:
+    assert resolve_device("cuda:3") == "cuda:3"
+    assert resolve_device("auto") in ("cpu", "cuda")

@@ -1,6 +1,7 @@
-"""Who may import whom: the table of docs/architecture.md, read from the source and enforced.
+"""Which package may import which: the table of docs/architecture.md, enforced on the source.
 
-The control tower never imports torch, nobody but config reads the environment, nothing pickles or evaluates.
+Also enforced: only compute packages import torch, only config reads the environment, only cli
+imports bloomery.tools, and nothing unpickles or evaluates.
 """
 
 from __future__ import annotations
@@ -15,46 +16,48 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "bloomery"
 FILES = sorted(SOURCE.rglob("*.py"))
-COMPUTE = {
-    "native",
+# Packages that may import torch and triton.
+COMPUTE_PACKAGES = {
+    "attention",
+    "cli",
+    "executors",
+    "fusion",
     "kernels",
+    "layers",
+    "llm",
+    "models",
+    "native",
     "parallel",
     "quant",
-    "attention",
-    "layers",
-    "models",
     "runtime",
-    "executors",
-    "cli",
-    "llm",
-    "profile",
+    "tools",
 }
+UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+UNSAFE_CALLS = {"eval", "exec", "torch.load", "compile", "__import__"}
 
 
-def table() -> dict[str, set[str]]:
-    """package -> packages it may import, from the architecture page."""
-    rows: dict[str, set[str]] = {}
+def read_table() -> dict[str, set[str]]:
+    """Package -> packages it may import, from the table of the architecture page."""
+    allowed: dict[str, set[str]] = {}
     for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
-        found = re.fullmatch(r"\| ([\w, ]+) \| (.+) \|", line)
-        if found and "may import" not in line:
-            for package in found[1].split(", "):
-                rows[package] = set(re.findall(r"\w+", found[2])) | {package}
-    return rows
-
-
-TABLE = table()
-PACKAGES = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in FILES} - {
-    "__init__",
-    "__main__",
-}
+        row = re.fullmatch(r"\| ([\w, ]+) \| (.+) \|", line)
+        if row is None or "may import" in line:
+            continue
+        for package in row[1].split(", "):
+            allowed[package] = set(re.findall(r"\w+", row[2])) | {package}
+    return allowed
 
 
 def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Every module imported, at the top or inside a function."""
+ALLOWED_IMPORTS = read_table()
+PACKAGES = {package_of(path) for path in FILES} - {"__init__", "__main__"}
+
+
+def find_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and module of every import, at the top or inside a function."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -66,45 +69,54 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.module or ""
 
 
-def test_every_package_stands_in_the_table() -> None:
-    assert TABLE.keys() >= PACKAGES, f"not in docs/architecture.md: {PACKAGES - TABLE.keys()}"
+def may_import(package: str, target: str) -> bool:
+    if target == "tools":
+        return package in ("cli", "tools")
+    return target in ALLOWED_IMPORTS[package] or "all" in ALLOWED_IMPORTS[package]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def relative_name(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+def test_every_package_is_in_the_table() -> None:
+    missing = PACKAGES - ALLOWED_IMPORTS.keys()
+    assert not missing, f"not in docs/architecture.md: {missing}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative_name)
 def test_imports_follow_the_table(path: Path) -> None:
     package = package_of(path)
     if package in ("__init__", "__main__"):
         return
-    for line, module in imports(path):
+    for line, module in find_imports(path):
         where = f"{path.relative_to(ROOT)}:{line}"
         root, *rest = module.split(".")
         if root == "bloomery":
             target = rest[0] if rest else "__init__"
             if target == "__version__":
                 continue
-            assert target in TABLE[package] or "all" in TABLE[package], (
-                f"{where}: {package} may not import {target}"
-            )
+            assert may_import(package, target), f"{where}: {package} may not import {target}"
         elif root in ("torch", "triton"):
-            assert package in COMPUTE, (
-                f"{where}: {package} is in the control tower and may not import {root}"
-            )
+            assert package in COMPUTE_PACKAGES, f"{where}: {package} may not import {root}"
         else:
             assert root != "transformers", f"{where}: transformers is for tests"
-            assert root not in ("pickle", "marshal", "shelve", "dill", "cloudpickle"), (
-                f"{where}: {root} runs what it reads"
-            )
+            assert root not in UNSAFE_MODULES, f"{where}: {root} runs what it reads"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_cli_imports_tools_only_when_a_command_needs_them() -> None:
+    tree = ast.parse((SOURCE / "cli.py").read_text())
+    modules = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert not [module for module in modules if module.startswith("bloomery.tools")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative_name)
 def test_nothing_evaluates_unpickles_or_reads_the_environment(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            assert called not in ("eval", "exec", "torch.load", "compile", "__import__"), (
-                f"{where}: {called}"
-            )
+            assert called not in UNSAFE_CALLS, f"{where}: {called}"
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv"):
             assert path.name == "config.py", f"{where}: only config reads the environment"
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):

@@ -1,4 +1,4 @@
-"""What may be asked: every bad value is refused by name, every good one becomes the right requests."""
+"""SamplingParams: invalid values are refused by name, valid ones become engine requests."""
 
 import math
 
@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.errors import InvalidRequest, PromptTooLong
-from bloomery.sampling import SamplingParams, child_seed, choose, requests
+from bloomery.sampling import SamplingParams, build_requests, select_best, sequence_seed
 
 NOT_NUMBERS = [math.nan, math.inf, -math.inf, "0.5", None, True, [1.0], 1j, 10**400]
-NOT_WHOLE = [1.5, "2", True, [1], math.nan, 10**400, 10**5000]
+NOT_INTEGERS = [1.5, "2", True, [1], math.nan, 10**400, 10**5000]
 
-BAD = {
+INVALID_VALUES = {
     "temperature": [*NOT_NUMBERS, -0.1],
     "top_p": [*NOT_NUMBERS, 0, 0.0, 1.01, -0.5],
     "min_p": [*NOT_NUMBERS, -0.1, 1.01],
@@ -22,15 +22,15 @@ BAD = {
     "presence_penalty": [*NOT_NUMBERS, -2.1, 2.5],
     "watermark_gamma": [*NOT_NUMBERS, 0, 1.5],
     "watermark_delta": [*NOT_NUMBERS, 1000],
-    "n": [*NOT_WHOLE, None, 0, -1, 10**9],
-    "best_of": [*NOT_WHOLE, 0, -1, 10**9],
-    "top_k": [*NOT_WHOLE, None, -5],
-    "seed": [*NOT_WHOLE, -1, 2**64],
-    "min_tokens": [*NOT_WHOLE, None, -1],
-    "max_tokens": [*NOT_WHOLE, 0, -1, 10**12],
-    "logprobs": [*NOT_WHOLE, -1],
-    "prompt_logprobs": [*NOT_WHOLE, -1],
-    "truncate_prompt_tokens": [*NOT_WHOLE, 0, -1],
+    "n": [*NOT_INTEGERS, None, 0, -1, 10**9],
+    "best_of": [*NOT_INTEGERS, 0, -1, 10**9],
+    "top_k": [*NOT_INTEGERS, None, -5],
+    "seed": [*NOT_INTEGERS, -1, 2**64],
+    "min_tokens": [*NOT_INTEGERS, None, -1],
+    "max_tokens": [*NOT_INTEGERS, 0, -1, 10**12],
+    "logprobs": [*NOT_INTEGERS, -1],
+    "prompt_logprobs": [*NOT_INTEGERS, -1],
+    "truncate_prompt_tokens": [*NOT_INTEGERS, 0, -1],
     "stop": ["", [""], ["a", 5], 5, {"a"}, ["a", None]],
     "bad_words": ["text", [""], [5]],
     "stop_token_ids": [5, "5", [1.5], [True], ["5"]],
@@ -44,18 +44,18 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_values_are_refused_by_name(name):
-    for value in BAD[name]:
-        with pytest.raises(InvalidRequest) as refusal:
+@pytest.mark.parametrize("name", INVALID_VALUES)
+def test_invalid_values_are_refused_by_name(name):
+    for value in INVALID_VALUES[name]:
+        with pytest.raises(InvalidRequest) as caught:
             SamplingParams(**{name: value})
-        assert refusal.value.field == name
-        assert refusal.value.status == 400
-        assert str(refusal.value).startswith(f"{name} must be ")
-        assert len(str(refusal.value)) < 300
+        assert caught.value.field == name
+        assert caught.value.status == 400
+        assert str(caught.value).startswith(f"{name} must be ")
+        assert len(str(caught.value)) < 300
 
 
-def test_a_refusal_reads_well():
+def test_error_messages():
     with pytest.raises(
         InvalidRequest, match=r"^top_p must be above 0 and at most 1 \(1 turns it off\), not 1.01$"
     ):
@@ -74,7 +74,7 @@ def test_a_refusal_reads_well():
         SamplingParams(temperature="x" * 10**6)
 
 
-def test_good_values():
+def test_valid_values_are_accepted():
     SamplingParams()
     SamplingParams(
         temperature=0,
@@ -92,45 +92,45 @@ def test_good_values():
     assert SamplingParams(stop="end").stop_strings == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
     assert SamplingParams().stop_strings == ()
-    assert SamplingParams(n=2).children == 2
-    assert SamplingParams(n=2, best_of=5).children == 5
+    assert SamplingParams(n=2).num_sequences == 2
+    assert SamplingParams(n=2, best_of=5).num_sequences == 5
 
 
-def test_values_that_do_not_go_together():
+def test_contradictory_values_are_refused():
     for field, values in {
         "best_of": {"n": 2, "best_of": 1},
         "min_tokens": {"min_tokens": 20, "max_tokens": 10},
         "stop": {"stop": "x", "detokenize": False},
     }.items():
-        with pytest.raises(InvalidRequest) as refusal:
+        with pytest.raises(InvalidRequest) as caught:
             SamplingParams(**values)
-        assert refusal.value.field == field
+        assert caught.value.field == field
 
 
-# ---- requests -------------------------------------------------------------------------------------------
+# ---- engine requests -----------------------------------------------------------------------
 
 
-def made(params: SamplingParams, prompt=(1, 2, 3), **overrides):
+def requests_for(params: SamplingParams, prompt=(1, 2, 3), **overrides):
     values = {
         "id": "r",
         "entropy": 77,
-        "vocab": 100,
-        "max_length": 50,
+        "vocab_size": 100,
+        "max_model_len": 50,
         "eos_ids": (9, 8),
     } | overrides
-    return requests(params, prompt, **values)
+    return build_requests(params, prompt, **values)
 
 
-def refused(field: str, params: SamplingParams, prompt=(1, 2, 3), **overrides) -> str:
-    with pytest.raises(InvalidRequest) as refusal:
-        made(params, prompt, **overrides)
-    assert refusal.value.field == field
-    return str(refusal.value)
+def check_refused(field: str, params: SamplingParams, prompt=(1, 2, 3), **overrides) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        requests_for(params, prompt, **overrides)
+    assert caught.value.field == field
+    return str(caught.value)
 
 
-def test_defaults():
-    (request,) = made(SamplingParams(), salt="tenant")
-    assert (request.id, request.prompt, request.max_tokens, request.salt) == (
+def test_default_request():
+    (request,) = requests_for(SamplingParams(), cache_salt="tenant")
+    assert (request.id, request.prompt, request.max_tokens, request.cache_salt) == (
         "r",
         (1, 2, 3),
         16,
@@ -142,7 +142,7 @@ def test_defaults():
     assert (request.sampling.logprobs, request.sampling.watermark) == (None, None)
 
 
-def test_every_value_arrives():
+def test_every_value_reaches_the_request():
     params = SamplingParams(
         temperature=1,
         top_k=-1,
@@ -162,7 +162,7 @@ def test_every_value_arrives():
         watermark_gamma=0.25,
         watermark_delta=3,
     )
-    (request,) = made(params)
+    (request,) = requests_for(params)
     s = request.sampling
     assert (s.temperature, s.top_k, s.top_p, s.min_p, s.typical_p) == (1.0, 0, 0.9, 0.1, 0.5)
     assert (s.repetition_penalty, s.frequency_penalty, s.presence_penalty) == (2.0, 1.0, -1.0)
@@ -183,107 +183,110 @@ def test_every_value_arrives():
     ("top_k", "resolved"), [(0, 0), (-1, 0), (1, 1), (99, 99), (100, 0), (2**31 - 1, 0)]
 )
 def test_top_k_is_off_when_it_excludes_nothing(top_k, resolved):
-    assert made(SamplingParams(top_k=top_k))[0].sampling.top_k == resolved
+    assert requests_for(SamplingParams(top_k=top_k))[0].sampling.top_k == resolved
 
 
-def test_stop_ids():
-    assert made(SamplingParams(stop_token_ids=[5, 9, 5]))[0].stop_ids == (9, 8, 5)
-    assert made(SamplingParams(stop_token_ids=[5], ignore_eos=True))[0].stop_ids == (5,)
-    assert made(SamplingParams(ignore_eos=True))[0].stop_ids == ()
+def test_stop_ids_are_eos_ids_and_stop_token_ids():
+    assert requests_for(SamplingParams(stop_token_ids=[5, 9, 5]))[0].stop_ids == (9, 8, 5)
+    assert requests_for(SamplingParams(stop_token_ids=[5], ignore_eos=True))[0].stop_ids == (5,)
+    assert requests_for(SamplingParams(ignore_eos=True))[0].stop_ids == ()
 
 
-def test_children_and_their_seeds():
-    children = made(SamplingParams(n=4, seed=5, prompt_logprobs=1))
-    assert [child.id for child in children] == ["r-0", "r-1", "r-2", "r-3"]
-    assert [child.sampling.seed for child in children] == [child_seed(5, i) for i in range(4)]
-    assert children[0].sampling.seed == 5
-    assert len({child.sampling.seed for child in children}) == 4
-    assert [child.sampling.prompt_logprobs for child in children] == [1, None, None, None]
-    assert [c.sampling.seed for c in made(SamplingParams(n=2))] == [77, child_seed(77, 1)]
-    assert len(made(SamplingParams(n=3, temperature=0.0))) == 3
+def test_n_sequences_have_their_own_ids_and_seeds():
+    requests = requests_for(SamplingParams(n=4, seed=5, prompt_logprobs=1))
+    assert [request.id for request in requests] == ["r-0", "r-1", "r-2", "r-3"]
+    seeds = [request.sampling.seed for request in requests]
+    assert seeds == [sequence_seed(5, index) for index in range(4)]
+    assert seeds[0] == 5
+    assert len(set(seeds)) == 4
+    assert [request.sampling.prompt_logprobs for request in requests] == [1, None, None, None]
+    seeds = [request.sampling.seed for request in requests_for(SamplingParams(n=2))]
+    assert seeds == [77, sequence_seed(77, 1)]
+    assert len(requests_for(SamplingParams(n=3, temperature=0.0))) == 3
 
 
-def test_child_seeds_never_change():
-    assert (
-        child_seed(0, 1) == 0xE220A8397B1DCDAF
-    )  # the published first output of splitmix64 from state 0
-    assert child_seed(0, 2) == 0x6E789E6AA1B965F4
+def test_sequence_seeds_are_those_of_splitmix64():
+    # The published first outputs of splitmix64 from state 0.
+    assert sequence_seed(0, 1) == 0xE220A8397B1DCDAF
+    assert sequence_seed(0, 2) == 0x6E789E6AA1B965F4
 
 
 @given(st.integers(0, 2**64 - 1))
-def test_child_seeds_differ(seed):
-    seeds = [child_seed(seed, child) for child in range(128)]
+def test_sequence_seeds_differ(seed):
+    seeds = [sequence_seed(seed, index) for index in range(128)]
     assert len(set(seeds)) == 128
     assert all(0 <= s < 2**64 for s in seeds)
 
 
-def test_best_of_needs_logprobs_to_compare():
-    assert [c.sampling.logprobs for c in made(SamplingParams(n=1, best_of=3))] == [0, 0, 0]
-    assert made(SamplingParams(n=1, best_of=2, logprobs=5))[1].sampling.logprobs == 5
-    assert made(SamplingParams(n=2, best_of=2))[0].sampling.logprobs is None
-    assert choose([-5.0, -1.0, -3.0, -1.0], 3) == [1, 3, 2]
-    assert choose([-5.0], 1) == [0]
+def test_best_of_asks_for_logprobs_to_compare():
+    assert [c.sampling.logprobs for c in requests_for(SamplingParams(n=1, best_of=3))] == [0, 0, 0]
+    assert requests_for(SamplingParams(n=1, best_of=2, logprobs=5))[1].sampling.logprobs == 5
+    assert requests_for(SamplingParams(n=2, best_of=2))[0].sampling.logprobs is None
+    assert select_best([-5.0, -1.0, -3.0, -1.0], 3) == [1, 3, 2]
+    assert select_best([-5.0], 1) == [0]
 
 
-def test_room():
-    assert made(SamplingParams(max_tokens=100))[0].max_tokens == 47
-    assert made(SamplingParams(max_tokens=None))[0].max_tokens == 47
-    assert made(SamplingParams(max_tokens=47))[0].max_tokens == 47
-    assert made(SamplingParams(max_tokens=5), [1] * 49)[0].max_tokens == 1
+def test_max_tokens_is_cut_to_the_context():
+    assert requests_for(SamplingParams(max_tokens=100))[0].max_tokens == 47
+    assert requests_for(SamplingParams(max_tokens=None))[0].max_tokens == 47
+    assert requests_for(SamplingParams(max_tokens=47))[0].max_tokens == 47
+    assert requests_for(SamplingParams(max_tokens=5), [1] * 49)[0].max_tokens == 1
     for length in (50, 51, 500):
         with pytest.raises(
             PromptTooLong, match=f"{length} tokens, but at most 49 fit: the context holds 50"
         ):
-            made(SamplingParams(), [1] * length)
+            requests_for(SamplingParams(), [1] * length)
 
 
-def test_truncation_keeps_the_end():
-    assert made(SamplingParams(truncate_prompt_tokens=2))[0].prompt == (2, 3)
-    assert made(SamplingParams(truncate_prompt_tokens=10))[0].prompt == (1, 2, 3)
-    assert made(SamplingParams(truncate_prompt_tokens=49), list(range(100)))[0].prompt == tuple(
-        range(51, 100)
-    )
+def test_truncation_keeps_the_end_of_the_prompt():
+    assert requests_for(SamplingParams(truncate_prompt_tokens=2))[0].prompt == (2, 3)
+    assert requests_for(SamplingParams(truncate_prompt_tokens=10))[0].prompt == (1, 2, 3)
+    assert requests_for(SamplingParams(truncate_prompt_tokens=49), list(range(100)))[
+        0
+    ].prompt == tuple(range(51, 100))
     with pytest.raises(PromptTooLong):
-        made(SamplingParams(truncate_prompt_tokens=50), list(range(100)))
+        requests_for(SamplingParams(truncate_prompt_tokens=50), list(range(100)))
 
 
-def test_bad_prompts():
-    assert "no tokens" in refused("prompt", SamplingParams(), [])
+def test_invalid_prompts_are_refused():
+    assert "no tokens" in check_refused("prompt", SamplingParams(), [])
     for token in (-1, 100, 2**63, 1.5, True, None, "a", 10**5000):
-        assert "at index 2;" in refused("prompt", SamplingParams(), [1, 2, token])
+        assert "at index 2;" in check_refused("prompt", SamplingParams(), [1, 2, token])
 
 
-def test_ids_outside_the_vocabulary():
-    assert "100 at index 1" in refused("stop_token_ids", SamplingParams(stop_token_ids=[1, 100]))
-    refused("allowed_token_ids", SamplingParams(allowed_token_ids=[-1]))
-    refused("logit_bias", SamplingParams(logit_bias={100: 1.0}))
-    refused("logprobs", SamplingParams(logprobs=101))
-    refused("prompt_logprobs", SamplingParams(prompt_logprobs=101))
-    assert made(SamplingParams(logprobs=100))[0].sampling.logprobs == 100
+def test_ids_outside_the_vocabulary_are_refused():
+    assert "100 at index 1" in check_refused(
+        "stop_token_ids", SamplingParams(stop_token_ids=[1, 100])
+    )
+    check_refused("allowed_token_ids", SamplingParams(allowed_token_ids=[-1]))
+    check_refused("logit_bias", SamplingParams(logit_bias={100: 1.0}))
+    check_refused("logprobs", SamplingParams(logprobs=101))
+    check_refused("prompt_logprobs", SamplingParams(prompt_logprobs=101))
+    assert requests_for(SamplingParams(logprobs=100))[0].sampling.logprobs == 100
 
 
-def letters(text: str) -> list[int]:
+def encode_letters(text: str) -> list[int]:
     return [ord(character) - 32 for character in text]
 
 
-def test_bad_words_with_and_without_a_space():
-    words = made(SamplingParams(bad_words=["ab", " c"]), encode=letters)[0].sampling.bad_words
+def test_bad_words_are_encoded_with_and_without_a_space():
+    words = requests_for(SamplingParams(bad_words=["ab", " c"]), encode=encode_letters)[
+        0
+    ].sampling.bad_words
     assert words == ((65, 66), (0, 65, 66), (67,), (0, 67))
-    assert made(SamplingParams(bad_words=["a"]), encode=lambda text: [7])[0].sampling.bad_words == (
-        (7,),
-    )
-    assert (
-        made(SamplingParams(bad_words=["a"]), encode=lambda text: [7, 100])[0].sampling.bad_words
-        == ()
-    )
-    assert "tokenizer" in refused("bad_words", SamplingParams(bad_words=["a"]))
+    params = SamplingParams(bad_words=["a"])
+    assert requests_for(params, encode=lambda text: [7])[0].sampling.bad_words == ((7,),)
+    assert requests_for(params, encode=lambda text: [7, 100])[0].sampling.bad_words == ()
+    assert "tokenizer" in check_refused("bad_words", SamplingParams(bad_words=["a"]))
 
 
-def test_something_must_remain():
-    refused("allowed_token_ids", SamplingParams(allowed_token_ids=[9, 8], min_tokens=1))
-    refused(
-        "allowed_token_ids", SamplingParams(allowed_token_ids=[65], bad_words=["a"]), encode=letters
+def test_at_least_one_token_must_remain_allowed():
+    check_refused("allowed_token_ids", SamplingParams(allowed_token_ids=[9, 8], min_tokens=1))
+    check_refused(
+        "allowed_token_ids",
+        SamplingParams(allowed_token_ids=[65], bad_words=["a"]),
+        encode=encode_letters,
     )
-    made(SamplingParams(allowed_token_ids=[9, 8, 7], min_tokens=1))
-    made(SamplingParams(allowed_token_ids=[9, 8]))
-    made(SamplingParams(allowed_token_ids=[65], bad_words=["aa"]), encode=letters)
+    requests_for(SamplingParams(allowed_token_ids=[9, 8, 7], min_tokens=1))
+    requests_for(SamplingParams(allowed_token_ids=[9, 8]))
+    requests_for(SamplingParams(allowed_token_ids=[65], bad_words=["aa"]), encode=encode_letters)

@@ -1,4 +1,4 @@
-"""Waiting for what must come about. The limit is so long that only what never comes reaches it, on any machine."""
+"""Waits for conditions in tests. The time limit is long enough for the slowest machine."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import asyncio
 import time
 from collections.abc import Callable
 
-LONG = 90.0  # seconds
+WAIT_SECONDS = 90.0  # only a condition that never becomes true takes this long
 
 
-def until(true: Callable[[], object], seconds: float = LONG) -> bool:
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
+def wait_until(condition: Callable[[], object], seconds: float = WAIT_SECONDS) -> bool:
+    """Wait until the condition is true, and return whether it is."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
-    return bool(true())
+    return bool(condition())
 
 
-async def eventually(true: Callable[[], object], seconds: float = LONG) -> bool:
-    """The same, while an event loop goes on."""
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
+async def wait_until_async(condition: Callable[[], object], seconds: float = WAIT_SECONDS) -> bool:
+    """Do the same without blocking the event loop."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
-    return bool(true())
+    return bool(condition())

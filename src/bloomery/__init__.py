@@ -7,7 +7,7 @@ __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The offline API, imported when first asked for: a part of the package must not drag in the whole."""
+    """Import the offline API on first use, so that submodules can be imported without it."""
     if name == "SamplingParams":
         from bloomery.sampling import SamplingParams
 

@@ -1,4 +1,4 @@
-"""`python -m bloomery` is `bloomery`."""
+"""Runs the `bloomery` command line as `python -m bloomery`."""
 
 import sys
 

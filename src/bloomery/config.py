@@ -1,7 +1,10 @@
-"""One configuration: a frozen Config of wishes, resolved once into a frozen Plan of facts.
+"""Configuration: what the user asked for (EngineConfig) and what will run (EnginePlan).
 
-Command-line flags, BLOOMERY_* variables and the keyword arguments of the offline API are all derived from the
-fields below. This is the only file that reads the environment.
+Command-line flags, BLOOMERY_* environment variables and keyword arguments of the offline `LLM` are
+all derived from the dataclass fields below, so an option is declared once. `resolve_plan` replaces
+every default by a value and returns an immutable EnginePlan.
+
+This is the only module that reads the process environment. It must not import torch.
 """
 
 from __future__ import annotations
@@ -21,35 +24,51 @@ from typing import Any
 from bloomery.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-QUANTIZE = ("auto", "int8", "int4", "int4-64", "int3", "int2", "nf4", "fp4", "fp8", "w8a8")
+QUANTIZATIONS = ("auto", "int8", "int4", "int4-64", "int3", "int2", "nf4", "fp4", "fp8", "w8a8")
 LOAD_FORMATS = ("auto", "dummy")
 EXECUTORS = ("auto", "ray")
 KV_CACHE_DTYPES = ("auto", "model", "fp8", "int8")
 POLICIES = ("auto", "fair", "fcfs")
 LOG_FORMATS = ("auto", "human", "json")
-PREFIX = "BLOOMERY_"
-TRUE = ("1", "true", "yes", "on")
-FALSE = ("0", "false", "no", "off")
-# Set by Nsight Systems and Compute, by torch's profiler when driven from outside, and by samplers of Python.
-PROFILERS = (
+
+ENVIRONMENT_PREFIX = "BLOOMERY_"
+TRUE_WORDS = ("1", "true", "yes", "on")
+FALSE_WORDS = ("0", "false", "no", "off")
+SECRET_VARIABLES = (f"{ENVIRONMENT_PREFIX}API_KEY", "API_KEY")
+
+# Environment variables set by Nsight Systems, Nsight Compute, torch's Kineto daemon and VizTracer.
+PROFILER_VARIABLES = (
     "NSYS_PROFILING_SESSION_ID",
     "CUDA_INJECTION64_PATH",
     "KINETO_USE_DAEMON",
     "VIZTRACER_ENABLED",
 )
+NUM_MONITORING_TOOLS = 6  # tool ids that sys.monitoring has
+
+
+# ---- options -------------------------------------------------------------------------------------
 
 
 def option(
-    default: Any, help: str, group: str, choices: tuple[str, ...] | None = None, kind: Any = None
+    default: Any,
+    help: str,
+    group: str,
+    choices: tuple[str, ...] | None = None,
+    kind: Any = None,
+    alias: str | None = None,
 ) -> Any:
-    """A field that is also a flag and a variable."""
-    kind = kind or (type(default) if default is not None else str)
-    return dataclasses.field(
-        default=default, metadata={"help": help, "group": group, "choices": choices, "kind": kind}
-    )
+    """Declare a dataclass field that is also a command-line flag and an environment variable.
+
+    `group` is its heading in the help text, `kind` the type of its value, `alias` a second flag.
+    """
+    if kind is None:
+        kind = str if default is None else type(default)
+    metadata = {"help": help, "group": group, "choices": choices, "kind": kind, "alias": alias}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def check(config: Any) -> None:
+def check_values(config: Any) -> None:
+    """Raise ConfigError for a value that is not among the choices, or a number that is not > 0."""
     for field in dataclasses.fields(config):
         if not field.metadata:
             continue
@@ -57,12 +76,15 @@ def check(config: Any) -> None:
         choices = field.metadata["choices"]
         if choices and value not in choices:
             raise ConfigError(f"{field.name} {value!r} is not one of {', '.join(choices)}")
-        if field.metadata["kind"] in (int, float) and value is not None and not value > 0:
+        is_number = field.metadata["kind"] in (int, float)
+        if is_number and value is not None and not value > 0:
             raise ConfigError(f"{field.name} must be positive, not {value!r}")
 
 
 @dataclass(frozen=True)
-class Config:
+class EngineConfig:
+    """Options of the model and the engine, as the user gave them."""
+
     model: str | None = None  # the positional argument of every command
     revision: str | None = option(None, "branch, tag or commit of a Hub model", "Model")
     dtype: str = option(
@@ -71,262 +93,323 @@ class Config:
         "Model",
         DTYPES,
     )
-    quantize: str = option(
+    quantization: str = option(
         "auto",
-        "round the products of any checkpoint to fewer bits while loading; auto: as stored",
+        "quantize the linear layers of any checkpoint while loading; auto: as stored",
         "Model",
-        QUANTIZE,
+        QUANTIZATIONS,
     )
     load_format: str = option(
-        "auto", "dummy: random weights of the right shapes, no file read", "Model", LOAD_FORMATS
+        "auto",
+        "dummy: random weights of the right shapes, no weight file is read",
+        "Model",
+        LOAD_FORMATS,
     )
     max_model_len: int | None = option(
         None,
-        "longest prompt plus answer, in tokens; default: what the model and memory allow",
+        "longest prompt plus output, in tokens; default: what the model and memory allow",
         "Model",
         kind=int,
     )
     device: str = option("auto", "cpu, cuda, cuda:1; auto: a GPU if there is one", "Hardware")
     threads: int | None = option(
-        None, "CPU threads of the model, or of each rank; default: one a core", "Hardware", kind=int
+        None,
+        "CPU threads of the model, or of each rank; default: one per physical core",
+        "Hardware",
+        kind=int,
     )
-    native: bool = option(
+    cpu_kernels: bool = option(
         True,
-        "CPU kernels compiled on this machine; without: torch alone, and GGUF's blocks expanded",
+        "use CPU kernels compiled on this machine; without them torch alone computes, "
+        "and GGUF weights are dequantized",
         "Hardware",
     )
-    memory: float = option(0.9, "share of the GPU's memory to use", "Hardware")
+    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory to use", "Hardware")
     cuda_graphs: bool = option(True, "capture decode steps as CUDA graphs", "Hardware")
-    tp: int = option(
-        1, "ranks that share every layer (tensor parallel): shorter steps, much traffic", "Hardware"
+    tensor_parallel_size: int = option(
+        1,
+        "tensor parallel ranks, which share every layer: shorter steps, much communication",
+        "Hardware",
+        alias="--tp",
     )
-    pp: int = option(
-        1, "stages of layers (pipeline parallel): more steps at once, little traffic", "Hardware"
+    pipeline_parallel_size: int = option(
+        1,
+        "pipeline stages, which share the list of layers: more steps at once, little communication",
+        "Hardware",
+        alias="--pp",
     )
     executor: str = option(
         "auto",
-        "where ranks live: processes of this machine, or actors of a Ray cluster; auto: here",
+        "where ranks run: processes of this machine (auto), or actors of a Ray cluster (ray)",
         "Hardware",
         EXECUTORS,
     )
     interface: str | None = option(
         None,
-        "network interface by which ranks of several machines talk; default: that of Ray's address",
+        "network interface for communication between machines; default: that of Ray's address",
         "Hardware",
     )
     kv_cache_gib: float | None = option(
         None,
-        "memory for keys and values, in GiB; default: the rest (GPU), 8,192 positions or one longest sequence (CPU)",
+        "size of the KV cache in GiB; default: the rest of the memory (GPU), "
+        "8,192 positions or one sequence of max_model_len (CPU)",
         "Hardware",
         kind=float,
     )
     kv_cache_dtype: str = option(
         "auto",
-        "keys and values in 8 bits, a scale a head; model: as dtype; auto: that, float16 beside GGUF weights on a CPU",
+        "fp8 and int8: 8 bits and one scale per head; model: same as dtype; "
+        "auto: same as dtype, but float16 for GGUF weights on a CPU",
         "Hardware",
         KV_CACHE_DTYPES,
     )
     max_num_seqs: int | None = option(
-        None, "sequences in one step; default: 272 on a GPU, 64 on a CPU", "Batching", kind=int
+        None, "most sequences in one step; default: 272 on a GPU, 64 on a CPU", "Batching", kind=int
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "positions computed in one step, longer prompts go in chunks; default: 8192 on a GPU, 512 on a CPU",
+        "most tokens computed in one step; longer prompts are prefilled in chunks; "
+        "default: 8192 on a GPU, 512 on a CPU",
         "Batching",
         kind=int,
     )
     prefix_cache: bool = option(
-        True, "reuse the keys and values of prompts that begin alike", "Batching"
+        True, "reuse the KV cache of prompts that begin with the same tokens", "Batching"
     )
     deterministic: bool = option(
         False,
-        "the same tokens alone and in any batch, chunked, cached or replayed; costs speed",
+        "batch-invariant: the same tokens alone and in any batch, chunked or cached; slower",
         "Batching",
     )
     steps_in_flight: int | None = option(
         None,
-        "steps queued on the device; default: 2 on a GPU, and up to 8 short ones while no row can change; 1 on a CPU; "
-        "at least one a stage",
+        "steps queued on the device; default: 1 on a CPU, 2 on a GPU (up to 8 short ones while "
+        "the batch cannot change), at least one per pipeline stage",
         "Batching",
         kind=int,
     )
     policy: str = option(
         "auto",
-        "fair: short requests never wait for long ones; auto: fair, but fcfs for offline batches",
+        "scheduling policy; fair: short requests do not wait for long ones; fcfs: first come, "
+        "first served; auto: fair, but fcfs for offline batches",
         "Batching",
         POLICIES,
     )
     target_inter_token_ms: float | None = option(
         None,
-        "time between two tokens of a stream, aimed at while prompts are computed; default: by the measured step",
+        "inter-token latency (ITL) to aim at while prompts are prefilled; "
+        "default: derived from the measured step time",
         "Batching",
         kind=float,
     )
     short_request_ms: float | None = option(
         None,
-        "a request that takes no longer alone is short; default: 64 measured steps",
+        "a request that takes no longer than this alone counts as short; "
+        "default: 64 measured steps",
         "Batching",
         kind=float,
     )
     block_size: int | None = option(
         None,
-        "positions a block of the cache holds; default: 64 on a GPU, 16 on a CPU",
+        "tokens in one block of the KV cache; default: 64 on a GPU, 16 on a CPU",
         "Batching",
         kind=int,
     )
 
     def __post_init__(self) -> None:
-        check(self)
-        if self.memory > 1:
-            raise ConfigError(f"memory is a share of the device, at most 1, not {self.memory!r}")
+        check_values(self)
+        if self.gpu_memory_utilization > 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is a share of the device, at most 1, "
+                f"not {self.gpu_memory_utilization!r}"
+            )
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What `bloomery serve` needs beside the model. Lists are separated by commas."""
+    """Options of the HTTP server that `bloomery serve` starts. Lists are separated by commas."""
 
     host: str = option("127.0.0.1", "address to listen on; a public one needs an API key", "Server")
     port: int = option(8000, "port to listen on", "Server")
-    api_key: str | None = option(None, "keys that let clients in, or @FILE that has them", "Server")
+    api_key: str | None = option(None, "accepted API keys, or @FILE that lists them", "Server")
     served_model_name: str | None = option(
-        None, "names the model answers to; the first is the one it is listed under", "Server"
+        None, "names of the model in requests; the first is the one /v1/models lists", "Server"
     )
     allowed_hosts: str | None = option(
-        None, "names clients may call the server by, beside the local ones", "Server"
+        None, "accepted Host headers, besides the local names", "Server"
     )
-    cors_origins: str | None = option(None, "pages of other origins that may use the API", "Server")
-    open_metrics: bool = option(False, "/metrics without a key", "Server")
+    cors_origins: str | None = option(None, "other origins whose pages may use the API", "Server")
+    open_metrics: bool = option(False, "serve /metrics without a key", "Server")
     log_format: str = option(
         "auto",
-        "one line a request: for people, or as JSON; auto: JSON unless on a terminal",
+        "one log line per request, for people or as JSON; auto: JSON unless on a terminal",
         "Server",
         LOG_FORMATS,
     )
     limits: str | None = option(
-        None, "what clients may ask for, as name=value; GET /info lists all names", "Server"
+        None, "limits on requests, as name=value; GET /info lists all names", "Server"
     )
     otlp_endpoint: str | None = option(
         None,
         "where traces go, by OpenTelemetry's HTTP protocol; needs pip install 'bloomery[otel]'",
         "Server",
     )
-    otlp_service_name: str = option("bloomery", "what traces call this server", "Server")
-    replicas: int = option(1, "engines behind this one door, each with the whole model", "Server")
+    otlp_service_name: str = option("bloomery", "name of this server in traces", "Server")
+    replicas: int = option(1, "engines behind this server, each with the whole model", "Server")
     drain_seconds: float = option(
-        30.0, "how long running answers may go on after a signal to stop", "Server"
+        30.0, "how long running requests may continue after a signal to stop", "Server"
     )
 
     def __post_init__(self) -> None:
-        check(self)
-        if not is_local(self.host) and not self.api_key:
+        check_values(self)
+        if not is_local_host(self.host) and not self.api_key:
             raise ConfigError(
-                f"host {self.host} can be reached from other machines, and there is no API key: anybody could use this "
-                "server. Set --api-key (or BLOOMERY_API_KEY), or listen on 127.0.0.1"
+                f"host {self.host} can be reached from other machines, and there is no API key: "
+                "anybody could use this server. Set --api-key (or BLOOMERY_API_KEY), or listen "
+                "on 127.0.0.1"
             )
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """The API keys; from a file, one a line, where its name stands behind an @: nobody can read that in a process
-        list."""
-        found: list[str] = []
-        for item in self.items(self.api_key):
+    def api_keys(self) -> tuple[str, ...]:
+        """The accepted API keys.
+
+        An entry @FILE stands for the words of that file, which keeps keys out of process lists.
+        """
+        keys: list[str] = []
+        for entry in self.split_list(self.api_key):
+            if not entry.startswith("@"):
+                keys.append(entry)
+                continue
+            path = entry[1:]
             try:
-                found += Path(item[1:]).read_text().split() if item.startswith("@") else [item]
+                keys += Path(path).read_text().split()
             except OSError as error:
-                raise ConfigError(f"api_key: {item[1:]} cannot be read: {error.strerror}") from None
-        return tuple(found)
+                raise ConfigError(f"api_key: {path} cannot be read: {error.strerror}") from None
+        return tuple(keys)
 
     @staticmethod
-    def items(text: str | None) -> tuple[str, ...]:
-        return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+    def split_list(text: str | None) -> tuple[str, ...]:
+        """Split a comma-separated option into its non-empty entries."""
+        entries = (text or "").split(",")
+        return tuple(entry.strip() for entry in entries if entry.strip())
 
 
-def is_local(host: str) -> bool:
+def is_local_host(host: str) -> bool:
     return host in ("127.0.0.1", "localhost", "::1") or host.startswith("127.")
 
 
-Options = type[Config] | type[ServerConfig]
+ConfigClass = type[EngineConfig] | type[ServerConfig]
 
 
-def options(*of: Options) -> Iterator[dataclasses.Field[Any]]:
-    return (
-        field for kind in of or (Config,) for field in dataclasses.fields(kind) if field.metadata
-    )
+def option_fields(*config_classes: ConfigClass) -> Iterator[dataclasses.Field[Any]]:
+    """Yield the fields of these classes (default: EngineConfig) that are options."""
+    for config_class in config_classes or (EngineConfig,):
+        for field in dataclasses.fields(config_class):
+            if field.metadata:
+                yield field
 
 
-def from_environment(
-    environ: Mapping[str, str] | None = None, of: Options = Config
-) -> tuple[dict[str, Any], list[str]]:
-    """Values of BLOOMERY_* variables by field, and warnings about variables nobody reads."""
-    environ = os.environ if environ is None else environ
-    every = {PREFIX + field.name.upper(): field for field in options(Config, ServerConfig)}
-    known = {PREFIX + field.name.upper(): field for field in options(of)}
-    values: dict[str, Any] = {}
-    warnings = []
-    for variable in sorted(name for name in environ if name.startswith(PREFIX)):
-        if variable not in every:
-            near = difflib.get_close_matches(variable, every, 1)
-            warnings.append(
-                f"{variable} has no meaning" + (f"; did you mean {near[0]}?" if near else "")
-            )
-        elif variable in known:
-            field = known[variable]
-            values[field.name] = parse(field, environ[variable], variable)
-    return values, warnings
+def flag_name(field: dataclasses.Field[Any]) -> str:
+    return "--" + field.name.replace("_", "-")
 
 
-def variables() -> Mapping[str, str]:
-    """All there are: for the launcher, whose names are another project's."""
-    return os.environ
-
-
-def use_interface(name: str) -> None:
-    """What this process's communication libraries bind to and listen on; before they are first used."""
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
-
-
-def child_environment() -> dict[str, str]:
-    """What a process that we start inherits: everything but secrets, which it has no use for."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in (f"{PREFIX}API_KEY", "API_KEY")
-    }
-
-
-def parse(field: dataclasses.Field[Any], text: str, name: str) -> Any:
+def parse_option(field: dataclasses.Field[Any], text: str, name: str) -> Any:
+    """Convert the text of a flag or variable to the field's type; `name` is for the error."""
     kind = field.metadata["kind"]
     if kind is bool:
-        if text.lower() not in (*TRUE, *FALSE):
+        if text.lower() not in (*TRUE_WORDS, *FALSE_WORDS):
             raise ConfigError(f"{name} must be true or false, not {text!r}")
-        return text.lower() in TRUE
+        return text.lower() in TRUE_WORDS
     try:
         return kind(text)
     except ValueError:
-        raise ConfigError(
-            f"{name} must be {'a whole number' if kind is int else 'a number'}, not {text!r}"
-        ) from None
+        wanted = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{name} must be {wanted}, not {text!r}") from None
 
 
-def at_least(least: int | float) -> Callable[[str], Any]:
-    """Of a flag that is no option: a number of that kind, no smaller and not without end."""
-    kind = type(least)
+# ---- environment ---------------------------------------------------------------------------------
 
-    def number(text: str) -> int | float:
+
+def read_environment(
+    environ: Mapping[str, str] | None = None, of: ConfigClass = EngineConfig
+) -> tuple[dict[str, Any], list[str]]:
+    """Read BLOOMERY_* variables.
+
+    Returns the values of the fields of class `of`, and warnings about variables that match no
+    option at all.
+    """
+    environ = os.environ if environ is None else environ
+    all_fields = _fields_by_variable(EngineConfig, ServerConfig)
+    wanted_fields = _fields_by_variable(of)
+    values: dict[str, Any] = {}
+    warnings = []
+    for variable in sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX)):
+        if variable not in all_fields:
+            closest = difflib.get_close_matches(variable, all_fields, 1)
+            suggestion = f"; did you mean {closest[0]}?" if closest else ""
+            warnings.append(f"{variable} has no meaning{suggestion}")
+        elif variable in wanted_fields:
+            field = wanted_fields[variable]
+            values[field.name] = parse_option(field, environ[variable], variable)
+    return values, warnings
+
+
+def _fields_by_variable(*config_classes: ConfigClass) -> dict[str, dataclasses.Field[Any]]:
+    fields = option_fields(*config_classes)
+    return {ENVIRONMENT_PREFIX + field.name.upper(): field for field in fields}
+
+
+def process_environment() -> Mapping[str, str]:
+    """All environment variables, for the launcher, which reads TGI's names."""
+    return os.environ
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for child processes: everything except API keys, which they do not need."""
+    return {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+
+
+def bind_network_interface(name: str) -> None:
+    """Make Gloo and NCCL use this network interface. Must run before either is initialized."""
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    os.environ["NCCL_SOCKET_IFNAME"] = name
+
+
+def active_profiler(environ: Mapping[str, str] | None = None) -> str | None:
+    """Name the profiler or tracer that slows this process down, or None."""
+    if sys.getprofile() is not None or sys.gettrace() is not None:
+        return "sys.setprofile or sys.settrace"
+    monitoring = getattr(sys, "monitoring", None)  # Python 3.12 and later; cProfile uses it
+    if monitoring is not None:
+        for tool_id in range(NUM_MONITORING_TOOLS):
+            if name := monitoring.get_tool(tool_id):
+                return str(name)
+    environ = os.environ if environ is None else environ
+    return next((name for name in PROFILER_VARIABLES if environ.get(name)), None)
+
+
+# ---- argument types for flags that are not options -----------------------------------------------
+
+
+def at_least(minimum: int | float) -> Callable[[str], Any]:
+    """An argparse type: a finite number of the type of `minimum`, and no smaller."""
+    number_type = type(minimum)
+
+    def parse_number(text: str) -> int | float:
         try:
-            value = kind(text)
+            value = number_type(text)
         except ValueError:
             value = -inf
-        if not least <= value < inf:
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least:g} upwards")
+        if not minimum <= value < inf:
+            wanted = "a whole number" if number_type is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted} from {minimum:g} upwards")
         return value
 
-    return number
+    return parse_number
 
 
-def destination(text: str) -> Path:
-    """Of a flag: where a file will be written; refused before the work whose result it is to hold."""
+def output_file(text: str) -> Path:
+    """An argparse type: a path that can be written. It is checked before the work starts."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
@@ -337,33 +420,32 @@ def destination(text: str) -> Path:
     return path
 
 
-def profiler(environ: Mapping[str, str] | None = None) -> str | None:
-    """What slows this process down by watching it, if anything does: in Python, or by a variable that it set."""
-    if sys.getprofile() is not None or sys.gettrace() is not None:
-        return "sys.setprofile or sys.settrace"
-    if watching := getattr(sys, "monitoring", None):  # from Python 3.12 on, and cProfile by it
-        for tool in range(6):
-            if name := watching.get_tool(tool):
-                return str(name)
-    environ = os.environ if environ is None else environ
-    return next((name for name in PROFILERS if environ.get(name)), None)
+# ---- hardware defaults ---------------------------------------------------------------------------
 
 
-def device(wish: str) -> str:
-    """`auto` is a GPU if the driver has one and torch was built for it."""
-    if wish != "auto":
-        return wish
+def resolve_device(device: str) -> str:
+    """Replace `auto` by cuda if the driver reports a GPU and torch has CUDA support, else cpu."""
+    if device != "auto":
+        return device
+    if count_gpus() > 0 and "+cpu" not in installed_torch_version():
+        return "cuda"
+    return "cpu"
+
+
+def count_gpus() -> int:
+    """Ask the CUDA driver for the number of GPUs, without importing torch."""
+    count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        count = ctypes.c_int(0)
-        found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+        failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     except (OSError, AttributeError):
-        return "cpu"
-    return "cuda" if found and count.value > 0 and "+cpu" not in torch_version() else "cpu"
+        return 0
+    return 0 if failed else count.value
 
 
-def torch_version() -> str:
-    from importlib import metadata  # which takes a while, and is seldom asked
+def installed_torch_version() -> str:
+    """The version of the installed torch package; "+cpu" when there is none."""
+    from importlib import metadata  # slow to import and seldom needed
 
     try:
         return metadata.version("torch")
@@ -371,105 +453,134 @@ def torch_version() -> str:
         return "+cpu"
 
 
-def cores() -> int:
-    """Physical cores this process may use: threads that share one share its arithmetic."""
+def count_physical_cores() -> int:
+    """Count the physical cores this process may use. Hyper-threads share their core's units."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
-    return len({siblings(cpu) for cpu in os.sched_getaffinity(0)})
+    return len({_thread_siblings(cpu) for cpu in os.sched_getaffinity(0)})
 
 
-def siblings(cpu: int) -> str:
+def _thread_siblings(cpu: int) -> str:
+    """The logical CPUs of one physical core, as Linux lists them."""
+    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     try:
-        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+        return path.read_text()
     except OSError:
         return str(cpu)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What will run where: every default resolved. Printed at start, handed to the workers, never changed."""
+def default_batch_limits(cpu: bool) -> tuple[int, int]:
+    """Defaults of max_num_batched_tokens and max_num_seqs.
 
-    name: str  # what the model is called
-    path: str  # folder or .gguf file
-    kind: str  # "folder" | "gguf"
+    272 sequences on a GPU are 256 and a reserve that the fair policy gives to short requests.
+    """
+    if cpu:
+        return 512, 64
+    return 8192, 272
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What will run, with every default resolved. Printed at start and sent to the workers."""
+
+    name: str  # of the model
+    path: str  # checkpoint folder or .gguf file
+    kind: str  # "folder" or "gguf"
     load_format: str
     dtype: str  # never "auto"
     device: str  # never "auto"
     threads: int
-    max_length: int
-    length_is_wish: bool  # the user named the length, so it may not be lowered to fit
+    max_model_len: int
+    max_model_len_is_fixed: bool  # the user set it, so it must not be lowered to fit the memory
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    memory: float
-    kv_bytes: int | None
+    gpu_memory_utilization: float
+    kv_cache_bytes: int | None
     prefix_cache: bool
-    depth: int  # steps in flight
-    graphs: bool = False  # decode steps captured
-    native: bool = False  # CPU kernels of our own
+    steps_in_flight: int
+    cuda_graphs: bool = False
+    cpu_kernels: bool = False
     policy: str = "fcfs"
-    target_inter_token: float | None = None  # seconds; None: by the measured step
-    short_request: float | None = None
+    target_inter_token_seconds: float | None = None  # None: derived from the measured step time
+    short_request_seconds: float | None = None  # None: derived from the measured step time
     deterministic: bool = False
-    quantize: str = "auto"
+    quantization: str = "auto"
     kv_cache_dtype: str = "auto"
-    tp: int = 1
-    pp: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     executor: str = "auto"
     interface: str | None = None
-    first_device: int = 0  # where `device` names no single one: the first GPU of this engine
-    shared: bool = False  # its Ray cluster is that of other engines too
+    first_device: int = 0  # index of this engine's first GPU, when `device` has no index
+    shares_ray_cluster: bool = False  # other engines use the same Ray cluster
 
 
-def sizes(cpu: bool) -> tuple[int, int]:
-    """Positions and sequences of a step unless told otherwise; on a GPU 256 and some for short ones."""
-    return (512, 64) if cpu else (8192, 272)
+def resolve_plan(
+    config: EngineConfig,
+    *,
+    name: str,
+    path: str,
+    kind: str,
+    dtype: str,
+    device: str,
+    context: int,
+) -> EnginePlan:
+    """Resolve every default of `config`.
 
-
-def resolve(
-    config: Config, *, name: str, path: str, kind: str, dtype: str, device: str, context: int
-) -> Plan:
-    """`dtype` is the checkpoint's own, `device` the one found, `context` the model's limit."""
+    `dtype` is the checkpoint's own, `device` the resolved device, and `context` the longest
+    sequence the model supports.
+    """
     cpu = device == "cpu"
-    ranks = config.tp * config.pp
     if config.max_model_len is not None and config.max_model_len > context:
         raise ConfigError(
-            f"max_model_len {config.max_model_len} is beyond the {context} positions {name} was made for; "
-            f"ask for at most {context}"
+            f"max_model_len {config.max_model_len} is beyond the {context} positions {name} "
+            f"was made for; ask for at most {context}"
         )
     if config.dtype != "auto":
         dtype = config.dtype
     elif cpu:
-        dtype = "float32"  # without bf16 arithmetic a CPU only loses by narrow types
-    return Plan(
+        dtype = "float32"  # CPUs without bf16 arithmetic only lose speed with narrower types
+    num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    default_num_tokens, default_num_seqs = default_batch_limits(cpu)
+    default_block_size = 16 if cpu else 64
+    default_steps_in_flight = max(config.pipeline_parallel_size, 1 if cpu else 2)
+    kv_cache_bytes = None
+    if config.kv_cache_gib is not None:
+        kv_cache_bytes = int(config.kv_cache_gib * 2**30)
+    return EnginePlan(
         name=name,
         path=path,
         kind=kind,
         load_format=config.load_format,
         dtype=dtype,
         device=device,
-        threads=config.threads or max(cores() // ranks, 1),
-        max_length=config.max_model_len or context,
-        length_is_wish=config.max_model_len is not None,
-        block_size=config.block_size or (16 if cpu else 64),
-        max_num_seqs=config.max_num_seqs or sizes(cpu)[1],
-        max_num_batched_tokens=config.max_num_batched_tokens or sizes(cpu)[0],
-        memory=config.memory,
-        kv_bytes=None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30),
+        threads=config.threads or max(count_physical_cores() // num_ranks, 1),
+        max_model_len=config.max_model_len or context,
+        max_model_len_is_fixed=config.max_model_len is not None,
+        block_size=config.block_size or default_block_size,
+        max_num_seqs=config.max_num_seqs or default_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or default_num_tokens,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_cache_bytes=kv_cache_bytes,
         prefix_cache=config.prefix_cache,
-        graphs=config.cuda_graphs and not cpu,
-        native=config.native and cpu,
+        steps_in_flight=config.steps_in_flight or default_steps_in_flight,
+        cuda_graphs=config.cuda_graphs and not cpu,
+        cpu_kernels=config.cpu_kernels and cpu,
         policy="fair" if config.policy == "auto" else config.policy,
-        target_inter_token=None
-        if config.target_inter_token_ms is None
-        else config.target_inter_token_ms / 1000,
-        short_request=None if config.short_request_ms is None else config.short_request_ms / 1000,
+        target_inter_token_seconds=_to_seconds(config.target_inter_token_ms),
+        short_request_seconds=_to_seconds(config.short_request_ms),
         deterministic=config.deterministic,
-        quantize=config.quantize,
+        quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
-        depth=config.steps_in_flight or max(config.pp, 1 if cpu else 2),
-        tp=config.tp,
-        pp=config.pp,
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
         executor=config.executor,
         interface=config.interface,
     )
+
+
+def _to_seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

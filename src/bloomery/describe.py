@@ -1,6 +1,7 @@
-"""What a model is and where it would run, before any weight is read. No torch: the API process plans with it.
+"""Describes a model and resolves the engine plan, before any weight is read.
 
-The engine process, which has torch, is handed the resulting plan and finds out if it was wrong.
+No torch: the API server runs this. The engine process receives the plan and reports if it does not
+work there.
 """
 
 from __future__ import annotations
@@ -11,86 +12,92 @@ from math import prod
 
 from bloomery import layout
 from bloomery.artifacts import gguf, safetensors
-from bloomery.artifacts.files import strict_json
-from bloomery.artifacts.locate import Artifact, locate
-from bloomery.config import Config, Plan, device, resolve
+from bloomery.artifacts.files import parse_strict_json
+from bloomery.artifacts.locate import ModelArtifact, locate_model
+from bloomery.config import EngineConfig, EnginePlan, resolve_device, resolve_plan
 from bloomery.errors import ConfigError, UnsupportedModel
-from bloomery.families import Description, describe
-from bloomery.families.gguf import describe as describe_gguf
+from bloomery.families import ModelDescription, describe_config
+from bloomery.families.gguf import describe_gguf
 
-STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def description(artifact: Artifact) -> Description:
+def describe_model(artifact: ModelArtifact) -> ModelDescription:
+    """Describe a model from its config.json or its GGUF metadata."""
     if artifact.kind == "folder":
         path = artifact.path / "config.json"
-        return describe(strict_json(path.read_bytes(), str(path)))
-    return describe_file(gguf.read(artifact.path, words=False))
+        return describe_config(parse_strict_json(path.read_bytes(), str(path)))
+    return describe_gguf_file(gguf.read_gguf(artifact.path, read_string_arrays=False))
 
 
-def describe_file(file: gguf.Gguf) -> Description:
-    def vector(name: str) -> list[float]:
-        """Divisors of rotary frequencies, which are part of the description and always F32."""
+def describe_gguf_file(file: gguf.GgufFile) -> ModelDescription:
+    def read_vector(name: str) -> list[float]:
+        """Read the divisors of rope frequencies, which are always F32."""
         tensor = file.tensors[name]
         if tensor.type != "F32":
             raise UnsupportedModel(f"{file.path}: tensor {name!r} is {tensor.type}, not F32")
-        with file.path.open("rb") as stored:
-            stored.seek(tensor.start)
-            return list(struct.unpack(f"<{prod(tensor.shape)}f", stored.read(tensor.nbytes)))
+        with file.path.open("rb") as stream:
+            stream.seek(tensor.start)
+            data = stream.read(tensor.nbytes)
+        return list(struct.unpack(f"<{prod(tensor.shape)}f", data))
 
-    return describe_gguf(
-        file.metadata, {name: tensor.shape for name, tensor in file.tensors.items()}, vector
-    )
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    return describe_gguf(file.metadata, shapes, read_vector)
 
 
-def native_dtype(artifact: Artifact, dummy: bool = False) -> str:
-    """The precision the checkpoint was made for; quantised GGUF values fit in bfloat16."""
+def checkpoint_dtype(artifact: ModelArtifact, dummy: bool = False) -> str:
+    """Return the dtype that the checkpoint was made for.
+
+    Without a stated dtype, it is the dtype of most weights; with `dummy` there are none to count.
+    """
     if artifact.kind == "gguf":
-        return "bfloat16"
+        return "bfloat16"  # quantized values fit into it
     path = artifact.path / "config.json"
-    config = strict_json(path.read_bytes(), str(path))
+    config = parse_strict_json(path.read_bytes(), str(path))
     config = {**(config.get("text_config") or {}), **config}
-    packed = config.get("quantization_config") or {}
-    words = (
-        config.get("dtype"),
-        config.get("torch_dtype"),
-        packed.get("bnb_4bit_compute_dtype"),
-        "auto",
+    quantization = config.get("quantization_config") or {}
+    stated = (
+        config.get("dtype")
+        or config.get("torch_dtype")
+        or quantization.get("bnb_4bit_compute_dtype")
+        or "auto"
     )
-    stated = str(next(word for word in words if word)).removeprefix("torch.")
-    if stated in STORED.values():
+    stated = str(stated).removeprefix("torch.")
+    if stated in DTYPE_NAMES.values():
         return stated
     if stated != "auto":
-        raise UnsupportedModel(
-            f"config.json: dtype {stated!r} is not known. Known: {', '.join(STORED.values())}"
-        )
+        known = ", ".join(DTYPE_NAMES.values())
+        raise UnsupportedModel(f"config.json: dtype {stated!r} is not known. Known: {known}")
     if dummy:
         return "bfloat16"
-    count: Counter[str] = Counter()
-    for _, entry in safetensors.index(artifact.path).values():
-        if entry.dtype in STORED:
-            count[STORED[entry.dtype]] += prod(entry.shape)
-    return max(count, key=lambda name: count[name], default="float32")
+    num_values: Counter[str] = Counter()
+    for _, entry in safetensors.index_checkpoint(artifact.path).values():
+        if entry.dtype in DTYPE_NAMES:
+            num_values[DTYPE_NAMES[entry.dtype]] += prod(entry.shape)
+    return max(num_values, key=lambda name: num_values[name], default="float32")
 
 
-def plan_for(config: Config) -> tuple[Plan, Artifact]:
-    """Locate, describe, resolve."""
+def build_engine_plan(config: EngineConfig) -> tuple[EnginePlan, ModelArtifact]:
+    """Locate and describe the model, and resolve the plan of the engine that will run it."""
     dummy = config.load_format == "dummy"
-    artifact = locate(config.model, config.revision, weights=not dummy)
-    found = description(artifact)
-    if found.quantization is not None and config.quantize != "auto" and not dummy:
+    artifact = locate_model(config.model, config.revision, weights=not dummy)
+    description = describe_model(artifact)
+    model = description.model
+    quantization = description.quantization
+    if quantization is not None and config.quantization != "auto" and not dummy:
         raise ConfigError(
-            f"quantize {config.quantize!r}: {artifact.name} is packed by {found.quantization.method} already; leave "
-            "quantize out, or take the checkpoint in full precision"
+            f"quantization {config.quantization!r}: {artifact.name} is packed by "
+            f"{quantization.method} already; leave quantization out, or take the checkpoint in "
+            "full precision"
         )
-    layout.check(found.model, config.tp, config.pp)
-    plan = resolve(
+    layout.check_parallel_sizes(model, config.tensor_parallel_size, config.pipeline_parallel_size)
+    plan = resolve_plan(
         config,
         name=artifact.name,
         path=str(artifact.path),
         kind=artifact.kind,
-        dtype=native_dtype(artifact, dummy),
-        device=device(config.device),
-        context=found.model.context,
+        dtype=checkpoint_dtype(artifact, dummy),
+        device=resolve_device(config.device),
+        context=model.context,
     )
     return plan, artifact

@@ -1,80 +1,67 @@
-"""The engine process: `python -m bloomery.engine_main [cpu] [json] DESCRIPTOR`, started by engine/birth.py alone.
+"""The main module of the engine process: joins the engine with the executor of its plan.
 
-A composition root: here the engine meets its executor. The plan comes over the socket whose descriptor it inherits.
-With `cpu` it is known that the worker will be here and on a CPU: all that needs is imported before the plan has come.
+    python -m bloomery.engine_main [cpu] [human|json] DESCRIPTOR
+
+The plan arrives over the inherited socket DESCRIPTOR. With `cpu`, the worker will run in this
+process on a CPU: everything it needs is imported before the plan arrives. The log format is `human`
+unless `json` is given.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
-import os
-import socket
 import sys
 import threading
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-
-# Torch imports its compiler's shape rules and its exporter for everybody: 0.7 of its 2 seconds. A CPU's steps are
-# native operations and plain torch; neither ever asks these. Nor is Triton any use here.
-LEFT_OUT = ("torch._meta_registrations", "torch.export")
 
 
-def prepare() -> None:
-    """What a worker on a CPU imports, without what it never uses."""
-    gc.disable()  # what is imported stays
-    sys.modules.update({name: ModuleType(name) for name in LEFT_OUT})
-    sys.modules["triton"] = None  # type: ignore[assignment]  # which means that there is none
-    linking = threading.Thread(target=link)
+def preload_cpu_worker() -> None:
+    """Import what a CPU worker needs: torch above all, which takes most of the start-up time."""
+    gc.disable()  # imported objects stay, so collecting garbage meanwhile would find little
+    linking = threading.Thread(target=link_torch_library)
     linking.start()
-    from bloomery.engine.process import die_with_parent
+    from bloomery.ipc import die_with_parent
 
     die_with_parent()
-    import numpy  # while torch's library is linked, all that can do without it
-
-    import bloomery.describe
-
+    # While torch's library is linked, import what does without it.
+    import_module("numpy")
+    import_module("bloomery.describe")
     linking.join()
-    import bloomery.executors.local
-
+    import_module("bloomery.executors.local")
     gc.freeze()
+    atexit.register(gc.unfreeze)  # extension modules report frozen objects as leaks at exit
     gc.enable()
 
 
-def link() -> None:
-    """A third of torch's import is the linking of its library, which another core can do: no lock is held over it."""
-    found = find_spec("torch")
-    with contextlib.suppress(OSError):  # a torch of another make links itself when it is imported
-        if found is not None and found.origin is not None:
-            ctypes.CDLL(str(Path(found.origin).parent / "lib" / "libtorch_cpu.so"))
+def link_torch_library() -> None:
+    """Link torch's CPU library ahead of `import torch`.
+
+    Linking takes a third of the import and holds no lock of Python, so another thread can do it.
+    """
+    torch_spec = find_spec("torch")
+    if torch_spec is None or torch_spec.origin is None:
+        return
+    library = Path(torch_spec.origin).parent / "lib" / "libtorch_cpu.so"
+    with contextlib.suppress(OSError):  # another build of torch links its library when imported
+        ctypes.CDLL(str(library))
 
 
 def main() -> int:
-    *wishes, descriptor = sys.argv[1:]
-    style = "json" if "json" in wishes else "human"
-    if "cpu" in wishes:
-        try:
-            prepare()
-        except (
-            ImportError,
-            AttributeError,
-        ) as error:  # another torch, which does want what was left out
-            print(
-                f"engine: torch is imported once more, and whole: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
-            os.execv(
-                sys.executable, [sys.executable, "-m", "bloomery.engine_main", style, descriptor]
-            )
-    from bloomery.engine.process import serve
-    from bloomery.executors.chosen import chosen
-    from bloomery.logs import write
+    *options, descriptor = sys.argv[1:]
+    if "cpu" in options:
+        preload_cpu_worker()
+    from bloomery.engine.engine_process import run_engine_process
+    from bloomery.executors.select import select_executor
+    from bloomery.logs import configure_logging
 
-    write(style, "engine: %(message)s")
-    return serve(socket.socket(fileno=int(descriptor)), chosen)
+    log_format = "json" if "json" in options else "human"
+    configure_logging(log_format, "engine: %(message)s")
+    return run_engine_process(int(descriptor), select_executor)
 
 
 if __name__ == "__main__":

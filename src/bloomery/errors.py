@@ -1,20 +1,20 @@
-"""What may go wrong, in the reader's words; each with the HTTP status it becomes.
+"""The exceptions that Bloomery raises on purpose, each with the HTTP status it becomes.
 
-A message says what was wrong, where, and what to do. Nothing here names an internal address or path
-that a client could use; file paths appear only in errors a person at the terminal sees.
+A message says what was wrong, where, and what to do. Messages that clients see must not name
+internal addresses or paths; file paths appear only in errors that a person at the terminal sees.
 """
 
 from __future__ import annotations
 
 
 class BloomeryError(Exception):
-    """Everything we raise on purpose."""
+    """The base of all errors that are raised on purpose."""
 
     status = 500
 
 
 class InvalidRequest(BloomeryError):
-    """The request itself is wrong; sending it again will not help. `field` names the culprit."""
+    """The request itself is wrong, so repeating it does not help. `field` is the wrong field."""
 
     status = 400
 
@@ -27,31 +27,31 @@ class PromptTooLong(InvalidRequest):
     """The prompt does not fit the context."""
 
 
+class TemplateError(InvalidRequest):
+    """The chat template refused the messages, or the model has no chat template."""
+
+
 class ConfigError(BloomeryError):
-    """A flag, a variable or an argument that cannot be honoured."""
+    """A flag, an environment variable or an argument has a value that cannot be used."""
 
 
 class ModelNotFound(BloomeryError):
-    """No such folder, file or Hub id."""
+    """There is no such folder, file or Hub id."""
 
     status = 404
 
 
 class UnsupportedModel(BloomeryError):
-    """An architecture or a configuration value we do not know. Never guessed, always named."""
+    """An architecture or a configuration value is unknown. It is named and never guessed."""
 
 
 class CheckpointError(BloomeryError):
-    """A weight file that is truncated, swapped, incomplete or of a kind we refuse to read."""
-
-
-class TemplateError(InvalidRequest):
-    """The chat template refused the messages, or the model has none."""
+    """A weight file is truncated, incomplete, inconsistent or of a kind that is not read."""
 
 
 class TokenizerError(BloomeryError):
-    """The tokenizer files are missing, unreadable or of a kind we do not know."""
+    """The tokenizer files are missing, unreadable or of an unknown kind."""
 
 
 class RequestFailed(BloomeryError):
-    """This one request could not be finished; others are unharmed."""
+    """This request could not be finished. Other requests are not affected."""

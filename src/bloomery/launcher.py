@@ -1,7 +1,8 @@
-"""`text-generation-launcher`: starts Bloomery where text-generation-inference was started, by the same words.
+"""`text-generation-launcher`: starts Bloomery with text-generation-inference's (TGI's) flags.
 
-A table of TGI's flags, each of them also a variable in capitals, and what they are called here. One that means nothing
-here is accepted and named in a warning. A composition root: it translates, and `bloomery serve` does the rest.
+A table maps TGI's flags, each of which is also an environment variable in capitals, to Bloomery's
+options. A flag that has no meaning here is accepted with a warning. This module only translates;
+`bloomery serve` does the rest.
 """
 
 from __future__ import annotations
@@ -16,242 +17,278 @@ from typing import Any
 
 from bloomery import __version__
 from bloomery.config import (
-    Config,
+    ConfigClass,
+    EngineConfig,
     ServerConfig,
-    from_environment,
-    is_local,
-    options,
-    parse,
-    variables,
+    is_local_host,
+    option_fields,
+    parse_option,
+    process_environment,
+    read_environment,
 )
 from bloomery.errors import BloomeryError, ConfigError
 
 log = logging.getLogger("bloomery")
 
-QUANTIZE = {
+# TGI's --quantize values, and ours.
+TGI_QUANTIZATIONS = {
     "bitsandbytes": "int8",
     "bitsandbytes-nf4": "nf4",
     "bitsandbytes-fp4": "fp4",
     "eetq": "int8",
     "fp8": "fp8",
 }
-STORED = (
-    "awq",
-    "compressed-tensors",
-    "exl2",
-    "gptq",
-    "marlin",
-)  # formats of checkpoints, seen when one is read
-LIMIT = "limits."
+# TGI's --quantize values for quantized checkpoints. Bloomery recognizes these when it reads them.
+CHECKPOINT_FORMATS = ("awq", "compressed-tensors", "exl2", "gptq", "marlin")
+LIMIT_PREFIX = "limits."
 
 
 @dataclass(frozen=True)
-class Flag:
+class TgiFlag:
+    """One flag of TGI's launcher."""
+
     name: str
-    ours: str = ""  # our option, or limits.NAME; empty: it means nothing here
-    why: str = ""  # it means nothing, or not all it says
+    option: str = ""  # Bloomery's option, or limits.NAME; empty: it has no meaning here
+    why: str = ""  # why it has no meaning, or not all of it
     switch: bool = False  # takes no value
     short: str = ""
-    variable: bool = True  # read from the environment too
+    variable: bool = True  # also read from the environment
 
     @property
     def field(self) -> str:
         return self.name.replace("-", "_")
 
 
-NO_SHARDS = "ranks find each other by themselves"
-CHUNKED = "prompts are computed in chunks beside running answers, so nobody waits for a turn"
-HUB = "set HF_HUB_CACHE"
-NGROK = "this server opens no tunnels"
-FLAGS = (
-    Flag("model-id", "model"),
-    Flag("revision", "revision"),
-    Flag("validation-workers", why="text is tokenized by the server itself"),
-    Flag("sharded", why="give --num-shard"),
-    Flag("num-shard", "tp"),
-    Flag("quantize", "quantize"),
-    Flag("speculate", "speculate"),
-    Flag("dtype", "dtype"),
-    Flag("kv-cache-dtype", "kv_cache_dtype"),
-    Flag("trust-remote-code", why="no code of a checkpoint is ever run", switch=True),
-    Flag("max-concurrent-requests", LIMIT + "requests"),
-    Flag("max-best-of", LIMIT + "best_of"),
-    Flag("max-stop-sequences", LIMIT + "stop_strings"),
-    Flag("max-top-n-tokens", LIMIT + "top_n_tokens"),
-    Flag("max-input-tokens", why="a prompt may fill --max-total-tokens but for one"),
-    Flag("max-input-length", why="a prompt may fill --max-total-tokens but for one"),
-    Flag("max-total-tokens", "max_model_len"),
-    Flag("waiting-served-ratio", why=CHUNKED),
-    Flag("max-batch-prefill-tokens", "max_num_batched_tokens"),
-    Flag(
+RANKS_CONNECT = "ranks find each other without it"
+CHUNKED_PREFILL = "prompts are prefilled in chunks while other requests decode"
+USE_HUB_CACHE = "set HF_HUB_CACHE"
+NO_TUNNELS = "this server opens no tunnels"
+TGI_FLAGS = (
+    TgiFlag("model-id", "model"),
+    TgiFlag("revision", "revision"),
+    TgiFlag("validation-workers", why="text is tokenized by the server itself"),
+    TgiFlag("sharded", why="give --num-shard"),
+    TgiFlag("num-shard", "tensor_parallel_size"),
+    TgiFlag("quantize", "quantization"),
+    TgiFlag("speculate", "speculate"),
+    TgiFlag("dtype", "dtype"),
+    TgiFlag("kv-cache-dtype", "kv_cache_dtype"),
+    TgiFlag("trust-remote-code", why="no code of a checkpoint is ever run", switch=True),
+    TgiFlag("max-concurrent-requests", LIMIT_PREFIX + "requests"),
+    TgiFlag("max-best-of", LIMIT_PREFIX + "best_of"),
+    TgiFlag("max-stop-sequences", LIMIT_PREFIX + "stop_strings"),
+    TgiFlag("max-top-n-tokens", LIMIT_PREFIX + "top_n_tokens"),
+    TgiFlag("max-input-tokens", why="a prompt may fill --max-total-tokens but for one"),
+    TgiFlag("max-input-length", why="a prompt may fill --max-total-tokens but for one"),
+    TgiFlag("max-total-tokens", "max_model_len"),
+    TgiFlag("waiting-served-ratio", why=CHUNKED_PREFILL),
+    TgiFlag("max-batch-prefill-tokens", "max_num_batched_tokens"),
+    TgiFlag(
         "max-batch-total-tokens",
-        why="the cache takes the memory there is, see --cuda-memory-fraction",
+        why="the KV cache takes all free memory, see --cuda-memory-fraction",
     ),
-    Flag("max-waiting-tokens", why=CHUNKED),
-    Flag("max-batch-size", "max_num_seqs"),
-    Flag("cuda-graphs", "cuda_graphs", "0 turns them off; otherwise sizes are chosen here"),
-    Flag("hostname", "host"),
-    Flag("port", "port", short="-p"),
-    Flag("prometheus-port", why="figures are at /metrics of the server's own port"),
-    Flag("shard-uds-path", why=NO_SHARDS),
-    Flag("master-addr", why=NO_SHARDS),
-    Flag("master-port", why=NO_SHARDS),
-    Flag("huggingface-hub-cache", why=HUB),
-    Flag("weights-cache-override", why=HUB),
-    Flag("disable-custom-kernels", why="there is no other way on a GPU", switch=True),
-    Flag("cuda-memory-fraction", "memory"),
-    Flag("rope-scaling", why="the checkpoint says how its positions are scaled"),
-    Flag("rope-factor", why="the checkpoint says how its positions are scaled"),
-    Flag("json-output", "log_format", switch=True),
-    Flag("otlp-endpoint", "otlp_endpoint", "by HTTP, whose port is 4318, not by gRPC"),
-    Flag("otlp-service-name", "otlp_service_name"),
-    Flag("cors-allow-origin", "cors_origins"),
-    Flag("api-key", "api_key"),
-    Flag("watermark-gamma", why="a request's watermark has TGI's defaults"),
-    Flag("watermark-delta", why="a request's watermark has TGI's defaults"),
-    Flag("ngrok", why=NGROK, switch=True),
-    Flag("ngrok-authtoken", why=NGROK),
-    Flag("ngrok-edge", why=NGROK),
-    Flag("tokenizer-config-path", why="the tokenizer's own files say all"),
-    Flag("disable-grammar-support", why="a request that asks for none pays for none", switch=True),
-    Flag("env", why="the plan is printed at start anyway", switch=True, short="-e", variable=False),
-    Flag("max-client-batch-size", LIMIT + "fan_out"),
-    Flag("lora-adapters", "lora_adapters"),
-    Flag("usage-stats", why="nothing is ever sent anywhere"),
-    Flag("payload-limit", LIMIT + "tgi_body_bytes"),
-    Flag("enable-prefill-logprobs", why="a request that asks for them gets them", switch=True),
-    Flag("graceful-termination-timeout", "drain_seconds"),
+    TgiFlag("max-waiting-tokens", why=CHUNKED_PREFILL),
+    TgiFlag("max-batch-size", "max_num_seqs"),
+    TgiFlag(
+        "cuda-graphs",
+        "cuda_graphs",
+        "0 turns them off; otherwise the sizes are chosen automatically",
+    ),
+    TgiFlag("hostname", "host"),
+    TgiFlag("port", "port", short="-p"),
+    TgiFlag("prometheus-port", why="metrics are at /metrics of the server's own port"),
+    TgiFlag("shard-uds-path", why=RANKS_CONNECT),
+    TgiFlag("master-addr", why=RANKS_CONNECT),
+    TgiFlag("master-port", why=RANKS_CONNECT),
+    TgiFlag("huggingface-hub-cache", why=USE_HUB_CACHE),
+    TgiFlag("weights-cache-override", why=USE_HUB_CACHE),
+    TgiFlag("disable-custom-kernels", why="the GPU has no other kernels", switch=True),
+    TgiFlag("cuda-memory-fraction", "gpu_memory_utilization"),
+    TgiFlag("rope-scaling", why="the checkpoint says how RoPE is scaled"),
+    TgiFlag("rope-factor", why="the checkpoint says how RoPE is scaled"),
+    TgiFlag("json-output", "log_format", switch=True),
+    TgiFlag("otlp-endpoint", "otlp_endpoint", "by HTTP, whose port is 4318, not by gRPC"),
+    TgiFlag("otlp-service-name", "otlp_service_name"),
+    TgiFlag("cors-allow-origin", "cors_origins"),
+    TgiFlag("api-key", "api_key"),
+    TgiFlag("watermark-gamma", why="watermarks have TGI's defaults"),
+    TgiFlag("watermark-delta", why="watermarks have TGI's defaults"),
+    TgiFlag("ngrok", why=NO_TUNNELS, switch=True),
+    TgiFlag("ngrok-authtoken", why=NO_TUNNELS),
+    TgiFlag("ngrok-edge", why=NO_TUNNELS),
+    TgiFlag("tokenizer-config-path", why="the tokenizer's own files are used"),
+    TgiFlag(
+        "disable-grammar-support", why="grammars cost nothing unless a request has one", switch=True
+    ),
+    TgiFlag(
+        "env", why="the plan is always printed at start", switch=True, short="-e", variable=False
+    ),
+    TgiFlag("max-client-batch-size", LIMIT_PREFIX + "fan_out"),
+    TgiFlag("lora-adapters", "lora_adapters"),
+    TgiFlag("usage-stats", why="nothing is ever sent anywhere"),
+    TgiFlag("payload-limit", LIMIT_PREFIX + "tgi_body_bytes"),
+    TgiFlag(
+        "enable-prefill-logprobs", why="a request gets them when it asks for them", switch=True
+    ),
+    TgiFlag("graceful-termination-timeout", "drain_seconds"),
 )
-DEFAULTS = {"host": "0.0.0.0", "port": "3000"}  # TGI's, where a deployment relies on them
+DEFAULTS = {"host": "0.0.0.0", "port": "3000"}  # TGI's, on which deployments rely
 
 
-# ---- values in our words -----------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
-def quantize(text: str) -> str:
-    if text not in QUANTIZE and text not in STORED:
-        raise ConfigError(f"quantize {text!r} is not one of {', '.join((*QUANTIZE, *STORED))}")
-    return QUANTIZE.get(text, "auto")
+def translate_quantization(text: str) -> str:
+    if text not in TGI_QUANTIZATIONS and text not in CHECKPOINT_FORMATS:
+        known = ", ".join((*TGI_QUANTIZATIONS, *CHECKPOINT_FORMATS))
+        raise ConfigError(f"quantize {text!r} is not one of {known}")
+    return TGI_QUANTIZATIONS.get(text, "auto")
 
 
-def hostname(text: str) -> str:
-    """Docker sets HOSTNAME to the container's name; what is no address means every interface, as it does to TGI."""
+def translate_hostname(text: str) -> str:
+    """Return the address, or all interfaces when `text` is not an address.
+
+    Docker sets HOSTNAME to the container's name. TGI listens on all interfaces then.
+    """
     try:
         return str(ip_address(text))
     except ValueError:
         return text if text == "localhost" else DEFAULTS["host"]
 
 
-VALUES: Mapping[str, Callable[[str], str]] = {
-    "quantize": quantize,
-    "hostname": hostname,
-    "cuda-graphs": lambda text: "false" if text.strip() == "0" else "true",
-    "json-output": lambda text: "json" if text.lower() not in ("false", "0") else "auto",
+def translate_cuda_graphs(text: str) -> str:
+    return "false" if text.strip() == "0" else "true"
+
+
+def translate_json_output(text: str) -> str:
+    return "auto" if text.lower() in ("false", "0") else "json"
+
+
+VALUE_TRANSLATORS: Mapping[str, Callable[[str], str]] = {
+    "quantize": translate_quantization,
+    "hostname": translate_hostname,
+    "cuda-graphs": translate_cuda_graphs,
+    "json-output": translate_json_output,
 }
 
 
-# ---- translation -------------------------------------------------------------------------------------
+# ---- translation ---------------------------------------------------------------------------------
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         prog="text-generation-launcher",
-        description="Start Bloomery by text-generation-inference's flags and variables. Without --model-id: the "
-        "embedded SmolLM2-135M-Instruct. `bloomery serve --help` has Bloomery's own flags.",
+        description="Start Bloomery by text-generation-inference's flags and variables. Without "
+        "--model-id: the embedded SmolLM2-135M-Instruct. `bloomery serve --help` has Bloomery's "
+        "own flags.",
         epilog="Each flag is also a variable: --max-total-tokens is MAX_TOTAL_TOKENS.",
     )
-    made.add_argument("--version", "-V", action="version", version=f"bloomery {__version__}")
-    for flag in FLAGS:
-        ours = (
-            f"--{flag.ours.replace(LIMIT, 'limits ').replace('_', '-')}"
-            if flag.ours
-            else "no meaning here"
-        )
-        about: dict[str, Any] = {
-            "dest": flag.field,
-            "help": "; ".join(filter(None, (ours, flag.why))),
-        }
+    parser.add_argument("--version", "-V", action="version", version=f"bloomery {__version__}")
+    for flag in TGI_FLAGS:
+        settings: dict[str, Any] = {"dest": flag.field, "help": flag_help(flag)}
         if flag.switch:
-            about |= {"action": "store_const", "const": "true"}
+            settings |= {"action": "store_const", "const": "true"}
         elif flag.name == "cors-allow-origin":
-            about["action"] = "append"
-        made.add_argument(*filter(None, (flag.short, f"--{flag.name}")), **about)
-    return made
+            settings["action"] = "append"
+        names = [f"--{flag.name}"]
+        if flag.short:
+            names.insert(0, flag.short)
+        parser.add_argument(*names, **settings)
+    return parser
 
 
-def given(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> dict[Flag, str]:
-    """What was said, flags before variables."""
-    args = parser().parse_args(arguments)
-    said = {}
-    for flag in FLAGS:
+def flag_help(flag: TgiFlag) -> str:
+    """What the flag becomes here, and why it has no meaning."""
+    target = "no meaning here"
+    if flag.option:
+        option = flag.option.replace(LIMIT_PREFIX, "limits ").replace("_", "-")
+        target = f"--{option}"
+    return f"{target}; {flag.why}" if flag.why else target
+
+
+def read_flags(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> dict[TgiFlag, str]:
+    """The values that were given. Flags take precedence over variables."""
+    args = build_parser().parse_args(arguments)
+    given = {}
+    for flag in TGI_FLAGS:
         value = getattr(args, flag.field)
         if value is None and flag.variable:
             value = environ.get(flag.field.upper())
+        if isinstance(value, list):
+            value = ",".join(value)
         if value is not None and value != "":
-            said[flag] = ",".join(value) if isinstance(value, list) else value
-    return said
+            given[flag] = value
+    return given
 
 
-def translate(said: Mapping[Flag, str], known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Our options as text, and warnings about what has no meaning; `known`: the options there are."""
+def translate_flags(
+    given: Mapping[TgiFlag, str], known_options: Iterable[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Translate to values of Bloomery's options, as text, and warnings about the rest."""
     values = dict[str, str]()
     limits = list[str]()
     warnings = list[str]()
-    known = set(known)
-    for flag, text in said.items():
-        if flag.ours.startswith(LIMIT):
-            limits.append(f"{flag.ours.removeprefix(LIMIT)}={text}")
-        elif flag.ours in known or flag.ours == "model":
-            values[flag.ours] = VALUES.get(flag.name, str)(text)
+    known_options = {*known_options, "model"}
+    for flag, text in given.items():
+        if flag.option.startswith(LIMIT_PREFIX):
+            limits.append(f"{flag.option.removeprefix(LIMIT_PREFIX)}={text}")
+        elif flag.option in known_options:
+            translate_value = VALUE_TRANSLATORS.get(flag.name, str)
+            values[flag.option] = translate_value(text)
         else:
-            warnings.append(
-                f"--{flag.name} has no meaning here: {flag.why or 'there is no such option yet'}"
-            )
+            reason = flag.why or "there is no such option yet"
+            warnings.append(f"--{flag.name} has no meaning here: {reason}")
     if limits:
         values["limits"] = ",".join(limits)
     return values, warnings
 
 
-def configured(values: dict[str, str], kind: Any) -> dict[str, Any]:
-    """Fields of a configuration: TGI's words over BLOOMERY_* variables over TGI's defaults."""
-    fields = {field.name: field for field in options(kind)}
-    said = {**DEFAULTS, **values}
-    (found, _) = from_environment(of=kind)
-    for name in fields.keys() & said.keys():
-        if name in values or name not in found:
-            found[name] = parse(fields[name], said[name], name)
-    return found
+def build_fields(values: dict[str, str], config_class: ConfigClass) -> dict[str, Any]:
+    """The fields of a configuration class.
+
+    TGI's flags take precedence over BLOOMERY_* variables, and these over TGI's defaults.
+    """
+    fields, _ = read_environment(of=config_class)
+    for field in option_fields(config_class):
+        if field.name in values:
+            fields[field.name] = parse_option(field, values[field.name], field.name)
+        elif field.name in DEFAULTS and field.name not in fields:
+            fields[field.name] = parse_option(field, DEFAULTS[field.name], field.name)
+    return fields
+
+
+def build_server_config(values: dict[str, str]) -> ServerConfig:
+    fields = build_fields(values, ServerConfig)
+    if not is_local_host(fields["host"]) and not fields.get("api_key"):
+        raise ConfigError(
+            f"it would listen on {fields['host']}, as text-generation-inference does, where other "
+            "machines can reach it, and there is no API key. Set API_KEY (or --api-key) and let "
+            "clients send it as Authorization: Bearer KEY; or say HOSTNAME=127.0.0.1 (--hostname) "
+            "to serve this machine only, for instance behind a proxy"
+        )
+    return ServerConfig(**fields)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        said = given(arguments, variables())
-        values, warnings = translate(said, (field.name for field in options(Config, ServerConfig)))
-        for warning in (*warnings, *from_environment()[1]):
+        given = read_flags(arguments, process_environment())
+        known_options = [field.name for field in option_fields(EngineConfig, ServerConfig)]
+        values, warnings = translate_flags(given, known_options)
+        _, environment_warnings = read_environment()
+        for warning in (*warnings, *environment_warnings):
             log.warning(warning)
-        config = Config(values.get("model"), **configured(values, Config))
-        wishes = server(values)
+        config = EngineConfig(values.get("model"), **build_fields(values, EngineConfig))
+        server_config = build_server_config(values)
 
-        from bloomery.start import start
+        from bloomery.serve_main import prestart_engine_and_serve
 
-        return start(config, wishes)
+        return prestart_engine_and_serve(config, server_config)
     except BloomeryError as error:
         print(f"text-generation-launcher: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def server(values: dict[str, str]) -> ServerConfig:
-    found = configured(values, ServerConfig)
-    if not is_local(found["host"]) and not found.get("api_key"):
-        raise ConfigError(
-            f"it would listen on {found['host']}, as text-generation-inference does, where other machines can reach "
-            "it, and there is no API key. Set API_KEY (or --api-key) and let clients send it as Authorization: Bearer "
-            "KEY; or say HOSTNAME=127.0.0.1 (--hostname) to serve this machine only, for instance behind a proxy"
-        )
-    return ServerConfig(**found)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Who holds what of a model that is spread over ranks: the arithmetic of tensor and pipeline parallelism, all of it.
+"""How tensor parallel ranks and pipeline stages divide a model: all of the arithmetic, no messages.
 
-A rank's share of a spec is a spec: fewer heads, narrower MLPs, fewer layers. Attention, caches and kernels see nothing
-else. Inner dimensions need not divide evenly, heads must. Pure numbers: no torch, no messages between ranks.
+A rank's part of a spec is again a spec: fewer heads, narrower MLPs, fewer layers. Attention, KV
+caches and kernels see nothing else. Inner dimensions need not divide evenly, heads must. This
+module has no torch.
 """
 
 from __future__ import annotations
@@ -11,184 +12,214 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from bloomery.errors import ConfigError
-from bloomery.spec import Alibi, Attention, Layer, Mlp, Model, Moe
+from bloomery.spec import AlibiSpec, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 Range = tuple[int, int]
-GRAINS = (
-    256,
-    128,
-    64,
-    32,
-)  # formats keep values in blocks of so many; a cut inside of one may not be possible
-UNEVEN = 1.05  # how much more than its even share a rank may get for the sake of whole blocks
+# Quantized formats store values in blocks of these sizes; a block can often not be split.
+BLOCK_SIZES = (256, 128, 64, 32)
+MAX_IMBALANCE = 1.05  # how much more than an even share a rank may get to keep blocks intact
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank keeps of a product."""
+class WeightShard:
+    """The part of a weight matrix that one rank holds."""
 
     rows: tuple[Range, ...] | None = None  # outputs; None: all
     cols: Range | None = None  # inputs; None: all
-    bias: bool = True  # where inputs are split the results are added up, and the bias belongs to one rank alone
+    # Where inputs are split, results are summed over the ranks: only one of them adds the bias.
+    bias: bool = True
 
 
-WHOLE = Part()
+UNSHARDED = WeightShard()
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One rank's place among those that share every layer."""
+class TensorParallelLayout:
+    """The part of every layer that one tensor parallel rank holds."""
 
     rank: int = 0
     size: int = 1
 
-    def layer(self, spec: Layer) -> Layer:
-        """What is left of a layer on this rank."""
+    # ---- specs ----
+
+    def layer(self, spec: LayerSpec) -> LayerSpec:
+        """This rank's part of a layer."""
         if self.size == 1:
             return spec
         return replace(spec, attention=self.attention(spec.attention), mlp=self.mlp(spec.mlp))
 
-    def attention(self, spec: Attention) -> Attention:
+    def attention(self, spec: AttentionSpec) -> AttentionSpec:
         if self.size == 1:
             return spec
         (first, end), (kv_first, kv_end) = self.heads(spec)
         position = spec.position
-        if isinstance(position, Alibi):
+        if isinstance(position, AlibiSpec):
             position = replace(position, first=first, heads=spec.num_heads)
         return replace(
             spec, num_heads=end - first, num_kv_heads=kv_end - kv_first, position=position
         )
 
-    def mlp(self, spec: Mlp | Moe) -> Mlp | Moe:
-        """Experts are split like any MLP, each of them over all ranks: so none has more to do than another."""
-        if isinstance(spec, Moe):
-            shared = spec.shared and self._narrow(spec.shared)
-            return replace(spec, mlp=self._narrow(spec.mlp), shared=shared)
-        return self._narrow(spec)
+    def mlp(self, spec: MlpSpec | MoeSpec) -> MlpSpec | MoeSpec:
+        """Every rank has a part of every expert, so no rank has more work than another."""
+        if isinstance(spec, MoeSpec):
+            shared = spec.shared and self._narrow_mlp(spec.shared)
+            return replace(spec, mlp=self._narrow_mlp(spec.mlp), shared=shared)
+        return self._narrow_mlp(spec)
 
-    def _narrow(self, spec: Mlp) -> Mlp:
-        start, end = self.span(spec.size)
+    def _narrow_mlp(self, spec: MlpSpec) -> MlpSpec:
+        start, end = self.split_dimension(spec.size)
         return replace(spec, size=end - start)
 
-    def heads(self, spec: Attention) -> tuple[Range, Range]:
-        """This rank's query heads and key heads; a key head that several ranks need is kept by each of them."""
-        each = spec.num_heads // self.size
-        first = self.rank * spec.num_kv_heads // self.size
-        last = (self.rank + 1) * spec.num_kv_heads // self.size
-        return (self.rank * each, (self.rank + 1) * each), (first, max(last, first + 1))
+    # ---- dimensions ----
 
-    def span(self, size: int) -> Range:
-        """This rank's stretch of an inner dimension: of the largest blocks that are nearly even, or of the smallest."""
-        for grain in GRAINS:
-            units = -(-size // grain)
-            if -(-units // self.size) * grain * self.size <= UNEVEN * size:
+    def heads(self, spec: AttentionSpec) -> tuple[Range, Range]:
+        """This rank's query heads and KV heads. Ranks that share a KV head each hold a copy."""
+        num_heads = spec.num_heads // self.size
+        heads = (self.rank * num_heads, (self.rank + 1) * num_heads)
+        kv_first = self.rank * spec.num_kv_heads // self.size
+        kv_end = (self.rank + 1) * spec.num_kv_heads // self.size
+        return heads, (kv_first, max(kv_end, kv_first + 1))
+
+    def split_dimension(self, size: int) -> Range:
+        """This rank's range of an inner dimension.
+
+        The range consists of the largest blocks that split it nearly evenly, else of the smallest.
+        """
+        for block in BLOCK_SIZES:
+            num_blocks = -(-size // block)
+            largest_share = -(-num_blocks // self.size) * block
+            if largest_share * self.size <= MAX_IMBALANCE * size:
                 break
-        if units < self.size:
-            grain = 1
-            units = size
-        return self.rank * units // self.size * grain, min(
-            (self.rank + 1) * units // self.size * grain, size
-        )
+        if num_blocks < self.size:
+            block = 1
+            num_blocks = size
+        start = self.rank * num_blocks // self.size * block
+        end = (self.rank + 1) * num_blocks // self.size * block
+        return start, min(end, size)
 
-    def words(self, vocab: int) -> Range:
-        """This rank's tokens: as many for each but the last ones, so that they can be put side by side."""
-        width = self.width(vocab)
+    def vocab_range(self, vocab: int) -> Range:
+        """This rank's token ids: equally many for each rank, except the last ones."""
+        width = self.vocab_shard_size(vocab)
         return min(self.rank * width, vocab), min((self.rank + 1) * width, vocab)
 
-    def width(self, vocab: int) -> int:
+    def vocab_shard_size(self, vocab: int) -> int:
         return -(-vocab // self.size)
 
-    # ---- products ----
+    # ---- weights ----
 
-    def qkv(self, spec: Attention) -> Part:
-        """A norm over all heads needs all of q and k on every rank: that is cheaper than another message."""
+    def qkv(self, spec: AttentionSpec) -> WeightShard:
+        """The rows of q | k | v.
+
+        A norm over all heads needs all of q and k on every rank: cheaper than another all-reduce.
+        """
         if self.size == 1:
-            return WHOLE
-        q, kv = self.heads(spec)
-        k_first = spec.num_heads
-        v_first = spec.num_heads + spec.num_kv_heads
-        parts = [q, (k_first + kv[0], k_first + kv[1]), (v_first + kv[0], v_first + kv[1])]
-        if spans_heads(spec):
-            parts[:2] = [(0, v_first)]
-        return Part(
-            rows=tuple((start * spec.head_dim, end * spec.head_dim) for start, end in parts)
+            return UNSHARDED
+        q_heads, (kv_first, kv_end) = self.heads(spec)
+        k_offset = spec.num_heads
+        v_offset = spec.num_heads + spec.num_kv_heads
+        qk_heads = [q_heads, (k_offset + kv_first, k_offset + kv_end)]
+        if norms_all_heads(spec):
+            qk_heads = [(0, v_offset)]
+        v_heads = (v_offset + kv_first, v_offset + kv_end)
+        dim = spec.head_dim
+        return WeightShard(
+            rows=tuple((start * dim, end * dim) for start, end in [*qk_heads, v_heads])
         )
 
-    def out(self, spec: Attention) -> Part:
+    def out(self, spec: AttentionSpec) -> WeightShard:
         (first, end), _ = self.heads(spec)
-        return self._summed((first * spec.head_dim, end * spec.head_dim))
+        return self._split_inputs((first * spec.head_dim, end * spec.head_dim))
 
-    def up(self, spec: Mlp) -> Part:
+    def up(self, spec: MlpSpec) -> WeightShard:
+        """The rows of up, or of gate | up."""
         if self.size == 1:
-            return WHOLE
-        start, end = self.span(spec.size)
-        halves = (0, spec.size) if spec.gated else (0,)
-        return Part(rows=tuple((half + start, half + end) for half in halves))
+            return UNSHARDED
+        start, end = self.split_dimension(spec.size)
+        offsets = (0, spec.size) if spec.gated else (0,)
+        return WeightShard(rows=tuple((offset + start, offset + end) for offset in offsets))
 
-    def down(self, spec: Mlp) -> Part:
-        return self._summed(self.span(spec.size))
+    def down(self, spec: MlpSpec) -> WeightShard:
+        return self._split_inputs(self.split_dimension(spec.size))
 
-    def table(self, vocab: int) -> Part:
-        return WHOLE if self.size == 1 else Part(rows=(self.words(vocab),))
+    def table(self, vocab: int) -> WeightShard:
+        """The rows of the embedding or of the logits head."""
+        if self.size == 1:
+            return UNSHARDED
+        return WeightShard(rows=(self.vocab_range(vocab),))
 
-    def _summed(self, cols: Range) -> Part:
-        return WHOLE if self.size == 1 else Part(cols=cols, bias=self.rank == 0)
+    def _split_inputs(self, cols: Range) -> WeightShard:
+        if self.size == 1:
+            return UNSHARDED
+        return WeightShard(cols=cols, bias=self.rank == 0)
 
 
-def spans_heads(spec: Attention) -> bool:
+def norms_all_heads(spec: AttentionSpec) -> bool:
+    """Whether q and k are normed over all heads at once."""
     return spec.qk_norm is not None and spec.qk_norm_over == "all"
 
 
 # ---- what can be split ---------------------------------------------------------------------------
 
 
-def check(model: Model, tp: int, pp: int) -> None:
-    """Refuse what cannot be split, and say what can."""
-    if pp > len(model.layers):
+def check_parallel_sizes(model: ModelSpec, tp: int, pp: int) -> None:
+    """Raise ConfigError if the model cannot be split so; the message says what would work."""
+    num_layers = len(model.layers)
+    if pp > num_layers:
         raise ConfigError(
-            f"pp {pp} is more stages than the model has layers; at most {len(model.layers)} would work"
+            f"pp {pp} is more stages than the model has layers; at most {num_layers} would work"
         )
-    if not divides(model, tp):
-        heads = sorted(
+    if not supports_tensor_parallel(model, tp):
+        head_counts = sorted(
             {(layer.attention.num_heads, layer.attention.num_kv_heads) for layer in model.layers}
         )
-        most = max(count for count, _ in heads)
-        working = ", ".join(str(size) for size in range(1, most + 1) if divides(model, size))
-        have = " and ".join(f"{count} heads over {kv} key heads" for count, kv in heads)
-        raise ConfigError(f"tp {tp} does not divide the model's {have}; {working} would work")
-
-
-def divides(model: Model, size: int) -> bool:
-    def fits(spec: Attention) -> bool:
-        kv = spec.num_kv_heads
-        return spec.num_heads % size == 0 and (kv % size == 0 or size % kv == 0)
-
-    narrowest = min(
-        layer.mlp.mlp.size if isinstance(layer.mlp, Moe) else layer.mlp.size
-        for layer in model.layers
-    )
-    width = -(-model.vocab // size)
-    words = (size - 1) * width < model.vocab  # nobody is left without
-    return words and narrowest >= size and all(fits(layer.attention) for layer in model.layers)
-
-
-def cut(layers: Sequence[float], head: float, count: int) -> list[range]:
-    """Layers of each stage, so that the slowest is as fast as can be; `layers` and `head` are what each costs."""
-    sums = [0.0, *accumulate(layers)]
-    most = len(layers)
-    # cuts[n]: of the first n layers in the stages so far the smallest maximum, and where each stage begins
-    cuts: list[tuple[float, tuple[int, ...]]] = [(total, (0,)) for total in sums]
-    for stage in range(1, count):
-        extra = head if stage == count - 1 else 0.0
-        cuts = [
-            min(
-                (
-                    (max(cuts[k][0], sums[n] - sums[k] + extra), (*cuts[k][1], k))
-                    for k in range(stage, n)
-                ),
-                default=(float("inf"), ()),
-            )
-            for n in range(most + 1)
+        most_heads = max(heads for heads, _ in head_counts)
+        sizes = [
+            str(size) for size in range(1, most_heads + 1) if supports_tensor_parallel(model, size)
         ]
-    begins = cuts[most][1]
-    return [range(start, end) for start, end in zip(begins, (*begins[1:], most))]
+        model_heads = " and ".join(
+            f"{heads} heads over {kv} key heads" for heads, kv in head_counts
+        )
+        raise ConfigError(
+            f"tp {tp} does not divide the model's {model_heads}; {', '.join(sizes)} would work"
+        )
+
+
+def supports_tensor_parallel(model: ModelSpec, size: int) -> bool:
+    """Whether `size` ranks can share the layers of the model."""
+    every_rank_has_tokens = (size - 1) * -(-model.vocab // size) < model.vocab
+    if not every_rank_has_tokens:
+        return False
+    for layer in model.layers:
+        mlp = layer.mlp.mlp if isinstance(layer.mlp, MoeSpec) else layer.mlp
+        kv_heads = layer.attention.num_kv_heads
+        if mlp.size < size or layer.attention.num_heads % size:
+            return False
+        if kv_heads % size and size % kv_heads:
+            return False
+    return True
+
+
+def split_stages(layer_costs: Sequence[float], head_cost: float, num_stages: int) -> list[range]:
+    """The layers of each pipeline stage, such that the slowest stage is as fast as possible.
+
+    The last stage also computes the head.
+    """
+    num_layers = len(layer_costs)
+    cost_before = [0.0, *accumulate(layer_costs)]
+    # best[n]: of the first n layers split into the stages so far, the cost of the slowest stage
+    # (as small as possible) and the first layer of each stage.
+    best: list[tuple[float, tuple[int, ...]]] = [(total, (0,)) for total in cost_before]
+    for stage in range(1, num_stages):
+        extra = head_cost if stage == num_stages - 1 else 0.0
+        longer: list[tuple[float, tuple[int, ...]]] = []
+        for end in range(num_layers + 1):
+            candidates = []
+            for start in range(stage, end):
+                slowest_before, starts = best[start]
+                cost = cost_before[end] - cost_before[start] + extra
+                candidates.append((max(slowest_before, cost), (*starts, start)))
+            longer.append(min(candidates, default=(float("inf"), ())))
+        best = longer
+    starts = best[num_layers][1]
+    ends = (*starts[1:], num_layers)
+    return [range(start, end) for start, end in zip(starts, ends)]

@@ -1,12 +1,13 @@
-"""Offline use of the engine: the same loop a server runs, driven from Python.
+"""The offline API: generate text from Python, without an HTTP server.
 
     from bloomery import LLM, SamplingParams
     llm = LLM("path-or-id")
     for out in llm.generate(["Hello"], SamplingParams(temperature=0.0, max_tokens=32)):
         print(out.outputs[0].text)
 
-`LLM` runs the loop in the caller's thread; `AsyncLLM` in a thread of its own, for asyncio. A composition root: here
-the towers are put together, and nothing is decided.
+`LLM` runs the engine loop in the caller's thread. `AsyncLLM` is for asyncio: its engine runs in a
+process of its own, so a busy caller cannot slow the engine down. This module only connects the
+parts: it decides nothing about scheduling, sampling or text.
 """
 
 from __future__ import annotations
@@ -14,97 +15,186 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import queue
+import math
 import secrets
 import signal
-import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from contextlib import aclosing, contextmanager
+from dataclasses import fields, replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from bloomery.config import Config, Plan
-from bloomery.describe import plan_for
-from bloomery.engine.blocks import Blocks
+from bloomery.config import EngineConfig
+from bloomery.describe import build_engine_plan
+from bloomery.engine.build import build_engine
+from bloomery.engine.client import EngineClient, EngineTimeouts
 from bloomery.engine.executor import Executor
-from bloomery.engine.loop import Loop
-from bloomery.engine.policy import policy_for
-from bloomery.engine.scheduler import Scheduler
 from bloomery.errors import BloomeryError, ConfigError, InvalidRequest, RequestFailed, TemplateError
-from bloomery.executors.chosen import chosen
-from bloomery.messages import EngineCapacity, PoolingType, EngineRequest, TokenOutput
-from bloomery.sampling import SamplingParams, embedding_request, requests
-from bloomery.text.answer import Answer, Delta, Generation, RequestOutput
-from bloomery.text.chat import render
+from bloomery.executors.select import select_executor
+from bloomery.ipc import ENGINE_COMMAND
+from bloomery.logs import show_load_progress
+from bloomery.messages import EngineCapacity, EngineRequest, EngineStats, PoolingType, TokenOutput
+from bloomery.sampling import SamplingParams, build_embedding_request, build_requests
+from bloomery.text.chat import render_chat
 from bloomery.text.load import load_tokenizer
+from bloomery.text.outputs import CompletionDelta, CompletionState, RequestOutput, RequestState
 from bloomery.text.tokenizer import Tokenizer
 
 log = logging.getLogger("bloomery")
-T = TypeVar("T")
-P = ParamSpec("P")
 
-SWITCH = 5e-4  # seconds until the event loop hands the interpreter to the engine's thread, back from the device
+ResultT = TypeVar("ResultT")
+ParamsT = ParamSpec("ParamsT")
 Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, Any]
-# What peers call some options.
-PEERS = {"quantization": "quantize", "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}
+ChatMessage = Mapping[str, Any]
+
+CAPTURE_POLL_SECONDS = 0.02  # between two looks at the number of CUDA graphs still to capture
 
 
-# ---- putting the towers together ---------------------------------------------------------------------
+# ---- shared by LLM and AsyncLLM ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Stack:
-    """A model, ready: its text side, its engine, and what was resolved on the way."""
+class RequestBuilder:
+    """Turns prompts and sampling params into requests for one loaded model."""
 
-    plan: Plan
-    capacity: EngineCapacity
-    tokenizer: Tokenizer | None
-    executor: Executor
-    loop: Loop
+    def __init__(self, tokenizer: Tokenizer | None, capacity: EngineCapacity):
+        self.tokenizer = tokenizer
+        self.capacity = capacity
+        self.request_numbers = itertools.count()
+
+    def build_generation(self, prompt: Prompt, params: SamplingParams) -> RequestState:
+        """Return the state of a new request, which holds one EngineRequest per completion."""
+        text, token_ids = self._encode_prompt(prompt)
+        request_id = str(next(self.request_numbers))
+        tokenizer = self.tokenizer
+        requests = build_requests(
+            params,
+            token_ids,
+            id=request_id,
+            entropy=secrets.randbits(64),
+            vocab_size=self.capacity.vocab,
+            max_model_len=self.capacity.max_model_len,
+            eos_ids=tokenizer.eos_ids if tokenizer else (),
+            encode=self._encode_word if tokenizer else None,
+        )
+        return RequestState(request_id, text, params, requests, tokenizer)
+
+    def build_embedding(self, prompt: Prompt, pooling: PoolingType) -> EngineRequest:
+        _, token_ids = self._encode_prompt(prompt)
+        return build_embedding_request(
+            token_ids,
+            pooling,
+            id=str(next(self.request_numbers)),
+            vocab_size=self.capacity.vocab,
+            max_model_len=self.capacity.max_model_len,
+        )
+
+    def build_chat_prompt(self, messages: Sequence[ChatMessage], **options: Any) -> Prompt:
+        """Render messages with the model's chat template."""
+        tokenizer = self._require_tokenizer()
+        text = render_chat(tokenizer, messages, **options)
+        token_ids = tokenizer.encode(text, add_special=False)
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+    def _encode_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """Return the text of a prompt, if it has one, and its token ids."""
+        text: Any = None
+        token_ids: Any = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            text = prompt.get("prompt")
+            token_ids = prompt.get("prompt_token_ids")
+        else:
+            token_ids = prompt
+        if token_ids is not None:
+            return text, token_ids
+        if not isinstance(text, str):
+            raise InvalidRequest(
+                "a prompt is a string, a list of token ids, or a dict with prompt_token_ids",
+                "prompt",
+            )
+        return text, self._require_tokenizer().encode(text)
+
+    def _encode_word(self, word: str) -> list[int]:
+        return self._require_tokenizer().encode(word, add_special=False)
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                "text needs a tokenizer and this model was loaded without one: give token ids",
+                "prompt",
+            )
+        return self.tokenizer
 
 
-def build(config: Config, tokenizer: bool = True, progress: bool = False) -> Stack:
-    """Locate, plan, load. Torch is imported here and no earlier."""
-    plan, artifact = plan_for(config)
-    words = load_tokenizer(artifact) if tokenizer else None
-    executor = chosen(plan, progress=progress)
-    capacity = executor.start(plan)
-    prepare(executor, progress)
-    for note in capacity.notes:
-        log.warning(note)
-    blocks = Blocks(capacity.blocks, capacity.block_size, plan.prefix_cache)
-    policy = policy_for(plan, capacity)
-    scheduler = Scheduler(
-        blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, policy, capacity.stages
-    )
-    return Stack(plan, capacity, words, executor, Loop(scheduler, executor, plan.depth))
-
-
-def prepare(executor: Executor, progress: bool) -> None:
-    """All at once what a server does in its spare time: whoever measures wants it done."""
-    from bloomery.runtime.progress import bar as counted
-
-    left = executor.spare()
-    with counted("graphs", left, progress and left > 0) as advance:
-        while left:
-            left = executor.spare()
-            advance()
-
-
-def configure(model: str | None, enable_prefix_caching: bool, options: Mapping[str, Any]) -> Config:
-    named = {PEERS.get(name, name): value for name, value in options.items()}
+def build_engine_config(
+    model: str | None, enable_prefix_caching: bool, options: Mapping[str, Any]
+) -> EngineConfig:
     try:
-        return Config(model, prefix_cache=enable_prefix_caching, **named)
+        return EngineConfig(model, prefix_cache=enable_prefix_caching, **options)
     except TypeError as error:
         raise ConfigError(f"{error}; the options are those of `bloomery generate --help`") from None
 
 
-class Front:
-    """Prompts to Generations, for both ways of running the loop. Options are Config's fields."""
+def read_default_params(tokenizer: Tokenizer | None) -> SamplingParams:
+    """Return the sampling params that the checkpoint's generation_config asks for."""
+    defaults: Mapping[str, Any] = tokenizer.sampling_defaults if tokenizer else {}
+    known = {field.name for field in fields(SamplingParams)}
+    given = {name: value for name, value in defaults.items() if name in known}
+    return SamplingParams(**{"max_tokens": None, **given})
+
+
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one or several prompts as a list; a string, a dict and a list of ids are one."""
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+# ---- in the caller's thread ----------------------------------------------------------------------
+
+
+def defer_interrupt(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
+    """Delay Ctrl-C until `function` has returned.
+
+    An interrupt within it would leave the scheduler and the worker in different states.
+    """
+
+    @wraps(function)
+    def wrapper(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        handler = signal.getsignal(signal.SIGINT)
+        if not in_main_thread or handler is not signal.default_int_handler:
+            return function(*args, **kwargs)
+        received = list[int]()
+        signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if received:
+                raise KeyboardInterrupt
+
+    return wrapper
+
+
+class OpenCompletion(NamedTuple):
+    """A completion in progress. `deltas` receives its output if the request is streamed."""
+
+    request: RequestState
+    completion: CompletionState
+    deltas: deque[CompletionDelta] | None
+
+
+class StepSummary(NamedTuple):
+    finished: set[str]  # ids of the requests that finished in the step
+    num_tokens: int
+
+
+class LLM:
+    """A model in the caller's process; every call runs the engine loop until it has its result."""
 
     def __init__(
         self,
@@ -115,120 +205,31 @@ class Front:
         progress: bool = False,
         **options: Any,
     ):
-        self.stack = build(
-            configure(model, enable_prefix_caching, options), not skip_tokenizer_init, progress
-        )
-        self.tokenizer = self.stack.tokenizer
-        self.numbers = itertools.count()
+        """Load a model.
 
-    @property
-    def default_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config asks for."""
-        said: Mapping[str, Any] = self.tokenizer.defaults if self.tokenizer else {}
-        known = {field.name for field in fields(SamplingParams)}
-        return SamplingParams(
-            **{"max_tokens": None, **{name: said[name] for name in said if name in known}}
-        )
-
-    def generation(self, prompt: Prompt, params: SamplingParams) -> Generation:
-        text, ids = self._ids(prompt)
-        name = str(next(self.numbers))
-        tokenizer = self.tokenizer
-        capacity = self.stack.capacity
-        made = requests(
-            params,
-            ids,
-            id=name,
-            entropy=secrets.randbits(64),
-            vocab=capacity.vocab,
-            max_length=capacity.max_length,
-            eos_ids=tokenizer.eos_ids if tokenizer else (),
-            encode=(lambda word: tokenizer.encode(word, add_special=False)) if tokenizer else None,
-        )
-        return Generation(name, text, params, made, tokenizer)
-
-    def embedding(self, prompt: Prompt, pooling: PoolingType) -> EngineRequest:
-        capacity = self.stack.capacity
-        name = str(next(self.numbers))
-        (_, ids) = self._ids(prompt)
-        return embedding_request(
-            ids, pooling, id=name, vocab=capacity.vocab, max_length=capacity.max_length
-        )
-
-    def _ids(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
-        if isinstance(ids, Mapping):
-            text = ids.get("prompt")
-            ids = ids.get("prompt_token_ids")
-        if ids is not None:
-            return text, ids
-        if not isinstance(text, str):
-            raise InvalidRequest(
-                "a prompt is a string, a list of token ids, or a dict with prompt_token_ids",
-                "prompt",
-            )
-        return text, self.words.encode(text)
-
-    def conversation(self, messages: Sequence[Message], **options: Any) -> Prompt:
-        """Messages as the model's chat template writes them down."""
-        text = render(self.words, messages, **options)
-        return {"prompt": text, "prompt_token_ids": self.words.encode(text, add_special=False)}
-
-    @property
-    def words(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequest(
-                "text needs a tokenizer and this model was loaded without one: give token ids",
-                "prompt",
-            )
-        return self.tokenizer
-
-
-def many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a string, a dict and a list of ids are one."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-# ---- in the caller's thread --------------------------------------------------------------------------
-
-
-def undivided(work: Callable[P, T]) -> Callable[P, T]:
-    """Ctrl-C comes before it or after it and never inside, where it would leave the engine and its model apart."""
-
-    @wraps(work)
-    def whole(*args: P.args, **kwargs: P.kwargs) -> T:
-        main = threading.current_thread() is threading.main_thread()
-        if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            return work(*args, **kwargs)
-        came = list[int]()
-        signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-        try:
-            return work(*args, **kwargs)
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            if came:
-                raise KeyboardInterrupt
-
-    return whole
-
-
-class LLM:
-    def __init__(self, model: str | None = None, **options: Any):
-        """`model` is a folder, a .gguf file, a Hub id or None for the embedded one; options are those of Front."""
+        `model` is a folder, a .gguf file, a Hub id or None for the embedded model. `progress` shows
+        bars while it loads. `options` are the fields of EngineConfig.
+        """
         if options.get("policy", "auto") == "auto":
-            options["policy"] = "fcfs"  # all prompts are there, and nobody watches one of them
-        self.front = Front(model, **options)
-        self.tokenizer = self.front.tokenizer
-        self.loop = self.front.stack.loop
-        # by request: whose it is, and where to put what it gains if somebody looks on
-        self.arrivals: dict[str, tuple[Generation, Answer, deque[Delta] | None]] = {}
-        self.embedded: dict[str, list[float]] = {}  # by request
+            # All prompts are there from the beginning and no user waits for a single one.
+            options["policy"] = "fcfs"
+        config = build_engine_config(model, enable_prefix_caching, options)
+        self.plan, artifact = build_engine_plan(config)
+        self.tokenizer = None if skip_tokenizer_init else load_tokenizer(artifact)
+        self.executor = select_executor(self.plan, progress=progress)  # imports torch
+        self.capacity = self.executor.start(self.plan)
+        capture_all_graphs(self.executor, progress)
+        for note in self.capacity.notes:
+            log.warning(note)
+        self.loop = build_engine(self.plan, self.executor, self.capacity)
+        self.request_builder = RequestBuilder(self.tokenizer, self.capacity)
+        self.open_completions: dict[str, OpenCompletion] = {}  # by engine request id
+        self.embeddings: dict[str, list[float]] = {}  # by engine request id
 
     @property
     def default_params(self) -> SamplingParams:
-        return self.front.default_params
+        """The sampling params that the checkpoint's generation_config asks for."""
+        return read_default_params(self.tokenizer)
 
     def generate(
         self,
@@ -236,125 +237,163 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """All prompts in one go, answers in their order; one params for all, or one each."""
-        asked = many(prompts)
-        given = sampling_params if sampling_params is not None else self.default_params
-        params = [given] * len(asked) if isinstance(given, SamplingParams) else list(given)
-        if len(params) != len(asked):
+        """Complete all prompts in one batch and return the outputs in the order of the prompts.
+
+        `sampling_params` is one object for all prompts, or one for each.
+        """
+        prompt_list = list_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.default_params
+        if isinstance(sampling_params, SamplingParams):
+            params_list = [sampling_params] * len(prompt_list)
+        else:
+            params_list = list(sampling_params)
+        if len(params_list) != len(prompt_list):
             raise InvalidRequest(
-                f"{len(asked)} prompts but {len(params)} sampling_params", "sampling_params"
+                f"{len(prompt_list)} prompts but {len(params_list)} sampling_params",
+                "sampling_params",
             )
-        made = [
-            self.front.generation(prompt, one) for prompt, one in zip(asked, params, strict=True)
+        requests = [
+            self.request_builder.build_generation(prompt, params)
+            for prompt, params in zip(prompt_list, params_list, strict=True)
         ]
-        for generation in made:
-            self._submit(generation, None)
-        ours = {generation.id for generation in made}
+        for request in requests:
+            self._submit(request, None)
+        own_ids = {request.id for request in requests}
+        num_open = len(requests)
         try:
-            with bar(len(made), use_tqdm) as advance:
-                left = len(made)
-                while left:
-                    done, tokens = self._step()
-                    ended = len(done & ours)
-                    left -= ended
-                    advance(ended, tokens)
+            with generation_progress(num_open, use_tqdm) as advance:
+                while num_open:
+                    summary = self._step()
+                    num_finished = len(summary.finished & own_ids)
+                    num_open -= num_finished
+                    advance(num_finished, summary.num_tokens)
         finally:
-            for generation in made:
-                self._drop(generation)
-        return [generation.output() for generation in made]
+            for request in requests:
+                self._remove(request)
+        return [request.output() for request in requests]
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        **template: Any,
+        **template_options: Any,
     ) -> list[RequestOutput]:
-        """One conversation or several, through the model's chat template."""
+        """Answer one conversation or several, through the model's chat template."""
         if not messages:
             raise TemplateError("a conversation needs at least one message", "messages")
-        several = messages if not isinstance(messages[0], Mapping) else [messages]
-        prompts = [self.front.conversation(one, **template) for one in several]  # type: ignore[arg-type]
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.build_chat_prompt(conversation, **template_options)
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def build_chat_prompt(self, messages: Sequence[ChatMessage], **template_options: Any) -> Prompt:
+        """Render a conversation with the model's chat template, for `generate` or `stream`."""
+        return self.request_builder.build_chat_prompt(messages, **template_options)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], pooling: PoolingType = "mean"
     ) -> list[list[float]]:
-        """A vector of length 1 each: the mean of a prompt's final hidden states, or its last token's."""
-        made = [self.front.embedding(prompt, pooling) for prompt in many(prompts)]
+        """Return one vector of length 1 per prompt.
+
+        It is the mean of the prompt's final hidden states, or the one of its last token.
+        """
+        builder = self.request_builder
+        requests = [builder.build_embedding(prompt, pooling) for prompt in list_prompts(prompts)]
         try:
-            for request in made:
+            for request in requests:
                 self.loop.add(request)
-            while any(request.id not in self.embedded for request in made):
+            while any(request.id not in self.embeddings for request in requests):
                 self._step()
-            return [self.embedded[request.id] for request in made]
+            return [self.embeddings[request.id] for request in requests]
         finally:
-            for request in made:
+            for request in requests:
                 self.loop.abort(request.id)
-                self.embedded.pop(request.id, None)
+                self.embeddings.pop(request.id, None)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[Delta]:
-        """The answer piece by piece. Closing the iterator stops it; several may run side by side."""
-        generation = self.front.generation(prompt, sampling_params or self.default_params)
-        ready: deque[Delta] = deque()
-        self._submit(generation, ready)
+    ) -> Iterator[CompletionDelta]:
+        """Yield the completion piece by piece.
+
+        Closing the iterator aborts the request. Several iterators may run side by side.
+        """
+        params = sampling_params or self.default_params
+        request = self.request_builder.build_generation(prompt, params)
+        deltas: deque[CompletionDelta] = deque()
+        self._submit(request, deltas)
         try:
-            while not generation.finished or ready:
-                if ready:
-                    yield ready.popleft()
+            while not request.finished or deltas:
+                if deltas:
+                    yield deltas.popleft()
                 else:
                     self._step()
         finally:
-            self._drop(generation)
+            self._remove(request)
 
     def close(self) -> None:
-        self.front.stack.executor.close()
+        """Unload the model and end the tensor parallel ranks, if there are any."""
+        self.executor.close()
 
-    @undivided
-    def _submit(self, generation: Generation, ready: deque[Delta] | None) -> None:
-        for name, answer in generation.answers.items():
-            self.loop.add(answer.request)
-            self.arrivals[name] = generation, answer, ready
+    @defer_interrupt
+    def _submit(self, request: RequestState, deltas: deque[CompletionDelta] | None) -> None:
+        for request_id, completion in request.completions.items():
+            self.loop.add(completion.request)
+            self.open_completions[request_id] = OpenCompletion(request, completion, deltas)
 
-    @undivided
-    def _step(self) -> tuple[set[str], int]:
-        """One step of the loop, its news handed to whom they concern; which generations ended, how many tokens came."""
-        count = 0
-        ended = set()
-        for news in self.loop.step():
-            count += len(news.ids)
-            if news.embedding:
-                self.embedded[news.request] = list(news.embedding)
-            found = self.arrivals.get(news.request)
-            if found is None:
+    @defer_interrupt
+    def _step(self) -> StepSummary:
+        """Run one step of the engine loop and hand out its outputs."""
+        num_tokens = 0
+        finished = set[str]()
+        for output in self.loop.step():
+            num_tokens += len(output.ids)
+            if output.embedding:
+                self.embeddings[output.request] = list(output.embedding)
+            entry = self.open_completions.get(output.request)
+            if entry is None:
                 continue
-            generation, answer, ready = found
-            if ready is None and answer.gain(news):
+            if entry.deltas is None and entry.completion.append_token_ids(output):
                 continue
-            delta, cut = generation.take(news)
+            delta, must_abort = entry.request.add_output(output)
             if delta is not None:
-                if ready is not None:
-                    ready.append(delta)
-                if delta.finish_reason is not None and generation.finished:
-                    ended.add(generation.id)
-            if cut:
-                self.loop.abort(news.request)
-        return ended, count
+                if entry.deltas is not None:
+                    entry.deltas.append(delta)
+                if delta.finish_reason is not None and entry.request.finished:
+                    finished.add(entry.request.id)
+            if must_abort:
+                self.loop.abort(output.request)
+        return StepSummary(finished, num_tokens)
 
-    @undivided
-    def _drop(self, generation: Generation) -> None:
-        for name in generation.answers:
-            self.arrivals.pop(name, None)
-            self.loop.abort(name)
+    @defer_interrupt
+    def _remove(self, request: RequestState) -> None:
+        for request_id in request.completions:
+            self.open_completions.pop(request_id, None)
+            self.loop.abort(request_id)
+
+
+def capture_all_graphs(executor: Executor, progress: bool) -> None:
+    """Capture all CUDA graphs now. A server does that in the background; offline, none is late."""
+    from bloomery.runtime.progress import progress_bar
+
+    pending = executor.capture_next_graph()
+    with progress_bar("graphs", pending, progress and pending > 0) as advance:
+        while pending:
+            pending = executor.capture_next_graph()
+            advance()
 
 
 @contextmanager
-def bar(total: int, show: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar of answers and tokens a second, or nothing."""
+def generation_progress(total: int, show: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar of finished requests and tokens per second.
+
+    Yields a function that takes the number of newly finished requests and of new tokens.
+    """
     if not show:
-        yield lambda done, tokens: None
+        yield lambda num_finished, num_tokens: None
         return
     from rich.console import Console
     from rich.progress import (
@@ -372,116 +411,198 @@ def bar(total: int, show: bool) -> Iterator[Callable[[int, int], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[speed]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as drawn:
-        task = drawn.add_task("", total=total, speed="")
-        produced = 0
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total, speed="")
+        total_tokens = 0
 
-        def advance(done: int, tokens: int) -> None:
-            nonlocal produced
-            produced += tokens
-            elapsed = drawn.tasks[0].elapsed or 0.0
-            drawn.update(task, advance=done, speed=f"{produced / max(elapsed, 1e-3):.0f} tokens/s")
+        def advance(num_finished: int, num_tokens: int) -> None:
+            nonlocal total_tokens
+            total_tokens += num_tokens
+            elapsed = bar.tasks[0].elapsed or 0.0
+            tokens_per_second = total_tokens / max(elapsed, 1e-3)
+            bar.update(task, advance=num_finished, speed=f"{tokens_per_second:.0f} tokens/s")
 
         yield advance
 
 
-# ---- for asyncio -------------------------------------------------------------------------------------
+# ---- for asyncio ---------------------------------------------------------------------------------
+
+
+class OutputQueue:
+    """The outputs of one stream, read in the event loop that created the queue."""
+
+    def __init__(self) -> None:
+        self.reader_loop = asyncio.get_running_loop()
+        self.outputs: asyncio.Queue[TokenOutput | Exception] = asyncio.Queue()
+
+    async def get(self) -> TokenOutput:
+        output = await self.outputs.get()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+
+class OutputHandover:
+    """Hands outputs from the engine client's event loop to the event loops of the readers.
+
+    Outputs of several streams that arrive together are handed over together, because it is
+    expensive to wake another event loop.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[OutputQueue, TokenOutput | Exception]] = []
+
+    def put(self, queue: OutputQueue, output: TokenOutput | Exception) -> None:
+        if not self.pending:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self.pending.append((queue, output))
+
+    def _flush(self) -> None:
+        by_loop = defaultdict[asyncio.AbstractEventLoop, list[Any]](list)
+        for queue, output in self.pending:
+            by_loop[queue.reader_loop].append((queue, output))
+        self.pending = []
+        for reader_loop, entries in by_loop.items():
+            if not reader_loop.is_closed():
+                reader_loop.call_soon_threadsafe(self._deliver, entries)
+
+    @staticmethod
+    def _deliver(entries: list[tuple[OutputQueue, TokenOutput | Exception]]) -> None:
+        for queue, output in entries:
+            queue.outputs.put_nowait(output)
 
 
 class AsyncLLM:
-    """The loop in a thread of its own; `stream` from any number of tasks of one event loop."""
+    """A model in an engine process of its own; `stream` works in any number of tasks and loops.
 
-    def __init__(self, model: str | None = None, **options: Any):
-        """As for LLM."""
-        self.front = Front(model, **options)
-        self.tokenizer = self.front.tokenizer
-        self.inbox: queue.SimpleQueue[EngineRequest | str | None] = (
-            queue.SimpleQueue()
-        )  # a str aborts, None ends
-        self.listeners: dict[str, asyncio.Queue[TokenOutput | BaseException]] = {}
-        self.events: asyncio.AbstractEventLoop | None = None
-        self.failure: BaseException | None = None
-        sys.setswitchinterval(SWITCH)
-        self.thread = threading.Thread(target=self._run, name="bloomery-engine", daemon=True)
+    The engine client runs in a private thread with its own event loop, so the object can be created
+    inside a running event loop or outside of one. A crashed engine process is restarted and open
+    streams continue after the last token they delivered.
+    """
+
+    # The program of the engine process; a subclass may run another engine.
+    engine_command: Sequence[str] = ENGINE_COMMAND
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        skip_tokenizer_init: bool = False,
+        enable_prefix_caching: bool = True,
+        progress: bool = False,
+        **options: Any,
+    ):
+        """Start the engine process and return when its model is loaded. Arguments as for LLM."""
+        config = build_engine_config(model, enable_prefix_caching, options)
+        self.plan, artifact = build_engine_plan(config)
+        # Offline, requests may wait in the queue for as long as it takes.
+        timeouts = replace(EngineTimeouts.for_device(self.plan.device), queue_seconds=math.inf)
+        self.client = EngineClient(self.plan, self.engine_command, timeouts)
+        self.handover = OutputHandover()
+        self.client_loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(
+            target=self.client_loop.run_forever, name="bloomery engine client", daemon=True
+        )
         self.thread.start()
+        loading = asyncio.run_coroutine_threadsafe(self._start_engine(progress), self.client_loop)
+        try:
+            self.tokenizer = None if skip_tokenizer_init else load_tokenizer(artifact)
+            self.capacity = loading.result()
+        except BaseException:
+            loading.cancel()
+            self.close()
+            raise
+        for note in self.capacity.notes:
+            log.warning(note)
+        self.request_builder = RequestBuilder(self.tokenizer, self.capacity)
 
     @property
     def default_params(self) -> SamplingParams:
-        return self.front.default_params
+        """The sampling params that the checkpoint's generation_config asks for."""
+        return read_default_params(self.tokenizer)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The statistics that the engine process last reported."""
+        return self.client.stats
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> AsyncIterator[Delta]:
-        """The answer piece by piece; leaving the iterator stops it."""
-        if self.failure is not None:
-            raise RequestFailed("the engine has stopped") from self.failure
-        self.events = asyncio.get_running_loop()
-        generation = self.front.generation(prompt, sampling_params or self.default_params)
-        news: asyncio.Queue[TokenOutput | BaseException] = asyncio.Queue()
-        for name, answer in generation.answers.items():
-            self.listeners[name] = news
-            self.inbox.put(answer.request)
+    ) -> AsyncIterator[CompletionDelta]:
+        """Yield the completion piece by piece; leaving the iterator aborts the request."""
+        if not self.thread.is_alive():
+            raise RequestFailed("the engine is closed")
+        params = sampling_params or self.default_params
+        request = self.request_builder.build_generation(prompt, params)
+        engine_requests = [completion.request for completion in request.completions.values()]
+        outputs = OutputQueue()
+        forwarding = asyncio.run_coroutine_threadsafe(
+            self._forward_outputs(engine_requests, outputs), self.client_loop
+        )
         try:
-            while not generation.finished:
-                arrived = await news.get()
-                if isinstance(arrived, BaseException):
-                    raise arrived
-                delta, cut = generation.take(arrived)
-                if cut:
-                    self.inbox.put(arrived.request)
+            while not request.finished:
+                output = await outputs.get()
+                if request.completions[output.request].finish_reason is not None:
+                    continue  # a stop string ended it while this output was on its way
+                if output.finish == "error":
+                    raise RequestFailed(output.error or "the engine could not finish this request")
+                delta, must_abort = request.add_output(output)
+                if must_abort:
+                    self.client_loop.call_soon_threadsafe(self.client.abort, output.request)
                 if delta is not None:
                     yield delta
         finally:
-            for name in generation.answers:
-                self.listeners.pop(name, None)
-                self.inbox.put(name)
+            forwarding.cancel()
 
     def close(self) -> None:
-        self.inbox.put(None)
+        """End the engine process. Open streams fail with RequestFailed."""
+        if not self.thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(self._stop_engine(), self.client_loop).result()
+        self.client_loop.call_soon_threadsafe(self.client_loop.stop)
         self.thread.join()
-        self.front.stack.executor.close()
+        self.client_loop.close()
 
-    def _run(self) -> None:
-        loop = self.front.stack.loop
+    # ---- in the client's thread ----
+
+    async def _start_engine(self, progress: bool) -> EngineCapacity:
+        """Start the engine and wait until its model is loaded and its CUDA graphs are captured."""
+        await self.client.start()
+        ready = asyncio.create_task(self.client.ready())
+        if progress:
+            await show_load_progress(ready, self._load_progress)
         try:
-            while self._read(loop.patience() if loop.busy else None):
-                if news := loop.step():
-                    self._post(self._deliver, [(entry.request, entry) for entry in news])
-        except BaseException as error:
-            self.failure = error
-            log.exception("the engine has stopped")
-            self._post(self._fail, error)
+            capacity = await ready
+            while self._has_pending_captures():
+                await asyncio.sleep(CAPTURE_POLL_SECONDS)
+            await self.client.ready()  # it may have crashed during a capture
+        except BloomeryError as error:
+            raise BloomeryError(self.client.status.detail or str(error)) from None
+        return capacity
 
-    def _read(self, patience: float | None) -> bool:
-        """Take in what arrives within so long, or what has once something has (None); False when asked to end."""
-        loop = self.front.stack.loop
-        while patience != 0 or not self.inbox.empty():
-            try:
-                order = self.inbox.get(timeout=patience)
-            except queue.Empty:
-                break
-            patience = loop.patience()
-            if order is None:
-                return False
-            if isinstance(order, str):
-                loop.abort(order)
-                continue
-            try:
-                loop.add(order)
-            except BloomeryError as error:
-                self._post(self._deliver, [(order.id, error)])
-        return True
+    async def _stop_engine(self) -> None:
+        await self.client.close()
+        await self.client_loop.shutdown_default_executor()
 
-    def _post(self, tell: Callable[[T], None], what: T) -> None:
-        """To the event loop; until one has asked for something, nobody listens."""
-        if self.events is not None:
-            self.events.call_soon_threadsafe(tell, what)
+    def _load_progress(self) -> tuple[str, float]:
+        status = self.client.status
+        return status.detail, status.progress or 0.0
 
-    def _deliver(self, news: Sequence[tuple[str, TokenOutput | BloomeryError]]) -> None:
-        for name, entry in news:
-            if listener := self.listeners.get(name):
-                listener.put_nowait(entry)
+    def _has_pending_captures(self) -> bool:
+        """Whether CUDA graphs are still to be captured; unknown before the first statistics."""
+        stats = self.client.current_stats
+        has_stats = stats.kv_blocks > 0
+        return self.client.status.state == "ready" and (not has_stats or stats.pending_captures > 0)
 
-    def _fail(self, error: BaseException) -> None:
-        for listener in self.listeners.values():
-            listener.put_nowait(RequestFailed(f"the engine has stopped: {error}"))
+    async def _forward_outputs(
+        self, requests: Sequence[EngineRequest], outputs: OutputQueue
+    ) -> None:
+        """Stream the requests and hand every output to the caller; when cancelled, abort them."""
+        try:
+            async with aclosing(self.client.stream(requests)) as stream:
+                async for output in stream:
+                    if outputs.reader_loop.is_closed():
+                        return
+                    self.handover.put(outputs, output)
+        except Exception as error:
+            self.handover.put(outputs, error)

@@ -1,8 +1,11 @@
-"""Everything that crosses a process or the bridge between the towers: frozen, small, without behaviour.
+"""The messages between the processes of an engine: frozen, small dataclasses without behaviour.
 
-A request's life: Request -> (Sequence) -> Item in a Step -> (Row) -> Sampled in a StepOutput -> Tokens.
-The nouns in parentheses belong to one side only and never travel. What goes on by one position is an Item and a Sampled
-only where somebody spells it out.
+The life of a request, in messages: EngineRequest -> NewRequestData and ScheduledRequest in a
+ScheduledStep -> SampledTokens in a StepOutput -> TokenOutput in an EngineOutput. The scheduler's
+Sequence and the worker's row belong to one side each and are never sent.
+
+Requests that decode one position are sent as plain numbers instead of ScheduledRequest and
+SampledTokens, because a step may hold hundreds of them.
 """
 
 from __future__ import annotations
@@ -12,66 +15,72 @@ from typing import Literal, TypeVar, dataclass_transform
 
 T = TypeVar("T")
 
-# stop: a stop id, or a stop string found in the text; deadline: the request's own time was up
+# stop: a stop token id, or a stop string in the text. deadline: the request's own time limit.
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 PoolingType = Literal["mean", "last"]  # over the final hidden states of a prompt
 EngineState = Literal["loading", "ready", "stalled", "restarting", "draining", "failed", "closed"]
 
 
 @dataclass_transform(frozen_default=True)
-def light(kind: type[T]) -> type[T]:
-    """Frozen to the type checker alone: at run time that costs a microsecond, and of these there are some for every
-    sequence of every step."""
-    return dataclass(slots=True, unsafe_hash=True)(kind)
+def lightweight_message(cls: type[T]) -> type[T]:
+    """Make a dataclass that only the type checker treats as frozen.
+
+    Creating a truly frozen dataclass costs a microsecond more. There is one of these messages for
+    each request of each step.
+    """
+    return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSampling:
-    """How one sequence turns logits into tokens; every default already resolved."""
+    """How one sequence turns logits into tokens. All defaults are resolved."""
 
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 is off
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
-    repetition_penalty: float = 1.0  # over prompt and output
-    frequency_penalty: float = 0.0  # over output
-    presence_penalty: float = 0.0  # over output
-    seed: int = 0  # effective: randomness is a function of (seed, position) and nothing else
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0  # counts prompt and output
+    frequency_penalty: float = 0.0  # counts output
+    presence_penalty: float = 0.0  # counts output
+    seed: int = 0  # the random numbers depend on the seed and the position only
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
-    min_tokens: int = 0  # stop ids are masked until so many tokens are out
+    min_tokens: int = 0  # stop token ids are masked until there are this many output tokens
     watermark: tuple[float, float] | None = None  # (gamma, delta)
-    logprobs: int | None = None  # None: no log-probabilities; n: the token's own and the n best
+    logprobs: int | None = None  # None: none; n: the sampled token's and those of the top n
     prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
+    """One sequence to generate, or one prompt to embed, as sent to an engine."""
+
     id: str
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # token ids
     sampling: ResolvedSampling
     max_tokens: int
-    stop_ids: tuple[int, ...] = ()  # end of sequence and stop token ids
-    emitted: tuple[int, ...] = ()  # ids a client already has, when a request is replayed
-    salt: str = ""  # prefix-cache blocks are shared among equal salts only
-    pooling: PoolingType | None = None  # an embedding of the prompt is wanted, and no token
-    priority: int = 0  # lower is earlier
-    deadline: float | None = (
-        None  # seconds it has left when it is handed over; clocks differ between processes
-    )
-    tenant: str = ""  # tenants are served in equal shares
+    stop_ids: tuple[int, ...] = ()  # end-of-sequence and stop token ids
+    emitted: tuple[int, ...] = ()  # output token ids a client already has, in a replayed request
+    cache_salt: str = ""  # requests share prefix-cache blocks only if their salts are equal
+    pooling: PoolingType | None = None  # set: embed the prompt, generate no token
+    priority: int = 0  # lower values are scheduled earlier
+    # Seconds left when the request is sent. Not a point in time: processes have different clocks.
+    deadline: float | None = None
+    tenant: str = ""  # tenants get equal shares of the engine
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
+    """Tells an engine to end a request."""
+
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequestData:
-    """What a worker must know of a sequence; travels with its first step, and again after preemption."""
+    """What a worker must know about a sequence. Sent with its first step after each admission."""
 
     tokens: tuple[int, ...]
     prompt_len: int
@@ -80,35 +89,38 @@ class NewRequestData:
     pooling: PoolingType | None = None
 
 
-@light
+@lightweight_message
 class ScheduledRequest:
-    """One sequence's share of a step. A worker that kept its rows needs nothing else."""
+    """The part of a step that belongs to one sequence."""
 
-    sequence: int
+    sequence: int  # id of the sequence
     start: int  # first position to compute
-    count: int  # positions to compute, drafts not included
-    blocks: tuple[int, ...]  # the table in full on the first step, only the growth later
+    count: int  # positions to compute, without drafts
+    blocks: tuple[int, ...]  # the whole block table in the first step, later only new blocks
     new_request: NewRequestData | None
-    drafts: tuple[int, ...]
-    samples: bool
+    drafts: tuple[int, ...]  # proposed tokens to verify (speculative decoding)
+    samples: bool  # whether the step samples a token for this sequence
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """Most of a step are sequences that go on by one position, from the token that was drawn last. There may be
-    hundreds in a step and a step in a few milliseconds, so of these no more is said than what is new."""
+    """One step for the workers.
 
-    chunks: tuple[
-        ScheduledRequest, ...
-    ]  # of those that begin, are in the midst of a prompt or have drafts
-    finished: tuple[int, ...]  # rows the worker may forget; handled before all others
+    Most requests of a step decode one position from the token sampled last. A step may hold
+    hundreds of them every few milliseconds, so only their ids and positions are sent.
+    """
+
+    # Requests that start, that prefill, or that have drafts.
+    chunks: tuple[ScheduledRequest, ...]
+    finished: tuple[int, ...]  # sequence ids whose rows the worker drops before anything else
     decodes: tuple[int, ...] = ()  # sequence ids that compute one position each
     decode_positions: tuple[int, ...] = ()  # the position each of them computes
-    new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()  # blocks that decodes have gained
+    # (sequence id, new blocks) of the decodes whose block table has grown.
+    new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def requests(self) -> tuple[ScheduledRequest, ...]:
-        """Every sequence of the step as a ScheduledRequest, decodes first."""
+        """Every sequence of the step as a ScheduledRequest, decodes first. Not for hot paths."""
         new_blocks = dict(self.new_blocks)
         decodes = [
             ScheduledRequest(sequence, position, 1, new_blocks.get(sequence, ()), None, (), True)
@@ -119,90 +131,90 @@ class ScheduledStep:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log-probability under the model, before penalties and temperature."""
+    """The log-probability of a token under the model, before penalties and temperature."""
 
     token: int
     logprob: float
-    rank: int  # 1 is the most likely
+    rank: int  # 1 is the most likely token
     top: tuple[tuple[int, float], ...] = ()  # (token, logprob), most likely first
 
 
-@light
+@lightweight_message
 class SampledTokens:
-    """What a step gave one sequence: accepted drafts plus one, or the log-probabilities of its prompt."""
+    """What a step produced for one sequence."""
 
     sequence: int
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()  # accepted drafts and one sampled token
     logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the positions after this item's own
-    embedding: tuple[float, ...] = ()  # with the last item of a request that asked for one
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens after the computed positions
+    embedding: tuple[float, ...] = ()  # with the last chunk of an embedding request
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Where the time of some steps went: sums, in seconds. Of device and idle together the floor cannot be saved."""
+    """Where the time of some steps went. All fields but `steps` are sums of seconds."""
 
     steps: int = 0
-    floor: float = 0.0  # what the hardware cannot beat
-    expected: float = 0.0  # what our code was planned to take
-    device: float = 0.0  # from a step's beginning to its end, on the device
-    idle: float = 0.0  # from one step's end to the next one's beginning: the host was late
-    host: float = 0.0  # spent on queueing steps, mostly while the device was busy
-    sampling: float = 0.0  # of device: choosing tokens, where it is no part of a captured step
-    padding: float = 0.0  # of device: lines that only fill up a captured step, at the least
-    communication: float = 0.0  # of device: messages between ranks, as the links' rates say
+    floor: float = 0.0  # lower bound of the hardware, for device and idle together
+    expected: float = 0.0  # what the plan expects of our code
+    device: float = 0.0  # from the start of a step to its end, on the device
+    idle: float = 0.0  # from the end of a step to the start of the next: the host was late
+    host: float = 0.0  # time the host spent to queue steps, mostly while the device was busy
+    sampling: float = 0.0  # part of device: sampling outside of CUDA graphs
+    padding: float = 0.0  # part of device: rows that only pad a CUDA graph; a lower bound
+    communication: float = 0.0  # part of device: between ranks, estimated from link rates
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
+    """The result of a step."""
+
     samples: tuple[SampledTokens, ...]
-    timing: StepTiming | None = None  # of steps that have ended by now
-    tokens: tuple[
-        int, ...
-    ] = ()  # of all that go on, in the step's order; or none, and `samples` has them
+    timing: StepTiming | None = None  # of the steps that have ended by now
+    # The tokens of all decodes, in the order of the step. Empty: `samples` contains them.
+    tokens: tuple[int, ...] = ()
 
 
-@light
+@lightweight_message
 class TokenOutput:
-    """News of one request: ids not reported before, and on the last one why it ended."""
+    """New tokens of one request. The last output of a request says why it ended."""
 
-    request: str
-    position: int  # of the first id, counted in output tokens
+    request: str  # id of the request
+    position: int  # of the first token, counted in output tokens
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # complete, with the first token
-    cached: int = 0  # prompt tokens found in the prefix cache
+    cached: int = 0  # prompt tokens that were a prefix hit
     finish: FinishReason | None = None
     error: str | None = None
-    queued: float = 0.0  # seconds between its arrival and its first step, where a queue is kept
-    embedding: tuple[float, ...] = ()  # of length 1, and then all there is to tell
+    queued: float = 0.0  # seconds from arrival to the first step; 0 where no queue is kept
+    embedding: tuple[float, ...] = ()  # of length 1; the only output of an embedding request
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
     """What an executor can hold once its weights are loaded."""
 
-    blocks: int
-    block_size: int
+    blocks: int  # of the KV cache
+    block_size: int  # positions in a block
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_length: int  # prompt plus output of one sequence
+    max_model_len: int  # prompt plus output of one sequence
     vocab: int
     weights_bytes: int = 0
     kv_bytes: int = 0
     device: str = "cpu"
-    notes: tuple[str, ...] = field(default=())  # what the operator should know, one line each
-    stages: int = (
-        1  # of a pipeline: so many groups of sequences take turns, none of them twice in flight
-    )
-    # What steps are expected to take, of which the first is of one position: positions, keys that single ones attend
-    # to, pairs of query and key in prompts, seconds. Empty: nobody knows.
-    expected: tuple[tuple[int, int, int, float], ...] = ()
+    notes: tuple[str, ...] = field(default=())  # for the operator, one line each
+    # Pipeline stages. As many groups of sequences take turns; no sequence is in two steps at once.
+    stages: int = 1
+    # Expected times of typical steps: (tokens, keys of decodes, query-key pairs of prefill,
+    # seconds). The first is a step of one token. Empty: unknown. See engine/step_time.py.
+    expected_steps: tuple[tuple[int, int, int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What an engine is doing, and while it loads how far it has come."""
+    """The state of an engine and, while it loads, its progress."""
 
     state: EngineState
     progress: float = 0.0  # 0 to 1
@@ -211,33 +223,33 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """An engine's figures: those of the moment, and sums since it began."""
+    """Current figures of an engine, and sums since it started."""
 
-    running: int = 0
-    waiting: int = 0
-    kv_used: int = 0  # blocks held by sequences; what only the prefix cache holds counts as free
+    running: int = 0  # requests
+    waiting: int = 0  # requests
+    kv_used: int = 0  # blocks that sequences hold; those only in the prefix cache are free
     kv_blocks: int = 0
-    steps: int = 0  # from here on: sums
+    # From here on: sums.
+    steps: int = 0
     step_seconds: float = 0.0
-    tokens_in: int = 0  # of prompts, prefix hits included, replays not
+    tokens_in: int = 0  # prompt tokens, with prefix hits, without replayed requests
     tokens_out: int = 0
-    prefix_queried: int = (
-        0  # tokens looked up in the prefix cache when a sequence was admitted, and found there
-    )
-    prefix_hit: int = 0
+    prefix_queried: int = 0  # tokens looked up in the prefix cache at admission
+    prefix_hit: int = 0  # tokens of these that were cached
     preemptions: int = 0
-    sequences: int = 0  # in a step, summed over steps
-    positions: int = 0  # computed
-    prompt_steps: int = 0  # steps that computed positions of a prompt
-    tax_seconds: float = 0.0  # that long requests gave for the sake of short ones
+    sequences: int = 0  # sequences in a step, summed over steps
+    positions: int = 0  # positions computed
+    prefill_steps: int = 0  # steps that contained prefill
+    scheduling_overhead_seconds: float = 0.0  # time long requests lost for short ones
     timing: StepTiming = StepTiming()
-    share: float | None = None  # of the limit, over the last seconds: the floor over what it took
-    unprepared: int = 0  # captures that are still to be made; until then such steps run without
+    # Hardware limit over the time taken, in the last seconds. Not a sum.
+    roofline_share: float | None = None
+    pending_captures: int = 0  # CUDA graphs not captured yet; their steps run eagerly until then
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequests:
-    """Sent before the step that these requests are first part of, so that a crash can be laid at the right door."""
+    """Sent before the first step of these requests, so that a crash can be attributed to them."""
 
     epoch: int
     requests: tuple[str, ...]
@@ -245,8 +257,8 @@ class AdmittedRequests:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """What one step brought, or a sign of life while there is nothing to do."""
+    """The outputs of one step, or a heartbeat while the engine is idle."""
 
-    epoch: int  # counts the engines a client has started; news of a former one are void
+    epoch: int  # counts the engines a client has started; outputs of earlier ones are ignored
     stats: EngineStats
     tokens: tuple[TokenOutput, ...] = ()

@@ -1,8 +1,10 @@
-"""How fast a step could be: bytes to read, operations to do, messages between devices, for any model on any machine.
+"""Roofline model: how long a step takes at least, and how long it should take with our code.
 
-The floor is what the hardware cannot beat: kernel by kernel the larger of bytes over bandwidth and operations over
-their rate, every device at work all the time. What is expected of our own code is the floor plus what a few constants
-say, fitted to measured steps (`Calibration`). Pure arithmetic over a spec: no torch, no files, no clock.
+A step is described by four counts (StepWork). Its floor is what the hardware cannot beat: for each
+kernel the larger of bytes over bandwidth and operations over rate. The expected time is the floor
+plus the overheads of StepCalibration, which were fitted to measured steps.
+
+Pure arithmetic over a model spec and a HardwareSpec: no torch, no files, no clock.
 """
 
 from __future__ import annotations
@@ -13,664 +15,594 @@ from dataclasses import dataclass, field, replace
 from math import ceil, hypot
 from typing import NamedTuple, Protocol
 
-from bloomery.errors import ConfigError
-from bloomery.spec import Layer, Mlp, Model, Moe, Norm
+from bloomery.hardware import FEW_ROWS, PACKED_EFFICIENCY, SINGLE_ROW, HardwareSpec
+from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
-# ---- what a model weighs -------------------------------------------------------------------------
+# ---- parameters and bytes ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Parameters:
-    """Values by what a step does with them."""
+class ParameterCounts:
+    """Numbers of parameters, grouped by how a step uses them."""
 
-    matrices: int  # in the layers, read by every step
-    experts: int  # in the layers, read by the steps that choose them
-    embed: int  # looked up: a few rows a step
-    head: int  # the last product; the embedding again where tied
+    matrices: int  # of the layers: every step reads all of them
+    experts: int  # of the layers: a step reads those that its tokens are routed to
+    embed: int  # looked up: a step reads a few rows
+    head: int  # the output projection; the same parameters as `embed` when tied
     vectors: int  # norms and biases
     tied: bool
     largest: int  # the largest single matrix
 
     @property
     def total(self) -> int:
-        return (
-            self.matrices
-            + self.experts
-            + self.embed
-            + self.vectors
-            + (0 if self.tied else self.head)
-        )
+        counts = self.matrices + self.experts + self.embed + self.vectors
+        return counts if self.tied else counts + self.head
 
 
-def parameters(model: Model) -> Parameters:
-    width = model.embed_dim or model.hidden
-    projections = 2 * width * model.hidden if model.embed_dim else 0
+def count_parameters(model: ModelSpec) -> ParameterCounts:
+    hidden = model.hidden
+    embed_dim = model.embed_dim or hidden
     layers = Counter(model.layers)
-    matrices = sum(count * sum(_matrices(layer, model.hidden)) for layer, count in layers.items())
-    experts = sum(count * _experts(layer, model.hidden) for layer, count in layers.items())
-    vectors = sum(count * _vectors(layer, model.hidden) for layer, count in layers.items())
-    vectors += _norm(model.final_norm, model.hidden) + _norm(model.embed_norm, model.hidden)
-    return Parameters(
-        matrices=matrices + projections,
-        experts=experts,
-        embed=model.vocab * width + model.positions * model.hidden,
-        head=model.vocab * width,
-        vectors=vectors + (model.vocab if model.head_bias else 0),
+    matrices = sum(count * sum(_matrix_sizes(layer, hidden)) for layer, count in layers.items())
+    if model.embed_dim:
+        matrices += 2 * embed_dim * hidden  # projections after the embedding and before the head
+    vectors = sum(count * _vector_size(layer, hidden) for layer, count in layers.items())
+    vectors += _norm_size(model.final_norm, hidden) + _norm_size(model.embed_norm, hidden)
+    if model.head_bias:
+        vectors += model.vocab
+    return ParameterCounts(
+        matrices=matrices,
+        experts=sum(count * _experts_size(layer, hidden) for layer, count in layers.items()),
+        embed=model.vocab * embed_dim + model.positions * hidden,
+        head=model.vocab * embed_dim,
+        vectors=vectors,
         tied=model.tied,
-        largest=max(max(_matrices(layer, model.hidden)) for layer in layers),
+        largest=max(max(_matrix_sizes(layer, hidden)) for layer in layers),
     )
 
 
-def _matrices(layer: Layer, hidden: int) -> tuple[int, ...]:
+def _matrix_sizes(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
+    """Parameters of each matrix of a layer that every token is multiplied by."""
     attention = layer.attention
     mlp = layer.mlp
-    heads = attention.num_heads * attention.head_dim
-    qkv = hidden * (heads + 2 * attention.num_kv_heads * attention.head_dim)
-    if isinstance(mlp, Mlp):
-        return qkv, heads * hidden, *_mlp(mlp, hidden)
-    shared = _mlp(mlp.shared, hidden) if mlp.shared else ()
-    return qkv, heads * hidden, hidden * (mlp.experts + mlp.shared_gate), *shared
+    q_size = attention.num_heads * attention.head_dim
+    kv_size = attention.num_kv_heads * attention.head_dim
+    qkv = hidden * (q_size + 2 * kv_size)
+    out = q_size * hidden
+    if isinstance(mlp, MlpSpec):
+        return qkv, out, *_mlp_sizes(mlp, hidden)
+    router = hidden * (mlp.experts + mlp.shared_gate)
+    shared_expert = _mlp_sizes(mlp.shared, hidden) if mlp.shared else ()
+    return qkv, out, router, *shared_expert
 
 
-def _mlp(mlp: Mlp, hidden: int) -> tuple[int, int]:
-    return hidden * mlp.size * (2 if mlp.gated else 1), mlp.size * hidden
+def _mlp_sizes(mlp: MlpSpec, hidden: int) -> tuple[int, int]:
+    up = hidden * mlp.size
+    down = mlp.size * hidden
+    return 2 * up if mlp.gated else up, down
 
 
-def _experts(layer: Layer, hidden: int) -> int:
-    return layer.mlp.experts * sum(_mlp(layer.mlp.mlp, hidden)) if isinstance(layer.mlp, Moe) else 0
+def _experts_size(layer: LayerSpec, hidden: int) -> int:
+    if not isinstance(layer.mlp, MoeSpec):
+        return 0
+    return layer.mlp.experts * sum(_mlp_sizes(layer.mlp.mlp, hidden))
 
 
-def _norm(norm: Norm | None, size: int) -> int:
-    return size * (norm.weight + norm.bias) if norm else 0
+def _norm_size(norm: NormSpec | None, size: int) -> int:
+    if norm is None:
+        return 0
+    return size * (norm.weight + norm.bias)
 
 
-def _vectors(layer: Layer, hidden: int) -> int:
+def _vector_size(layer: LayerSpec, hidden: int) -> int:
+    """Parameters of all norms and biases of a layer."""
     attention = layer.attention
     mlp = layer.mlp
-    norms = (layer.attn_norm, layer.attn_post_norm, layer.mlp_norm, layer.mlp_post_norm)
-    total = sum(_norm(norm, hidden) for norm in (*norms, layer.attn_sum_norm, layer.mlp_sum_norm))
-    q = attention.num_heads * attention.head_dim
-    kv = attention.num_kv_heads * attention.head_dim
-    total += (q + 2 * kv) * attention.bias + hidden * attention.out_bias
+    norms = (
+        layer.attn_norm,
+        layer.attn_post_norm,
+        layer.attn_sum_norm,
+        layer.mlp_norm,
+        layer.mlp_post_norm,
+        layer.mlp_sum_norm,
+    )
+    total = sum(_norm_size(norm, hidden) for norm in norms)
+    q_size = attention.num_heads * attention.head_dim
+    kv_size = attention.num_kv_heads * attention.head_dim
+    if attention.bias:
+        total += q_size + 2 * kv_size
+    if attention.out_bias:
+        total += hidden
     if attention.qk_norm:
-        spans = (attention.head_dim,) * 2 if attention.qk_norm_over == "head" else (q, kv)
-        total += sum(_norm(attention.qk_norm, span) for span in spans)
-    if isinstance(mlp, Mlp):
-        total += (mlp.size * (2 if mlp.gated else 1) + hidden) * mlp.bias
+        sizes = (q_size, kv_size)
+        if attention.qk_norm_over == "head":
+            sizes = (attention.head_dim, attention.head_dim)
+        total += sum(_norm_size(attention.qk_norm, size) for size in sizes)
+    if isinstance(mlp, MlpSpec) and mlp.bias:
+        total += (2 * mlp.size if mlp.gated else mlp.size) + hidden
     return total
 
 
-def kv_bytes_per_token(model: Model, kv_bits: float = 16) -> float:
-    """Keys and values of one position in every layer."""
-    return (
-        sum(2 * layer.attention.num_kv_heads * layer.attention.head_dim for layer in model.layers)
-        * kv_bits
-        / 8
-    )
+def kv_bytes_per_token(model: ModelSpec, kv_bits: float = 16) -> float:
+    """Bytes of KV cache that one token takes in all layers."""
+    attentions = [layer.attention for layer in model.layers]
+    values = sum(2 * attention.num_kv_heads * attention.head_dim for attention in attentions)
+    return values * kv_bits / 8
 
 
-def kv_bytes(model: Model, length: int, kv_bits: float = 16) -> float:
-    """Keys and values one sequence of `length` attends to: layers with a window see no more than that."""
-    return sum(
-        2 * a.num_kv_heads * a.head_dim * min(length, a.window or length) * kv_bits / 8
-        for a in (layer.attention for layer in model.layers)
-    )
+def kv_bytes(model: ModelSpec, length: int, kv_bits: float = 16) -> float:
+    """Bytes of KV cache that a decode step of one sequence of `length` tokens reads.
+
+    Layers with a sliding window read no more than the window.
+    """
+    total = 0.0
+    for layer in model.layers:
+        attention = layer.attention
+        num_tokens = min(length, attention.window or length)
+        total += 2 * attention.num_kv_heads * attention.head_dim * num_tokens * kv_bits / 8
+    return total
 
 
 def scores_bytes(heads: int, tokens: int) -> float:
-    """The matrix of all queries times all keys, which plain attention stores in 16 bits and Flash Attention never."""
+    """Bytes of the full attention score matrix in 16 bits, which Flash Attention never stores."""
     return heads * tokens * tokens * 2.0
 
 
-def activation_bytes(model: Model, tokens: int, sampled: int, bits: float = 16) -> float:
-    """What a step needs beside weights and cache, linear in its tokens: the widest moment of a layer, then logits."""
+def activation_bytes(model: ModelSpec, tokens: int, sampled: int, bits: float = 16) -> float:
+    """Bytes a step needs besides weights and KV cache: its widest layer, and the fp32 logits."""
+    layer_width = max(_activation_width(layer) for layer in set(model.layers))
+    hidden_bytes = tokens * (3 * model.hidden + layer_width) * bits / 8
+    logits_bytes = sampled * model.vocab * 4
+    return hidden_bytes + logits_bytes
 
-    def widest(layer: Layer) -> int:
-        attention = layer.attention
-        mlp = layer.mlp
-        inner = mlp if isinstance(mlp, Mlp) else replace(mlp.mlp, size=mlp.mlp.size * mlp.top_k)
-        block = inner.size * (
-            3 if inner.gated else 2
-        )  # what goes into the activation, and what comes out
-        return max(
-            block, (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-        )
 
-    layer = max(map(widest, set(model.layers)))
-    return tokens * (3 * model.hidden + layer) * bits / 8 + sampled * model.vocab * 4
+def _activation_width(layer: LayerSpec) -> int:
+    """The most values per token that are alive at once inside a layer."""
+    attention = layer.attention
+    mlp = layer.mlp
+    inner = mlp if isinstance(mlp, MlpSpec) else replace(mlp.mlp, size=mlp.mlp.size * mlp.top_k)
+    mlp_width = inner.size * (3 if inner.gated else 2)  # inputs and output of the activation
+    num_heads = 2 * attention.num_heads + 2 * attention.num_kv_heads
+    return max(mlp_width, num_heads * attention.head_dim)
 
 
 @dataclass(frozen=True)
-class Precision:
-    """How the layers' matrices are kept, and how embedding and head are; norms and biases stay as they were."""
+class WeightPrecision:
+    """How many bits weights take. Norms and biases keep at least 16 bits."""
 
     name: str
-    bits: float  # a value, scales and zeros of its group included
-    outer: float = 16
-    compute: str = (
-        "bf16"  # what the products are done in; a device without units for it takes wider ones
-    )
-    kinds: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of a mixture: the share of the values kept in each way
-    unpacked: float = 0.0  # bits a value of the largest matrix takes once more where a library unpacks it to multiply
+    bits: float  # per value of the layers' matrices, including scales and zeros of its group
+    outer_bits: float = 16  # per value of embedding and head
+    compute_format: str = "bf16"  # of the matrix products; hardware without it uses a wider one
+    # For weights in several formats: the share of values in each.
+    format_shares: Mapping[str, float] = field(default_factory=dict)
+    # Additional bits per value of the largest matrix while a library dequantizes it.
+    unpacked_bits: float = 0.0
 
 
-def _named(*precisions: Precision) -> Mapping[str, Precision]:
+def _by_name(*precisions: WeightPrecision) -> Mapping[str, WeightPrecision]:
     return {precision.name: precision for precision in precisions}
 
 
-DOUBLE = (
-    4 + 8 / 64 + 32 / (64 * 256)
-)  # blocks of 64 with a maximum of 8 bits, of which 256 have one of 32
-# What `--quantize` makes of a checkpoint: embedding and head take 8 bits, for they are the last to be rounded.
-PRECISIONS: Mapping[str, Precision] = _named(
-    Precision("fp32", 32, 32, "fp32"),
-    Precision("bf16", 16),
-    Precision("fp8", 8, 8, "fp8"),  # one scale a row: nothing
-    Precision("int8", 8, 8, "int8"),
-    Precision("w8a8", 8, 8, "int8"),
-    Precision("int4", 4 + 32 / 128, 8, "int4"),  # groups of 128: a scale and a zero of 16 bits
-    Precision("int4-64", 4 + 32 / 64, 8, "int4"),
-    Precision("nf4", DOUBLE, 8, "nf4"),
-    Precision("fp4", DOUBLE, 8, "nf4"),
+# bitsandbytes' double quantization: blocks of 64 with an 8-bit maximum, and an fp32 scale for 256
+# of these maxima.
+DOUBLE_QUANTIZED_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+# What `--quantization` makes of a checkpoint. Embedding and head take 8 bits, because errors there
+# cost most. Groups of 128 (or 64) share a scale and a zero of 16 bits each.
+PRECISIONS: Mapping[str, WeightPrecision] = _by_name(
+    WeightPrecision("fp32", 32, 32, "fp32"),
+    WeightPrecision("bf16", 16),
+    WeightPrecision("fp8", 8, 8, "fp8"),  # one scale per row is negligible
+    WeightPrecision("int8", 8, 8, "int8"),
+    WeightPrecision("w8a8", 8, 8, "int8"),
+    WeightPrecision("int4", 4 + 32 / 128, 8, "int4"),
+    WeightPrecision("int4-64", 4 + 32 / 64, 8, "int4"),
+    WeightPrecision("nf4", DOUBLE_QUANTIZED_BITS, 8, "nf4"),
+    WeightPrecision("fp4", DOUBLE_QUANTIZED_BITS, 8, "nf4"),
 )
-# What a library without kernels of its own keeps (bitsandbytes): embedding and head stay as they are, and a matrix is
-# unpacked to multiply: outliers of 8 bits to 16; blocks of 64 with a maximum of 32 bits to 16 and then to 32.
-LIBRARY: Mapping[str, Precision] = _named(
-    Precision("bf16", 16),
-    Precision("int8", 8, compute="int8", unpacked=16),
-    Precision("nf4", 4 + 32 / 64, compute="nf4", unpacked=48),
+# What bitsandbytes holds, which has no fused kernels. Embedding and head keep 16 bits. A matrix is
+# dequantized before it is multiplied: int8 to 16 bits; nf4 (blocks of 64 with an fp32 maximum) to
+# 16 and then to 32 bits.
+LIBRARY_PRECISIONS: Mapping[str, WeightPrecision] = _by_name(
+    WeightPrecision("bf16", 16),
+    WeightPrecision("int8", 8, compute_format="int8", unpacked_bits=16),
+    WeightPrecision("nf4", 4 + 32 / 64, compute_format="nf4", unpacked_bits=48),
 )
 
 
-def weights_bytes(model: Model, precision: Precision) -> float:
-    count = parameters(model)
-    outer = count.total - count.matrices - count.experts - count.vectors
-    wide = count.vectors * max(precision.outer, 16)
-    return ((count.matrices + count.experts) * precision.bits + outer * precision.outer + wide) / 8
+def weights_bytes(model: ModelSpec, precision: WeightPrecision) -> float:
+    counts = count_parameters(model)
+    inner = counts.matrices + counts.experts
+    outer = counts.total - inner - counts.vectors
+    vector_bits = max(precision.outer_bits, 16)
+    bits = inner * precision.bits + outer * precision.outer_bits + counts.vectors * vector_bits
+    return bits / 8
 
 
-def peak_bytes(model: Model, precision: Precision) -> float:
-    """Weights, and the largest matrix once more as a library without kernels for the format unpacks it."""
-    return weights_bytes(model, precision) + parameters(model).largest * precision.unpacked / 8
+def peak_bytes(model: ModelSpec, precision: WeightPrecision) -> float:
+    """Bytes of the weights, plus the largest matrix as a library dequantizes it."""
+    unpacked = count_parameters(model).largest * precision.unpacked_bits / 8
+    return weights_bytes(model, precision) + unpacked
 
 
-# ---- what a machine can do -------------------------------------------------------------------------
+# ---- a step --------------------------------------------------------------------------------------
 
 
-PACKED: Mapping[str, tuple[float, float]] = {
-    "fp8": (0.74, 0.57),
-    "int8": (0.95, 0.7),
-    "int4": (0.94, 0.5),
-    "nf4": (0.5, 0.29),
-}
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What our own code adds to the floor, in as few constants as explain the measured steps."""
-
-    memory: float = 0.99  # share of the bandwidth that products reach
-    compute: float = 0.8  # share of the rate that large products reach
-    tile: float = 0.93  # share of `compute` where weights are unpacked on the way
-    # share of `memory` that products with packed weights reach: one position in the whole step, more
-    packed: Mapping[str, tuple[float, float]] = field(default_factory=lambda: dict(PACKED))
-    unpacking: tuple[float, float] = (
-        4e-6,
-        7e-6,
-    )  # seconds a layer that such products add: one position, more
-    attention: float = 1.0  # share of `memory` at which keys and values are read
-    draw: float = 0.0  # times that a line's logits are read to draw its token
-    launch: float = 3.4e-6  # seconds lost at each border between two kernels
-    kernels: tuple[int, int] = (5, 10)  # kernels a layer: one position in the whole step, more
-    step: float = 4e-6  # seconds a step beside its layers
-    eager: float = 45e-6  # seconds a kernel takes to start where a step is not captured
-    captured: int = 2048  # positions up to which a step with pieces of prompts is
-    mixed: float = 20e-6  # seconds a layer, where streams go on beside pieces of prompts
-    sequence: float = (
-        0.052e-6  # seconds a sequence adds to each layer beside what it reads and computes
-    )
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One device. Rates are the vendor's where nothing was measured."""
-
-    name: str
-    title: str
-    memory: float  # bytes
-    bandwidth: float  # bytes a second
-    rates: Mapping[str, float]  # operations a second by type of number, dense
-    link: float = 25e9  # bytes a second a device sends to its neighbours
-    link_latency: float = 20e-6  # seconds a small message to all takes
-    measured: bool = False  # bandwidth and rates were seen, not read
-    calibration: Calibration = field(default=Calibration())
-
-    @property
-    def cpu(self) -> bool:
-        """Whether it has no arithmetic of 16 bits: our mark of a processor."""
-        return "bf16" not in self.rates
-
-    def rate(self, compute: str, how: str = "") -> float:
-        """Numbers a device has no units for are converted to the next wider ones."""
-        kind = compute
-        while kind + how not in self.rates:
-            if kind not in WIDER:
-                raise ConfigError(
-                    f"machine {self.name!r}: no rate for {compute}; known: {', '.join(self.rates)}"
-                )
-            kind = WIDER[kind]
-        return self.rates[kind + how]
-
-    def mean_rate(self, kinds: Mapping[str, float], how: str = "") -> float:
-        """Of matrices kept in several ways, by the share of values in each."""
-        return 1 / sum(share / self.rate(kind, how) for kind, share in kinds.items())
-
-
-WIDER: Mapping[str, str] = {
-    "nf4": "int4",
-    "Q4_K": "int4",
-    "int4": "int8",
-    "Q6_K": "int8",
-    "fp8": "int8",
-    "int8": "bf16",
-    "bf16": "fp32",
-}
-# of rates: one row times a matrix that no cache holds, a few times any
-ROW = ", a row"
-FEW = ", few rows"
-# What a processor's own kernels reach is measured, so little is left to say.
-CPU = Calibration(
-    memory=1.0,
-    compute=1.0,
-    unpacking=(0.0, 0.0),
-    launch=1.5e-6,
-    kernels=(10, 10),
-    step=150e-6,
-    eager=50e-6,
-    captured=0,
-    mixed=0.0,
-    sequence=2e-6,
-    draw=1.0,
-)
-# Rates of a processor in proportion to that of floats, as a Zen 3 has them. Q4_K and Q6_K are ways of their own to keep
-# 4 and 8 bits; "attend" are single queries over keys, "prompt" many.
-ZEN = {
-    "fp32": 1.0,
-    "int4": 2.0,
-    "Q4_K": 1.4,
-    "int8": 1.3,
-    "Q6_K": 1.2,
-    "attend": 0.2,
-    "prompt": 0.35,
-    "fp32" + FEW: 0.4,
-    "fp32" + ROW: 0.07,
-    "int4" + ROW: 0.38,
-    "Q4_K" + ROW: 0.32,
-    "int8" + ROW: 0.25,
-    "Q6_K" + ROW: 0.22,
-}
-
-
-def _cpu(
-    name: str, title: str, gib: int, gigabytes: float, gigaflops: float, measured: bool = False
-) -> Machine:
-    """Ranks talk through memory, by way of the system."""
-    rates = {kind: ratio * gigaflops * 1e9 for kind, ratio in ZEN.items()}
-    return Machine(name, title, gib * 2**30, gigabytes * 1e9, rates, 10e9, 50e-6, measured, CPU)
-
-
-def _gpu(
-    name: str, title: str, mib: int, gigabytes: float, teraflops: Mapping[str, float], **more: float
-) -> Machine:
-    rates = {kind: value * 1e12 for kind, value in teraflops.items()}
-    return Machine(name, title, mib * 2**20, gigabytes * 1e9, rates, **more)  # type: ignore[arg-type]
-
-
-NVLINK3: Mapping[str, float] = {"link": 300e9, "link_latency": 9e-6}
-NVLINK4: Mapping[str, float] = {"link": 450e9, "link_latency": 7e-6}
-MACHINES: Mapping[str, Machine] = {
-    machine.name: machine
-    for machine in (
-        _gpu(
-            "b200",
-            "NVIDIA B200",
-            183359,
-            8000,
-            {"fp32": 75, "bf16": 2250, "fp8": 4500},
-            link=900e9,
-            link_latency=6e-6,
-        ),
-        # copies at 4.25 TB/s and multiplies at 800 TFLOP/s as measured; 4.8 and 989 by its data sheet
-        _gpu(
-            "h200",
-            "NVIDIA H200",
-            143771,
-            4250,
-            {"fp32": 67, "bf16": 800, "fp8": 1424},
-            **NVLINK4,
-            measured=True,
-        ),
-        _gpu(
-            "h100",
-            "NVIDIA H100 SXM",
-            81559,
-            3350,
-            {"fp32": 67, "bf16": 989, "fp8": 1979},
-            **NVLINK4,
-        ),
-        _gpu("a100-80", "NVIDIA A100 80 GB", 81920, 2039, {"fp32": 19.5, "bf16": 312}, **NVLINK3),
-        _gpu("a100-40", "NVIDIA A100 40 GB", 40960, 1555, {"fp32": 19.5, "bf16": 312}, **NVLINK3),
-        _gpu("l40s", "NVIDIA L40S", 46068, 864, {"fp32": 91.6, "bf16": 362, "fp8": 733}),
-        _gpu("l4", "NVIDIA L4", 23034, 300, {"fp32": 30.3, "bf16": 121, "fp8": 242}),
-        _gpu("a10", "NVIDIA A10", 23028, 600, {"fp32": 31.2, "bf16": 125}),
-        _gpu("rtx4090", "NVIDIA RTX 4090", 24564, 1008, {"fp32": 82.6, "bf16": 165, "fp8": 330}),
-        _gpu("rtx3090", "NVIDIA RTX 3090", 24576, 936, {"fp32": 35.6, "bf16": 71}),
-        _gpu(
-            "t4", "NVIDIA T4", 15360, 320, {"fp32": 8.1, "bf16": 65}, link=12e9, link_latency=30e-6
-        ),
-        _cpu("zen3-2", "2 cores of AMD Zen 3", 24, 25.5, 180, measured=True),
-        _cpu("apple-m2", "Apple M2, CPU", 16, 100, 1100),
-    )
-}
-
-
-def machine(name: str) -> Machine:
-    found = MACHINES.get(name.lower()) or next(
-        (m for m in MACHINES.values() if m.name.startswith(name.lower())), None
-    )
-    if found is None:
-        raise ConfigError(f"no machine is called {name!r}; known: {', '.join(MACHINES)}")
-    return found
-
-
-# ---- a step ---------------------------------------------------------------------------------------
-
-
-class Share(Protocol):
-    """One sequence's part of a step: `count` positions from `start` on, the last of which may give a token."""
+class SequenceChunk(Protocol):
+    """One sequence's part of a step: `count` tokens from position `start` on."""
 
     @property
     def start(self) -> int: ...
     @property
     def count(self) -> int: ...
     @property
-    def samples(self) -> bool: ...
+    def samples(self) -> bool:
+        """Whether the last token's logits are sampled."""
+        ...
 
 
-class Work(NamedTuple):
-    """A step in the four numbers its time depends on; Roofline says what they are."""
+class StepWork(NamedTuple):
+    """The four counts that a step's time depends on."""
 
-    tokens: int
-    attended: int
-    sampled: int
-    pairs: int
+    tokens: int  # computed
+    attended: int  # KV cache positions read: the sum of the sequences' lengths after the step
+    sampled: int  # tokens whose logits are computed
+    pairs: int  # (query, key) pairs of attention; a prompt of n tokens has n(n + 1) / 2
 
 
-def work(shares: Iterable[Share]) -> Work:
-    tokens = attended = sampled = pairs = 0
-    for share in shares:
-        count = share.count
-        end = share.start + share.count
+def count_step_work(chunks: Iterable[SequenceChunk]) -> StepWork:
+    tokens = 0
+    attended = 0
+    sampled = 0
+    pairs = 0
+    for chunk in chunks:
+        count = chunk.count
+        end = chunk.start + count
         tokens += count
         attended += end
-        sampled += share.samples
-        pairs += end if count == 1 else count * (share.start + end + 1) // 2
-    return Work(tokens, attended, sampled, pairs)
+        sampled += chunk.samples
+        pairs += end if count == 1 else count * (chunk.start + end + 1) // 2
+    return StepWork(tokens, attended, sampled, pairs)
 
 
 @dataclass(frozen=True)
-class Floor:
-    """One step, counted over all devices, and the seconds it takes at least."""
+class StepFloor:
+    """The least time of one step, and what it is made of, summed over all devices."""
 
     seconds: float
     bytes: float
     operations: float
-    messages: int  # collectives and hops from stage to stage
-    communication: (
-        float  # seconds of the messages, were nothing else done meanwhile; no part of `seconds`
-    )
+    messages: int  # collectives, and transfers between pipeline stages
+    communication: float  # seconds of the messages if nothing overlapped; not part of `seconds`
 
     @property
     def ms(self) -> float:
         return self.seconds * 1e3
 
 
-class Products(NamedTuple):
-    """Matrices that a step multiplies, in seconds at full speed."""
+class MatmulCost(NamedTuple):
+    """Seconds of multiplying a group of matrices, at full bandwidth and full rate."""
 
-    read: float
-    work: float  # each row
-    kind: str | None  # how their values are packed
-    row: float = 0.0  # of a processor's own kernels: the first row, as measured,
-    few: float = 0.0  # and each of a few
+    read: float  # to read the matrices once
+    per_row: float  # of arithmetic, for each row of inputs
+    packed_format: str | None  # how the weights are packed; None: not packed
+    # Of a CPU's own kernels, which were measured for few rows:
+    first_row: float = 0.0
+    per_decode_row: float = 0.0
+
+
+class AttentionCost(NamedTuple):
+    """Seconds of attention in all layers that have the same window."""
+
+    window: int  # 0: none
+    read: float  # of one KV cache position
+    decode_pair: float  # of one (query, key) pair, for single queries
+    prefill_pair: float  # of one pair, for chunks of a prompt
+
+
+class ExpertsCost(NamedTuple):
+    """Cost of all experts of the MoE layers that have the same routing."""
+
+    cost: MatmulCost
+    skipped: float  # the share of experts that a token is not routed to
 
 
 class Roofline:
-    """A model on a machine, compiled: a step's floor is a handful of multiplications.
+    """Step times of one model on one kind of hardware, precomputed to a few multiplications.
 
-    `tokens` positions are computed, `sampled` of them give a token. `attended` cache positions are read: for each
-    sequence its length after the step, once, so when decoding the sum of lengths. `pairs` are queries times the keys
-    each sees: when decoding the same number, and the default; a prompt of n tokens has n(n + 1) / 2.
-    With `pp` the seconds are those of a step's way through all stages, in which others may follow it.
+    The methods take the counts of StepWork one by one. `pairs` defaults to `attended`, which is
+    right for steps that only decode. With pipeline stages the seconds are those of one step's way
+    through all stages, while other steps follow it.
     """
 
     def __init__(
         self,
-        model: Model,
-        machine: Machine,
-        precision: Precision = PRECISIONS["bf16"],
+        model: ModelSpec,
+        hardware: HardwareSpec,
+        precision: WeightPrecision = PRECISIONS["bf16"],
         kv_bits: float = 16,
         tp: int = 1,
         pp: int = 1,
     ):
         self.model = model
-        self.machine = machine
+        self.hardware = hardware
         self.tp = tp
         self.pp = pp
-        self.calibration = machine.calibration
-        count = parameters(model)
-        hidden = model.hidden
-        weight_bits = precision.bits
-        outer = precision.outer
-        compute = precision.compute
-        wide = "fp32" if max(outer, weight_bits) > 16 or compute == "fp32" else "bf16"
-        kind = _kind(weight_bits, compute)
-        head_kind = _kind(outer, "fp8" if compute == "fp8" else None)
-        kinds = precision.kinds or {kind or wide: 1.0}
-        head_kinds = {head_kind or wide: 1.0}
-        self.bandwidth = machine.bandwidth * tp
-        self.rate = machine.mean_rate(kinds) * tp
-        self.matrices_values = count.matrices
-        self.head_values = count.head
-        self.matrices_bytes = (count.matrices * weight_bits + count.vectors * max(outer, 16.0)) / 8
-        self.head_bytes = count.head * outer / 8
-        self.weight_bytes = weight_bits / 8
-        # (experts, chosen) -> values of one expert in all layers alike; bytes are `weight_bits` each
-        self.experts: dict[tuple[int, int], int] = {}
-        # window (0: none) -> bytes a cache position takes in all layers alike, heads repeated among ranks included
-        self.cache: dict[int, float] = {}
-        self.sums = 1 + sum(1 if layer.parallel else 2 for layer in model.layers)  # over all ranks
-        self.pairs: dict[
-            int, int
-        ] = {}  # window -> operations a pair of query and key takes in all layers alike
-        for layer in model.layers:
+        self.calibration = hardware.calibration
+        self.is_cpu = hardware.is_cpu
+        self.bandwidth = hardware.bandwidth * tp
+        # Collectives of a step in which the logits are not gathered: one for the embedding, two in
+        # a layer, one where attention and MLP run in parallel.
+        self.num_all_reduces = 1 + sum(1 if layer.parallel else 2 for layer in model.layers)
+        self._count_bytes_and_values(precision)
+        self._sum_layers(kv_bits)
+        self._precompute_costs(precision)
+
+    def _count_bytes_and_values(self, precision: WeightPrecision) -> None:
+        counts = count_parameters(self.model)
+        vector_bits = max(precision.outer_bits, 16.0)
+        layer_bits = counts.matrices * precision.bits + counts.vectors * vector_bits
+        self.matrices_values = counts.matrices
+        self.matrices_bytes = layer_bits / 8
+        self.head_values = counts.head
+        self.head_bytes = counts.head * precision.outer_bits / 8
+        self.weight_bytes = precision.bits / 8
+
+    def _sum_layers(self, kv_bits: float) -> None:
+        """Sum what depends on windows and experts over the layers that are alike."""
+        # (experts, experts per token) -> values of one expert
+        self.expert_values: dict[tuple[int, int], int] = {}
+        # window (0: none) -> bytes of one KV cache position. KV heads that cannot be split are
+        # repeated on several ranks.
+        self.kv_position_bytes: dict[int, float] = {}
+        # window -> operations of one (query, key) pair
+        self.pair_operations: dict[int, int] = {}
+        for layer in self.model.layers:
             attention = layer.attention
             mlp = layer.mlp
-            if isinstance(mlp, Moe):
-                key = (mlp.experts, mlp.top_k)
-                self.experts[key] = self.experts.get(key, 0) + sum(_mlp(mlp.mlp, hidden))
+            if isinstance(mlp, MoeSpec):
+                routing = (mlp.experts, mlp.top_k)
+                expert = sum(_mlp_sizes(mlp.mlp, self.model.hidden))
+                self.expert_values[routing] = self.expert_values.get(routing, 0) + expert
             window = attention.window or 0
-            each = 2 * ceil(attention.num_kv_heads / tp) * tp * attention.head_dim
-            self.cache[window] = self.cache.get(window, 0) + each * kv_bits / 8
-            self.pairs[window] = (
-                self.pairs.get(window, 0) + 4 * attention.num_heads * attention.head_dim
-            )
+            kv_heads = ceil(attention.num_kv_heads / self.tp) * self.tp
+            position_bytes = 2 * kv_heads * attention.head_dim * kv_bits / 8
+            pair_operations = 4 * attention.num_heads * attention.head_dim
+            self.kv_position_bytes[window] = self.kv_position_bytes.get(window, 0) + position_bytes
+            self.pair_operations[window] = self.pair_operations.get(window, 0) + pair_operations
 
-        def products(
-            values: int, size: float, kept: Mapping[str, float], packed: str | None
-        ) -> Products:
-            read = size / self.bandwidth
-            work = 2 * values / (machine.mean_rate(kept) * tp)
-            if not machine.cpu:
-                return Products(read, work, packed)
-            few = {
-                kind + FEW * (kind + FEW in machine.rates): share for kind, share in kept.items()
-            }
-            row, each = (
-                2 * values / (machine.mean_rate(*how) * tp) for how in ((kept, ROW), (few,))
+    def _precompute_costs(self, precision: WeightPrecision) -> None:
+        compute_format = precision.compute_format
+        most_bits = max(precision.outer_bits, precision.bits)
+        wide_format = "fp32" if most_bits > 16 or compute_format == "fp32" else "bf16"
+        packed = _packed_format(precision.bits, compute_format)
+        head_compute = "fp8" if compute_format == "fp8" else None
+        head_packed = _packed_format(precision.outer_bits, head_compute)
+        shares = precision.format_shares or {packed or wide_format: 1.0}
+        head_shares = {head_packed or wide_format: 1.0}
+        self.rate = self.hardware.mean_rate(shares) * self.tp
+        self.matrices = self._matmul_cost(self.matrices_values, self.matrices_bytes, shares, packed)
+        self.head = self._matmul_cost(self.head_values, self.head_bytes, head_shares, head_packed)
+        self.experts = tuple(
+            ExpertsCost(
+                self._matmul_cost(
+                    count * values, count * values * self.weight_bytes, shares, packed
+                ),
+                skipped=1 - top_k / count,
             )
-            return Products(read, work, packed, row, each)
-
-        self.matrices = products(self.matrices_values, self.matrices_bytes, kinds, kind)
-        self.head = products(self.head_values, self.head_bytes, head_kinds, head_kind)
-        self.sparse = tuple(  # products with all experts, and how many of them a token misses
-            (
-                products(number * values, number * values * self.weight_bytes, kinds, kind),
-                1 - chosen / number,
-            )
-            for (number, chosen), values in self.experts.items()
+            for (count, top_k), values in self.expert_values.items()
         )
-        # seconds: keys and values are never packed; a processor has a kernel for single queries and one for prompts
-        self.logits_read = 4 * model.vocab / self.bandwidth
-        self.unpack = 1 + 16 / weight_bits
-        rates = [
-            machine.rate(kind if kind in machine.rates else wide) * tp
-            for kind in ("attend", "prompt")
-        ]
-        self.seen = tuple(
-            (window, each / self.bandwidth, *(self.pairs[window] / rate for rate in rates))
-            for window, each in self.cache.items()
+        self.logits_read = 4 * self.model.vocab / self.bandwidth
+        # Unpacking a matrix reads it packed and writes and reads it in 16 bits.
+        self.unpack_ratio = 1 + 16 / precision.bits
+        decode_rate = self._attention_rate("attend", wide_format)
+        prefill_rate = self._attention_rate("prompt", wide_format)
+        self.attention = tuple(
+            AttentionCost(
+                window,
+                position_bytes / self.bandwidth,
+                self.pair_operations[window] / decode_rate,
+                self.pair_operations[window] / prefill_rate,
+            )
+            for window, position_bytes in self.kv_position_bytes.items()
         )
 
-    def step(self, tokens: int, attended: int, sampled: int, pairs: int | None = None) -> float:
+    def _attention_rate(self, kernel_format: str, wide_format: str) -> float:
+        """The rate of attention. Only CPUs have measured rates for its kernels."""
+        known = kernel_format in self.hardware.rates
+        return self.hardware.rate(kernel_format if known else wide_format) * self.tp
+
+    def _matmul_cost(
+        self, values: int, size: float, shares: Mapping[str, float], packed: str | None
+    ) -> MatmulCost:
+        """Cost of matrices with so many values, of `size` bytes in all."""
+        hardware = self.hardware
+        operations = 2 * values / self.tp
+        read = size / self.bandwidth
+        per_row = operations / hardware.mean_rate(shares)
+        if not hardware.is_cpu:
+            return MatmulCost(read, per_row, packed)
+        decode_shares = {}
+        for name, share in shares.items():
+            few_rows = name + FEW_ROWS
+            decode_shares[few_rows if few_rows in hardware.rates else name] = share
+        first_row = operations / hardware.mean_rate(shares, SINGLE_ROW)
+        per_decode_row = operations / hardware.mean_rate(decode_shares)
+        return MatmulCost(read, per_row, packed, first_row, per_decode_row)
+
+    # ---- floor -----------------------------------------------------------------------------------
+
+    def floor_seconds(
+        self, tokens: int, attended: int, sampled: int, pairs: int | None = None
+    ) -> float:
         """Seconds the step takes at least."""
-        seconds = max(self.matrices.read, self.matrices.work * tokens)
-        for products, missed in self.sparse:
-            seconds += max(
-                products.read * (1 - missed**tokens), products.work * tokens * (1 - missed)
-            )
+        seconds = max(self.matrices.read, self.matrices.per_row * tokens)
+        for cost, skipped in self.experts:
+            read = cost.read * (1 - skipped**tokens)
+            seconds += max(read, cost.per_row * tokens * (1 - skipped))
         if sampled:
-            seconds += max(self.head.read, self.head.work * sampled)
-        return seconds + max(
-            self._attention(tokens, attended, attended if pairs is None else pairs)
-        )
-
-    def _attention(self, tokens: int, attended: int, pairs: int) -> tuple[float, float]:
-        """Seconds of reading keys and values, and of their products; more pairs than positions are a prompt's."""
-        read = work = 0.0
-        for window, each, alone, together in self.seen:
-            most = window * tokens or pairs
-            read += each * min(attended, most)
-            work += (together if pairs > attended else alone) * min(pairs, most)
-        return read, work
-
-    def floor(self, tokens: int, attended: int, sampled: int, pairs: int | None = None) -> Floor:
-        """The same with what it is made of."""
+            seconds += max(self.head.read, self.head.per_row * sampled)
         pairs = attended if pairs is None else pairs
-        read = self.matrices_bytes + (self.head_bytes if sampled else 0)
-        work = 2.0 * self.matrices_values * tokens + 2.0 * self.head_values * sampled
-        for (number, chosen), values in self.experts.items():
-            read += number * values * self.weight_bytes * (1 - (1 - chosen / number) ** tokens)
-            work += 2 * chosen * values * tokens
-        for window, each in self.cache.items():
-            read += each * min(attended, window * tokens or attended)
-            work += self.pairs[window] * min(pairs, window * tokens or pairs)
-        messages, sent = self.messages(tokens, sampled)
-        seconds = max(self.step(tokens, attended, sampled, pairs), sent / self.machine.link)
-        return Floor(seconds, read, work, messages, self.communication(tokens, sampled))
+        return seconds + max(self._attention_seconds(tokens, attended, pairs))
 
-    def messages(self, tokens: int, sampled: int) -> tuple[int, float]:
-        """Tensor parallel: two sums over all ranks a layer, one where its blocks are parallel, one for the embedding;
-        the logits gathered at the end. Pipeline parallel: hidden states, of 16 bits, from stage to stage."""
-        hidden = tokens * self.model.hidden * 2.0
+    def _attention_seconds(self, tokens: int, attended: int, pairs: int) -> tuple[float, float]:
+        """Seconds of reading the KV cache and of attention's arithmetic.
+
+        A step with more pairs than positions has prefill chunks.
+        """
+        read_seconds = 0.0
+        compute_seconds = 0.0
+        for window, read, decode_pair, prefill_pair in self.attention:
+            limit = window * tokens or pairs
+            per_pair = prefill_pair if pairs > attended else decode_pair
+            read_seconds += read * min(attended, limit)
+            compute_seconds += per_pair * min(pairs, limit)
+        return read_seconds, compute_seconds
+
+    def step_floor(
+        self, tokens: int, attended: int, sampled: int, pairs: int | None = None
+    ) -> StepFloor:
+        """The floor with its bytes, operations and messages."""
+        pairs = attended if pairs is None else pairs
+        read = self.matrices_bytes
+        operations = 2.0 * (self.matrices_values * tokens + self.head_values * sampled)
+        if sampled:
+            read += self.head_bytes
+        for (count, top_k), values in self.expert_values.items():
+            used = 1 - (1 - top_k / count) ** tokens
+            read += count * values * self.weight_bytes * used
+            operations += 2 * top_k * values * tokens
+        for window, position_bytes in self.kv_position_bytes.items():
+            read += position_bytes * min(attended, window * tokens or attended)
+            operations += self.pair_operations[window] * min(pairs, window * tokens or pairs)
+        messages, sent_bytes = self.count_messages(tokens, sampled)
+        seconds = max(
+            self.floor_seconds(tokens, attended, sampled, pairs),
+            sent_bytes / self.hardware.link_bandwidth,
+        )
+        communication = self.communication_seconds(tokens, sampled)
+        return StepFloor(seconds, read, operations, messages, communication)
+
+    def count_messages(self, tokens: int, sampled: int) -> tuple[int, float]:
+        """Messages between devices, and the bytes a device sends.
+
+        Tensor parallel: all-reduces of hidden states, and one gather of the logits. Pipeline
+        parallel: hidden states in 16 bits from stage to stage.
+        """
+        hidden_bytes = tokens * self.model.hidden * 2.0
         count = self.pp - 1
-        sent = (self.pp - 1) * hidden
+        sent_bytes = (self.pp - 1) * hidden_bytes
         if self.tp > 1:
-            count += self.sums + (1 if sampled else 0)
-            sent += (
-                self.sums * 2 * (self.tp - 1) / self.tp * hidden
-                + sampled * self.model.vocab / self.tp * 4
-            )
-        return count, sent
+            count += self.num_all_reduces + (1 if sampled else 0)
+            all_reduce_bytes = 2 * (self.tp - 1) / self.tp * hidden_bytes
+            logits_bytes = sampled * self.model.vocab / self.tp * 4
+            sent_bytes += self.num_all_reduces * all_reduce_bytes + logits_bytes
+        return count, sent_bytes
 
-    def communication(self, tokens: int, sampled: int) -> float:
-        """Seconds of all messages: a latency each, and bytes over the link."""
+    def communication_seconds(self, tokens: int, sampled: int) -> float:
+        """Seconds of all messages: a latency each, and their bytes over the link."""
         if self.tp == self.pp == 1:
             return 0.0
-        count, sent = self.messages(tokens, sampled)
-        return count * self.machine.link_latency + sent / self.machine.link
+        count, sent_bytes = self.count_messages(tokens, sampled)
+        latency = count * self.hardware.link_latency
+        return latency + sent_bytes / self.hardware.link_bandwidth
 
-    def expected(self, tokens: int, attended: int, sampled: int, pairs: int | None = None) -> float:
-        """Seconds our own code should take. Reading and computing overlap in part: their sum is a right angle's."""
-        c = self.calibration
-        decoding = tokens == sampled
-        layers = len(self.model.layers)
-        seconds = self._product(self.matrices, tokens, 1.0, decoding)
-        for products, missed in self.sparse:
-            seconds += self._product(products, tokens * (1 - missed), 1 - missed**tokens, decoding)
+    # ---- expected --------------------------------------------------------------------------------
+
+    def expected_seconds(
+        self, tokens: int, attended: int, sampled: int, pairs: int | None = None
+    ) -> float:
+        """Seconds our own code should take.
+
+        Reading and computing overlap only in part. Their combined time is modelled as the
+        hypotenuse of the two.
+        """
+        calibration = self.calibration
+        num_layers = len(self.model.layers)
+        decode_only = tokens == sampled
+        is_larger = tokens > 1  # index into the calibration's pairs
+        seconds = self._matmul_seconds(self.matrices, tokens, 1.0, decode_only)
+        for cost, skipped in self.experts:
+            rows = tokens * (1 - skipped)
+            seconds += self._matmul_seconds(cost, rows, 1 - skipped**tokens, decode_only)
         if sampled:
-            seconds += (
-                self._product(self.head, sampled, 1.0, True)
-                + c.draw * self.logits_read * sampled / c.memory
-            )
-        read, work = self._attention(tokens, attended, attended if pairs is None else pairs)
-        seconds += hypot(read / (c.memory * c.attention), work / c.compute)
-        seconds += c.step + layers * (c.kernels[tokens > 1] * c.launch + sampled * c.sequence)
-        if self.matrices.kind is not None:
-            seconds += layers * c.unpacking[tokens > 1]
-        if not decoding:
-            seconds += layers * c.mixed * (sampled > 1)
-            if tokens > c.captured:
-                begun = layers * c.kernels[1] * c.eager
-                seconds = (
-                    seconds + begun if self.machine.cpu else max(seconds, begun)
-                )  # a GPU's host works ahead
-        return seconds + self.communication(tokens, sampled)
-
-    def usual(self) -> tuple[tuple[int, int, int, float], ...]:
-        """Steps of all sizes that come, and what they should take: see messages.Capacity."""
-        singles = [(n, n * length) for n in (1, 8, 64, 256) for length in (100, 2000)]
-        prompts = [
-            (n, before) for n in (32, 128, 256, 512, 1024, 2048, 8192) for before in (0, 1000)
-        ]
-        return (
-            *[(n, keys, 0, self.expected(n, keys, n)) for n, keys in singles],
-            *[
-                (
-                    n,
-                    0,
-                    n * (before + n // 2),
-                    self.expected(n, before + n, 1, n * (before + n // 2)),
-                )
-                for n, before in prompts
-            ],
+            seconds += self._matmul_seconds(self.head, sampled, 1.0, True)
+            logits_reads = calibration.logits_reads_per_sample * sampled
+            seconds += logits_reads * self.logits_read / calibration.memory_efficiency
+        pairs = attended if pairs is None else pairs
+        read, compute = self._attention_seconds(tokens, attended, pairs)
+        seconds += hypot(
+            read / (calibration.memory_efficiency * calibration.attention_efficiency),
+            compute / calibration.compute_efficiency,
         )
-
-    def _product(self, products: Products, rows: float, share: float, decoding: bool) -> float:
-        """`rows` times a share of the matrices. Packed ones are multiplied as they are or, where arithmetic is most of
-        it, unpacked first."""
-        c = self.calibration
-        read = products.read * share
-        work = products.work * rows
-        if products.row:
-            first = max(products.row, products.read) * share
-            each = products.few if decoding else products.work
-            return hypot(first / c.memory, each * rows / c.compute)
-        if products.kind is None:
-            return hypot(read / c.memory, work / c.compute)
-        packed = read / (c.memory * c.packed[products.kind][rows > 1])
-        if products.kind == "fp8":
-            return hypot(packed, work / c.compute)
-        return min(
-            hypot(packed, work / (c.compute * c.tile)),
-            read * self.unpack / c.memory + work / c.compute,
+        layer_seconds = (
+            calibration.kernels_per_layer[is_larger] * calibration.kernel_gap_seconds
+            + sampled * calibration.sequence_seconds_per_layer
         )
+        if self.matrices.packed_format is not None:
+            layer_seconds += calibration.unpack_seconds_per_layer[is_larger]
+        if not decode_only and sampled > 1:
+            layer_seconds += calibration.mixed_seconds_per_layer
+        seconds += calibration.step_overhead_seconds + num_layers * layer_seconds
+        if not decode_only and tokens > calibration.max_captured_tokens:
+            num_kernels = num_layers * calibration.kernels_per_layer[1]
+            launches = num_kernels * calibration.eager_launch_seconds
+            if self.is_cpu:
+                seconds += launches
+            else:
+                seconds = max(seconds, launches)  # the host launches while the GPU computes
+        return seconds + self.communication_seconds(tokens, sampled)
+
+    def _matmul_seconds(
+        self, cost: MatmulCost, rows: float, read_share: float, decode_only: bool
+    ) -> float:
+        """Multiply `rows` inputs by a share of the matrices.
+
+        Packed weights are multiplied by a fused kernel or, where arithmetic dominates, unpacked
+        first.
+        """
+        calibration = self.calibration
+        read = cost.read * read_share
+        compute = cost.per_row * rows / calibration.compute_efficiency
+        if cost.first_row:
+            first_row = max(cost.first_row, cost.read) * read_share
+            per_row = cost.per_decode_row if decode_only else cost.per_row
+            cpu_compute = per_row * rows / calibration.compute_efficiency
+            return hypot(first_row / calibration.memory_efficiency, cpu_compute)
+        if cost.packed_format is None:
+            return hypot(read / calibration.memory_efficiency, compute)
+        efficiency = calibration.packed_efficiency[cost.packed_format][rows > 1]
+        packed_read = read / (calibration.memory_efficiency * efficiency)
+        if cost.packed_format == "fp8":
+            return hypot(packed_read, compute)
+        fused = hypot(packed_read, compute / calibration.fused_unpack_efficiency)
+        unpacked_first = read * self.unpack_ratio / calibration.memory_efficiency + compute
+        return min(fused, unpacked_first)
+
+    def reference_steps(self) -> tuple[tuple[int, int, int, float], ...]:
+        """Expected times of typical steps, from which the scheduler's step-time model starts.
+
+        Each entry is (tokens, KV cache positions read by decodes, attention pairs of prefill
+        chunks, seconds), as EngineCapacity carries them.
+        """
+        steps = []
+        for batch in (1, 8, 64, 256):
+            for length in (100, 2000):
+                attended = batch * length
+                seconds = self.expected_seconds(batch, attended, batch)
+                steps.append((batch, attended, 0, seconds))
+        for chunk in (32, 128, 256, 512, 1024, 2048, 8192):
+            for start in (0, 1000):
+                pairs = chunk * (start + chunk // 2)
+                seconds = self.expected_seconds(chunk, start + chunk, 1, pairs)
+                steps.append((chunk, 0, pairs, seconds))
+        return tuple(steps)
 
 
-def _kind(bits: float, stated: str | None) -> str | None:
-    """How weights of so many bits are unpacked; None where they need not be."""
+def _packed_format(bits: float, compute_format: str | None) -> str | None:
+    """How weights of so many bits are packed; None when they are not."""
     if bits >= 16:
         return None
-    return stated if stated in PACKED else "int4" if bits < 6 else "int8"
+    if compute_format in PACKED_EFFICIENCY:
+        return compute_format
+    return "int4" if bits < 6 else "int8"

@@ -1,7 +1,8 @@
-"""What a user may ask of a generation, under the names people know, and the requests that it becomes.
+"""SamplingParams: what a user may ask of a generation; and the engine requests made from them.
 
-Every value is checked here once, in the user's words; beyond this file a Sampling is taken as true. Servers narrow
-the ranges further (how many stop strings, how hot). This file must not know HTTP, tokenizers or tensors.
+Every value is checked here once, with messages in the user's words. Code beyond this file takes a
+ResolvedSampling as valid. Servers narrow the ranges further. This file must not know HTTP,
+tokenizers or tensors.
 """
 
 from __future__ import annotations
@@ -11,64 +12,75 @@ from dataclasses import dataclass, replace
 from typing import Any, Never, get_args
 
 from bloomery.errors import InvalidRequest, PromptTooLong
-from bloomery.messages import PoolingType, EngineRequest, ResolvedSampling
+from bloomery.messages import EngineRequest, PoolingType, ResolvedSampling
 
-POSITIVE = 5e-324  # the least number above 0
-LARGEST = 3.4e38  # what float32 holds
-COUNT = 2**31 - 1
+SMALLEST_POSITIVE = 5e-324  # the smallest float64 above 0
+LARGEST_FLOAT32 = 3.4e38
+LARGEST_INT32 = 2**31 - 1
 
-NUMBERS: tuple[tuple[str, float, float, str], ...] = (
-    ("temperature", 0.0, LARGEST, "a finite number, at least 0 (0 is greedy)"),
-    ("top_p", POSITIVE, 1.0, "above 0 and at most 1 (1 turns it off)"),
+# (field, minimum, maximum, what the field must be)
+FLOAT_RANGES: tuple[tuple[str, float, float, str], ...] = (
+    ("temperature", 0.0, LARGEST_FLOAT32, "a finite number, at least 0 (0 is greedy)"),
+    ("top_p", SMALLEST_POSITIVE, 1.0, "above 0 and at most 1 (1 turns it off)"),
     ("min_p", 0.0, 1.0, "from 0 to 1 (0 turns it off)"),
-    ("typical_p", POSITIVE, 1.0, "above 0 and at most 1 (1 turns it off)"),
+    ("typical_p", SMALLEST_POSITIVE, 1.0, "above 0 and at most 1 (1 turns it off)"),
     ("repetition_penalty", 0.01, 100.0, "from 0.01 to 100 (1 turns it off)"),
     ("frequency_penalty", -2.0, 2.0, "from -2 to 2 (0 turns it off)"),
     ("presence_penalty", -2.0, 2.0, "from -2 to 2 (0 turns it off)"),
     (
         "watermark_gamma",
-        POSITIVE,
+        SMALLEST_POSITIVE,
         1.0,
         "above 0 and at most 1: the share of the vocabulary that is favoured",
     ),
     ("watermark_delta", -100.0, 100.0, "from -100 to 100: what is added to the favoured logits"),
 )
-WHOLES: tuple[tuple[str, int, int, str], ...] = (
+INT_RANGES: tuple[tuple[str, int, int, str], ...] = (
     ("n", 1, 16384, "a whole number from 1 to 16384"),
     ("best_of", 1, 16384, "a whole number from n to 16384, or None"),
-    ("top_k", -1, COUNT, "a whole number, at least 1, or 0 or -1 to turn it off"),
+    ("top_k", -1, LARGEST_INT32, "a whole number, at least 1, or 0 or -1 to turn it off"),
     ("seed", 0, 2**64 - 1, "a whole number from 0 to 2**64 - 1, or None for a random one"),
-    ("min_tokens", 0, COUNT, "a whole number, at least 0"),
+    ("min_tokens", 0, LARGEST_INT32, "a whole number, at least 0"),
     (
         "max_tokens",
         1,
-        COUNT,
+        LARGEST_INT32,
         "a whole number, at least 1, or None for all the room that the prompt leaves",
     ),
-    ("logprobs", 0, COUNT, "a whole number, at least 0, or None for no log-probabilities"),
-    ("prompt_logprobs", 0, COUNT, "a whole number, at least 0, or None for no log-probabilities"),
+    (
+        "logprobs",
+        0,
+        LARGEST_INT32,
+        "a whole number, at least 0, or None for no log-probabilities",
+    ),
+    (
+        "prompt_logprobs",
+        0,
+        LARGEST_INT32,
+        "a whole number, at least 0, or None for no log-probabilities",
+    ),
     (
         "truncate_prompt_tokens",
         1,
-        COUNT,
+        LARGEST_INT32,
         "a whole number, at least 1, or None to keep the whole prompt",
     ),
     ("priority", -100, 100, "a whole number from -100 to 100; lower is earlier"),
     (
         "deadline_ms",
         1,
-        COUNT,
+        LARGEST_INT32,
         "a whole number of milliseconds, at least 1, or None for no deadline",
     ),
 )
-FLAGS = (
+BOOL_FIELDS = (
     "include_stop_str_in_output",
     "ignore_eos",
     "watermark",
     "detokenize",
     "skip_special_tokens",
 )
-OPTIONAL = {
+OPTIONAL_FIELDS = {
     "best_of",
     "seed",
     "max_tokens",
@@ -81,10 +93,10 @@ OPTIONAL = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
+    """Options of one generation, under the names known from vLLM and OpenAI."""
+
     n: int = 1
-    best_of: int | None = (
-        None  # generate so many and return the n with the highest cumulative log-probability
-    )
+    best_of: int | None = None  # generate so many, return the n with the best cumulative logprob
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -101,240 +113,239 @@ class SamplingParams:
     min_tokens: int = 0  # no end of sequence, stop id or stop string before so many tokens
     max_tokens: int | None = 16
     ignore_eos: bool = False
-    logprobs: int | None = (
-        None  # of each token: its own and those of the n best, under the model itself
-    )
+    logprobs: int | None = None  # of each token and of so many best ones, before any processor
     prompt_logprobs: int | None = None
     bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
     watermark: bool = False
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
-    truncate_prompt_tokens: int | None = None  # keep only the last so many
+    truncate_prompt_tokens: int | None = None  # keep only so many tokens of the prompt's end
     detokenize: bool = True
     skip_special_tokens: bool = True
     priority: int = 0  # lower is earlier: one less is worth ten seconds of waiting
-    deadline_ms: int | None = None  # after so long it is ended where it is, be it in the queue
+    deadline_ms: int | None = None  # from arrival; the request ends then, even in the queue
 
     def __post_init__(self) -> None:
-        for name, least, most, words in NUMBERS:
+        for name, minimum, maximum, rule in FLOAT_RANGES:
             value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not least <= value <= most
-            ):
-                _refuse(name, value, words)
-        for name, lowest, highest, words in WHOLES:
+            if not _is_number(value) or not minimum <= value <= maximum:
+                _raise_invalid(name, value, rule)
+        for name, lowest, highest, rule in INT_RANGES:
             value = getattr(self, name)
-            if not (value is None and name in OPTIONAL) and not (
-                _is_whole(value) and lowest <= value <= highest
-            ):
-                _refuse(name, value, words)
-        for name in FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                _refuse(name, getattr(self, name), "True or False")
-        self._check_lists()
-        self._check_together()
+            if value is None and name in OPTIONAL_FIELDS:
+                continue
+            if not _is_int(value) or not lowest <= value <= highest:
+                _raise_invalid(name, value, rule)
+        for name in BOOL_FIELDS:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                _raise_invalid(name, value, "True or False")
+        self._check_stop_and_bad_words()
+        self._check_token_ids()
+        self._check_logit_bias()
+        self._check_combinations()
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return tuple(self.stop or ())
 
     @property
-    def children(self) -> int:
-        """How many sequences one prompt becomes."""
+    def num_sequences(self) -> int:
+        """How many sequences are generated for one prompt."""
         return self.best_of or self.n
 
-    def _check_lists(self) -> None:
-        if not isinstance(self.stop, str | list | tuple | None) or not all(
-            map(_is_text, self.stop_strings)
-        ):
-            _refuse("stop", self.stop, "a string or a list of strings, none of them empty")
-        if not isinstance(self.bad_words, list | tuple | None) or not all(
-            map(_is_text, self.bad_words or ())
-        ):
-            _refuse("bad_words", self.bad_words, "a list of strings, none of them empty")
+    def _check_stop_and_bad_words(self) -> None:
+        is_list = isinstance(self.stop, str | list | tuple | None)
+        if not is_list or not all(map(_is_nonempty_text, self.stop_strings)):
+            rule = "a string or a list of strings, none of them empty"
+            _raise_invalid("stop", self.stop, rule)
+        is_list = isinstance(self.bad_words, list | tuple | None)
+        if not is_list or not all(map(_is_nonempty_text, self.bad_words or ())):
+            _raise_invalid("bad_words", self.bad_words, "a list of strings, none of them empty")
+
+    def _check_token_ids(self) -> None:
         for name in ("stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
-            if not isinstance(value, list | tuple | None) or not all(map(_is_whole, value or ())):
-                _refuse(name, value, "a list of token ids (int), or None")
+            is_list = isinstance(value, list | tuple | None)
+            if not is_list or not all(map(_is_int, value or ())):
+                _raise_invalid(name, value, "a list of token ids (int), or None")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            _refuse(
-                "allowed_token_ids",
-                self.allowed_token_ids,
-                "None (all tokens) or a list with at least one token id",
-            )
-        self._check_bias()
+            rule = "None (all tokens) or a list with at least one token id"
+            _raise_invalid("allowed_token_ids", self.allowed_token_ids, rule)
 
-    def _check_bias(self) -> None:
+    def _check_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping | None):
-            _refuse("logit_bias", self.logit_bias, "a mapping of token ids to numbers, or None")
-        for token, bias in (self.logit_bias or {}).items():
-            if not _is_whole(token):
-                _refuse("logit_bias", token, "keyed by token ids (int)")
-            if (
-                isinstance(bias, bool)
-                or not isinstance(bias, int | float)
-                or not -100 <= bias <= 100
-            ):
-                _refuse(
-                    "logit_bias",
-                    bias,
-                    "from -100 to 100 for every token",
-                    f" for token {_shown(token)}",
-                )
+            rule = "a mapping of token ids to numbers, or None"
+            _raise_invalid("logit_bias", self.logit_bias, rule)
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not _is_int(token_id):
+                _raise_invalid("logit_bias", token_id, "keyed by token ids (int)")
+            if not _is_number(bias) or not -100 <= bias <= 100:
+                rule = "from -100 to 100 for every token"
+                _raise_invalid("logit_bias", bias, rule, f" for token {_short_repr(token_id)}")
 
-    def _check_together(self) -> None:
+    def _check_combinations(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
-            _refuse(
-                "best_of",
-                self.best_of,
-                f"at least n, which is {self.n}",
-                ": raise best_of or lower n",
-            )
+            rule = f"at least n, which is {self.n}"
+            _raise_invalid("best_of", self.best_of, rule, ": raise best_of or lower n")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            words = f"at most max_tokens, which is {self.max_tokens}"
-            _refuse("min_tokens", self.min_tokens, words, ": lower min_tokens or raise max_tokens")
+            rule = f"at most max_tokens, which is {self.max_tokens}"
+            advice = ": lower min_tokens or raise max_tokens"
+            _raise_invalid("min_tokens", self.min_tokens, rule, advice)
         if self.stop_strings and not self.detokenize:
-            message = (
-                "stop strings are looked for in text: use stop_token_ids or leave detokenize on"
-            )
-            raise InvalidRequest(message, field="stop")
+            advice = "use stop_token_ids or leave detokenize on"
+            raise InvalidRequest(f"stop strings are looked for in text: {advice}", field="stop")
 
 
-def requests(
+def build_requests(
     params: SamplingParams,
     prompt: Sequence[int],
     *,
     id: str,
     entropy: int,
-    vocab: int,
-    max_length: int,
+    vocab_size: int,
+    max_model_len: int,
     eos_ids: Sequence[int] = (),
     encode: Callable[[str], Sequence[int]] | None = None,
-    salt: str = "",
+    cache_salt: str = "",
     tenant: str = "",
 ) -> tuple[EngineRequest, ...]:
-    """One prompt as `params.children` requests, named `id`, or `id-0`, `id-1` ... if there are several.
+    """The `params.num_sequences` engine requests of one prompt.
 
-    `entropy` is a random 64-bit number of the caller's, used where no seed is given. `encode` turns text into ids
-    without special tokens; only bad_words need it. Log-probabilities of the prompt are asked of the first alone.
+    A single request has the id `id`; several have `id-0`, `id-1` and so on. `entropy` is a random
+    64-bit number, used where no seed is given. `encode` turns text into ids without special tokens;
+    only bad_words need it. Only the first request asks for log-probabilities of the prompt.
     """
-    tokens = _fitted(params, prompt, vocab, max_length)
-    stop_ids = tuple(
-        dict.fromkeys((*(() if params.ignore_eos else eos_ids), *(params.stop_token_ids or ())))
-    )
-    _check_ids("stop_token_ids", params.stop_token_ids or (), vocab)
-    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab)
-    _check_ids("logit_bias", tuple(params.logit_bias or ()), vocab)
-    for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        if asked is not None and asked > vocab:
-            _refuse(name, asked, f"at most the size of the vocabulary, {vocab}")
-    sampling = _resolved(params, _words(params, encode, vocab), vocab)
-    _check_choice(sampling, stop_ids)
-    room = max_length - len(tokens)
-    limit = room if params.max_tokens is None else min(params.max_tokens, room)
+    prompt_ids = _fit_prompt(params, prompt, vocab_size, max_model_len)
+    end_ids = () if params.ignore_eos else eos_ids
+    stop_ids = tuple(dict.fromkeys((*end_ids, *(params.stop_token_ids or ()))))
+    _check_ids_in_vocab("stop_token_ids", params.stop_token_ids or (), vocab_size)
+    _check_ids_in_vocab("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    _check_ids_in_vocab("logit_bias", tuple(params.logit_bias or ()), vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and count > vocab_size:
+            _raise_invalid(name, count, f"at most the size of the vocabulary, {vocab_size}")
+    bad_word_ids = _encode_bad_words(params, encode, vocab_size)
+    sampling = _resolve_sampling(params, bad_word_ids, vocab_size)
+    _check_choice_remains(sampling, stop_ids)
+    max_tokens = max_model_len - len(prompt_ids)
+    if params.max_tokens is not None:
+        max_tokens = min(params.max_tokens, max_tokens)
     seed = entropy if params.seed is None else params.seed
-    several = params.children > 1
-    return tuple(
-        EngineRequest(
-            id=f"{id}-{child}" if several else id,
-            prompt=tokens,
-            sampling=replace(
-                sampling,
-                seed=child_seed(seed, child),
-                prompt_logprobs=params.prompt_logprobs if child == 0 else None,
-            ),
-            max_tokens=limit,
+    deadline = None if params.deadline_ms is None else params.deadline_ms / 1000
+    requests = []
+    for index in range(params.num_sequences):
+        sequence_sampling = replace(
+            sampling,
+            seed=sequence_seed(seed, index),
+            prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+        )
+        request = EngineRequest(
+            id=f"{id}-{index}" if params.num_sequences > 1 else id,
+            prompt=prompt_ids,
+            sampling=sequence_sampling,
+            max_tokens=max_tokens,
             stop_ids=stop_ids,
-            salt=salt,
+            cache_salt=cache_salt,
             priority=params.priority,
-            deadline=None if params.deadline_ms is None else params.deadline_ms / 1000,
+            deadline=deadline,
             tenant=tenant,
         )
-        for child in range(params.children)
-    )
+        requests.append(request)
+    return tuple(requests)
 
 
-def embedding_request(
+def build_embedding_request(
     prompt: Sequence[int],
     pooling: PoolingType,
     *,
     id: str,
-    vocab: int,
-    max_length: int,
-    salt: str = "",
+    vocab_size: int,
+    max_model_len: int,
+    cache_salt: str = "",
     tenant: str = "",
 ) -> EngineRequest:
-    """One prompt as a request for its embedding; unlike a prompt to be completed it may fill the context."""
+    """The engine request for the embedding of one prompt, which may fill the whole context."""
     if pooling not in get_args(PoolingType):
-        _refuse("pooling", pooling, " or ".join(get_args(PoolingType)))
+        _raise_invalid("pooling", pooling, " or ".join(get_args(PoolingType)))
     if not len(prompt):
         raise InvalidRequest("the input has no tokens: give at least one", field="input")
-    if len(prompt) > max_length:
-        message = (
-            f"the input has {len(prompt)} tokens, but the context holds {max_length}: shorten it"
-        )
-        raise PromptTooLong(message, field="input")
-    _check_ids("input", prompt, vocab)
+    if len(prompt) > max_model_len:
+        room = f"the context holds {max_model_len}: shorten it"
+        raise PromptTooLong(f"the input has {len(prompt)} tokens, but {room}", field="input")
+    _check_ids_in_vocab("input", prompt, vocab_size)
     return EngineRequest(
         id,
         tuple(prompt),
         ResolvedSampling(temperature=0.0),
         0,
-        salt=salt,
+        cache_salt=cache_salt,
         tenant=tenant,
         pooling=pooling,
     )
 
 
-def child_seed(seed: int, child: int) -> int:
-    """Child 0 has the seed itself; child i the splitmix64 output for the state seed + i * 0x9E3779B97F4A7C15."""
-    if child == 0:
+def sequence_seed(seed: int, index: int) -> int:
+    """Seed of one of several sequences.
+
+    Sequence 0 has the seed itself. Sequence i has the splitmix64 output for the state
+    seed + i * 0x9E3779B97F4A7C15.
+    """
+    if index == 0:
         return seed
     mask = 2**64 - 1
-    x = (seed + child * 0x9E3779B97F4A7C15) & mask
+    x = (seed + index * 0x9E3779B97F4A7C15) & mask
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
     return x ^ x >> 31
 
 
-def choose(cumulative: Sequence[float], n: int) -> list[int]:
-    """Which n of the best_of sequences to return, best first: by cumulative log-probability, earliest among equals.
+def select_best(cumulative_logprobs: Sequence[float], n: int) -> list[int]:
+    """Indices of the n best of the best_of sequences, the best first, the earliest among equals.
 
-    A sum, not a mean: shorter answers are favoured, as they are elsewhere.
+    The sum of log-probabilities decides, not the mean, so shorter answers are favoured, as in
+    other servers.
     """
-    return sorted(range(len(cumulative)), key=lambda child: -cumulative[child])[:n]
+    indices = range(len(cumulative_logprobs))
+    return sorted(indices, key=lambda index: -cumulative_logprobs[index])[:n]
 
 
-def _fitted(
-    params: SamplingParams, prompt: Sequence[int], vocab: int, max_length: int
+def _fit_prompt(
+    params: SamplingParams, prompt: Sequence[int], vocab_size: int, max_model_len: int
 ) -> tuple[int, ...]:
+    """The prompt, truncated if asked for, if it leaves room for one token."""
     if not len(prompt):
         raise InvalidRequest("the prompt has no tokens: give at least one", field="prompt")
-    tokens = tuple(
-        prompt
-        if params.truncate_prompt_tokens is None
-        else prompt[-params.truncate_prompt_tokens :]
-    )
-    if len(tokens) >= max_length:
-        raise PromptTooLong(
-            f"the prompt has {len(tokens)} tokens, but at most {max_length - 1} fit: the context holds {max_length}, "
-            f"prompt and answer together. Shorten the prompt, or set truncate_prompt_tokens to keep only its end",
-            field="prompt",
+    if params.truncate_prompt_tokens is not None:
+        prompt = prompt[-params.truncate_prompt_tokens :]
+    prompt_ids = tuple(prompt)
+    if len(prompt_ids) >= max_model_len:
+        message = (
+            f"the prompt has {len(prompt_ids)} tokens, but at most {max_model_len - 1} fit: "
+            f"the context holds {max_model_len}, prompt and answer together. "
+            f"Shorten the prompt, or set truncate_prompt_tokens to keep only its end"
         )
-    _check_ids("prompt", tokens, vocab)
-    return tokens
+        raise PromptTooLong(message, field="prompt")
+    _check_ids_in_vocab("prompt", prompt_ids, vocab_size)
+    return prompt_ids
 
 
-def _resolved(
-    params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], vocab: int
+def _resolve_sampling(
+    params: SamplingParams, bad_word_ids: tuple[tuple[int, ...], ...], vocab_size: int
 ) -> ResolvedSampling:
-    ranked = params.children > params.n  # best_of compares cumulative log-probabilities
+    watermark = None
+    if params.watermark:
+        watermark = (float(params.watermark_gamma), float(params.watermark_delta))
+    logprobs = params.logprobs
+    if logprobs is None and params.num_sequences > params.n:
+        logprobs = 0  # best_of compares cumulative log-probabilities
     return ResolvedSampling(
         temperature=float(params.temperature),
-        top_k=params.top_k if 0 < params.top_k < vocab else 0,
+        top_k=params.top_k if 0 < params.top_k < vocab_size else 0,
         top_p=float(params.top_p),
         min_p=float(params.min_p),
         typical_p=float(params.typical_p),
@@ -343,74 +354,76 @@ def _resolved(
         presence_penalty=float(params.presence_penalty),
         logit_bias=tuple((token, float(bias)) for token, bias in (params.logit_bias or {}).items()),
         allowed_token_ids=tuple(dict.fromkeys(params.allowed_token_ids or ())),
-        bad_words=bad_words,
+        bad_words=bad_word_ids,
         min_tokens=params.min_tokens,
-        watermark=(float(params.watermark_gamma), float(params.watermark_delta))
-        if params.watermark
-        else None,
-        logprobs=0 if params.logprobs is None and ranked else params.logprobs,
+        watermark=watermark,
+        logprobs=logprobs,
     )
 
 
-def _words(
-    params: SamplingParams, encode: Callable[[str], Sequence[int]] | None, vocab: int
+def _encode_bad_words(
+    params: SamplingParams, encode: Callable[[str], Sequence[int]] | None, vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Each word as it stands at the start of a text and after a space; ids the model does not have cannot appear."""
+    """Token ids of each bad word at the start of a text and after a space.
+
+    A word with an id that the model does not have cannot be generated and is left out.
+    """
     if not params.bad_words:
         return ()
     if encode is None:
-        raise InvalidRequest(
-            "bad_words are text and no tokenizer is loaded: leave them out", field="bad_words"
-        )
-    spelled = [
-        tuple(encode(space + word.lstrip())) for word in params.bad_words for space in ("", " ")
-    ]
-    return tuple(
-        dict.fromkeys(
-            word for word in spelled if word and all(0 <= token < vocab for token in word)
-        )
-    )
+        message = "bad_words are text and no tokenizer is loaded: leave them out"
+        raise InvalidRequest(message, field="bad_words")
+    encoded: dict[tuple[int, ...], None] = {}  # an ordered set
+    for word in params.bad_words:
+        for space in ("", " "):
+            ids = tuple(encode(space + word.lstrip()))
+            if ids and all(0 <= token_id < vocab_size for token_id in ids):
+                encoded[ids] = None
+    return tuple(encoded)
 
 
-def _check_choice(sampling: ResolvedSampling, stop_ids: tuple[int, ...]) -> None:
-    """Something must remain to choose from at the first token."""
-    out = {word[0] for word in sampling.bad_words if len(word) == 1} | (
-        set(stop_ids) if sampling.min_tokens else set()
-    )
-    if sampling.allowed_token_ids and out.issuperset(sampling.allowed_token_ids):
-        message = "every one of allowed_token_ids is ruled out by bad_words or, with min_tokens, by being a stop id"
+def _check_choice_remains(sampling: ResolvedSampling, stop_ids: tuple[int, ...]) -> None:
+    """At least one token must be allowed at the first position."""
+    excluded = {ids[0] for ids in sampling.bad_words if len(ids) == 1}
+    if sampling.min_tokens:
+        excluded.update(stop_ids)
+    if sampling.allowed_token_ids and excluded.issuperset(sampling.allowed_token_ids):
+        reason = "by bad_words or, with min_tokens, by being a stop id"
+        message = f"every one of allowed_token_ids is ruled out {reason}"
         raise InvalidRequest(f"{message}: allow at least one more token", field="allowed_token_ids")
 
 
-def _check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
-    if (
-        set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab
-    ):  # long prompts one by one take their time
+def _check_ids_in_vocab(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    # These checks in C are fast for long prompts; the loop below finds the culprit.
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return
-    for index, token in enumerate(ids):
-        if not _is_whole(token) or not 0 <= token < vocab:
-            remedy = f"token ids are whole numbers (int) from 0 to {vocab - 1}"
-            raise InvalidRequest(
-                f"{name} holds {_shown(token)} at index {index}; {remedy}", field=name
-            )
+    for index, token_id in enumerate(ids):
+        if not _is_int(token_id) or not 0 <= token_id < vocab_size:
+            rule = f"token ids are whole numbers (int) from 0 to {vocab_size - 1}"
+            message = f"{name} holds {_short_repr(token_id)} at index {index}; {rule}"
+            raise InvalidRequest(message, field=name)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_text(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_nonempty_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _refuse(name: str, value: Any, words: str, more: str = "") -> Never:
-    raise InvalidRequest(f"{name} must be {words}, not {_shown(value)}{more}", field=name)
+def _raise_invalid(name: str, value: Any, rule: str, advice: str = "") -> Never:
+    raise InvalidRequest(f"{name} must be {rule}, not {_short_repr(value)}{advice}", field=name)
 
 
-def _shown(value: Any) -> str:
-    """A value as an error may repeat it: short, whatever a client sent."""
+def _short_repr(value: Any) -> str:
+    """A value as an error message may repeat it: short, whatever a client sent."""
     try:
         text = repr(value)
-    except ValueError:  # Python refuses to print whole numbers of thousands of digits
+    except ValueError:  # Python does not print integers of thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= 64 else f"{text[:61]}..."

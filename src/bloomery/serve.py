@@ -1,6 +1,7 @@
-"""`bloomery serve`: the API process. Plans, starts the engine process, listens; usable while the model loads.
+"""The API process of `bloomery serve`: plans, starts the engine process and serves HTTP.
 
-A composition root without torch: the weights are the engine's affair.
+The server answers probes and shows its page while the model loads. This module only connects the
+parts. It has no torch: the weights are in the engine process.
 """
 
 from __future__ import annotations
@@ -9,162 +10,145 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import uvicorn
 import uvloop
 
-from bloomery.config import Config, Plan, ServerConfig
-from bloomery.describe import plan_for
-from bloomery.engine.birth import Born, command
-from bloomery.engine.client import EngineClient, Patience
-from bloomery.engine.replicas import Replicas, share
+from bloomery.artifacts.locate import ModelArtifact
+from bloomery.config import EngineConfig, EnginePlan, ServerConfig
+from bloomery.describe import build_engine_plan
+from bloomery.engine.client import EngineClient, EngineTimeouts
+from bloomery.engine.replicas import ReplicaSet, plan_for_replica
 from bloomery.errors import BloomeryError
-from bloomery.logs import resolved, write
-from bloomery.server.app import create_app
-from bloomery.server.limits import Limits
-from bloomery.server.protocol import bounded
-from bloomery.server.service import Settings
-from bloomery.server.tracing import traces_to
-from bloomery.text.apart import trim
+from bloomery.ipc import ChildHandle, build_engine_command
+from bloomery.logs import configure_logging, resolve_log_format, show_load_progress
+from bloomery.server.app import InferenceServer, create_app
+from bloomery.server.limits import ServerLimits, bounded_protocol
+from bloomery.server.service import ServerSettings
+from bloomery.server.tracing import create_trace_recorder
 from bloomery.text.load import load_tokenizer
+from bloomery.text.tokenizer_pool import release_free_memory
 
 log = logging.getLogger("bloomery")
 
-DOORS = 8  # connections taken in at a time
+# Seconds that uvicorn may take to close connections after the drain time is over.
+SHUTDOWN_GRACE_SECONDS = 5
+# Thresholds of the garbage collector. Disconnected clients leave reference cycles behind, and a
+# collection is short because everything older is frozen.
+GC_THRESHOLDS = (10_000, 4, 2)
 
 
-def serve(config: Config, wishes: ServerConfig, engine: Born | None = None) -> int:
-    """`engine`: one that was started before this file was imported."""
-    style = resolved(wishes.log_format)
-    write(style)
-    for noisy in ("uvicorn", "uvicorn.error", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    plan, artifact = plan_for(config)
-    names = wishes.items(wishes.served_model_name) or (artifact.name,)
-    settings = Settings(
-        model=names[0],
-        aliases=tuple(name for name in (*names[1:], artifact.name) if name != names[0]),
-        keys=wishes.keys,
-        host=wishes.host,
-        allowed_hosts=wishes.items(wishes.allowed_hosts),
-        cors_origins=wishes.items(wishes.cors_origins),
-        open_metrics=wishes.open_metrics,
-        revision=artifact.revision,
-        limits=Limits.of(wishes.limits),
-        warm=True,
-    )
-    tell(plan, artifact.found)
+def serve(
+    config: EngineConfig, server_config: ServerConfig, prestarted: ChildHandle | None = None
+) -> int:
+    """Serve until a signal or until the engine fails for good; return the exit status.
+
+    `prestarted` is an engine process that was started before this module was imported.
+    """
+    log_format = resolve_log_format(server_config.log_format)
+    configure_logging(log_format)
+    for noisy_logger in ("uvicorn", "uvicorn.error", "asyncio"):
+        logging.getLogger(noisy_logger).setLevel(logging.WARNING)
+    plan, artifact = build_engine_plan(config)
+    settings = build_settings(server_config, artifact)
+    log_plan(plan, artifact.origin)
     limits = settings.limits
-    patience = replace(
-        Patience.for_device(plan.device, limits.step_seconds),
-        queue=limits.queue_seconds,
-        restarts=limits.restarts,
+    timeouts = replace(
+        EngineTimeouts.for_device(plan.device, limits.step_seconds),
+        queue_seconds=limits.queue_seconds,
+        max_restarts=limits.restarts,
     )
-    client = engines(plan, wishes.replicas, patience, style, engine)
-    traces = (
-        traces_to(wishes.otlp_endpoint, wishes.otlp_service_name) if wishes.otlp_endpoint else None
-    )
+    client = create_engine_client(plan, server_config.replicas, timeouts, log_format, prestarted)
+    traces = None
+    if server_config.otlp_endpoint:
+        traces = create_trace_recorder(server_config.otlp_endpoint, server_config.otlp_service_name)
 
-    def make_app() -> Any:
+    def build_app() -> Any:
         tokenizer = load_tokenizer(artifact)
-        trim()
+        release_free_memory()
         return create_app(client, tokenizer, settings, traces)
 
-    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(
-        run(client, make_app, wishes, limits)
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    return runner.run(run_server(client, build_app, server_config, limits))
+
+
+def build_settings(server_config: ServerConfig, artifact: ModelArtifact) -> ServerSettings:
+    model_names = server_config.split_list(server_config.served_model_name) or (artifact.name,)
+    model = model_names[0]
+    return ServerSettings(
+        model=model,
+        aliases=tuple(name for name in (*model_names[1:], artifact.name) if name != model),
+        keys=server_config.api_keys,
+        host=server_config.host,
+        allowed_hosts=server_config.split_list(server_config.allowed_hosts),
+        cors_origins=server_config.split_list(server_config.cors_origins),
+        open_metrics=server_config.open_metrics,
+        revision=artifact.revision,
+        limits=ServerLimits.parse(server_config.limits),
+        warm=True,
     )
 
 
-def engines(
-    plan: Plan, count: int, patience: Patience, style: str, born: Born | None
-) -> EngineClient | Replicas:
-    if count == 1:
-        alone = plan.tp * plan.pp == 1 and plan.executor == "auto"
-        return EngineClient(
-            plan, command(style, plan.device == "cpu" and alone), patience, born=born
-        )
-    return Replicas(
-        [
-            EngineClient(share(plan, number, count), command(style), patience)
-            for number in range(count)
-        ]
-    )
+def create_engine_client(
+    plan: EnginePlan,
+    num_replicas: int,
+    timeouts: EngineTimeouts,
+    log_format: str,
+    prestarted: ChildHandle | None,
+) -> EngineClient | ReplicaSet:
+    """Create the client of one engine process, or of several replicas."""
+    if num_replicas == 1:
+        num_ranks = plan.tensor_parallel_size * plan.pipeline_parallel_size
+        is_local_cpu = plan.device == "cpu" and num_ranks == 1 and plan.executor == "auto"
+        command = build_engine_command(log_format, preload_cpu=is_local_cpu)
+        return EngineClient(plan, command, timeouts, prestarted=prestarted)
+    replica_plans = [plan_for_replica(plan, i, num_replicas) for i in range(num_replicas)]
+    command = build_engine_command(log_format)
+    return ReplicaSet([EngineClient(each, command, timeouts) for each in replica_plans])
 
 
-class Server(uvicorn.Server):
-    """uvicorn's, leaving signals to us: it would raise them again in the end, and a wanted stop is no failure."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """libuv takes in one connection in a turn of its loop, so while streams keep it busy newcomers would queue
-        outside for seconds, even those that are only to be refused: each further descriptor of the socket takes one."""
-        await super().startup(sockets)
-        for descriptor in [
-            listener.fileno() for server in self.servers for listener in server.sockets
-        ]:
-            for _ in range(DOORS - 1):
-                same = socket.socket(fileno=os.dup(descriptor))
-                self.servers.append(
-                    await asyncio.get_running_loop().create_server(self._connection, sock=same)
-                )
-
-    def _connection(self) -> asyncio.Protocol:
-        kind: Any = self.config.http_protocol_class
-        made: asyncio.Protocol = kind(self.config, self.server_state, self.lifespan.state)
-        return made
-
-    def stop(self, close: Callable[[float], Coroutine[Any, Any, None]], seconds: float) -> None:
-        """First nothing new, and answers may end within so many seconds; asked again, at once."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
-        self.closing = asyncio.create_task(close(0 if self.force_exit else seconds))
-
-
-async def run(
-    client: EngineClient | Replicas,
-    make_app: Callable[[], Any],
-    wishes: ServerConfig,
-    limits: Limits | None = None,
+async def run_server(
+    client: EngineClient | ReplicaSet,
+    build_app: Callable[[], Any],
+    server_config: ServerConfig,
+    limits: ServerLimits | None = None,
 ) -> int:
-    """Until a signal, or until there will be no engine any more. The engine loads while the app is made."""
-    limits = limits or Limits()
+    """Serve until a signal or until the engine fails for good; return the exit status.
+
+    The engine loads while the app is built.
+    """
+    limits = limits or ServerLimits()
     await client.start()
     try:
-        app = make_app()
+        app = build_app()
     except BaseException:
         await client.close()
         raise
-    server = Server(
+    drain_seconds = server_config.drain_seconds
+    server = InferenceServer(
         uvicorn.Config(
             app,
-            wishes.host,
-            wishes.port,
-            http=bounded(limits),
+            server_config.host,
+            server_config.port,
+            http=bounded_protocol(limits),
             lifespan="on",
             access_log=False,
             server_header=False,
             timeout_keep_alive=int(limits.idle_seconds),
             log_config=None,
-            timeout_graceful_shutdown=int(wishes.drain_seconds) + 5,
+            timeout_graceful_shutdown=int(drain_seconds) + SHUTDOWN_GRACE_SECONDS,
         )
     )
-    for name in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(
-            name, server.stop, client.close, wishes.drain_seconds
-        )
-    url = f"http://{wishes.host}:{wishes.port}"
-    watch = asyncio.create_task(loading(client, url))
+    event_loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        event_loop.add_signal_handler(number, server.stop, client.close, drain_seconds)
+    url = f"http://{server_config.host}:{server_config.port}"
+    startup = asyncio.create_task(report_startup(client, url))
     failure = asyncio.create_task(client.wait_failed())
     serving = asyncio.create_task(server.serve())
     try:
@@ -174,71 +158,76 @@ async def run(
             server.should_exit = True
         await serving
     finally:
-        watch.cancel()
+        startup.cancel()
         await client.close()
         failed = failure.done()
         failure.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(watch, failure, return_exceptions=True)
+            await asyncio.gather(startup, failure, return_exceptions=True)
     return 1 if failed or not server.started else 0
 
 
-async def loading(client: EngineClient | Replicas, url: str) -> None:
-    """A bar while weights are read, then where to go."""
-    begun = time.monotonic()
+async def report_startup(client: EngineClient | ReplicaSet, url: str) -> None:
+    """Show a bar while the model loads, then log what the engine can hold and where to connect."""
+    start_time = time.monotonic()
     ready = asyncio.create_task(client.ready())
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("loading", total=1.0)
-            while not ready.done():
-                bar.update(
-                    task,
-                    completed=client.status.progress or 0.0,
-                    description=client.status.detail or "loading",
-                )
-                await asyncio.wait((ready,), timeout=0.1)
+    def read_progress() -> tuple[str, float]:
+        return client.status.detail, client.status.progress or 0.0
+
+    await show_load_progress(ready, read_progress)
     try:
         capacity = await ready
     except BloomeryError:
-        return  # the owner is told by wait_failed
-    gc.collect()
-    gc.freeze()  # what is there by now stays, and would be looked through in the middle of a thousand streams
-    gc.set_threshold(
-        10_000, 4, 2
-    )  # the rest is soon looked through, and a disconnect leaves rings behind
+        return  # run_server logs the reason, which it gets from wait_failed
+    freeze_garbage_collector()
     for note in capacity.notes:
         log.warning(note)
     log.info(
-        "ready in %.1f s: cache for %d tokens, %d sequences at once, up to %d tokens each",
-        time.monotonic() - begun,
+        "ready in %.1f s: KV cache for %d tokens, %d sequences at once, up to %d tokens each",
+        time.monotonic() - start_time,
         capacity.blocks * capacity.block_size,
         capacity.max_num_seqs,
-        capacity.max_length,
+        capacity.max_model_len,
     )
     log.info(
         "open %s to chat; clients: OpenAI at %s/v1, TGI at %s; docs at %s/docs", url, url, url, url
     )
 
 
-def tell(plan: Plan, found: str) -> None:
-    rounded = {"weights": plan.quantize, "keys and values": plan.kv_cache_dtype}
-    narrow = [f"({what} in {form})" for what, form in rounded.items() if form != "auto"]
+def freeze_garbage_collector() -> None:
+    """Exclude everything that exists by now from garbage collection.
+
+    These objects stay until the end. To scan them would stall the event loop while a thousand
+    streams are open.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
+def log_plan(plan: EnginePlan, origin: str) -> None:
+    """Log the model, where it was found, and how it will run."""
+    precision = [plan.dtype]
+    if plan.quantization != "auto":
+        precision.append(f"(weights in {plan.quantization})")
+    if plan.kv_cache_dtype != "auto":
+        precision.append(f"(KV cache in {plan.kv_cache_dtype})")
+    if plan.tensor_parallel_size * plan.pipeline_parallel_size > 1:
+        layout = f"tp {plan.tensor_parallel_size} x pp {plan.pipeline_parallel_size}"
+    elif plan.device == "cpu":
+        layout = f"{plan.threads} threads"
+    else:
+        layout = "GPU"
     log.info(
-        "%s (%s): %s on %s, %s, at most %d tokens, %d sequences and %d positions a step, prefix cache %s",
+        "%s (%s): %s on %s, %s, max_model_len %d, max_num_seqs %d, max_num_batched_tokens %d, "
+        "prefix cache %s",
         plan.name,
-        found,
-        " ".join([plan.dtype, *narrow]),
+        origin,
+        " ".join(precision),
         plan.device,
-        f"tp {plan.tp} x pp {plan.pp}"
-        if plan.tp * plan.pp > 1
-        else f"{plan.threads} threads"
-        if plan.device == "cpu"
-        else "GPU",
-        plan.max_length,
+        layout,
+        plan.max_model_len,
         plan.max_num_seqs,
         plan.max_num_batched_tokens,
         "on" if plan.prefix_cache else "off",

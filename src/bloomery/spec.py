@@ -1,7 +1,8 @@
-"""The vocabulary in which a model family is described. Pure data: no torch, no I/O.
+"""The architecture of a model as data: dataclasses that every model family is described with.
 
-A field names a mechanism, never a family. Concepts nest (a position is a Rope, an Alibi or nothing), so that
-impossible mixtures cannot be written; layers are a tuple, so that alternating windows need no flag.
+No torch and no I/O. A field names a mechanism, not a family. Alternatives are types (a position is
+a RopeSpec, an AlibiSpec or None), so that impossible combinations cannot be written. Every layer
+has its own spec, so that alternating windows need no flag.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormSpec:
+    """An RMS norm or a layer norm."""
+
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
     bias: bool = False  # layer norms only
@@ -22,27 +25,27 @@ class Norm:
     unit_offset: bool = False  # multiply by (1 + weight), as Gemma stores it
 
 
-# ---- rotary positions and the ways to stretch them ---------------------------------------------
+# ---- position encodings ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Linear:
-    """Positions divided by `factor`."""
+class LinearScaling:
+    """Positions are divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True)
-class Dynamic:
-    """NTK-aware base that grows with the position once it passes `original`."""
+class DynamicScaling:
+    """NTK-aware scaling: theta grows with the length once it exceeds `original` positions."""
 
     factor: float
     original: int
 
 
 @dataclass(frozen=True)
-class Llama3:
-    """Low frequencies slowed by `factor`, high ones kept, a smooth ramp between."""
+class Llama3Scaling:
+    """Low frequencies are divided by `factor`, high ones kept, with a smooth ramp in between."""
 
     factor: float
     low: float
@@ -51,8 +54,8 @@ class Llama3:
 
 
 @dataclass(frozen=True)
-class Yarn:
-    """Interpolation of low frequencies only, with cos and sin scaled by `attention`."""
+class YarnScaling:
+    """Only low frequencies are interpolated; cos and sin are multiplied by `attention`."""
 
     factor: float
     original: int
@@ -63,8 +66,8 @@ class Yarn:
 
 
 @dataclass(frozen=True)
-class LongRope:
-    """One divisor a frequency: `short` within the original context, `long` when serving beyond it."""
+class LongRopeScaling:
+    """One divisor per frequency: `short` within the original context, `long` beyond it."""
 
     short: tuple[float, ...]
     long: tuple[float, ...]
@@ -73,91 +76,106 @@ class LongRope:
     long_attention: float = 1.0
 
 
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
 @dataclass(frozen=True)
-class Rope:
-    dim: int  # how many of a head's dimensions turn
+class RopeSpec:
+    """Rotary position embedding."""
+
+    dim: int  # rotated dimensions of a head
     theta: float = 10000.0
-    interleaved: bool = False  # pairs (0,1), (2,3).. as GPT-J; otherwise halves as NeoX
-    scaling: Linear | Dynamic | Llama3 | Yarn | LongRope | None = None
+    interleaved: bool = False  # rotate pairs (0,1), (2,3).. as GPT-J; otherwise halves as NeoX
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)
-class Alibi:
-    scale: float = 1.0  # Falcon scales its slopes with the logits
+class AlibiSpec:
+    """ALiBi: a bias on the scores that falls linearly with the distance."""
+
+    scale: float = 1.0  # Falcon scales its slopes together with the scores
     max_bias: float = 8.0
-    first: int = (
-        0  # where a rank has some of the model's heads: its first, of how many; 0: all are here
-    )
-    heads: int = 0
+    # With tensor parallelism: the first head of this rank and the number of heads of the model.
+    first: int = 0
+    heads: int = 0  # 0: this rank has all heads
 
 
-# ---- the blocks of a layer -----------------------------------------------------------------------
+# ---- the blocks of a layer ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSpec:
+    """Multi-head, grouped-query or multi-query attention."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    position: Rope | Alibi | None = None
+    position: RopeSpec | AlibiSpec | None = None
     bias: bool = False
     out_bias: bool = False
     scale: float | None = None  # default head_dim ** -0.5
-    window: int | None = None  # a query sees the last `window` positions, itself included
+    window: int | None = None  # a query attends to the last `window` positions, itself included
     softcap: float | None = None
-    clip: float | None = None  # q, k and v clamped to [-clip, clip]
-    qk_norm: Norm | None = None
-    # what one norm spans, and the shape of its weight: a head [dim]; each head its own [heads, dim]; all [heads * dim]
+    clip: float | None = None  # q, k and v are clamped to [-clip, clip]
+    qk_norm: NormSpec | None = None
+    # What one norm spans, and the shape of its weight. "head": one head, [dim]; "each": one head,
+    # with weights of its own, [heads, dim]; "all": all heads together, [heads * dim].
     qk_norm_over: Literal["head", "each", "all"] = "head"
-
-    @property
-    def softmax_scale(self) -> float:
-        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 @dataclass(frozen=True)
-class Mlp:
+class MlpSpec:
+    """A feed-forward block with `size` inner units."""
+
     size: int
-    activation: Activation = "silu"
+    activation: ActivationName = "silu"
     gated: bool = True
     bias: bool = False
 
 
 @dataclass(frozen=True)
-class Moe:
+class MoeSpec:
+    """A mixture of experts: each token uses `top_k` of them."""
+
     experts: int
     top_k: int
-    mlp: Mlp
+    mlp: MlpSpec
     renormalize: bool = True
-    shared: Mlp | None = None  # an expert every token visits
-    shared_gate: bool = False  # its output times sigmoid(w . x)
+    shared: MlpSpec | None = None  # an expert that every token uses
+    shared_gate: bool = False  # multiply its output by sigmoid(w . x)
 
 
 @dataclass(frozen=True)
-class Layer:
-    """pre-norm -> block -> post-norm -> residual, twice; `parallel` adds both blocks to one residual."""
+class LayerSpec:
+    """Norm -> block -> post-norm -> residual, for attention and then for the MLP.
 
-    attention: Attention
-    mlp: Mlp | Moe
-    attn_norm: Norm | None = None
-    attn_post_norm: Norm | None = None
-    mlp_norm: Norm | None = None  # None together with parallel: the block reads attn_norm's output
-    mlp_post_norm: Norm | None = None
-    attn_sum_norm: Norm | None = None  # norm of residual + block, for models that normalise the sum
-    mlp_sum_norm: Norm | None = None
+    `parallel`: both blocks read the same residual, and both outputs are added to it.
+    """
+
+    attention: AttentionSpec
+    mlp: MlpSpec | MoeSpec
+    attn_norm: NormSpec | None = None
+    attn_post_norm: NormSpec | None = None
+    mlp_norm: NormSpec | None = None  # None with `parallel`: the MLP reads attn_norm's output
+    mlp_post_norm: NormSpec | None = None
+    # Norms of residual + block output, for models that normalise the sum.
+    attn_sum_norm: NormSpec | None = None
+    mlp_sum_norm: NormSpec | None = None
     parallel: bool = False
     residual_scale: float = 1.0
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSpec:
+    """A decoder-only transformer."""
+
     vocab: int
     hidden: int
-    layers: tuple[Layer, ...]
-    final_norm: Norm | None
-    context: int  # the longest sequence the checkpoint claims
-    embed_dim: int | None = None  # width of the embedding where it is projected to `hidden`
-    embed_norm: Norm | None = None
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec | None
+    context: int  # longest sequence, in tokens, according to the checkpoint
+    embed_dim: int | None = None  # width of an embedding that is projected to `hidden`
+    embed_norm: NormSpec | None = None
     embed_scale: float = 1.0
     positions: int = 0  # size of the learned position table, 0 for none
     position_offset: int = 0
@@ -167,68 +185,68 @@ class Model:
     logit_softcap: float | None = None
 
 
-# ---- where each tensor lives in the checkpoint -------------------------------------------------
+# ---- tensor names of a checkpoint --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Split:
-    """One canonical matrix stored as several: q, k and v, or gate and up."""
+class SplitTensors:
+    """A matrix stored as several tensors: q, k and v, or gate and up."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Fused:
-    """Stored as one; `grouped` means [kv_head][q.. k v][head_dim] rather than [all q, all k, all v]."""
+class FusedTensor:
+    """A matrix stored as one tensor.
+
+    `grouped`: its rows are [kv_head][q.. k v][head_dim] rather than [all q, all k, all v].
+    """
 
     name: str
     grouped: bool = False
 
 
 @dataclass(frozen=True)
-class Names:
-    """Canonical name -> checkpoint name, without `.weight` and `.bias`. Layer entries are relative to `layer`.
+class TensorNames:
+    """Canonical name -> name in the checkpoint, without `.weight` and `.bias`.
 
-    `extra` holds what only some models have: attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, attn_sum_norm,
-    mlp_sum_norm, q_norm, k_norm, router, shared_gate (in a layer); positions, embed_norm, project_in, project_out.
-    A q_norm or k_norm with {h} in it is stored head by head, one [dim] weight each.
+    Names within a layer are relative to `layer`. `extra` has the tensors that only some models
+    have. In a layer: attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, attn_sum_norm,
+    mlp_sum_norm, q_norm, k_norm, router, shared_gate. Outside: positions, embed_norm, project_in,
+    project_out. A q_norm or k_norm with {h} in its name is stored as one [dim] weight per head.
     """
 
     embed: str
     layer: str  # with {i}, ending in a dot
-    attn_qkv: Split | Fused
+    attn_qkv: SplitTensors | FusedTensor
     attn_out: str
-    mlp_up: str | Split | Fused
+    mlp_up: str | SplitTensors | FusedTensor
     mlp_down: str
     final_norm: str = ""
     head: str = ""
     extra: Mapping[str, str] = field(default_factory=dict)
     transposed: bool = False  # GPT-2's Conv1D stores weights as [in, out]
-    experts: str = (
-        ""  # with {e}, ending in a dot: one expert's expert_up and expert_down are relative to it
-    )
-    expert_up: str | Split | Fused = (
-        ""  # mlp_up and mlp_down stay those of the dense layers among the sparse ones
-    )
+    # Prefix of one expert, with {e}, ending in a dot: expert_up and expert_down are relative to it.
+    # mlp_up and mlp_down are used by the dense layers of the same model.
+    experts: str = ""
+    expert_up: str | SplitTensors | FusedTensor = ""
     expert_down: str = ""
-    stacked_experts: bool = (
-        False  # all experts in one [expert, out, in] tensor, and `experts` without {e}
-    )
-    shared_up: str | Split | Fused = ""
+    stacked_experts: bool = False  # one [expert, out, in] tensor; `experts` has no {e}
+    shared_up: str | SplitTensors | FusedTensor = ""
     shared_down: str = ""
-    # What the names above begin with, then what other writers put there: "" where the bare model was saved. The first
-    # one under which the checkpoint holds `embed` applies to every name that begins with prefixes[0], `head` aside.
+    # The prefix of the names above, then the prefixes that other checkpoints use instead ("" if
+    # the bare model was saved). The first prefix under which the checkpoint has `embed` replaces
+    # prefixes[0] in every name but `head`.
     prefixes: tuple[str, ...] = ()
-    # Patterns (fnmatch) of tensors that may lie unused in the checkpoint: causal masks, rotary tables, a vision tower.
+    # Patterns (fnmatch) of tensors that are not used: causal masks, rope tables, a vision tower.
     ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Quantization:
-    """Who packed a checkpoint's products; which of them, and how, their tensors say."""
+class CheckpointQuantization:
+    """The method that quantized a checkpoint. Its tensors tell which weights, and how."""
 
     method: Literal["bitsandbytes", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4"]
-    first_zero: int = 0  # what GPTQ's zeros count from: 1 in the first version of the format
-    needed: tuple[
-        str, ...
-    ] = ()  # tensors without which a packed product would be read as another one
+    zero_point_offset: int = 0  # added to GPTQ's zero points: 1 in the first version of the format
+    # Tensors that every quantized weight must have, because without them it would be misread.
+    required_tensors: tuple[str, ...] = ()

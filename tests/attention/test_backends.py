@@ -1,200 +1,203 @@
-"""Every backend against the definition of attention, over random ragged steps.
+"""Every attention backend against the definition of attention, over random steps.
 
-The definition knows no pages: it keeps each sequence's keys and values in a list and computes one query at a time.
+The definition knows no block tables: it keeps the keys and values of each sequence in a list and
+computes one query at a time.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
 from bloomery.attention import torch_paged
-from bloomery.attention.base import Backend, AttentionMetadata, cache_shape
-from bloomery.attention.torch_paged import TorchPaged
-from bloomery.attention.triton_paged import TritonPaged
+from bloomery.attention.base import AttentionBackend, AttentionMetadata, kv_cache_shape
+from bloomery.attention.cpu_paged import CpuPagedAttention
+from bloomery.attention.torch_paged import TorchPagedAttention
+from bloomery.attention.triton_paged import TritonPagedAttention
 from bloomery.kernels import paged_decode, paged_prefill
 from bloomery.kernels.alibi import alibi_slopes
-from bloomery.kernels.launch import interpreted
-from bloomery.kernels.store import store
-from bloomery.spec import Alibi, Attention
+from bloomery.kernels.launch import triton_interpreted
+from bloomery.kernels.rope_cache import write_kv_cache
+from bloomery.spec import AlibiSpec, AttentionSpec
 
+CPU = torch.device("cpu")
 SPECS = {
-    "mha": Attention(4, 4, 16),
-    "gqa": Attention(6, 2, 16),
-    "mqa": Attention(4, 1, 8, scale=0.3),
-    "window": Attention(4, 2, 16, window=5),
-    "alibi": Attention(6, 6, 8, Alibi()),
-    "alibi-gqa": Attention(6, 3, 8, Alibi(scale=0.5)),
-    "softcap": Attention(4, 2, 16, softcap=2.0),
-    "softcap-window": Attention(4, 2, 16, softcap=2.0, window=3),
-    **{f"d{dim}": Attention(2, 1, dim) for dim in (64, 80, 96, 112, 128, 256)},
+    "mha": AttentionSpec(4, 4, 16),
+    "gqa": AttentionSpec(6, 2, 16),
+    "mqa": AttentionSpec(4, 1, 8, scale=0.3),
+    "window": AttentionSpec(4, 2, 16, window=5),
+    "alibi": AttentionSpec(6, 6, 8, AlibiSpec()),
+    "alibi-gqa": AttentionSpec(6, 3, 8, AlibiSpec(scale=0.5)),
+    "softcap": AttentionSpec(4, 2, 16, softcap=2.0),
+    "softcap-window": AttentionSpec(4, 2, 16, softcap=2.0, window=3),
+    **{f"d{dim}": AttentionSpec(2, 1, dim) for dim in (64, 80, 96, 112, 128, 256)},
 }
-BACKENDS: dict[str, Backend] = {"torch": TorchPaged(), "torch-plain": TorchPaged(fused=False)}
-if interpreted():  # small tiles, so that short sequences have several, and splits
-    BACKENDS["triton"] = TritonPaged(
-        decode=paged_decode.Tiling(16, 4, 2, splits=2, direct=1),
-        prefill=paged_prefill.Tiling(16, 16, 4, 2, 2, 1),
+BACKENDS: dict[str, AttentionBackend] = {
+    "torch": TorchPagedAttention(),
+    "torch-plain": TorchPagedAttention(fused=False),
+}
+if triton_interpreted():  # small tiles, so that short sequences have several tiles and splits
+    BACKENDS["triton"] = TritonPagedAttention(
+        decode_tiling=paged_decode.PagedDecodeTiling(16, 4, 2, splits=2, max_unsplit_tiles=1),
+        prefill_tiling=paged_prefill.PagedPrefillTiling(16, 16, 4, 2, 2, 1),
     )
+BLOCK_SIZE = 4
+NUM_BLOCKS = 40
+NUM_SEQUENCES = 4
 
 
-def define(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, spec: Attention
+def attend_by_definition(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, spec: AttentionSpec
 ) -> torch.Tensor:
     """One query [heads, dim] over keys and values [length, kv heads, dim], in float64."""
-    share = spec.num_heads // spec.num_kv_heads
+    heads_per_kv_head = spec.num_heads // spec.num_kv_heads
     out = torch.empty(spec.num_heads, spec.head_dim, dtype=torch.float64)
     first = 0 if spec.window is None else max(0, position - spec.window + 1)
+    scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
     for head in range(spec.num_heads):
-        k = keys[first : position + 1, head // share].double()
-        v = values[first : position + 1, head // share].double()
-        scores = k @ q[head].double() * spec.softmax_scale
+        k = keys[first : position + 1, head // heads_per_kv_head].double()
+        v = values[first : position + 1, head // heads_per_kv_head].double()
+        scores = k @ q[head].double() * scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        if isinstance(spec.position, Alibi):
-            slope = alibi_slopes(spec.num_heads, spec.position.max_bias)[head] * spec.position.scale
+        if isinstance(spec.position, AlibiSpec):
+            slopes = alibi_slopes(spec.num_heads, spec.position.max_bias)
+            slope = slopes[head] * spec.position.scale
             scores = scores + slope.double() * torch.arange(first - position, 1)
         out[head] = scores.softmax(0) @ v
     return out.flatten()
 
 
-def ragged(
-    random: Random, tables: list[list[int]], lengths: list[int], counts: list[int], size: int
-) -> AttentionMetadata:
-    positions = []
-    slots = []
-    for table, length, count in zip(tables, lengths, counts):
-        for position in range(length - count, length):
-            positions.append(position)
-            slots.append(table[position // size] * size + position % size)
-    widest = max(map(len, tables))
-    padded = [table + [random.randrange(40)] * (widest - len(table)) for table in tables]
-    starts = [0, *accumulate(counts)]
-    return AttentionMetadata(
-        tuple(counts),
-        tuple(lengths),
-        counts.count(1),
-        torch.tensor(starts),
-        torch.tensor(lengths),
-        torch.tensor(positions),
-        torch.tensor(slots),
-        torch.tensor(padded),
-        size,
-    )
+def pad_tables(random: Random, tables: list[list[int]]) -> list[list[int]]:
+    """Block tables of one width, padded with random blocks."""
+    width = max(map(len, tables))
+    return [table + [random.randrange(NUM_BLOCKS)] * (width - len(table)) for table in tables]
 
 
-@pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # interpreted kernels divide by zero for rows of nobody
+# Interpreted kernels divide by zero for padding rows.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_backend_equals_the_definition(
-    spec: Attention, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    spec: AttentionSpec, backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_paged, "SCORES", 64)  # so that queries go in many slices
+    monkeypatch.setattr(torch_paged, "MAX_SCORES", 64)  # so that queries go in many slices
     random = Random(0)
-    size = 4
     torch.manual_seed(0)
-    cache = torch.randn(cache_shape(spec, 40, size))
-    free = random.sample(range(40), 40)
-    tables: list[list[int]] = [[] for _ in range(4)]
-    lengths = [0] * 4
-    stored: list[list[torch.Tensor]] = [[] for _ in range(4)]
+    cache = torch.randn(kv_cache_shape(spec, NUM_BLOCKS, BLOCK_SIZE))
+    free_blocks = random.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    tables: list[list[int]] = [[] for _ in range(NUM_SEQUENCES)]
+    lengths = [0] * NUM_SEQUENCES
+    stored: list[list[torch.Tensor]] = [[] for _ in range(NUM_SEQUENCES)]
     for _ in range(6):
-        members = random.sample(range(4), random.randrange(1, 5))
-        counts = sorted((random.choice([1, 1, 3, 7]) for _ in members), key=lambda count: count > 1)
-        for member, count in zip(members, counts):
-            lengths[member] += count
-            while len(tables[member]) * size < lengths[member]:
-                tables[member].append(free.pop())
-        q = torch.randn(sum(counts), spec.num_heads, spec.head_dim)
-        k, v = torch.randn(2, sum(counts), spec.num_kv_heads, spec.head_dim)
-        step = ragged(
-            random, [tables[m] for m in members], [lengths[m] for m in members], counts, size
+        members = random.sample(range(NUM_SEQUENCES), random.randrange(1, NUM_SEQUENCES + 1))
+        query_lens = [random.choice([1, 1, 3, 7]) for _ in members]
+        query_lens.sort(key=lambda query_len: query_len > 1)
+        for member, query_len in zip(members, query_lens):
+            lengths[member] += query_len
+            while len(tables[member]) * BLOCK_SIZE < lengths[member]:
+                tables[member].append(free_blocks.pop())
+        num_tokens = sum(query_lens)
+        q = torch.randn(num_tokens, spec.num_heads, spec.head_dim)
+        k, v = torch.randn(2, num_tokens, spec.num_kv_heads, spec.head_dim)
+        metadata = AttentionMetadata.from_host(
+            query_lens,
+            [lengths[member] for member in members],
+            pad_tables(random, [tables[member] for member in members]),
+            BLOCK_SIZE,
+            CPU,
         )
-        store(k, v, cache, step.slots)
-        got = backend.attend(q, cache, spec, backend.plan(step))
-        token = 0
-        for member, count in zip(members, counts):
-            for i in range(count):
-                stored[member].append(torch.stack((k[token + i], v[token + i])))
+        write_kv_cache(k, v, cache, metadata.slot_mapping)
+        actual = backend.attend(q, cache, spec, backend.prepare(metadata))
+        first = 0
+        for member, query_len in zip(members, query_lens):
+            tokens = range(first, first + query_len)
+            stored[member] += [torch.stack((k[token], v[token])) for token in tokens]
             keys, values = torch.stack(stored[member], 1)
-            for i in range(count):
-                want = define(q[token + i], keys, values, lengths[member] - count + i, spec)
-                torch.testing.assert_close(got[token + i].double(), want, rtol=1e-5, atol=1e-5)
-            token += count
+            for token in tokens:
+                position = lengths[member] - query_len + token - first
+                expected = attend_by_definition(q[token], keys, values, position, spec)
+                torch.testing.assert_close(actual[token].double(), expected, rtol=1e-5, atol=1e-5)
+            first += query_len
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(
-    not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
+    not triton_interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
 )
 @pytest.mark.parametrize(
-    ("counts", "before", "taken"),
+    ("query_lens", "num_cached", "num_long"),
     [([40], 0, 1), ([1, 40, 20, 33, 50], 10, 2), ([1, 20, 40], 256, 1)],
     ids=["alone", "among others", "behind a chunk"],
 )
-def test_long_prompts_may_go_to_the_library(counts: list[int], before: int, taken: int) -> None:
-    """The same numbers, read from pages or gathered; `before` of the last sequence are in the cache already."""
-    spec = Attention(4, 2, 64)
-    lengths = [*counts[:-1], counts[-1] + before]
-    torch_rng = torch.manual_seed(0)
-    tables = torch.randperm(100, generator=torch_rng).view(-1, 20)[: len(counts)].tolist()
-    step = ragged(Random(0), tables, lengths, counts, 16)
-    cache = torch.randn(cache_shape(spec, 100, 16)).half()
-    q = torch.randn(sum(counts), 4, 64).half()
-    mine = TritonPaged(library=None)
-    library = TritonPaged(library=30)
-    assert [prompt.whole for prompt in library.plan(step).prompts].count(True) == taken
-    want = mine.attend(q, cache, spec, mine.plan(step))
-    torch.testing.assert_close(
-        library.attend(q, cache, spec, library.plan(step)), want, rtol=2e-3, atol=2e-3
-    )
+def test_the_library_gives_the_results_of_our_kernel(
+    query_lens: list[int], num_cached: int, num_long: int
+) -> None:
+    """`num_cached` positions of the last sequence are in the KV cache before the step."""
+    spec = AttentionSpec(4, 2, 64)
+    block_size = 16
+    seq_lens = [*query_lens[:-1], query_lens[-1] + num_cached]
+    generator = torch.manual_seed(0)
+    tables = torch.randperm(100, generator=generator).view(-1, 20)[: len(query_lens)].tolist()
+    metadata = AttentionMetadata.from_host(query_lens, seq_lens, tables, block_size, CPU)
+    cache = torch.randn(kv_cache_shape(spec, 100, block_size)).half()
+    q = torch.randn(sum(query_lens), 4, 64).half()
+    kernel = TritonPagedAttention(library_min_len=None)
+    library = TritonPagedAttention(library_min_len=30)
+    plan = library.prepare(metadata)
+    assert [group.long for group in plan.prefill_groups].count(True) == num_long
+    expected = kernel.attend(q, cache, spec, kernel.prepare(metadata))
+    actual = library.attend(q, cache, spec, plan)
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
 
 
-def test_a_backend_says_why_not() -> None:
-    spec = Attention(4, 2, 64)
-    backend = TritonPaged()
-    cpu = torch.device("cpu")
-    assert backend.refuses(spec, torch.float16, cpu) == (
-        None if interpreted() else "it needs a CUDA device"
-    )
-    if interpreted():
-        assert "float64" in (backend.refuses(spec, torch.float64, cpu) or "")
-        assert "512" in (backend.refuses(Attention(4, 2, 512), torch.float16, cpu) or "")
+def test_a_backend_says_why_it_does_not_support_a_layer() -> None:
+    spec = AttentionSpec(4, 2, 64)
+    backend = TritonPagedAttention()
+    reason = backend.unsupported_reason(spec, torch.float16, CPU)
+    assert reason == (None if triton_interpreted() else "it needs a CUDA device")
+    if triton_interpreted():
+        assert "float64" in (backend.unsupported_reason(spec, torch.float64, CPU) or "")
+        wide = AttentionSpec(4, 2, 512)
+        assert "512" in (backend.unsupported_reason(wide, torch.float16, CPU) or "")
 
 
-def test_memory_stays_linear_in_the_prompt() -> None:
-    """A prompt of 6,000 tokens would have 36 million scores a head; no slice may hold more than the limit."""
-    spec = Attention(2, 1, 8)
-    backend = TorchPaged(fused=False)
-    n = 6000
-    sizes: list[int] = []
+def test_backends_report_their_capabilities() -> None:
+    """Only one path of the worker fits each backend: graphs on a GPU, traces on a CPU."""
+    assert TritonPagedAttention().capabilities().device_side_metadata
+    assert not TritonPagedAttention().capabilities().cpu_traceable
+    cpu = CpuPagedAttention(None).capabilities()  # type: ignore[arg-type]
+    assert cpu.cpu_traceable and cpu.float16_kv_cache and not cpu.device_side_metadata
+    plain = TorchPagedAttention().capabilities()
+    assert not (plain.device_side_metadata or plain.cpu_traceable or plain.float16_kv_cache)
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                sizes.append(out.numel())
-            return out
 
-    cache = torch.zeros(cache_shape(spec, n // 16, 16))
-    everything = torch.arange(n)
-    ends = torch.tensor([n])
-    step = AttentionMetadata(
-        (n,),
-        (n,),
-        0,
-        torch.tensor([0, n]),
-        ends,
-        everything,
-        everything,
-        torch.arange(n // 16)[None],
-        16,
-    )
-    q = torch.randn(n, 2, 8)
-    with Watch():
-        backend.attend(q, cache, spec, backend.plan(step))
-    assert max(sizes) <= torch_paged.SCORES
+class TensorSizeRecorder(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the size of every tensor that torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.sizes.append(out.numel())
+        return out
+
+
+def test_memory_stays_linear_in_the_prompt_length() -> None:
+    """6,000 tokens have 36 million scores per head; no slice may hold more than the limit."""
+    spec = AttentionSpec(2, 1, 8)
+    backend = TorchPagedAttention(fused=False)
+    prompt_len = 6000
+    num_blocks = prompt_len // 16
+    cache = torch.zeros(kv_cache_shape(spec, num_blocks, 16))
+    metadata = AttentionMetadata.from_host([prompt_len], [prompt_len], [range(num_blocks)], 16, CPU)
+    q = torch.randn(prompt_len, 2, 8)
+    with TensorSizeRecorder() as recorder:
+        backend.attend(q, cache, spec, backend.prepare(metadata))
+    assert max(recorder.sizes) <= torch_paged.MAX_SCORES

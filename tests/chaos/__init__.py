@@ -1,0 +1,1 @@
+"""Tests under faults: killed engines, broken files and connections, hostile requests."""

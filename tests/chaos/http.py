@@ -1,4 +1,7 @@
-"""A server in a process of its own, and an HTTP client so frugal that it can hold a thousand streams beside it."""
+"""A server in a process of its own, and a small HTTP client for it.
+
+The client is cheap enough to hold a thousand streams on the same cores as the server.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SERVER = Path(__file__).with_name("ghost_server.py")
+FAKE_SERVER = Path(__file__).with_name("fake_server.py")
+LONG_COMPLETION = {"prompt": "The iron", "ignore_eos": True, "temperature": 0, "stream": True}
+MAX_HEADER_BYTES = 1 << 22
 
 
 def free_port() -> int:
-    """Below those that the system gives to outgoing connections, one of which could take it before its server does."""
+    """Return a free port below the range of outgoing connections.
+
+    No outgoing connection can take it before the server listens on it.
+    """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -30,70 +38,81 @@ def free_port() -> int:
 
 
 @dataclass
-class Served:
+class RunningServer:
+    """The API process of a server that is ready, and the file with its log."""
+
     port: int
     process: subprocess.Popen[bytes]
     log: Path
 
-    def children(self, word: str) -> list[int]:
-        """Pids of its children whose command line has the word, and is not its own as at the moment of a fork."""
+    def children(self, command_part: str) -> list[int]:
+        """Process ids of the children whose command line contains `command_part`.
+
+        A child that has just been forked and still has its parent's command line does not count.
+        """
         own = Path(f"/proc/{self.process.pid}")
-        found = []
-        parent = (own / "cmdline").read_text()
+        own_command = (own / "cmdline").read_text()
+        pids = []
         for pid in (own / "task" / own.name / "children").read_text().split():
-            with contextlib.suppress(OSError):  # gone meanwhile
-                line = Path(f"/proc/{pid}/cmdline").read_text()
-                found += [int(pid)] * (word in line and line != parent)
-        return found
+            with contextlib.suppress(OSError):  # the child may have exited meanwhile
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+                if command_part in command and command != own_command:
+                    pids.append(int(pid))
+        return pids
 
     @property
-    def resident(self) -> int:
-        """Bytes of the API process."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf(
-            "SC_PAGE_SIZE"
-        )
+    def resident_bytes(self) -> int:
+        """Resident memory of the API process."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextlib.contextmanager
-def served(
+def run_server(
     folder: Path,
     *options: str,
     python: tuple[str, ...] = (),
     command: tuple[str, ...] = (),
     port: int | None = None,
-) -> Iterator[Served]:
-    """`command`: another server than the ghost's, given its port last."""
+) -> Iterator[RunningServer]:
+    """Run a server until the end of the context; its log is written to `folder`.
+
+    Without `command` this is fake_server.py with `options`, under an interpreter with the options
+    `python`. The port is appended to `command` as its last argument.
+    """
     port = port or free_port()
     log = folder / "server.log"
-    line = (
-        (*command, str(port))
-        if command
-        else (sys.executable, *python, str(SERVER), str(port), *options)
-    )
+    if command:
+        arguments = (*command, str(port))
+    else:
+        arguments = (sys.executable, *python, str(FAKE_SERVER), str(port), *options)
     with log.open("wb") as file:
-        process = subprocess.Popen(line, stdout=file, stderr=file)
+        process = subprocess.Popen(arguments, stdout=file, stderr=file)
     try:
         end = time.monotonic() + 240
-        while asyncio.run(status(port, "/ready")) != 200:
+        while asyncio.run(get_status(port, "/ready")) != 200:
             if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the server does not get ready: {log.read_text()[-500:]}")
+                raise RuntimeError(f"the server did not become ready: {log.read_text()[-500:]}")
             time.sleep(0.1)
-        yield Served(port, process, log)
+        yield RunningServer(port, process, log)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
         process.wait(30)
 
 
-async def status(port: int, path: str) -> int:
-    try:
-        return (await request(port, "GET", path)).status
-    except OSError:
-        return 0
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.exists():
+        return False
+    _, fields = stat.read_text().rsplit(")", 1)
+    state = fields.split()[0]
+    return state != "Z"
 
 
 @dataclass
-class Answer:
+class HttpResponse:
     status: int
     headers: dict[str, str]
     body: bytes
@@ -103,89 +122,163 @@ class Answer:
         return json.loads(self.body)
 
 
-async def send(
-    port: int, method: str, path: str, body: Any, headers: dict[str, str]
-) -> tuple[Any, Any, Answer]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
-    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    head = {
+async def get_status(port: int, path: str) -> int:
+    """Return the status of a GET request, or 0 if no connection is possible."""
+    try:
+        return (await send_request(port, "GET", path)).status
+    except OSError:
+        return 0
+
+
+def encode_request(method: str, path: str, data: bytes, **headers: str) -> bytes:
+    """Return the bytes of a request with a JSON body."""
+    all_headers = {
         "host": "localhost",
         "content-type": "application/json",
         "content-length": str(len(data)),
         **headers,
     }
-    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
-    writer.write(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + data)
-    first, *rest = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    named = dict(line.lower().split(": ", 1) for line in rest if ": " in line)
-    return reader, writer, Answer(int(first.split()[1]), named, b"")
+    header_lines = "".join(f"{name}: {value}\r\n" for name, value in all_headers.items())
+    return f"{method} {path} HTTP/1.1\r\n{header_lines}\r\n".encode() + data
 
 
-async def request(port: int, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-    reader, writer, answer = await send(
-        port, method, path, body, {"connection": "close", **headers}
-    )
+async def read_head(reader: asyncio.StreamReader) -> HttpResponse:
+    """Read the status line and the headers of a response."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    status_line, *header_lines = head.split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in header_lines if ": " in line)
+    return HttpResponse(int(status_line.split()[1]), headers, b"")
+
+
+async def open_request(
+    port: int, method: str, path: str, body: Any, headers: dict[str, str]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, HttpResponse]:
+    """Send a request and read the head of the response; the caller reads the body.
+
+    `body` is encoded as JSON unless it is bytes already.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=MAX_HEADER_BYTES)
+    if body is None:
+        data = b""
+    elif isinstance(body, bytes):
+        data = body
+    else:
+        data = json.dumps(body).encode()
+    writer.write(encode_request(method, path, data, **headers))
+    return reader, writer, await read_head(reader)
+
+
+async def send_request(
+    port: int, method: str, path: str, body: Any = None, **headers: str
+) -> HttpResponse:
+    """Send one request over a new connection and read the complete response."""
+    all_headers = {"connection": "close", **headers}
+    reader, writer, response = await open_request(port, method, path, body, all_headers)
     try:
-        answer.body = await reader.read()
+        response.body = await reader.read()
     finally:
         writer.close()
-    return answer
+    return response
 
 
-class Line:
-    """One connection that is kept for request after request, opened again where the server closed it."""
+async def read_chunked_body(reader: asyncio.StreamReader) -> bytes:
+    body = b""
+    while size := int(await reader.readline(), 16):
+        chunk = await reader.readexactly(size + len(b"\r\n"))
+        body += chunk[:size]
+    await reader.readline()
+    return body
+
+
+class KeepAliveConnection:
+    """One connection for many requests; it is opened again after the server closes it."""
 
     def __init__(self, port: int):
         self.port = port
         self.reader: asyncio.StreamReader | None = None
         self.writer: asyncio.StreamWriter | None = None
 
-    async def ask(self, path: str, data: bytes) -> Answer:
+    async def post(self, path: str, data: bytes) -> HttpResponse:
         if self.reader is None or self.writer is None:
             self.reader, self.writer = await asyncio.open_connection(
-                "127.0.0.1", self.port, limit=1 << 22
+                "127.0.0.1", self.port, limit=MAX_HEADER_BYTES
             )
-        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        self.writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-        first, *rest = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        answer = Answer(
-            int(first.split()[1]),
-            dict(line.lower().split(": ", 1) for line in rest if ": " in line),
-            b"",
-        )
-        if "content-length" in answer.headers:
-            answer.body = await self.reader.readexactly(int(answer.headers["content-length"]))
+        self.writer.write(encode_request("POST", path, data))
+        response = await read_head(self.reader)
+        if "content-length" in response.headers:
+            length = int(response.headers["content-length"])
+            response.body = await self.reader.readexactly(length)
         else:
-            while size := int(await self.reader.readline(), 16):
-                answer.body += (await self.reader.readexactly(size + 2))[:-2]
-            await self.reader.readline()
-        if answer.headers.get("connection") == "close":
+            response.body = await read_chunked_body(self.reader)
+        if response.headers.get("connection") == "close":
             self.close()
-        return answer
+        return response
 
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
-        self.reader = self.writer = None
+        self.reader = None
+        self.writer = None
 
 
-class Refused(Exception):
-    def __init__(self, answer: Answer):
-        super().__init__(f"status {answer.status}")
-        self.answer = answer
+class RefusedError(Exception):
+    """A stream was answered with a status other than 200."""
+
+    def __init__(self, response: HttpResponse):
+        super().__init__(f"status {response.status}")
+        self.response = response
 
 
-async def events(port: int, path: str, body: Any, **headers: str) -> AsyncIterator[Any]:
-    """Each event's data as it comes, the last [DONE] as None; a chunked body's framing is skipped line by line."""
-    reader, writer, answer = await send(port, "POST", path, body, headers)
+async def stream_events(port: int, path: str, body: Any, **headers: str) -> AsyncIterator[Any]:
+    """Yield the data of each server-sent event, and None for [DONE].
+
+    The framing of a chunked body is skipped line by line.
+    """
+    reader, writer, response = await open_request(port, "POST", path, body, headers)
     try:
-        if answer.status != 200:
-            answer.body = await reader.read(4096)
-            raise Refused(answer)
+        if response.status != 200:
+            response.body = await reader.read(4096)
+            raise RefusedError(response)
         while line := await reader.readline():
             if line.startswith(b"data: "):
-                yield None if line.startswith(b"data: [DONE]") else json.loads(line[6:])
+                data = line.removeprefix(b"data: ")
+                yield None if data.startswith(b"[DONE]") else json.loads(data)
             elif line == b"0\r\n":
                 return
     finally:
         writer.close()
+
+
+async def read_completion(
+    port: int, body: dict[str, Any], on_event: Callable[[], Any] = lambda: None, **headers: str
+) -> str:
+    """Return the text of a streamed completion and call `on_event` at each of its events.
+
+    Raises RuntimeError for an error event, and if the stream ends without [DONE].
+    """
+    parts = []
+    is_done = False
+    async for event in stream_events(port, "/v1/completions", body, **headers):
+        on_event()
+        if event is None:
+            is_done = True
+        elif "error" in event:
+            raise RuntimeError(event["error"]["message"])
+        else:
+            parts.append(event["choices"][0]["text"])
+    if not is_done:
+        raise RuntimeError("the stream ended without [DONE]")
+    return "".join(parts)
+
+
+async def seconds_until_idle(port: int, api_key: str = "") -> float:
+    """Wait until no KV cache block is in use; return the seconds, or infinity after 30 s."""
+    begin = time.monotonic()
+    while time.monotonic() - begin < 30:
+        response = await send_request(port, "GET", "/metrics", **{"x-api-key": api_key})
+        lines = response.body.decode().splitlines()
+        usage = next(line for line in lines if line.startswith("vllm:kv_cache_usage_perc"))
+        if float(usage.split()[-1]) == 0:
+            return time.monotonic() - begin
+        await asyncio.sleep(0.05)
+    return float("inf")

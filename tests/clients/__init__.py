@@ -1,0 +1,1 @@
+"""Tests with the client libraries of other projects."""

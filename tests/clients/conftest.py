@@ -1,4 +1,4 @@
-"""One real server for all clients: HTTP on a socket, the engine in a process of its own, the embedded model."""
+"""One real server for all clients: HTTP on a socket, an engine process, the embedded model."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ from contextlib import ExitStack
 
 import pytest
 
-from bloomery.config import Config
-from bloomery.describe import plan_for
+from bloomery.config import EngineConfig
+from bloomery.describe import build_engine_plan
 from bloomery.engine.client import EngineClient
-from bloomery.server.service import Settings
+from bloomery.server.service import ServerSettings
 from bloomery.text.load import load_tokenizer
-from tests.server.conftest import run
-from tests.waiting import until
+from tests.server.conftest import start_server
+from tests.waiting import wait_until
 
-KEY = "sk-of-the-tests"
+KEY = "sk-test-key"
 MODEL = "smollm2"
 
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    """Where the server is; it wants KEY."""
-    plan, artifact = plan_for(
-        Config(threads=1, kv_cache_gib=0.25, max_model_len=1024, device="cpu")
+    """The address of the server, which requires KEY."""
+    plan, artifact = build_engine_plan(
+        EngineConfig(threads=1, kv_cache_gib=0.25, max_model_len=1024, device="cpu")
     )
     client = EngineClient(plan)
-    settings = Settings(model=MODEL, keys=(KEY,))
-    with ExitStack() as exit:
-        server = run(
+    settings = ServerSettings(model=MODEL, keys=(KEY,))
+    with ExitStack() as exit_stack:
+        server = start_server(
             client,
             load_tokenizer(artifact),
             settings,
-            exit,
-            before=client.start,
-            after=client.close,
+            exit_stack,
+            on_startup=client.start,
+            on_shutdown=client.close,
         )
-        assert until(lambda: server.get("/ready").status_code == 200, 240), (
-            "the model does not get ready"
-        )
+        is_ready = wait_until(lambda: server.get("/ready").status_code == 200, 240)
+        assert is_ready, "the model does not get ready"
         yield f"http://127.0.0.1:{server.address[1]}"

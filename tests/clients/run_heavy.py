@@ -1,9 +1,9 @@
-"""Clients too heavy for `make test`, each in an environment of its own, against a real server on the embedded model.
+"""Clients too heavy for `make test`, each in its own environment, against a real server.
 
     python -m tests.clients.run_heavy [GROUP...]      all groups, or those named
     --folder F     where environments are kept between runs; default: build/clients
 
-Prints a line a group; the exit status is the number of groups that failed.
+Prints a line for each group. The exit status is the number of groups that failed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import httpx2
 
 from tests.e2e.test_serve import free_port
 
-HERE = Path(__file__).parent / "heavy"
+SCRIPTS = Path(__file__).parent / "heavy"
 MODEL = "smollm2"
-# group -> what is installed, what is run
+# group -> (packages to install, script to run)
 GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
     "text-generation": (("text-generation==0.7.0",), "with_text_generation.py"),
     "litellm": (("litellm==1.106.2",), "with_litellm.py"),
@@ -36,7 +36,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @contextmanager
-def served() -> Iterator[str]:
+def running_server() -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
@@ -69,8 +69,8 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def prepared(folder: Path, packages: tuple[str, ...], script: str) -> list[str]:
-    """The command that runs the script, in an environment made if it is not there."""
+def prepare_command(folder: Path, packages: tuple[str, ...], script: str) -> list[str]:
+    """The command that runs the script; its environment is created if it is missing."""
     if script.endswith(".mjs"):
         if not (folder / "node_modules").exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -79,14 +79,14 @@ def prepared(folder: Path, packages: tuple[str, ...], script: str) -> list[str]:
                 cwd=folder,
                 check=True,
             )
-        (folder / script).write_text(
-            (HERE / script).read_text()
-        )  # Node looks for packages beside the script
+        # Node looks for packages beside the script.
+        (folder / script).write_text((SCRIPTS / script).read_text())
         return ["node", str(folder / script)]
     if not (folder / "bin").exists():
         venv.create(folder, with_pip=True)
         subprocess.run([folder / "bin" / "pip", "install", "--quiet", *packages], check=True)
-    return [str(folder / "bin" / "python") if script.endswith(".py") else "sh", str(HERE / script)]
+    interpreter = str(folder / "bin" / "python") if script.endswith(".py") else "sh"
+    return [interpreter, str(SCRIPTS / script)]
 
 
 def main() -> int:
@@ -96,31 +96,29 @@ def main() -> int:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(GROUPS))
     parser.add_argument("--folder", type=Path, default=Path("build/clients"))
     arguments = parser.parse_args()
-    failed = []
-    with served() as url:
+    num_failed = 0
+    with running_server() as url:
         for name in arguments.groups or GROUPS:
-            folder = (arguments.folder / name).resolve()
-            command = prepared(folder, *GROUPS[name])
-            path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-            environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
-                "PATH": path
-            }
-            done = subprocess.run(
-                [*command, url, MODEL], env=environ, capture_output=True, text=True, timeout=600
-            )
-            lines = (
-                (done.stdout if done.returncode == 0 else done.stdout + done.stderr[-4000:])
-                .strip()
-                .splitlines()
-            )
-            print(
-                lines[-1]
-                if done.returncode == 0 and lines
-                else "\n".join([f"{name}: FAILED", *lines]),
-                flush=True,
-            )
-            failed += [name] if done.returncode else []
-    return len(failed)
+            num_failed += not run_group(name, url, arguments.folder)
+    return num_failed
+
+
+def run_group(name: str, url: str, environments: Path) -> bool:
+    """Run one group's script, print its result, and say whether it succeeded."""
+    folder = (environments / name).resolve()
+    command = prepare_command(folder, *GROUPS[name])
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        [*command, url, MODEL], env=environ, capture_output=True, text=True, timeout=600
+    )
+    lines = result.stdout.strip().splitlines()
+    if result.returncode == 0 and lines:
+        print(lines[-1], flush=True)
+    else:
+        error_lines = result.stderr[-4000:].strip().splitlines() if result.returncode else []
+        print("\n".join([f"{name}: FAILED", *lines, *error_lines]), flush=True)
+    return result.returncode == 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hugging Face's InferenceClient, pointed at the server's address: TGI's own route, and conversations."""
+"""Hugging Face's InferenceClient with the server's address: TGI's own route, and chat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from huggingface_hub.errors import ValidationError
 from tests.clients.conftest import KEY
 
 PROMPT = "The capital of France is"
-ASKED: Any = [{"role": "user", "content": "What is iron made from? Answer in one sentence."}]
+MESSAGES: Any = [{"role": "user", "content": "What is iron made from? Answer in one sentence."}]
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +21,11 @@ def client(url: str) -> InferenceClient:
 
 def test_text_generation(client: InferenceClient) -> None:
     assert client.text_generation(PROMPT, max_new_tokens=4).startswith(" Paris")
-    full = client.text_generation(PROMPT, max_new_tokens=2, return_full_text=True)
-    assert full.startswith(PROMPT)
+    with_prompt = client.text_generation(PROMPT, max_new_tokens=2, return_full_text=True)
+    assert with_prompt.startswith(PROMPT)
 
 
-def test_details(client: InferenceClient) -> None:
+def test_text_generation_with_details(client: InferenceClient) -> None:
     answer = client.text_generation(
         PROMPT,
         max_new_tokens=4,
@@ -35,38 +35,36 @@ def test_details(client: InferenceClient) -> None:
         seed=3,
         temperature=0.5,
     )
-    assert answer.details is not None and answer.details.generated_tokens == 4 == len(
-        answer.details.tokens
-    )
+    assert answer.details is not None
+    assert answer.details.generated_tokens == 4 == len(answer.details.tokens)
     assert answer.details.finish_reason == "length" and answer.details.seed == 3
     assert "".join(token.text for token in answer.details.prefill) == PROMPT
     assert answer.details.prefill[0].logprob is None
-    assert all(len(best) == 2 for best in answer.details.top_tokens or [])
+    assert all(len(top) == 2 for top in answer.details.top_tokens or [])
 
 
-def test_streams(client: InferenceClient) -> None:
-    whole = client.text_generation(PROMPT, max_new_tokens=6)
-    assert "".join(client.text_generation(PROMPT, max_new_tokens=6, stream=True)) == whole
-    *_, last = events = list(
-        client.text_generation(PROMPT, max_new_tokens=6, stream=True, details=True)
-    )
-    assert "".join(event.token.text for event in events) == whole == last.generated_text
+def test_streamed_text_equals_the_full_text(client: InferenceClient) -> None:
+    full = client.text_generation(PROMPT, max_new_tokens=6)
+    assert "".join(client.text_generation(PROMPT, max_new_tokens=6, stream=True)) == full
+    stream = client.text_generation(PROMPT, max_new_tokens=6, stream=True, details=True)
+    events = list(stream)
+    last = events[-1]
+    assert "".join(event.token.text for event in events) == full == last.generated_text
     assert last.details is not None and last.details.input_length == 5
     assert [event.index for event in events] == list(range(1, 7))
 
 
-def test_chat(client: InferenceClient) -> None:
-    whole = client.chat_completion(
-        ASKED, max_tokens=8, temperature=0, logprobs=True, top_logprobs=1
+def test_streamed_chat_equals_the_full_chat(client: InferenceClient) -> None:
+    full = client.chat_completion(
+        MESSAGES, max_tokens=8, temperature=0, logprobs=True, top_logprobs=1
     )
-    text = whole.choices[0].message.content
-    assert text and whole.usage.completion_tokens == 8
-    chunks = client.chat_completion(ASKED, max_tokens=8, temperature=0, stream=True)
-    assert (
-        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
-    )
+    text = full.choices[0].message.content
+    assert text and full.usage.completion_tokens == 8
+    chunks = client.chat_completion(MESSAGES, max_tokens=8, temperature=0, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == text
 
 
-def test_an_error_says_why(client: InferenceClient) -> None:
+def test_an_error_states_its_reason(client: InferenceClient) -> None:
     with pytest.raises(ValidationError, match="`top_p` must be > 0.0 and < 1.0"):
         client.text_generation(PROMPT, max_new_tokens=4, top_p=1.5)

@@ -1,0 +1,1 @@
+"""End-to-end tests with the embedded model."""

@@ -1,4 +1,4 @@
-"""The web page in a real browser, against a real server whose engine speaks at a human pace."""
+"""The web page in a real browser, against a real server with a slow scripted engine."""
 
 from __future__ import annotations
 
@@ -9,33 +9,36 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.server.service import Settings
-from tests.server.conftest import run
-from tests.server.speaker import InProcess, words
+from bloomery.server.service import ServerSettings
+from tests.server.conftest import start_server
+from tests.server.scripted_engine import InProcessEngine, load_test_tokenizer
 
-WEB = Path(__file__).parent.parent.parent / "web"
+WEB_FOLDER = Path(__file__).parent.parent.parent / "web"
 
 
 @pytest.mark.browser
 @pytest.mark.timeout(600)
-def test_the_page() -> None:
+def test_the_page_passes_its_browser_script() -> None:
     node = shutil.which("node")
     chromium = shutil.which("chromium")
-    if not node or not chromium or not (WEB / "node_modules" / "playwright-core").is_dir():
+    playwright = WEB_FOLDER / "node_modules" / "playwright-core"
+    if not node or not chromium or not playwright.is_dir():
         pytest.skip(
             "needs node, chromium and web/node_modules; `make test` installs them where it can"
         )
-    tokenizer = words()
-    with ExitStack() as exit:
-        server = run(InProcess(tokenizer, pace=0.05), tokenizer, Settings(model="speaker"), exit)
+    tokenizer = load_test_tokenizer()
+    with ExitStack() as cleanup:
+        engine = InProcessEngine(tokenizer, step_seconds=0.05)
+        server = start_server(engine, tokenizer, ServerSettings(model="speaker"), cleanup)
         url = f"http://127.0.0.1:{server.address[1]}"
-        said = ""
-        for _ in range(2):  # a busy machine may miss one of the script's time limits
+        command = [node, "tests/page.mjs", url]
+        log = ""
+        for _ in range(2):  # on a busy machine the script may miss one of its time limits
             done = subprocess.run(
-                [node, "tests/page.mjs", url], cwd=WEB, capture_output=True, text=True, timeout=280
+                command, cwd=WEB_FOLDER, capture_output=True, text=True, timeout=280
             )
-            said += done.stdout + done.stderr
+            log += done.stdout + done.stderr
             if done.returncode == 0:
                 break
-        assert done.returncode == 0, said
+        assert done.returncode == 0, log
         assert done.stdout.count("ok ") >= 12

@@ -1,4 +1,4 @@
-"""The journal without engines: what is accepted, what is replayed, who is blamed."""
+"""The journal without engines: what it accepts, what it replays, and which request it gives up."""
 
 from __future__ import annotations
 
@@ -6,206 +6,205 @@ from random import Random
 
 import pytest
 
-from bloomery.engine.journal import PROBATION, Entry, Journal
-from bloomery.engine.wire import WireError
+from bloomery.engine.journal import CLEARING_TOKENS, JournalEntry, RequestJournal
 from bloomery.errors import InvalidRequest
+from bloomery.ipc import ProtocolError
 from bloomery.messages import EngineRequest, ResolvedSampling, TokenLogprob, TokenOutput
 
 
-class Reader:
+class RecordingListener:
     def __init__(self) -> None:
-        self.rung: list[Entry] = []
+        self.notified: list[JournalEntry] = []
 
-    def ring(self, entry: Entry) -> None:
-        self.rung.append(entry)
-
-
-def opened(journal: Journal, *names: str) -> list[Entry]:
-    return [
-        journal.open(EngineRequest(name, (1, 2), ResolvedSampling(), 100), Reader(), 5.0)
-        for name in names
-    ]
+    def notify(self, entry: JournalEntry) -> None:
+        self.notified.append(entry)
 
 
-def run(journal: Journal, entry: Entry, count: int) -> None:
-    """An engine admits the entry and gives it ids."""
-    journal.admit(entry.serial, 6.0)
-    for _ in range(count):
-        journal.accept(TokenOutput(entry.serial, len(entry.emitted), (3,)))
+def open_entries(journal: RequestJournal, *request_ids: str) -> list[JournalEntry]:
+    requests = [EngineRequest(name, (1, 2), ResolvedSampling(), 100) for name in request_ids]
+    return [journal.open(request, RecordingListener(), 5.0) for request in requests]
 
 
-def test_only_what_comes_next_is_accepted() -> None:
-    journal = Journal()
-    (entry,) = opened(journal, "a")
-    journal.accept(TokenOutput(entry.serial, 0, (10, 11)))
-    journal.accept(TokenOutput(entry.serial, 0, (10, 11)))
-    journal.accept(TokenOutput(entry.serial, 1, (99,)))
-    journal.accept(TokenOutput("nobody", 0, (99,)))
+def run(journal: RequestJournal, entry: JournalEntry, num_tokens: int) -> None:
+    """Play an engine that admits the entry and generates tokens for it."""
+    journal.record_admission(entry.engine_id, 6.0)
+    for _ in range(num_tokens):
+        journal.record_output(TokenOutput(entry.engine_id, len(entry.emitted), (3,)))
+
+
+def test_tokens_are_accepted_only_in_order() -> None:
+    journal = RequestJournal()
+    (entry,) = open_entries(journal, "a")
+    journal.record_output(TokenOutput(entry.engine_id, 0, (10, 11)))
+    journal.record_output(TokenOutput(entry.engine_id, 0, (10, 11)))
+    journal.record_output(TokenOutput(entry.engine_id, 1, (99,)))
+    journal.record_output(TokenOutput("unknown", 0, (99,)))
     assert list(entry.emitted) == [10, 11]
-    with pytest.raises(WireError, match="ids from 2 to 2 of a request are missing"):
-        journal.accept(TokenOutput(entry.serial, 3, (13,)))
+    with pytest.raises(ProtocolError, match="tokens 2 to 2 of a request are missing"):
+        journal.record_output(TokenOutput(entry.engine_id, 3, (13,)))
 
 
-def test_a_slow_reader_gets_several_news_as_one() -> None:
-    journal = Journal()
-    (entry,) = opened(journal, "a")
+def test_a_slow_reader_gets_several_outputs_as_one() -> None:
+    journal = RequestJournal()
+    (entry,) = open_entries(journal, "a")
     one = TokenLogprob(10, -0.5, 1)
     two = TokenLogprob(11, -0.7, 2)
-    journal.admit(entry.serial, 7.5)
-    journal.accept(TokenOutput(entry.serial, 0, (10,), (one,), (two,), cached=4))
-    journal.accept(TokenOutput(entry.serial, 1, (11,), (two,), cached=4))
-    assert entry.take() == TokenOutput("a", 0, (10, 11), (one, two), (two,), 4, queued=2.5)
-    journal.accept(TokenOutput(entry.serial, 2, (12,), (one,), cached=4, finish="length"))
-    assert entry.take() == TokenOutput("a", 2, (12,), (one,), (), 4, "length", queued=2.5)
+    journal.record_admission(entry.engine_id, 7.5)
+    journal.record_output(TokenOutput(entry.engine_id, 0, (10,), (one,), (two,), cached=4))
+    journal.record_output(TokenOutput(entry.engine_id, 1, (11,), (two,), cached=4))
+    expected = TokenOutput("a", 0, (10, 11), (one, two), (two,), 4, queued=2.5)
+    assert entry.take_output() == expected
+    last = TokenOutput(entry.engine_id, 2, (12,), (one,), cached=4, finish="length")
+    journal.record_output(last)
+    expected = TokenOutput("a", 2, (12,), (one,), (), 4, "length", queued=2.5)
+    assert entry.take_output() == expected
     assert not journal.entries and not journal.by_request
 
 
-def test_a_replay_goes_on_where_the_ids_end() -> None:
-    journal = Journal()
-    request = EngineRequest(
-        "a", (1, 2), ResolvedSampling(seed=9, prompt_logprobs=1), 50, (0,), (7,), "salt"
-    )
-    entry = journal.open(request, Reader(), 0.0)
-    assert journal.due() == [entry]
-    first = entry.replay(0.0)
-    assert (first.prompt, first.emitted, first.sampling.prompt_logprobs, first.salt) == (
-        (1, 2),
-        (7,),
-        1,
-        "salt",
-    )
-    journal.accept(TokenOutput(entry.serial, 1, (8, 9), cached=16))
-    assert entry.take() == TokenOutput("a", 1, (8, 9), cached=16)
-    journal.crash()
-    assert journal.due() == [entry]
-    again = entry.replay(0.0)
-    assert (again.emitted, again.max_tokens, again.sampling) == (
-        (7, 8, 9),
-        50,
-        ResolvedSampling(seed=9),
-    )
-    journal.accept(
-        TokenOutput(entry.serial, 3, (1,), cached=99)
-    )  # what a replay finds cached is not the client's affair
-    assert entry.take() == TokenOutput("a", 3, (1,), cached=16)
+def test_a_replay_continues_after_the_last_token() -> None:
+    journal = RequestJournal()
+    sampling = ResolvedSampling(seed=9, prompt_logprobs=1)
+    request = EngineRequest("a", (1, 2), sampling, 50, (0,), (7,), "salt")
+    entry = journal.open(request, RecordingListener(), 0.0)
+    assert journal.take_sendable() == [entry]
+    first = entry.replay_request(0.0)
+    assert first.prompt == (1, 2)
+    assert first.emitted == (7,)
+    assert first.sampling.prompt_logprobs == 1
+    assert first.cache_salt == "salt"
+    journal.record_output(TokenOutput(entry.engine_id, 1, (8, 9), cached=16))
+    assert entry.take_output() == TokenOutput("a", 1, (8, 9), cached=16)
+    journal.record_crash()
+    assert journal.take_sendable() == [entry]
+    second = entry.replay_request(0.0)
+    assert second.emitted == (7, 8, 9)
+    assert second.max_tokens == 50
+    assert second.sampling == ResolvedSampling(seed=9)
+    # The prefix hit of a replay is not reported to the client.
+    journal.record_output(TokenOutput(entry.engine_id, 3, (1,), cached=99))
+    assert entry.take_output() == TokenOutput("a", 3, (1,), cached=16)
 
 
-def test_an_id_may_be_used_again_but_not_twice_at_once() -> None:
-    journal = Journal()
-    (entry,) = opened(journal, "a")
+def test_a_request_id_may_be_used_again_but_not_twice_at_once() -> None:
+    journal = RequestJournal()
+    (entry,) = open_entries(journal, "a")
     with pytest.raises(InvalidRequest, match="already in use"):
-        opened(journal, "a")
-    journal.end(entry, "abort")
-    (other,) = opened(journal, "a")
-    journal.accept(
-        TokenOutput(entry.serial, 0, (99,))
-    )  # late news of the first do not reach the second
+        open_entries(journal, "a")
+    journal.finish(entry, "abort")
+    (other,) = open_entries(journal, "a")
+    # Late output of the first request does not reach the second.
+    journal.record_output(TokenOutput(entry.engine_id, 0, (99,)))
     assert not other.emitted
 
 
 def test_a_request_without_progress_fails_alone_at_its_third_crash() -> None:
-    journal = Journal()
-    (bad,) = opened(journal, "bad")
-    for count in (0, 0, 1):
-        assert journal.due() == [bad]
+    journal = RequestJournal()
+    (bad,) = open_entries(journal, "bad")
+    listener = bad.listener
+    assert isinstance(listener, RecordingListener)
+    for num_given_up in (0, 0, 1):
+        assert journal.take_sendable() == [bad]
         run(journal, bad, 1)
-        assert journal.crash() == count
-    assert bad.finish == "error" and "3 times" in str(bad.error) and bad.reader.rung[-1] is bad
-    assert not journal.entries and journal.due() == []
+        assert journal.record_crash() == num_given_up
+    assert bad.finish == "error" and "3 times" in str(bad.error)
+    assert listener.notified[-1] is bad
+    assert not journal.entries and journal.take_sendable() == []
 
 
-def test_progress_wipes_strikes_out() -> None:
-    journal = Journal()
-    (entry,) = opened(journal, "a")
+def test_progress_resets_the_crash_count() -> None:
+    journal = RequestJournal()
+    (entry,) = open_entries(journal, "a")
     for _ in range(20):
-        assert journal.due() == [entry]
-        run(journal, entry, PROBATION)
-        assert journal.crash() == 0
+        assert journal.take_sendable() == [entry]
+        run(journal, entry, CLEARING_TOKENS)
+        assert journal.record_crash() == 0
 
 
-def test_who_only_waited_is_not_blamed() -> None:
-    journal = Journal()
-    bad, waiting = opened(journal, "bad", "waiting")
+def test_a_request_that_only_waited_has_no_crash_counted() -> None:
+    journal = RequestJournal()
+    bad, waiting = open_entries(journal, "bad", "waiting")
     for _ in range(3):
-        journal.due()
-        journal.admit(bad.serial, 0.0)
-        journal.crash()
-    assert bad.finish == "error" and waiting.finish is None and waiting.strikes == 0
+        journal.take_sendable()
+        journal.record_admission(bad.engine_id, 0.0)
+        journal.record_crash()
+    assert bad.finish == "error"
+    assert waiting.finish is None and waiting.num_crashes == 0
 
 
-def test_suspects_go_one_at_a_time_and_nobody_new_beside_them() -> None:
-    journal = Journal()
-    entries = opened(journal, "a", "b", "c")
+def test_quarantined_requests_run_alone() -> None:
+    journal = RequestJournal()
+    entries = open_entries(journal, "a", "b", "c")
     for _ in range(2):
-        assert journal.due() == entries
+        assert journal.take_sendable() == entries
         for entry in entries:
             run(journal, entry, 1)
-        assert journal.crash() == 0
-    (new,) = opened(journal, "new")
+        assert journal.record_crash() == 0
+    (new,) = open_entries(journal, "new")
     a, b, c = entries
-    assert journal.due() == [a] and journal.due() == []
-    run(journal, a, PROBATION)
-    assert journal.due() == [b] and journal.due() == []
-    journal.end(b, "abort")
-    assert journal.due() == [c] and journal.due() == []
-    journal.admit(c.serial, 0.0)
-    assert journal.crash() == 1 and c.finish == "error" and a.finish is None
-    assert journal.due() == [a, new]
+    assert journal.take_sendable() == [a] and journal.take_sendable() == []
+    run(journal, a, CLEARING_TOKENS)
+    assert journal.take_sendable() == [b] and journal.take_sendable() == []
+    journal.finish(b, "abort")
+    assert journal.take_sendable() == [c] and journal.take_sendable() == []
+    journal.record_admission(c.engine_id, 0.0)
+    assert journal.record_crash() == 1
+    assert c.finish == "error" and a.finish is None
+    assert journal.take_sendable() == [a, new]
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_any_number_of_culprits_among_many_fail_and_nobody_else(seed: int) -> None:
-    """An engine that dies whenever a culprit is in its batch, at a random moment of that batch; batches are random."""
+def test_all_requests_that_kill_engines_fail_and_no_other(seed: int) -> None:
+    """Play an engine that crashes whenever a culprit is in its batch; batches are random."""
     random = Random(seed)
-    journal = Journal()
-    entries = opened(journal, *map(str, range(random.randrange(1, 33))))
-    culprits = set(random.sample(entries, random.randrange(0, min(4, len(entries)) + 1)))
-    inside: list[Entry] = []
-    queue: list[Entry] = []
-    crashes = 0
+    journal = RequestJournal()
+    entries = open_entries(journal, *map(str, range(random.randrange(1, 33))))
+    num_culprits = random.randrange(0, min(4, len(entries)) + 1)
+    culprits = set(random.sample(entries, num_culprits))
+    batch: list[JournalEntry] = []
+    queue: list[JournalEntry] = []
+    num_crashes = 0
     for _ in range(100_000):
         if not journal.entries:
             break
-        queue += journal.due()
-        while queue and len(inside) < 16 and random.random() < 0.9:
-            inside.append(queue.pop(0))
-            journal.admit(inside[-1].serial, 0.0)
-        if culprits & set(inside):
-            inside = []
+        queue += journal.take_sendable()
+        while queue and len(batch) < 16 and random.random() < 0.9:
+            batch.append(queue.pop(0))
+            journal.record_admission(batch[-1].engine_id, 0.0)
+        if culprits & set(batch):
+            batch = []
             queue = []
-            crashes = crashes + 1
-            journal.crash()
+            num_crashes += 1
+            journal.record_crash()
             continue
-        for entry in inside:
+        for entry in batch:
             position = len(entry.emitted)
-            journal.accept(
-                TokenOutput(
-                    entry.serial, position, (3,), finish="length" if position == 99 else None
-                )
-            )
-        inside = [entry for entry in inside if entry.finish is None]
+            finish = "length" if position == 99 else None
+            journal.record_output(TokenOutput(entry.engine_id, position, (3,), finish=finish))
+        batch = [entry for entry in batch if entry.finish is None]
     assert not journal.entries, "stuck"
     assert {entry for entry in entries if entry.finish == "error"} == culprits
     assert all(len(entry.emitted) == 100 for entry in entries if entry not in culprits)
-    assert crashes <= 3 * len(culprits)
+    assert num_crashes <= 3 * len(culprits)
 
 
-def test_who_waits_too_long_or_is_past_its_deadline_is_ended() -> None:
-    journal = Journal()
-    reader = Reader()
-    waits = journal.open(EngineRequest("waits", (1,), ResolvedSampling(), 5), reader, 0.0)
-    runs = journal.open(EngineRequest("runs", (1,), ResolvedSampling(), 5), reader, 0.0)
-    due = journal.open(
-        EngineRequest("due", (1,), ResolvedSampling(), 5, deadline=20.0), reader, 0.0
-    )
-    journal.due()
-    for entry in (runs, due):
-        journal.admit(entry.serial, 3.0)
-    assert runs.queued == 3.0
+def test_requests_end_after_the_queue_timeout_or_their_deadline() -> None:
+    journal = RequestJournal()
+    listener = RecordingListener()
+    sampling = ResolvedSampling()
+    waiting = journal.open(EngineRequest("waiting", (1,), sampling, 5), listener, 0.0)
+    running = journal.open(EngineRequest("running", (1,), sampling, 5), listener, 0.0)
+    limited = EngineRequest("limited", (1,), sampling, 5, deadline=20.0)
+    late = journal.open(limited, listener, 0.0)
+    journal.take_sendable()
+    for entry in (running, late):
+        journal.record_admission(entry.engine_id, 3.0)
+    assert running.queued == 3.0
     assert journal.expire(10.0, 60.0) == []
-    assert due.replay(15.0).deadline == 5.0 and runs.replay(15.0).deadline is None
-    assert journal.expire(21.5, 60.0) == [due] and due.finish == "deadline"
-    assert journal.expire(61.0, 60.0) == [waits] and waits.error == "waited 60 s in the queue"
-    assert list(journal.entries.values()) == [runs]
-    journal.crash()
-    assert journal.expire(1000.0, 60.0) == [], "who has begun does not wait"
+    assert late.replay_request(15.0).deadline == 5.0
+    assert running.replay_request(15.0).deadline is None
+    assert journal.expire(21.5, 60.0) == [late] and late.finish == "deadline"
+    assert journal.expire(61.0, 60.0) == [waiting]
+    assert waiting.error == "waited 60 s in the queue"
+    assert list(journal.entries.values()) == [running]
+    journal.record_crash()
+    assert journal.expire(1000.0, 60.0) == [], "a request that has run does not wait"

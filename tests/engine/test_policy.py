@@ -1,342 +1,335 @@
-"""Fair: what it promises to short requests, what it takes from long ones, that nobody starves. All in virtual time."""
+"""FairPolicy in virtual time: deadlines of short requests, overhead, fair shares, no starvation."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.policy import (
-    Arrival,
-    Crowd,
-    Device,
-    alone,
-    mixed,
-    percentile,
-    produced,
-    rough,
-    waits,
-)
-from bloomery.engine.blocks import Blocks
-from bloomery.engine.pace import Pace, Work
-from bloomery.engine.policy import Aims, FairPolicy, FcfsPolicy, Policy
+from bloomery.engine.block_pool import BlockPool
+from bloomery.engine.chunk_planner import LatencyTargets
+from bloomery.engine.policy import FairPolicy, FcfsPolicy, Policy
 from bloomery.engine.scheduler import Scheduler
 from bloomery.engine.sequence import Sequence
-from bloomery.messages import (
-    ScheduledRequest,
-    EngineRequest,
-    SampledTokens,
-    ResolvedSampling,
-    StepOutput,
+from bloomery.engine.step_time import StepFeatures
+from bloomery.messages import EngineRequest, ResolvedSampling, SampledTokens, StepOutput
+from tests.engine.virtual_device import (
+    GPU_MIXED_LOAD,
+    ConstantTimeDevice,
+    SimulatedArrival,
+    VirtualEngine,
+    first_token_waits,
+    percentile,
+    simulate_mixed_load,
+    simulate_rough_load,
+    simulate_solo,
 )
 
-MIXED: dict[str, float] = {"longs": 32, "rows": 32, "blocks": 2000, "seconds": 15.0, "rate": 3.0}
+# A mixed load that fills 32 rows.
+SMALL_LOAD = GPU_MIXED_LOAD._replace(num_long=32, short_rate=3.0)
+SMALL_SECONDS = 15.0
 
 
-def test_pace_learns_what_steps_take() -> None:
-    chance = random.Random(0)
-    pace = Pace()
-    for _ in range(3000):
-        streams = chance.randint(1, 200)
-        chunk = chance.choice([0, 0, 100, 400, 1500])
-        work = Work(
-            streams + chunk, streams * chance.randint(100, 3000), chunk * chance.randint(50, 2000)
-        )
-        pace.learn(work, truth(work) * chance.uniform(0.95, 1.05))
-    for work in (Work(1, 500), Work(64, 64_000), Work(200, 400_000), Work(1200, 100_000, 1e6)):
-        assert pace.seconds(work) == pytest.approx(truth(work), rel=0.15)
-    room = pace.room(Work(100, 100_000), 0.03, 1000)
-    assert truth(Work(100 + room, 100_000, room * 1000)) == pytest.approx(0.03, rel=0.15)
+def simulate_small_load(policy: Policy) -> VirtualEngine:
+    return simulate_mixed_load(policy, SMALL_SECONDS, SMALL_LOAD, max_num_seqs=32, num_blocks=2000)
 
 
-def truth(work: Work) -> float:
-    return 1e-3 + max(4e-3, 24e-6 * work.tokens) + 3e-8 * work.attended + 6e-10 * work.pairs
+def test_short_requests_are_fast_among_long_ones() -> None:
+    """All rows are taken and the queue is long.
+
+    Short requests take a few times their solo time, long ones keep their throughput and ITL, and
+    the overhead stays within its bound.
+    """
+    fair_policy = FairPolicy(32, 2000)
+    fair = simulate_small_load(fair_policy)
+    fcfs = simulate_small_load(FcfsPolicy())
+    solo_seconds = simulate_solo(FcfsPolicy(), 32, 16)
+    fair_latencies = fair.latencies("short")
+    assert percentile(fair_latencies, 0.5) < 3 * solo_seconds
+    assert max(fair_latencies) < 6 * solo_seconds
+    assert percentile(fcfs.latencies("short"), 0.5) > 20 * solo_seconds
+    fair_tokens = fair.tokens_until("long", SMALL_SECONDS)
+    assert fair_tokens > 0.9 * fcfs.tokens_until("long", SMALL_SECONDS)
+    assert 0 < fair_policy.overhead_seconds / fair.now <= fair_policy.targets.max_overhead
+    assert not fair.scheduler.num_preemptions
+    gaps = fair.token_gaps("long")
+    assert percentile(gaps, 0.99) < 1.2 * fair_policy.planner.inter_token_target
 
 
-def test_pace_survives_stalls_and_follows_a_slower_machine() -> None:
-    pace = Pace()
-    for i in range(400):
-        pace.learn(Work(8, 800), 30.0 if i % 50 == 49 else 0.01)
-    assert pace.seconds(Work(8, 800)) == pytest.approx(0.01, rel=0.1)
-    for _ in range(2000):
-        pace.learn(Work(8, 800), 0.03)
-    assert pace.seconds(Work(8, 800)) == pytest.approx(0.03, rel=0.1)
+def test_a_deadline_does_not_depend_on_what_fills_the_batch() -> None:
+    """A model fitted to full batches drifts away from batch-1 steps; deadlines must not."""
+    deadlines: list[tuple[float, float]] = []  # (arrival, seconds allowed)
 
-
-def test_short_requests_among_long_ones() -> None:
-    """The rows are all taken and the queue is long: short ones are answered in a few times what they take alone, long
-    ones keep their pace, and what they give is within the bound."""
-    fair = FairPolicy(32, 2000)
-    crowds = {"fair": mixed(fair, **MIXED), "fcfs": mixed(FcfsPolicy(), **MIXED)}  # type: ignore[arg-type]
-    single = alone(FcfsPolicy(), 32, 16)
-    short = {
-        name: [life.last - life.arrived for life in crowd.done("short")]
-        for name, crowd in crowds.items()
-    }
-    assert percentile(short["fair"], 0.5) < 3 * single and max(short["fair"]) < 6 * single
-    assert percentile(short["fcfs"], 0.5) > 20 * single
-    tokens = {name: produced(crowd, "long", MIXED["seconds"]) for name, crowd in crowds.items()}
-    assert tokens["fair"] > 0.9 * tokens["fcfs"]
-    assert (
-        0 < fair.tax / crowds["fair"].now <= fair.aims.tax
-        and not crowds["fair"].scheduler.preemptions
-    )
-    gaps = [
-        gap for life in crowds["fair"].lives.values() if life.kind == "long" for gap in life.gaps
-    ]
-    assert percentile(gaps, 0.99) < 1.2 * fair.aims.target(fair.pace.lone)
-
-
-def test_a_promise_is_what_a_lone_request_takes_whatever_fills_the_batch() -> None:
-    """Prices fitted to full batches say less and less of lone steps: promises made late are those made early."""
-    crowd: list[tuple[float, float]] = []
-
-    class Told(FairPolicy):
+    class RecordingPolicy(FairPolicy):
         def enqueue(self, sequence: Sequence, now: float) -> None:
             super().enqueue(sequence, now)
-            if sequence.short:
-                crowd.append((sequence.arrived, sequence.due - sequence.arrived))
+            if sequence.is_short:
+                allowed = sequence.deadline - sequence.arrival_time
+                deadlines.append((sequence.arrival_time, allowed))
 
-    fair = Told(256, 12000)
-    mixed(fair, 20.0)
-    single = alone(FcfsPolicy(), 32, 16)
-    early, late = (
-        [due for at, due in crowd if low < at < high] for low, high in ((0.0, 5.0), (15.0, 20.0))
-    )
-    assert abs(fair.pace.seconds(Work(1, 32)) / fair.pace.lone - 1) > 0.02  # or nothing is shown
-    assert max(late) / min(early) < 1.03 and max(late) < 1.05 * fair.aims.stretch * single
+    fair = RecordingPolicy(256, 12000)
+    simulate_mixed_load(fair, 20.0)
+    solo_seconds = simulate_solo(FcfsPolicy(), 32, 16)
+    early = [allowed for arrival, allowed in deadlines if 0.0 < arrival < 5.0]
+    late = [allowed for arrival, allowed in deadlines if 15.0 < arrival < 20.0]
+    drift = fair.step_time.predict(StepFeatures(1, 32)) / fair.step_time.batch1_seconds - 1
+    assert abs(drift) > 0.02  # or nothing is shown
+    assert max(late) / min(early) < 1.03
+    assert max(late) < 1.05 * fair.targets.slowdown_target * solo_seconds
 
 
 def test_256_long_requests_hardly_notice_the_short_ones() -> None:
-    """On an H200, by measured times of steps: short ones within four times their time alone, long ones within 7 % of
-    first come, first served, and 65 ms between their tokens, all at once."""
-    fair = FairPolicy(272, 12000)
-    crowd = mixed(fair, 40.0)
-    plain = mixed(FcfsPolicy(), 40.0)
-    single = alone(FcfsPolicy(), 32, 16)
-    shorts = [life.last - life.arrived for life in crowd.done("short")]
-    assert percentile(shorts, 0.99) < 4 * single
-    speed = produced(crowd, "long", crowd.now) / crowd.now
-    assert speed > 4636 and speed > 0.93 * produced(plain, "long", plain.now) / plain.now
-    gaps = [gap for life in crowd.lives.values() if life.kind == "long" for gap in life.gaps]
-    assert percentile(gaps, 0.99) < 0.065
-    assert 0 < fair.tax / crowd.now < fair.aims.tax and not crowd.scheduler.preemptions
+    """With step times measured on an H200, all at once:
+
+    short requests take at most four times their solo time, long ones lose at most 7 % throughput
+    to fcfs, and their ITL stays below 65 ms.
+    """
+    fair_policy = FairPolicy(272, 12000)
+    fair = simulate_mixed_load(fair_policy, 40.0)
+    fcfs = simulate_mixed_load(FcfsPolicy(), 40.0)
+    solo_seconds = simulate_solo(FcfsPolicy(), 32, 16)
+    assert percentile(fair.latencies("short"), 0.99) < 4 * solo_seconds
+    throughput = fair.throughput("long")
+    assert throughput > 4636
+    assert throughput > 0.93 * fcfs.throughput("long")
+    assert percentile(fair.token_gaps("long"), 0.99) < 0.065
+    assert 0 < fair_policy.overhead_seconds / fair.now < fair_policy.targets.max_overhead
+    assert not fair.scheduler.num_preemptions
 
 
-@pytest.mark.parametrize("prompt, answer", [(32, 16), (200, 51), (2000, 16)])
-def test_nothing_but_short_ones_are_as_fast_as_in_any_other_order(prompt: int, answer: int) -> None:
-    """Their promises cannot all be kept: that is no reason to compute their prompts in crumbs."""
+@pytest.mark.parametrize(("prompt_tokens", "output_tokens"), [(32, 16), (200, 51), (2000, 16)])
+def test_only_short_requests_reach_the_throughput_of_fcfs(
+    prompt_tokens: int, output_tokens: int
+) -> None:
+    """Not all deadlines can be met. That must not split their prompts into small chunks."""
 
-    def speed(policy: Policy) -> float:
-        again: Callable[[str, float], Arrival | None]
-        again = lambda kind, now: (now, "short", prompt, answer, "", 0) if now < 5.0 else None  # noqa: E731
-        crowd = Crowd(policy, iter([(0.0, "short", prompt, answer, "", 0)] * 256), again)
-        crowd.run(10**6)
-        return produced(crowd, "short", crowd.now) / crowd.now
+    def throughput(policy: Policy) -> float:
+        def next_short(kind: str, now: float) -> SimulatedArrival | None:
+            if now >= 5.0:
+                return None
+            return SimulatedArrival(now, "short", prompt_tokens, output_tokens)
 
-    assert speed(FairPolicy(272, 12000)) > 0.9 * speed(FcfsPolicy())
+        first = SimulatedArrival(0.0, "short", prompt_tokens, output_tokens)
+        engine = VirtualEngine(policy, iter([first] * 256), next_short)
+        engine.run(10**6)
+        return engine.throughput("short")
+
+    assert throughput(FairPolicy(272, 12000)) > 0.9 * throughput(FcfsPolicy())
 
 
-def test_a_tax_that_is_bounded_lower_is_lower() -> None:
-    """And short ones wait for it: the promise and the bound are two ends of a rope."""
-    taxes = list[float]()
-    times = list[float]()
+def test_a_lower_overhead_bound_lowers_the_overhead_and_slows_short_requests() -> None:
+    overheads: list[float] = []
+    latencies: list[float] = []
     for bound in (0.05, 0.0003):
-        fair = FairPolicy(272, 12000, Aims(tax=bound))
-        crowd = mixed(fair, 12.0)
-        taxes.append(fair.tax / crowd.now)
-        times.append(percentile([life.last - life.arrived for life in crowd.done("short")], 0.5))
-    assert taxes[1] < 0.7 * taxes[0] and times[1] > times[0]
+        fair = FairPolicy(272, 12000, LatencyTargets(max_overhead=bound))
+        engine = simulate_mixed_load(fair, 12.0)
+        overheads.append(fair.overhead_seconds / engine.now)
+        latencies.append(percentile(engine.latencies("short"), 0.5))
+    assert overheads[1] < 0.7 * overheads[0]
+    assert latencies[1] > latencies[0]
 
 
-@pytest.mark.parametrize("streams", [32, 64])
-@pytest.mark.parametrize("answer", [4, 200])
-def test_streams_keep_their_pace_while_long_prompts_arrive(answer: int, streams: int) -> None:
-    """Whether such a request counts as a short one, for its few tokens, or not."""
+@pytest.mark.parametrize("num_streams", [32, 64])
+@pytest.mark.parametrize("output_tokens", [4, 200])
+def test_streams_keep_their_itl_while_long_prompts_arrive(
+    output_tokens: int, num_streams: int
+) -> None:
+    """With 4 output tokens such a request counts as short, with 200 it does not."""
+    arrivals = [SimulatedArrival(0.0, "stream", 50, 3000)] * num_streams
+    arrivals += [SimulatedArrival(2.0 + 0.5 * i, "prompt", 8000, output_tokens) for i in range(16)]
+    fair = FairPolicy(2 * num_streams, 12000)
+    engine = VirtualEngine(fair, iter(arrivals), max_num_seqs=2 * num_streams)
+    engine.run(10**6, until=12.0)
+    gaps = engine.token_gaps("stream")
+    target = fair.planner.inter_token_target
+    assert len(engine.finished("prompt")) == 16
+    assert percentile(gaps, 0.99) < 1.5 * target
+    assert max(gaps) < 1.8 * target
 
-    def arrivals() -> list[Arrival]:
-        going = [(0.0, "stream", 50, 3000, "", 0)] * streams
-        return [*going, *((2.0 + 0.5 * i, "prompt", 8000, answer, "", 0) for i in range(16))]  # type: ignore[list-item]
 
-    fair = FairPolicy(2 * streams, 12000)
-    crowd = Crowd(fair, iter(arrivals()), rows=2 * streams)
-    crowd.run(10**6, until=12.0)
-    gaps = [gap for life in crowd.lives.values() if life.kind == "stream" for gap in life.gaps]
-    assert len(crowd.done("prompt")) == 16
-    assert percentile(gaps, 0.99) < 1.5 * fair.aims.target(fair.pace.lone)
-    assert max(gaps) < 1.8 * fair.aims.target(fair.pace.lone)
-
-
-def test_a_flood_of_short_prompts_is_not_computed_in_crumbs() -> None:
-    """Nobody's promise can be kept then; and streams wait for no more than a lap."""
+def test_a_flood_of_short_prompts_is_not_computed_in_small_chunks() -> None:
+    """No deadline can be met. Decode streams still wait for no more than one round."""
     fair = FairPolicy(272, 12000)
     for _ in range(13):
-        alone(fair, 32, 16)  # it knows what lone steps take
-    arrivals: list[Arrival] = [(0.0, "stream", 500, 10000, "", 0)] * 64
-    arrivals += [(3.0 + 2.0 * i, "short", 1100, 8, "", 0) for i in range(4) for _ in range(40)]
-    crowd = Crowd(fair, iter(arrivals))
-    crowd.run(10**6, until=12.0)
-    shorts = [life.last - life.arrived for life in crowd.done("short")]
-    gaps = [
-        gap for life in crowd.lives.values() if life.kind == "stream" for gap in life.gaps[20:]
-    ]  # they flow
-    assert len(shorts) == 160 and percentile(shorts, 0.99) < 1.4
-    assert max(gaps) < 2 * fair.aims.target(fair.pace.lone)
+        simulate_solo(fair, 32, 16)  # measures batch-1 steps
+    arrivals = [SimulatedArrival(0.0, "stream", 500, 10000)] * 64
+    for i in range(4):
+        arrivals += [SimulatedArrival(3.0 + 2.0 * i, "short", 1100, 8)] * 40
+    engine = VirtualEngine(fair, iter(arrivals))
+    engine.run(10**6, until=12.0)
+    latencies = engine.latencies("short")
+    # The first tokens of the streams come while their own prompts are computed.
+    gaps = [gap for stream in engine.of_kind("stream") for gap in stream.token_gaps[20:]]
+    assert len(latencies) == 160
+    assert percentile(latencies, 0.99) < 1.4
+    assert max(gaps) < 2 * fair.planner.inter_token_target
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_nobody_starves_in_a_rough_crowd(seed: int) -> None:
-    """benchmarks/policy.py --steps 1000000 is the long form."""
-    crowd = rough(FairPolicy(16, 400), 6_000, seed)
-    found = waits(crowd)
-    assert all(count > 20 for count, _, _ in found.values())
-    assert found["short"][2] < 1.0 and max(longest for _, _, longest in found.values()) < 8.0
-    assert crowd.policy.tax / crowd.now < 0.05
-    assert crowd.scheduler.preemptions < 0.3 * len(crowd.lives)
+def test_no_request_starves_under_a_rough_load(seed: int) -> None:
+    """`benchmarks/policy.py --steps 1000000` is the long form."""
+    engine = simulate_rough_load(FairPolicy(16, 400), 6_000, seed)
+    waits = first_token_waits(engine)
+    assert all(wait.num_finished > 20 for wait in waits.values())
+    assert waits["short"].longest < 1.0
+    assert max(wait.longest for wait in waits.values()) < 8.0
+    assert engine.policy.overhead_seconds / engine.now < 0.05
+    assert engine.scheduler.num_preemptions < 0.3 * len(engine.timelines)
 
 
-def test_a_full_house_makes_room_for_a_short_one() -> None:
-    """Every row is taken by a long one and none is kept: the one with least to lose gives way, and nobody twice."""
-    arrivals: list[Arrival] = [(0.0, "long", 300, 400, "", 0), (0.0, "long", 100, 400, "", 0)]
-    arrivals += [(0.5 + 0.1 * i, "short", 10, 5, "", 0) for i in range(3)]
-    crowd = Crowd(FairPolicy(2, 400), iter(arrivals), rows=2, blocks=400)
-    assert crowd.scheduler.policy.spare_rows == 0  # type: ignore[attr-defined]
-    crowd.run(10**6)
-    assert not crowd.open and all(life.count == life.asked for life in crowd.lives.values())
-    assert 1 <= crowd.scheduler.preemptions <= 2
-    first = crowd.done("short")[0]
-    assert first.first - first.arrived < 0.2
+def test_a_full_batch_makes_room_for_a_short_request() -> None:
+    """Long requests hold every row and none is reserved.
+
+    The one that loses the least is preempted, and none is preempted twice.
+    """
+    arrivals = [SimulatedArrival(0.0, "long", 300, 400), SimulatedArrival(0.0, "long", 100, 400)]
+    arrivals += [SimulatedArrival(0.5 + 0.1 * i, "short", 10, 5) for i in range(3)]
+    fair = FairPolicy(2, 400)
+    engine = VirtualEngine(fair, iter(arrivals), max_num_seqs=2, num_blocks=400)
+    assert fair.reserved_rows == 0
+    engine.run(10**6)
+    assert not engine.unfinished
+    timelines = engine.timelines.values()
+    assert all(timeline.num_tokens == timeline.max_tokens for timeline in timelines)
+    assert 1 <= engine.scheduler.num_preemptions <= 2
+    assert engine.finished("short")[0].first_token_seconds < 0.2
 
 
-class Drive:
-    """A scheduler and a worker that needs no time; the test says what time it is."""
+class InstantEngine:
+    """A scheduler with FairPolicy and a worker that needs no time. The test sets the clock."""
 
-    def __init__(self, rows: int = 8, tokens: int = 64, aims: Aims | None = None):
-        self.scheduler = Scheduler(Blocks(64, 16), tokens, rows, FairPolicy(rows, 64, aims))
-        self.order: list[str] = []
+    def __init__(self, max_num_seqs: int = 8, max_tokens: int = 64):
+        policy = FairPolicy(max_num_seqs, 64)
+        self.scheduler = Scheduler(BlockPool(64, 16), max_tokens, max_num_seqs, policy)
 
     def step(self, now: float) -> list[str]:
-        """Who was admitted."""
-        ended = self.scheduler.expire(now)
+        """Run one step and return the requests it admitted."""
+        self.scheduler.finish_expired(now)
         step = self.scheduler.schedule(now)
         assert step is not None
-        names = [
-            self.scheduler.running[item.sequence].request.id
-            for item in step.requests
-            if item.new_request is not None
+        admitted = [
+            self.scheduler.running[request.sequence].request.id
+            for request in step.requests
+            if request.new_request is not None
         ]
-        output = StepOutput(
-            tuple(SampledTokens(item.sequence, (1,)) for item in step.requests if item.samples)
-        )
-        news = [*ended, *self.scheduler.update(step, output, 0.01)]
-        self.order += [entry.request for entry in news if entry.finish]
-        return names
+        samples = [
+            SampledTokens(request.sequence, (1,)) for request in step.requests if request.samples
+        ]
+        self.scheduler.update(step, StepOutput(tuple(samples)), 0.01)
+        return admitted
+
+    def run(self, start: float, max_steps: int) -> list[str]:
+        """Run steps of 10 ms until all requests have ended. Return the order of admission."""
+        admitted: list[str] = []
+        for i in range(max_steps):
+            if self.scheduler.busy:
+                admitted += self.step(start + 0.01 * i)
+        return admitted
 
 
-def asked(name: str, length: int = 600, **more: object) -> EngineRequest:
-    return replace(EngineRequest(name, (1,) * length, ResolvedSampling(), 50), **more)  # type: ignore[arg-type]
+def make_request(name: str, **options: object) -> EngineRequest:
+    request = EngineRequest(name, (1,) * 600, ResolvedSampling(), 50)
+    return replace(request, **options)  # type: ignore[arg-type]
 
 
 def test_priority_is_worth_seconds_of_waiting() -> None:
-    drive = Drive(rows=1)
-    drive.scheduler.add(asked("first"), 0.0)
-    drive.scheduler.add(asked("late", priority=1), 0.0)
-    drive.scheduler.add(asked("early", priority=-1), 5.0)
-    drive.scheduler.add(asked("plain"), 15.0)
-    admitted: list[str] = []
-    for i in range(400):
-        if drive.scheduler.busy:
-            admitted += drive.step(15.0 + 0.01 * i)
-    assert admitted == ["early", "first", "late", "plain"]
+    engine = InstantEngine(max_num_seqs=1)
+    engine.scheduler.add(make_request("first"), 0.0)
+    engine.scheduler.add(make_request("late", priority=1), 0.0)
+    engine.scheduler.add(make_request("early", priority=-1), 5.0)
+    engine.scheduler.add(make_request("default"), 15.0)
+    assert engine.run(15.0, 400) == ["early", "first", "late", "default"]
 
 
 def test_tenants_share_equally() -> None:
-    drive = Drive(rows=1)
+    engine = InstantEngine(max_num_seqs=1)
     for i in range(6):
-        drive.scheduler.add(asked(f"a{i}", tenant="a"), 0.0)
+        engine.scheduler.add(make_request(f"a{i}", tenant="a"), 0.0)
     for i in range(2):
-        drive.scheduler.add(asked(f"b{i}", tenant="b"), 0.1)
-    admitted: list[str] = []
-    for i in range(900):
-        if drive.scheduler.busy:
-            admitted += drive.step(0.2 + 0.01 * i)
-    assert admitted == ["a0", "b0", "a1", "b1", "a2", "a3", "a4", "a5"]
+        engine.scheduler.add(make_request(f"b{i}", tenant="b"), 0.1)
+    assert engine.run(0.2, 900) == ["a0", "b0", "a1", "b1", "a2", "a3", "a4", "a5"]
 
 
-def test_deadlines_end_requests_wherever_they_are() -> None:
-    drive = Drive(rows=1)
-    drive.scheduler.add(asked("running", deadline=1.0), 0.0)
-    drive.scheduler.add(asked("queued", deadline=0.5), 0.0)
-    drive.scheduler.add(asked("patient"), 0.0)
+def test_deadlines_end_waiting_and_running_requests() -> None:
+    engine = InstantEngine(max_num_seqs=1)
+    scheduler = engine.scheduler
+    scheduler.add(make_request("running", deadline=1.0), 0.0)
+    scheduler.add(make_request("queued", deadline=0.5), 0.0)
+    scheduler.add(make_request("patient"), 0.0)
     for i in range(20):
-        drive.step(0.01 * i)
-    (queued,) = drive.scheduler.expire(0.6)
+        engine.step(0.01 * i)
+    (queued,) = scheduler.finish_expired(0.6)
     assert (queued.request, queued.finish) == ("queued", "deadline")
     assert queued.error == "the deadline of 500 ms passed in the queue"
-    (running,) = drive.scheduler.expire(2.0)
-    assert running.request == "running" and running.error is not None and "tokens" in running.error
-    assert drive.step(2.0) == ["patient"]
-    assert drive.scheduler.blocks.available < 64  # only the patient one holds blocks
-    drive.scheduler.abort("patient")
-    assert drive.scheduler.blocks.available == 64
+    (running,) = scheduler.finish_expired(2.0)
+    assert running.request == "running"
+    assert running.error is not None and "tokens" in running.error
+    assert engine.step(2.0) == ["patient"]
+    assert scheduler.block_pool.num_free_blocks < 64  # only the last request holds blocks
+    scheduler.abort("patient")
+    assert scheduler.block_pool.num_free_blocks == 64
 
 
-def test_steps_that_cost_the_same_whatever_they_hold_are_filled() -> None:
-    """A small model, or a ghost: nobody waits for room that costs nothing."""
-
-    class Even(Device):
-        def seconds(self, items: Collection[ScheduledRequest], chance: random.Random) -> float:
-            return 0.1
-
-    arrivals = iter([(0.02 * i, "long", 40, 100, "", 0) for i in range(100)])
-    crowd = Crowd(
-        FairPolicy(100, 10_000), arrivals, device=Even(), rows=100, blocks=10_000, size=16
+def test_steps_of_constant_time_are_filled() -> None:
+    """With a very small model no request waits for room that costs nothing."""
+    arrivals = iter([SimulatedArrival(0.02 * i, "long", 40, 100) for i in range(100)])
+    engine = VirtualEngine(
+        FairPolicy(100, 10_000),
+        arrivals,
+        device=ConstantTimeDevice(0.1),
+        max_num_seqs=100,
+        num_blocks=10_000,
+        block_size=16,
     )
-    crowd.run(10**6)
-    lives = list(crowd.lives.values())
-    assert len(lives) == 100 and max(life.first - life.arrived for life in lives) < 0.5
-    assert max(gap for life in lives for gap in life.gaps) < 0.25
+    engine.run(10**6)
+    timelines = engine.of_kind("long")
+    assert len(timelines) == 100
+    assert max(timeline.first_token_seconds for timeline in timelines) < 0.5
+    assert max(engine.token_gaps("long")) < 0.25
 
 
-def test_a_key_that_offers_twenty_times_as_much_hardly_delays_another() -> None:
-    """Equal requests would fill the rows and leave them all at once, and who comes in between would wait for that."""
+def test_a_tenant_that_offers_twenty_times_as_much_hardly_delays_another() -> None:
+    """Equal requests would fill all rows and free them all at once.
 
-    class Even(Device):
-        def seconds(self, items: Collection[ScheduledRequest], chance: random.Random) -> float:
-            return 0.05 * chance.uniform(0.9, 1.3)
+    A request of the other tenant that arrives in between would wait for that moment.
+    """
+    seconds = 40.0
+    step_seconds = 0.05
+    max_num_seqs = 16
 
-    def first_tokens(rates: dict[str, float], seed: int) -> tuple[list[float], int]:
-        chance = random.Random(seed)
-        arrivals: list[Arrival] = [
-            (chance.uniform(0, 40), key, 4, 12, key, 0)
-            for key, rate in rates.items()
-            for _ in range(int(40 * rate))
+    def simulate(rates: dict[str, float], seed: int) -> VirtualEngine:
+        rng = random.Random(seed)
+        arrivals = [
+            SimulatedArrival(rng.uniform(0, seconds), tenant, 4, 12, tenant)
+            for tenant, rate in rates.items()
+            for _ in range(int(seconds * rate))
         ]
-        crowd = Crowd(
-            FairPolicy(16, 4000),
+        engine = VirtualEngine(
+            FairPolicy(max_num_seqs, 4000),
             iter(sorted(arrivals)),
-            device=Even(),
-            rows=16,
-            blocks=4000,
-            size=8,
+            device=ConstantTimeDevice(step_seconds, 0.9, 1.3),
+            max_num_seqs=max_num_seqs,
+            num_blocks=4000,
+            block_size=8,
         )
-        crowd.run(10**6, until=40.0)
-        modest = [
-            life for life in crowd.done("modest") if life.arrived > 3
-        ]  # by then both are known
-        return [life.first - life.arrived for life in modest], len(crowd.done("greedy"))
+        engine.run(10**6, until=seconds)
+        return engine
 
-    quiet = list[float]()
-    beside = list[float]()
-    answered = 0
+    def modest_waits(engine: VirtualEngine) -> list[float]:
+        """TTFT of the modest tenant, from when both tenants are known."""
+        modest = engine.finished("modest")
+        return [request.first_token_seconds for request in modest if request.arrival_time > 3]
+
+    waits_alone: list[float] = []
+    waits_beside_greedy: list[float] = []
+    num_greedy = 0
     for seed in range(3):
-        quiet += first_tokens({"modest": 4.0}, seed)[0]
-        waits, count = first_tokens({"modest": 4.0, "greedy": 80.0}, seed)
-        beside = beside + waits
-        answered = answered + count
-    assert percentile(beside, 0.99) < 2 * percentile(quiet, 0.99)
-    assert (
-        answered * 12 * 0.055 > 0.6 * 3 * 40 * 16
-    )  # of the rows' time; the modest one takes a sixth
+        waits_alone += modest_waits(simulate({"modest": 4.0}, seed))
+        both = simulate({"modest": 4.0, "greedy": 80.0}, seed)
+        waits_beside_greedy += modest_waits(both)
+        num_greedy += len(both.finished("greedy"))
+    assert percentile(waits_beside_greedy, 0.99) < 2 * percentile(waits_alone, 0.99)
+    # The greedy tenant uses most of the rows' time; the modest one needs a sixth of it.
+    greedy_row_seconds = num_greedy * 12 * 0.055
+    assert greedy_row_seconds > 0.6 * 3 * seconds * max_num_seqs

@@ -1,150 +1,296 @@
-"""What the random engines do not state outright: order, sharing, refusals."""
+"""The scheduler: order, prefix sharing, preemption, refusals, pipeline stages, compact decodes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from random import Random
+
 import pytest
 
-from bloomery.engine.blocks import Blocks
-from bloomery.engine.loop import Loop
-from bloomery.engine.scheduler import Scheduler
+from bloomery.engine.block_pool import BlockPool
+from bloomery.engine.loop import EngineLoop
+from bloomery.engine.scheduler import Scheduler, compute_step_features
 from bloomery.errors import InvalidRequest
-from bloomery.messages import EngineRequest, ResolvedSampling
-from tests.ghost.ghost import Ghost, plain
+from bloomery.messages import (
+    EngineRequest,
+    ResolvedSampling,
+    ScheduledStep,
+    StepOutput,
+    TokenOutput,
+)
+from tests.engine.fake_executor import VOCAB, FakeExecutor, reference_tokens
 
 
-def engine(
-    blocks: int = 32, size: int = 4, tokens: int = 16, sequences: int = 8, depth: int = 1
-) -> Loop:
-    return Loop(Scheduler(Blocks(blocks, size), tokens, sequences), Ghost(size), depth)
+def make_loop(
+    num_blocks: int = 32,
+    block_size: int = 4,
+    max_tokens: int = 16,
+    max_num_seqs: int = 8,
+    max_in_flight: int = 1,
+) -> EngineLoop:
+    scheduler = Scheduler(BlockPool(num_blocks, block_size), max_tokens, max_num_seqs)
+    return EngineLoop(scheduler, FakeExecutor(block_size), max_in_flight)
 
 
-def run(loop: Loop) -> dict[str, list[int]]:
-    got: dict[str, list[int]] = {}
+def run_to_end(loop: EngineLoop) -> dict[str, list[int]]:
+    """Return the output tokens by request."""
+    received: dict[str, list[int]] = {}
     while loop.busy:
-        for news in loop.step():
-            got.setdefault(news.request, []).extend(news.ids)
-    return got
+        for output in loop.step():
+            received.setdefault(output.request, []).extend(output.ids)
+    return received
+
+
+# ---- order and prefix sharing --------------------------------------------------------------------
 
 
 def test_equal_prompts_admitted_together_share_their_blocks() -> None:
-    loop = engine(tokens=64)
+    loop = make_loop(max_tokens=64)
     prompt = tuple(i % 7 for i in range(18))
     for name in "abcd":
         loop.add(EngineRequest(name, prompt, ResolvedSampling(), 4))
     step = loop.scheduler.schedule()
     assert step is not None
-    assert [item.count for item in step.requests] == [18, 2, 2, 2]
-    assert len({item.blocks[:4] for item in step.requests}) == 1
+    assert [request.count for request in step.requests] == [18, 2, 2, 2]
+    assert len({request.blocks[:4] for request in step.requests}) == 1
 
 
-def test_a_second_round_of_chat_computes_only_its_new_tokens() -> None:
-    loop = engine(tokens=64)
+def test_the_second_turn_of_a_chat_computes_only_its_new_tokens() -> None:
+    loop = make_loop(max_tokens=64)
     first = EngineRequest("first", tuple(range(7)) * 3, ResolvedSampling(), 5)
     loop.add(first)
-    answer = run(loop)["first"]
+    answer = run_to_end(loop)["first"]
     prompt = (*first.prompt, *answer, 1, 2, 3)
     loop.add(EngineRequest("second", prompt, ResolvedSampling(), 2))
     step = loop.scheduler.schedule()
     assert step is not None
-    # Everything up to the last full block of what was computed; the answer's last token never was.
+    # The hit ends with the last full block. The last token of the answer was never computed.
     assert step.requests[0].start == (len(first.prompt) + len(answer) - 1) // 4 * 4
 
 
-def test_salts_do_not_share() -> None:
-    loop = engine(tokens=64)
+def test_different_salts_share_no_prefix() -> None:
+    loop = make_loop(max_tokens=64)
     prompt = tuple(range(7)) * 3
-    loop.add(EngineRequest("mine", prompt, ResolvedSampling(), 2, salt="me"))
-    run(loop)
-    loop.add(EngineRequest("yours", prompt, ResolvedSampling(), 2, salt="you"))
+    loop.add(EngineRequest("mine", prompt, ResolvedSampling(), 2, cache_salt="me"))
+    run_to_end(loop)
+    loop.add(EngineRequest("yours", prompt, ResolvedSampling(), 2, cache_salt="you"))
     step = loop.scheduler.schedule()
     assert step is not None and step.requests[0].start == 0
 
 
-def test_prompt_logprobs_bypass_the_cache() -> None:
-    loop = engine(tokens=64)
+def test_prompt_logprobs_bypass_the_prefix_cache() -> None:
+    loop = make_loop(max_tokens=64)
     prompt = tuple(range(7)) * 3
-    loop.add(EngineRequest("warm", prompt, ResolvedSampling(), 2))
-    run(loop)
-    loop.add(EngineRequest("probed", prompt, ResolvedSampling(prompt_logprobs=0), 2))
+    loop.add(EngineRequest("first", prompt, ResolvedSampling(), 2))
+    run_to_end(loop)
+    loop.add(EngineRequest("second", prompt, ResolvedSampling(prompt_logprobs=0), 2))
     step = loop.scheduler.schedule()
     assert step is not None and step.requests[0].start == 0
 
 
-def test_first_come_first_served() -> None:
-    loop = engine(sequences=1)
+def test_fcfs_serves_in_order_of_arrival() -> None:
+    loop = make_loop(max_num_seqs=1)
     for name in "abc":
         loop.add(EngineRequest(name, (1, 2, 3), ResolvedSampling(), 3))
     order: list[str] = []
     while loop.busy:
-        order += [news.request for news in loop.step() if news.finish]
+        order += [output.request for output in loop.step() if output.finish]
     assert order == ["a", "b", "c"]
 
 
-def test_a_long_prompt_goes_in_chunks_while_others_decode() -> None:
-    loop = engine(tokens=8)
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
+    loop = make_loop(max_tokens=8)
     loop.add(EngineRequest("short", (1, 2), ResolvedSampling(), 6))
     loop.add(EngineRequest("long", tuple(range(7)) * 4, ResolvedSampling(), 2))
-    lengths = []
+    counts = []
     while loop.busy:
         step = loop.scheduler.schedule()
         if step is None:
             break
-        lengths.append([item.count for item in step.requests])
+        counts.append([request.count for request in step.requests])
         loop.scheduler.update(step, loop.executor.submit(step).result())
-    assert lengths[:4] == [[2, 6], [1, 7], [1, 7], [1, 7]]
+    assert counts[:4] == [[2, 6], [1, 7], [1, 7], [1, 7]]
 
 
-@pytest.mark.parametrize("when", range(12))
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_preemption_at_any_moment_changes_nothing(when: int, depth: int) -> None:
-    """A newcomer squeezes an old one out of memory at every possible step of it."""
-    loop = engine(blocks=9, size=4, tokens=6, depth=depth)
-    requests = [
-        EngineRequest("old", tuple(range(7)) * 2, ResolvedSampling(), 12),
-        EngineRequest("new", (6, 5, 4, 3) * 3, ResolvedSampling(), 9),
-    ]
-    loop.add(requests[0])
-    got: dict[str, list[int]] = {"old": [], "new": []}
-    for turn in range(200):
-        if turn == when:
-            loop.add(requests[1])
-        for news in loop.step():
-            got[news.request] += news.ids
-    for request in requests:
-        assert [*request.prompt, *got[request.id]] == plain(request)
+@pytest.mark.parametrize("arrival_step", range(12))
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_preemption_at_any_step_changes_no_token(arrival_step: int, max_in_flight: int) -> None:
+    """A new request takes the blocks of an old one at every possible step."""
+    loop = make_loop(num_blocks=9, block_size=4, max_tokens=6, max_in_flight=max_in_flight)
+    old = EngineRequest("old", tuple(range(7)) * 2, ResolvedSampling(), 12)
+    new = EngineRequest("new", (6, 5, 4, 3) * 3, ResolvedSampling(), 9)
+    loop.add(old)
+    received: dict[str, list[int]] = {"old": [], "new": []}
+    for step in range(200):
+        if step == arrival_step:
+            loop.add(new)
+        for output in loop.step():
+            received[output.request] += output.ids
+    for request in (old, new):
+        assert [*request.prompt, *received[request.id]] == reference_tokens(request)
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:
-    loop = engine(blocks=4, size=4)
+    loop = make_loop(num_blocks=4, block_size=4)
     with pytest.raises(InvalidRequest, match="need 17 cache positions, there are 16") as caught:
         loop.add(EngineRequest("big", (1,) * 10, ResolvedSampling(), 7))
     assert caught.value.field == "max_tokens"
 
 
-def test_an_id_in_use_is_refused() -> None:
-    loop = engine()
+def test_a_request_id_in_use_is_refused() -> None:
+    loop = make_loop()
     loop.add(EngineRequest("twice", (1,), ResolvedSampling(), 2))
     with pytest.raises(InvalidRequest, match="already in use"):
         loop.add(EngineRequest("twice", (1,), ResolvedSampling(), 2))
 
 
 def test_prefixes_are_told_apart_even_if_every_hash_collides() -> None:
-    """Keys are compared, not only hashed: a dictionary whose keys all fall into one bucket still answers right."""
+    """Keys are compared, not only hashed."""
 
-    class Same(dict[object, int]):
-        """Looks a key up by comparing it with every other, as a table of one bucket does."""
+    class OneBucketDict(dict[object, int]):
+        """Compares a key with every other one, like a hash table with a single bucket."""
 
         def get(self, key: object, default: int | None = None) -> int | None:
             return next((value for other, value in self.items() if other == key), default)
 
-    loop = engine(blocks=64)
-    loop.scheduler.blocks.published = Same()  # type: ignore[assignment]
+    loop = make_loop(num_blocks=64)
+    loop.scheduler.block_pool.published = OneBucketDict()  # type: ignore[assignment]
     requests = [
         EngineRequest(str(i), (i % 2, 3, 3, 3) * 3 + (i % 3,), ResolvedSampling(), 5)
         for i in range(6)
     ]
     for request in requests:
         loop.add(request)
-    got = run(loop)
+    received = run_to_end(loop)
     for request in requests:
-        assert [*request.prompt, *got[request.id]] == plain(request)
+        assert [*request.prompt, *received[request.id]] == reference_tokens(request)
+
+
+# ---- compact decodes -----------------------------------------------------------------------------
+# Steps and results carry decodes as plain numbers. They must mean the same as the long form.
+
+
+def random_arrivals(seed: int) -> list[tuple[int, EngineRequest]]:
+    """Requests with the step of their arrival. Some end at a stop token, some have min_tokens."""
+    rng = Random(seed)
+    arrivals = []
+    for number in range(12):
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 18)))
+        sampling = ResolvedSampling(min_tokens=rng.choice((0, 3)))
+        stop_ids = rng.choice(((), (), (2,)))
+        arrival_step = rng.randrange(20)
+        max_tokens = rng.randint(1, 24)
+        request = EngineRequest(str(number), prompt, sampling, max_tokens, stop_ids)
+        arrivals.append((arrival_step, request))
+    return arrivals
+
+
+def run_random_requests(
+    executor: FakeExecutor, seed: int, max_in_flight: int, prefix_cache: bool
+) -> tuple[list[list[TokenOutput]], Scheduler]:
+    """Return the outputs of every step. One request is aborted on the way."""
+    scheduler = Scheduler(BlockPool(12, 4, prefix_cache), 10, 5)
+    loop = EngineLoop(scheduler, executor, max_in_flight)
+    arrivals = random_arrivals(seed)
+    outputs: list[list[TokenOutput]] = []
+    while loop.busy or len(outputs) < 20:
+        for arrival_step, request in arrivals:
+            if arrival_step == len(outputs):
+                loop.add(request)
+        if len(outputs) == 15:
+            loop.abort(next(iter(scheduler.by_request)))
+        outputs.append(loop.step())
+    return outputs, scheduler
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_compact_results_give_the_same_outputs(
+    seed: int, max_in_flight: int, prefix_cache: bool
+) -> None:
+    runs = [
+        run_random_requests(FakeExecutor(4, compact_output), seed, max_in_flight, prefix_cache)
+        for compact_output in (True, False)
+    ]
+    (compact_outputs, compact), (full_outputs, full) = runs
+    assert compact_outputs == full_outputs
+    assert compact.block_pool.published == full.block_pool.published
+    assert compact.num_preemptions == full.num_preemptions > 0
+    assert any(output.finish == "stop" for step in full_outputs for output in step)
+
+
+def test_the_features_of_a_step_cover_all_its_requests() -> None:
+    scheduler = Scheduler(BlockPool(30, 4), 10, 5)
+    for number in range(3):
+        prompt = (1, 2, 3) * (number + 1)
+        scheduler.add(EngineRequest(str(number), prompt, ResolvedSampling(), 8))
+    executor = FakeExecutor(4)
+    num_mixed = 0
+    while (step := scheduler.schedule()) is not None:
+        assert scheduler.in_flight[-1].features == compute_step_features(step.requests)
+        num_mixed += bool(step.decodes and step.chunks)
+        scheduler.update(step, executor.run(step))
+    assert num_mixed
+
+
+# ---- pipeline stages -----------------------------------------------------------------------------
+
+STAGES = 3
+
+
+class PipelineExecutor:
+    """Computes a step only when its result is asked for. Until then it is in flight."""
+
+    def __init__(self, block_size: int):
+        self.executor = FakeExecutor(block_size)
+        self.in_flight: list[ScheduledStep] = []
+        self.max_in_flight = 0
+        self.step_sizes: list[int] = []
+
+    def submit(self, step: ScheduledStep) -> PipelineResult:
+        unknown = {
+            request.sequence
+            for other in self.in_flight
+            for request in other.requests
+            if request.samples
+        }
+        scheduled = {request.sequence for request in step.requests}
+        assert not unknown & scheduled, "scheduled before its last token was known"
+        self.in_flight.append(step)
+        self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
+        self.step_sizes.append(len(step.requests))
+        return PipelineResult(self.finish_oldest)
+
+    def finish_oldest(self) -> StepOutput:
+        return self.executor.run(self.in_flight.pop(0))
+
+
+class PipelineResult:
+    def __init__(self, result: Callable[[], StepOutput]):
+        self.result = result
+
+
+def test_groups_of_sequences_take_turns_and_the_tokens_are_the_same() -> None:
+    executor = PipelineExecutor(4)
+    scheduler = Scheduler(BlockPool(200, 4), 64, 16, stages=STAGES)
+    loop = EngineLoop(scheduler, executor, STAGES)  # type: ignore[arg-type]
+    requests = [EngineRequest(str(i), (i % 5, 1, 2), ResolvedSampling(), 30) for i in range(9)]
+    for request in requests:
+        loop.add(request)
+    received = run_to_end(loop)
+    for request in requests:
+        assert [*request.prompt, *received[request.id]] == reference_tokens(request)
+    assert executor.max_in_flight == STAGES
+    steady_sizes = executor.step_sizes[5:-5]
+    num_thirds = sum(size == 3 for size in steady_sizes)
+    assert num_thirds > 0.8 * len(steady_sizes), "each step holds a third of nine sequences"
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
+    executor = PipelineExecutor(4)
+    scheduler = Scheduler(BlockPool(200, 4), 16, 4, stages=STAGES)
+    loop = EngineLoop(scheduler, executor, STAGES)  # type: ignore[arg-type]
+    loop.add(EngineRequest("0", tuple(i % 5 for i in range(100)), ResolvedSampling(), 2))
+    run_to_end(loop)
+    assert executor.max_in_flight == STAGES, "a chunk need not wait for the previous one"

@@ -1,4 +1,4 @@
-"""Both dialects of rope, every scaling, and the numbers derived from them, against transformers where it has them."""
+"""Both layouts of rope parameters, every scaling, and its factors compared to transformers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import transformers as tf
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bloomery.errors import UnsupportedModel
-from bloomery.families import describe
-from bloomery.spec import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
+from bloomery.families import describe_config
+from bloomery.spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
 SIZES = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 BASE = SIZES | {"max_position_embeddings": 256}
@@ -21,19 +28,19 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-SHORT = [1.0 + i / 10 for i in range(8)]
-LONG = [1.0 + i for i in range(8)]
+SHORT_FACTORS = [1.0 + i / 10 for i in range(8)]
+LONG_FACTORS = [1.0 + i for i in range(8)]
 
 SCALINGS: list[tuple[dict[str, Any], Any]] = [
     ({"rope_type": "default"}, None),
-    ({"rope_type": "linear", "factor": 4.0}, Linear(4.0)),
-    ({"rope_type": "dynamic", "factor": 2.0}, Dynamic(2.0, 256)),
-    ({"rope_type": "llama3", **LLAMA3}, Llama3(8.0, 1.0, 4.0, 64)),
+    ({"rope_type": "linear", "factor": 4.0}, LinearScaling(4.0)),
+    ({"rope_type": "dynamic", "factor": 2.0}, DynamicScaling(2.0, 256)),
+    ({"rope_type": "llama3", **LLAMA3}, Llama3Scaling(8.0, 1.0, 4.0, 64)),
     (
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-        Yarn(4.0, 64, attention=0.1 * math.log(4) + 1),
+        YarnScaling(4.0, 64, attention=0.1 * math.log(4) + 1),
     ),
-    ({"rope_type": "yarn", "factor": 4.0}, Yarn(4.0, 256, attention=0.1 * math.log(4) + 1)),
+    ({"rope_type": "yarn", "factor": 4.0}, YarnScaling(4.0, 256, attention=0.1 * math.log(4) + 1)),
     (
         {
             "rope_type": "yarn",
@@ -42,78 +49,87 @@ SCALINGS: list[tuple[dict[str, Any], Any]] = [
             "beta_fast": 16,
             "truncate": False,
         },
-        Yarn(4.0, 256, beta_fast=16.0, attention=0.7, truncate=False),
+        YarnScaling(4.0, 256, beta_fast=16.0, attention=0.7, truncate=False),
     ),
     (
         {"rope_type": "yarn", "factor": 4.0, "mscale": 1.2, "mscale_all_dim": 0.7},
-        Yarn(4.0, 256, attention=(0.12 * math.log(4) + 1) / (0.07 * math.log(4) + 1)),
+        YarnScaling(4.0, 256, attention=(0.12 * math.log(4) + 1) / (0.07 * math.log(4) + 1)),
     ),
     (
         {
             "rope_type": "longrope",
-            "short_factor": SHORT,
-            "long_factor": LONG,
+            "short_factor": SHORT_FACTORS,
+            "long_factor": LONG_FACTORS,
             "original_max_position_embeddings": 64,
         },
-        LongRope(tuple(SHORT), tuple(LONG), 64, *[math.sqrt(1 + math.log(4) / math.log(64))] * 2),
+        LongRopeScaling(
+            tuple(SHORT_FACTORS),
+            tuple(LONG_FACTORS),
+            64,
+            *[math.sqrt(1 + math.log(4) / math.log(64))] * 2,
+        ),
     ),
     (
-        {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "factor": 1.0},
-        LongRope(tuple(SHORT), tuple(LONG), 256),
+        {
+            "rope_type": "longrope",
+            "short_factor": SHORT_FACTORS,
+            "long_factor": LONG_FACTORS,
+            "factor": 1.0,
+        },
+        LongRopeScaling(tuple(SHORT_FACTORS), tuple(LONG_FACTORS), 256),
     ),
 ]
 
 
-def position(config: dict[str, Any]) -> Rope:
-    found = describe(config).model.layers[0].attention.position
-    assert isinstance(found, Rope)
-    return found
+def read_rope(config: dict[str, Any]) -> RopeSpec:
+    rope = describe_config(config).model.layers[0].attention.position
+    assert isinstance(rope, RopeSpec)
+    return rope
 
 
 @pytest.mark.parametrize("scaling, expected", SCALINGS, ids=[str(i) for i in range(len(SCALINGS))])
-def test_both_dialects_agree(scaling: dict[str, Any], expected: Any) -> None:
-    wanted = Rope(16, 5000.0, scaling=expected)
-    assert position(BASE | {"rope_parameters": scaling | {"rope_theta": 5000.0}}) == wanted
-    assert position(BASE | {"rope_scaling": scaling, "rope_theta": 5000.0}) == wanted
+def test_both_layouts_agree(scaling: dict[str, Any], expected: Any) -> None:
+    expected_rope = RopeSpec(16, 5000.0, scaling=expected)
+    assert read_rope(BASE | {"rope_parameters": scaling | {"rope_theta": 5000.0}}) == expected_rope
+    assert read_rope(BASE | {"rope_scaling": scaling, "rope_theta": 5000.0}) == expected_rope
     oldest = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
-    assert position(BASE | {"rope_scaling": oldest, "rope_theta": 5000.0}) == wanted
+    assert read_rope(BASE | {"rope_scaling": oldest, "rope_theta": 5000.0}) == expected_rope
 
 
 @pytest.mark.parametrize(
-    "scaling, expected", [pair for pair in SCALINGS if isinstance(pair[1], Yarn | LongRope)]
+    "scaling, expected",
+    [pair for pair in SCALINGS if isinstance(pair[1], YarnScaling | LongRopeScaling)],
 )
-def test_attention_factors_are_those_of_transformers(
-    scaling: dict[str, Any], expected: Any
-) -> None:
+def test_attention_factors_agree_with_transformers(scaling: dict[str, Any], expected: Any) -> None:
     config = tf.LlamaConfig(**BASE | {"rope_parameters": scaling | {"rope_theta": 5000.0}})
-    _, gain = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
-    assert gain == pytest.approx(
-        expected.attention if isinstance(expected, Yarn) else expected.long_attention
+    _, attention_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    assert attention_factor == pytest.approx(
+        expected.attention if isinstance(expected, YarnScaling) else expected.long_attention
     )
 
 
-def test_longrope_may_state_its_own_gains() -> None:
+def test_longrope_with_stated_attention_factors() -> None:
     scaling = {
         "type": "su",
-        "short_factor": SHORT,
-        "long_factor": LONG,
+        "short_factor": SHORT_FACTORS,
+        "long_factor": LONG_FACTORS,
         "short_mscale": 1.1,
         "long_mscale": 1.3,
     }
-    found = position(
+    rope = read_rope(
         BASE | {"rope_scaling": scaling, "original_max_position_embeddings": 64}
     ).scaling
-    assert isinstance(found, LongRope)
-    assert (found.original, found.short_attention, found.long_attention) == (64, 1.1, 1.3)
+    assert isinstance(rope, LongRopeScaling)
+    assert (rope.original, rope.short_attention, rope.long_attention) == (64, 1.1, 1.3)
 
 
-def test_phi_3_called_its_divisors_yarn_once() -> None:
-    scaling = {"type": "yarn", "short_factor": SHORT, "long_factor": LONG}
-    found = position(
+def test_old_phi_3_config_calls_longrope_yarn() -> None:
+    scaling = {"type": "yarn", "short_factor": SHORT_FACTORS, "long_factor": LONG_FACTORS}
+    rope = read_rope(
         BASE
         | {"model_type": "phi3", "rope_scaling": scaling, "original_max_position_embeddings": 64}
     )
-    assert isinstance(found.scaling, LongRope) and found.scaling.original == 64
+    assert isinstance(rope.scaling, LongRopeScaling) and rope.scaling.original == 64
 
 
 REFUSED = [
@@ -126,32 +142,32 @@ REFUSED = [
     ({"rope_type": "dynamic", "factor": "2"}, "rope_scaling.factor must be a number"),
     ({"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}, "low_freq_factor"),
     (
-        {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG[1:]},
+        {"rope_type": "longrope", "short_factor": SHORT_FACTORS, "long_factor": LONG_FACTORS[1:]},
         "long_factor must hold 8",
     ),
     (
-        {"rope_type": "longrope", "short_factor": ["1"] * 8, "long_factor": LONG},
+        {"rope_type": "longrope", "short_factor": ["1"] * 8, "long_factor": LONG_FACTORS},
         "short_factor must be a list",
     ),
     ("linear", "rope_scaling must be an object"),
 ]
 
 
-@pytest.mark.parametrize("scaling, words", REFUSED, ids=[words for _, words in REFUSED])
-def test_unknown_scalings_are_refused_by_name(scaling: Any, words: str) -> None:
+@pytest.mark.parametrize("scaling, message", REFUSED, ids=[message for _, message in REFUSED])
+def test_unknown_scalings_are_refused_by_name(scaling: Any, message: str) -> None:
     with pytest.raises(UnsupportedModel, match="^config.json: ") as caught:
-        describe(BASE | {"rope_scaling": scaling})
-    assert words in str(caught.value)
+        describe_config(BASE | {"rope_scaling": scaling})
+    assert message in str(caught.value)
 
 
-def test_gemma_3_has_one_object_a_kind_of_layer() -> None:
+def test_gemma_3_has_rope_parameters_per_layer_type() -> None:
     flat = {"rope_type": "linear", "factor": 8.0}
     with pytest.raises(UnsupportedModel, match="rope_parameters.factor"):
-        describe({"model_type": "gemma3_text", "rope_parameters": flat})
+        describe_config({"model_type": "gemma3_text", "rope_parameters": flat})
     nested = {
         "full_attention": flat | {"rope_theta": 300.0},
         "sliding_attention": {"rope_theta": 200.0},
     }
-    layers = describe({"model_type": "gemma3_text", "rope_parameters": nested}).model.layers
-    assert layers[0].attention.position == Rope(256, 200.0)
-    assert layers[5].attention.position == Rope(256, 300.0, scaling=Linear(8.0))
+    layers = describe_config({"model_type": "gemma3_text", "rope_parameters": nested}).model.layers
+    assert layers[0].attention.position == RopeSpec(256, 200.0)
+    assert layers[5].attention.position == RopeSpec(256, 300.0, scaling=LinearScaling(8.0))

@@ -1,4 +1,4 @@
-"""Writes embedded.json: what transformers, running the embedded GGUF in float32, continues each prompt with.
+"""Write embedded.json: how transformers continues each prompt with the embedded GGUF in float32.
 
 python -m tests.golden.make_embedded
 """
@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 import transformers
 
-from bloomery.artifacts.locate import locate
+from bloomery.artifacts.locate import locate_model
 from tests.golden.prompts import PROMPTS
 
 FILE = Path(__file__).parent / "embedded.json"
 
 
-def reference() -> tuple[object, object]:
-    path = locate(None).path
+def load_reference() -> tuple[object, object]:
+    path = locate_model(None).path
     transformers.utils.logging.set_verbosity_error()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -28,12 +28,12 @@ def reference() -> tuple[object, object]:
 
 
 def main() -> None:
-    tokenizer, model = reference()
-    made = []
+    tokenizer, model = load_reference()
+    entries = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids  # type: ignore[operator]
         with torch.inference_mode():
-            out = model.generate(  # type: ignore[attr-defined]
+            output = model.generate(  # type: ignore[attr-defined]
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=64,
@@ -41,14 +41,14 @@ def main() -> None:
                 eos_token_id=None,
                 pad_token_id=0,
             )
-        made.append(
+        entries.append(
             {
                 "prompt": prompt,
                 "prompt_ids": ids[0].tolist(),
-                "ids": out[0, ids.shape[1] :].tolist(),
+                "ids": output[0, ids.shape[1] :].tolist(),
             }
         )
-    FILE.write_text(json.dumps(made, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+    FILE.write_text(json.dumps(entries, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Twenty prompts for the embedded model: prose, code, chat, other scripts, numbers, odd white space."""
+"""Twenty prompts for the embedded model: prose, code, chat, other scripts, odd white space."""
 
 PROMPTS = [
     "The capital of France is",
@@ -11,7 +11,8 @@ PROMPTS = [
     "The three laws of thermodynamics are",
     "Dear Sir or Madam,\n\nI am writing to",
     "<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>system\nYou are a pirate.<|im_end|>\n<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>system\nYou are a pirate.<|im_end|>\n"
+    "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n",
     "La Tour Eiffel se trouve à",
     "SELECT name, age FROM",
     "The quick brown fox",

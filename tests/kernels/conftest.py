@@ -1,4 +1,7 @@
-"""numpy, which interprets the kernels, minds what lanes that are masked off compute with memory nobody wrote."""
+"""Let kernel tests ignore numpy's warnings about masked lanes.
+
+Triton's interpreter computes with numpy, also in lanes that are masked off and hold garbage.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+KERNEL_TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ignore = pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
     for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(
-                pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
-            )
+        if KERNEL_TESTS in item.path.parents:
+            item.add_marker(ignore)

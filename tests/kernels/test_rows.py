@@ -1,106 +1,161 @@
-"""A step's two ends: the kernels, under the interpreter, against their references."""
+"""The kernels that gather a step's inputs and advance its rows, under the interpreter.
+
+Each is compared with its torch reference.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from random import Random
 
 import pytest
 import torch
 
-from bloomery.kernels import rows as kernels
-from bloomery.kernels.launch import interpreted
-
-pytestmark = pytest.mark.skipif(
-    not interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
+from bloomery.kernels.launch import triton_interpreted
+from bloomery.kernels.rows import (
+    advance_kernel,
+    advance_reference,
+    gather_decode_kernel,
+    gather_decode_reference,
+    gather_mixed_kernel,
+    gather_mixed_reference,
 )
 
+pytestmark = pytest.mark.skipif(
+    not triton_interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
+)
 
-@pytest.mark.parametrize("lines", [1, 3, 8])
-def test_fetch_and_advance(lines: int) -> None:
-    generator = torch.Generator().manual_seed(lines)
+NUM_ROWS = 9
+PADDING_ROW = NUM_ROWS  # behind the rows of requests
+TABLE_WIDTH = 5
+BLOCK_SIZE = 4
+MAX_LEN = TABLE_WIDTH * BLOCK_SIZE
 
-    def numbers(high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(high, shape, generator=generator, dtype=torch.int32)
 
-    count = 9
-    width = 5
-    size = 4
-    last = numbers(1000, count + 1)
-    positions = numbers(width * size, count + 1)
-    tables = numbers(50, count + 1, width)
-    rows = torch.randperm(count, generator=generator)[:lines].int()
-    rows[-1] = count  # padding
-    want = kernels.fetch_reference(rows, last, positions, tables, size)
-    out = torch.full((4, lines), -1, dtype=torch.int32)
-    blocks = torch.full((lines, width), -1, dtype=torch.int32)
-    kernels.fetch_kernel[(lines,)](
-        rows, last, positions, tables, out, blocks, lines, width, SIZE=size, CHUNK=2, PDL=False
+def random_integers(seed: int) -> Callable[..., torch.Tensor]:
+    """Return a function that makes int32 tensors of integers below a bound."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(bound: int, *shape: int) -> torch.Tensor:
+        return torch.randint(bound, shape, generator=generator, dtype=torch.int32)
+
+    return make
+
+
+def assert_same_used_blocks(
+    block_tables: torch.Tensor, expected: torch.Tensor, seq_lens: torch.Tensor
+) -> None:
+    """Compare block tables as far as sequences use them; the rest has no meaning."""
+    for sequence, seq_len in enumerate(seq_lens.tolist()):
+        num_blocks = -(-seq_len // BLOCK_SIZE)
+        assert torch.equal(block_tables[sequence, :num_blocks], expected[sequence, :num_blocks])
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 8])
+def test_gather_and_advance_of_decodes(num_slots: int) -> None:
+    integers = random_integers(num_slots)
+    last_tokens = integers(1000, NUM_ROWS + 1)
+    positions = integers(MAX_LEN, NUM_ROWS + 1)
+    block_tables = integers(50, NUM_ROWS + 1, TABLE_WIDTH)
+    generator = torch.Generator().manual_seed(num_slots)
+    rows = torch.randperm(NUM_ROWS, generator=generator)[:num_slots].int()
+    rows[-1] = PADDING_ROW
+    expected = gather_decode_reference(rows, last_tokens, positions, block_tables, BLOCK_SIZE)
+    outputs = torch.full((4, num_slots), -1, dtype=torch.int32)
+    batch_tables = torch.full((num_slots, TABLE_WIDTH), -1, dtype=torch.int32)
+    gather_decode_kernel[(num_slots,)](
+        rows,
+        last_tokens,
+        positions,
+        block_tables,
+        outputs,
+        batch_tables,
+        num_slots,
+        TABLE_WIDTH,
+        BLOCK_SIZE=BLOCK_SIZE,
+        CHUNK=2,
+        PDL=False,
     )
-    for got, wanted in zip(out, want[:4], strict=True):
-        assert torch.equal(got, wanted)
-    for line, end in enumerate(want.ends.tolist()):
-        used = -(-end // size)
-        assert torch.equal(blocks[line, :used], want.tables[line, :used])
-    tokens = numbers(1000, lines)
-    states = [(last.clone(), positions.clone()) for _ in range(2)]
-    kernels.advance_reference(rows, tokens, want.ends, *states[0])
-    kernels.advance_kernel[(-(-lines // 2),)](
-        rows, tokens, want.ends, *states[1], lines, count, WIDTH=2, PDL=False
+    for output, expected_output in zip(outputs, expected[:4], strict=True):
+        assert torch.equal(output, expected_output)
+    assert_same_used_blocks(batch_tables, expected.block_tables, expected.seq_lens)
+
+    tokens = integers(1000, num_slots)
+    expected_last_tokens = last_tokens.clone()
+    expected_positions = positions.clone()
+    advance_reference(rows, tokens, expected.seq_lens, expected_last_tokens, expected_positions)
+    new_last_tokens = last_tokens.clone()
+    new_positions = positions.clone()
+    advance_kernel[(-(-num_slots // 2),)](
+        rows,
+        tokens,
+        expected.seq_lens,
+        new_last_tokens,
+        new_positions,
+        num_slots,
+        PADDING_ROW,
+        WIDTH=2,
+        PDL=False,
     )
-    for got, wanted in zip(states[1], states[0], strict=True):
-        assert torch.equal(got, wanted)
-    assert states[0][0][count] == last[count] and states[0][1][count] == positions[count]
+    assert torch.equal(new_last_tokens, expected_last_tokens)
+    assert torch.equal(new_positions, expected_positions)
+    assert expected_last_tokens[PADDING_ROW] == last_tokens[PADDING_ROW]
+    assert expected_positions[PADDING_ROW] == positions[PADDING_ROW]
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_gather(seed: int) -> None:
-    random = Random(seed)
-    count = 9
-    width = 5
-    size = 4
-    lines = random.choice((0, 3, 6))
-    prompts = 4
-
-    def numbers(high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(high, shape, generator=generator, dtype=torch.int32)
-
-    generator = torch.Generator().manual_seed(seed)
-    last = numbers(1000, count + 1)
-    positions = numbers(width * size, count + 1)
-    tables = numbers(50, count + 1, width)
-    positions[count] = 0
-    members = random.sample(range(count), count)
-    going = random.randint(0, lines)
-    real = random.randint(0, prompts - 1)
-    counts = [random.randint(1, 7) for _ in range(real)]
-    ends = [random.randint(own, width * size) for own in counts]
-    starts = list(accumulate(counts, initial=going))
-    tokens = starts[-1] + random.choice((0, 5))
-    sent = [
-        *members[:going],
-        *[count] * (lines - going),
-        *[count] * prompts,
-        *members[-real or count :],
-        *[count] * (prompts - real),
+def test_gather_of_decodes_and_prefill_chunks(seed: int) -> None:
+    rng = Random(seed)
+    num_decodes = rng.choice((0, 3, 6))
+    num_prefills = 4
+    integers = random_integers(seed)
+    last_tokens = integers(1000, NUM_ROWS + 1)
+    positions = integers(MAX_LEN, NUM_ROWS + 1)
+    block_tables = integers(50, NUM_ROWS + 1, TABLE_WIDTH)
+    positions[PADDING_ROW] = 0
+    rows = rng.sample(range(NUM_ROWS), NUM_ROWS)
+    used_decodes = rng.randint(0, num_decodes)
+    used_prefills = rng.randint(0, num_prefills - 1)
+    unused_prefills = num_prefills - used_prefills
+    chunk_lens = [rng.randint(1, 7) for _ in range(used_prefills)]
+    seq_lens = [rng.randint(chunk_len, MAX_LEN) for chunk_len in chunk_lens]
+    starts = list(accumulate(chunk_lens, initial=used_decodes))
+    num_tokens = starts[-1] + rng.choice((0, 5))
+    packed = [
+        *rows[:used_decodes],
+        *[PADDING_ROW] * (num_decodes - used_decodes),
+        *[PADDING_ROW] * num_prefills,  # no chunk samples a token
+        *rows[NUM_ROWS - used_prefills :],
+        *[PADDING_ROW] * unused_prefills,
         *starts,
-        *[starts[-1]] * (prompts - real - 1),
-        tokens,
-        *ends,
-        *[0] * (prompts - real),
-        *(random.randrange(1000) for _ in range(tokens)),
+        *[starts[-1]] * (unused_prefills - 1),
+        num_tokens,
+        *seq_lens,
+        *[0] * unused_prefills,
+        *(rng.randrange(1000) for _ in range(num_tokens)),
     ]
-    given = torch.tensor(sent, dtype=torch.int32), last, positions, tables
-    want = kernels.gather_reference(*given, size, lines, prompts, tokens)
-    sequences = lines + prompts
-    out = torch.full((3 * tokens + 3 * sequences + 1,), -1, dtype=torch.int32)
-    blocks = torch.full((sequences, width), -1, dtype=torch.int32)
-    kernels.gather_kernel[(sequences,)](
-        *given, out, blocks, lines, prompts, tokens, width, count, SIZE=size, CHUNK=4, PDL=False
+    inputs = (torch.tensor(packed, dtype=torch.int32), last_tokens, positions, block_tables)
+    expected = gather_mixed_reference(*inputs, BLOCK_SIZE, num_decodes, num_prefills, num_tokens)
+    num_sequences = num_decodes + num_prefills
+    outputs = torch.full((3 * num_tokens + 3 * num_sequences + 1,), -1, dtype=torch.int32)
+    batch_tables = torch.full((num_sequences, TABLE_WIDTH), -1, dtype=torch.int32)
+    gather_mixed_kernel[(num_sequences,)](
+        *inputs,
+        outputs,
+        batch_tables,
+        num_decodes,
+        num_prefills,
+        num_tokens,
+        TABLE_WIDTH,
+        PADDING_ROW,
+        BLOCK_SIZE=BLOCK_SIZE,
+        CHUNK=4,
+        PDL=False,
     )
-    got = out.split((sequences, sequences, sequences + 1, tokens, tokens, tokens))
-    for name, found in zip(want._fields, got, strict=False):
-        assert torch.equal(found, getattr(want, name)), name
-    for sequence, end in enumerate(want.ends.tolist()):
-        used = -(-end // size)
-        assert torch.equal(blocks[sequence, :used], want.tables[sequence, :used])
+    parts = outputs.split(
+        (num_sequences, num_sequences, num_sequences + 1, num_tokens, num_tokens, num_tokens)
+    )
+    for name, part in zip(expected._fields, parts, strict=False):
+        assert torch.equal(part, getattr(expected, name)), name
+    assert_same_used_blocks(batch_tables, expected.block_tables, expected.seq_lens)

@@ -1,4 +1,4 @@
-"""A team of two threads for the tests of native kernels; stopped behind them, so that other tests see torch alone."""
+"""A thread pool for the tests of native kernels."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bloomery.native.build import CHECKS, build
-from bloomery.native.team import Team, bind, team
+from bloomery.native.build import SANITIZER_FLAGS, NativeBuildError, build_library
+from bloomery.native.thread_pool import ThreadPool, load_library
 
 
-@pytest.fixture(scope="module", autouse=True)
-def crew() -> Iterator[Team]:
-    if "NATIVE_CHECKS" in os.environ:  # make sanitize: every access and every shift looked at
-        team().call = bind(str(build(CHECKS)))
-    reason = team().start(2)
-    if reason is not None:
-        pytest.skip(reason)
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPool]:
+    library = None
+    if (
+        "NATIVE_CHECKS" in os.environ
+    ):  # make sanitize: checks memory accesses and undefined behaviour
+        library = load_library(str(build_library(SANITIZER_FLAGS)))
+    try:
+        pool = ThreadPool(2, library)
+    except NativeBuildError as reason:
+        pytest.skip(str(reason))
     with torch.inference_mode():
-        yield team()
-    team().stop()
+        yield pool
+    pool.close()

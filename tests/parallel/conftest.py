@@ -1,4 +1,4 @@
-"""Ranks that load one case after the other: starting them is what takes time."""
+"""Rank processes that load one test case after the other, since starting them takes most time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from bloomery.executors.processes import Processes
+from bloomery.executors.multiprocess import MultiprocessExecutor
 
 
 @pytest.fixture(scope="package")
-def crews() -> Iterator[dict[int, Processes]]:
-    """By how many they are; started by whoever is the first to use them."""
-    made = {count: Processes() for count in (2, 4)}
-    yield made
-    for crew in made.values():
-        crew.close()
+def rank_executors() -> Iterator[dict[int, MultiprocessExecutor]]:
+    """Executors by their number of ranks; the first test that uses one starts its ranks."""
+    executors = {num_ranks: MultiprocessExecutor() for num_ranks in (2, 4)}
+    yield executors
+    for executor in executors.values():
+        executor.close()

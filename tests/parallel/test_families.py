@@ -1,6 +1,7 @@
-"""Every family spread over real processes gives the tokens of one process: tensor parallel, pipeline parallel, both.
+"""Every model family over real rank processes gives the tokens of one process.
 
-The everyday run takes cases that differ in what is split, both ways at once; `pytest -m slow` takes all in all ways.
+The everyday run takes families that differ in what is split, with tensor and pipeline parallelism
+at once. `pytest -m slow` takes all families in all layouts.
 """
 
 from __future__ import annotations
@@ -10,74 +11,93 @@ from pathlib import Path
 import pytest
 import torch
 
-from bloomery.config import Plan
-from bloomery.engine.blocks import Blocks
+from bloomery.config import EnginePlan
 from bloomery.engine.executor import Executor
-from bloomery.engine.loop import Loop
-from bloomery.engine.scheduler import Scheduler
-from bloomery.executors.local import Local
-from bloomery.executors.processes import Processes
-from tests.parity.cases import CASES, VOCAB, Case, make_checkpoint
-from tests.parity.serve import greedy, ids, plan, run
+from bloomery.executors.local import LocalExecutor
+from bloomery.executors.multiprocess import MultiprocessExecutor
+from tests.parallel.engines import start_engine_loop
+from tests.parity.cases import CASES, VOCAB, ParityCase, make_checkpoint
+from tests.parity.serve import build_plan, greedy_request, output_token_ids, run_requests
 
-WAYS = [(2, 1), (1, 2), (2, 2)]
-TOKENS = 8
-
-
-def tokens(executor: Executor, wanted: Plan, case: Case) -> list[list[int]]:
-    """Four prompts that begin alike, in chunks, with prefix hits and a cache with room for about two."""
-    capacity = executor.start(wanted)
-    longest = case.prompt + TOKENS
-    blocks = Blocks(
-        -(-longest // 4) + 2 * -(-longest // 8), capacity.block_size, wanted.prefix_cache
-    )
-    scheduler = Scheduler(
-        blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, stages=capacity.stages
-    )
-    loop = Loop(scheduler, executor, wanted.depth)
-    stem, *tails = (
-        torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-        for seed, count in enumerate([case.prompt - 4, 4, 4, 4, 4])
-    )
-    first = run(loop, [greedy("0", stem + tails[0], TOKENS)])
-    rest = run(loop, [greedy(str(i), stem + tails[i], TOKENS) for i in range(1, 4)])
-    return [ids(news) for news in (first["0"], *rest.values())]
-
-
-def compare(case: Case, way: tuple[int, int], folder: Path, crews: dict[int, Processes]) -> None:
-    make_checkpoint(case, folder)
-    wishes = dict(block_size=4, max_num_batched_tokens=7, max_num_seqs=5, kv_cache_gib=0.01)
-    length = max(case.length, case.prompt + TOKENS)
-    want = tokens(Local(), plan(folder, length, **wishes), case)
-    got = tokens(crews[way[0] * way[1]], plan(folder, length, tp=way[0], pp=way[1], **wishes), case)
-    assert got == want
-
-
-# ALiBi; one key head; parallel blocks; experts; norms behind blocks; learned positions; norms of q and k; none of these
+NUM_TOKENS = 8
+BLOCK_SIZE = 4
 EVERYDAY = {
-    "bloom",
-    "gpt_bigcode-mqa",
-    "falcon-40b",
-    "qwen2_moe",
-    "gemma2",
-    "opt-350m",
-    "olmo2",
-    "cohere-normed",
-    "llama",
+    "bloom",  # ALiBi
+    "gpt_bigcode-mqa",  # one KV head
+    "falcon-40b",  # parallel attention and MLP
+    "qwen2_moe",  # experts
+    "gemma2",  # norms behind the blocks
+    "opt-350m",  # learned positions
+    "olmo2",  # norms of q and k
+    "cohere-normed",  # norms of q and k per head, parallel blocks
+    "llama",  # none of these
 }
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
+
+
+def generate(executor: Executor, plan: EnginePlan, case: ParityCase) -> list[list[int]]:
+    """Complete four prompts with a common prefix.
+
+    The prompts are computed in chunked prefill with prefix hits, and the KV cache has room for
+    about two of them.
+    """
+    max_len = case.prompt + NUM_TOKENS
+    num_blocks = -(-max_len // BLOCK_SIZE) + 2 * -(-max_len // (2 * BLOCK_SIZE))
+    loop, _ = start_engine_loop(executor, plan, num_blocks)
+    prefix = random_tokens(case.prompt - 4, seed=0)
+    prompts = [prefix + random_tokens(4, seed=1 + i) for i in range(4)]
+    requests = [greedy_request(str(i), prompt, NUM_TOKENS) for i, prompt in enumerate(prompts)]
+    outputs = run_requests(loop, requests[:1]) | run_requests(loop, requests[1:])
+    return [output_token_ids(outputs[request.id]) for request in requests]
+
+
+def check_parity(
+    case: ParityCase,
+    tp: int,
+    pp: int,
+    folder: Path,
+    rank_executors: dict[int, MultiprocessExecutor],
+) -> None:
+    make_checkpoint(case, folder)
+    max_len = max(case.length, case.prompt + NUM_TOKENS)
+
+    def plan(tp: int, pp: int) -> EnginePlan:
+        return build_plan(
+            folder,
+            max_len,
+            block_size=BLOCK_SIZE,
+            max_num_batched_tokens=7,
+            max_num_seqs=5,
+            kv_cache_gib=0.01,
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=pp,
+        )
+
+    expected = generate(LocalExecutor(), plan(1, 1), case)
+    assert generate(rank_executors[tp * pp], plan(tp, pp), case) == expected
 
 
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.name in EVERYDAY], ids=lambda case: case.name
 )
-def test_in_both_ways_at_once(case: Case, tmp_path: Path, crews: dict[int, Processes]) -> None:
-    compare(case, (2, 2), tmp_path, crews)
+def test_tensor_and_pipeline_parallel_at_once(
+    case: ParityCase, tmp_path: Path, rank_executors: dict[int, MultiprocessExecutor]
+) -> None:
+    check_parity(case, 2, 2, tmp_path, rank_executors)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"tp{way[0]}-pp{way[1]}")
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_in_all_ways(
-    case: Case, way: tuple[int, int], tmp_path: Path, crews: dict[int, Processes]
+def test_all_layouts(
+    case: ParityCase,
+    tp: int,
+    pp: int,
+    tmp_path: Path,
+    rank_executors: dict[int, MultiprocessExecutor],
 ) -> None:
-    compare(case, way, tmp_path, crews)
+    check_parity(case, tp, pp, tmp_path, rank_executors)

@@ -1,0 +1,1 @@
+"""Comparison with transformers: tiny random models with copied weights."""

@@ -1,6 +1,6 @@
-"""Every family and variant as a tiny random checkpoint, and transformers' answer to it.
+"""Every family and variant as a tiny random checkpoint, and the logits of transformers for it.
 
-A new family adds its lines here. Sizes are such that one checkpoint takes well under a second.
+A new family adds its cases here. Sizes are such that one checkpoint takes well under a second.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ VOCAB = 101
 
 
 @dataclass(frozen=True)
-class Case:
-    """`prompt` and `length` say for what the comparison is fair: how many tokens go in at once, and the longest
-    sequence served. Dynamic rope agrees where a prompt within the original context is decoded beyond it; longrope
-    where the prompt and the length are on the same side of it."""
+class ParityCase:
+    """A model config, and the lengths for which transformers is comparable.
+
+    With dynamic rope, a prompt within the original context is decoded beyond it. With longrope, the
+    prompt and the length are on the same side of the original context.
+    """
 
     name: str
     config: Callable[[], Any]
     attention: str = "eager"  # transformers' implementation to compare with
-    prompt: int = 24
-    length: int = 128
+    prompt: int = 24  # tokens
+    length: int = 128  # max_model_len
 
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -34,9 +36,8 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PLAIN = SIZES | SPECIAL | {"intermediate_size": 48, "max_position_embeddings": 128}
 GROUPED = PLAIN | {"num_key_value_heads": 2}
 WIDE = GROUPED | {"head_dim": 16}
-QUARTER = GROUPED | {
-    "hidden_size": 64
-}  # a quarter of a head must be more than one pair, or its speed means nothing
+# A quarter of a head must be more than one rope pair, or its frequency has no effect.
+QUARTER = GROUPED | {"hidden_size": 64}
 GEMMA = WIDE | {"sliding_window": 5, "query_pre_attn_scalar": 24}
 CAPPED = GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 GEMMA3 = GEMMA | {"num_hidden_layers": 7}
@@ -49,7 +50,7 @@ NEW_FALCON = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}
 FALCON_RW = FALCON | {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
 MPT = {"vocab_size": VOCAB, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128}
 OPT = SIZES | SPECIAL | {"ffn_dim": 48, "max_position_embeddings": 128}
-EYES = {
+VISION = {
     "image_size": 16,
     "patch_size": 8,
     "hidden_size": 16,
@@ -77,7 +78,7 @@ LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0
 PHI3_LONG = GROUPED | {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
 
 
-def case(
+def parity_case(
     name: str,
     config: Any,
     /,
@@ -85,16 +86,16 @@ def case(
     prompt: int = 24,
     length: int = 128,
     **values: Any,
-) -> Case:
-    return Case(name, lambda: config(**values), attention, prompt, length)
+) -> ParityCase:
+    return ParityCase(name, lambda: config(**values), attention, prompt, length)
 
 
 CASES = [
-    case("bloom", tf.BloomConfig, **BLOOM),
-    case("bloom-6-heads", tf.BloomConfig, **BLOOM | {"hidden_size": 48, "n_head": 6}),
-    case("bloom-untied", tf.BloomConfig, **BLOOM, tie_word_embeddings=False),
-    case("gpt_bigcode-mqa", tf.GPTBigCodeConfig, **GPT),
-    case(
+    parity_case("bloom", tf.BloomConfig, **BLOOM),
+    parity_case("bloom-6-heads", tf.BloomConfig, **BLOOM | {"hidden_size": 48, "n_head": 6}),
+    parity_case("bloom-untied", tf.BloomConfig, **BLOOM, tie_word_embeddings=False),
+    parity_case("gpt_bigcode-mqa", tf.GPTBigCodeConfig, **GPT),
+    parity_case(
         "gpt_bigcode-mha",
         tf.GPTBigCodeConfig,
         **GPT,
@@ -102,26 +103,26 @@ CASES = [
         activation_function="gelu",
         n_inner=80,
     ),
-    case("falcon-7b", tf.FalconConfig, **FALCON),
-    case("falcon-40b", tf.FalconConfig, **NEW_FALCON),
-    case(
+    parity_case("falcon-7b", tf.FalconConfig, **FALCON),
+    parity_case("falcon-40b", tf.FalconConfig, **NEW_FALCON),
+    parity_case(
         "falcon-11b", tf.FalconConfig, **NEW_FALCON, num_ln_in_parallel_attn=1, ffn_hidden_size=80
     ),
-    # transformers' eager path adds Falcon's ALiBi twice, in the mask and to the scores; its SDPA path once
-    case("falcon-rw", tf.FalconConfig, attention="sdpa", **FALCON_RW),
-    case("falcon-untied", tf.FalconConfig, **FALCON, bias=True, tie_word_embeddings=False),
-    case("mpt", tf.MptConfig, **MPT),
-    case(
+    # The eager path of transformers adds Falcon's ALiBi twice, the SDPA path once.
+    parity_case("falcon-rw", tf.FalconConfig, attention="sdpa", **FALCON_RW),
+    parity_case("falcon-untied", tf.FalconConfig, **FALCON, bias=True, tie_word_embeddings=False),
+    parity_case("mpt", tf.MptConfig, **MPT),
+    parity_case(
         "mpt-clip-scale", tf.MptConfig, **MPT, attn_config={"clip_qkv": 0.5, "softmax_scale": 0.2}
     ),
-    case(
+    parity_case(
         "mpt-6-heads",
         tf.MptConfig,
         **MPT | {"d_model": 48, "n_heads": 6},
         tie_word_embeddings=False,
     ),
-    case("llama", tf.LlamaConfig, **GROUPED),
-    case(
+    parity_case("llama", tf.LlamaConfig, **GROUPED),
+    parity_case(
         "llama-tied",
         tf.LlamaConfig,
         **WIDE,
@@ -129,34 +130,36 @@ CASES = [
         attention_bias=True,
         mlp_bias=True,
     ),
-    case("llama-linear", tf.LlamaConfig, **GROUPED, **LINEAR),
-    case(
+    parity_case("llama-linear", tf.LlamaConfig, **GROUPED, **LINEAR),
+    parity_case(
         "llama-dynamic",
         tf.LlamaConfig,
         prompt=48,
         **GROUPED | {"max_position_embeddings": 64},
         **DYNAMIC,
     ),
-    case("llama-llama3", tf.LlamaConfig, **WIDE, **rope("llama3", 500.0, **LLAMA3)),
-    case("llama-yarn", tf.LlamaConfig, **WIDE, **rope("yarn", 500.0, **YARN)),
-    case(
+    parity_case("llama-llama3", tf.LlamaConfig, **WIDE, **rope("llama3", 500.0, **LLAMA3)),
+    parity_case("llama-yarn", tf.LlamaConfig, **WIDE, **rope("yarn", 500.0, **YARN)),
+    parity_case(
         "llama-yarn-scaled",
         tf.LlamaConfig,
         **WIDE,
         **rope("yarn", 500.0, **YARN, mscale=1.2, mscale_all_dim=0.7),
     ),
-    case(
+    parity_case(
         "llama-yarn-exact",
         tf.LlamaConfig,
         **WIDE,
         **rope("yarn", 500.0, **YARN, truncate=False, beta_fast=8.0),
     ),
-    case("mistral", tf.MistralConfig, **GROUPED, sliding_window=5),
-    case("mistral-wide", tf.MistralConfig, **WIDE, sliding_window=None, tie_word_embeddings=True),
-    case("mixtral", tf.MixtralConfig, **GROUPED, num_local_experts=4),
-    case("mixtral-window", tf.MixtralConfig, **WIDE, num_local_experts=4, sliding_window=5),
-    case("qwen2", tf.Qwen2Config, **GROUPED),
-    case(
+    parity_case("mistral", tf.MistralConfig, **GROUPED, sliding_window=5),
+    parity_case(
+        "mistral-wide", tf.MistralConfig, **WIDE, sliding_window=None, tie_word_embeddings=True
+    ),
+    parity_case("mixtral", tf.MixtralConfig, **GROUPED, num_local_experts=4),
+    parity_case("mixtral-window", tf.MixtralConfig, **WIDE, num_local_experts=4, sliding_window=5),
+    parity_case("qwen2", tf.Qwen2Config, **GROUPED),
+    parity_case(
         "qwen2-window",
         tf.Qwen2Config,
         **GROUPED,
@@ -164,7 +167,7 @@ CASES = [
         sliding_window=5,
         max_window_layers=1,
     ),
-    case(
+    parity_case(
         "qwen2-layer-types",
         tf.Qwen2Config,
         **GROUPED,
@@ -173,8 +176,8 @@ CASES = [
         layer_types=[SLIDING, FULL, SLIDING],
         tie_word_embeddings=True,
     ),
-    case("qwen2_moe", tf.Qwen2MoeConfig, **GROUPED, **SHARED),
-    case(
+    parity_case("qwen2_moe", tf.Qwen2MoeConfig, **GROUPED, **SHARED),
+    parity_case(
         "qwen2_moe-mixed",
         tf.Qwen2MoeConfig,
         **GROUPED,
@@ -182,7 +185,7 @@ CASES = [
         norm_topk_prob=True,
         decoder_sparse_step=2,
     ),
-    case(
+    parity_case(
         "qwen2_moe-window",
         tf.Qwen2MoeConfig,
         **GROUPED,
@@ -192,8 +195,8 @@ CASES = [
         qkv_bias=False,
         mlp_only_layers=[1],
     ),
-    case("qwen3", tf.Qwen3Config, **WIDE),
-    case(
+    parity_case("qwen3", tf.Qwen3Config, **WIDE),
+    parity_case(
         "qwen3-window",
         tf.Qwen3Config,
         **WIDE,
@@ -203,8 +206,8 @@ CASES = [
         max_window_layers=1,
         tie_word_embeddings=True,
     ),
-    case("qwen3_moe", tf.Qwen3MoeConfig, **WIDE, **SPARSE, norm_topk_prob=True),
-    case(
+    parity_case("qwen3_moe", tf.Qwen3MoeConfig, **WIDE, **SPARSE, norm_topk_prob=True),
+    parity_case(
         "qwen3_moe-mixed",
         tf.Qwen3MoeConfig,
         **GROUPED,
@@ -213,7 +216,7 @@ CASES = [
         use_sliding_window=True,
         sliding_window=5,
     ),
-    case(
+    parity_case(
         "qwen3_moe-dense-first",
         tf.Qwen3MoeConfig,
         **GROUPED,
@@ -221,17 +224,17 @@ CASES = [
         mlp_only_layers=[0],
         attention_bias=True,
     ),
-    case("gemma", tf.GemmaConfig, **WIDE),
-    case("gemma2", tf.Gemma2Config, **CAPPED),
-    case(
+    parity_case("gemma", tf.GemmaConfig, **WIDE),
+    parity_case("gemma2", tf.Gemma2Config, **CAPPED),
+    parity_case(
         "gemma2-uncapped",
         tf.Gemma2Config,
         **GEMMA,
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
     ),
-    case("gemma3_text", tf.Gemma3TextConfig, **GEMMA3),
-    case(
+    parity_case("gemma3_text", tf.Gemma3TextConfig, **GEMMA3),
+    parity_case(
         "gemma3_text-linear",
         tf.Gemma3TextConfig,
         **GEMMA3,
@@ -240,11 +243,14 @@ CASES = [
             FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
         },
     ),
-    case(
-        "gemma3", tf.Gemma3Config, text_config=GEMMA3, vision_config=EYES | {"num_hidden_layers": 1}
+    parity_case(
+        "gemma3",
+        tf.Gemma3Config,
+        text_config=GEMMA3,
+        vision_config=VISION | {"num_hidden_layers": 1},
     ),
-    case("gpt2", tf.GPT2Config, **GPT),
-    case(
+    parity_case("gpt2", tf.GPT2Config, **GPT),
+    parity_case(
         "gpt2-scaled",
         tf.GPT2Config,
         **GPT,
@@ -252,11 +258,11 @@ CASES = [
         scale_attn_by_inverse_layer_idx=True,
         scale_attn_weights=False,
     ),
-    case(
+    parity_case(
         "gpt2-upcast", tf.GPT2Config, **GPT, reorder_and_upcast_attn=True, tie_word_embeddings=False
     ),
-    case("gpt_neox", tf.GPTNeoXConfig, **PLAIN | {"hidden_size": 64}),
-    case(
+    parity_case("gpt_neox", tf.GPTNeoXConfig, **PLAIN | {"hidden_size": 64}),
+    parity_case(
         "gpt_neox-sequential",
         tf.GPTNeoXConfig,
         **PLAIN,
@@ -264,7 +270,7 @@ CASES = [
         use_parallel_residual=False,
         tie_word_embeddings=True,
     ),
-    case(
+    parity_case(
         "gpt_neox-half",
         tf.GPTNeoXConfig,
         **PLAIN,
@@ -272,27 +278,39 @@ CASES = [
         rotary_emb_base=100,
         attention_bias=False,
     ),
-    case("gptj", tf.GPTJConfig, **GPT, rotary_dim=4),
-    case("gptj-inner", tf.GPTJConfig, **GPT, rotary_dim=8, n_inner=80),
-    case("opt", tf.OPTConfig, **OPT),
-    case("opt-350m", tf.OPTConfig, **OPT, do_layer_norm_before=False, word_embed_proj_dim=16),
-    case("opt-projected", tf.OPTConfig, **OPT, word_embed_proj_dim=16, tie_word_embeddings=False),
-    case(
+    parity_case("gptj", tf.GPTJConfig, **GPT, rotary_dim=4),
+    parity_case("gptj-inner", tf.GPTJConfig, **GPT, rotary_dim=8, n_inner=80),
+    parity_case("opt", tf.OPTConfig, **OPT),
+    parity_case(
+        "opt-350m", tf.OPTConfig, **OPT, do_layer_norm_before=False, word_embed_proj_dim=16
+    ),
+    parity_case(
+        "opt-projected", tf.OPTConfig, **OPT, word_embed_proj_dim=16, tie_word_embeddings=False
+    ),
+    parity_case(
         "opt-no-final-norm",
         tf.OPTConfig,
         **OPT,
         _remove_final_layer_norm=True,
         layer_norm_elementwise_affine=False,
     ),
-    case("galactica", tf.OPTConfig, **OPT, enable_bias=False, activation_function="gelu"),
-    case("phi", tf.PhiConfig, **PLAIN),
-    case("phi-normed", tf.PhiConfig, **QUARTER, qk_layernorm=True, partial_rotary_factor=0.25),
-    case("phi3", tf.Phi3Config, **GROUPED),
-    case("phi3-window", tf.Phi3Config, **GROUPED, sliding_window=5, partial_rotary_factor=0.5),
-    case("phi3-longrope-short", tf.Phi3Config, length=64, **PHI3_LONG, **rope("longrope", **LONG)),
-    case("phi3-longrope-long", tf.Phi3Config, prompt=72, **PHI3_LONG, **rope("longrope", **LONG)),
-    case("cohere", tf.CohereConfig, **GROUPED),
-    case(
+    parity_case("galactica", tf.OPTConfig, **OPT, enable_bias=False, activation_function="gelu"),
+    parity_case("phi", tf.PhiConfig, **PLAIN),
+    parity_case(
+        "phi-normed", tf.PhiConfig, **QUARTER, qk_layernorm=True, partial_rotary_factor=0.25
+    ),
+    parity_case("phi3", tf.Phi3Config, **GROUPED),
+    parity_case(
+        "phi3-window", tf.Phi3Config, **GROUPED, sliding_window=5, partial_rotary_factor=0.5
+    ),
+    parity_case(
+        "phi3-longrope-short", tf.Phi3Config, length=64, **PHI3_LONG, **rope("longrope", **LONG)
+    ),
+    parity_case(
+        "phi3-longrope-long", tf.Phi3Config, prompt=72, **PHI3_LONG, **rope("longrope", **LONG)
+    ),
+    parity_case("cohere", tf.CohereConfig, **GROUPED),
+    parity_case(
         "cohere-normed",
         tf.CohereConfig,
         **GROUPED,
@@ -300,9 +318,11 @@ CASES = [
         attention_bias=True,
         tie_word_embeddings=False,
     ),
-    case("cohere2", tf.Cohere2Config, **GROUPED | {"num_hidden_layers": 5}, sliding_window=5),
-    case("starcoder2", tf.Starcoder2Config, **GROUPED),
-    case(
+    parity_case(
+        "cohere2", tf.Cohere2Config, **GROUPED | {"num_hidden_layers": 5}, sliding_window=5
+    ),
+    parity_case("starcoder2", tf.Starcoder2Config, **GROUPED),
+    parity_case(
         "starcoder2-window",
         tf.Starcoder2Config,
         **GROUPED,
@@ -310,23 +330,23 @@ CASES = [
         use_bias=False,
         tie_word_embeddings=False,
     ),
-    case("stablelm", tf.StableLmConfig, **QUARTER),
-    case(
+    parity_case("stablelm", tf.StableLmConfig, **QUARTER),
+    parity_case(
         "stablelm-parallel",
         tf.StableLmConfig,
         **QUARTER,
         use_parallel_residual=True,
         use_qkv_bias=True,
     ),
-    case(
+    parity_case(
         "stablelm-normed",
         tf.StableLmConfig,
         **GROUPED,
         qk_layernorm=True,
         partial_rotary_factor=0.5,
     ),
-    case("granite", tf.GraniteConfig, **GROUPED),
-    case(
+    parity_case("granite", tf.GraniteConfig, **GROUPED),
+    parity_case(
         "granite-multiplied",
         tf.GraniteConfig,
         **GROUPED,
@@ -338,10 +358,12 @@ CASES = [
         attention_bias=True,
         mlp_bias=True,
     ),
-    case("olmo2", tf.Olmo2Config, **GROUPED),
-    case("olmo2-biased", tf.Olmo2Config, **GROUPED, attention_bias=True, tie_word_embeddings=True),
-    case("smollm3", tf.SmolLM3Config, **GROUPED | {"num_hidden_layers": 5}),
-    case(
+    parity_case("olmo2", tf.Olmo2Config, **GROUPED),
+    parity_case(
+        "olmo2-biased", tf.Olmo2Config, **GROUPED, attention_bias=True, tie_word_embeddings=True
+    ),
+    parity_case("smollm3", tf.SmolLM3Config, **GROUPED | {"num_hidden_layers": 5}),
+    parity_case(
         "smollm3-window",
         tf.SmolLM3Config,
         **GROUPED,
@@ -368,11 +390,10 @@ WIDTHS = (
 )
 
 
-def widened(config: Any, times: int) -> Any:
-    """The same mechanisms in a wider model."""
-    widths = {
-        name: getattr(config, name, None) for name in WIDTHS
-    }  # some are two names of one number
+def widen_config(config: Any, times: int) -> Any:
+    """The same model, `times` as wide."""
+    # Read all before writing: some names are aliases of one value.
+    widths = {name: getattr(config, name, None) for name in WIDTHS}
     for name, width in widths.items():
         if isinstance(width, int) and not isinstance(getattr(type(config), name, None), property):
             setattr(config, name, times * width)
@@ -386,17 +407,17 @@ def widened(config: Any, times: int) -> Any:
     return config
 
 
-def make_checkpoint(case: Case, folder: Path, times: int = 1) -> Any:
-    """The case's model with seeded random weights, saved as safetensors and ready to answer; `times` as wide."""
+def make_checkpoint(case: ParityCase, folder: Path, times: int = 1) -> Any:
+    """Save the case's model, `times` as wide, with seeded random weights; returns the model."""
     generator = torch.Generator().manual_seed(0)
-    config = widened(case.config(), times) if times > 1 else case.config()
+    config = widen_config(case.config(), times) if times > 1 else case.config()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = tf.AutoModelForCausalLM.from_config(
             config, attn_implementation=case.attention
         ).eval()
     with torch.no_grad():
-        for weight in model.parameters():  # so that no norm is all ones and no bias zero
+        for weight in model.parameters():  # no norm is all ones and no bias zero
             weight.add_(0.2 / times**0.5 * torch.randn(weight.shape, generator=generator))
     model.save_pretrained(folder)
     return model
@@ -404,11 +425,11 @@ def make_checkpoint(case: Case, folder: Path, times: int = 1) -> Any:
 
 @torch.no_grad()
 def reference_logits(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Logits of every position of tokens [1, n], as served: the prompt at once, the rest one by one over a cache."""
-    answer = model(tokens[:, :prompt], use_cache=True)
-    logits = [answer.logits]
-    cache = answer.past_key_values
+    """The logits of tokens [1, n]: the prompt in one pass, then token by token."""
+    output = model(tokens[:, :prompt], use_cache=True)
+    logits = [output.logits]
+    cache = output.past_key_values
     for position in range(prompt, tokens.shape[1]):
-        answer = model(tokens[:, position : position + 1], past_key_values=cache, use_cache=True)
-        logits.append(answer.logits)
+        output = model(tokens[:, position : position + 1], past_key_values=cache, use_cache=True)
+        logits.append(output.logits)
     return torch.cat(logits, 1)[0]

@@ -1,7 +1,8 @@
 """A transformers model written as GGUF, the way llama.cpp's converter writes it.
 
-Names come from the gguf package's own tables; which metadata the converter states, and what it does to a tensor beyond
-renaming it, is spelled out here, one architecture a line. Knows nothing of how Bloomery reads the result.
+Tensor names come from the tables of the gguf package. This module defines which metadata the
+converter writes for each architecture, and how it changes a tensor beyond renaming it. It knows
+nothing of how Bloomery reads the result.
 """
 
 from __future__ import annotations
@@ -17,25 +18,28 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-Tensors = Iterator[tuple[str, torch.Tensor]]  # by the original's names
-Change = Callable[[Any, str, torch.Tensor], Tensors]  # of one tensor, given the config
+NamedTensors = Iterator[tuple[str, torch.Tensor]]  # by the original's names
+TensorChange = Callable[[Any, str, torch.Tensor], NamedTensors]  # of one tensor, given the config
 
 
-def write(
+def write_gguf(
     model: Any, path: Path, kind: Kind = Kind.F32, extra: dict[str, Any] | None = None
 ) -> None:
-    """Matrices in `kind` where their rows fill its blocks, everything else in float32. `extra` metadata wins."""
+    """Write matrices whose rows fill blocks of `kind` in that type, all others in float32.
+
+    `extra` metadata overrides the converter's.
+    """
     c = model.config
     arch = ARCHITECTURES[c.model_type]
     writer = gguf.GGUFWriter(path, arch.name)
-    for key, value in (common(c) | arch.metadata(c) | (extra or {})).items():
-        put(writer, f"{arch.name}.{key}", value)
+    for key, value in (common_metadata(c) | arch.metadata(c) | (extra or {})).items():
+        add_metadata(writer, f"{arch.name}.{key}", value)
     writer.add_token_list([f"token {i}" for i in range(c.vocab_size)])
     for id, role in enumerate(("padding", "bos", "eos")):
         writer.add_uint32(f"tokenizer.ggml.{role}_token_id", id)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch.name)
     names = gguf.get_tensor_name_map(number, c.num_hidden_layers)
-    for name, tensor in tensors(model, arch):
+    for name, tensor in convert_tensors(model, arch):
         stem, _, suffix = name.rpartition(".")
         target = f"{stem if stem.startswith('rope_') else names.mapping[stem][1]}.{suffix}"
         data = tensor.detach().float().contiguous().numpy()
@@ -45,7 +49,7 @@ def write(
             and data.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
             and "norm" not in target
         ):
-            writer.add_tensor(target, blocks(data, kind), raw_dtype=kind)
+            writer.add_tensor(target, quantize_blocks(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(target, data.astype(np.float32))
     writer.write_header_to_file()
@@ -54,8 +58,8 @@ def write(
     writer.close()
 
 
-# Of the types that the package cannot make: where a block keeps its scale, and, if it has one, its offset's; and how
-# much larger that must be for values to lie around zero.
+# Types that the package cannot quantize to: the bytes of a block's scale and of its offset's scale,
+# and the ratio of the two that centres the values around zero.
 SCALES = {
     Kind.Q2_K: (80, 82, 1.5),
     Kind.Q3_K: (108, None, 0),
@@ -67,24 +71,24 @@ SCALES = {
 }
 
 
-def blocks(data: np.ndarray, kind: Kind) -> np.ndarray:
-    """As the package rounds them; where it cannot, any bits with sane scales in place of what the data was."""
+def quantize_blocks(data: np.ndarray, kind: Kind) -> np.ndarray:
+    """Quantize with the package; where it cannot, return random bits with plausible scales."""
     if kind not in SCALES:
         return gguf.quants.quantize(data, kind)
     values, size = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(data.view(np.uint32).ravel()[:4])
-    made = random.integers(0, 256, (data.size // values, size), dtype=np.uint8)
+    blocks = random.integers(0, 256, (data.size // values, size), dtype=np.uint8)
     scale, offset, ratio = SCALES[kind]
-    each = random.uniform(1e-3, 2e-3, (len(made), 1))
-    if kind.name.startswith("IQ4"):  # whose levels do not lie around zero
-        each *= random.choice([-1, 1], each.shape)
-    made[:, scale : scale + 2] = each.astype(np.float16).view(np.uint8)
+    scales = random.uniform(1e-3, 2e-3, (len(blocks), 1))
+    if kind.name.startswith("IQ4"):  # their levels are not centred around zero
+        scales *= random.choice([-1, 1], scales.shape)
+    blocks[:, scale : scale + 2] = scales.astype(np.float16).view(np.uint8)
     if offset is not None:
-        made[:, offset : offset + 2] = (ratio * each).astype(np.float16).view(np.uint8)
-    return made.reshape(*data.shape[:-1], -1)
+        blocks[:, offset : offset + 2] = (ratio * scales).astype(np.float16).view(np.uint8)
+    return blocks.reshape(*data.shape[:-1], -1)
 
 
-def put(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_metadata(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if value is None:
         return
     by_type = {
@@ -96,10 +100,10 @@ def put(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     by_type.get(type(value), writer.add_array)(key, value)
 
 
-# ---- metadata --------------------------------------------------------------------------------------
+# ---- metadata ------------------------------------------------------------------------------------
 
 
-def common(c: Any) -> dict[str, Any]:
+def common_metadata(c: Any) -> dict[str, Any]:
     hidden = c.hidden_size
     return {
         "block_count": c.num_hidden_layers,
@@ -113,19 +117,19 @@ def common(c: Any) -> dict[str, Any]:
     }
 
 
-def rms(c: Any) -> dict[str, Any]:
-    """What most of Llama's descendants state."""
+def rms_norm_metadata(c: Any) -> dict[str, Any]:
+    """The metadata of most models that descend from Llama."""
     head = getattr(c, "head_dim", None)
     return {
         "attention.head_count_kv": c.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": c.rms_norm_eps,
         "attention.key_length": head,
         "attention.value_length": head,
-        **scaling(c.rope_parameters),
+        **rope_metadata(c.rope_parameters),
     }
 
 
-def scaling(rope: dict[str, Any]) -> dict[str, Any]:
+def rope_metadata(rope: dict[str, Any]) -> dict[str, Any]:
     rope = rope.get("full_attention", rope)
     stated: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"])}
     if rope["rope_type"] in ("linear", "yarn"):
@@ -143,19 +147,19 @@ def scaling(rope: dict[str, Any]) -> dict[str, Any]:
     return stated
 
 
-def llama(c: Any) -> dict[str, Any]:
+def llama_metadata(c: Any) -> dict[str, Any]:
     experts = getattr(c, "num_local_experts", None)
     used = c.num_experts_per_tok if experts else None
     dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return rms(c) | {
+    return rms_norm_metadata(c) | {
         "rope.dimension_count": dim,
         "expert_count": experts,
         "expert_used_count": used,
     }
 
 
-def sparse(c: Any) -> dict[str, Any]:
-    return rms(c) | {
+def moe_metadata(c: Any) -> dict[str, Any]:
+    return rms_norm_metadata(c) | {
         "expert_count": c.num_experts,
         "expert_used_count": c.num_experts_per_tok,
         "expert_feed_forward_length": c.moe_intermediate_size,
@@ -163,23 +167,23 @@ def sparse(c: Any) -> dict[str, Any]:
     }
 
 
-def gemma2(c: Any) -> dict[str, Any]:
-    return rms(c) | {
+def gemma2_metadata(c: Any) -> dict[str, Any]:
+    return rms_norm_metadata(c) | {
         "attn_logit_softcapping": c.attn_logit_softcapping,
         "final_logit_softcapping": c.final_logit_softcapping,
         "attention.sliding_window": c.sliding_window,
     }
 
 
-def gemma3(c: Any) -> dict[str, Any]:
+def gemma3_metadata(c: Any) -> dict[str, Any]:
     local = c.rope_parameters["sliding_attention"]["rope_theta"]
-    return rms(c) | {
+    return rms_norm_metadata(c) | {
         "attention.sliding_window": c.sliding_window,
         "rope.freq_base_swa": float(local),
     }
 
 
-def phi3(c: Any) -> dict[str, Any]:
+def phi3_metadata(c: Any) -> dict[str, Any]:
     rope = c.rope_parameters
     width = c.hidden_size // c.num_attention_heads
     original = rope.get("original_max_position_embeddings") or c.original_max_position_embeddings
@@ -198,45 +202,45 @@ def phi3(c: Any) -> dict[str, Any]:
     }
 
 
-def layer_norm(c: Any) -> dict[str, Any]:
-    words = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+def layer_norm_metadata(c: Any) -> dict[str, Any]:
+    names = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
     return {
-        "attention.layer_norm_epsilon": next(getattr(c, word) for word in words if hasattr(c, word))
+        "attention.layer_norm_epsilon": next(getattr(c, name) for name in names if hasattr(c, name))
     }
 
 
-def partial(c: Any, default: float = 1.0) -> dict[str, Any]:
+def partial_rope_metadata(c: Any, default: float = 1.0) -> dict[str, Any]:
     fraction = c.rope_parameters.get("partial_rotary_factor", default)
-    return layer_norm(c) | {
+    return layer_norm_metadata(c) | {
         "rope.dimension_count": int(fraction * (c.hidden_size // c.num_attention_heads))
     }
 
 
-def starcoder(c: Any) -> dict[str, Any]:
-    return layer_norm(c) | {"attention.head_count_kv": 1}
+def starcoder_metadata(c: Any) -> dict[str, Any]:
+    return layer_norm_metadata(c) | {"attention.head_count_kv": 1}
 
 
-def starcoder2(c: Any) -> dict[str, Any]:
-    return layer_norm(c) | {
+def starcoder2_metadata(c: Any) -> dict[str, Any]:
+    return layer_norm_metadata(c) | {
         "attention.head_count_kv": c.num_key_value_heads,
-        **scaling(c.rope_parameters),
+        **rope_metadata(c.rope_parameters),
     }
 
 
-def bloom(c: Any) -> dict[str, Any]:
-    return layer_norm(c) | {"attention.head_count_kv": c.num_attention_heads}
+def bloom_metadata(c: Any) -> dict[str, Any]:
+    return layer_norm_metadata(c) | {"attention.head_count_kv": c.num_attention_heads}
 
 
-def falcon(c: Any) -> dict[str, Any]:
+def falcon_metadata(c: Any) -> dict[str, Any]:
     heads = c.num_kv_heads if c.new_decoder_architecture else 1
-    return layer_norm(c) | {
+    return layer_norm_metadata(c) | {
         "attention.head_count_kv": heads,
         "tensor_data_layout": "jploski",
         "context_length": 2048,
     }
 
 
-def mpt(c: Any) -> dict[str, Any]:
+def mpt_metadata(c: Any) -> dict[str, Any]:
     a = c.attn_config
     clip = None if a.clip_qkv is None else float(a.clip_qkv)
     bias = float(a.alibi_bias_max if a.alibi else 0)
@@ -248,37 +252,37 @@ def mpt(c: Any) -> dict[str, Any]:
     }
 
 
-def gptneox(c: Any) -> dict[str, Any]:
-    return partial(c, 0.25) | {"use_parallel_residual": c.use_parallel_residual}
+def gptneox_metadata(c: Any) -> dict[str, Any]:
+    return partial_rope_metadata(c, 0.25) | {"use_parallel_residual": c.use_parallel_residual}
 
 
-def stablelm(c: Any) -> dict[str, Any]:
+def stablelm_metadata(c: Any) -> dict[str, Any]:
     kv = {
         "attention.head_count_kv": c.num_key_value_heads,
         "use_parallel_residual": c.use_parallel_residual,
     }
-    return partial(c, 0.25) | kv
+    return partial_rope_metadata(c, 0.25) | kv
 
 
-def phi2(c: Any) -> dict[str, Any]:
-    return partial(c, 0.5) | {"attention.head_count_kv": c.num_attention_heads}
+def phi2_metadata(c: Any) -> dict[str, Any]:
+    return partial_rope_metadata(c, 0.5) | {"attention.head_count_kv": c.num_attention_heads}
 
 
-def command_r(c: Any) -> dict[str, Any]:
+def command_r_metadata(c: Any) -> dict[str, Any]:
     stated = {
         "attention.head_count_kv": c.num_key_value_heads,
         "logit_scale": c.logit_scale,
-        **scaling(c.rope_parameters),
+        **rope_metadata(c.rope_parameters),
     }
-    return layer_norm(c) | stated | {"rope.scaling.type": "none"}
+    return layer_norm_metadata(c) | stated | {"rope.scaling.type": "none"}
 
 
-def cohere2(c: Any) -> dict[str, Any]:
-    return command_r(c) | {"attention.sliding_window": c.sliding_window}
+def cohere2_metadata(c: Any) -> dict[str, Any]:
+    return command_r_metadata(c) | {"attention.sliding_window": c.sliding_window}
 
 
-def granite(c: Any) -> dict[str, Any]:
-    return llama(c) | {
+def granite_metadata(c: Any) -> dict[str, Any]:
+    return llama_metadata(c) | {
         "attention.scale": c.attention_multiplier,
         "embedding_scale": c.embedding_multiplier,
         "residual_scale": c.residual_multiplier,
@@ -286,57 +290,55 @@ def granite(c: Any) -> dict[str, Any]:
     }
 
 
-# ---- tensors ---------------------------------------------------------------------------------------
+# ---- tensors -------------------------------------------------------------------------------------
 
 
-def tensors(model: Any, arch: Architecture) -> Tensors:
-    if arch.divisors is not None:
-        yield from arch.divisors(model.config)
+def convert_tensors(model: Any, arch: GgufArchitecture) -> NamedTensors:
+    if arch.rope_factors is not None:
+        yield from arch.rope_factors(model.config)
     tied = model.config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
         if not (tied and name in ("lm_head.weight", "embed_out.weight")):
             yield from arch.change(model.config, name, tensor)
 
 
-def same(c: Any, name: str, tensor: torch.Tensor) -> Tensors:
+def keep_tensor(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
     yield name, tensor
 
 
-def permuted(c: Any, name: str, tensor: torch.Tensor) -> Tensors:
-    """Llama's q and k: within a head, row i of the first half and row i of the second become neighbours."""
+def permute_qk(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
+    """q and k of Llama: row i of the first and of the second half of a head become neighbours."""
     if ".experts." in name:
-        yield from stacked(c, name, tensor)
+        yield from stack_experts(c, name, tensor)
         return
-    heads = (
-        c.num_attention_heads
-        if "q_proj" in name
-        else c.num_key_value_heads
-        if "k_proj" in name
-        else 0
-    )
+    heads = 0
+    if "q_proj" in name:
+        heads = c.num_attention_heads
+    elif "k_proj" in name:
+        heads = c.num_key_value_heads
     if heads:
         tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     yield name, tensor
 
 
-def stacked(c: Any, name: str, tensor: torch.Tensor) -> Tensors:
-    """Experts are one [expert, out, in] tensor a projection; gate and up apart."""
+def stack_experts(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
+    """Experts are one [expert, out, in] tensor for each projection, with gate and up separate."""
     stem = name.removesuffix(".gate_up_proj")
     if stem != name:
         gate, up = tensor.chunk(2, 1)
         yield f"{stem}.gate_proj.weight", gate
         yield f"{stem}.up_proj.weight", up
     else:
-        # llama.cpp's quantiser drops the outer dimension of the one row that gates a shared expert
+        # llama.cpp drops the outer dimension of the one row that gates a shared expert.
         tensor = tensor[0] if name.endswith("shared_expert_gate.weight") else tensor
         yield f"{name}.weight" if name.endswith(".experts.down_proj") else name, tensor
 
 
-def one_added(c: Any, name: str, tensor: torch.Tensor) -> Tensors:
+def add_one_to_norms(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
     yield name, tensor + 1 if name.endswith("norm.weight") else tensor
 
 
-def ungrouped(c: Any, name: str, tensor: torch.Tensor) -> Tensors:
+def ungroup_qkv(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
     """[kv head][its q heads, k, v][dim] becomes all q, all k, all v."""
     if "query_key_value" in name:
         dim = c.hidden_size // c.num_attention_heads
@@ -347,37 +349,37 @@ def ungrouped(c: Any, name: str, tensor: torch.Tensor) -> Tensors:
     yield name, tensor
 
 
-def bloom_tensors(c: Any, name: str, tensor: torch.Tensor) -> Tensors:
-    yield from ungrouped(c, name.removeprefix("transformer."), tensor)
+def rename_bloom_tensors(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
+    yield from ungroup_qkv(c, name.removeprefix("transformer."), tensor)
 
 
-def transposed(c: Any, name: str, tensor: torch.Tensor) -> Tensors:
+def transpose_linears(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
     yield (
         name,
         tensor.T if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else tensor,
     )
 
 
-class NormsTogether:
-    """StableLM's norms of each head: one [heads, dim] matrix of them all."""
+class StackHeadNorms:
+    """Stacks the norms of StableLM's heads into one [heads, dim] matrix."""
 
     def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
+        self.head_norms: list[torch.Tensor] = []
 
-    def __call__(self, c: Any, name: str, tensor: torch.Tensor) -> Tensors:
+    def __call__(self, c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
         if ".norms." not in name:
             yield name, tensor
             return
-        self.seen.append(tensor)
+        self.head_norms.append(tensor)
         stem = name.split(".norms.")[0]
-        if len(self.seen) == (
+        if len(self.head_norms) == (
             c.num_attention_heads if "q_layernorm" in stem else c.num_key_value_heads
         ):
-            yield f"{stem}.weight", torch.stack(self.seen)
-            self.seen.clear()
+            yield f"{stem}.weight", torch.stack(self.head_norms)
+            self.head_norms.clear()
 
 
-def llama3_divisors(c: Any) -> Tensors:
+def llama3_rope_factors(c: Any) -> NamedTensors:
     rope = c.rope_parameters
     if rope["rope_type"] != "llama3":
         return
@@ -385,54 +387,53 @@ def llama3_divisors(c: Any) -> Tensors:
     low = rope["low_freq_factor"]
     high = rope["high_freq_factor"]
     length = rope["original_max_position_embeddings"]
-    divisors = []
+    factors = []
     for i in range(0, dim, 2):
-        waves = length / (
-            2 * math.pi * rope["rope_theta"] ** (i / dim)
-        )  # turns within the original context
-        smooth = min(max((waves - low) / (high - low), 0.0), 1.0)
-        divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    yield "rope_freqs.weight", torch.tensor(divisors)
+        # rotations within the original context
+        rotations = length / (2 * math.pi * rope["rope_theta"] ** (i / dim))
+        smooth = min(max((rotations - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    yield "rope_freqs.weight", torch.tensor(factors)
 
 
-def longrope_divisors(c: Any) -> Tensors:
+def longrope_factors(c: Any) -> NamedTensors:
     for kind in ("long", "short"):
         if c.rope_parameters.get(f"{kind}_factor"):
             yield f"rope_factors_{kind}.weight", torch.tensor(c.rope_parameters[f"{kind}_factor"])
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GgufArchitecture:
     name: str
     metadata: Callable[[Any], dict[str, Any]]
-    change: Change = same
-    divisors: Callable[[Any], Tensors] | None = None
+    change: TensorChange = keep_tensor
+    rope_factors: Callable[[Any], NamedTensors] | None = None
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", llama, permuted, llama3_divisors),
-    "mistral": Architecture("llama", llama, permuted),
-    "mixtral": Architecture("llama", llama, permuted),
-    "qwen2": Architecture("qwen2", rms),
-    "qwen2_moe": Architecture("qwen2moe", sparse, stacked),
-    "qwen3": Architecture("qwen3", rms),
-    "qwen3_moe": Architecture("qwen3moe", sparse, stacked),
-    "gemma": Architecture("gemma", rms, one_added),
-    "gemma2": Architecture("gemma2", gemma2, one_added),
-    "gemma3_text": Architecture("gemma3", gemma3, one_added),
-    "phi": Architecture("phi2", phi2),
-    "phi3": Architecture("phi3", phi3, divisors=longrope_divisors),
-    "gpt_bigcode": Architecture("starcoder", starcoder),
-    "starcoder2": Architecture("starcoder2", starcoder2),
-    "bloom": Architecture("bloom", bloom, bloom_tensors),
-    "falcon": Architecture("falcon", falcon, ungrouped),
-    "mpt": Architecture("mpt", mpt),
-    "gpt2": Architecture("gpt2", layer_norm, transposed),
-    "gpt_neox": Architecture("gptneox", gptneox, ungrouped),
-    "stablelm": Architecture("stablelm", stablelm, NormsTogether()),
-    "cohere": Architecture("command-r", command_r),
-    "cohere2": Architecture("cohere2", cohere2),
-    "granite": Architecture("granite", granite, permuted),
-    "olmo2": Architecture("olmo2", rms),
-    "smollm3": Architecture("smollm3", llama, permuted),
+    "llama": GgufArchitecture("llama", llama_metadata, permute_qk, llama3_rope_factors),
+    "mistral": GgufArchitecture("llama", llama_metadata, permute_qk),
+    "mixtral": GgufArchitecture("llama", llama_metadata, permute_qk),
+    "qwen2": GgufArchitecture("qwen2", rms_norm_metadata),
+    "qwen2_moe": GgufArchitecture("qwen2moe", moe_metadata, stack_experts),
+    "qwen3": GgufArchitecture("qwen3", rms_norm_metadata),
+    "qwen3_moe": GgufArchitecture("qwen3moe", moe_metadata, stack_experts),
+    "gemma": GgufArchitecture("gemma", rms_norm_metadata, add_one_to_norms),
+    "gemma2": GgufArchitecture("gemma2", gemma2_metadata, add_one_to_norms),
+    "gemma3_text": GgufArchitecture("gemma3", gemma3_metadata, add_one_to_norms),
+    "phi": GgufArchitecture("phi2", phi2_metadata),
+    "phi3": GgufArchitecture("phi3", phi3_metadata, rope_factors=longrope_factors),
+    "gpt_bigcode": GgufArchitecture("starcoder", starcoder_metadata),
+    "starcoder2": GgufArchitecture("starcoder2", starcoder2_metadata),
+    "bloom": GgufArchitecture("bloom", bloom_metadata, rename_bloom_tensors),
+    "falcon": GgufArchitecture("falcon", falcon_metadata, ungroup_qkv),
+    "mpt": GgufArchitecture("mpt", mpt_metadata),
+    "gpt2": GgufArchitecture("gpt2", layer_norm_metadata, transpose_linears),
+    "gpt_neox": GgufArchitecture("gptneox", gptneox_metadata, ungroup_qkv),
+    "stablelm": GgufArchitecture("stablelm", stablelm_metadata, StackHeadNorms()),
+    "cohere": GgufArchitecture("command-r", command_r_metadata),
+    "cohere2": GgufArchitecture("cohere2", cohere2_metadata),
+    "granite": GgufArchitecture("granite", granite_metadata, permute_qk),
+    "olmo2": GgufArchitecture("olmo2", rms_norm_metadata),
+    "smollm3": GgufArchitecture("smollm3", llama_metadata, permute_qk),
 }

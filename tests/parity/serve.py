@@ -1,4 +1,4 @@
-"""A checkpoint behind the real engine, for tests: worker, scheduler and loop, no text."""
+"""Runs a checkpoint in the real engine for tests: worker, scheduler and loop, without text."""
 
 from __future__ import annotations
 
@@ -7,94 +7,102 @@ from typing import Any
 
 import torch
 
-from bloomery.artifacts.locate import locate
-from bloomery.attention.base import AttentionMetadata, cache_shape
-from bloomery.attention.torch_paged import TorchPaged
-from bloomery.config import Config, Plan, resolve
-from bloomery.describe import description
-from bloomery.engine.blocks import Blocks
+from bloomery.artifacts.locate import locate_model
+from bloomery.attention.base import AttentionMetadata, kv_cache_shape
+from bloomery.attention.torch_paged import TorchPagedAttention
+from bloomery.config import EngineConfig, EnginePlan, resolve_plan
+from bloomery.describe import describe_model
+from bloomery.engine.block_pool import BlockPool
 from bloomery.engine.executor import Executor
-from bloomery.engine.loop import Loop
+from bloomery.engine.loop import EngineLoop
 from bloomery.engine.scheduler import Scheduler
-from bloomery.executors.local import Local
+from bloomery.executors.local import LocalExecutor
 from bloomery.messages import EngineRequest, ResolvedSampling, TokenOutput
 from bloomery.models.decoder import Decoder
-from bloomery.models.load import load
+from bloomery.models.load import load_model
 
 
-def plan(model: Path | str | None, length: int, **wishes: Any) -> Plan:
-    config = Config(
-        str(model) if model else None, device="cpu", threads=1, max_model_len=length, **wishes
+def build_plan(model: Path | str | None, max_model_len: int, **options: Any) -> EnginePlan:
+    config = EngineConfig(
+        str(model) if model else None,
+        device="cpu",
+        threads=1,
+        max_model_len=max_model_len,
+        **options,
     )
-    artifact = locate(config.model)
-    context = description(artifact).model.context
-    return resolve(
+    artifact = locate_model(config.model)
+    context = describe_model(artifact).model.context
+    return resolve_plan(
         config,
         name=artifact.name,
         path=str(artifact.path),
         kind=artifact.kind,
         dtype="float32",
         device="cpu",
-        context=max(context, length),
+        context=max(context, max_model_len),
     )
 
 
-def engine(plan: Plan, blocks: int | None = None, executor: Executor | None = None) -> Loop:
-    executor = executor or Local()
+def build_engine_loop(
+    plan: EnginePlan, blocks: int | None = None, executor: Executor | None = None
+) -> EngineLoop:
+    executor = executor or LocalExecutor()
     capacity = executor.start(plan)
-    kv = Blocks(blocks or capacity.blocks, capacity.block_size, plan.prefix_cache)
-    return Loop(
-        Scheduler(kv, capacity.max_num_batched_tokens, capacity.max_num_seqs), executor, plan.depth
+    kv = BlockPool(blocks or capacity.blocks, capacity.block_size, plan.prefix_cache)
+    return EngineLoop(
+        Scheduler(kv, capacity.max_num_batched_tokens, capacity.max_num_seqs),
+        executor,
+        plan.steps_in_flight,
     )
 
 
-def run(loop: Loop, requests: list[EngineRequest]) -> dict[str, list[TokenOutput]]:
-    news: dict[str, list[TokenOutput]] = {request.id: [] for request in requests}
+def run_requests(loop: EngineLoop, requests: list[EngineRequest]) -> dict[str, list[TokenOutput]]:
+    outputs: dict[str, list[TokenOutput]] = {request.id: [] for request in requests}
     for request in requests:
         loop.add(request)
     while loop.busy:
         for entry in loop.step():
-            news[entry.request].append(entry)
-    return news
+            outputs[entry.request].append(entry)
+    return outputs
 
 
-def greedy(id: str, prompt: list[int], count: int, **sampling: Any) -> EngineRequest:
+def greedy_request(id: str, prompt: list[int], count: int, **sampling: Any) -> EngineRequest:
     return EngineRequest(id, tuple(prompt), ResolvedSampling(temperature=0.0, **sampling), count)
 
 
-def ids(news: list[TokenOutput]) -> list[int]:
-    return [token for entry in news for token in entry.ids]
+def output_token_ids(outputs: list[TokenOutput]) -> list[int]:
+    return [token for entry in outputs for token in entry.ids]
 
 
-def logits(model: Path | None, tokens: list[int], length: int) -> torch.Tensor:
-    """Every position's logits, the whole prompt in one pass over a fresh cache."""
-    decoder = load(
-        locate(str(model) if model else None), "auto", torch.float32, torch.device("cpu")
+def prompt_logits(model: Path | None, tokens: list[int], max_len: int) -> torch.Tensor:
+    """The logits of every position [tokens, vocab], from one pass over an empty KV cache."""
+    decoder = load_model(
+        locate_model(str(model) if model else None), "auto", torch.float32, torch.device("cpu")
     ).decoder
-    return decoder_logits(decoder, tokens, length)
+    return decoder_logits(decoder, tokens, max_len)
 
 
 @torch.inference_mode()
-def decoder_logits(decoder: Decoder, tokens: list[int], length: int) -> torch.Tensor:
-    decoder.reach(length)
-    n = len(tokens)
-    size = 16
-    backend = TorchPaged()
-    blocks = -(-n // size)
-    caches = [
-        torch.zeros(cache_shape(layer.attention, blocks, size)) for layer in decoder.spec.layers
+def decoder_logits(decoder: Decoder, tokens: list[int], max_len: int) -> torch.Tensor:
+    decoder.build_rope_cache(max_len)
+    num_tokens = len(tokens)
+    block_size = 16
+    backend = TorchPagedAttention()
+    num_blocks = -(-num_tokens // block_size)
+    kv_caches = [
+        torch.zeros(kv_cache_shape(layer.attention, num_blocks, block_size))
+        for layer in decoder.spec.layers
     ]
-    every = torch.arange(n)
-    step = AttentionMetadata(
-        (n,),
-        (n,),
-        int(n == 1),
-        torch.tensor([0, n]),
-        torch.tensor([n]),
-        every,
-        every,
-        torch.arange(blocks)[None],
-        size,
+    positions = torch.arange(num_tokens)
+    metadata = AttentionMetadata.from_host(
+        [num_tokens], [num_tokens], [range(num_blocks)], block_size, torch.device("cpu")
     )
-    hidden = decoder(torch.tensor(tokens), every, every, caches, backend, backend.plan(step))
+    hidden = decoder(
+        torch.tensor(tokens),
+        positions,
+        positions,
+        kv_caches,
+        backend,
+        backend.prepare(metadata),
+    )
     return decoder.logits(hidden)

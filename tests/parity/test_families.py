@@ -1,7 +1,7 @@
-"""Every family and rope scaling against transformers, on tiny random checkpoints: logits, then whole engines.
+"""Every family and rope scaling against transformers, on tiny random checkpoints.
 
-The engine runs are the real thing: paged cache, chunks of 7 tokens, a batch of 5, prefix hits and a cache so small
-that sequences are preempted.
+First logits are compared, then greedy tokens from the real engine: paged KV cache, chunked prefill
+of 7 tokens, a batch of 5, prefix hits, and a KV cache so small that sequences are preempted.
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.cases import CASES, VOCAB, Case, make_checkpoint, reference_logits
-from tests.parity.serve import engine, greedy, ids, logits, plan, run
+from tests.parity.cases import CASES, VOCAB, ParityCase, make_checkpoint, reference_logits
+from tests.parity.serve import (
+    build_engine_loop,
+    build_plan,
+    greedy_request,
+    output_token_ids,
+    prompt_logits,
+    run_requests,
+)
 
-TOKENS = 32
+MAX_TOKENS = 32
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
-def made(
+def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Case, Path, Any]:
+) -> tuple[ParityCase, Path, Any]:
     folder = tmp_path_factory.mktemp("checkpoint")
     return request.param, folder, make_checkpoint(request.param, folder)
 
@@ -30,51 +37,52 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_logits(made: tuple[Case, Path, Any]) -> None:
-    case, folder, model = made
+def test_logits_equal_transformers(checkpoint: tuple[ParityCase, Path, Any]) -> None:
+    case, folder, model = checkpoint
     tokens = random_tokens(case.prompt)
-    want = reference_logits(model, torch.tensor([tokens]), case.prompt)
-    got = logits(folder, tokens, case.length)
-    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    expected = reference_logits(model, torch.tensor([tokens]), case.prompt)
+    actual = prompt_logits(folder, tokens, case.length)
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def reference_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     with torch.no_grad():
-        answer = model(torch.tensor([prompt]), use_cache=True)
-        out = [int(answer.logits[0, -1].argmax())]
-        while len(out) < count:
-            answer = model(
-                torch.tensor([[out[-1]]]), past_key_values=answer.past_key_values, use_cache=True
-            )
-            out.append(int(answer.logits[0, -1].argmax()))
-    return out
+        output = model(torch.tensor([prompt]), use_cache=True)
+        tokens = [int(output.logits[0, -1].argmax())]
+        while len(tokens) < count:
+            last_token = torch.tensor([[tokens[-1]]])
+            output = model(last_token, past_key_values=output.past_key_values, use_cache=True)
+            tokens.append(int(output.logits[0, -1].argmax()))
+    return tokens
 
 
-def test_greedy_through_the_engine(made: tuple[Case, Path, Any]) -> None:
-    """Five prompts with a common beginning; the first goes ahead, so that the others hit its blocks."""
-    case, folder, model = made
-    stem = random_tokens(case.prompt - 4, seed=1)
-    prompts = [stem + random_tokens(4, seed=i) for i in range(2, 7)]
-    want = [reference_greedy(model, prompt, TOKENS) for prompt in prompts]
-    longest = case.prompt + TOKENS
-    served = min(case.length, longest) if case.length < longest else case.length
-    count = min(TOKENS, served - case.prompt)
-    small = -(-longest // 4) + 2 * -(-longest // 8)  # room for about two sequences
-    loop = engine(
-        plan(
+def test_greedy_tokens_of_the_engine_equal_transformers(
+    checkpoint: tuple[ParityCase, Path, Any],
+) -> None:
+    """Five prompts with a common prefix; the first one runs ahead, so the others hit its blocks."""
+    case, folder, model = checkpoint
+    prefix = random_tokens(case.prompt - 4, seed=1)
+    prompts = [prefix + random_tokens(4, seed=i) for i in range(2, 7)]
+    expected = [reference_greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
+    longest = case.prompt + MAX_TOKENS
+    max_model_len = case.length
+    count = min(MAX_TOKENS, max_model_len - case.prompt)
+    num_blocks = -(-longest // 4) + 2 * -(-longest // 8)  # room for about two sequences
+    loop = build_engine_loop(
+        build_plan(
             folder,
-            served,
+            max_model_len,
             block_size=4,
             max_num_batched_tokens=7,
             max_num_seqs=5,
             kv_cache_gib=0.01,
         ),
-        small,
+        num_blocks,
     )
-    first = run(loop, [greedy("0", prompts[0], count)])
-    rest = run(loop, [greedy(str(i), prompts[i], count) for i in range(1, 5)])
-    for i, prompt_news in enumerate([first["0"], *rest.values()]):
-        assert ids(prompt_news) == want[i][:count], f"prompt {i}"
-    assert loop.scheduler.preemptions > 0, "nothing was preempted"
-    assert all(news[-1].cached > 0 for news in rest.values()), "no prefix was hit"
-    assert loop.scheduler.blocks.available == small
+    first = run_requests(loop, [greedy_request("0", prompts[0], count)])
+    rest = run_requests(loop, [greedy_request(str(i), prompts[i], count) for i in range(1, 5)])
+    for i, outputs in enumerate([first["0"], *rest.values()]):
+        assert output_token_ids(outputs) == expected[i][:count], f"prompt {i}"
+    assert loop.scheduler.num_preemptions > 0, "nothing was preempted"
+    assert all(outputs[-1].cached > 0 for outputs in rest.values()), "no prefix was hit"
+    assert loop.scheduler.block_pool.num_free_blocks == num_blocks

@@ -1,7 +1,7 @@
-"""GGUF files against the transformers models they were written from, one architecture at least once.
+"""GGUF files of every architecture against the transformers models they were written from.
 
-Where transformers reads that architecture's GGUF itself, it must agree too: a misunderstanding that writer and reader
-share would show there.
+Where transformers can read the GGUF file itself, its logits must agree too: this would show an
+error that writer and reader share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import transformers as tf
 from gguf import GGMLQuantizationType as Kind
 
-from bloomery.artifacts.locate import locate
+from bloomery.artifacts.locate import locate_model
 from bloomery.families.gguf import ARCHITECTURES
 from tests.parity import gguf_writer
 from tests.parity.cases import (
@@ -37,32 +37,32 @@ from tests.parity.cases import (
     VOCAB,
     WIDE,
     YARN,
-    Case,
-    case,
+    ParityCase,
     make_checkpoint,
+    parity_case,
     reference_logits,
     rope,
 )
-from tests.parity.serve import logits
+from tests.parity.serve import prompt_logits
 
 
 @dataclass(frozen=True)
-class Written:
-    case: Case
-    readable: bool = False  # by transformers too, with all that this case states
+class GgufCase:
+    case: ParityCase
+    readable: bool = False  # transformers can read the file with all metadata of the case
     extra: dict[str, Any] = field(default_factory=dict)  # metadata beyond the converter's
 
     def __str__(self) -> str:
         return self.case.name
 
 
-def written(
+def gguf_case(
     name: str, config: Any, /, readable: bool = False, extra: Any = (), **values: Any
-) -> Written:
-    return Written(case(name, config, **values), readable, dict(extra))
+) -> GgufCase:
+    return GgufCase(parity_case(name, config, **values), readable, dict(extra))
 
 
-# What transformers does not read from a GGUF but takes for granted.
+# Values that transformers assumes instead of reading them from the file.
 GEMMA = GROUPED | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 5}
 MIXED = [SLIDING, FULL, FULL]
 MULTIPLIED = {
@@ -75,36 +75,36 @@ LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 GLOBAL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0}
 
 CASES = [
-    written("llama", tf.LlamaConfig, True, **GROUPED),
-    written("llama-tied", tf.LlamaConfig, True, **GROUPED, tie_word_embeddings=True),
-    written("llama-biased", tf.LlamaConfig, **WIDE, attention_bias=True, mlp_bias=True),
-    written("llama-linear", tf.LlamaConfig, **GROUPED, **LINEAR),
-    written("llama-llama3", tf.LlamaConfig, **WIDE, **rope("llama3", 500.0, **LLAMA3)),
-    written("llama-yarn", tf.LlamaConfig, **WIDE, **rope("yarn", 500.0, **YARN, beta_fast=8.0)),
-    written(
+    gguf_case("llama", tf.LlamaConfig, True, **GROUPED),
+    gguf_case("llama-tied", tf.LlamaConfig, True, **GROUPED, tie_word_embeddings=True),
+    gguf_case("llama-biased", tf.LlamaConfig, **WIDE, attention_bias=True, mlp_bias=True),
+    gguf_case("llama-linear", tf.LlamaConfig, **GROUPED, **LINEAR),
+    gguf_case("llama-llama3", tf.LlamaConfig, **WIDE, **rope("llama3", 500.0, **LLAMA3)),
+    gguf_case("llama-yarn", tf.LlamaConfig, **WIDE, **rope("yarn", 500.0, **YARN, beta_fast=8.0)),
+    gguf_case(
         "llama-yarn-gain",
         tf.LlamaConfig,
         **WIDE,
         **rope("yarn", 500.0, **YARN, attention_factor=1.5),
     ),
-    written("mistral", tf.MistralConfig, **WIDE, sliding_window=None),
-    written(
+    gguf_case("mistral", tf.MistralConfig, **WIDE, sliding_window=None),
+    gguf_case(
         "mistral-window",
         tf.MistralConfig,
         **GROUPED,
         sliding_window=5,
         extra={"attention.sliding_window": 5},
     ),
-    written("mixtral", tf.MixtralConfig, **GROUPED, num_local_experts=4),
-    written("qwen2", tf.Qwen2Config, True, **GROUPED),
-    written(
+    gguf_case("mixtral", tf.MixtralConfig, **GROUPED, num_local_experts=4),
+    gguf_case("qwen2", tf.Qwen2Config, True, **GROUPED),
+    gguf_case(
         "qwen2-yarn",
         tf.Qwen2Config,
         **GROUPED,
         tie_word_embeddings=True,
         **rope("yarn", 500.0, **YARN),
     ),
-    written(
+    gguf_case(
         "qwen2_moe",
         tf.Qwen2MoeConfig,
         True,
@@ -112,24 +112,26 @@ CASES = [
         | SPARSE
         | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
     ),
-    written("qwen3", tf.Qwen3Config, True, **GROUPED | {"head_dim": 128}),
-    written("qwen3-biased", tf.Qwen3Config, **WIDE, attention_bias=True, tie_word_embeddings=True),
-    written(
+    gguf_case("qwen3", tf.Qwen3Config, True, **GROUPED | {"head_dim": 128}),
+    gguf_case(
+        "qwen3-biased", tf.Qwen3Config, **WIDE, attention_bias=True, tie_word_embeddings=True
+    ),
+    gguf_case(
         "qwen3_moe",
         tf.Qwen3MoeConfig,
         True,
         **WIDE | SPARSE | {"moe_intermediate_size": 768},
         norm_topk_prob=True,
     ),
-    written("gemma", tf.GemmaConfig, **WIDE),
-    written("gemma2", tf.Gemma2Config, True, **GEMMA),
-    written(
+    gguf_case("gemma", tf.GemmaConfig, **WIDE),
+    gguf_case("gemma2", tf.Gemma2Config, True, **GEMMA),
+    gguf_case(
         "gemma2-capped",
         tf.Gemma2Config,
         **GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     ),
-    written("gemma3", tf.Gemma3TextConfig, True, **GEMMA | {"num_hidden_layers": 7}),
-    written(
+    gguf_case("gemma3", tf.Gemma3TextConfig, True, **GEMMA | {"num_hidden_layers": 7}),
+    gguf_case(
         "gemma3-linear",
         tf.Gemma3TextConfig,
         **GEMMA | {"head_dim": 16, "query_pre_attn_scalar": 16},
@@ -137,72 +139,72 @@ CASES = [
         rope_parameters={SLIDING: LOCAL, FULL: GLOBAL},
         extra={"attention.sliding_window_pattern": [True, False, False]},
     ),
-    written("phi2", tf.PhiConfig, **PLAIN | {"intermediate_size": 128}),
-    written("phi3", tf.Phi3Config, True, **GROUPED),
-    written("phi3-window", tf.Phi3Config, **GROUPED, sliding_window=5, partial_rotary_factor=0.5),
-    written(
+    gguf_case("phi2", tf.PhiConfig, **PLAIN | {"intermediate_size": 128}),
+    gguf_case("phi3", tf.Phi3Config, True, **GROUPED),
+    gguf_case("phi3-window", tf.Phi3Config, **GROUPED, sliding_window=5, partial_rotary_factor=0.5),
+    gguf_case(
         "phi3-longrope-short", tf.Phi3Config, length=64, **PHI3_LONG, **rope("longrope", **LONG)
     ),
-    written(
+    gguf_case(
         "phi3-longrope-long", tf.Phi3Config, prompt=72, **PHI3_LONG, **rope("longrope", **LONG)
     ),
-    written("starcoder", tf.GPTBigCodeConfig, **GPT),
-    written("starcoder2", tf.Starcoder2Config, True, **GROUPED),
-    written(
+    gguf_case("starcoder", tf.GPTBigCodeConfig, **GPT),
+    gguf_case("starcoder2", tf.Starcoder2Config, True, **GROUPED),
+    gguf_case(
         "starcoder2-unbiased",
         tf.Starcoder2Config,
         **GROUPED,
         use_bias=False,
         tie_word_embeddings=False,
     ),
-    written("bloom", tf.BloomConfig, True, **BLOOM),
-    written(
+    gguf_case("bloom", tf.BloomConfig, True, **BLOOM),
+    gguf_case(
         "bloom-untied",
         tf.BloomConfig,
         **BLOOM | {"hidden_size": 48, "n_head": 6},
         tie_word_embeddings=False,
     ),
-    written("falcon-7b", tf.FalconConfig, True, **FALCON),
-    written("falcon-40b", tf.FalconConfig, **NEW_FALCON),
-    written(
+    gguf_case("falcon-7b", tf.FalconConfig, True, **FALCON),
+    gguf_case("falcon-40b", tf.FalconConfig, **NEW_FALCON),
+    gguf_case(
         "falcon-11b",
         tf.FalconConfig,
         **NEW_FALCON,
         num_ln_in_parallel_attn=1,
         tie_word_embeddings=False,
     ),
-    written("mpt", tf.MptConfig, **MPT),
-    written("mpt-clip", tf.MptConfig, **MPT, attn_config={"clip_qkv": 0.5}),
-    written("gpt2", tf.GPT2Config, True, **GPT | {"n_positions": 1024}),
-    written("gptneox", tf.GPTNeoXConfig, **PLAIN | {"hidden_size": 64}),
-    written(
+    gguf_case("mpt", tf.MptConfig, **MPT),
+    gguf_case("mpt-clip", tf.MptConfig, **MPT, attn_config={"clip_qkv": 0.5}),
+    gguf_case("gpt2", tf.GPT2Config, True, **GPT | {"n_positions": 1024}),
+    gguf_case("gptneox", tf.GPTNeoXConfig, **PLAIN | {"hidden_size": 64}),
+    gguf_case(
         "gptneox-sequential", tf.GPTNeoXConfig, **PLAIN, use_parallel_residual=False, rotary_pct=1.0
     ),
-    written("stablelm", tf.StableLmConfig, True, **QUARTER),
-    written(
+    gguf_case("stablelm", tf.StableLmConfig, True, **QUARTER),
+    gguf_case(
         "stablelm-biased",
         tf.StableLmConfig,
         **QUARTER,
         use_qkv_bias=True,
         use_parallel_residual=True,
     ),
-    written("stablelm-normed", tf.StableLmConfig, **QUARTER, qk_layernorm=True),
-    written("command-r", tf.CohereConfig, **GROUPED),
-    written("command-r-normed", tf.CohereConfig, **GROUPED, use_qk_norm=True),
-    written("cohere2", tf.Cohere2Config, **GROUPED | {"num_hidden_layers": 5}, sliding_window=5),
-    written("granite", tf.GraniteConfig, **GROUPED, **MULTIPLIED, tie_word_embeddings=True),
-    written("olmo2", tf.Olmo2Config, **GROUPED),
-    written("smollm3", tf.SmolLM3Config, **GROUPED | {"num_hidden_layers": 5}),
+    gguf_case("stablelm-normed", tf.StableLmConfig, **QUARTER, qk_layernorm=True),
+    gguf_case("command-r", tf.CohereConfig, **GROUPED),
+    gguf_case("command-r-normed", tf.CohereConfig, **GROUPED, use_qk_norm=True),
+    gguf_case("cohere2", tf.Cohere2Config, **GROUPED | {"num_hidden_layers": 5}, sliding_window=5),
+    gguf_case("granite", tf.GraniteConfig, **GROUPED, **MULTIPLIED, tie_word_embeddings=True),
+    gguf_case("olmo2", tf.Olmo2Config, **GROUPED),
+    gguf_case("smollm3", tf.SmolLM3Config, **GROUPED | {"num_hidden_layers": 5}),
 ]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def made(
+def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Written, Path, Any]:
+) -> tuple[GgufCase, Path, Any]:
     folder = tmp_path_factory.mktemp("checkpoint")
     model = make_checkpoint(request.param.case, folder)
-    gguf_writer.write(model, folder / "model.gguf", extra=request.param.extra)
+    gguf_writer.write_gguf(model, folder / "model.gguf", extra=request.param.extra)
     return request.param, folder / "model.gguf", model
 
 
@@ -210,45 +212,45 @@ def random_tokens(count: int, vocab: int = VOCAB) -> list[int]:
     return torch.randint(3, vocab, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).abs().max() / want.abs().max())
+def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def through_transformers(path: Path, tokens: list[int]) -> torch.Tensor:
+def transformers_logits(path: Path, tokens: list[int]) -> torch.Tensor:
     model = tf.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     )
     return reference_logits(model.eval(), torch.tensor([tokens]), len(tokens))
 
 
-def test_every_architecture_is_written_here() -> None:
-    named = {gguf_writer.ARCHITECTURES[one.case.config().model_type].name for one in CASES}
-    assert named == ARCHITECTURES.keys()
+def test_every_architecture_has_a_case() -> None:
+    names = {gguf_writer.ARCHITECTURES[each.case.config().model_type].name for each in CASES}
+    assert names == ARCHITECTURES.keys()
 
 
-def test_logits(made: tuple[Written, Path, Any]) -> None:
-    one, path, model = made
-    tokens = random_tokens(one.case.prompt)
-    want = reference_logits(model, torch.tensor([tokens]), one.case.prompt)
-    got = logits(path, tokens, one.case.length)
-    assert difference(got, want) <= 1e-5
-    if one.readable:
-        assert difference(got, through_transformers(path, tokens)) <= 1e-5
+def test_logits_equal_transformers(checkpoint: tuple[GgufCase, Path, Any]) -> None:
+    gguf_case, path, model = checkpoint
+    tokens = random_tokens(gguf_case.case.prompt)
+    expected = reference_logits(model, torch.tensor([tokens]), gguf_case.case.prompt)
+    actual = prompt_logits(path, tokens, gguf_case.case.length)
+    assert relative_difference(actual, expected) <= 1e-5
+    if gguf_case.readable:
+        assert relative_difference(actual, transformers_logits(path, tokens)) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1], ids=lambda kind: kind.name)
-def test_quantised(kind: Kind, tmp_path: Path) -> None:
+def test_quantized_files_equal_transformers(kind: Kind, tmp_path: Path) -> None:
     sizes = GROUPED | {"hidden_size": 64, "intermediate_size": 96}
-    model = make_checkpoint(case("llama", tf.LlamaConfig, **sizes), tmp_path)
-    gguf_writer.write(model, tmp_path / "model.gguf", kind)
+    model = make_checkpoint(parity_case("llama", tf.LlamaConfig, **sizes), tmp_path)
+    gguf_writer.write_gguf(model, tmp_path / "model.gguf", kind)
     tokens = random_tokens(24)
-    got = logits(tmp_path / "model.gguf", tokens, 128)
-    assert difference(got, through_transformers(tmp_path / "model.gguf", tokens)) <= 1e-5
-    plain = reference_logits(model, torch.tensor([tokens]), 24)
-    assert difference(got, plain) > 1e-4, "nothing was quantised"
+    actual = prompt_logits(tmp_path / "model.gguf", tokens, 128)
+    assert relative_difference(actual, transformers_logits(tmp_path / "model.gguf", tokens)) <= 1e-5
+    unquantized = reference_logits(model, torch.tensor([tokens]), 24)
+    assert relative_difference(actual, unquantized) > 1e-4, "nothing was quantized"
 
 
-def test_embedded_model() -> None:
+def test_the_embedded_model_equals_transformers() -> None:
     tokens = random_tokens(48, vocab=49152)
-    want = through_transformers(locate(None).path, tokens)
-    assert difference(logits(None, tokens, 128), want) <= 1e-4
+    expected = transformers_logits(locate_model(None).path, tokens)
+    assert relative_difference(prompt_logits(None, tokens, 128), expected) <= 1e-4

@@ -1,12 +1,15 @@
-"""Formats are compared in exact arithmetic: without native kernels, unless a test starts them."""
+"""Fixtures of the weight format tests."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from bloomery.native.team import team
+from tests.quant.checkpoints import make_llama
 
 
-@pytest.fixture(autouse=True)
-def without_native_kernels() -> None:
-    team().stop()
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Llama checkpoint in full precision; do not write to it."""
+    return make_llama(tmp_path_factory.mktemp("llama"))

@@ -1,4 +1,4 @@
-"""GGUF's blocks as the kernels of packed matrices read them: how far from the file's values, and the same tokens."""
+"""GGUF blocks converted for packed kernels: their error, and models that compute with them."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers as tf
-from gguf import GGMLQuantizationType as Kind
+import transformers
+from gguf import GGMLQuantizationType
 
-from bloomery.artifacts.gguf import read
-from bloomery.artifacts.locate import locate
-from bloomery.describe import describe_file
-from bloomery.families import as_stored
+from bloomery.artifacts.gguf import read_gguf
+from bloomery.artifacts.locate import locate_model
+from bloomery.describe import describe_gguf_file
+from bloomery.families import resolve_name_prefix
 from bloomery.models.checkpoint import FileSource
 from bloomery.models.decoder import Decoder
-from bloomery.models.load import load
-from bloomery.models.stream import Stream
-from bloomery.models.weights import Weights
-from bloomery.quant.base import Format, Product, Stored, Tensors
-from bloomery.quant.dense import Dense, DenseFormat, DenseReady
-from bloomery.quant.gguf import Blocks, BlocksFormat
-from bloomery.quant.gguf_blocks import STEPS
-from bloomery.quant.onload import CACHED
-from bloomery.quant.packed import PackedReady, SideBySide
+from bloomery.models.load import load_model
+from bloomery.models.weight_stream import WeightStream
+from bloomery.models.weights import ModelWeights
+from bloomery.quant.base import CheckpointTensors, LinearSpec, WeightFormat
+from bloomery.quant.dense import DenseFormat, DenseMatrix, DenseWeight
+from bloomery.quant.gguf import GgufFormat, GgufMatrix
+from bloomery.quant.gguf_blocks import BLOCK_DECODERS
+from bloomery.quant.lazy_tensor import LazyTensor
+from bloomery.quant.quantize_on_load import CPU_PANEL_SIZE
+from bloomery.quant.quantized_weight import ConcatenatedWeight, QuantizedWeight
 from tests.parity import gguf_writer
-from tests.parity.cases import SPECIAL, VOCAB, Case, make_checkpoint
-from tests.parity.serve import decoder_logits, logits
-from tests.quant.test_law import CPU, Kept, in_blocks, kept
+from tests.parity.cases import SPECIAL, VOCAB, ParityCase, make_checkpoint
+from tests.parity.serve import decoder_logits, prompt_logits
+from tests.quant.formats import CPU, PackedGgufMatrix, packed_gguf, store_gguf_blocks
 
-# The largest deviation from what the gguf package says, in steps of a group's grid; of a table, in its units. Random
-# bits make offsets of hundreds of steps where real ones have a dozen.
-EXACT = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")
-DEVIATION = {
+EXACT_TYPES = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")
+# The largest allowed error, in quantization steps of the group (in units of the codebook for
+# IQ4_XS). Random weights have offsets of hundreds of steps, real ones of a dozen.
+MAX_ERROR_STEPS = {
     "Q4_1": 0.004,
     "Q5_1": 0.008,
     "Q2_K": 0.01,
@@ -47,95 +48,98 @@ DEVIATION = {
 }
 
 
-@pytest.mark.parametrize("kind", STEPS)
-def test_values_are_the_packages(kind: str) -> None:
+@pytest.mark.parametrize("kind", BLOCK_DECODERS)
+def test_packed_values_are_close_to_those_of_the_gguf_package(kind: str) -> None:
     torch.manual_seed(0)
     weight = torch.randn(200, 1024)
-    have = kept(kind)(weight).dense(torch.float32, CPU)
-    want = in_blocks(kind, weight).load(torch.float32, CPU)
-    if kind in EXACT:
-        assert torch.equal(have, want)
+    actual = packed_gguf(kind)(weight).load_dense(torch.float32, CPU)
+    expected = store_gguf_blocks(kind, weight).load(torch.float32, CPU)
+    if kind in EXACT_TYPES:
+        assert torch.equal(actual, expected)
         return
-    number = Kind[kind]
-    raw = torch.from_numpy(gguf_writer.blocks(weight.numpy(), number))
-    steps = STEPS[kind](raw.view(-1, gguf.GGML_QUANT_SIZES[number][1]))
-    scale = steps.scale.abs().repeat_interleave(steps.group, 1).view_as(want)
-    moved = (have - want).abs()
-    some = scale > 0
-    assert 0 < float((moved[some] / scale[some]).max()) < DEVIATION[kind]
-    assert bool((moved <= 2**-11 * (want.abs() + 64 * scale)).all())
+    number = GGMLQuantizationType[kind]
+    raw = torch.from_numpy(gguf_writer.quantize_blocks(weight.numpy(), number))
+    decoded = BLOCK_DECODERS[kind](raw.view(-1, gguf.GGML_QUANT_SIZES[number][1]))
+    scale = decoded.scale.abs().repeat_interleave(decoded.group_size, 1).view_as(expected)
+    error = (actual - expected).abs()
+    has_scale = scale > 0
+    largest_error = float((error[has_scale] / scale[has_scale]).max())
+    assert 0 < largest_error < MAX_ERROR_STEPS[kind]
+    assert bool((error <= 2**-11 * (expected.abs() + 64 * scale)).all())
 
 
-@pytest.mark.parametrize(("step", "offset"), [(0.0, -0.3), (0.0, 0.0), (1e-7, 0.25), (6e-8, -60.0)])
-def test_a_group_that_is_nothing_but_its_offset(step: float, offset: float) -> None:
+@pytest.mark.parametrize(
+    ("scale", "offset"), [(0.0, -0.3), (0.0, 0.0), (1e-7, 0.25), (6e-8, -60.0)]
+)
+def test_a_group_may_consist_of_its_offset(scale: float, offset: float) -> None:
     codes = np.arange(16, dtype=np.uint8)[None]
-    block = np.concatenate([np.array([[step, offset]], np.float16).view(np.uint8), codes], 1)
-    have = STEPS["Q4_1"](torch.from_numpy(block)).matrix(1).dequantize()
-    want = torch.from_numpy(gguf.quants.dequantize(block, Kind.Q4_1))
-    torch.testing.assert_close(have, want, rtol=2**-11, atol=0)
+    header = np.array([[scale, offset]], np.float16).view(np.uint8)
+    block = np.concatenate([header, codes], 1)
+    actual = BLOCK_DECODERS["Q4_1"](torch.from_numpy(block)).to_packed(1).dequantize()
+    expected = torch.from_numpy(gguf.quants.dequantize(block, GGMLQuantizationType.Q4_1))
+    torch.testing.assert_close(actual, expected, rtol=2**-11, atol=0)
 
 
-def test_scales_of_nothing_among_others() -> None:
+def test_some_scales_may_be_zero() -> None:
     """Six-bit scales that are zero, with and without an offset."""
-    block = gguf_writer.blocks(np.ones((1, 256), np.float32), Kind.Q4_K)
-    block[0, 4:7] = block[0, 12:14] = (
-        0  # scales 0, 1 and 2 (their low six bits); offsets of 4 and 5
-    )
-    steps = STEPS["Q4_K"](torch.from_numpy(block))
-    assert (steps.scale == 0).sum() >= 3
-    want = torch.from_numpy(gguf.quants.dequantize(block, Kind.Q4_K))
-    torch.testing.assert_close(
-        steps.matrix(1).dequantize(), want, rtol=2**-10, atol=2**-10 * float(want.abs().max())
-    )
+    block = gguf_writer.quantize_blocks(np.ones((1, 256), np.float32), GGMLQuantizationType.Q4_K)
+    block[0, 4:7] = 0  # scales 0, 1 and 2 (their low six bits)
+    block[0, 12:14] = 0  # offsets 4 and 5
+    decoded = BLOCK_DECODERS["Q4_K"](torch.from_numpy(block))
+    assert (decoded.scale == 0).sum() >= 3
+    actual = decoded.to_packed(1).dequantize()
+    expected = torch.from_numpy(gguf.quants.dequantize(block, GGMLQuantizationType.Q4_K))
+    atol = 2**-10 * float(expected.abs().max())
+    torch.testing.assert_close(actual, expected, rtol=2**-10, atol=atol)
 
 
-def test_only_what_kernels_cannot_say_is_expanded() -> None:
-    matrix = Blocks(in_blocks("Q4_K", torch.randn(8, 512)))
-    inside = matrix.cols(16, 304)
-    through = matrix.cols(8, 264)
-    assert isinstance(inside.prepare(torch.bfloat16, CPU), PackedReady)
-    expanded = through.prepare(torch.bfloat16, CPU)
-    assert isinstance(expanded, DenseReady) and torch.equal(
-        expanded.weight, through.dense(torch.bfloat16, CPU)
-    )
-    assert isinstance(matrix.prepare(torch.float32, CPU), DenseReady), (
-        "a CPU without native kernels"
-    )
+def test_only_weights_that_kernels_cannot_read_are_dequantized() -> None:
+    matrix = GgufMatrix(store_gguf_blocks("Q4_K", torch.randn(8, 512)))
+    aligned = matrix.cols(16, 304)
+    unaligned = matrix.cols(8, 264)
+    assert isinstance(aligned.prepare(torch.bfloat16, CPU), QuantizedWeight)
+    dense = unaligned.prepare(torch.bfloat16, CPU)
+    assert isinstance(dense, DenseWeight)
+    assert torch.equal(dense.weight, unaligned.load_dense(torch.bfloat16, CPU))
+    without_native_kernels = matrix.prepare(torch.float32, CPU)
+    assert isinstance(without_native_kernels, DenseWeight)
 
 
-def test_products_of_several_types_stand_side_by_side() -> None:
+def test_matrices_of_several_types_are_concatenated() -> None:
     torch.manual_seed(1)
-    parts = [
-        kept(kind)(torch.randn(48, 256)) for kind in ("Q4_K", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS")
-    ]
-    together = parts[0].cat(parts[1:])
+    kinds = ("Q4_K", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS")
+    matrices = [packed_gguf(kind)(torch.randn(48, 256)) for kind in kinds]
     x = torch.randn(3, 256)
-    ready = together.prepare(torch.float32, CPU)
-    assert isinstance(ready, SideBySide) and len(ready.parts) == 4
-    want = torch.cat([part.prepare(torch.float32, CPU).linear(x) for part in parts], -1)
-    torch.testing.assert_close(ready.linear(x), want)
+    weight = matrices[0].cat(matrices[1:]).prepare(torch.float32, CPU)
+    assert isinstance(weight, ConcatenatedWeight) and len(weight.parts) == 4
+    outputs = [matrix.prepare(torch.float32, CPU).linear(x) for matrix in matrices]
+    torch.testing.assert_close(weight.linear(x), torch.cat(outputs, -1))
 
 
-def test_loading_never_holds_an_expanded_matrix() -> None:
-    seen: list[int] = []
-    stored = in_blocks("Q6_K", torch.randn(3 * CACHED // 512, 512))
+def test_loading_never_holds_a_dequantized_matrix() -> None:
+    panel_sizes: list[int] = []
+    stored = store_gguf_blocks("Q6_K", torch.randn(3 * CPU_PANEL_SIZE // 512, 512))
     (piece,) = stored.pieces
     assert piece.blocks is not None
     raw = piece.blocks.raw
+    (raw_piece,) = raw.pieces
 
     def fill(out: torch.Tensor, rows: tuple[int, int], cols: tuple[int, int] | None) -> None:
-        seen.append(out.shape[0] * 512)
-        out.copy_(raw.pieces[0].read(rows, cols))
+        panel_sizes.append(out.shape[0] * 512)
+        out.copy_(raw_piece.read(rows, cols))
 
-    watched = replace(raw, pieces=(replace(raw.pieces[0], fill=fill),))
-    changed = replace(stored, pieces=(replace(piece, blocks=piece.blocks._replace(raw=watched)),))
-    ready = Blocks(changed).rows([(700, 3000), (0, 100)]).prepare(torch.bfloat16, CPU)
-    assert len(seen) > 2 and max(seen) <= CACHED and sum(seen) == 2400 * 512
-    some = stored.rows([(2999, 3000), (0, 1)]).load(torch.bfloat16, CPU)
-    torch.testing.assert_close(ready.gather(torch.tensor([2299, 2300])), some, rtol=2**-7, atol=0)
+    observed_raw = replace(raw, pieces=(replace(raw_piece, fill=fill),))
+    observed_piece = replace(piece, blocks=piece.blocks._replace(raw=observed_raw))
+    matrix = GgufMatrix(replace(stored, pieces=(observed_piece,)))
+    weight = matrix.rows([(700, 3000), (0, 100)]).prepare(torch.bfloat16, CPU)
+    assert len(panel_sizes) > 2 and max(panel_sizes) <= CPU_PANEL_SIZE
+    assert sum(panel_sizes) == 2400 * 512
+    expected = stored.rows([(2999, 3000), (0, 1)]).load(torch.bfloat16, CPU)
+    actual = weight.gather(torch.tensor([2299, 2300]))
+    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=0)
 
 
-# ---- whole models --------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -143,100 +147,114 @@ SIZES = {
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
 }
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-TOKENS = [5, 17, 80, 41, 3, 99, 23, 8, 64, 12]
+MOE_SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+LLAMA = ParityCase("llama", lambda: transformers.LlamaConfig(**SIZES, **SPECIAL))
+QWEN_MOE = ParityCase(
+    "qwen3_moe", lambda: transformers.Qwen3MoeConfig(**SIZES, **MOE_SIZES, **SPECIAL)
+)
+PROMPT = [5, 17, 80, 41, 3, 99, 23, 8, 64, 12]
 
 
-class KeptFormat:
-    def matrix(self, tensors: Tensors, product: Product) -> Kept:
-        return Kept(BlocksFormat().matrix(tensors, product).weight)
+class PackedGgufFormat:
+    """GGUF blocks for packed kernels, even in float32 on a CPU."""
+
+    def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> PackedGgufMatrix:
+        return PackedGgufMatrix(GgufFormat().open_matrix(tensors, linear).weight)
 
 
-class Rounded:
-    """Expanded to bfloat16."""
+class Bfloat16Format:
+    """The values of the file, rounded to bfloat16."""
 
-    def matrix(self, tensors: Tensors, product: Product) -> Dense:
-        return Dense(Stored.of(DenseFormat().matrix(tensors, product).dense(torch.bfloat16, CPU)))
+    def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> DenseMatrix:
+        matrix = DenseFormat().open_matrix(tensors, linear)
+        return DenseMatrix(LazyTensor.from_tensor(matrix.load_dense(torch.bfloat16, CPU)))
 
 
-def decoder_of(path: Path, form: Format) -> Decoder:
-    """Computing in float32, however the weights are kept."""
-    file = read(path)
-    found = describe_file(file)
+def load_decoder(path: Path, weight_format: WeightFormat) -> Decoder:
+    """A decoder with float32 activations."""
+    file = read_gguf(path)
+    model_info = describe_gguf_file(file)
     source = FileSource.gguf(file)
-    return Decoder(
-        found.model,
-        Weights(source, as_stored(found.names, source.names()), torch.float32, CPU, form),
-    )
+    names = resolve_name_prefix(model_info.names, source.names())
+    weights = ModelWeights(source, names, torch.float32, CPU, weight_format)
+    return Decoder(model_info.model, weights)
 
 
-def off(path: Path, form: Format, want: torch.Tensor) -> float:
-    have = decoder_logits(decoder_of(path, form), TOKENS, 64)
-    return float((have - want).norm() / want.norm())
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
-LLAMA = Case("llama", lambda: tf.LlamaConfig(**SIZES, **HEADS, **SPECIAL))
-EXPERTS = Case("qwen3_moe", lambda: tf.Qwen3MoeConfig(**SIZES | SPARSE, **HEADS, **SPECIAL))
-
-
-@pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize("case", [LLAMA, EXPERTS], ids=["llama", "experts"])
-def test_nearer_to_the_file_than_expanded(case: Case, kind: str, tmp_path: Path) -> None:
-    """Against its values in float32: the same tokens, and less than half of what bfloat16 is off."""
+@pytest.mark.parametrize("kind", BLOCK_DECODERS)
+@pytest.mark.parametrize("case", [LLAMA, QWEN_MOE], ids=["llama", "experts"])
+def test_packed_blocks_have_less_than_half_the_error_of_bfloat16(
+    case: ParityCase, kind: str, tmp_path: Path
+) -> None:
+    """Compared with the values of the file in float32. The predicted tokens are the same."""
     path = tmp_path / "model.gguf"
-    gguf_writer.write(make_checkpoint(case, tmp_path), path, Kind[kind])
-    want = logits(path, TOKENS, 64)
-    decoder = decoder_of(path, KeptFormat())
-    assert isinstance(decoder.embed.matrix, PackedReady)
-    assert torch.equal(decoder_logits(decoder, TOKENS, 64).argmax(-1), want.argmax(-1))
-    have = off(path, KeptFormat(), want)
-    assert have < 1e-5 if kind in EXACT else have < off(path, Rounded(), want) / 2
+    gguf_writer.write_gguf(make_checkpoint(case, tmp_path), path, GGMLQuantizationType[kind])
+    expected = prompt_logits(path, PROMPT, 64)
+    decoder = load_decoder(path, PackedGgufFormat())
+    assert isinstance(decoder.embed.matrix, QuantizedWeight)
+    actual = decoder_logits(decoder, PROMPT, 64)
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
+    error = relative_error(actual, expected)
+    if kind in EXACT_TYPES:
+        assert error < 1e-5
+    else:
+        rounded = decoder_logits(load_decoder(path, Bfloat16Format()), PROMPT, 64)
+        assert error < relative_error(rounded, expected) / 2
 
 
-def test_sixteen_bits_on_a_cpu_are_kept_too(tmp_path: Path) -> None:
-    gguf_writer.write(make_checkpoint(LLAMA, tmp_path), tmp_path / "model.gguf", Kind.Q4_1)
-    artifact = locate(str(tmp_path / "model.gguf"))
-    kept, expanded = (
-        load(artifact, "auto", torch.bfloat16, CPU, native=native) for native in (True, False)
+def test_blocks_are_kept_with_bfloat16_activations_on_a_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    gguf_writer.write_gguf(make_checkpoint(LLAMA, tmp_path), path, GGMLQuantizationType.Q4_1)
+    artifact = locate_model(str(path))
+    quantized, dense = (
+        load_model(artifact, "auto", torch.bfloat16, CPU, keep_gguf_blocks=keep)
+        for keep in (True, False)
     )
-    assert kept.bytes < 0.35 * expanded.bytes
+    assert quantized.weight_bytes < 0.35 * dense.weight_bytes
 
 
-def test_rounding_what_is_packed_or_to_two_bits_is_said(tmp_path: Path) -> None:
-    """A packed file may be rounded again, and a model to two bits; not without a word."""
-    for kind, said in ((Kind.Q4_1, ["ruin", "rounded once more"]), (Kind.F16, ["ruin"])):
-        gguf_writer.write(make_checkpoint(LLAMA, tmp_path), tmp_path / "model.gguf", kind)
-        artifact = locate(str(tmp_path / "model.gguf"))
-        notes = load(artifact, "auto", torch.float32, CPU, quantize="int2").notes
-        assert len(notes) == len(said) and all(
-            word in note for word, note in zip(said, notes, strict=True)
-        )
+@pytest.mark.parametrize(
+    ("kind", "expected_notes"), [("Q4_1", ["ruin", "rounded once more"]), ("F16", ["ruin"])]
+)
+def test_lossy_quantization_on_load_is_noted(
+    kind: str, expected_notes: list[str], tmp_path: Path
+) -> None:
+    """Quantizing a quantized file again, and two bits, are allowed but reported."""
+    path = tmp_path / "model.gguf"
+    gguf_writer.write_gguf(make_checkpoint(LLAMA, tmp_path), path, GGMLQuantizationType[kind])
+    artifact = locate_model(str(path))
+    notes = load_model(artifact, "auto", torch.float32, CPU, quantize="int2").notes
+    assert len(notes) == len(expected_notes)
+    for text, note in zip(expected_notes, notes, strict=True):
+        assert text in note
 
 
-def test_streamed_as_to_a_gpu(tmp_path: Path) -> None:
-    """Panels of whole rows, and columns cut from them, while later ones are on their way."""
-    data = gguf_writer.blocks(torch.randn(1500, 1024).numpy(), Kind.Q5_K)
+def test_streamed_panels_equal_mapped_ones(tmp_path: Path) -> None:
+    """As on a GPU: panels of rows, and columns cut from them, are read ahead."""
+    data = gguf_writer.quantize_blocks(torch.randn(1500, 1024).numpy(), GGMLQuantizationType.Q5_K)
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_tensor("m.weight", data, raw_dtype=Kind.Q5_K)
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-    ):
-        write()
+    writer.add_tensor("m.weight", data, raw_dtype=GGMLQuantizationType.Q5_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
-    source = FileSource.gguf(read(tmp_path / "model.gguf"))
-    whole = BlocksFormat().matrix(source, Product("m", (1500, 1024)))
-    some = torch.arange(1100)
-    for matrix in (
-        whole,
-        whole.rows([(300, 1400), (0, 9)]),
-        whole.rows([(100, 1300)]).cols(256, 768),
+    source = FileSource.gguf(read_gguf(tmp_path / "model.gguf"))
+    matrix = GgufFormat().open_matrix(source, LinearSpec("m", (1500, 1024)))
+    rows = torch.arange(1100)
+    for part in (
+        matrix,
+        matrix.rows([(300, 1400), (0, 9)]),
+        matrix.rows([(100, 1300)]).cols(256, 768),
     ):
-        mapped = matrix.prepare(torch.bfloat16, CPU).gather(some)
-        with Stream(CPU, 2, 1 << 14) as source.stream:
-            streamed = matrix.prepare(torch.bfloat16, CPU).gather(some)
+        mapped = part.prepare(torch.bfloat16, CPU).gather(rows)
+        with WeightStream(CPU, 2, 1 << 14) as source.stream:
+            streamed = part.prepare(torch.bfloat16, CPU).gather(rows)
         source.stream = None
         assert torch.equal(streamed, mapped)

@@ -1,27 +1,18 @@
-"""Packed products on a CPU with native kernels: the same numbers in other blocks, the inputs rounded to eight bits."""
+"""Quantized weights for native CPU kernels: the same values in other blocks, 8-bit activations."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from bloomery.native.team import team
-from bloomery.quant.native import BlocksReady
-from bloomery.quant.packed import PackedReady
-from tests.quant.test_law import CPU, FORMATS
+from bloomery.native.build import NativeBuildError
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.quant.native import NativeWeight
+from bloomery.quant.quantized_weight import QuantizedWeight
+from tests.quant.formats import CPU, FORMATS
 
-
-@pytest.fixture(autouse=True)
-def started() -> Iterator[None]:
-    if (why_not := team().start(1)) is not None:
-        pytest.skip(why_not)
-    yield
-    team().stop()
-
-
-SAID = [
+# Formats whose codes and scales Q4_1 or Q8_0 blocks express exactly, but for float16 offsets.
+EXACT_FORMATS = [
     "int8",
     "w8a8",
     "int4",
@@ -34,35 +25,49 @@ SAID = [
     "awq",
     "w4a16",
 ]
+ROUNDED_FORMATS = sorted(FORMATS.keys() - {*EXACT_FORMATS, "dense"})
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_the_same_product(name: str) -> None:
+@pytest.fixture(scope="module")
+def pool() -> ThreadPool:
+    try:
+        return ThreadPool(1)
+    except NativeBuildError as reason:
+        pytest.skip(str(reason))
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", EXACT_FORMATS)
+def test_integer_formats_keep_their_values(pool: ThreadPool, name: str) -> None:
     torch.manual_seed(0)
     matrix = FORMATS[name](torch.randn(96, 256))
     x = torch.randn(5, 256)
-    values = matrix.dense(torch.float32, CPU)
-    ready = matrix.prepare(torch.float32, CPU)
-    assert isinstance(ready, BlocksReady)
-    assert (ready.gather(torch.arange(96)) - values).norm() < 1e-3 * values.norm()
-    assert (ready.linear(x) - x @ values.T).norm() < 1e-2 * (x @ values.T).norm()
-    assert ready.nbytes < 0.3 * values.nbytes
+    values = matrix.load_dense(torch.float32, CPU)
+    weight = matrix.prepare(torch.float32, CPU, pool)
+    assert isinstance(weight, NativeWeight)
+    assert relative_error(weight.gather(torch.arange(96)), values) < 1e-3
+    assert relative_error(weight.linear(x), x @ values.T) < 1e-2
+    assert weight.nbytes < 0.3 * values.nbytes
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {*SAID, "dense"}))
-def test_what_blocks_cannot_say_is_rounded_to_eight_bits(name: str) -> None:
-    """Which costs a tenth of what the format's own rounding did, or less than the inputs' rounding does."""
+@pytest.mark.parametrize("name", ROUNDED_FORMATS)
+def test_other_formats_are_rounded_to_eight_bits(pool: ThreadPool, name: str) -> None:
+    """This costs a tenth of the format's own error, or less than rounding the activations."""
     torch.manual_seed(0)
     weight = torch.randn(96, 256)
     x = torch.randn(5, 256)
     matrix = FORMATS[name](weight)
-    values = matrix.dense(torch.float32, CPU)
-    ready = matrix.prepare(torch.float32, CPU)
-    assert isinstance(ready, BlocksReady)
-    assert (ready.gather(torch.arange(96)) - values).norm() < 6e-3 * values.norm()
-    assert (ready.linear(x) - x @ values.T).norm() < 1.2e-2 * (x @ values.T).norm()
-    assert ready.nbytes < 0.3 * values.nbytes
+    values = matrix.load_dense(torch.float32, CPU)
+    native = matrix.prepare(torch.float32, CPU, pool)
+    assert isinstance(native, NativeWeight)
+    assert relative_error(native.gather(torch.arange(96)), values) < 6e-3
+    assert relative_error(native.linear(x), x @ values.T) < 1.2e-2
+    assert native.nbytes < 0.3 * values.nbytes
 
 
-def test_rows_that_are_not_whole_blocks_stay_as_they_are() -> None:
-    assert isinstance(FORMATS["nf4"](torch.randn(96, 264)).prepare(torch.float32, CPU), PackedReady)
+def test_rows_that_are_not_whole_blocks_are_not_converted(pool: ThreadPool) -> None:
+    matrix = FORMATS["nf4"](torch.randn(96, 264))
+    assert isinstance(matrix.prepare(torch.float32, CPU, pool), QuantizedWeight)

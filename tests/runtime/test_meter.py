@@ -1,13 +1,15 @@
-"""What the live meter holds a step against."""
+"""The step meter: the roofline it compares steps with, and the work it counts in a step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bloomery.families import describe
-from bloomery.roofline import MACHINES, Roofline, parameters
-from bloomery.runtime.meter import roofline
+from bloomery.families import describe_config
+from bloomery.hardware import HARDWARE_SPECS
+from bloomery.messages import ScheduledRequest, ScheduledStep
+from bloomery.roofline import Roofline, count_parameters
+from bloomery.runtime.meter import build_roofline, count_scheduled_work
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,23 +27,39 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("more", [0, 1 << 10, 1 << 26, -(1 << 26)])
-def test_tables_beside_the_weights_do_not_change_their_kind(more: int) -> None:
-    """A step of thousands of positions is bound by arithmetic: bfloat16's, whatever else was loaded."""
-    model = describe(LLAMA).model
-    card = MACHINES["h200"]
-    exact = Roofline(model, card)
-    loaded = 2 * parameters(model).total + more
-    seen = roofline(model, card, loaded, torch.bfloat16, torch.bfloat16, 1, 1)
+@pytest.mark.parametrize("extra_bytes", [0, 1 << 10, 1 << 26, -(1 << 26)])
+def test_tables_beside_the_weights_do_not_change_their_precision(extra_bytes: int) -> None:
+    """A step of thousands of tokens is bound by bfloat16 arithmetic, whatever else was loaded."""
+    model = describe_config(LLAMA).model
+    hardware = HARDWARE_SPECS["h200"]
+    exact = Roofline(model, hardware)
+    weights_bytes = 2 * count_parameters(model).total + extra_bytes
+    loaded = build_roofline(model, hardware, weights_bytes, torch.bfloat16, torch.bfloat16, 1, 1)
     for step in ((1, 100, 1, 100), (4096, 4096, 1, 8_000_000)):
-        assert seen.step(*step) == exact.step(*step)
-        assert seen.expected(*step) == exact.expected(*step)
+        assert loaded.floor_seconds(*step) == exact.floor_seconds(*step)
+        assert loaded.expected_seconds(*step) == exact.expected_seconds(*step)
 
 
-def test_packed_weights_are_read_as_what_they_are() -> None:
-    model = describe(LLAMA).model
-    card = MACHINES["h200"]
-    count = parameters(model)
-    seen = roofline(model, card, round(count.total * 4.5 / 8), torch.bfloat16, torch.bfloat16, 1, 1)
-    read = (count.matrices + count.head) * 4.5 / 8  # of the embedding there is one row
-    assert seen.step(1, 100, 1) == pytest.approx(read / card.bandwidth, rel=0.02)
+def test_the_floor_of_quantized_weights_counts_their_own_bytes() -> None:
+    model = describe_config(LLAMA).model
+    hardware = HARDWARE_SPECS["h200"]
+    parameters = count_parameters(model)
+    weights_bytes = round(parameters.total * 4.5 / 8)
+    loaded = build_roofline(model, hardware, weights_bytes, torch.bfloat16, torch.bfloat16, 1, 1)
+    # Of the embedding a step reads one row.
+    read_bytes = (parameters.matrices + parameters.head) * 4.5 / 8
+    floor = loaded.floor_seconds(1, 100, 1)
+    assert floor == pytest.approx(read_bytes / hardware.bandwidth, rel=0.02)
+
+
+def test_decodes_count_as_much_as_the_same_scheduled_requests() -> None:
+    chunk = ScheduledRequest(8, 4, 6, (2,), None, (), False)
+    step = ScheduledStep((chunk,), (1,), (5, 6), (3, 7), ((6, (4,)),))
+    decodes = (
+        ScheduledRequest(5, 3, 1, (), None, (), True),
+        ScheduledRequest(6, 7, 1, (4,), None, (), True),
+    )
+    assert step.requests == (*decodes, chunk)
+    explicit = ScheduledStep(step.requests, step.finished)
+    work = (8, 4 + 8 + 10, 2, 4 + 8 + 45)
+    assert count_scheduled_work(step) == count_scheduled_work(explicit) == work

@@ -1,7 +1,8 @@
-"""Real servers on real sockets: uvicorn in a thread, the application in front of an engine of the tests'."""
+"""Real servers on real sockets: uvicorn in a thread, in front of an engine of the tests."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,15 +15,15 @@ import pytest
 import uvicorn
 
 from bloomery.server.app import create_app
-from bloomery.server.protocol import bounded
-from bloomery.server.service import Settings
+from bloomery.server.limits import bounded_protocol
+from bloomery.server.service import ServerSettings
 from bloomery.text.tokenizer import Tokenizer
-from tests.server.speaker import InProcess, words
-from tests.waiting import LONG, until
+from tests.server.scripted_engine import InProcessEngine, load_test_tokenizer
+from tests.waiting import WAIT_SECONDS, wait_until
 
 
 @dataclass
-class Running:
+class HttpTestServer:
     client: httpx2.Client
     backend: Any
     address: tuple[str, int]
@@ -33,109 +34,134 @@ class Running:
     def get(self, path: str, **options: Any) -> httpx2.Response:
         return self.client.get(path, **options)
 
-    def raw(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=LONG)
+    def open_socket(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=WAIT_SECONDS)
 
 
-class Attended:
-    """The application with what must be done in its event loop before the first request and after the last."""
+class LifespanHooks:
+    """The application with coroutines to run in its event loop at startup and at shutdown."""
 
-    def __init__(self, app: Any, before: Any, after: Any):
+    def __init__(self, app: Any, on_startup: Any, on_shutdown: Any):
         self.app = app
-        self.before = before
-        self.after = after
+        self.on_startup = on_startup
+        self.on_shutdown = on_shutdown
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def say(message: Any) -> None:
+        async def send_after_hooks(message: Any) -> None:
             if message["type"] == "lifespan.startup.complete":
-                await self.before()
+                await self.on_startup()
             if message["type"] == "lifespan.shutdown.complete":
-                await self.after()
+                await self.on_shutdown()
             await send(message)
 
-        await self.app(scope, receive, say if scope["type"] == "lifespan" else send)
+        is_lifespan = scope["type"] == "lifespan"
+        await self.app(scope, receive, send_after_hooks if is_lifespan else send)
 
 
-def small() -> int:
-    """Bytes of memory; the real figure is that of every test in this process."""
+class FastStopServer(uvicorn.Server):
+    """A server that ends within 10 ms when it is told to exit by force.
+
+    uvicorn looks at `should_exit` every 100 ms and then gives connections another 100 ms.
+    """
+
+    async def main_loop(self) -> None:
+        counter = 0
+        while not await self.on_tick(counter):
+            counter += 1
+            await asyncio.sleep(0.01)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if not self.force_exit:
+            await super().shutdown(sockets)
+            return
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(0)  # connections that are idle close now
+
+
+def small_memory() -> int:
+    """A memory measurement of 1 MiB; the real one would count every test in this process."""
     return 1 << 20
 
 
-def run(
+def start_server(
     backend: Any,
     tokenizer: Tokenizer,
-    settings: Settings,
-    exit: ExitStack,
-    before: Any = None,
-    after: Any = None,
+    settings: ServerSettings,
+    exit_stack: ExitStack,
+    on_startup: Any = None,
+    on_shutdown: Any = None,
     traces: Any = None,
-    measure: Callable[[], int] = small,
-) -> Running:
+    measure_memory: Callable[[], int] = small_memory,
+) -> HttpTestServer:
+    """Start a server that ends with `exit_stack`."""
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(
-        socket.SOL_SOCKET, socket.SO_SNDBUF, 16384
-    )  # so that it does not take megabytes to fill one
-    exit.callback(listener.close)
+    # A small send buffer, so that tests of slow readers need not fill megabytes.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+    exit_stack.callback(listener.close)
     app: Any = create_app(backend, tokenizer, settings, traces)
     service = getattr(app, "app", app).service
-    service.measure = measure
-    apart = service.apart
-    if before:
-        app = Attended(app, before, after)
+    service.measure_memory = measure_memory
+    if on_startup:
+        app = LifespanHooks(app, on_startup, on_shutdown)
     config = uvicorn.Config(
         app,
-        http=bounded(settings.limits),
+        http=bounded_protocol(settings.limits),
         log_level="critical",
         access_log=False,
         lifespan="on",
         timeout_graceful_shutdown=1,
     )
-    server = uvicorn.Server(config)
+    server = FastStopServer(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
 
     def stop() -> None:
-        # a forced exit skips what must be done after
         server.should_exit = True
-        server.force_exit = not before
-        thread.join(LONG)
+        server.force_exit = not on_startup  # a forced exit would skip the shutdown hook
+        thread.join(WAIT_SECONDS)
         assert not thread.is_alive(), "the server does not end"
-        apart.close()  # which a forced exit leaves to the end of the process
+        service.tokenizer_pool.close()  # a forced exit does not close it
 
-    exit.callback(stop)
-    assert until(lambda: server.started), "the server does not start"
+    exit_stack.callback(stop)
+    assert wait_until(lambda: server.started), "the server does not start"
     address = listener.getsockname()
-    client = httpx2.Client(base_url=f"http://127.0.0.1:{address[1]}", timeout=LONG)
-    exit.callback(client.close)
-    return Running(client, backend, address)
+    client = httpx2.Client(base_url=f"http://127.0.0.1:{address[1]}", timeout=WAIT_SECONDS)
+    exit_stack.callback(client.close)
+    return HttpTestServer(client, backend, address)
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    return words()
+    return load_test_tokenizer()
 
 
 @pytest.fixture
-def serve(tokenizer: Tokenizer) -> Iterator[Callable[..., Running]]:
-    """A server of the test's own: options of the engine by name, settings as given."""
-    with ExitStack() as exit:
+def serve(tokenizer: Tokenizer) -> Iterator[Callable[..., HttpTestServer]]:
+    """Start servers of the test's own; keyword arguments are options of the engine."""
+    with ExitStack() as exit_stack:
 
         def start(
-            settings: Settings | None = None, measure: Callable[[], int] = small, **options: Any
-        ) -> Running:
-            made = settings or Settings(model="speaker")
-            return run(InProcess(tokenizer, **options), tokenizer, made, exit, measure=measure)
+            settings: ServerSettings | None = None,
+            measure_memory: Callable[[], int] = small_memory,
+            **options: Any,
+        ) -> HttpTestServer:
+            return start_server(
+                InProcessEngine(tokenizer, **options),
+                tokenizer,
+                settings or ServerSettings(model="speaker"),
+                exit_stack,
+                measure_memory=measure_memory,
+            )
 
         yield start
 
 
 @pytest.fixture(scope="module")
-def server(tokenizer: Tokenizer) -> Iterator[Running]:
-    """A server that tests of a module share."""
-    with ExitStack() as exit:
-        yield run(
-            InProcess(tokenizer),
-            tokenizer,
-            Settings(model="speaker", aliases=("org/speaker-1",)),
-            exit,
-        )
+def server(tokenizer: Tokenizer) -> Iterator[HttpTestServer]:
+    """A server that the tests of a module share."""
+    settings = ServerSettings(model="speaker", aliases=("org/speaker-1",))
+    with ExitStack() as exit_stack:
+        yield start_server(InProcessEngine(tokenizer), tokenizer, settings, exit_stack)

@@ -1,6 +1,6 @@
-"""Whole answers of every route, as they were when somebody last looked at them closely.
+"""Golden files: the response to each of golden_cases.py, complete but for ids and times.
 
-`python -m tests.server.test_golden` writes them anew; what changed is then for `git diff` and the eye.
+`python -m tests.server.test_golden` writes them anew. Review the changes with `git diff`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import httpx2
 import pytest
 
 from bloomery import __version__
-from bloomery.server.routes import table
-from bloomery.server.service import Settings
-from tests.server.cases import CASES, PAGES
-from tests.server.conftest import Running, run
-from tests.server.events import parse
-from tests.server.speaker import InProcess, words
+from bloomery.server.routes import build_routes
+from bloomery.server.service import ServerSettings
+from tests.server.conftest import HttpTestServer, start_server
+from tests.server.golden_cases import CASES, PAGES
+from tests.server.scripted_engine import InProcessEngine, load_test_tokenizer
+from tests.server.sse import parse_events
 
 FOLDER = Path(__file__).parent.parent / "golden" / "http"
-SETTINGS = Settings(model="speaker", aliases=("org/speaker-1",))
-VARIES = {
+SETTINGS = ServerSettings(model="speaker", aliases=("org/speaker-1",))
+# Fields that differ from run to run.
+VARYING_FIELDS = {
     "created",
     "created_at",
     "time",
@@ -37,105 +38,101 @@ VARIES = {
     "p90",
     "p99",
 }
-CLOCKS = re.compile(r"x-(compute|total|validation|queue|inference)-time|x-time-per-token")
+TIMING_HEADERS = re.compile(r"x-(compute|total|validation|queue|inference)-time|x-time-per-token")
+RECORDED_HEADERS = {
+    "content-type",
+    "retry-after",
+    "allow",
+    "cache-control",
+    "connection",
+    "x-accel-buffering",
+}
 
 
-def normal(value: Any, key: str = "") -> Any:
-    """Without what differs from run to run: ids, times, and seeds nobody asked for."""
+def normalize(value: Any, key: str = "") -> Any:
+    """Replace ids, times and the version, which differ from run to run."""
     if isinstance(value, dict):
-        return {name: normal(inner, name) for name, inner in value.items()}
+        return {name: normalize(inner, name) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [normal(inner) for inner in value]
-    if key in VARIES and value is not None:
+        return [normalize(inner) for inner in value]
+    if key in VARYING_FIELDS and value is not None:
         return f"<{key}>"
     if isinstance(value, str):
         return re.sub(r"[0-9a-f]{32}", "<id>", value).replace(__version__, "<version>")
     return round(value, 6) if isinstance(value, float) else value
 
 
-def answer(server: Running, name: str) -> dict[str, Any]:
+def record_response(server: HttpTestServer, name: str) -> dict[str, Any]:
+    """The request of a case and its normalized response, as a golden file holds them."""
     method, path, body, headers = CASES[name]
-    got = (
-        server.client.request(method, path, json=body, headers=headers)
-        if body
-        else server.get(path, headers=headers)
-    )
-    kept = {
-        "content-type",
-        "retry-after",
-        "allow",
-        "cache-control",
-        "connection",
-        "x-accel-buffering",
-    }
-    shown = {
-        n: "<time>" if CLOCKS.match(n) else v
-        for n, v in got.headers.items()
-        if n in kept or (n.startswith("x-") and n != "x-request-id")
-    }
-    whole: dict[str, Any] = {
+    if body:
+        response = server.client.request(method, path, json=body, headers=headers)
+    else:
+        response = server.get(path, headers=headers)
+    recorded_headers = {}
+    for header, value in response.headers.items():
+        is_own = header.startswith("x-") and header != "x-request-id"
+        if header in RECORDED_HEADERS or is_own:
+            recorded_headers[header] = "<time>" if TIMING_HEADERS.match(header) else value
+    record: dict[str, Any] = {
         "request": {"method": method, "path": path, "body": body},
-        "status": got.status_code,
-        "headers": shown,
+        "status": response.status_code,
+        "headers": recorded_headers,
     }
-    whole |= content(got)
-    if name == "generate_best_of":  # two seeds of the server's choosing: only the shape is the same
-        whole["body"] = shape(whole["body"])
-    return whole
+    record |= record_content(response)
+    if name == "generate_best_of":  # the server chooses two seeds, so only types are the same
+        record["body"] = type_names(record["body"])
+    return record
 
 
-def content(got: httpx2.Response) -> dict[str, Any]:
-    kind = got.headers.get("content-type", "")
-    if kind.startswith("text/event-stream"):
-        return {"events": normal(parse(got.text))}
-    if kind.startswith("application/json"):
-        return {"body": normal(got.json())}
-    return {
-        "text": sorted(
-            {
-                line.partition("{")[0].partition(" ")[0]
-                for line in got.text.splitlines()
-                if line[0] != "#"
-            }
-        )
-    }
+def record_content(response: httpx2.Response) -> dict[str, Any]:
+    """Events, JSON, or the metric names of other text."""
+    media_type = response.headers.get("content-type", "")
+    if media_type.startswith("text/event-stream"):
+        return {"events": normalize(parse_events(response.text))}
+    if media_type.startswith("application/json"):
+        return {"body": normalize(response.json())}
+    lines = [line for line in response.text.splitlines() if line[0] != "#"]
+    return {"text": sorted({line.partition("{")[0].partition(" ")[0] for line in lines})}
 
 
-def shape(value: Any) -> Any:
+def type_names(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: shape(inner) for name, inner in value.items()}
-    return (
-        [shape(inner) for inner in value[:1]] if isinstance(value, list) else type(value).__name__
-    )
+        return {name: type_names(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [type_names(inner) for inner in value[:1]]
+    return type(value).__name__
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_golden(serve: Callable[..., Running], name: str) -> None:
+def test_responses_match_their_golden_files(
+    serve: Callable[..., HttpTestServer], name: str
+) -> None:
     golden = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    assert json.loads(json.dumps(answer(serve(SETTINGS), name))) == golden
+    record = record_response(serve(SETTINGS), name)
+    assert json.loads(json.dumps(record)) == golden
 
 
-def test_every_route_has_a_golden_answer() -> None:
-    seen = {(method, path.partition("?")[0]) for method, path, _, _ in CASES.values()}
-    for route in table(SETTINGS):
+def test_every_route_has_a_golden_file() -> None:
+    tested = {(method, path.partition("?")[0]) for method, path, _, _ in CASES.values()}
+    for route in build_routes(SETTINGS):
         path = route.path.replace("{model}", "org/speaker-1")
-        assert (route.method, path) in seen or route.path in PAGES, (
-            f"{route.method} {route.path} has none"
-        )
+        is_tested = (route.method, path) in tested or route.path in PAGES
+        assert is_tested, f"{route.method} {route.path} has no golden file"
     assert {path.stem for path in FOLDER.glob("*.json")} == set(CASES), (
-        "files of cases that are gone, or the other way"
+        "every case has a golden file, and every golden file has a case"
     )
 
 
-def write() -> None:
+def write_golden_files() -> None:
     FOLDER.mkdir(exist_ok=True)
-    tokenizer = words()
+    tokenizer = load_test_tokenizer()
     for name in CASES:
-        with ExitStack() as exit:
-            server = run(InProcess(tokenizer), tokenizer, SETTINGS, exit)
-            text = json.dumps(answer(server, name), indent=1, ensure_ascii=False)
+        with ExitStack() as exit_stack:
+            server = start_server(InProcessEngine(tokenizer), tokenizer, SETTINGS, exit_stack)
+            text = json.dumps(record_response(server, name), indent=1, ensure_ascii=False)
             (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(write())
+    sys.exit(write_golden_files())

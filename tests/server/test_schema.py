@@ -1,4 +1,4 @@
-"""Strict reading: laws over values, and bodies nobody would write."""
+"""Request bodies are read strictly: properties over arbitrary values, and malformed bodies."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bloomery.errors import InvalidRequest
-from bloomery.server.errors import Malformed
-from bloomery.server.routes import table
-from bloomery.server.schema import Body, decode, read
-from bloomery.server.service import Settings
-from tests.server.conftest import Running
+from bloomery.server.errors import MalformedBodyError
+from bloomery.server.routes import build_routes
+from bloomery.server.schema import RequestBody, decode_json, parse_body
+from bloomery.server.service import ServerSettings
+from tests.server.conftest import HttpTestServer
 
 
-class Inner(msgspec.Struct, kw_only=True):
+class InnerStruct(msgspec.Struct, kw_only=True):
     a: int | None = None
 
 
-class Sample(Body, kw_only=True):
-    REFUSED = {"tools": "not yet"}
+class SampleBody(RequestBody, kw_only=True):
+    UNSUPPORTED_FIELDS = {"tools": "not yet"}
     n: int | None = None
     x: float | None = None
     s: str | None = None
     b: bool | None = None
-    inner: Inner | None = None
-    many: list[Inner] | None = None
+    inner: InnerStruct | None = None
+    many: list[InnerStruct] | None = None
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ class Sample(Body, kw_only=True):
         '{"many": [{}, {"a": true}]}',
     ],
 )
-def test_nothing_that_merely_looks_like_it(text: str) -> None:
+def test_values_are_not_coerced(text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        read(decode(text.encode()), Sample)
+        parse_body(decode_json(text.encode()), SampleBody)
     assert caught.value.field and caught.value.field.replace("[1]", "").split(".")[0] in text
 
 
-def test_nulls_are_absent_and_the_unknown_is_counted() -> None:
+def test_nulls_are_absent_and_unknown_fields_are_counted() -> None:
     body = {
         "n": None,
         "x": 1,
@@ -63,18 +63,18 @@ def test_nulls_are_absent_and_the_unknown_is_counted() -> None:
         "inner": {"a": None, "what": 2},
         "many": [{"z": 1}, {"a": 1}],
     }
-    made, unknown = read(decode(json.dumps(body).encode()), Sample)
-    assert (made.n, made.x, made.s, unknown) == (None, 1.0, None, 3)
+    parsed, num_unknown = parse_body(decode_json(json.dumps(body).encode()), SampleBody)
+    assert (parsed.n, parsed.x, parsed.s, num_unknown) == (None, 1.0, None, 3)
 
 
 @pytest.mark.parametrize("value", ["1", "[1]", '{"a": 1}', '"x"', "true"])
-def test_refused_fields_are_named(value: str) -> None:
+def test_unsupported_fields_are_named(value: str) -> None:
     with pytest.raises(InvalidRequest, match="tools is not supported: not yet") as caught:
-        read(decode(f'{{"tools": {value}}}'.encode()), Sample)
+        parse_body(decode_json(f'{{"tools": {value}}}'.encode()), SampleBody)
     assert caught.value.field == "tools"
 
 
-JSON = st.recursive(
+JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
         st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
@@ -83,39 +83,41 @@ JSON = st.recursive(
 )
 
 
-@given(JSON)
+@given(JSON_VALUES)
 @settings(max_examples=300, deadline=None)
-def test_whatever_is_sent_is_read_or_refused(value: Any) -> None:
+def test_any_json_value_is_parsed_or_refused(value: Any) -> None:
     text = json.dumps(value)  # with NaN and Infinity, as careless clients write them
     try:
-        read(decode(text.encode()), Sample)
-    except (InvalidRequest, Malformed) as error:
+        parse_body(decode_json(text.encode()), SampleBody)
+    except (InvalidRequest, MalformedBodyError) as error:
         assert str(error)
 
 
 @given(st.binary(max_size=64))
 @settings(max_examples=300, deadline=None)
-def test_any_bytes(data: bytes) -> None:
+def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
     try:
-        decode(data)
-    except (InvalidRequest, Malformed) as error:
+        decode_json(data)
+    except (InvalidRequest, MalformedBodyError) as error:
         assert str(error)
 
 
-POSTS = [route for route in table(Settings(model="m")) if route.method == "POST"]
-NAMES = sorted({name for route in POSTS if route.body for name in route.body.__struct_fields__})
+POST_ROUTES = [route for route in build_routes(ServerSettings(model="m")) if route.method == "POST"]
+FIELD_NAMES = sorted(
+    {name for route in POST_ROUTES if route.body_type for name in route.body_type.__struct_fields__}
+)
 
 
 @given(
-    st.sampled_from(POSTS),
-    st.dictionaries(st.sampled_from([*NAMES, "unheard_of"]), JSON, max_size=5),
+    st.sampled_from(POST_ROUTES),
+    st.dictionaries(st.sampled_from([*FIELD_NAMES, "unheard_of"]), JSON_VALUES, max_size=5),
     st.data(),
 )
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-def test_no_body_is_the_servers_fault(
-    server: Running, route: Any, body: dict[str, Any], data: st.DataObject
+def test_no_body_causes_a_server_error(
+    server: HttpTestServer, route: Any, body: dict[str, Any], data: st.DataObject
 ) -> None:
-    """Real routes, fields by their real names, values of any kind: never a 5xx, never a hang."""
+    """Real routes and field names with values of any kind give no 5xx and no hang."""
     body = {
         "max_tokens": 2,
         "inputs": "a",
@@ -126,7 +128,7 @@ def test_no_body_is_the_servers_fault(
         **body,
     }
     text = json.dumps(body).encode("utf-8", "surrogatepass")
-    answer = server.client.post(
+    response = server.client.post(
         route.path, content=text, headers={"content-type": "application/json"}
     )
-    assert answer.status_code in (200, 400, 404, 422), (route.path, text, answer.text)
+    assert response.status_code in (200, 400, 404, 422), (route.path, text, response.text)

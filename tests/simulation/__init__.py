@@ -1,0 +1,1 @@
+"""Randomized simulation of engine, client and server in virtual time."""

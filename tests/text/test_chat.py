@@ -1,4 +1,4 @@
-"""Chat templates: the same text as transformers, the same refusals, and bounds a template cannot pass."""
+"""Chat templates: the same text and refusals as transformers, and limits on templates."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from bloomery.errors import TemplateError
-from bloomery.text.chat import reads_parts, render, render_template, select
-from bloomery.text.tokenizer import Extras, Tokenizer
-from tests.text.vocabularies import embedded, reference, words_only
+from bloomery.text.chat import accepts_content_parts, render_chat, render_template, select_template
+from bloomery.text.tokenizer import Tokenizer, TokenizerConfig
+from tests.text.vocabularies import embedded_tokenizer, transformers_tokenizer, word_level_tokenizer
 
 USER = {"role": "user", "content": 'Is 2 < 3 & "4"? Größe 你好 😀\n  two  '}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -49,41 +49,54 @@ TEMPLATES = {
         {%- endif %}
     {% endfor %}
     {% if add_generation_prompt %}[assistant]{% endif %}""",
-    "tokens": "{{ bos_token }}{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ eos_token }}{% endfor %}",
+    "tokens": "{{ bos_token }}{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ eos_token }}"
+    "{% endfor %}",
     "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}"
     "{{ {'b': '<é>', 'a': 1} | tojson(ensure_ascii=True, sort_keys=True, separators=(',', ':')) }}",
     "tools": "{% if tools %}{% for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}{% endif %}"
-    "{% for d in documents or [] %}{{ d.title }}{% endfor %}{{ tools is none }}{{ tools is defined }}"
-    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+    "{% for d in documents or [] %}{{ d.title }}{% endfor %}{{ tools is none }}"
+    "{{ tools is defined }}"
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments | tojson }}"
     "{% endfor %}{% endfor %}",
-    "loops": "{% for m in messages %}{% if loop.index0 > 2 %}{% break %}{% endif %}{% if m.role == 'system' %}"
+    "loops": "{% for m in messages %}{% if loop.index0 > 2 %}{% break %}{% endif %}"
+    "{% if m.role == 'system' %}"
     "{% continue %}{% endif %}{{ loop.index }}{{ m.content }}{% endfor %}",
-    "names": "{% set ns = namespace(found=false, self=1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "names": "{% set ns = namespace(found=false, self=1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}"
     "{% set ns.found = true %}{% endif %}{% endfor %}{{ ns.found }}{{ ns.self }}{{ dict(a=1).a }}"
     "{{ dict.fromkeys(['x'], 2).x }}{% for m in messages %}{{ m.content }}{% endfor %}",
-    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "{% set x = 1 %}{% endgeneration %}{{ x is defined }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
-    "macros": "{% macro turn(m, mark='#') %}{{ mark }}{{ m.role | upper }}: {{ m.content }}{{ caller() if caller }}"
-    "{% endmacro %}{% for m in messages %}{% call turn(m) %}!{% endcall %}{{ turn(m, mark='%') }}{% endfor %}",
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}"
+    "{% set x = 1 %}{% endgeneration %}{{ x is defined }}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}",
+    "macros": "{% macro turn(m, mark='#') %}{{ mark }}{{ m.role | upper }}: {{ m.content }}"
+    "{{ caller() if caller }}"
+    "{% endmacro %}{% for m in messages %}{% call turn(m) %}!{% endcall %}"
+    "{{ turn(m, mark='%') }}{% endfor %}",
     "strings": "{% for m in messages %}{{ m.content.split(' ')[-1].strip() }}{{ m.content[:3] }}"
     "{{ m.content | length }}{{ '%s-%03d' % (m.role, 7) }}{{ '{:>5}'.format(m.role) }}"
     "{{ m.role.center(12, '*') }}{{ m.role | center(12) }}"
-    "{{ m.content | indent(3, true) }}{{ '=' * 8 }}{{ 2 ** 10 }}{{ [1] + [2] }}{{ range(3) | list }}{% endfor %}",
-    "thoughts": "{% for m in messages %}{{ m.reasoning_content or '' }}{{ m.thinking or '' }}{{ m.content }}"
+    "{{ m.content | indent(3, true) }}{{ '=' * 8 }}{{ 2 ** 10 }}{{ [1] + [2] }}"
+    "{{ range(3) | list }}{% endfor %}",
+    "thoughts": "{% for m in messages %}{{ m.reasoning_content or '' }}{{ m.thinking or '' }}"
+    "{{ m.content }}"
     "{% endfor %}",
-    "parts": "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "parts": "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}"
     "{{ p.text | trim }}{% endfor %}{% endif %}{% endfor %}",
     "trimming": "{% for m in messages %}{{ m.content | trim }}|{% endfor %}",
-    "undefined": "{{ nothing }}{{ messages[0].nothing }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    "undefined": "{{ nothing }}{{ messages[0].nothing }}{% for m in messages %}{{ m.content }}"
+    "{% endfor %}",
     "raising": "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
     "{{ raise_exception('no ' + m.role + ' here') }}{% endif %}{{ m.content }}{% endfor %}",
     "failing": "{{ messages[0].content + 1 }}",
     "deep undefined": "{{ messages[0].nothing.deeper }}",
-    "own": "",  # the embedded model's, put in below
+    "own": "",  # the template of the embedded model, filled in by the test
 }
 
 
-def outcome(make: Any) -> tuple[str, str]:
+def run_or_refuse(make: Any) -> tuple[str, str]:
     try:
         return "text", make()
     except Exception as error:
@@ -92,34 +105,40 @@ def outcome(make: Any) -> tuple[str, str]:
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_rendered_as_transformers_renders(name: str, conversation: str) -> None:
-    template = TEMPLATES[name] or embedded().chat_templates["default"]
+def test_template_renders_as_in_transformers(name: str, conversation: str) -> None:
+    template = TEMPLATES[name] or embedded_tokenizer().chat_templates["default"]
     messages, options = CONVERSATIONS[conversation]
     options = {"add_generation_prompt": True, **options}
     variables = {"bos_token": "<s>", "eos_token": "</s>", "custom": [1]}
-    theirs = outcome(
+    theirs = run_or_refuse(
         lambda: render_jinja_template([messages], chat_template=template, **options, **variables)[
             0
         ][0]
     )
-    ours = outcome(lambda: render_template(template, messages, variables=variables, **options))
+    ours = run_or_refuse(
+        lambda: render_template(template, messages, variables=variables, **options)
+    )
     assert ours == theirs or ours[0] == theirs[0] == "refused"
 
 
-def test_the_embedded_model_s_template_is_rendered_as_transformers_renders_it() -> None:
+def test_template_of_the_embedded_model_renders_as_in_transformers() -> None:
     for messages, options in CONVERSATIONS.values():
         options = {"add_generation_prompt": True, **options}
-        theirs = outcome(
-            lambda: reference().apply_chat_template(messages, tokenize=False, **options)
+        theirs = run_or_refuse(
+            lambda: transformers_tokenizer().apply_chat_template(
+                messages, tokenize=False, **options
+            )
         )
-        ours = outcome(lambda: render(embedded(), messages, **options))
+        ours = run_or_refuse(lambda: render_chat(embedded_tokenizer(), messages, **options))
         assert ours == theirs or ours[0] == theirs[0] == "refused"
-        if ours[0] == "text":  # chat ids are the template's text, encoded once, with no second BOS
-            ids = reference().apply_chat_template(messages, return_dict=False, **options)
-            assert embedded().encode(ours[1], add_special=False) == ids
+        if ours[0] == "text":  # the rendered text has its own BOS
+            ids = transformers_tokenizer().apply_chat_template(
+                messages, return_dict=False, **options
+            )
+            assert embedded_tokenizer().encode(ours[1], add_special=False) == ids
 
 
-def test_messages_are_left_as_they_were() -> None:
+def test_messages_are_not_modified() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "x"}], "reasoning": "r"}]
     render_template(
         TEMPLATES["parts"], messages, add_generation_prompt=False, continue_final_message=True
@@ -137,18 +156,20 @@ PARTS = {
 }
 
 
-def test_a_template_that_reads_parts_gets_them() -> None:
-    assert reads_parts(TEMPLATES["parts"])
+def test_template_that_accepts_content_parts_gets_them() -> None:
+    assert accepts_content_parts(TEMPLATES["parts"])
     assert render_template(TEMPLATES["parts"], [PARTS]) == "One.Two."  # it trims each
 
 
 @pytest.mark.parametrize("name", ["tokens", "trimming", "failing", "undefined"])
-def test_any_other_template_gets_their_text(name: str) -> None:
-    assert not reads_parts(TEMPLATES[name])
+def test_other_templates_get_the_joined_text_of_parts(name: str) -> None:
+    assert not accepts_content_parts(TEMPLATES[name])
     joined = {"role": "user", "content": "One. Two."}
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
-    ours = outcome(lambda: render_template(TEMPLATES[name], [PARTS, ANSWER], variables=variables))
-    assert ours == outcome(
+    ours = run_or_refuse(
+        lambda: render_template(TEMPLATES[name], [PARTS, ANSWER], variables=variables)
+    )
+    assert ours == run_or_refuse(
         lambda: render_template(TEMPLATES[name], [joined, ANSWER], variables=variables)
     )
     with pytest.raises(TemplateError, match="text only.*'image_url'"):
@@ -159,42 +180,49 @@ def test_any_other_template_gets_their_text(name: str) -> None:
 # ---- choosing a template -----------------------------------------------------------------------
 
 
-def test_a_template_is_chosen_by_name_by_tools_or_by_default() -> None:
+def test_template_is_selected_by_name_by_tools_or_by_default() -> None:
     several = {"default": "d", "tool_use": "t", "rag": "r"}
-    assert select(several) == "d"
-    assert select(several, tools=True) == "t"
-    assert select(several, "rag", tools=True) == "r"
-    assert select(several, "{{ written out }}") == "{{ written out }}"
-    assert select({"default": "d"}, tools=True) == "d"
+    assert select_template(several) == "d"
+    assert select_template(several, has_tools=True) == "t"
+    assert select_template(several, "rag", has_tools=True) == "r"
+    assert select_template(several, "{{ written out }}") == "{{ written out }}"
+    assert select_template({"default": "d"}, has_tools=True) == "d"
     with pytest.raises(TemplateError, match="name one of rag, tool_use"):
-        select({"tool_use": "t", "rag": "r"})
+        select_template({"tool_use": "t", "rag": "r"})
 
 
-def test_a_model_without_a_template_says_what_to_do() -> None:
+def test_error_without_a_template_names_the_remedy() -> None:
     with pytest.raises(TemplateError, match="no chat template.*give one"):
-        render(words_only(), [USER])
-    assert render(words_only(), [USER], chat_template="{{ messages[0].role }}") == "user"
+        render_chat(word_level_tokenizer(), [USER])
+    assert (
+        render_chat(word_level_tokenizer(), [USER], chat_template="{{ messages[0].role }}")
+        == "user"
+    )
 
 
 def test_options_reach_the_template() -> None:
-    template = "{{ thinking }}{{ bos_token }}{{ eos_token }}{{ strftime_now('%d %b %Y') }}{{ add_generation_prompt }}"
-    tokenizer = Tokenizer(
-        words_only().backend, Extras(special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    template = (
+        "{{ thinking }}{{ bos_token }}{{ eos_token }}{{ strftime_now('%d %b %Y') }}"
+        "{{ add_generation_prompt }}"
     )
-    shown = render(
+    tokenizer = Tokenizer(
+        word_level_tokenizer().backend,
+        TokenizerConfig(special_tokens={"bos_token": "<s>", "eos_token": "</s>"}),
+    )
+    text = render_chat(
         tokenizer,
         [USER],
         chat_template=template,
         chat_template_kwargs={"thinking": 1, "eos_token": "E"},
     )
-    assert shown == f"1<s>E{datetime.now():%d %b %Y}True"
+    assert text == f"1<s>E{datetime.now():%d %b %Y}True"
     assert render_template("{{ strftime_now('%Y') }}", [USER], now=datetime(1999, 1, 1)) == "1999"
 
 
 # ---- refusals ----------------------------------------------------------------------------------
 
 
-def test_a_template_s_own_words_are_the_error() -> None:
+def test_error_raised_by_a_template_is_reported() -> None:
     with pytest.raises(TemplateError, match=r"^no system here$"):
         render_template(TEMPLATES["raising"], [SYSTEM])
     with pytest.raises(TemplateError, match="cannot handle these messages"):
@@ -218,12 +246,14 @@ def test_a_template_s_own_words_are_the_error() -> None:
         ),
     ],
 )
-def test_requests_that_make_no_sense(messages: Any, options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(
+    messages: Any, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(TemplateError, match=message):
         render_template(TEMPLATES["blocks"], messages, **options)
 
 
-def test_a_message_that_the_template_drops_cannot_be_continued() -> None:
+def test_message_that_the_template_drops_cannot_be_continued() -> None:
     with pytest.raises(TemplateError, match="cannot be continued"):
         render_template(
             "{{ messages[0].content }}",
@@ -257,19 +287,20 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("template", HOSTILE)
-def test_a_template_cannot_leave_the_sandbox(template: str) -> None:
-    kind, text = outcome(lambda: render_template(template, [USER]))
-    # an unsafe attribute is undefined, and reads as nothing
+def test_template_cannot_leave_the_sandbox(template: str) -> None:
+    kind, text = run_or_refuse(lambda: render_template(template, [USER]))
+    # An unsafe attribute is undefined and renders as an empty string.
     assert (kind, text) == ("text", "") or kind == "refused"
 
 
-BLOWN_UP = [
+OVERSIZED = [
     "{{ 'a' * 100000000000 }}",
     "{{ 100000000000 * 'a' }}",
     "{{ [0] * 100000000000 }}",
     "{{ 9 ** 99999999 }}",
     "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}"
+    "{% endfor %}",
     "{{ '%100000000000d' % 1 }}",
     "{{ '%(a)100000000000d' % {'a': 1} }}",
     "{{ '%*d' % (100000000000, 1) }}",
@@ -284,7 +315,7 @@ BLOWN_UP = [
 ]
 
 
-@pytest.mark.parametrize("template", BLOWN_UP)
-def test_a_template_cannot_make_a_flood_of_a_line(template: str) -> None:
+@pytest.mark.parametrize("template", OVERSIZED)
+def test_template_cannot_build_huge_values(template: str) -> None:
     with pytest.raises(TemplateError):
         render_template(template, [USER], limit=1_000_000)

@@ -1,4 +1,4 @@
-"""Tokenizers for the tests: the embedded model's, real ones cut down, and small ones trained on the spot."""
+"""Tokenizers for tests: of the embedded model, reduced real ones, and small trained ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, WordLevel
 
 from bloomery.artifacts import gguf
-from bloomery.artifacts.locate import locate
-from bloomery.text.gguf_vocab import from_gguf
+from bloomery.artifacts.locate import locate_model
+from bloomery.text.gguf_tokenizer import build_gguf_tokenizer
 from bloomery.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
@@ -44,7 +44,7 @@ LINES = (
 
 
 def sample_texts(count: int, seed: int = 0) -> list[str]:
-    """The lines themselves, then mixtures of pieces of them, some long."""
+    """Return LINES, then random mixtures of parts of them, some of them long."""
     random_source = random.Random(seed)
     texts = list(LINES)
     while len(texts) < count:
@@ -59,36 +59,36 @@ def sample_texts(count: int, seed: int = 0) -> list[str]:
 
 @lru_cache
 def embedded_path() -> Path:
-    return locate(None).path
+    return locate_model(None).path
 
 
 @lru_cache
-def embedded() -> Tokenizer:
-    return from_gguf(gguf.read(embedded_path()).metadata)
+def embedded_tokenizer() -> Tokenizer:
+    return build_gguf_tokenizer(gguf.read_gguf(embedded_path()).metadata)
 
 
 @lru_cache
-def reference() -> Any:
-    """transformers' reading of the embedded file. Imported here: it takes its time."""
-    from transformers import AutoTokenizer
+def transformers_tokenizer() -> Any:
+    """Return the tokenizer that transformers builds from the embedded file."""
+    from transformers import AutoTokenizer  # slow to import
 
     return AutoTokenizer.from_pretrained(embedded_path().parent, gguf_file=embedded_path().name)
 
 
 @lru_cache
-def golden() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((DATA / "golden.json").read_text(encoding="utf-8"))
-    return found
+def golden_encodings() -> dict[str, Any]:
+    encodings: dict[str, Any] = json.loads((DATA / "golden.json").read_text(encoding="utf-8"))
+    return encodings
 
 
 @lru_cache
-def cut_down(name: str) -> Tokenizer:
-    """A real vocabulary, reduced to what its golden cases touch."""
-    return from_gguf(golden()[name]["metadata"])
+def reduced_tokenizer(name: str) -> Tokenizer:
+    """Return a real vocabulary, reduced to the tokens that its golden encodings use."""
+    return build_gguf_tokenizer(golden_encodings()[name]["metadata"])
 
 
 @lru_cache
-def metaspace() -> Tokenizer:
+def metaspace_tokenizer() -> Tokenizer:
     backend = Backend(BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -99,17 +99,17 @@ def metaspace() -> Tokenizer:
 
 
 @lru_cache
-def words_only() -> Tokenizer:
+def word_level_tokenizer() -> Tokenizer:
     backend = Backend(WordLevel({"<unk>": 0, "the": 1, "fox": 2, "é": 3}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.add_special_tokens([AddedToken("</s>", special=True)])
     return Tokenizer(backend)
 
 
-KINDS = {
-    "byte level": embedded,
-    "byte fallback": lambda: cut_down("llama-spm"),
-    "byte fallback, no prefix space": lambda: cut_down("gemma-4"),
-    "metaspace": metaspace,
-    "words": words_only,
+TOKENIZERS = {
+    "byte level": embedded_tokenizer,
+    "byte fallback": lambda: reduced_tokenizer("llama-spm"),
+    "byte fallback, no prefix space": lambda: reduced_tokenizer("gemma-4"),
+    "metaspace": metaspace_tokenizer,
+    "words": word_level_tokenizer,
 }

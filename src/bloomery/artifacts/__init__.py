@@ -1,1 +1,1 @@
-"""What a model is on disk: where it lies, and what its files claim to hold. Both towers read it, so: no torch."""
+"""Model files: where they are and what their headers declare. No torch: the API server uses it."""

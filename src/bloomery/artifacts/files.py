@@ -1,4 +1,4 @@
-"""The first questions to any weight file: is it there, how large is it, is it what its name says."""
+"""Checks that every file format needs: the file exists and is complete, and its JSON is strict."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from bloomery.errors import CheckpointError
 
-MAX_JSON = 100_000_000  # bytes; the limit safetensors sets for its headers
+MAX_JSON_BYTES = 100_000_000  # the limit that the safetensors format sets for its header
 
 
 def file_size(path: Path) -> int:
-    """The size in bytes; a missing file, a folder, a dangling link or a Git LFS stub is refused with the remedy."""
+    """Return the size in bytes. A missing file or a Git LFS pointer is refused with the remedy."""
     if not path.is_file():
         raise CheckpointError(
             f"{path}: no such file; the model is incomplete, download or copy it again"
@@ -28,10 +28,14 @@ def file_size(path: Path) -> int:
     return size
 
 
-def strict_json(text: bytes, origin: str) -> dict[str, Any]:
-    """One JSON object in UTF-8 without duplicate keys, NaN or bottomless nesting."""
+def parse_strict_json(text: bytes, origin: str) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8. Duplicate keys, NaN and deep nesting are refused."""
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
+        value = json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_refuse_duplicates,
+            parse_constant=_refuse_constant,
+        )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{origin}: not valid JSON ({error or type(error).__name__})"
@@ -41,13 +45,13 @@ def strict_json(text: bytes, origin: str) -> dict[str, Any]:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"{name!r} appears twice")
-    return found
+    return values
 
 
-def _refuse(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")

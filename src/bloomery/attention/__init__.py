@@ -1,1 +1,1 @@
-"""Attention over a paged cache: one protocol, several backends that say why not, one oracle."""
+"""Attention over the paged KV cache: one protocol, three backends, and their selection."""

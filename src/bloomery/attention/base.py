@@ -1,63 +1,229 @@
-"""What a step looks like to attention, and what a backend must do.
+"""The layout of one step as attention sees it, and the protocol of an attention backend.
 
-Prefill, decode, chunks and drafts are one Ragged batch: each sequence brings `count` new positions to a cache that
-holds `length - count` of its own already. The new keys and values of *all* sequences are stored before any attends: a
-sequence may share blocks that another one fills in the same step. The cache is [2, slots, kv heads, dim] everywhere:
-keys, then values; block b holds slots b * size to (b + 1) * size.
+Prefill, chunked prefill, decode and draft verification are one batch: each sequence brings
+`query_len` new positions to a KV cache that already holds its earlier ones. The new keys and values
+of *all* sequences are stored before any sequence attends, because a sequence may share blocks that
+another one fills in the same step.
+
+The KV cache of a layer is [2, slots, kv heads, head dim]: keys first, then values. Block b holds
+the slots from b * block_size to (b + 1) * block_size - 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from bloomery.kernels.alibi import alibi_slopes
-from bloomery.spec import Alibi, Attention
+from bloomery.spec import AlibiSpec, AttentionSpec
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """One step's layout: new positions of several sequences, one after another; those with a single one come first.
+    """The layout of one step: the new positions of all sequences, one sequence after another.
 
-    Integer tensors are int64 on the CPU and int32 on a GPU. The tuples are the host's copy of two of them; a captured
-    step has none, for there the host does not know.
+    Decodes (sequences with one new position) come first, then prefills. Integer tensors have
+    `index_dtype`. The two tuples are the host's copy of the lengths. A step that is replayed from a
+    CUDA graph or a CPU trace has none, because only the device knows its lengths.
     """
 
-    counts: tuple[int, ...]  # new positions of each sequence
-    lengths: tuple[int, ...]  # positions of each sequence once they are stored
-    singles: int  # how many leading sequences have one new position; a captured step may count few as `several` instead
-    starts: torch.Tensor  # [sequences + 1] where each sequence's new positions begin in the step
-    ends: torch.Tensor  # [sequences] the lengths
-    positions: torch.Tensor  # [tokens] place in its sequence
-    slots: torch.Tensor  # [tokens] place in the cache: block * size + offset
-    tables: torch.Tensor  # [sequences, blocks] padded with any block: what lies there is masked
+    num_decodes: int  # leading sequences with one new position
+    # Sequences behind the decodes, of any length; set only when the host does not know lengths.
+    # Such a step may count its few decodes as prefills. A padding sequence has seq_len 0.
+    num_prefills: int
+    query_start_loc: torch.Tensor  # [sequences + 1] index of each sequence's first new position
+    seq_lens: torch.Tensor  # [sequences] positions once the new ones are stored
+    positions: torch.Tensor  # [tokens] position in its sequence
+    slot_mapping: torch.Tensor  # [tokens] slot of the KV cache: block * block_size + offset
+    block_tables: torch.Tensor  # [sequences, blocks] padded with any block: the rest is masked
     block_size: int
-    several: int = 0  # in a captured step: sequences behind the singles, of any length; nobody's have an end of 0
+    host_query_lens: tuple[int, ...] = ()  # new positions of each sequence
+    host_seq_lens: tuple[int, ...] = ()
+
+    @classmethod
+    def from_host(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        block_size: int,
+        device: torch.device,
+    ) -> AttentionMetadata:
+        """Build the layout of a step whose lengths the host knows, without token ids."""
+        _, metadata = build_step_tensors((), query_lens, seq_lens, block_tables, block_size, device)
+        return metadata
+
+    @classmethod
+    def from_single_positions(
+        cls,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        block_tables: torch.Tensor,
+        block_size: int,
+    ) -> AttentionMetadata:
+        """Build the layout of a step in which each token is a sequence of its own.
+
+        positions and slot_mapping are [tokens], block_tables is [tokens, blocks].
+        """
+        num_tokens = len(positions)
+        device = positions.device
+        seq_lens = positions + 1
+        host_query_lens: tuple[int, ...] = ()
+        host_seq_lens: tuple[int, ...] = ()
+        if device.type == "cpu":  # elsewhere the host would have to wait for the lengths
+            host_query_lens = (1,) * num_tokens
+            host_seq_lens = tuple(seq_lens.tolist())
+        return cls(
+            num_decodes=num_tokens,
+            num_prefills=0,
+            query_start_loc=torch.arange(num_tokens + 1, dtype=positions.dtype, device=device),
+            seq_lens=seq_lens,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            block_tables=block_tables,
+            block_size=block_size,
+            host_query_lens=host_query_lens,
+            host_seq_lens=host_seq_lens,
+        )
 
 
-class Backend(Protocol):
-    def refuses(self, spec: Attention, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why this backend cannot serve such a layer, or None."""
+@dataclass(frozen=True)
+class BackendCapabilities:
+    """What a backend can do beyond plain attention; the worker chooses its step path by it."""
+
+    # Serves steps with prefill chunks whose lengths only the device knows.
+    device_side_metadata: bool = False
+    # All of its operations can be recorded into a CPU trace.
+    cpu_traceable: bool = False
+    # Reads a float16 KV cache at full speed while it computes in float32.
+    float16_kv_cache: bool = False
+
+
+class AttentionBackend(Protocol):
+    """Attention over the paged KV cache. A backend knows no requests, rows or sampling."""
+
+    def capabilities(self) -> BackendCapabilities: ...
+
+    def unsupported_reason(
+        self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
+    ) -> str | None:
+        """Say why this backend cannot serve such a layer; None if it can."""
         ...
 
-    def plan(self, ragged: AttentionMetadata) -> Any:
-        """Once a step: whatever `attend` needs that does not depend on the layer."""
+    def prepare(self, metadata: AttentionMetadata) -> Any:
+        """Compute, once a step, whatever `attend` needs that does not depend on the layer."""
         ...
 
     def attend(
-        self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: Any
+        self, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec, plan: Any
     ) -> torch.Tensor:
-        """q [tokens, heads, dim] -> [tokens, heads * dim], over what the cache holds up to each token."""
+        """q [tokens, heads, head dim] -> [tokens, heads * head dim].
+
+        Each token attends to what the cache holds of its sequence up to its own position. `plan` is
+        what `prepare` returned for this step.
+        """
         ...
 
 
-def slopes(spec: Attention, alibi: Alibi) -> torch.Tensor:
-    """[heads] float32: of the heads that are here."""
-    every = alibi_slopes(alibi.heads or spec.num_heads, alibi.max_bias) * alibi.scale
-    return every[alibi.first : alibi.first + spec.num_heads]
+def upload(
+    values: Sequence[object] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Copy host numbers to the device without waiting for it.
+
+    The copy goes through pinned memory: a copy from pageable memory waits for all queued work.
+    """
+    to_gpu = device.type == "cuda"
+    if isinstance(values, torch.Tensor):
+        host = values.to(dtype)
+        if to_gpu:
+            host = host.pin_memory()
+    else:
+        host = torch.tensor(values, dtype=dtype, pin_memory=to_gpu)
+    return host.to(device, non_blocking=True) if to_gpu else host
 
 
-def cache_shape(spec: Attention, blocks: int, block_size: int) -> tuple[int, ...]:
-    return (2, blocks * block_size, spec.num_kv_heads, spec.head_dim)
+def download(values: torch.Tensor) -> torch.Tensor:
+    """Queue a copy to the host; it is complete once the work queued so far has ended.
+
+    Steps that are queued later neither delay the copy nor change it, even if they overwrite the
+    values.
+    """
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return host.copy_(values, non_blocking=True)
+
+
+def build_step_tensors(
+    token_ids: Sequence[int],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    block_size: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, AttentionMetadata]:
+    """Build the tensors of a step that the host lays out, and send them in one copy.
+
+    Sequences with one new position come first. Returns token ids [tokens] and the metadata. Uses
+    numpy, because torch would wake its thread pool for these few numbers.
+    """
+    num_tokens = sum(query_lens)
+    query_start_loc = [0, *accumulate(query_lens)]
+    sequence_of_token = np.repeat(np.arange(len(query_lens)), query_lens)
+    first_positions = np.array(seq_lens) - np.array(query_start_loc[1:])
+    positions = np.arange(num_tokens) + first_positions[sequence_of_token]
+    num_blocks = max(len(table) for table in block_tables)
+    padded = [[*table, *[0] * (num_blocks - len(table))] for table in block_tables]
+    # Three times as fast as np.array of nested lists.
+    table_entries = np.fromiter(chain.from_iterable(padded), np.int64, len(padded) * num_blocks)
+    padded_tables = table_entries.reshape(len(padded), num_blocks)
+    blocks = padded_tables[sequence_of_token, positions // block_size]
+    slot_mapping = blocks * block_size + positions % block_size
+    parts = (
+        np.array(token_ids, np.int64),
+        positions,
+        slot_mapping,
+        query_start_loc,
+        seq_lens,
+        padded_tables.ravel(),
+    )
+    packed = torch.from_numpy(np.concatenate(parts))
+    on_device = upload(packed, device, index_dtype(device))
+    tensors = on_device.split([len(part) for part in parts])
+    metadata = AttentionMetadata(
+        num_decodes=query_lens.count(1),
+        num_prefills=0,
+        query_start_loc=tensors[3],
+        seq_lens=tensors[4],
+        positions=tensors[1],
+        slot_mapping=tensors[2],
+        block_tables=tensors[5].view(padded_tables.shape),
+        block_size=block_size,
+        host_query_lens=tuple(query_lens),
+        host_seq_lens=tuple(seq_lens),
+    )
+    return tensors[0], metadata
+
+
+def index_dtype(device: torch.device) -> torch.dtype:
+    """The integer type of step tensors: torch indexes by int64, GPU kernels read int32."""
+    return torch.int64 if device.type == "cpu" else torch.int32
+
+
+def softmax_scale(spec: AttentionSpec) -> float:
+    """The factor that scales q . k before the softmax."""
+    return spec.head_dim**-0.5 if spec.scale is None else spec.scale
+
+
+def local_alibi_slopes(spec: AttentionSpec, alibi: AlibiSpec) -> torch.Tensor:
+    """ALiBi slopes [heads], float32, of the heads that this tensor parallel rank has."""
+    all_slopes = alibi_slopes(alibi.heads or spec.num_heads, alibi.max_bias) * alibi.scale
+    return all_slopes[alibi.first : alibi.first + spec.num_heads]
+
+
+def kv_cache_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """Shape of one layer's KV cache: [2, slots, kv heads, head dim]."""
+    return (2, num_blocks * block_size, spec.num_kv_heads, spec.head_dim)

@@ -1,8 +1,9 @@
-"""Paged attention in plain torch: the oracle of every other backend, and the path on the CPU.
+"""Paged attention in plain torch: the reference of every other backend, and the fallback on a CPU.
 
-Memory is linear in the sequence: queries go in slices, so that a slice's scores stay under a fixed size. Sequences
-with one new position attend together, padded to the longest; the others one by one. Heads that share a key head are
-folded into the query axis, so keys and values are never repeated.
+Memory is linear in the sequence length: queries go in slices, so that the scores of a slice stay
+below a fixed size. Decodes attend together, padded to the longest sequence; prefills attend one by
+one. Query heads that share a KV head are folded into the query axis, so keys and values are never
+repeated.
 """
 
 from __future__ import annotations
@@ -13,114 +14,159 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from bloomery.attention.base import AttentionMetadata, slopes
-from bloomery.kernels.rounded_cache import read
-from bloomery.spec import Alibi, Attention
+from bloomery.attention.base import (
+    AttentionMetadata,
+    BackendCapabilities,
+    local_alibi_slopes,
+    softmax_scale,
+)
+from bloomery.kernels.quantized_kv_cache import read_kv_cache
+from bloomery.spec import AlibiSpec, AttentionSpec
 
-SCORES = 1 << 22  # elements of a score matrix held at once
+MAX_SCORES = 1 << 22  # elements of a score matrix held at once
 
 
 @dataclass(frozen=True)
-class Group:
-    """Sequences that attend in one call: all with the same number of queries."""
+class SequenceGroup:
+    """Sequences that attend in one call: all have the same number of queries."""
 
-    tokens: slice  # which of the step's tokens, sequence by sequence
-    queries: int
-    slots: torch.Tensor  # [sequences, longest] where their keys lie
-    q_positions: torch.Tensor  # [sequences, queries]
-    k_positions: torch.Tensor  # [longest]
+    tokens: slice  # of the step, sequence by sequence
+    num_queries: int
+    slots: torch.Tensor  # [sequences, max length] KV cache slots of their keys
+    query_positions: torch.Tensor  # [sequences, queries]
+    key_positions: torch.Tensor  # [max length]
     masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, part: slice) -> torch.Tensor:
-        """[sequences, queries of the part, longest] true where a query may look; layers alike share one."""
+    def causal_mask(self, window: int | None, part: slice) -> torch.Tensor:
+        """[sequences, queries of the part, max length], true where a query may look.
+
+        Layers with the same window share one mask.
+        """
         key = (window, part.start)
         if key not in self.masks:
-            distance = self.q_positions[:, part, None] - self.k_positions
-            seen = distance >= 0
-            self.masks[key] = seen if window is None else seen & (distance < window)
+            distance = self.query_positions[:, part, None] - self.key_positions
+            mask = distance >= 0
+            if window is not None:
+                mask = mask & (distance < window)
+            self.masks[key] = mask
         return self.masks[key]
 
 
-class TorchPaged:
-    def __init__(self, fused: bool = True, alone: bool = False):
-        self.fused = fused  # off: every score by the plain formula, the oracle's oracle
-        self.alone = (
-            alone  # no two sequences attend together: no result depends on a neighbour's length
-        )
+class TorchPagedAttention:
+    """The attention backend that needs nothing but torch.
 
-    def refuses(self, spec: Attention, dtype: torch.dtype, device: torch.device) -> str | None:
+    fused: use torch's scaled_dot_product_attention; off, every score comes from the plain formula.
+    one_by_one: no two sequences attend together, so no result depends on another's length.
+    """
+
+    def __init__(self, fused: bool = True, one_by_one: bool = False):
+        self.fused = fused
+        self.one_by_one = one_by_one
+
+    def capabilities(self) -> BackendCapabilities:
+        return BackendCapabilities()
+
+    def unsupported_reason(
+        self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
+    ) -> str | None:
         return None
 
-    def plan(self, ragged: AttentionMetadata) -> tuple[Group, ...]:
-        starts = [0, *accumulate(ragged.counts)]
-        first = 0 if self.alone else ragged.singles
-        groups = [self._group(ragged, starts, [i]) for i in range(first, len(ragged.counts))]
-        if first:
-            groups.append(self._group(ragged, starts, list(range(ragged.singles))))
+    def prepare(self, metadata: AttentionMetadata) -> tuple[SequenceGroup, ...]:
+        starts = [0, *accumulate(metadata.host_query_lens)]
+        num_together = 0 if self.one_by_one else metadata.num_decodes
+        single = range(num_together, len(metadata.host_query_lens))
+        groups = [self._make_group(metadata, starts, [i]) for i in single]
+        if num_together:
+            groups.append(self._make_group(metadata, starts, list(range(num_together))))
         return tuple(groups)
 
-    def _group(self, ragged: AttentionMetadata, starts: list[int], members: list[int]) -> Group:
-        longest = max(ragged.lengths[i] for i in members)
-        queries = ragged.counts[members[0]]
-        blocks = ragged.tables[members, : -(-longest // ragged.block_size)]
-        offsets = torch.arange(ragged.block_size, device=blocks.device)
-        slots = (blocks[:, :, None] * ragged.block_size + offsets).flatten(1)[:, :longest]
+    def _make_group(
+        self, metadata: AttentionMetadata, starts: list[int], members: list[int]
+    ) -> SequenceGroup:
+        """Lay out these neighbouring sequences; `starts` has the first token of each sequence."""
+        block_size = metadata.block_size
+        max_len = max(metadata.host_seq_lens[i] for i in members)
+        num_queries = metadata.host_query_lens[members[0]]
+        num_blocks = -(-max_len // block_size)
+        blocks = metadata.block_tables[members, :num_blocks]
+        offsets = torch.arange(block_size, device=blocks.device)
+        slots = (blocks[:, :, None] * block_size + offsets).flatten(1)[:, :max_len]
         tokens = slice(starts[members[0]], starts[members[-1] + 1])
-        positions = ragged.positions[tokens].view(len(members), queries)
-        return Group(tokens, queries, slots, positions, torch.arange(longest, device=blocks.device))
+        query_positions = metadata.positions[tokens].view(len(members), num_queries)
+        key_positions = torch.arange(max_len, device=blocks.device)
+        return SequenceGroup(tokens, num_queries, slots, query_positions, key_positions)
 
     def attend(
-        self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: tuple[Group, ...]
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        spec: AttentionSpec,
+        plan: tuple[SequenceGroup, ...],
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         for group in plan:
-            # [n, kv heads, longest, dim]
-            keys, values = (half.transpose(1, 2) for half in read(cache, group.slots, q.dtype))
-            n, heads, longest, _ = keys.shape
-            queries = q[group.tokens].view(n, group.queries, heads, -1, spec.head_dim)
-            width = max(1, SCORES // (n * spec.num_heads * longest))
-            parts = [
-                self._attend(
-                    queries[:, a : a + width], keys, values, group, slice(a, a + width), spec
-                )
-                for a in range(0, group.queries, width)
-            ]
-            out[group.tokens] = torch.cat(parts, 1).reshape(-1, spec.num_heads, spec.head_dim)
+            # [sequences, kv heads, max length, dim]
+            keys, values = (
+                half.transpose(1, 2) for half in read_kv_cache(cache, group.slots, q.dtype)
+            )
+            num_sequences, kv_heads, max_len, _ = keys.shape
+            queries = q[group.tokens].view(
+                num_sequences, group.num_queries, kv_heads, -1, spec.head_dim
+            )
+            width = max(1, MAX_SCORES // (num_sequences * spec.num_heads * max_len))
+            parts = []
+            for first in range(0, group.num_queries, width):
+                part = slice(first, first + width)
+                parts.append(self._attend_part(queries[:, part], keys, values, group, part, spec))
+            attended = torch.cat(parts, 1)
+            out[group.tokens] = attended.reshape(-1, spec.num_heads, spec.head_dim)
         return out.flatten(1)
 
-    def _attend(
+    def _attend_part(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        group: Group,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        group: SequenceGroup,
         part: slice,
-        spec: Attention,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
-        """q [n, queries, kv heads, share, dim] -> the same shape."""
-        n, queries, heads, share, dim = q.shape
-        mask = group.mask(spec.window, part)[:, None, None]  # [n, 1, 1, queries, longest]
+        """Attend for a slice of queries.
+
+        q [sequences, queries, kv heads, query heads per kv head, dim] -> the same shape.
+        """
+        num_sequences, num_queries, kv_heads, heads_per_kv_head, dim = q.shape
+        folded_queries = heads_per_kv_head * num_queries
+        # [sequences, 1, 1, queries, max length]
+        mask = group.causal_mask(spec.window, part)[:, None, None]
         bias = None
-        if isinstance(spec.position, Alibi):
-            each = slopes(spec, spec.position).to(q.device)
-            distance = group.k_positions - group.q_positions[:, part, None]
-            bias = (
-                each.view(1, heads, share, 1, 1) * distance[:, None, None]
-            )  # [n, kv heads, share, queries, longest]
+        if isinstance(spec.position, AlibiSpec):
+            slopes = local_alibi_slopes(spec, spec.position).to(q.device)
+            distance = group.key_positions - group.query_positions[:, part, None]
+            # [sequences, kv heads, query heads per kv head, queries, max length]
+            bias = slopes.view(1, kv_heads, heads_per_kv_head, 1, 1) * distance[:, None, None]
             bias = bias.masked_fill(~mask, -torch.inf)
-        folded = q.permute(0, 2, 3, 1, 4).reshape(n, heads, share * queries, dim)
+        folded = q.permute(0, 2, 3, 1, 4).reshape(num_sequences, kv_heads, folded_queries, dim)
         if self.fused and spec.softcap is None:
-            extra = mask.expand(n, 1, share, queries, -1) if bias is None else bias.to(q.dtype)
-            extra = extra.reshape(n, -1, share * queries, k.shape[2])
+            if bias is None:
+                score_mask = mask.expand(num_sequences, 1, heads_per_kv_head, num_queries, -1)
+            else:
+                score_mask = bias.to(q.dtype)
+            score_mask = score_mask.reshape(num_sequences, -1, folded_queries, keys.shape[2])
             out = F.scaled_dot_product_attention(
-                folded, k, v, attn_mask=extra, scale=spec.softmax_scale
+                folded, keys, values, attn_mask=score_mask, scale=softmax_scale(spec)
             )
         else:
-            scores = (folded @ k.transpose(-1, -2)).float().view(
-                n, heads, share, queries, -1
-            ) * spec.softmax_scale
+            products = (folded @ keys.transpose(-1, -2)).float()
+            scores = products.view(num_sequences, kv_heads, heads_per_kv_head, num_queries, -1)
+            scores = scores * softmax_scale(spec)
             if spec.softcap is not None:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
-            scores = scores.masked_fill(~mask, -torch.inf) if bias is None else scores + bias
-            out = scores.softmax(-1).to(v.dtype).view(n, heads, share * queries, -1) @ v
-        return out.view(n, heads, share, queries, dim).permute(0, 3, 1, 2, 4)
+            if bias is None:
+                scores = scores.masked_fill(~mask, -torch.inf)
+            else:
+                scores = scores + bias
+            weights = scores.softmax(-1).to(values.dtype)
+            out = weights.view(num_sequences, kv_heads, folded_queries, -1) @ values
+        unfolded = out.view(num_sequences, kv_heads, heads_per_kv_head, num_queries, dim)
+        return unfolded.permute(0, 3, 1, 2, 4)

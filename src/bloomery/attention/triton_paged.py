@@ -1,10 +1,12 @@
-"""Paged attention in Triton: the path on a GPU, for steps the host knows and for steps captured in a graph.
+"""Paged attention in Triton: the GPU path, for host-built steps and for steps in CUDA graphs.
 
-Single positions go through kernels/paged_decode, sequences of several through kernels/paged_prefill. A long
-prompt, or a long chunk of one, may go to the library instead (cuDNN, by way of torch), which is faster there and knows
-no pages. Single positions keep the memory busy and prompts the arithmetic, so a step of both runs them side by side, on
-two streams. Nothing here waits for the device. A captured step has no host copy of counts and lengths: it is all single
-positions, or has a fixed number of prompts behind them, each perhaps as long as the step or a single position.
+Decodes go through kernels/paged_decode, prefills through kernels/paged_prefill. A long prefill
+chunk may instead go to the attention library (cuDNN, called through torch), which is faster there
+but knows no block tables. Decodes are bound by memory and prefills by arithmetic, so a step with
+both runs them concurrently on two streams. Nothing here waits for the device.
+
+A captured step has no host copy of lengths. It has decodes only, or a fixed number of prefill slots
+behind them; each slot may be as long as the step, or a single position, or padding.
 """
 
 from __future__ import annotations
@@ -16,317 +18,397 @@ from itertools import accumulate, groupby
 import torch
 import torch.nn.functional as F
 
-from bloomery.attention.base import AttentionMetadata, slopes
+from bloomery.attention.base import (
+    AttentionMetadata,
+    BackendCapabilities,
+    local_alibi_slopes,
+    softmax_scale,
+)
 from bloomery.kernels import launch, paged_decode, paged_prefill
-from bloomery.kernels.merge import merge
-from bloomery.kernels.paged_decode import Scoring
-from bloomery.kernels.rounded_cache import read
-from bloomery.spec import Alibi, Attention
+from bloomery.kernels.merge_attention import merge_attention_states
+from bloomery.kernels.paged_decode import AttentionScoring
+from bloomery.kernels.quantized_kv_cache import read_kv_cache
+from bloomery.spec import AlibiSpec, AttentionSpec
 
-WIDEST = 256  # of a head
-COUNTERS = 1 << 14  # of splits that have arrived, for each of the two kernels
-# new positions from which the library pays; a multiple of what it is given
-LIBRARY = 2048
-GRAIN = 256
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Neighbouring sequences of several new positions, or one with many."""
-
-    first: int  # sequence
-    count: int
-    longest: int  # new positions
-    tokens: slice
-    whole: bool  # one sequence, its new positions enough for the library
-    before: int  # positions of a whole one that are in the cache already
+MAX_HEAD_DIM = 256
+# Each of the two kernels counts the splits that have finished in so many counters.
+NUM_SPLIT_COUNTERS = 1 << 14
+# New positions from which the library is used when nothing was measured.
+DEFAULT_LIBRARY_MIN_LEN = 2048
+# The library prepares itself anew for each length, so lengths are rounded up to a multiple of this.
+LIBRARY_LEN_MULTIPLE = 256
 
 
 @dataclass(frozen=True)
-class Plan:
-    ragged: AttentionMetadata
-    prompts: tuple[Prompt, ...]
-    arrived: (
-        torch.Tensor
-    )  # zeros between launches: of single positions, then of prompts, for they run at once
+class PrefillGroup:
+    """Neighbouring prefills that one kernel launch serves, or one long prefill for the library."""
+
+    first_sequence: int
+    num_sequences: int
+    max_query_len: int
+    tokens: slice  # of the step
+    long: bool  # a single sequence, with enough new positions for the library
+    num_cached: int  # positions of a long prefill that are already in the KV cache
 
 
-class Aside:
-    """A second stream that starts where the current one stands. What it was given must be joined before memory of
-    either stream is used for something else."""
+@dataclass(frozen=True)
+class TritonAttentionPlan:
+    """What all layers of a step share."""
+
+    metadata: AttentionMetadata
+    prefill_groups: tuple[PrefillGroup, ...]
+    # Zero between launches. The first half belongs to decodes and the second to prefills, because
+    # both run at the same time.
+    split_counters: torch.Tensor
+
+
+class SideStream:
+    """A second CUDA stream that starts where the current one stands.
+
+    Call `join` before memory of either stream is reused.
+    """
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
-        self.within = torch.cuda.stream(self.stream)
+        self.context = torch.cuda.stream(self.stream)
         self.forked = torch.cuda.Event()
         self.done = torch.cuda.Event()
 
     def __enter__(self) -> None:
         self.forked.record()
         self.stream.wait_event(self.forked)
-        self.within.__enter__()
+        self.context.__enter__()
 
     def __exit__(self, *raised: object) -> None:
         self.done.record()
-        self.within.__exit__(*raised)
+        self.context.__exit__(*raised)
 
     def join(self) -> None:
+        """Make the current stream wait for this one."""
         torch.cuda.current_stream().wait_event(self.done)
 
 
-class TritonPaged:
-    """early: in a captured step, decode reads the cache before its predecessor has ended. The step's layout (tables,
-    ends, slots) must then be written before the graph, or by a kernel of it that no other may overtake.
-    library: the new positions from which a prompt goes to the library; None is never.
-    abreast: single positions and prompts of a step run side by side.
-    decode, prefill: tilings, for measuring; otherwise they are chosen by shape.
+class TritonPagedAttention:
+    """The attention backend for GPUs.
+
+    early_decode: in a captured step, decode attention reads the KV cache before its predecessor has
+        ended. The step's layout must then be written before the graph, or by a kernel that no other
+        kernel overtakes.
+    library_min_len: new positions from which a prefill goes to the library; None is never.
+    decode_tiling, prefill_tiling: fixed tilings for measurements; chosen by shape if None.
+    concurrent_streams: decodes and prefills of a step run at the same time.
     """
 
     def __init__(
         self,
-        early: bool = False,
-        library: int | None = LIBRARY,
-        decode: paged_decode.Tiling | None = None,
-        prefill: paged_prefill.Tiling | None = None,
-        abreast: bool = True,
+        early_decode: bool = False,
+        library_min_len: int | None = DEFAULT_LIBRARY_MIN_LEN,
+        decode_tiling: paged_decode.PagedDecodeTiling | None = None,
+        prefill_tiling: paged_prefill.PagedPrefillTiling | None = None,
+        concurrent_streams: bool = True,
     ):
-        self.early = early
-        self.library = library
-        self.decode = decode
-        self.prefill = prefill
-        self.abreast = abreast
-        self.aside: Aside | None = None
-        self.slopes: dict[tuple[int, Alibi], torch.Tensor] = {}
-        self.arrived: torch.Tensor | None = None
+        self.early_decode = early_decode
+        self.library_min_len = library_min_len
+        self.decode_tiling = decode_tiling
+        self.prefill_tiling = prefill_tiling
+        self.concurrent_streams = concurrent_streams
+        self.side_stream: SideStream | None = None
+        self.alibi_slopes: dict[tuple[int, AlibiSpec], torch.Tensor] = {}
+        self.split_counters: torch.Tensor | None = None
 
-    def refuses(self, spec: Attention, dtype: torch.dtype, device: torch.device) -> str | None:
+    def capabilities(self) -> BackendCapabilities:
+        return BackendCapabilities(device_side_metadata=True)
+
+    def unsupported_reason(
+        self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
+    ) -> str | None:
         if launch.triton is None:
             return "triton is not installed"
-        if device.type != "cuda" and not launch.interpreted():
+        if device.type != "cuda" and not launch.triton_interpreted():
             return "it needs a CUDA device"
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             return "it needs a GPU of compute capability 8.0 or more"
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return f"it knows float32, float16 and bfloat16, not {dtype}"
-        if spec.head_dim > WIDEST:
-            return f"heads of {spec.head_dim} are wider than {WIDEST}"
+            return f"it supports float32, float16 and bfloat16, not {dtype}"
+        if spec.head_dim > MAX_HEAD_DIM:
+            return f"a head dimension of {spec.head_dim} is larger than {MAX_HEAD_DIM}"
         return None
 
-    def plan(self, ragged: AttentionMetadata) -> Plan:
-        device = ragged.ends.device
-        if self.arrived is None:
-            self.arrived = torch.zeros(2 * COUNTERS, dtype=torch.int32, device=device)
-        if ragged.several:
-            most = len(ragged.positions)
-            prompt = Prompt(ragged.singles, ragged.several, most, slice(0, most), False, 0)
-            return Plan(ragged, (prompt,), self.arrived)
-        if len(ragged.counts) == ragged.singles or not ragged.counts:
-            return Plan(ragged, (), self.arrived)
-        starts = [0, *accumulate(ragged.counts)]
-        several = range(ragged.singles, len(ragged.counts))
-        prompts = []
-        for whole, run in groupby(
-            several, lambda i: self._whole(ragged.counts[i], ragged.lengths[i])
-        ):
-            members = list(run)
-            for group in [[i] for i in members] if whole else [members]:
-                longest = max(ragged.counts[i] for i in group)
-                tokens = slice(starts[group[0]], starts[group[-1] + 1])
-                before = ragged.lengths[group[0]] - ragged.counts[group[0]]
-                prompts.append(Prompt(group[0], len(group), longest, tokens, whole, before))
-        return Plan(ragged, tuple(prompts), self.arrived)
+    def prepare(self, metadata: AttentionMetadata) -> TritonAttentionPlan:
+        if self.split_counters is None:
+            device = metadata.seq_lens.device
+            self.split_counters = torch.zeros(
+                2 * NUM_SPLIT_COUNTERS, dtype=torch.int32, device=device
+            )
+        groups: tuple[PrefillGroup, ...] = ()
+        if metadata.num_prefills:
+            num_tokens = len(metadata.positions)
+            group = PrefillGroup(
+                first_sequence=metadata.num_decodes,
+                num_sequences=metadata.num_prefills,
+                max_query_len=num_tokens,
+                tokens=slice(0, num_tokens),
+                long=False,
+                num_cached=0,
+            )
+            groups = (group,)
+        elif len(metadata.host_query_lens) > metadata.num_decodes:
+            groups = self._group_prefills(metadata)
+        return TritonAttentionPlan(metadata, groups, self.split_counters)
 
-    def _whole(self, count: int, length: int) -> bool:
-        return self.library is not None and count >= self.library and (length - count) % GRAIN == 0
+    def _group_prefills(self, metadata: AttentionMetadata) -> tuple[PrefillGroup, ...]:
+        """Put neighbouring short prefills into one group; each long one is its own group."""
+        query_lens = metadata.host_query_lens
+        seq_lens = metadata.host_seq_lens
+        starts = [0, *accumulate(query_lens)]
+        prefills = range(metadata.num_decodes, len(query_lens))
+        groups = []
+        for long, neighbours in groupby(
+            prefills, lambda i: self._is_long(query_lens[i], seq_lens[i])
+        ):
+            members = list(neighbours)
+            launches = [[i] for i in members] if long else [members]
+            for sequences in launches:
+                first = sequences[0]
+                group = PrefillGroup(
+                    first_sequence=first,
+                    num_sequences=len(sequences),
+                    max_query_len=max(query_lens[i] for i in sequences),
+                    tokens=slice(starts[first], starts[sequences[-1] + 1]),
+                    long=long,
+                    num_cached=seq_lens[first] - query_lens[first],
+                )
+                groups.append(group)
+        return tuple(groups)
+
+    def _is_long(self, query_len: int, seq_len: int) -> bool:
+        """Whether the library may take this prefill."""
+        if self.library_min_len is None or query_len < self.library_min_len:
+            return False
+        return (seq_len - query_len) % LIBRARY_LEN_MULTIPLE == 0
 
     def attend(
-        self, q: torch.Tensor, cache: torch.Tensor, spec: Attention, plan: Plan
+        self, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec, plan: TritonAttentionPlan
     ) -> torch.Tensor:
-        ragged = plan.ragged
+        metadata = plan.metadata
+        groups = plan.prefill_groups
         scoring = self.scoring(spec, q.device)
-        if (
-            len(plan.prompts) == 1
-            and not ragged.singles
-            and self._by_library(plan.prompts[0], spec, q)
-        ):
-            return self._library(q, cache, spec, plan.prompts[0], ragged)
+        only_one_prefill = len(groups) == 1 and not metadata.num_decodes
+        if only_one_prefill and uses_library(groups[0], spec, q.dtype):
+            return self._attend_by_library(q, cache, spec, groups[0], metadata)
         q = q.contiguous()
         out = torch.empty_like(q)
-        by_library = [prompt for prompt in plan.prompts if self._by_library(prompt, spec, q)]
-        own = [prompt for prompt in plan.prompts if prompt not in by_library]
-        aside = self._aside(q.device) if ragged.singles and own else None
-        with aside or nullcontext():
-            for prompt in own:
-                self._prefill(q, cache, out, spec, scoring, prompt, ragged, plan.arrived[COUNTERS:])
-        if ragged.singles:
-            self._decode(q, cache, out, spec, scoring, plan)
-        for prompt in by_library:
-            found = self._library(q[prompt.tokens], cache, spec, prompt, ragged)
-            out[prompt.tokens] = found.view(-1, spec.num_heads, spec.head_dim)
-        if aside is not None:
-            aside.join()
+        library_groups = [group for group in groups if uses_library(group, spec, q.dtype)]
+        kernel_groups = [group for group in groups if group not in library_groups]
+        side_stream = None
+        if metadata.num_decodes and kernel_groups:
+            side_stream = self._get_side_stream(q.device)
+        with side_stream or nullcontext():
+            for group in kernel_groups:
+                self._attend_prefills(q, cache, out, spec, scoring, group, plan)
+        if metadata.num_decodes:
+            self._attend_decodes(q, cache, out, spec, scoring, plan)
+        for group in library_groups:
+            result = self._attend_by_library(q[group.tokens], cache, spec, group, metadata)
+            out[group.tokens] = result.view(-1, spec.num_heads, spec.head_dim)
+        if side_stream is not None:
+            side_stream.join()
         return out.flatten(1)
 
-    def _aside(self, device: torch.device) -> Aside | None:
-        if self.abreast and self.aside is None and device.type == "cuda":
-            self.aside = Aside(device)
-        return self.aside
+    def _get_side_stream(self, device: torch.device) -> SideStream | None:
+        if self.concurrent_streams and self.side_stream is None and device.type == "cuda":
+            self.side_stream = SideStream(device)
+        return self.side_stream
 
-    def _prefill(
+    def _attend_prefills(
         self,
         q: torch.Tensor,
         cache: torch.Tensor,
         out: torch.Tensor,
-        spec: Attention,
-        scoring: Scoring,
-        prompt: Prompt,
-        ragged: AttentionMetadata,
-        arrived: torch.Tensor,
+        spec: AttentionSpec,
+        scoring: AttentionScoring,
+        group: PrefillGroup,
+        plan: TritonAttentionPlan,
     ) -> None:
-        share = spec.num_heads // spec.num_kv_heads
-        tokens = prompt.tokens.stop - prompt.tokens.start
-        cut = self.prefill or paged_prefill.tiling(
-            prompt.longest * share,
-            tokens * share,
-            spec.head_dim,
-            q.element_size(),
-            spec.num_kv_heads,
-            launch.processors(q.device),
-        )
+        metadata = plan.metadata
+        heads_per_kv_head = spec.num_heads // spec.num_kv_heads
+        num_tokens = group.tokens.stop - group.tokens.start
+        tiling = self.prefill_tiling
+        if tiling is None:
+            tiling = paged_prefill.select_prefill_tiling(
+                group.max_query_len * heads_per_kv_head,
+                num_tokens * heads_per_kv_head,
+                spec.head_dim,
+                q.element_size(),
+                spec.num_kv_heads,
+                launch.num_multiprocessors(q.device),
+            )
         paged_prefill.paged_prefill(
             q,
             cache,
             out,
-            ragged.tables,
-            ragged.starts,
-            ragged.ends,
-            prompt.first,
-            prompt.count,
-            prompt.longest,
-            tokens,
-            ragged.block_size,
+            metadata.block_tables,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            group.first_sequence,
+            group.num_sequences,
+            group.max_query_len,
+            num_tokens,
+            metadata.block_size,
             scoring,
-            cut,
-            arrived,
+            tiling,
+            plan.split_counters[NUM_SPLIT_COUNTERS:],
         )
 
-    def _decode(
+    def _attend_decodes(
         self,
         q: torch.Tensor,
         cache: torch.Tensor,
         out: torch.Tensor,
-        spec: Attention,
-        scoring: Scoring,
-        plan: Plan,
+        spec: AttentionSpec,
+        scoring: AttentionScoring,
+        plan: TritonAttentionPlan,
     ) -> None:
-        ragged = plan.ragged
-        positions = ragged.tables.shape[1] * ragged.block_size
+        metadata = plan.metadata
+        max_positions = metadata.block_tables.shape[1] * metadata.block_size
         if spec.window is not None:
-            positions = min(positions, spec.window)
-        cut = self.decode or paged_decode.tiling(
-            ragged.singles,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            q.element_size(),
-            positions,
-            launch.processors(q.device),
-        )
-        early = self.early and not ragged.counts and not ragged.several
+            max_positions = min(max_positions, spec.window)
+        tiling = self.decode_tiling
+        if tiling is None:
+            tiling = paged_decode.select_decode_tiling(
+                metadata.num_decodes,
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                q.element_size(),
+                max_positions,
+                launch.num_multiprocessors(q.device),
+            )
+        captured = not metadata.host_query_lens
+        early = self.early_decode and captured and not metadata.num_prefills
         paged_decode.paged_decode(
             q,
             cache,
             out,
-            ragged.tables,
-            ragged.ends,
-            ragged.slots,
-            ragged.singles,
-            ragged.block_size,
+            metadata.block_tables,
+            metadata.seq_lens,
+            metadata.slot_mapping,
+            metadata.num_decodes,
+            metadata.block_size,
             scoring,
-            cut,
-            plan.arrived[:COUNTERS],
+            tiling,
+            plan.split_counters[:NUM_SPLIT_COUNTERS],
             early,
         )
 
-    def scoring(self, spec: Attention, device: torch.device) -> Scoring:
-        found = None
-        if isinstance(spec.position, Alibi):
+    def scoring(self, spec: AttentionSpec, device: torch.device) -> AttentionScoring:
+        """What the kernels do to q . k before the softmax."""
+        slopes = None
+        if isinstance(spec.position, AlibiSpec):
             key = spec.num_heads, spec.position
-            if key not in self.slopes:
-                self.slopes[key] = slopes(spec, spec.position).to(device)
-            found = self.slopes[key]
-        return Scoring(spec.softmax_scale, spec.window, spec.softcap, found)
+            if key not in self.alibi_slopes:
+                self.alibi_slopes[key] = local_alibi_slopes(spec, spec.position).to(device)
+            slopes = self.alibi_slopes[key]
+        return AttentionScoring(softmax_scale(spec), spec.window, spec.softcap, slopes)
 
-    def _by_library(self, prompt: Prompt, spec: Attention, q: torch.Tensor) -> bool:
-        near = spec.window is None or prompt.before + prompt.longest <= spec.window
-        return prompt.whole and near and known(spec, q.dtype)
-
-    def _library(
+    def _attend_by_library(
         self,
         q: torch.Tensor,
         cache: torch.Tensor,
-        spec: Attention,
-        prompt: Prompt,
-        ragged: AttentionMetadata,
+        spec: AttentionSpec,
+        group: PrefillGroup,
+        metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Of one sequence: its new positions over themselves, and over what was in the cache before, made one.
+        """Attend for one long prefill: q [tokens, heads, dim] -> [tokens, heads * dim].
 
-        Lengths are rounded up, for the library prepares itself for each anew; nobody looks at what is added last.
+        The new positions attend to themselves and, in a second call, to what was in the KV cache
+        before; the two results are merged. Padding behind the last position is cut off again.
         """
-        slots = ragged.slots[prompt.tokens]
-        before = prompt.before
-        size = ragged.block_size
-        count = len(slots)
-        more = -len(slots) % GRAIN
-        if more:
-            q = F.pad(q, (0, 0, 0, 0, 0, more))
-            slots = torch.cat((slots, slots[-1:].expand(more)))
-        if before:
-            table = ragged.tables[prompt.first, : -(-before // size), None] * size
-            former = (table + torch.arange(size, device=table.device, dtype=table.dtype)).flatten()[
-                :before
-            ]
-            slots = torch.cat((former, slots))
-        keys, values = (half.transpose(0, 1)[None] for half in read(cache, slots, q.dtype))
-        asked = q.transpose(0, 1)[None]
-        scale = spec.softmax_scale
-        out, sums = library(
-            asked, keys[:, :, before:], values[:, :, before:], scale, causal=True, summed=before > 0
+        slots = metadata.slot_mapping[group.tokens]
+        num_cached = group.num_cached
+        num_tokens = len(slots)
+        padding = -num_tokens % LIBRARY_LEN_MULTIPLE
+        if padding:
+            q = F.pad(q, (0, 0, 0, 0, 0, padding))
+            slots = torch.cat((slots, slots[-1:].expand(padding)))
+        if num_cached:
+            slots = torch.cat((cached_slots(group, metadata), slots))
+        stored = read_kv_cache(cache, slots, q.dtype)
+        keys, values = (half.transpose(0, 1)[None] for half in stored)
+        queries = q.transpose(0, 1)[None]
+        out, log_sums = library_attention(
+            queries,
+            keys[:, :, num_cached:],
+            values[:, :, num_cached:],
+            softmax_scale(spec),
+            causal=True,
+            with_log_sums=num_cached > 0,
         )
-        if before:
-            other = library(
-                asked, keys[:, :, :before], values[:, :, :before], scale, causal=False, summed=True
+        if num_cached:
+            cached_out, cached_log_sums = library_attention(
+                queries,
+                keys[:, :, :num_cached],
+                values[:, :, :num_cached],
+                softmax_scale(spec),
+                causal=False,
+                with_log_sums=True,
             )
-            out = merge(out, other[0], sums, other[1])
-        return out[:count].flatten(1)
+            out = merge_attention_states(out, cached_out, log_sums, cached_log_sums)
+        return out[:num_tokens].flatten(1)
 
 
-def known(spec: Attention, dtype: torch.dtype) -> bool:
-    """Whether the library does such attention, within a window if there is one."""
-    plain = spec.softcap is None and not isinstance(spec.position, Alibi)
-    return plain and dtype.itemsize == 2 and spec.head_dim in (64, 128)
+def cached_slots(group: PrefillGroup, metadata: AttentionMetadata) -> torch.Tensor:
+    """KV cache slots [num_cached] of the positions before a prefill's new ones."""
+    block_size = metadata.block_size
+    num_blocks = -(-group.num_cached // block_size)
+    first_slots = metadata.block_tables[group.first_sequence, :num_blocks, None] * block_size
+    offsets = torch.arange(block_size, device=first_slots.device, dtype=first_slots.dtype)
+    return (first_slots + offsets).flatten()[: group.num_cached]
 
 
-def library(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, summed: bool
+def uses_library(group: PrefillGroup, spec: AttentionSpec, dtype: torch.dtype) -> bool:
+    """Whether the library serves this prefill; it knows no sliding window."""
+    seq_len = group.num_cached + group.max_query_len
+    within_window = spec.window is None or seq_len <= spec.window
+    return group.long and within_window and library_supports(spec, dtype)
+
+
+def library_supports(spec: AttentionSpec, dtype: torch.dtype) -> bool:
+    """Whether the library computes such attention, apart from a sliding window."""
+    plain_scores = spec.softcap is None and not isinstance(spec.position, AlibiSpec)
+    return plain_scores and dtype.itemsize == 2 and spec.head_dim in (64, 128)
+
+
+def library_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    causal: bool,
+    with_log_sums: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q, k, v [1, heads, positions, dim] -> [positions, heads, dim], and its sums' logarithms [heads, positions].
+    """Call cuDNN: q, k, v [1, heads, n, dim] -> [n, heads, dim] and log-sum-exp [heads, n].
 
-    Without `summed` the logarithms mean nothing; the library is a good deal faster then.
+    Without `with_log_sums` the second result means nothing, and the library is much faster.
     """
     if not q.is_cuda:
-        return library_reference(q, k, v, scale, causal)
-    out, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, summed, 0.0, causal, scale=scale
+        return library_attention_reference(q, k, v, scale, causal)
+    out, log_sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, with_log_sums, 0.0, causal, scale=scale
     )
-    return out[0].transpose(0, 1), sums[0].view(out.shape[1], -1) if summed else sums
+    if with_log_sums:
+        log_sums = log_sums[0].view(out.shape[1], -1)
+    return out[0].transpose(0, 1), log_sums
 
 
-def library_reference(
+def library_attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = (half[0].repeat_interleave(q.shape[1] // half.shape[1], 0).float() for half in (k, v))
-    scores = q[0].float() @ k.transpose(1, 2) * scale
+    """What the library computes, in torch, for tests without a GPU."""
+    heads_per_kv_head = q.shape[1] // k.shape[1]
+    keys, values = (half[0].repeat_interleave(heads_per_kv_head, 0).float() for half in (k, v))
+    scores = q[0].float() @ keys.transpose(1, 2) * scale
     if causal:
         scores += torch.full(scores.shape[1:], -torch.inf).triu(1)
-    return (scores.softmax(-1) @ v).transpose(0, 1).to(q.dtype), scores.logsumexp(-1)
+    out = (scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype)
+    return out, scores.logsumexp(-1)

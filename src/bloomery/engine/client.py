@@ -1,7 +1,7 @@
-"""The API process's hold on the engine: starts it, talks to it, and starts another when it dies or hangs.
+"""The API process's side of the engine: starts it, talks to it, and restarts it when it fails.
 
-Streams outlive engines: the journal has what the next one needs, so all that a reader may notice is a pause.
-Everything here runs in one event loop; this file must not know HTTP, text or devices.
+Streams survive engine crashes: the journal holds what the next engine needs, so a reader notices
+only a pause. Everything runs in one event loop. This module knows no HTTP, no text and no devices.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from bloomery.config import Plan
-from bloomery.engine.birth import COMMAND, Born
-from bloomery.engine.child import Child
-from bloomery.engine.journal import Entry, Journal
-from bloomery.engine.loop import total
-from bloomery.engine.wire import Hello, Message, WireError
+from bloomery.config import EnginePlan
+from bloomery.engine.journal import JournalEntry, RequestJournal
+from bloomery.engine.loop import add_timings
 from bloomery.errors import BloomeryError, RequestFailed
+from bloomery.ipc import (
+    ENGINE_CODEC,
+    ENGINE_COMMAND,
+    ChildConnection,
+    ChildHandle,
+    EngineHello,
+    EngineMessage,
+    ProtocolError,
+    spawn_child,
+)
 from bloomery.messages import (
     AbortRequest,
     AdmittedRequests,
@@ -34,380 +41,436 @@ from bloomery.messages import (
 
 log = logging.getLogger("bloomery.engine")
 
-SUMS = (
-    "steps",
-    "step_seconds",
-    "tokens_in",
-    "tokens_out",
-    "prefix_queried",
-    "prefix_hit",
-    "preemptions",
-    "tax_seconds",
-    "sequences",
-    "positions",
-    "prompt_steps",
-)
-PACE = 512  # steps by which an engine's pace is judged
-DOUBT = 5.0  # seconds without progress after which it is not called ready any more, or four steps if that is longer
-WARM = 16  # steps before it is judged at all: kernels may still be compiling
-TOGETHER = 32  # readers woken in one turn of the event loop
-SLOWER = 20  # times the slowest of those steps is no step any more but a hang
+STEP_TIME_WINDOW = 512  # latest steps that the hang limit is derived from
+MIN_TIMED_STEPS = 16  # in the first steps kernels may still be compiling
+# A step is a hang when it takes this many times the slowest of the latest steps.
+HANG_FACTOR = 20
+# An engine is reported as stalled after this many seconds without progress, or after this many
+# times its slowest step if that is longer.
+STALL_SECONDS = 5.0
+STALL_FACTOR = 4
+WAKEUP_BATCH = 32  # readers woken in one iteration of the event loop
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long an engine may be silent, in seconds, and how often it may die."""
+class EngineTimeouts:
+    """Time limits of an engine in seconds, and how often it may be restarted."""
 
-    silence: float = 30.0  # between two steps; an idle engine gives a sign of life twice a second
-    first: float = 300.0  # the same before its pace is known
-    loading: float = 600.0  # between two reports while it loads
-    grace: float = 5.0  # between being asked to end and being killed
-    queue: float = 60.0  # a request may wait to be begun
-    restarts: int = 5  # so many within `window`, and without limit in time while none gets ready
-    window: float = 60.0
-    pause: float = 0.5  # before the second restart in a row; then twice, three times that
+    step_seconds: float = 30.0  # without progress; an idle engine sends a heartbeat twice a second
+    first_step_seconds: float = 300.0  # the same before its step time is known
+    load_seconds: float = 600.0  # between two progress reports while it loads
+    shutdown_seconds: float = 5.0  # between SIGTERM and SIGKILL
+    queue_seconds: float = 60.0  # that a request may wait for its first step
+    # Crashes allowed within `restart_window_seconds`. Crashes before an engine is ready all count.
+    max_restarts: int = 5
+    restart_window_seconds: float = 60.0
+    # The delay before the second restart in a row. Each further restart waits this much longer.
+    restart_delay_seconds: float = 0.5
 
     @classmethod
-    def for_device(cls, device: str, step: float = 30.0) -> Patience:
-        """One step of a large model may take minutes on a small CPU."""
-        return cls(silence=10 * step if device == "cpu" else step)
+    def for_device(cls, device: str, step_seconds: float = 30.0) -> EngineTimeouts:
+        """Allow a CPU ten times as long: one step of a large model may take minutes there."""
+        factor = 10 if device == "cpu" else 1
+        return cls(step_seconds=factor * step_seconds)
 
 
-class Turns:
-    """Wakes readers a few at a time. A thousand woken at once would keep whoever else wants something of the event
-    loop, such as a newcomer to be refused, waiting for as long as all of them take."""
+class WakeupQueue:
+    """Wakes readers of streams in small batches.
+
+    If a thousand readers are woken at once, the event loop runs all of them before anything else,
+    for example before it refuses a new request.
+    """
 
     def __init__(self) -> None:
-        self.due = deque[asyncio.Event]()
+        self.pending = deque[asyncio.Event]()
 
     def wake(self, reader: asyncio.Event) -> None:
-        self.due.append(reader)
-        if len(self.due) == 1:
-            asyncio.get_running_loop().call_soon(self._some)
+        self.pending.append(reader)
+        if len(self.pending) == 1:
+            asyncio.get_running_loop().call_soon(self._wake_batch)
 
-    def _some(self) -> None:
-        for _ in range(min(len(self.due), TOGETHER)):
-            self.due.popleft().set()
-        if self.due:
-            asyncio.get_running_loop().call_soon(self._some)
+    def _wake_batch(self) -> None:
+        for _ in range(min(len(self.pending), WAKEUP_BATCH)):
+            self.pending.popleft().set()
+        if self.pending:
+            asyncio.get_running_loop().call_soon(self._wake_batch)
 
 
-class Bell:
-    """A stream's side of the journal: which of its entries have news."""
+class StreamListener:
+    """Wakes the reader of one stream and tells it which of its journal entries have output."""
 
-    def __init__(self, turns: Turns) -> None:
-        self.rung = dict[Entry, None]()
+    def __init__(self, wakeups: WakeupQueue) -> None:
+        self.entries_with_output = dict[JournalEntry, None]()
         self.event = asyncio.Event()
-        self.turns = turns
+        self.wakeups = wakeups
 
-    def ring(self, entry: Entry) -> None:
-        if not self.rung:
-            self.turns.wake(self.event)
-        self.rung[entry] = None
+    def notify(self, entry: JournalEntry) -> None:
+        if not self.entries_with_output:
+            self.wakeups.wake(self.event)
+        self.entries_with_output[entry] = None
 
-    async def next(self) -> Entry:
-        while not self.rung:
+    async def next_entry(self) -> JournalEntry:
+        """Wait for an entry that has output."""
+        while not self.entries_with_output:
             self.event.clear()
             await self.event.wait()
-        entry = next(iter(self.rung))
-        del self.rung[entry]
+        entry = next(iter(self.entries_with_output))
+        del self.entries_with_output[entry]
         return entry
 
 
+class EngineChild(ChildConnection[EngineMessage]):
+    """One engine process as the client sees it, and how long it has made no progress."""
+
+    def __init__(self, on_message: Callable[[EngineChild, EngineMessage], None]):
+        super().__init__(ENGINE_CODEC, lambda message: on_message(self, message))
+        self.loaded = False
+        self.idle_seconds = 0.0  # since the last sign of progress
+
+    async def start(self, command: Sequence[str], prestarted: ChildHandle | None) -> None:
+        """Start the process, or take over one that is running."""
+        await self.connect(prestarted or spawn_child(command))
+
+
 class EngineClient:
+    """Streams requests through one engine process and keeps such a process running."""
+
     def __init__(
         self,
-        plan: Plan,
-        command: Sequence[str] = COMMAND,
-        patience: Patience | None = None,
-        birth: Callable[[Callable[[Child, Message], None]], Child] = Child,
-        born: Born | None = None,
+        plan: EnginePlan,
+        command: Sequence[str] = ENGINE_COMMAND,
+        timeouts: EngineTimeouts | None = None,
+        create_child: Callable[
+            [Callable[[EngineChild, EngineMessage], None]], EngineChild
+        ] = EngineChild,
+        prestarted: ChildHandle | None = None,
     ):
+        """`prestarted` is the first engine process, if it is already running."""
         self.plan = plan
         self.command = command
-        self.birth = birth
-        self.born = born  # the first engine, where it was started before this
-        self.patience = patience or Patience.for_device(plan.device)
-        self.journal = Journal()
-        self.turns = Turns()
-        self.said = EngineStatus("loading")
+        self.create_child = create_child
+        self.prestarted = prestarted
+        self.timeouts = timeouts or EngineTimeouts.for_device(plan.device)
+        self.journal = RequestJournal()
+        self.wakeups = WakeupQueue()
+        self.reported_status = EngineStatus("loading")
         self.capacity: EngineCapacity | None = None
         self.epoch = 0  # engines started so far
-        self.child: Child | None = None
+        self.child: EngineChild | None = None
         self.supervisor: asyncio.Task[None] | None = None
-        self.deaths: list[float] = []
-        self.pace: deque[float] = deque(maxlen=PACE)
-        # of the engine of now, sums of those before
-        self.latest = EngineStats()
-        self.former = EngineStats()
-        self.settled = asyncio.Event()
+        self.crash_times: list[float] = []
+        self.step_times: deque[float] = deque(maxlen=STEP_TIME_WINDOW)
+        self.current_stats = EngineStats()  # of the current engine
+        self.past_stats = EngineStats()  # sums over all earlier engines
+        self.settled = asyncio.Event()  # the engine is ready, or there will be none
         self.failed = asyncio.Event()
-        self.watchers: list[Callable[[EngineStats, EngineStats], None]] = []
+        self.step_observers: list[Callable[[EngineStats, EngineStats], None]] = []
 
-    # ---- for the server --------------------------------------------------------------------------------
+    # ---- for the server ----
 
     async def start(self) -> None:
-        """Begin to load; returns at once."""
+        """Start the engine process and return at once. The engine loads in the background."""
         self.supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
 
     async def ready(self) -> EngineCapacity:
-        """What the engine can hold, once it is loaded, or loaded again."""
+        """Wait until the engine is loaded, or loaded again, and return its capacity."""
         await self.settled.wait()
-        if self.said.state not in ("ready", "draining") or self.capacity is None:
-            raise BloomeryError(
-                f"the engine is not available: {self.said.detail or self.said.state}"
-            )
+        status = self.reported_status
+        if status.state not in ("ready", "draining") or self.capacity is None:
+            raise BloomeryError(f"the engine is not available: {status.detail or status.state}")
         return self.capacity
 
-    def observe(self, watcher: Callable[[EngineStats, EngineStats], None]) -> None:
-        """Have it told of every step: an engine's figures before and after."""
-        self.watchers.append(watcher)
+    def add_step_observer(self, observer: Callable[[EngineStats, EngineStats], None]) -> None:
+        """Call `observer` after every step with the engine's statistics before and after it."""
+        self.step_observers.append(observer)
 
     async def wait_failed(self) -> str:
-        """Returns, with the reason, when there will be no engine any more; time for the owner to exit."""
+        """Wait until the client gives up and return the reason. The server should then exit."""
         await self.failed.wait()
-        return self.said.detail
+        return self.reported_status.detail
 
     @property
     def status(self) -> EngineStatus:
-        """Ready is an engine that makes progress with what it was given, not one that merely exists."""
-        if (
-            self.said.state == "ready"
-            and self.child is not None
-            and self.child.silent > self._doubt()
-        ):
-            return EngineStatus(
-                "stalled",
-                detail=f"the engine has made no progress for {self.child.silent:.0f} seconds",
-            )
-        return self.said
+        """The engine's status. A ready engine that makes no progress is reported as stalled."""
+        status = self.reported_status
+        if status.state != "ready" or self.idle_seconds <= self._compute_stall_limit():
+            return status
+        detail = f"the engine has made no progress for {self.idle_seconds:.0f} seconds"
+        return EngineStatus("stalled", detail=detail)
 
     @property
     def pid(self) -> int | None:
-        """Of the engine of now, if it has not been buried yet."""
+        """Process id of the current engine, until it has been reaped."""
         process = self.child.process if self.child is not None else None
         return process.pid if process is not None and process.returncode is None else None
 
     @property
-    def silent(self) -> float:
-        """Seconds since the engine last made progress or, idle, gave a sign of life: what a true health check asks."""
-        return self.child.silent if self.child is not None else 0.0
+    def idle_seconds(self) -> float:
+        """Seconds since the engine made progress or, without requests, sent a heartbeat."""
+        return self.child.idle_seconds if self.child is not None else 0.0
 
     @property
     def stats(self) -> EngineStats:
-        """Sums are over all engines; whoever is not running waits, be it for an engine."""
-        waiting = max(len(self.journal.entries) - self.latest.running, 0)
-        return replace(summed(self.former, self.latest), waiting=waiting)
+        """Statistics summed over all engines. Requests count as waiting while no engine runs."""
+        waiting = max(len(self.journal.entries) - self.current_stats.running, 0)
+        return replace(add_stats(self.past_stats, self.current_stats), waiting=waiting)
 
     async def stream(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
-        """News of the requests until each has finished; to a slow reader, several come as one.
+        """Yield outputs of the requests until each has finished.
 
-        Leaving the iterator aborts what is open; `contextlib.aclosing` makes that prompt.
+        A slow reader gets several outputs as one. Closing the iterator aborts the requests that
+        have not finished. `contextlib.aclosing` closes it without delay.
         """
-        if self.said.state in ("draining", "failed", "closed"):
-            raise RequestFailed(f"the engine takes no more requests: it is {self.said.state}")
-        bell = Bell(self.turns)
-        entries = list[Entry]()
+        state = self.reported_status.state
+        if state in ("draining", "failed", "closed"):
+            raise RequestFailed(f"the engine takes no more requests: it is {state}")
+        listener = StreamListener(self.wakeups)
+        entries = list[JournalEntry]()
         try:
             now = asyncio.get_running_loop().time()
-            for request in requests:
-                entries.append(
-                    self.journal.open(request, bell, now)
-                )  # if one is refused, the others end
-            self._send_due()
-            left = len(entries)
-            while left:
-                news = (await bell.next()).take()
-                left -= news.finish is not None
-                yield news
+            for request in requests:  # a refusal raises, and the earlier requests are aborted below
+                entries.append(self.journal.open(request, listener, now))
+            self._send_unsent()
+            num_open = len(entries)
+            while num_open:
+                entry = await listener.next_entry()
+                output = entry.take_output()
+                num_open -= output.finish is not None
+                yield output
         finally:
             for entry in entries:
                 self._abort(entry)
 
     def abort(self, id: str) -> bool:
-        """End a request; its stream gets finish "abort". False if it is not open."""
+        """End a request with the finish reason "abort". Returns False if it is not open."""
         entry = self.journal.by_request.get(id)
         if entry is not None:
             self._abort(entry)
         return entry is not None
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """Let open requests finish for so long, end the others with an error, then end the engine; again: at once."""
-        if self.said.state not in ("failed", "closed"):
-            self._become("draining")
+        """Let open requests finish for `drain_seconds`, fail the others, and end the engine.
+
+        A second call ends everything at once.
+        """
+        if self.reported_status.state not in ("failed", "closed"):
+            self._set_state("draining")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._drained(), drain_seconds)
-            self._end_all("the server is shutting down")
+                await asyncio.wait_for(self._wait_drained(), drain_seconds)
+            self._fail_open_requests("the server is shutting down")
         if self.supervisor is not None:
             self.supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self.supervisor
-        if self.said.state != "failed":
-            self._become("closed")
+        if self.reported_status.state != "failed":
+            self._set_state("closed")
         self.settled.set()
 
-    # ---- one engine after the other ----------------------------------------------------------------------
+    # ---- supervision ----
 
     async def _supervise(self) -> None:
+        """Run one engine after the other until the client is closed or gives up."""
         try:
             while not self.failed.is_set():
                 self.epoch += 1
-                child = self.child = self.birth(self._hear)
-                await self._run(child)
+                self.child = self.create_child(self._on_message)
+                await self._run_engine(self.child)
                 if not self.failed.is_set():
-                    self._bury(child)
-                    await asyncio.sleep(self.patience.pause * max(len(self.deaths) - 1, 0))
+                    self._handle_crash(self.child)
+                    repeated_crashes = max(len(self.crash_times) - 1, 0)
+                    await asyncio.sleep(self.timeouts.restart_delay_seconds * repeated_crashes)
         except Exception:
             log.exception("the engine's supervisor has failed")
             self._fail("the engine's supervisor has failed")
 
-    async def _run(self, child: Child) -> None:
-        """One engine from birth to death."""
+    async def _run_engine(self, child: EngineChild) -> None:
+        """Start one engine and watch it until it has ended."""
         try:
-            born = self.born
-            self.born = None
-            await child.spawn(self.command, born)
-            child.send(Hello(self.epoch, self.plan))
+            prestarted = self.prestarted
+            self.prestarted = None
+            await child.start(self.command, prestarted)
+            child.send(EngineHello(self.epoch, self.plan))
             await self._watch(child)
         except OSError as error:
-            child.fault = f"could not be started: {error}"
+            child.exit_reason = f"could not be started: {error}"
         except asyncio.CancelledError:
-            await child.end(self.patience.grace)
+            await child.terminate(self.timeouts.shutdown_seconds)
             raise
         if not self.failed.is_set():
             self.settled.clear()
-            self._become("restarting")
-        await child.end()
+            self._set_state("restarting")
+        await child.terminate()
 
-    async def _watch(self, child: Child) -> None:
-        """Until it is gone or silent for too long; counted in ticks, so that nobody dies of a stall of this process."""
+    async def _watch(self, child: EngineChild) -> None:
+        """Return when the engine is gone or has made no progress for too long.
+
+        Time is counted in ticks of this loop, so a stall of this process kills no engine.
+        """
         while not child.lost.done():
-            limit = self._limit(child)
+            limit = self._compute_hang_limit(child)
             tick = min(limit / 20, 1.0)
             await asyncio.wait([child.lost], timeout=tick)
-            child.silent += tick
-            self._expire()
-            if child.silent > limit and not child.lost.done():
-                child.fault = f"made no progress for {limit:.0f} seconds"
+            child.idle_seconds += tick
+            self._expire_requests()
+            if child.idle_seconds > limit and not child.lost.done():
+                child.exit_reason = f"made no progress for {limit:.0f} seconds"
                 return
 
-    def _limit(self, child: Child) -> float:
-        if not child.ready:
-            return self.patience.loading
-        if len(self.pace) < WARM:
-            return max(self.patience.first, self.patience.silence)
-        return max(self.patience.silence, SLOWER * max(self.pace))
+    def _compute_hang_limit(self, child: EngineChild) -> float:
+        """Seconds without progress after which the engine is killed."""
+        if not child.loaded:
+            return self.timeouts.load_seconds
+        if len(self.step_times) < MIN_TIMED_STEPS:
+            return max(self.timeouts.first_step_seconds, self.timeouts.step_seconds)
+        return max(self.timeouts.step_seconds, HANG_FACTOR * max(self.step_times))
 
-    def _doubt(self) -> float:
-        """Idle, an engine gives signs of life; at work it is judged by its steps, once there were some."""
-        idle = not any(entry.sent for entry in self.journal.entries.values())
-        slowest = 0.0 if idle else max(self.pace) if len(self.pace) >= WARM else self.patience.first
-        return max(min(DOUBT, self.patience.silence / 2), 4 * slowest)
+    def _compute_stall_limit(self) -> float:
+        """Seconds without progress after which the engine is not reported as ready any more.
 
-    def _bury(self, child: Child) -> None:
-        """Count the death, blame the batch, and see whether there shall be another engine."""
-        log.error("the engine %s", child.fault)
-        self.former = summed(self.former, self.latest)
-        self.latest = EngineStats(kv_blocks=self.latest.kv_blocks)
-        now = asyncio.get_running_loop().time()
-        if child.ready:
-            self.deaths = [death for death in self.deaths if death > now - self.patience.window]
-        if not self.journal.crash():  # a culprit found is an end to the trouble, not a part of it
-            self.deaths.append(now)
-        if len(self.deaths) > self.patience.restarts:
-            self._fail(f"the engine died {len(self.deaths)} times in a row; it {child.fault}")
+        An idle engine is judged by its heartbeats, a busy one by the duration of its steps.
+        """
+        limit = min(STALL_SECONDS, self.timeouts.step_seconds / 2)
+        if not self._has_sent_requests():
+            return limit
+        if len(self.step_times) < MIN_TIMED_STEPS:
+            slowest_step = self.timeouts.first_step_seconds
         else:
-            self._become("restarting", f"the engine {child.fault}")
+            slowest_step = max(self.step_times)
+        return max(limit, STALL_FACTOR * slowest_step)
+
+    def _handle_crash(self, child: EngineChild) -> None:
+        """Record the crash in the journal and decide whether to start another engine."""
+        log.error("the engine %s", child.exit_reason)
+        self.past_stats = add_stats(self.past_stats, self.current_stats)
+        self.current_stats = EngineStats(kv_blocks=self.current_stats.kv_blocks)
+        now = asyncio.get_running_loop().time()
+        if child.loaded:
+            window_begin = now - self.timeouts.restart_window_seconds
+            self.crash_times = [time for time in self.crash_times if time > window_begin]
+        num_given_up = self.journal.record_crash()
+        # A request that was given up explains the crash, so the crash counts against no engine.
+        if not num_given_up:
+            self.crash_times.append(now)
+        num_crashes = len(self.crash_times)
+        if num_crashes > self.timeouts.max_restarts:
+            self._fail(f"the engine died {num_crashes} times in a row; it {child.exit_reason}")
+        else:
+            self._set_state("restarting", f"the engine {child.exit_reason}")
 
     def _fail(self, detail: str) -> None:
-        self.said = EngineStatus("failed", detail=detail)
+        """Give up: no engine is started any more."""
+        self.reported_status = EngineStatus("failed", detail=detail)
         log.critical("%s", detail)
-        self._end_all("the engine has failed")
+        self._fail_open_requests("the engine has failed")
         self.failed.set()
         self.settled.set()
 
-    def _become(self, state: EngineState, detail: str = "") -> None:
-        """Who drains goes on draining until closed."""
-        kept = self.said.state == "draining" and state != "closed"
-        self.said = EngineStatus("draining" if kept else state, detail=detail)
+    def _set_state(self, state: EngineState, detail: str = "") -> None:
+        """Change the state; a draining client stays in that state until it is closed."""
+        if self.reported_status.state == "draining" and state != "closed":
+            state = "draining"
+        self.reported_status = EngineStatus(state, detail=detail)
 
-    # ---- what is said ------------------------------------------------------------------------------------
+    # ---- messages ----
 
-    def _hear(self, child: Child, message: Message) -> None:
+    def _on_message(self, child: EngineChild, message: EngineMessage) -> None:
         if isinstance(message, EngineOutput | AdmittedRequests) and message.epoch != self.epoch:
-            return
+            return  # from an earlier engine
         if isinstance(message, EngineOutput):
-            self._hear_news(child, message)
+            self._on_output(child, message)
         elif isinstance(message, AdmittedRequests):
             now = asyncio.get_running_loop().time()
-            for serial in message.requests:
-                self.journal.admit(serial, now)
+            for engine_id in message.requests:
+                self.journal.record_admission(engine_id, now)
         elif isinstance(message, EngineCapacity):
             self.capacity = message
-            child.ready = True
-            child.silent = 0.0
-            self._become("ready")
+            child.loaded = True
+            child.idle_seconds = 0.0
+            self._set_state("ready")
             self.settled.set()
-            self._send_due()
+            self._send_unsent()
         elif isinstance(message, EngineStatus):
-            child.silent = 0.0
+            child.idle_seconds = 0.0
             if message.state != "failed":
-                self.said = replace(message, state=self.said.state)
+                self.reported_status = replace(message, state=self.reported_status.state)
             elif self.capacity is None:
                 self._fail(message.detail)
-            else:  # what could be loaded before may be loaded again
-                child.fault = f"could not load: {message.detail}"
+            else:  # an engine has loaded this plan before, so another attempt may succeed
+                child.exit_reason = f"could not load: {message.detail}"
         else:
-            raise WireError(f"a {type(message).__name__} is not for a client")
+            raise ProtocolError(f"a client takes no {type(message).__name__}")
 
-    def _hear_news(self, child: Child, news: EngineOutput) -> None:
-        before = self.latest
-        self.latest = news.stats
-        moved = self.latest.steps > before.steps
-        if moved:
-            self.pace.append(self.latest.step_seconds - before.step_seconds)
-            for watcher in self.watchers:
-                watcher(before, self.latest)
-        if moved or (
-            child.ready and not any(entry.sent for entry in self.journal.entries.values())
-        ):
-            child.silent = 0.0  # an engine that is idle while we wait for it has lost something
-        for tokens in news.tokens:
-            self.journal.accept(tokens)
-        self._send_due()
+    def _on_output(self, child: EngineChild, message: EngineOutput) -> None:
+        before = self.current_stats
+        after = message.stats
+        self.current_stats = after
+        has_progress = after.steps > before.steps
+        if has_progress:
+            self.step_times.append(after.step_seconds - before.step_seconds)
+            for observer in self.step_observers:
+                observer(before, after)
+        # A heartbeat counts as progress only if the engine has no requests. An engine that is idle
+        # although requests were sent to it has lost a message.
+        if has_progress or (child.loaded and not self._has_sent_requests()):
+            child.idle_seconds = 0.0
+        for output in message.tokens:
+            self.journal.record_output(output)
+        self._send_unsent()
 
-    def _send_due(self) -> None:
+    def _has_sent_requests(self) -> bool:
+        return any(entry.sent for entry in self.journal.entries.values())
+
+    def _send_unsent(self) -> None:
+        """Send all requests that the journal allows to send, if an engine is ready."""
         child = self.child
-        if child is None or not child.ready or child.lost.done():
+        if child is None or not child.loaded or child.lost.done():
             return
         now = asyncio.get_running_loop().time()
-        for entry in self.journal.due():
+        for entry in self.journal.take_sendable():
             try:
-                child.send(entry.replay(now))
-            except WireError as error:
-                self.journal.end(entry, "error", str(error))
+                child.send(entry.replay_request(now))
+            except ProtocolError as error:
+                self.journal.finish(entry, "error", str(error))
 
-    def _abort(self, entry: Entry) -> None:
+    def _abort(self, entry: JournalEntry) -> None:
         if entry.finish is None:
-            self.journal.end(entry, "abort")
-            if entry.sent and self.child is not None:
-                self.child.send(AbortRequest(entry.serial))
-            self._send_due()
+            self.journal.finish(entry, "abort")
+            self._send_abort(entry)
+            self._send_unsent()
 
-    def _expire(self) -> None:
-        for entry in self.journal.expire(asyncio.get_running_loop().time(), self.patience.queue):
-            if entry.sent and self.child is not None:
-                self.child.send(AbortRequest(entry.serial))
+    def _send_abort(self, entry: JournalEntry) -> None:
+        if entry.sent and self.child is not None:
+            self.child.send(AbortRequest(entry.engine_id))
 
-    def _end_all(self, error: str) -> None:
+    def _expire_requests(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for entry in self.journal.expire(now, self.timeouts.queue_seconds):
+            self._send_abort(entry)
+
+    def _fail_open_requests(self, error: str) -> None:
         for entry in list(self.journal.entries.values()):
-            self.journal.end(entry, "error", error)
+            self.journal.finish(entry, "error", error)
 
-    async def _drained(self) -> None:
+    async def _wait_drained(self) -> None:
         while self.journal.entries:
             await asyncio.sleep(0.02)
 
 
-def summed(former: EngineStats, latest: EngineStats) -> EngineStats:
-    sums = {name: getattr(former, name) + getattr(latest, name) for name in SUMS}
-    return replace(latest, timing=total(former.timing, latest.timing), **sums)
+def add_stats(past: EngineStats, current: EngineStats) -> EngineStats:
+    """Add up the sums. Current figures, such as the running requests, are those of `current`."""
+    return replace(
+        current,
+        steps=past.steps + current.steps,
+        step_seconds=past.step_seconds + current.step_seconds,
+        tokens_in=past.tokens_in + current.tokens_in,
+        tokens_out=past.tokens_out + current.tokens_out,
+        prefix_queried=past.prefix_queried + current.prefix_queried,
+        prefix_hit=past.prefix_hit + current.prefix_hit,
+        preemptions=past.preemptions + current.preemptions,
+        scheduling_overhead_seconds=past.scheduling_overhead_seconds
+        + current.scheduling_overhead_seconds,
+        sequences=past.sequences + current.sequences,
+        positions=past.positions + current.positions,
+        prefill_steps=past.prefill_steps + current.prefill_steps,
+        timing=add_timings(past.timing, current.timing),
+    )

@@ -1,5 +1,8 @@
-"""The bridge to the compute tower: four methods, so that a model, two processes or a ghost can stand behind it; and one
-who tells of every step that goes over it."""
+"""The interface between the engine and the executor that computes its steps.
+
+An executor may be a worker in this process, several tensor parallel ranks, a Ray cluster, or a fake
+of the tests. This module holds protocol types only; the implementations are in bloomery.executors.
+"""
 
 from __future__ import annotations
 
@@ -8,49 +11,31 @@ from typing import Any, Protocol
 
 from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
 
-Report = Callable[
-    [str, int, int], None
-]  # what is being loaded, how much is done, how much there is
+# Reports load progress: what is being loaded, how much is done, how much there is in all.
+LoadProgress = Callable[[str, int, int], None]
 
 
-class Result(Protocol):
+class PendingStep(Protocol):
+    """A submitted step."""
+
     def result(self) -> StepOutput:
-        """What the step gave; waits for it if need be."""
+        """Wait for the output of the step and return it."""
         ...
 
 
 class Executor(Protocol):
+    """Runs steps on one or several workers."""
+
     def start(self, plan: Any) -> EngineCapacity:
-        """Load the model and say what fits."""
+        """Load the model and report what fits into memory."""
         ...
 
-    def submit(self, step: ScheduledStep) -> Result:
+    def submit(self, step: ScheduledStep) -> PendingStep:
         """Queue a step; results come in the order of submission."""
         ...
 
-    def spare(self) -> int:
-        """There is time: do a piece of what may wait; how many pieces are left."""
+    def capture_next_graph(self) -> int:
+        """Capture one CUDA graph if any is missing; return how many are still to be captured."""
         ...
 
     def close(self) -> None: ...
-
-
-class Announced:
-    """An executor whose every step is announced before it runs."""
-
-    def __init__(self, executor: Executor, announce: Callable[[ScheduledStep], None]):
-        self.executor = executor
-        self.announce = announce
-
-    def start(self, plan: Any) -> EngineCapacity:
-        return self.executor.start(plan)
-
-    def submit(self, step: ScheduledStep) -> Result:
-        self.announce(step)
-        return self.executor.submit(step)
-
-    def spare(self) -> int:
-        return self.executor.spare()
-
-    def close(self) -> None:
-        self.executor.close()

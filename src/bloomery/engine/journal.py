@@ -1,12 +1,13 @@
-"""What an engine may forget: every open request, the ids its reader was given, and how often an engine died of it.
+"""The journal of open requests: everything an engine may lose when it crashes.
 
-An entry holds all it takes to begin a request again in another engine, right after the last id that arrived. Ids count
-only if they come next, so a reader sees no gap and no duplicate, whatever happens to engines. A pure state machine:
-no clock, no I/O; it must not know sockets or processes.
+An entry holds what it takes to resume a request in another engine right after the last token that
+arrived. Tokens are accepted only in order, so a reader sees no gap and no duplicate, whatever
+happens to engines. The journal is a pure state machine: no clock, no I/O, no sockets or processes.
 
-Blame. Whoever was in the batch of an engine that died gets a strike; a few ids after its replay wipe it out. A request
-with two strikes is a suspect: suspects go one at a time, nobody new beside them, so at the third strike the culprit is
-known and fails alone.
+Quarantine: a crash of an engine is counted for every request in its batch. When a request has
+generated a few tokens after its replay, its count is reset. A request with two crashes is
+quarantined: quarantined requests run one at a time, and no other request is sent meanwhile. A third
+crash therefore identifies the request that kills engines, and only that request fails.
 """
 
 from __future__ import annotations
@@ -15,61 +16,66 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from bloomery.engine.wire import WireError
 from bloomery.errors import InvalidRequest
-from bloomery.messages import FinishReason, EngineRequest, TokenLogprob, TokenOutput
+from bloomery.ipc import ProtocolError
+from bloomery.messages import EngineRequest, FinishReason, TokenLogprob, TokenOutput
 
-STRIKES = 3
-GRACE = 1.0  # seconds that an engine may be late with the end of a request
-PROBATION = 8  # ids that clear a request; more than an engine has steps in flight
+MAX_CRASHES = 3  # engine crashes after which a request fails
+DEADLINE_GRACE_SECONDS = 1.0  # an engine may report the end of a request this late
+# Tokens that reset the crash count of a request: more than an engine has steps in flight.
+CLEARING_TOKENS = 8
 
 
-class Reader(Protocol):
-    def ring(self, entry: Entry) -> None:
-        """`entry` has something to take."""
+class OutputListener(Protocol):
+    """Is notified when an entry has new output."""
+
+    def notify(self, entry: JournalEntry) -> None:
+        """Note that `entry` has output to take."""
         ...
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class JournalEntry:
+    """One open request. Times are in seconds on the client's clock."""
+
     request: EngineRequest
-    serial: str  # its name on the wire, never used twice
-    reader: Reader
+    engine_id: str  # the id that engines see; never used twice
+    listener: OutputListener
     arrived: float
-    emitted: array[int]  # output ids so far
-    taken: int  # ids the reader has
-    cached: int | None = None
-    queued: float = 0.0
+    emitted: array[int]  # output token ids so far
+    num_taken: int  # output tokens that the reader has taken
+    cached: int | None = None  # prompt tokens that were a prefix hit; None: not known yet
+    queued: float = 0.0  # from arrival to the first step
     logprobs: list[TokenLogprob] = field(default_factory=list)  # not taken yet
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     embedding: tuple[float, ...] = ()
     finish: FinishReason | None = None
     error: str | None = None
-    sent: bool = False  # to the engine of now
-    admitted: bool = False  # to a batch of the engine of now
-    begun: bool = False  # it was in a batch, be it of a former engine
-    fresh: int = 0  # ids from the engine of now
-    strikes: int = 0
+    sent: bool = False  # to the current engine
+    admitted: bool = False  # to a batch of the current engine
+    has_run: bool = False  # it was in a batch, of this engine or an earlier one
+    num_new_tokens: int = 0  # output tokens from the current engine
+    num_crashes: int = 0
 
-    def replay(self, now: float) -> EngineRequest:
-        """The request as an engine must get it now."""
-        left = (
-            None
-            if self.request.deadline is None
-            else max(self.request.deadline - (now - self.arrived), 0.0)
+    def replay_request(self, now: float) -> EngineRequest:
+        """Return the request in the form that resumes it in the current engine."""
+        deadline = self.request.deadline
+        if deadline is not None:
+            deadline = max(deadline - (now - self.arrived), 0.0)
+        request = replace(
+            self.request, id=self.engine_id, emitted=tuple(self.emitted), deadline=deadline
         )
-        request = replace(self.request, id=self.serial, emitted=tuple(self.emitted), deadline=left)
-        if len(self.emitted) > len(
-            self.request.emitted
-        ):  # log-probabilities of the prompt came with the first id
-            request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
+        if len(self.emitted) > len(self.request.emitted):
+            # The log-probabilities of the prompt came with the first token.
+            sampling = replace(request.sampling, prompt_logprobs=None)
+            request = replace(request, sampling=sampling)
         return request
 
-    def take(self) -> TokenOutput:
-        """All the news since the last call, as one."""
-        position = self.taken
-        ids = tuple(self.emitted[self.taken :])
-        news = TokenOutput(
+    def take_output(self) -> TokenOutput:
+        """Return everything since the last call as one output."""
+        position = self.num_taken
+        ids = tuple(self.emitted[position:])
+        output = TokenOutput(
             self.request.id,
             position,
             ids,
@@ -81,119 +87,145 @@ class Entry:
             self.queued,
             self.embedding,
         )
-        self.taken += len(ids)
+        self.num_taken += len(ids)
         self.logprobs.clear()
         self.prompt_logprobs = ()
-        return news
+        return output
 
 
-class Journal:
+class RequestJournal:
+    """All open requests, in the order they arrived."""
+
     def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}  # by serial; open ones only
-        self.by_request: dict[str, Entry] = {}
-        self.unsent: dict[str, Entry] = {}
-        self.suspects: dict[str, Entry] = {}
-        self.trial: Entry | None = None  # the suspect that an engine has
-        self.count = 0
+        self.entries: dict[str, JournalEntry] = {}  # by engine id; open ones only
+        self.by_request: dict[str, JournalEntry] = {}  # by the id of the request
+        self.unsent: dict[str, JournalEntry] = {}
+        self.quarantine: dict[str, JournalEntry] = {}  # entries that must run alone, not sent yet
+        self.running_alone: JournalEntry | None = None  # the quarantined entry an engine has
+        self.num_opened = 0
 
-    def open(self, request: EngineRequest, reader: Reader, now: float) -> Entry:
+    def open(self, request: EngineRequest, listener: OutputListener, now: float) -> JournalEntry:
+        """Add a request. Raises InvalidRequest if its id is in use."""
         if request.id in self.by_request:
             raise InvalidRequest(f"request id {request.id!r} is already in use", "id")
-        self.count += 1
-        entry = Entry(
-            request, str(self.count), reader, now, array("I", request.emitted), len(request.emitted)
-        )
-        self.entries[entry.serial] = self.unsent[entry.serial] = self.by_request[request.id] = entry
+        self.num_opened += 1
+        engine_id = str(self.num_opened)
+        emitted = array("I", request.emitted)
+        entry = JournalEntry(request, engine_id, listener, now, emitted, len(emitted))
+        self.entries[engine_id] = entry
+        self.unsent[engine_id] = entry
+        self.by_request[request.id] = entry
         return entry
 
-    def due(self) -> list[Entry]:
-        """Whom to send now; the caller sends them."""
-        if self.trial is not None:
+    def take_sendable(self) -> list[JournalEntry]:
+        """Return the entries to send to the engine now; the caller sends them."""
+        if self.running_alone is not None:
             return []
-        if self.suspects:
-            self.trial = self.suspects.pop(next(iter(self.suspects)))
-            found = [self.trial]
+        if self.quarantine:
+            first_id = next(iter(self.quarantine))
+            self.running_alone = self.quarantine.pop(first_id)
+            sendable = [self.running_alone]
         else:
-            found = list(self.unsent.values())
+            sendable = list(self.unsent.values())
             self.unsent.clear()
-        for entry in found:
+        for entry in sendable:
             entry.sent = True
-        return found
+        return sendable
 
-    def admit(self, serial: str, now: float) -> None:
-        entry = self.entries.get(serial)
-        if entry is not None:
-            entry.queued = entry.queued if entry.begun else now - entry.arrived
-            entry.admitted = entry.begun = True
+    def record_admission(self, engine_id: str, now: float) -> None:
+        """Note that a batch of the current engine holds the request."""
+        entry = self.entries.get(engine_id)
+        if entry is None:
+            return
+        if not entry.has_run:
+            entry.queued = now - entry.arrived
+        entry.admitted = True
+        entry.has_run = True
 
-    def expire(self, now: float, patience: float) -> list[Entry]:
-        """End whose time is up, and who has waited for so long and was in no batch yet; the caller tells the engine."""
-        late = []
+    def expire(self, now: float, queue_timeout: float) -> list[JournalEntry]:
+        """Finish requests that are past their deadline or have waited in the queue for too long.
+
+        The caller aborts the returned entries in the engine.
+        """
+        expired = []
         for entry in list(self.entries.values()):
             waited = now - entry.arrived
-            if waited > patience and not entry.begun:
-                late.append(entry)
-                self.end(entry, "deadline", f"waited {patience:.0f} s in the queue")
-            elif entry.request.deadline is not None and waited > entry.request.deadline + GRACE:
-                late.append(entry)  # an engine that lives does this itself
-                self.end(entry, "deadline", "its deadline has passed")
-        return late
+            deadline = entry.request.deadline
+            if waited > queue_timeout and not entry.has_run:
+                expired.append(entry)
+                self.finish(entry, "deadline", f"waited {queue_timeout:.0f} s in the queue")
+            elif deadline is not None and waited > deadline + DEADLINE_GRACE_SECONDS:
+                # A working engine ends such a request itself.
+                expired.append(entry)
+                self.finish(entry, "deadline", "its deadline has passed")
+        return expired
 
-    def accept(self, news: TokenOutput) -> None:
-        """Fold in what an engine says; of requests that are closed, and what was said before, nothing."""
-        entry = self.entries.get(news.request)
-        if entry is None or news.position < len(entry.emitted):
+    def record_output(self, output: TokenOutput) -> None:
+        """Add an engine's output to its entry; ignore closed requests and repeated tokens."""
+        entry = self.entries.get(output.request)
+        if entry is None or output.position < len(entry.emitted):
             return
-        if news.position > len(entry.emitted):
-            raise WireError(
-                f"ids from {len(entry.emitted)} to {news.position - 1} of a request are missing"
+        if output.position > len(entry.emitted):
+            first_missing = len(entry.emitted)
+            last_missing = output.position - 1
+            raise ProtocolError(
+                f"tokens {first_missing} to {last_missing} of a request are missing"
             )
-        entry.emitted.extend(news.ids)
-        entry.logprobs += news.logprobs
-        entry.prompt_logprobs = entry.prompt_logprobs or news.prompt_logprobs
-        entry.embedding = news.embedding
-        entry.cached = news.cached if entry.cached is None else entry.cached
-        entry.fresh += len(news.ids)
-        if entry.fresh >= PROBATION:
-            entry.strikes = 0
-            if entry is self.trial:
-                self.trial = None
-        if news.finish is not None:
-            self.end(entry, news.finish, news.error)
+        entry.emitted.extend(output.ids)
+        entry.logprobs += output.logprobs
+        entry.prompt_logprobs = entry.prompt_logprobs or output.prompt_logprobs
+        entry.embedding = output.embedding
+        if entry.cached is None:
+            entry.cached = output.cached
+        entry.num_new_tokens += len(output.ids)
+        if entry.num_new_tokens >= CLEARING_TOKENS:
+            entry.num_crashes = 0
+            if entry is self.running_alone:
+                self.running_alone = None
+        if output.finish is not None:
+            self.finish(entry, output.finish, output.error)
         else:
-            entry.reader.ring(entry)
+            entry.listener.notify(entry)
 
-    def end(self, entry: Entry, finish: FinishReason, error: str | None = None) -> None:
-        """Its reader gets what is there and the reason; the journal forgets it."""
-        if self.entries.pop(entry.serial, None) is None:
+    def finish(
+        self, entry: JournalEntry, finish_reason: FinishReason, error: str | None = None
+    ) -> None:
+        """Close an entry; its reader can still take the remaining output and the reason."""
+        if self.entries.pop(entry.engine_id, None) is None:
             return
         del self.by_request[entry.request.id]
-        self.unsent.pop(entry.serial, None)
-        self.suspects.pop(entry.serial, None)
-        if entry is self.trial:
-            self.trial = None
-        entry.finish = finish
+        self.unsent.pop(entry.engine_id, None)
+        self.quarantine.pop(entry.engine_id, None)
+        if entry is self.running_alone:
+            self.running_alone = None
+        entry.finish = finish_reason
         entry.error = error
-        entry.reader.ring(entry)
+        entry.listener.notify(entry)
 
-    def crash(self) -> int:
-        """The engine is gone: strikes for whom it concerns, everyone else is merely unsent; how many were given up."""
-        count = len(self.entries)
-        self.trial = None
-        batch = any(entry.admitted for entry in self.entries.values())
+    def record_crash(self) -> int:
+        """Prepare all entries for the next engine and return how many requests were given up.
+
+        The crash is counted for the requests in the batch. If there was no batch yet, it is counted
+        for all requests that were sent.
+        """
+        num_open = len(self.entries)
+        had_batch = any(entry.admitted for entry in self.entries.values())
+        self.running_alone = None
         self.unsent = {}
-        self.suspects = {}
+        self.quarantine = {}
         for entry in list(self.entries.values()):
-            entry.strikes += entry.admitted if batch else entry.sent
-            entry.sent = entry.admitted = False
-            entry.fresh = 0
-            if entry.strikes >= STRIKES:
-                self.end(
-                    entry,
-                    "error",
-                    f"given up: the engine stopped {STRIKES} times while it ran this request",
+            was_involved = entry.admitted if had_batch else entry.sent
+            entry.num_crashes += was_involved
+            entry.sent = False
+            entry.admitted = False
+            entry.num_new_tokens = 0
+            if entry.num_crashes >= MAX_CRASHES:
+                reason = (
+                    f"given up: the engine stopped {MAX_CRASHES} times while it ran this request"
                 )
+                self.finish(entry, "error", reason)
+            elif entry.num_crashes == MAX_CRASHES - 1:
+                self.quarantine[entry.engine_id] = entry
             else:
-                waiting = self.suspects if entry.strikes == STRIKES - 1 else self.unsent
-                waiting[entry.serial] = entry
-        return count - len(self.entries)
+                self.unsent[entry.engine_id] = entry
+        return num_open - len(self.entries)

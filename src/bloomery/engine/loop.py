@@ -1,50 +1,82 @@
-"""The engine's heartbeat: schedule, run, fold the result back in; as many steps in flight as the executor likes.
+"""The engine loop: schedule a step, submit it to the executor, update the scheduler.
 
-Where it likes several, there are more of them while they are short and no row can change: a host that is held up for a
-moment is not noticed then, and who comes meanwhile waits no longer than `QUEUED`.
+Several steps may be in flight. While steps are short and the batch cannot change, the loop queues
+more of them than usual, so a short stall of the host does not idle the device. A request that
+arrives meanwhile waits at most MAX_QUEUED_SECONDS for the queued steps.
+
+This module also sums step timings and reports how close the engine runs to its hardware limit.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from math import inf
+from typing import NamedTuple
 
-from bloomery.engine.executor import Executor, Result
+from bloomery.engine.executor import Executor, PendingStep
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import EngineRequest, ScheduledStep, StepTiming, TokenOutput
 
-# seconds, and part of the step under way, before whose end the next one should be queued
-AHEAD = 3e-3
-SHARE = 0.07
-QUEUED = 4e-3  # seconds of short steps in flight
-LONGEST = 0.1  # seconds: no foretelling is good enough to let a device stand idle for longer
-PROMPT = 3e-4  # seconds: a result that takes no longer was there before
-MOST = 8  # steps in flight
-REST = 10  # times as long as a piece of spare work took, until the next one while requests wait
+log = logging.getLogger("bloomery.engine")
+
+# The next step is queued this long before the current one is expected to end: seconds, and a
+# fraction of the current step. The larger of the two counts.
+QUEUE_AHEAD_SECONDS = 3e-3
+QUEUE_AHEAD_FRACTION = 0.07
+MAX_QUEUED_SECONDS = 4e-3  # total duration of the short steps in flight
+# Seconds. Predictions of the step time are not good enough to risk a longer idle device.
+MAX_BATCHING_WINDOW_SECONDS = 0.1
+# Seconds. A result that arrives within this time was complete before the loop asked for it.
+IMMEDIATE_RESULT_SECONDS = 3e-4
+MAX_STEPS_IN_FLIGHT = 8
+# While requests wait, the loop rests this many times the duration of a graph capture before the
+# next one, so captures take at most a tenth of the time.
+CAPTURE_REST_FACTOR = 10
+
+UTILIZATION_INTERVAL_SECONDS = 1.0  # between two samples of the timing sums
+UTILIZATION_SAMPLES = 5  # samples that the reported utilization covers
+LOG_INTERVAL_SECONDS = 60.0  # between two log lines about the utilization
+WARMUP_STEPS = 32  # kernels may still be compiling in these
+PLAN_CHECK_STEPS = 128  # steps in one span that is compared with the plan
+SLOW_FACTOR = 1.5  # a span is slow if it takes this many times the planned time
+MAX_SLOW_SPANS = 3  # slow spans in a row before the engine warns
 
 
-class Loop:
+class InFlightEntry(NamedTuple):
+    """A submitted step, its pending result and the time of its submission in seconds."""
+
+    step: ScheduledStep
+    pending: PendingStep
+    submitted: float
+
+
+class EngineLoop:
+    """Continuous batching over one scheduler and one executor."""
+
     def __init__(
         self,
         scheduler: Scheduler,
         executor: Executor,
-        depth: int = 1,
+        max_in_flight: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        on_submit: Callable[[ScheduledStep], None] | None = None,
     ):
+        """`on_submit` is called with every step right before the executor gets it."""
         self.scheduler = scheduler
         self.executor = executor
-        self.depth = depth
+        self.max_in_flight = max_in_flight
         self.clock = clock
-        self.flight: deque[tuple[ScheduledStep, Result, float]] = (
-            deque()
-        )  # with the time it was begun
-        self.latest = 0.0  # when a step last ended, as far as is known
-        self.took = inf  # seconds of that step
-        self.timing = StepTiming()  # of all steps
-        self.left = 1  # pieces of work the executor would do in its spare time; until it is asked, perhaps one
-        self.rested = 0.0  # from when on such a piece may delay requests
+        self.on_submit = on_submit
+        self.in_flight: deque[InFlightEntry] = deque()
+        self.last_step_end = 0.0  # when a step last ended, as far as is known
+        self.last_step_seconds = inf
+        self.timing = StepTiming()  # sum over all steps
+        # CUDA graphs still to capture. Their number is not known before the first capture.
+        self.pending_captures = 1
+        self.next_capture_time = 0.0  # a busy engine captures no graph before this time
 
     def add(self, request: EngineRequest) -> None:
         self.scheduler.add(request, self.clock())
@@ -54,62 +86,197 @@ class Loop:
 
     @property
     def busy(self) -> bool:
-        return bool(self.flight) or self.scheduler.busy
+        """Whether any step is in flight or any request has not ended."""
+        return bool(self.in_flight) or self.scheduler.busy
 
-    def spare(self) -> None:
-        """Have a piece of work done that may wait: now if nobody does, else at most so much that few notice."""
-        now = self.clock()
-        if not self.left or (self.busy and now < self.rested):
+    def capture_in_background(self) -> None:
+        """Capture one CUDA graph: at once while the engine is idle, else only now and then."""
+        begin = self.clock()
+        must_wait = self.busy and begin < self.next_capture_time
+        if not self.pending_captures or must_wait:
             return
-        self.left = self.executor.spare()
-        self.latest = self.clock()  # what is in flight is not the slower for it
-        self.rested = self.latest + REST * (self.latest - now)
+        self.pending_captures = self.executor.capture_next_graph()
+        end = self.clock()
+        self.last_step_end = end  # the capture is no part of the step in flight
+        self.next_capture_time = end + CAPTURE_REST_FACTOR * (end - begin)
 
-    def patience(self) -> float:
-        """Seconds for which the next step may be left open, since the one under way is expected to last: who comes
-        until then is part of it, and does not wait for a step that was queued too early."""
-        if len(self.flight) != 1 or self.depth != 2 or self.scheduler.stages > 1:
+    def compute_batching_window(self) -> float:
+        """Return for how many seconds the next step may stay open for more requests.
+
+        The step in flight is expected to run that much longer. A request that arrives within the
+        window joins the next step instead of waiting behind it.
+        """
+        if len(self.in_flight) != 1 or self.max_in_flight != 2 or self.scheduler.stages > 1:
             return 0.0
-        expected = self.scheduler.expected()
-        begun = max(self.flight[0][2], self.latest)
-        return min(
-            max(begun + expected - max(AHEAD, SHARE * expected) - self.clock(), 0.0), LONGEST
-        )
+        expected_seconds = self.scheduler.predict_oldest_step_seconds()
+        begin = max(self.in_flight[0].submitted, self.last_step_end)
+        lead = max(QUEUE_AHEAD_SECONDS, QUEUE_AHEAD_FRACTION * expected_seconds)
+        window = begin + expected_seconds - lead - self.clock()
+        return min(max(window, 0.0), MAX_BATCHING_WINDOW_SECONDS)
 
     def step(self) -> list[TokenOutput]:
-        """Keep `depth` steps in flight or more, wait for the oldest, and tell what it brought."""
+        """Fill up the steps in flight, wait for the oldest one and return its outputs."""
         now = self.clock()
-        news = self.scheduler.expire(now)
-        while self._wants_more() and (step := self.scheduler.schedule(now)) is not None:
-            self.flight.append((step, self.executor.submit(step), now))
-        if not self.flight:
-            return news
-        step, pending, begun = self.flight.popleft()
-        asked = self.clock()
-        output = pending.result()
+        outputs = self.scheduler.finish_expired(now)
+        while self._wants_another_step():
+            step = self.scheduler.schedule(now)
+            if step is None:
+                break
+            if self.on_submit is not None:
+                self.on_submit(step)
+            self.in_flight.append(InFlightEntry(step, self.executor.submit(step), now))
+        if not self.in_flight:
+            return outputs
+        step, pending, submitted = self.in_flight.popleft()
+        wait_begin = self.clock()
+        step_output = pending.result()
         now = self.clock()
-        begun = max(begun, self.latest)
-        seconds = now - begun
-        self.latest = now
-        if output.timing is not None:
-            self.timing = total(self.timing, output.timing)
-            if output.timing.steps == 1 and self.scheduler.stages == 1:
-                # A host that is late would see this step take too long and the next, already done, no time at all;
-                # and would wait for the end of the one after it when that is long past. Nor is what the device waited
-                # before it any part of it: a pace that is too slow leaves steps open for too long, and would come true.
-                seconds = output.timing.device
-                if now - asked < PROMPT:
-                    self.latest = min(now, begun + seconds)
-        self.took = seconds
-        return news + self.scheduler.update(step, output, seconds)
+        begin = max(submitted, self.last_step_end)
+        step_seconds = now - begin
+        self.last_step_end = now
+        timing = step_output.timing
+        if timing is not None:
+            self.timing = add_timings(self.timing, timing)
+        if timing is not None and timing.steps == 1 and self.scheduler.stages == 1:
+            # Use the device's own time. A late host would measure too much for this step and nothing
+            # for the next one, which is already complete. The idle time before the step does not
+            # count either. It would make predicted steps longer, so the batching window would be
+            # longer, and the device would idle even more.
+            step_seconds = timing.device
+            if now - wait_begin < IMMEDIATE_RESULT_SECONDS:
+                self.last_step_end = min(now, begin + step_seconds)
+        self.last_step_seconds = step_seconds
+        return outputs + self.scheduler.update(step, step_output, step_seconds)
 
-    def _wants_more(self) -> bool:
-        """Who joins comes with a prompt: the step that ended last is no shorter than steady ones behind it."""
-        count = len(self.flight)
-        if count < self.depth or self.depth < 2:
-            return count < self.depth
-        return count < MOST and (count + 1) * self.took <= QUEUED and self.scheduler.steady
+    def _wants_another_step(self) -> bool:
+        """Decide whether to submit one more step before waiting for the oldest.
+
+        Steps beyond `max_in_flight` must be short, and the batch must not change. All of them are
+        then decode steps of the same requests. The last step had the same requests and perhaps a
+        prefill, so none of the queued steps takes longer.
+        """
+        count = len(self.in_flight)
+        if count < self.max_in_flight or self.max_in_flight < 2:
+            return count < self.max_in_flight
+        queued_seconds = (count + 1) * self.last_step_seconds
+        is_short = count < MAX_STEPS_IN_FLIGHT and queued_seconds <= MAX_QUEUED_SECONDS
+        return is_short and self.scheduler.can_queue_ahead
 
 
-def total(one: StepTiming, other: StepTiming) -> StepTiming:
-    return StepTiming(*(getattr(one, name) + getattr(other, name) for name in StepTiming.__slots__))
+# ---- step timings --------------------------------------------------------------------------------
+
+
+class UtilizationMonitor:
+    """Reports how close steps run to the hardware limit. It has no clock of its own.
+
+    Utilization is the roofline floor of some steps over the time they took. A log line once a
+    minute says where the rest of the time went. After the warm-up the monitor also logs once
+    whether steps take as long as the plan expects.
+    """
+
+    def __init__(self) -> None:
+        self.samples: deque[tuple[float, StepTiming]] = deque(maxlen=UTILIZATION_SAMPLES)
+        self.utilization: float | None = None
+        self.last_log_time = 0.0
+        self.last_logged = StepTiming()
+        self.span_begin: StepTiming | None = None  # of the plan check; None during the warm-up
+        self.slow_spans = 0
+        self.plan_checked = False
+
+    def observe(self, timing: StepTiming, now: float) -> float | None:
+        """Record the timing sums at `now`. Returns the recent utilization, or None without steps."""
+        if self.samples and now - self.samples[-1][0] < UTILIZATION_INTERVAL_SECONDS:
+            return self.utilization
+        oldest = self.samples[0][1] if self.samples else StepTiming()
+        self.utilization = compute_utilization(subtract_timings(timing, oldest))
+        self.samples.append((now, timing))
+        if now - self.last_log_time >= LOG_INTERVAL_SECONDS:
+            recent = subtract_timings(timing, self.last_logged)
+            if recent.steps:
+                log.info("%s", describe_timing(recent))
+            self.last_log_time = now
+            self.last_logged = timing
+        self._check_plan(timing)
+        return self.utilization
+
+    def _check_plan(self, timing: StepTiming) -> None:
+        """Compare spans of steps with the plan and log the verdict once.
+
+        One span near the plan is enough, since kernels may have been compiling in the others.
+        """
+        if self.span_begin is None:
+            self.span_begin = timing if timing.steps >= WARMUP_STEPS else None
+            return
+        if self.plan_checked or timing.steps < self.span_begin.steps + PLAN_CHECK_STEPS:
+            return
+        span = subtract_timings(timing, self.span_begin)
+        self.span_begin = timing
+        ratio = (span.device + span.idle) / max(span.expected, 1e-9)
+        if ratio <= SLOW_FACTOR:
+            self.plan_checked = True
+            log.info(
+                "as planned: steps take %.2f times the expected time; %s",
+                ratio,
+                describe_timing(span),
+            )
+            return
+        self.slow_spans += 1
+        if self.slow_spans == MAX_SLOW_SPANS:
+            self.plan_checked = True
+            log.warning(
+                "steps take %.1f times what the plan for this model and machine expects: %s. "
+                "Other programs may be using the machine, or its speed differs from what "
+                "`bloomery plan --measure` would measure.",
+                ratio,
+                describe_timing(span),
+            )
+
+
+def compute_utilization(timing: StepTiming) -> float | None:
+    """Return the roofline floor over the time taken, None if no time passed."""
+    seconds = timing.device + timing.idle
+    return timing.floor / seconds if seconds > 0 else None
+
+
+def break_down_time(timing: StepTiming) -> dict[str, float]:
+    """Return the seconds lost by cause. Together with the floor they add up to the whole time.
+
+    Padding and communication are calculated, not measured, so each is limited to the time that
+    remains after the causes before it.
+    """
+    remaining = max(timing.device - timing.floor, 0.0)
+    seconds_by_cause = {"device idle": timing.idle}
+    limited_causes = {
+        "padding": timing.padding,
+        "sampling": timing.sampling,
+        "communication": timing.communication,
+    }
+    for cause, seconds in limited_causes.items():
+        seconds_by_cause[cause] = min(seconds, remaining)
+        remaining -= seconds_by_cause[cause]
+    seconds_by_cause["kernels"] = remaining
+    return seconds_by_cause
+
+
+def describe_timing(timing: StepTiming) -> str:
+    """Return one line: the utilization, and the share of each cause in the rest of the time."""
+    seconds = max(timing.device + timing.idle, 1e-9)
+    steps = max(timing.steps, 1)
+    shares = {cause: spent / seconds for cause, spent in break_down_time(timing).items()}
+    rest = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share >= 0.005)
+    step_ms = 1e3 * seconds / steps
+    floor_ms = 1e3 * timing.floor / steps
+    return (
+        f"{timing.floor / seconds:.0%} of the limit: {timing.steps} steps of {step_ms:.2f} ms, "
+        f"floor {floor_ms:.2f} ms; {rest or 'nothing else'}; host busy {timing.host / seconds:.0%}"
+    )
+
+
+def add_timings(left: StepTiming, right: StepTiming) -> StepTiming:
+    names = StepTiming.__slots__
+    return StepTiming(*(getattr(left, name) + getattr(right, name) for name in names))
+
+
+def subtract_timings(left: StepTiming, right: StepTiming) -> StepTiming:
+    names = StepTiming.__slots__
+    return StepTiming(*(getattr(left, name) - getattr(right, name) for name in names))

@@ -1,22 +1,22 @@
-"""Who goes next, how much a step may hold, and who gives way. The scheduler asks; it has no opinion of its own.
+"""Scheduling policies: queue order, admission, the budget of each step, and preemption victims.
 
-Fair keeps the promise that a short request is never stuck behind long ones. A request is short by the time it would
-take alone, as the pace of measured steps foretells, and it is promised some multiple of that. Short ones enter first,
-into rows kept for them while some have been there of late; where none is free, a long one may have to give way.
+The scheduler leaves these decisions to a Policy. There are two policies: FcfsPolicy (first come,
+first served) and FairPolicy.
 
-Streams are given their next token all together, lap by lap, for a step's price hardly grows with those that share it.
-While nobody is in a hurry a step is a whole lap: streams, and the prompts that a lap has room for. While short ones are
-there the lap is cut, and they take part in every step of it: one of the streams, and between it and the next some of
-prompts. Of the ways to cut it that keep the most urgent promises, as the pace foretells, the one is taken in which
-prompts get on fastest. Steps of a good size waste little, smaller ones more: that is the tax on long requests, counted,
-and bounded by cutting less.
+FairPolicy protects short requests from long ones. A request is short if the step-time model
+predicts that it takes little time alone. A short request gets a deadline: a small multiple of its
+time alone. Short requests are admitted first, into rows that are reserved for them while some have
+arrived recently. If no row is free, a long request may be preempted. engine/chunk_planner.py splits
+scheduling rounds into steps so that deadlines are met. The time that long requests lose by this is
+the scheduling overhead. The policy counts and bounds it.
 
-The queue is in order of promised times (arrival, plus some multiple of the time alone), which are fixed on arrival:
-whoever waits long enough comes before everybody who arrives later, so nobody starves. Among the keys that share a
-server the one that was served least comes first, and one that holds its part of the rows leaves some to the others:
-rows come free in bursts, and who asks for little would wait for the next.
+The queue is ordered by arrival time plus a multiple of the time alone. This key is fixed at
+arrival, so every waiting request is eventually first and no request starves. The tenant (API key)
+that was served the fewest seconds comes first. A tenant that already holds its share of the rows
+leaves some free rows to the others: rows become free in bursts, and a tenant with few requests
+would otherwise wait for the next burst.
 
-Pure: time is an argument, and all times are seconds on the clock of whoever drives the scheduler.
+All times are seconds on the clock of the scheduler's caller. No clock, no I/O, no torch.
 """
 
 from __future__ import annotations
@@ -25,551 +25,497 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import exp, inf
-from typing import NamedTuple, Protocol
+from math import exp
+from typing import Protocol
 
-from bloomery.config import Plan
-from bloomery.engine.pace import Pace, Work
+from bloomery.config import EnginePlan
+from bloomery.engine.chunk_planner import (
+    BatchStats,
+    ChunkPlanner,
+    LatencyTargets,
+    PrefillBacklog,
+    RequestDeadline,
+    collect_batch_stats,
+)
 from bloomery.engine.sequence import Sequence
+from bloomery.engine.step_time import StepFeatures, StepTimeModel
 from bloomery.messages import EngineCapacity
 
-# seconds, as people feel them
-INSTANT = 0.1
-FAST = 1.0
-SLOW = 10.0
+# Seconds of waiting that one degree of priority is worth. Chosen.
+PRIORITY_SECONDS = 10.0
+# Measured steps after which predictions are reliable enough to delay a step by them. Chosen.
+MIN_OBSERVED_STEPS = 64
+# Seconds. Rows stay reserved for short requests this long after the last one arrived, and a tenant
+# counts as present this long after its last request. Chosen; no record of why.
+PRESENCE_SECONDS = 30.0
+# Seconds over which the overhead is averaged, with exponential decay. Chosen.
+OVERHEAD_WINDOW_SECONDS = 30.0
+# One in this many rows is reserved for short requests, and long requests leave one in this many
+# blocks free. Chosen: 3 % of the capacity.
+RESERVED_FRACTION = 32
+# Requests of a tenant whose prompts are added up to estimate the queue's prompt tokens. Chosen.
+QUEUE_SAMPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
-    """What the next step may hold of the running sequences, and of those to be admitted."""
+class SchedulerBudget:
+    """What the next step may contain."""
 
-    order: Iterable[Sequence]  # who takes part
-    chunk: int  # positions of prompts, together
-    kept: int = 0  # of them, for those at the door: running long ones leave them
-    tax: float = (
-        0.0  # seconds this step is expected to cost the long ones for the sake of the short
-    )
-    whole: bool = (
-        True  # False: a part of a lap; if nothing of it can be computed, the next part may
-    )
+    sequences: Iterable[Sequence]  # running sequences that take part, in order
+    prefill_tokens: int  # prompt tokens of all requests together
+    # Prefill tokens among these that only short requests may use: running or just admitted.
+    reserved_for_short: int = 0
+    overhead_seconds: float = 0.0  # expected loss of long requests for the sake of short ones
+    # False: a short step of a round. If none of it can be scheduled, the next step may be tried.
+    includes_streams: bool = True
+
+    def compute_prefill_limit(self, sequence: Sequence, remaining_tokens: int) -> int:
+        """Return how many of the remaining prefill tokens a running sequence may use."""
+        if sequence.is_short:
+            return remaining_tokens
+        return remaining_tokens - self.reserved_for_short
 
 
 class Policy(Protocol):
-    tax: float  # seconds that long requests gave for the sake of short ones
+    """The decisions of the scheduler. A policy holds the queue and knows no block tables."""
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Seconds that long requests have lost for the sake of short ones, since the start."""
+        ...
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
-        """It waits from now on: it has arrived, or was preempted."""
+        """Add a sequence that has arrived or was preempted to the queue."""
         ...
 
-    def next(self, rows: int) -> Sequence | None:
-        """Whom to admit while so many rows are free; one for whom room should be made if none is; or nobody."""
+    def select_next(self, free_rows: int) -> Sequence | None:
+        """Return the sequence to admit next, or None.
+
+        If no row is free, this is a sequence that others should be preempted for.
+        """
         ...
 
-    def admit(self, sequence: Sequence, free: int, growth: int, alone: bool) -> bool:
-        """Whether it may enter. `free` blocks would remain with all its tokens held; it may take `growth` more; nobody
-        else runs if it is `alone`."""
+    def admit(
+        self, sequence: Sequence, free_blocks: int, growth_blocks: int, is_alone: bool
+    ) -> bool:
+        """Return whether the selected sequence may start to run.
+
+        `free_blocks` would remain after its current tokens are stored. It may later need
+        `growth_blocks` more. `is_alone`: nothing else is running.
+        """
         ...
 
-    def compose(self, running: Mapping[int, Sequence], tokens: int, now: float) -> Portion:
-        """The next step, of at most so many positions."""
+    def plan_step(
+        self, running: Mapping[int, Sequence], max_tokens: int, now: float
+    ) -> SchedulerBudget:
+        """Return the budget of the next step, which computes at most `max_tokens` tokens."""
         ...
 
-    def victim(
+    def select_victim(
         self, running: Collection[Sequence], claimant: Sequence, now: float
     ) -> Sequence | None:
-        """Of a non-empty batch, in order of admission, who gives way to the claimant; None: it waits."""
+        """Return the sequence to preempt for the claimant. None: the claimant waits.
+
+        `running` is not empty and in order of admission.
+        """
         ...
 
-    def observe(self, portion: Portion, work: Work, seconds: float) -> None:
-        """How long a step took."""
+    def observe_step(self, budget: SchedulerBudget, features: StepFeatures, seconds: float) -> None:
+        """Learn how long a step took."""
         ...
 
-    def foretell(self, work: Work) -> float:
-        """How long one will take; 0 is not known."""
+    def predict_step_seconds(self, features: StepFeatures) -> float:
+        """Return how long a step will take, or 0 if that is not known yet."""
         ...
 
 
 class FcfsPolicy:
-    """First come, first served; the last to be admitted gives way. What Fair is compared with."""
+    """First come, first served. The sequence admitted last is preempted first."""
 
-    tax = 0.0
+    overhead_seconds = 0.0
 
     def __init__(self) -> None:
         self.queue: list[tuple[int, Sequence]] = []
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
-        heapq.heappush(
-            self.queue, (sequence.id, sequence)
-        )  # ids count arrivals: who was preempted comes first
+        # Ids count arrivals, so a preempted sequence returns to the front.
+        heapq.heappush(self.queue, (sequence.id, sequence))
 
-    def next(self, rows: int) -> Sequence | None:
-        while self.queue and not self.queue[0][1].waiting:
+    def select_next(self, free_rows: int) -> Sequence | None:
+        while self.queue and not self.queue[0][1].is_waiting:
             heapq.heappop(self.queue)
-        return self.queue[0][1] if self.queue and rows > 0 else None
+        if not self.queue or free_rows <= 0:
+            return None
+        return self.queue[0][1]
 
-    def admit(self, sequence: Sequence, free: int, growth: int, alone: bool) -> bool:
+    def admit(
+        self, sequence: Sequence, free_blocks: int, growth_blocks: int, is_alone: bool
+    ) -> bool:
         return True
 
-    def compose(self, running: Mapping[int, Sequence], tokens: int, now: float) -> Portion:
-        return Portion(list(running.values()), tokens)
+    def plan_step(
+        self, running: Mapping[int, Sequence], max_tokens: int, now: float
+    ) -> SchedulerBudget:
+        return SchedulerBudget(list(running.values()), max_tokens)
 
-    def victim(
+    def select_victim(
         self, running: Collection[Sequence], claimant: Sequence, now: float
     ) -> Sequence | None:
-        if claimant.waiting:
+        if claimant.is_waiting:
             return None
-        return next(reversed(running))  # type: ignore[call-overload, no-any-return]  # dict views are reversible
+        *_, admitted_last = running
+        return admitted_last
 
-    def observe(self, portion: Portion, work: Work, seconds: float) -> None:
+    def observe_step(self, budget: SchedulerBudget, features: StepFeatures, seconds: float) -> None:
         pass
 
-    def foretell(self, work: Work) -> float:
+    def predict_step_seconds(self, features: StepFeatures) -> float:
         return 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Aims:
-    """What Fair tries to keep, in seconds; None is derived from the measured pace."""
+class TenantQueue:
+    """Waiting sequences: one heap per tenant, ordered by queue key.
 
-    between: float | None = (
-        None  # two tokens of a running stream; None: ten lone steps, but no slower than one reads
-    )
-    short: float | None = None  # a request that takes no longer alone is short; None: 64 lone steps
-    stretch: float = 3.85  # a short request is promised so many times what it takes alone
-    tax: float = 0.05  # the most of their time that long ones give for the short
-
-    def target(self, lone: float) -> float:
-        return self.between or min(max(10 * lone, 0.02), INSTANT)
-
-    def limit(self, lone: float) -> float:
-        return self.short or min(max(64 * lone, INSTANT), SLOW)
-
-
-PRIORITY = 10.0  # seconds of waiting that one degree of priority is worth
-LONGEST = (
-    1.4  # times the target between two tokens that a lap may take; or, for the sake of prompts,
-)
-PREFILL = 1.5  # so many times what its streams take, if that is more
-KNOWN = 64  # measured steps from which on the pace is to be relied on
-RESERVED = 30.0  # seconds after a short one for which rows are kept for others
-SPAN = 30.0  # seconds over which the tax is judged
-MOST = 4  # steps between two of the streams
-URGENT = 3  # promises that a lap is cut by
-FLOOD = 6  # laps that prompts of short ones take by themselves, from which on none is
-WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12)  # of steps, in quarters of a good size
-GRAINS = (
-    512,
-    256,
-    128,
-    64,
-    32,
-)  # a whole lap is a multiple of the first that is not too coarse: sizes are few
-LEAST = 32  # positions that may be a good size
-
-
-class Queue:
-    """Waiting sequences in order of promise, one line a tenant; the tenant who was served least comes first."""
+    The tenant that was served the fewest seconds comes first.
+    """
 
     def __init__(self) -> None:
-        self.lines: dict[str, list[tuple[float, int, Sequence]]] = {}
+        self.heaps: dict[str, list[tuple[float, int, Sequence]]] = {}
+
+    def __contains__(self, tenant: str) -> bool:
+        return tenant in self.heaps
 
     def push(self, sequence: Sequence) -> None:
-        line = self.lines.setdefault(sequence.request.tenant, [])
-        heapq.heappush(line, (sequence.promise, sequence.id, sequence))
+        heap = self.heaps.setdefault(sequence.request.tenant, [])
+        heapq.heappush(heap, (sequence.queue_key, sequence.id, sequence))
 
-    def positions(self) -> int:
-        """Of prompts, about: each line by the first in it."""
-        found = 0
-        for line in self.lines.values():
-            first = [len(one.tokens) for _, _, one in line[:8] if one.waiting]
-            found += sum(first) * len(line) // max(len(first), 1)
-        return found
+    def estimate_prompt_tokens(self) -> int:
+        """Estimate the tokens of all prompts from the first few of each tenant."""
+        total = 0
+        for heap in self.heaps.values():
+            entries = heap[:QUEUE_SAMPLE]
+            sample = [len(sequence.tokens) for _, _, sequence in entries if sequence.is_waiting]
+            total += sum(sample) * len(heap) // max(len(sample), 1)
+        return total
 
-    def top(self, served: Mapping[str, float], barred: Collection[str] = ()) -> Sequence | None:
-        best: tuple[float, float, Sequence] | None = None
-        for tenant, line in list(self.lines.items()):
-            while line and not line[0][2].waiting:
-                heapq.heappop(line)
-            if not line:
-                del self.lines[tenant]
-            elif tenant in barred:
+    def peek(
+        self, served_seconds: Mapping[str, float], excluded_tenants: Collection[str] = ()
+    ) -> Sequence | None:
+        """Return the sequence to admit next. Entries that no longer wait are dropped."""
+        first: Sequence | None = None
+        first_rank = (0.0, 0.0)
+        for tenant, heap in list(self.heaps.items()):
+            while heap and not heap[0][2].is_waiting:
+                heapq.heappop(heap)
+            if not heap:
+                del self.heaps[tenant]
                 continue
-            elif best is None or (served.get(tenant, 0.0), line[0][0]) < best[:2]:
-                best = served.get(tenant, 0.0), line[0][0], line[0][2]
-        return best[2] if best else None
+            if tenant in excluded_tenants:
+                continue
+            queue_key, _, sequence = heap[0]
+            rank = (served_seconds.get(tenant, 0.0), queue_key)
+            if first is None or rank < first_rank:
+                first = sequence
+                first_rank = rank
+        return first
 
 
-class Cut(NamedTuple):
-    """A lap in steps: one of the streams, and some between it and the next."""
+class OverheadBudget:
+    """Bounds the time long requests lose for short ones, as a share of all recent time."""
 
-    beside: int  # positions of prompts in the streams' step
-    between: int  # and in each of the others
-    steps: int  # of others
+    def __init__(self, max_share: float):
+        self.max_share = max_share
+        self.recent_overhead = 0.0  # seconds, with exponential decay
+        self.recent_seconds = 0.0  # seconds of all steps, with the same decay
+        self.total_overhead = 0.0  # seconds since the start
 
+    def charge(self, overhead_seconds: float, step_seconds: float) -> None:
+        """Add the overhead of a step and the seconds that the step took."""
+        decay = exp(-step_seconds / OVERHEAD_WINDOW_SECONDS)
+        self.recent_overhead = decay * self.recent_overhead + overhead_seconds
+        self.recent_seconds = decay * self.recent_seconds + step_seconds
+        self.total_overhead += overhead_seconds
 
-class Census(NamedTuple):
-    """Who is in the batch."""
+    @property
+    def allowed_seconds(self) -> float:
+        return self.max_share * max(self.recent_seconds, OVERHEAD_WINDOW_SECONDS)
 
-    shorts: list[Sequence]
-    streams: list[Sequence]  # long ones that go on by one
-    prompts: list[Sequence]  # and those whose prompt is not computed
-    own: int  # keys that short ones attend to
-    attended: int  # and streams
-    context: int  # the most that stands before a prompt's next position
-    longest: int  # and the most that are left of one
-    asking: int  # positions of short ones' prompts
-    owing: int  # and of long ones'
+    @property
+    def used_share(self) -> float:
+        """Recent overhead as a share of what is allowed: 1 is the bound."""
+        return self.recent_overhead / self.allowed_seconds
 
-
-def census(running: Mapping[int, Sequence]) -> Census:
-    shorts = list[Sequence]()
-    streams = list[Sequence]()
-    prompts = list[Sequence]()
-    own = attended = context = longest = asking = owing = 0
-    for sequence in running.values():
-        behind = len(sequence.tokens) + sequence.pending - sequence.computed
-        if behind > 1:
-            context = max(context, sequence.computed)
-            longest = max(longest, behind)
-        if sequence.short:
-            shorts.append(sequence)
-            asking, own = (
-                (asking + behind, own) if behind > 1 else (asking, own + sequence.computed)
-            )
-        elif behind > 1:
-            prompts.append(sequence)
-            owing += behind
-        else:
-            streams.append(sequence)
-            attended += sequence.computed
-    return Census(shorts, streams, prompts, own, attended, context, longest, asking, owing)
+    @property
+    def remaining_seconds(self) -> float:
+        return self.allowed_seconds - self.recent_overhead
 
 
 class FairPolicy:
-    def __init__(self, rows: int, blocks: int, aims: Aims | None = None, pace: Pace | None = None):
-        """For batches of so many rows, in a cache of so many blocks."""
-        self.aims = aims or Aims()
-        self.pace = pace or Pace()
-        self.rows = rows
-        self.spare_rows = max(rows // 32, int(rows >= 4))  # kept for short ones
-        self.spare_parts = round(
-            rows**0.5 / 2
-        )  # kept for tenants that hold few: as many as may come at once
-        self.spare_blocks = blocks // 32
-        self.short = Queue()
-        self.long = Queue()
-        self.served: dict[str, float] = {}  # seconds by tenant
-        self.virtual = (
-            0.0  # what the tenant served last had been served before: a newcomer starts there
-        )
-        self.seen: dict[str, float] = {}  # tenants of late, and when they last asked
-        self.held: Counter[str] = Counter()  # rows by tenant, where there are several
-        self.left = 0  # rows that tenants with their part of all leave free
-        self.since = 0  # steps since the streams' last
-        self.inside = 0  # short ones in the batch
-        # the last step, and when a short one last came
-        self.now = 0.0
-        self.asked = -RESERVED
-        self.owed = self.spent = 0.0  # tax and time of late, fading
-        self.tax = 0.0  # in seconds, since the beginning
+    """Keeps deadlines of short requests and equal shares of tenants, at a bounded overhead."""
 
-    # ---- the queue -------------------------------------------------------------------------------
+    def __init__(
+        self,
+        max_num_seqs: int,
+        num_blocks: int,
+        targets: LatencyTargets | None = None,
+        step_time: StepTimeModel | None = None,
+    ):
+        self.max_num_seqs = max_num_seqs
+        self.targets = targets or LatencyTargets()
+        self.step_time = step_time or StepTimeModel()
+        self.planner = ChunkPlanner(max_num_seqs, self.targets, self.step_time)
+        self.overhead = OverheadBudget(self.targets.max_overhead)
+        # Rows for short requests: none in batches of up to three rows, else at least one.
+        self.reserved_rows = max(max_num_seqs // RESERVED_FRACTION, int(max_num_seqs >= 4))
+        # Rows for tenants with few rows. Chosen: about as many requests as arrive at once.
+        self.min_tenant_rows = round(max_num_seqs**0.5 / 2)
+        self.reserved_blocks = num_blocks // RESERVED_FRACTION
+        self.short_queue = TenantQueue()
+        self.long_queue = TenantQueue()
+        self.served_seconds: dict[str, float] = {}  # by tenant
+        # served_seconds of the tenant served last. A tenant that arrives starts there, as in
+        # virtual-time fair queueing: it gets no credit for the time it was absent.
+        self.virtual_time = 0.0
+        self.last_request_time: dict[str, float] = {}  # by tenant, for those present
+        self.rows_by_tenant: Counter[str] = Counter()  # empty unless several tenants are present
+        self.rows_left_free = 0  # rows that tenants with their full share do not take
+        self.num_short_running = 0
+        self.last_step_time = 0.0
+        self.last_short_arrival = -PRESENCE_SECONDS
+
+    @property
+    def overhead_seconds(self) -> float:
+        return self.overhead.total_overhead
+
+    # ---- queue and admission -------------------------------------------------------------------
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
-        request = sequence.request
-        if not sequence.losses:
-            alone = self._alone(sequence)
-            sequence.short = alone <= self.aims.limit(self.pace.lone)
-            sequence.cost = alone
-            sequence.due = sequence.arrived + self.aims.stretch * alone
-            sequence.promise = sequence.due + PRIORITY * request.priority
-        if sequence.short:
-            self.asked = now
-        self.seen[request.tenant] = now
-        queue = self.short if sequence.short else self.long
-        if request.tenant not in self.short.lines and request.tenant not in self.long.lines:
-            self.served[request.tenant] = max(self.served.get(request.tenant, 0.0), self.virtual)
+        tenant = sequence.request.tenant
+        if not sequence.num_preemptions:
+            self._classify(sequence)
+        if sequence.is_short:
+            self.last_short_arrival = now
+        self.last_request_time[tenant] = now
+        if tenant not in self.short_queue and tenant not in self.long_queue:
+            served = self.served_seconds.get(tenant, 0.0)
+            self.served_seconds[tenant] = max(served, self.virtual_time)
+        queue = self.short_queue if sequence.is_short else self.long_queue
         queue.push(sequence)
 
-    def _alone(self, sequence: Sequence) -> float:
-        """Seconds it would take with nobody else there."""
+    def _classify(self, sequence: Sequence) -> None:
+        """Decide whether a new request is short, and set its deadline and place in the queue."""
+        solo_seconds = self._predict_solo_seconds(sequence)
+        short_limit = self.targets.compute_short_request_limit(self.step_time.batch1_seconds)
+        allowed_seconds = self.targets.slowdown_target * solo_seconds
+        priority_seconds = PRIORITY_SECONDS * sequence.request.priority
+        sequence.is_short = solo_seconds <= short_limit
+        sequence.uncharged_seconds = solo_seconds
+        sequence.deadline = sequence.arrival_time + allowed_seconds
+        sequence.queue_key = sequence.deadline + priority_seconds
+
+    def _predict_solo_seconds(self, sequence: Sequence) -> float:
+        """Predict how long the request takes if nothing else runs."""
+        predict = self.step_time.predict
         length = len(sequence.tokens)
-        left = max(sequence.request.max_tokens - sequence.produced, 1)
-        wrong = self.pace.lone - self.pace.seconds(
-            Work(1)
-        )  # prices follow full batches, a promise must not
-        prompt = self.pace.seconds(Work(length, 0, length * length / 2))
-        return prompt + (left - 1) * self.pace.seconds(Work(1, length)) + left * wrong
+        num_tokens = max(sequence.request.max_tokens - sequence.num_output_tokens, 1)
+        # The model is fitted to full batches and may be wrong about small ones. A deadline must not
+        # depend on what fills the batch, so every step is corrected by the error at batch 1.
+        correction = self.step_time.batch1_seconds - predict(StepFeatures(1))
+        prefill_seconds = predict(StepFeatures(length, 0, length * length / 2))
+        decode_seconds = predict(StepFeatures(1, length))
+        return prefill_seconds + (num_tokens - 1) * decode_seconds + num_tokens * correction
 
-    def next(self, rows: int) -> Sequence | None:
-        barred = self._barred(rows)
-        short = self.short.top(self.served, barred)
-        kept = self._kept()
-        if rows <= kept or (short is not None and self.inside < kept):
-            return short
-        long = self.long.top(self.served, barred)
-        if short is None or long is None:
-            return short or long
-        return short if short.promise <= long.promise else long
+    def select_next(self, free_rows: int) -> Sequence | None:
+        excluded = self._find_excluded_tenants(free_rows)
+        next_short = self.short_queue.peek(self.served_seconds, excluded)
+        reserved_rows = self._count_reserved_rows()
+        short_goes_first = next_short is not None and self.num_short_running < reserved_rows
+        if free_rows <= reserved_rows or short_goes_first:
+            return next_short
+        next_long = self.long_queue.peek(self.served_seconds, excluded)
+        if next_short is None or next_long is None:
+            return next_short or next_long
+        return next_short if next_short.queue_key <= next_long.queue_key else next_long
 
-    def _kept(self) -> int:
-        """Rows that are for short ones."""
-        return self.spare_rows if self.now - self.asked < RESERVED else 0
+    def _count_reserved_rows(self) -> int:
+        """Count the rows reserved for short requests: 0 if no short request arrived recently."""
+        since_short = self.last_step_time - self.last_short_arrival
+        return self.reserved_rows if since_short < PRESENCE_SECONDS else 0
 
-    def _apportion(self, running: Mapping[int, Sequence], now: float) -> None:
-        """What each tenant holds, and what those with their part leave: the last rows, and half of those now free, so
-        that rows which came free at once are not taken, and free again, at once."""
-        self.seen = {tenant: last for tenant, last in self.seen.items() if now - last < RESERVED}
-        self.held.clear()
-        if len(self.seen) > 1:
-            self.held.update([sequence.request.tenant for sequence in running.values()])
-            self.left = max(self.spare_parts, (self.rows - len(running)) // 2)
+    def _count_tenant_rows(self, running: Mapping[int, Sequence], now: float) -> None:
+        """Count the rows of each tenant, and the rows that tenants with their share leave free.
 
-    def _barred(self, rows: int) -> Collection[str]:
-        """Tenants that get none of the rows left."""
-        if not self.held or rows > self.left:
+        They leave free at least `min_tenant_rows` rows, and at least half of the rows that are free
+        now. Otherwise they would take a burst of free rows at once and free them again at once.
+        """
+        self.last_request_time = {
+            tenant: last
+            for tenant, last in self.last_request_time.items()
+            if now - last < PRESENCE_SECONDS
+        }
+        self.rows_by_tenant.clear()
+        if len(self.last_request_time) > 1:
+            self.rows_by_tenant.update([sequence.request.tenant for sequence in running.values()])
+            free_rows = self.max_num_seqs - len(running)
+            self.rows_left_free = max(self.min_tenant_rows, free_rows // 2)
+
+    def _find_excluded_tenants(self, free_rows: int) -> Collection[str]:
+        """Return the tenants that get no free row, because they already hold their share."""
+        if not self.rows_by_tenant or free_rows > self.rows_left_free:
             return ()
-        part = self.rows / len(self.seen)
-        return {tenant for tenant, held in self.held.items() if held >= part}
+        share = self.max_num_seqs / len(self.last_request_time)
+        return {tenant for tenant, rows in self.rows_by_tenant.items() if rows >= share}
 
-    def admit(self, sequence: Sequence, free: int, growth: int, alone: bool) -> bool:
-        """A long one leaves a reserve; one that had to give way comes back when all it may grow to fits as well."""
-        needed = self.spare_blocks + (growth if sequence.losses else 0)
-        if not alone and not sequence.short and free < needed:
+    def admit(
+        self, sequence: Sequence, free_blocks: int, growth_blocks: int, is_alone: bool
+    ) -> bool:
+        """Admit a long request only if it leaves the reserved blocks free.
+
+        A long request that was preempted is admitted again only if all its later growth fits, too.
+        """
+        needed_blocks = self.reserved_blocks
+        if sequence.num_preemptions:
+            needed_blocks += growth_blocks
+        if not is_alone and not sequence.is_short and free_blocks < needed_blocks:
             return False
         tenant = sequence.request.tenant
-        self.inside += sequence.short
-        self.virtual = self.served[tenant]
-        self.served[tenant] += sequence.cost
-        self.held[tenant] += len(self.seen) > 1
-        sequence.cost = 0.0  # who comes back has paid
+        self.num_short_running += sequence.is_short
+        self.virtual_time = self.served_seconds[tenant]
+        self.served_seconds[tenant] += sequence.uncharged_seconds
+        self.rows_by_tenant[tenant] += len(self.last_request_time) > 1
+        sequence.uncharged_seconds = 0.0  # not charged again after a preemption
         return True
 
-    # ---- the step --------------------------------------------------------------------------------
+    # ---- the next step -------------------------------------------------------------------------
 
-    def compose(self, running: Mapping[int, Sequence], tokens: int, now: float) -> Portion:
-        self.now = now
-        self._apportion(running, now)
-        here = census(running)
-        free = self.rows - len(running)
-        self.inside = len(here.shorts)
-        door = self.short.top(self.served, self._barred(free))
-        asking = here.asking + (
-            0 if door is None else self.short.positions() if free else 1
-        )  # 1: to be made room for
-        owing = here.owing
-        longest = max(here.longest, 0 if door is None else len(door.tokens))
-        if (
-            free > self._kept()
-            and (first := self.long.top(self.served, self._barred(free))) is not None
-        ):
-            owing = owing + self.long.positions()
-            longest = max(longest, len(first.tokens))
-        riding = Work(len(here.shorts), here.own)
-        both = Work(riding.tokens + len(here.streams), here.own + here.attended)
-        lap = self._lap(both) if both.tokens else INSTANT
-        chunk = min(self._room(both, lap, here.context, longest, tokens), asking + owing)
-        cut = Cut(chunk, 0, 0)
-        pressing = self._pressing(here.shorts if door is None else [*here.shorts, door], lap, now)
-        if pressing and (
-            here.shorts or (chunk and (here.prompts or free))
-        ):  # or a step between may be nobody's
-            cut = self._cut(riding, both, min(asking + owing, tokens), here.context, pressing, lap)
-        flood = asking > FLOOD * chunk  # their prompts alone are so many laps: cutting helps nobody
-        if flood:
-            cut = Cut(chunk, 0, 0)
-        if self.since < cut.steps:
-            self.since = self.since + 1
-            streams = list[Sequence]()
-            part = cut.between
-        else:
-            self.since = 0
-            streams = here.streams
-            part = cut.beside
-        own = min(asking, chunk, self._size() if here.streams and not flood else chunk)
-        part = max(
-            part, own
-        )  # laps are cut for the short: their own prompts are only beyond a good size
-        order = [*here.shorts, *streams, *(here.prompts if cut.beside or self.since else ())]
-        work = Work(
-            len(here.shorts) + len(streams) + part, here.own + here.attended * (not self.since)
+    def plan_step(
+        self, running: Mapping[int, Sequence], max_tokens: int, now: float
+    ) -> SchedulerBudget:
+        self.last_step_time = now
+        self._count_tenant_rows(running, now)
+        batch = collect_batch_stats(running)
+        self.num_short_running = len(batch.short_requests)
+        free_rows = self.max_num_seqs - len(running)
+        excluded = self._find_excluded_tenants(free_rows)
+        waiting_short = self.short_queue.peek(self.served_seconds, excluded)
+        backlog = self._compute_prefill_backlog(batch, waiting_short, free_rows, excluded)
+        with_deadline = batch.short_requests
+        if waiting_short is not None:
+            with_deadline = [*with_deadline, waiting_short]
+        step = self.planner.plan_step(
+            batch,
+            backlog,
+            [compute_remaining_deadline(sequence, now) for sequence in with_deadline],
+            overhead_used=self.overhead.used_share,
+            has_free_rows=free_rows > 0,
+            max_tokens=max_tokens,
         )
-        tax = (
-            self._levy(here, work, min(part, owing))
-            if pressing and (here.streams or owing)
-            else 0.0
-        )
-        kept = 0 if door is None else max(min(asking, part - max(part // 4, 1)), 0)  # others go on
-        return Portion(
-            order,
-            part if part or cut.steps or cut.beside != chunk else tokens,
-            kept,
-            tax,
-            not self.since,
+        sequences = [*batch.short_requests]
+        if step.includes_streams:
+            sequences += batch.decode_streams
+        if step.includes_long_prefills:
+            sequences += batch.long_prefills
+        reserved = 0
+        if waiting_short is not None:
+            # Running prefills get a quarter, so that they advance.
+            for_running = max(step.prefill_tokens // 4, 1)
+            reserved = max(min(backlog.short_tokens, step.prefill_tokens - for_running), 0)
+        return SchedulerBudget(
+            sequences,
+            step.prefill_tokens,
+            reserved,
+            step.overhead_seconds,
+            step.includes_streams,
         )
 
-    def _lap(self, work: Work) -> float:
-        """Seconds from one token of the streams to the next. Prompts get 0.6 of the target of them, more the more rows
-        have no stream yet, and no less than half of what the streams take."""
-        streams = self.pace.seconds(work)
-        target = self.aims.target(self.pace.lone)
-        free = 1 - min(work.tokens / self.rows, 1.0)
-        return max(min(streams + (0.6 + free) * target, LONGEST * target), PREFILL * streams)
-
-    def _pressing(self, shorts: list[Sequence], lap: float, now: float) -> list[tuple[int, float]]:
-        """The most urgent promises: tokens, and the seconds left for them; more of these the nearer the tax is to its
-        bound, from 0.9 of it up to 1.1, where whole laps will do."""
-        excess = self.owed / (self.aims.tax * max(self.spent, SPAN))
-        if excess >= 1.1:
-            return []
-        more = lap * max(5 * (excess - 0.9), 0.0)
-        left = [
-            (max(one.request.max_tokens - one.produced - one.pending, 1), one.due - now)
-            for one in shorts
-        ]
-        return sorted(
-            [(n, seconds + n * more) for n, seconds in left], key=lambda one: one[1] / one[0]
-        )[:URGENT]
-
-    def _cut(
+    def _compute_prefill_backlog(
         self,
-        riding: Work,
-        both: Work,
-        most: int,
-        context: int,
-        pressing: list[tuple[int, float]],
-        lap: float,
-    ) -> Cut:
-        """Of the laps that keep every promise and are not too long, the one in which prompts get on fastest; if none
-        does, the one that breaks them least. Sizes are quarters of a good one: they are few."""
-        part = max(self._size() // 4, 1)
-        widest = sorted(WIDTHS, reverse=True)
-        beside = dict.fromkeys(min(max(part * i - both.tokens, 0), most) for i in widest)
-        between = (
-            dict.fromkeys(max(part * i - riding.tokens, 0) for i in widest)
-            if both != riding
-            else {}
-        )
-        first = [
-            (n, self.pace.seconds(Work(both.tokens + n, both.attended, n * context)))
-            for n in beside
-            if both.tokens + n  # a step of nobody is none
-        ]
-        other = [
-            (n, self.pace.seconds(Work(riding.tokens + n, riding.attended, n * context)))
-            for n in between
-        ]
-        best = (inf, 0.0, 0.0)
-        found = Cut(0, 0, 0)
-        for n, seconds in first:
-            for m, each in [*other, (0, 0.0)]:
-                for steps in range(1, MOST + 1) if each else (0,):
-                    if m and n + (steps - 1) * m >= most:
-                        break
-                    total = seconds + steps * each
-                    speed = min(n + steps * m, most) / max(total, 1e-9)
-                    if not best[0] and -speed > best[1]:
-                        continue  # it could keep all promises, and would be slower still
-                    late = max(
-                        [
-                            self._takes(left, steps, seconds, each) - given
-                            for left, given in pressing
-                        ]
-                    )
-                    rank = max(late, total - lap if steps else 0.0, 0.0), -speed, total
-                    if rank < best:
-                        best = rank
-                        found = Cut(n, m, steps)
-        return found
+        batch: BatchStats,
+        waiting_short: Sequence | None,
+        free_rows: int,
+        excluded: Collection[str],
+    ) -> PrefillBacklog:
+        """Add up the prompt tokens of running requests and of requests that may be admitted."""
+        short_tokens = batch.short_prefill_tokens
+        long_tokens = batch.long_prefill_tokens
+        longest = batch.longest_prefill_tokens
+        if waiting_short is not None:
+            # Without a free row one token stands for the request: a row must be freed for it first.
+            waiting_tokens = self.short_queue.estimate_prompt_tokens() if free_rows else 1
+            short_tokens += waiting_tokens
+            longest = max(longest, len(waiting_short.tokens))
+        if free_rows > self._count_reserved_rows():
+            waiting_long = self.long_queue.peek(self.served_seconds, excluded)
+            if waiting_long is not None:
+                long_tokens += self.long_queue.estimate_prompt_tokens()
+                longest = max(longest, len(waiting_long.tokens))
+        return PrefillBacklog(short_tokens, long_tokens, longest)
 
-    def _takes(self, tokens: int, steps: int, seconds: float, each: float) -> float:
-        """Until a short one has so many more, in laps of one step and `steps` of the others, from the next step on."""
-        before = max(steps - self.since, 0)
-        if tokens <= before:
-            return tokens * each
-        laps, more = divmod(tokens - before, steps + 1)
-        return (
-            before * each
-            + laps * (seconds + steps * each)
-            + (seconds + (more - 1) * each if more else 0.0)
-        )
+    def observe_step(self, budget: SchedulerBudget, features: StepFeatures, seconds: float) -> None:
+        self.step_time.observe(features, seconds)
+        self.overhead.charge(budget.overhead_seconds, seconds)
 
-    def _size(self) -> int:
-        """Positions from which on a step is well spent: there is as much to compute as to read."""
-        size = LEAST
-        while size < 64 * LEAST and self.pace.seconds(Work(size)) < 2 * self.pace.lone:
-            size *= 2
-        return size
+    def predict_step_seconds(self, features: StepFeatures) -> float:
+        if self.step_time.num_observed < MIN_OBSERVED_STEPS:
+            return 0.0
+        return self.step_time.predict(features)
 
-    def _room(self, work: Work, seconds: float, context: int, longest: int, most: int) -> int:
-        """Positions of prompts that fill the step, to a size that is often seen; those of one see each other, too."""
-        room = min(self.pace.room(work, seconds, context), most)
-        room = work.tokens + min(
-            self.pace.room(work, seconds, context + min(room, longest) // 2), most
-        )
-        grain = next((grain for grain in GRAINS if room >= 2 * grain), GRAINS[-1])
-        size = max(round(room / grain), 1) * grain
-        return min(size - work.tokens if size > work.tokens else grain, most)
+    # ---- preemption ----------------------------------------------------------------------------
 
-    def _levy(self, here: Census, work: Work, prompts: int) -> float:
-        """What a step takes beyond what is worth its streams by themselves and so many positions of long prompts, in
-        steps of a good size: those are seen all the time, and whole laps hardly ever while short ones are about."""
-        alone = (
-            self.pace.seconds(Work(len(here.streams), here.attended))
-            if here.streams and not self.since
-            else 0.0
-        )
-        size = self._size()
-        return max(
-            self.pace.seconds(work) - alone - prompts * self.pace.seconds(Work(size)) / size, 0.0
-        )
-
-    def observe(self, portion: Portion, work: Work, seconds: float) -> None:
-        self.pace.learn(work, seconds)
-        self._pay(portion.tax, seconds)
-
-    def foretell(self, work: Work) -> float:
-        return self.pace.seconds(work) if self.pace.steps >= KNOWN else 0.0
-
-    def _pay(self, tax: float, seconds: float) -> None:
-        fade = exp(-seconds / SPAN)
-        self.owed = fade * self.owed + tax
-        self.spent = fade * self.spent + seconds
-        self.tax += tax
-
-    # ---- who gives way ---------------------------------------------------------------------------
-
-    def victim(
+    def select_victim(
         self, running: Collection[Sequence], claimant: Sequence, now: float
     ) -> Sequence | None:
-        """The long one whose work is least to do again, of the lowest priority, spared if it lost before.
+        """Select the long request of the lowest priority that loses the least.
 
-        A short one at the door waits for those inside, which are soon done; else it displaces whom the tax can pay for,
-        or anyone once its promise is broken; nobody twice.
+        A running claimant needs blocks and preempts even short requests if there is no long one.
+        A waiting claimant is short and needs a row. Until its deadline has passed, it preempts no
+        request while short requests run, because they end soon and free a row, and no request
+        whose preemption exceeds the overhead budget. It never preempts a request a second time.
         """
-        inside = not claimant.waiting
-        candidates = [sequence for sequence in running if not sequence.short]
-        if not inside:
-            candidates = [sequence for sequence in candidates if not sequence.losses]
+        is_running = not claimant.is_waiting
+        candidates = [sequence for sequence in running if not sequence.is_short]
+        if not is_running:
+            candidates = [sequence for sequence in candidates if not sequence.num_preemptions]
         elif not candidates:
             candidates = list(running)
         if not candidates:
             return None
-        found = min(
-            candidates, key=lambda one: (-one.request.priority, one.losses, one.computed, -one.id)
-        )
-        if inside:
-            return found
-        price = found.computed * self.pace.marginal(found.computed // 2)
-        dear = price > self.aims.tax * max(self.spent, SPAN) - self.owed
-        if now < claimant.due and (self.inside or dear):
+        victim = min(candidates, key=preemption_rank)
+        if is_running:
+            return victim
+        num_lost = victim.num_computed
+        lost_seconds = num_lost * self.step_time.predict_prefill_token_seconds(num_lost // 2)
+        is_expensive = lost_seconds > self.overhead.remaining_seconds
+        if now < claimant.deadline and (self.num_short_running or is_expensive):
             return None
-        self._pay(price, 0.0)
-        return found
+        self.overhead.charge(lost_seconds, 0.0)
+        return victim
 
 
-def policy_for(plan: Plan, capacity: EngineCapacity) -> Policy:
+def compute_remaining_deadline(sequence: Sequence, now: float) -> RequestDeadline:
+    """Return the tokens a short request still needs beyond steps in flight, and the time left."""
+    num_done = sequence.num_output_tokens + sequence.num_pending
+    num_tokens = max(sequence.request.max_tokens - num_done, 1)
+    return RequestDeadline(num_tokens, sequence.deadline - now)
+
+
+def preemption_rank(sequence: Sequence) -> tuple[int, int, int, int]:
+    """Order victims: lowest priority, fewest preemptions, least computed, latest arrival."""
+    return (
+        -sequence.request.priority,
+        sequence.num_preemptions,
+        sequence.num_computed,
+        -sequence.id,
+    )
+
+
+def create_policy(plan: EnginePlan, capacity: EngineCapacity) -> Policy:
+    """Create the policy that the engine's plan names."""
     if plan.policy == "fcfs":
         return FcfsPolicy()
-    aims = Aims(between=plan.target_inter_token, short=plan.short_request)
-    return FairPolicy(capacity.max_num_seqs, capacity.blocks, aims, Pace(capacity.expected))
+    targets = LatencyTargets(
+        inter_token_seconds=plan.target_inter_token_seconds,
+        short_request_seconds=plan.short_request_seconds,
+    )
+    step_time = StepTimeModel(capacity.expected_steps)
+    return FairPolicy(capacity.max_num_seqs, capacity.blocks, targets, step_time)

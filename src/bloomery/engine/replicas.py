@@ -1,118 +1,80 @@
-"""Several engines behind one door: the same interface as one EngineClient, each request at the engine that suits it.
+"""Several engines behind the interface of one EngineClient.
 
-An engine that has seen a prompt's beginning has its keys and values still at hand, so a request goes where most of its
-prompt is known, unless others have much less to do. When an engine dies its requests go on at the others, each once: a
-request that then meets another death waits for that engine's successor, whose journal knows how to find a culprit.
-This file must not know HTTP, text or devices.
+Each request goes to the engine that the router chooses. When an engine crashes, its requests move
+to other engines. A request moves only once: after a second crash it waits for the restart of its
+engine, and the journal of that engine then identifies the request that kills engines.
+This module knows no HTTP, no text and no devices.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Protocol
 
-from bloomery.config import Plan, cores
-from bloomery.engine.client import EngineClient, summed
+from bloomery.config import EnginePlan, count_physical_cores
+from bloomery.engine.client import EngineChild, EngineClient, add_stats
+from bloomery.engine.routing import PrefixAffinityRouter, RequestRouter
 from bloomery.errors import BloomeryError
 from bloomery.messages import EngineCapacity, EngineRequest, EngineStats, EngineStatus, TokenOutput
 
-GRAIN = 32  # tokens of a prompt that are remembered as one
-REMEMBERED = 1 << 16  # grains an engine is believed to have at hand
-SLACK = 4  # open requests by which an engine that knows a prompt may be ahead of twice the idlest
+# Best state first.
+STATE_ORDER = ("ready", "stalled", "restarting", "loading", "draining", "failed", "closed")
 
 
-def share(plan: Plan, number: int, count: int) -> Plan:
-    """The plan of one replica of so many: GPUs of its own, or its share of the one that was named and of the cores."""
-    ranks = plan.tp * plan.pp
-    plan = replace(plan, shared=plan.executor == "ray")
+def plan_for_replica(plan: EnginePlan, replica: int, num_replicas: int) -> EnginePlan:
+    """Return the plan of one replica.
+
+    The replica gets its own GPUs, its share of the one GPU that the plan names, or its share of the
+    CPU cores.
+    """
+    num_ranks = plan.tensor_parallel_size * plan.pipeline_parallel_size
+    plan = replace(plan, shares_ray_cluster=plan.executor == "ray")
     if plan.device == "cpu":
-        return replace(plan, threads=min(plan.threads, max(cores() // (ranks * count), 1)))
+        core_share = max(count_physical_cores() // (num_ranks * num_replicas), 1)
+        return replace(plan, threads=min(plan.threads, core_share))
     if plan.executor == "ray":
-        return plan  # which GPU is whose is Ray's affair
-    if plan.device == "cuda":
-        return (
-            replace(plan, first_device=number * ranks)
-            if ranks > 1
-            else replace(plan, device=f"cuda:{number}")
-        )
-    return replace(plan, memory=plan.memory / count)
-
-
-class Routing(Protocol):
-    def pick(self, request: EngineRequest, loads: Mapping[int, int]) -> int:
-        """One of the engines that can be had; `loads` are their open requests."""
-        ...
-
-
-class Affinity:
-    """Where the longest beginning of the prompt has been before, then where there is least to do."""
-
-    def __init__(self, engines: int):
-        self.seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(engines)]
-
-    def pick(self, request: EngineRequest, loads: Mapping[int, int]) -> int:
-        chain = list(grains(request))
-        known = {engine: self._known(engine, chain) for engine in loads}
-        idlest = min(loads, key=lambda engine: (loads[engine], -known[engine]))
-        best = max(loads, key=lambda engine: (known[engine], -loads[engine]))
-        chosen = best if known[best] and loads[best] <= 2 * loads[idlest] + SLACK else idlest
-        self._remember(chosen, chain)
-        return chosen
-
-    def _known(self, engine: int, chain: list[int]) -> int:
-        seen = self.seen[engine]
-        return next((count for count, grain in enumerate(chain) if grain not in seen), len(chain))
-
-    def _remember(self, engine: int, chain: list[int]) -> None:
-        seen = self.seen[engine]
-        for grain in reversed(chain):  # the beginning is forgotten last
-            seen[grain] = None
-            seen.move_to_end(grain)
-        while len(seen) > REMEMBERED:
-            seen.popitem(last=False)
-
-    def forget(self, engine: int) -> None:
-        self.seen[engine].clear()
-
-
-def grains(request: EngineRequest) -> Iterator[int]:
-    """One number for every whole grain of the prompt, each standing for all that comes before it too."""
-    chain = hash(request.salt)
-    for start in range(0, len(request.prompt) - GRAIN + 1, GRAIN):
-        chain = hash((chain, request.prompt[start : start + GRAIN]))
-        yield chain
+        return plan  # Ray assigns the GPUs
+    if plan.device != "cuda":
+        memory_share = plan.gpu_memory_utilization / num_replicas
+        return replace(plan, gpu_memory_utilization=memory_share)
+    if num_ranks > 1:
+        return replace(plan, first_device=replica * num_ranks)
+    return replace(plan, device=f"cuda:{replica}")
 
 
 @dataclass
-class Open:
-    """A request on its way: as it was given, what its reader has, and where it is."""
+class RoutedRequest:
+    """An open request, the output tokens its reader has, and how often it has moved."""
 
     request: EngineRequest
-    begun: float
-    ids: list[int]
-    moves: int = 0
-    leaving: bool = False  # taken back from an engine that died, to go on at another
+    arrived: float  # seconds on the clock of the event loop
+    emitted: list[int]
+    num_moves: int = 0
+    moving: bool = False  # its engine has crashed, and it will continue at another one
 
-    def rest(self, now: float) -> EngineRequest:
-        """As another engine must get it."""
+    def remaining_request(self, now: float) -> EngineRequest:
+        """Return the request in the form that resumes it at another engine."""
         request = self.request
-        left = None if request.deadline is None else max(request.deadline - (now - self.begun), 0.0)
-        sampling = replace(request.sampling, prompt_logprobs=None) if self.ids else request.sampling
-        return replace(
-            request, emitted=(*request.emitted, *self.ids), deadline=left, sampling=sampling
-        )
+        deadline = request.deadline
+        if deadline is not None:
+            deadline = max(deadline - (now - self.arrived), 0.0)
+        sampling = request.sampling
+        if self.emitted:
+            sampling = replace(sampling, prompt_logprobs=None)
+        emitted = (*request.emitted, *self.emitted)
+        return replace(request, emitted=emitted, deadline=deadline, sampling=sampling)
 
 
-class Replicas:
-    def __init__(self, clients: Sequence[EngineClient], routing: Routing | None = None):
+class ReplicaSet:
+    """Engines of the same plan that serve requests together."""
+
+    def __init__(self, clients: Sequence[EngineClient], router: RequestRouter | None = None):
         self.clients = clients
-        self.routing = routing or Affinity(len(clients))
-        self.open: list[dict[str, Open]] = [{} for _ in clients]
+        self.router = router or PrefixAffinityRouter(len(clients))
+        self.open_requests: list[dict[str, RoutedRequest]] = [{} for _ in clients]
         self.watchers: list[asyncio.Task[None]] = []
 
     # ---- for the server ----
@@ -120,76 +82,81 @@ class Replicas:
     async def start(self) -> None:
         for engine, client in enumerate(self.clients):
             await client.start()
-            self.watchers.append(
-                asyncio.create_task(self._watch(engine), name=f"watch over engine {engine}")
-            )
+            watcher = asyncio.create_task(self._watch(engine), name=f"watcher of engine {engine}")
+            self.watchers.append(watcher)
 
     async def ready(self) -> EngineCapacity:
-        """What an engine can hold, once the first of them is there."""
+        """Wait until one engine is loaded and return its capacity."""
         waiting = {asyncio.ensure_future(client.ready()) for client in self.clients}
         try:
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for one in done:
-                    if one.exception() is None:
-                        return one.result()
+                for task in done:
+                    if task.exception() is None:
+                        return task.result()
         finally:
-            for one in waiting:
-                one.cancel()
+            for task in waiting:
+                task.cancel()
         raise BloomeryError(f"no engine is available: {self.status.detail or self.status.state}")
 
-    def observe(self, watcher: Callable[[EngineStats, EngineStats], None]) -> None:
+    def add_step_observer(self, observer: Callable[[EngineStats, EngineStats], None]) -> None:
         for client in self.clients:
-            client.observe(watcher)
+            client.add_step_observer(observer)
 
     async def wait_failed(self) -> str:
-        """When none is left; as long as one works there is something to serve."""
-        return (await asyncio.gather(*(client.wait_failed() for client in self.clients)))[0]
+        """Wait until every engine has failed; return a reason."""
+        reasons = await asyncio.gather(*(client.wait_failed() for client in self.clients))
+        return reasons[0]
 
     @property
     def status(self) -> EngineStatus:
-        """That of the engine which is best off."""
-        order = ("ready", "stalled", "restarting", "loading", "draining", "failed", "closed")
-        return min(
-            (client.status for client in self.clients), key=lambda status: order.index(status.state)
-        )
+        """The status of the engine in the best state."""
+        statuses = [client.status for client in self.clients]
+        return min(statuses, key=lambda status: STATE_ORDER.index(status.state))
 
     @property
     def capacity(self) -> EngineCapacity | None:
+        """The capacity of the engine with the shortest context, None while none is known."""
         known = [client.capacity for client in self.clients if client.capacity is not None]
-        return min(known, key=lambda capacity: capacity.max_length, default=None)
+        return min(known, key=lambda capacity: capacity.max_model_len, default=None)
 
     @property
     def stats(self) -> EngineStats:
-        every = [client.stats for client in self.clients]
-        moment = ("running", "waiting", "kv_used", "kv_blocks", "unprepared")
-        now = {name: sum(getattr(one, name) for one in every) for name in moment}
-        shares = [one.share for one in every if one.share is not None]
+        """Statistics summed over all engines; the utilization is the mean."""
+        all_stats = [client.stats for client in self.clients]
+        shares = [stats.roofline_share for stats in all_stats if stats.roofline_share is not None]
         return replace(
-            reduce(summed, every), share=sum(shares) / len(shares) if shares else None, **now
+            reduce(add_stats, all_stats),
+            running=sum(stats.running for stats in all_stats),
+            waiting=sum(stats.waiting for stats in all_stats),
+            kv_used=sum(stats.kv_used for stats in all_stats),
+            kv_blocks=sum(stats.kv_blocks for stats in all_stats),
+            pending_captures=sum(stats.pending_captures for stats in all_stats),
+            roofline_share=sum(shares) / len(shares) if shares else None,
         )
 
     async def stream(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
-        """As EngineClient.stream. Requests that come together stay together: they share a prompt."""
+        """Like EngineClient.stream. Requests of one call share a prompt and stay together."""
         now = asyncio.get_running_loop().time()
-        open = {request.id: Open(request, now, []) for request in requests}
-        while open:
-            engine = self._pick(next(iter(open.values())).request)
-            here = self.open[engine]
+        routed_by_id = {request.id: RoutedRequest(request, now, []) for request in requests}
+        while routed_by_id:
+            first = next(iter(routed_by_id.values()))
+            engine = self._choose_engine(first.request)
+            self.open_requests[engine] |= routed_by_id
             now = asyncio.get_running_loop().time()
-            here |= open
-            news = self.clients[engine].stream([one.rest(now) for one in open.values()])
+            remaining = [routed.remaining_request(now) for routed in routed_by_id.values()]
+            outputs = self.clients[engine].stream(remaining)
             try:
-                async with contextlib.aclosing(news):
-                    async for entry in news:
-                        told = self._told(engine, open, entry)
-                        if told is not None:
-                            yield told
+                async with contextlib.aclosing(outputs):
+                    async for output in outputs:
+                        visible = self._process_output(engine, routed_by_id, output)
+                        if visible is not None:
+                            yield visible
             finally:
-                for name in open:
-                    here.pop(name, None)
-            for one in open.values():
-                one.leaving = False
+                for request_id in routed_by_id:
+                    self.open_requests[engine].pop(request_id, None)
+            for routed in routed_by_id.values():
+                routed.moving = False
 
     def abort(self, id: str) -> bool:
         return any(client.abort(id) for client in self.clients)
@@ -200,48 +167,56 @@ class Replicas:
         await asyncio.gather(*self.watchers, return_exceptions=True)
         await asyncio.gather(*(client.close(drain_seconds) for client in self.clients))
 
-    # ---- who goes where ----
+    # ---- routing ----
 
-    def _pick(self, request: EngineRequest) -> int:
-        """Of those that are ready; if none is, of those that will be."""
+    def _choose_engine(self, request: EngineRequest) -> int:
+        """Choose a ready engine, else one that will be ready, else any engine."""
         states = {engine: client.status.state for engine, client in enumerate(self.clients)}
-        for wanted in (("ready",), ("stalled", "restarting", "loading"), tuple(states.values())):
-            able = [engine for engine, state in states.items() if state in wanted]
-            if able:
+        available: list[int] = []
+        for choices in (("ready",), ("stalled", "restarting", "loading"), STATE_ORDER):
+            available = [engine for engine, state in states.items() if state in choices]
+            if available:
                 break
-        return self.routing.pick(request, {engine: len(self.open[engine]) for engine in able})
+        loads = {engine: len(self.open_requests[engine]) for engine in available}
+        return self.router.choose(request, loads)
 
-    def _told(self, engine: int, open: dict[str, Open], entry: TokenOutput) -> TokenOutput | None:
-        """What a reader is told of it: not that the request is moving."""
-        one = open[entry.request]
-        one.ids += entry.ids
-        if one.leaving and entry.finish == "abort":
-            return replace(entry, finish=None) if entry.ids else None
-        if entry.finish is not None:
-            del open[entry.request]
-            self.open[engine].pop(entry.request, None)
-        return entry
+    def _process_output(
+        self, engine: int, routed_by_id: dict[str, RoutedRequest], output: TokenOutput
+    ) -> TokenOutput | None:
+        """Record an output and return what the reader gets of it.
+
+        The abort of a request that moves to another engine is hidden from the reader.
+        """
+        routed = routed_by_id[output.request]
+        routed.emitted += output.ids
+        if routed.moving and output.finish == "abort":
+            return replace(output, finish=None) if output.ids else None
+        if output.finish is not None:
+            del routed_by_id[output.request]
+            self.open_requests[engine].pop(output.request, None)
+        return output
 
     async def _watch(self, engine: int) -> None:
-        """When the engine dies, take back what can go on elsewhere."""
+        """When the engine crashes, move its requests to the others."""
         client = self.clients[engine]
-        watched = None
+        watched: EngineChild | None = None
         while not client.failed.is_set():
             if client.child is None or client.child is watched:
-                await asyncio.sleep(0.02)  # between two engines
+                await asyncio.sleep(0.02)  # until the next engine process is started
                 continue
             watched = client.child
             await asyncio.wait([watched.lost])
-            if isinstance(self.routing, Affinity):
-                self.routing.forget(engine)  # its successor's cache is empty
+            self.router.forget(engine)  # the restarted engine has an empty prefix cache
             while watched.process is not None and watched.process.returncode is None:
-                await asyncio.sleep(0.01)  # until it is buried, and nobody writes to it
+                # The client may write to the process until the process is reaped.
+                await asyncio.sleep(0.01)
             if any(other.status.state == "ready" for other in self.clients):
-                self._take_back(engine)
+                self._move_requests(engine)
 
-    def _take_back(self, engine: int) -> None:
-        for name, one in list(self.open[engine].items()):
-            if one.moves == 0:
-                one.moves = 1
-                one.leaving = True
-                self.clients[engine].abort(name)
+    def _move_requests(self, engine: int) -> None:
+        """Abort the requests of an engine, each at most once. `stream` sends them to another."""
+        for request_id, routed in list(self.open_requests[engine].items()):
+            if routed.num_moves == 0:
+                routed.num_moves = 1
+                routed.moving = True
+                self.clients[engine].abort(request_id)

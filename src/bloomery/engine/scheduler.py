@@ -1,8 +1,14 @@
-"""Which positions of which sequences the next step computes. A pure state machine: no clock, no I/O, no torch.
+"""Decides which positions of which sequences the next step computes: continuous batching.
 
-There is no prefill phase and no decode phase: `computed` catches up with `length`, at most `max_num_batched_tokens`
-positions a step. The policy says who of the running sequences takes part and how much of prompts; what is left of that
-admits others. Times are those of the caller's clock.
+A pure state machine: no clock, no I/O, no torch. Times are those of the caller's clock.
+
+There is no prefill phase and no decode phase. `num_computed` of each sequence catches up with its
+`length`, by at most `max_num_batched_tokens` positions per step over all sequences. The policy says
+which running sequences take part in a step and how many prompt tokens it may compute (chunked
+prefill). What is left of that budget admits waiting sequences.
+
+Several steps may be in flight. A sequence can be scheduled again before its last token is known,
+because the worker keeps that token itself.
 """
 
 from __future__ import annotations
@@ -12,462 +18,525 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from bloomery.engine.blocks import Blocks
-from bloomery.engine.pace import Work
-from bloomery.engine.policy import FcfsPolicy, Policy, Portion
+from bloomery.engine.block_pool import BlockPool
+from bloomery.engine.policy import FcfsPolicy, Policy, SchedulerBudget
 from bloomery.engine.sequence import Sequence
+from bloomery.engine.step_time import StepFeatures
 from bloomery.errors import InvalidRequest
 from bloomery.messages import (
-    FinishReason,
-    ScheduledRequest,
     EngineRequest,
-    SampledTokens,
+    FinishReason,
     NewRequestData,
+    SampledTokens,
+    ScheduledRequest,
     ScheduledStep,
     StepOutput,
+    TokenLogprob,
     TokenOutput,
 )
 
 
 @dataclass(slots=True)
-class Flight:
-    """A step from when it is put together until its result is in."""
+class InFlightStep:
+    """A step from the moment it is put together until its result has been processed."""
 
-    portion: Portion
-    work: Work = field(default_factory=Work)
-    going: list[Sequence] = field(default_factory=list)  # by one position
-    grown: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # of them
+    budget: SchedulerBudget
+    features: StepFeatures = field(default_factory=StepFeatures)
+    decodes: list[Sequence] = field(default_factory=list)  # compute one position each
+    decode_blocks: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # new blocks
     chunks: list[ScheduledRequest] = field(default_factory=list)
-    owners: list[Sequence] = field(default_factory=list)  # of the chunks
+    chunk_sequences: list[Sequence] = field(default_factory=list)  # of `chunks`, in order
 
-    def go_on(self, sequence: Sequence, turn: int) -> None:
-        sequence.computed += 1
-        sequence.pending += 1
-        sequence.steps += 1
-        sequence.turn = turn
-        self.going.append(sequence)
+    @property
+    def is_empty(self) -> bool:
+        return not self.decodes and not self.chunks
 
-    def step(self, finished: Collection[int]) -> ScheduledStep:
-        going = tuple([sequence.id for sequence in self.going])
-        starts = tuple([sequence.computed - 1 for sequence in self.going])
-        chunked = work_of(self.chunks)
-        self.work = Work(chunked.tokens + len(going), chunked.attended + sum(starts), chunked.pairs)
-        return ScheduledStep(tuple(self.chunks), tuple(finished), going, starts, tuple(self.grown))
+    def add_decode(self, sequence: Sequence) -> None:
+        sequence.num_computed += 1
+        sequence.num_pending += 1
+        sequence.steps_in_flight += 1
+        self.decodes.append(sequence)
+
+    def to_message(self, finished: Collection[int]) -> ScheduledStep:
+        """Build the message for the workers and record the features of the step."""
+        ids = tuple([sequence.id for sequence in self.decodes])
+        positions = tuple([sequence.num_computed - 1 for sequence in self.decodes])
+        chunk_features = compute_step_features(self.chunks)
+        self.features = StepFeatures(
+            chunk_features.num_tokens + len(ids),
+            chunk_features.decode_keys + sum(positions),
+            chunk_features.prefill_pairs,
+        )
+        chunks = tuple(self.chunks)
+        return ScheduledStep(chunks, tuple(finished), ids, positions, tuple(self.decode_blocks))
 
 
 class Scheduler:
+    """Holds all requests of one engine and builds its steps."""
+
     def __init__(
         self,
-        blocks: Blocks,
+        block_pool: BlockPool,
         max_num_batched_tokens: int,
         max_num_seqs: int,
         policy: Policy | None = None,
         stages: int = 1,
     ):
-        """`stages` of a pipeline are all busy when as many groups of sequences take turns."""
-        self.blocks = blocks
+        """`stages`: pipeline stages. That many groups of sequences take turns to keep all busy."""
+        self.block_pool = block_pool
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.stages = stages
         self.policy = policy or FcfsPolicy()
         self.waiting: dict[int, Sequence] = {}
-        self.running: dict[int, Sequence] = {}
-        self.by_request: dict[str, Sequence] = {}
-        self.retired: list[int] = []
-        self.leaving: Sequence | None = None  # gives way as soon as no step in flight holds it
-        self.expiring: list[
-            tuple[float, int, Sequence]
-        ] = []  # those with a deadline, the earliest first
-        self.scheduled: deque[Flight] = (
-            deque()
-        )  # steps whose result is not in, with all they hold, ended or not
-        self.next_id = self.turn = 0
-        self.preemptions = 0
+        self.running: dict[int, Sequence] = {}  # in order of admission
+        self.by_request: dict[str, Sequence] = {}  # by request id, until the request ends
+        self.finished_ids: list[int] = []  # rows the workers may drop with the next step
+        self.pending_victim: Sequence | None = None  # preempted when no step in flight contains it
+        self.deadlines: list[tuple[float, int, Sequence]] = []  # heap, the earliest first
+        # Steps without a result yet. They hold all their sequences, finished or not.
+        self.in_flight: deque[InFlightStep] = deque()
+        self.next_id = 0
+        self.num_preemptions = 0
 
-    # ---- arrivals and departures -----------------------------------------------------------------
+    # ---- arrivals and departures ---------------------------------------------------------------
 
     def add(self, request: EngineRequest, now: float = 0.0) -> None:
+        """Put a request into the queue. Raises InvalidRequest if it can never run."""
         length = len(request.prompt) + request.max_tokens
-        room = self.blocks.count * self.blocks.size
-        if length > room:
+        capacity = self.block_pool.num_blocks * self.block_pool.block_size
+        if length > capacity:
             raise InvalidRequest(
-                f"prompt and max_tokens need {length} cache positions, there are {room}",
+                f"prompt and max_tokens need {length} cache positions, there are {capacity}",
                 "max_tokens",
             )
         if request.id in self.by_request:
             raise InvalidRequest(f"request id {request.id!r} is already in use", "id")
-        sequence = Sequence.of(self.next_id, request, now)
+        sequence = Sequence.from_request(self.next_id, request, now)
         self.next_id += 1
         self.by_request[request.id] = sequence
         if request.deadline is not None:
-            heapq.heappush(self.expiring, (now + request.deadline, sequence.id, sequence))
-        self._queue(sequence, now)
+            heapq.heappush(self.deadlines, (now + request.deadline, sequence.id, sequence))
+        self._enqueue(sequence, now)
 
-    def _queue(self, sequence: Sequence, now: float) -> None:
-        sequence.waiting = True
+    def _enqueue(self, sequence: Sequence, now: float) -> None:
+        sequence.is_waiting = True
         self.waiting[sequence.id] = sequence
         self.policy.enqueue(sequence, now)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request at any moment; its blocks come back as soon as no step in flight writes to them."""
+        """End a request. Returns False if it is unknown or has ended.
+
+        Its blocks return to the pool when no step in flight writes to them.
+        """
         sequence = self.by_request.get(request_id)
         if sequence is None:
             return False
-        self._finish(sequence, "abort")
+        self._finish_sequence(sequence, "abort")
         return True
 
-    def expire(self, now: float) -> list[TokenOutput]:
-        """End whom its deadline has overtaken, in the queue or in the middle of its answer."""
-        news = []
-        while self.expiring and self.expiring[0][0] <= now:
-            sequence = heapq.heappop(self.expiring)[2]
-            if sequence.finish is None:
-                where = "in the queue" if sequence.waiting else f"after {sequence.produced} tokens"
-                self._finish(sequence, "deadline")
-                why = f"the deadline of {1000 * (sequence.request.deadline or 0):.0f} ms passed {where}"
-                news.append(
-                    TokenOutput(
-                        sequence.request.id, sequence.produced, finish="deadline", error=why
-                    )
-                )
-        return news
+    def finish_expired(self, now: float) -> list[TokenOutput]:
+        """End the requests whose deadline has passed, whether they wait or run."""
+        outputs = []
+        while self.deadlines and self.deadlines[0][0] <= now:
+            _, _, sequence = heapq.heappop(self.deadlines)
+            if sequence.finish_reason is not None:
+                continue
+            request = sequence.request
+            num_tokens = sequence.num_output_tokens
+            where = "in the queue" if sequence.is_waiting else f"after {num_tokens} tokens"
+            milliseconds = 1000 * (request.deadline or 0)
+            error = f"the deadline of {milliseconds:.0f} ms passed {where}"
+            self._finish_sequence(sequence, "deadline")
+            outputs.append(TokenOutput(request.id, num_tokens, finish="deadline", error=error))
+        return outputs
 
     @property
     def busy(self) -> bool:
+        """Whether any request has not ended."""
         return bool(self.waiting or self.running)
 
-    def expected(self) -> float:
-        """Seconds that the oldest step in flight should take, if the policy can tell."""
-        return self.policy.foretell(self.scheduled[0].work)
+    def predict_oldest_step_seconds(self) -> float:
+        """Predict the time of the oldest step in flight. 0: the policy cannot predict it yet."""
+        return self.policy.predict_step_seconds(self.in_flight[0].features)
 
     @property
-    def steady(self) -> bool:
-        """Whether every step in flight holds everybody by one position, and the next can, for no row can change: nobody
-        waits, nobody can end but by its limit, and there are blocks enough for nobody to give way."""
-        count = len(self.running)
+    def can_queue_ahead(self) -> bool:
+        """Whether further steps may be queued before results are in, because no row can change.
+
+        Every step in flight is a decode of all running sequences. None of them waits, and none can
+        end except at its maximum length. The next step needs no preemption.
+        """
+        num_running = len(self.running)
         return (
             not self.waiting
-            and count <= self.blocks.available
-            and all(len(flight.going) == count and not flight.chunks for flight in self.scheduled)
+            and num_running <= self.block_pool.num_free_blocks
+            and all(len(step.decodes) == num_running and not step.chunks for step in self.in_flight)
             and not any(sequence.request.stop_ids for sequence in self.running.values())
         )
 
-    # ---- the next step ---------------------------------------------------------------------------
+    # ---- the next step -------------------------------------------------------------------------
 
     def schedule(self, now: float = 0.0) -> ScheduledStep | None:
-        """The next step, or None when nothing can be computed until a result comes in."""
-        preemptions = self.preemptions
-        self._let_go(now)
-        self.turn += 1
-        flight = Flight(Portion((), 0, whole=False))
-        while not flight.going and not flight.chunks:
-            if flight.portion.whole:
-                return None
-            flight = Flight(self.policy.compose(self.running, self.max_num_batched_tokens, now))
-            budget, chunk = self._continue(flight, now)
-            if preemptions == self.preemptions:
-                self._admit(flight, min(budget, chunk), now)
-        step = flight.step(self.retired)
-        self.scheduled.append(flight)
-        self.retired.clear()
-        return step
-
-    def _continue(self, flight: Flight, now: float) -> tuple[int, int]:
-        """What is left of the step's positions, and of those for prompts."""
-        portion = flight.portion
-        go_on = flight.go_on
-        turn = self.turn
-        budget = self.max_num_batched_tokens
-        chunk = portion.chunk
-        share = -(-len(self.running) // self.stages)
-        taking_turns = self.stages > 1
-        for sequence in portion.order:
-            if budget <= 0 or share <= 0:
+        """Build the next step. None: nothing can be computed until a result comes in."""
+        preemptions_before = self.num_preemptions
+        self._preempt_pending_victim(now)
+        while True:
+            budget = self.policy.plan_step(self.running, self.max_num_batched_tokens, now)
+            step = InFlightStep(budget)
+            step_tokens, prefill_tokens = self._schedule_running(step, now)
+            if preemptions_before == self.num_preemptions:
+                self._admit_waiting(step, min(step_tokens, prefill_tokens), now)
+            if not step.is_empty:
                 break
-            if (
-                taking_turns and sequence.pending
-            ):  # its token is at the pipeline's end, and wanted at its beginning
+            if budget.includes_streams:
+                return None
+        message = step.to_message(self.finished_ids)
+        self.in_flight.append(step)
+        self.finished_ids.clear()
+        return message
+
+    def _schedule_running(self, step: InFlightStep, now: float) -> tuple[int, int]:
+        """Add running sequences to the step.
+
+        Returns what is left: the tokens of the step, and among them the prefill tokens.
+        """
+        budget = step.budget
+        add_decode = step.add_decode
+        step_tokens = self.max_num_batched_tokens
+        prefill_tokens = budget.prefill_tokens
+        # With a pipeline each step takes one group of sequences.
+        rows_left = -(-len(self.running) // self.stages)
+        has_stages = self.stages > 1
+        for sequence in budget.sequences:
+            if step_tokens <= 0 or rows_left <= 0:
+                break
+            # The first pipeline stage needs the token that the last stage still computes.
+            if has_stages and sequence.num_pending:
                 continue
-            if (
-                sequence.computed < sequence.clear and not sequence.drafts
-            ):  # by far the most frequent
-                go_on(sequence, turn)
-                budget = budget - 1
-                share = share - 1
+            # By far the most frequent case.
+            if sequence.num_computed < sequence.decode_until and not sequence.drafts:
+                add_decode(sequence)
+                step_tokens -= 1
+                rows_left -= 1
                 continue
-            # A sequence with drafts waits for its verdict; one preempted just now is in `running` no more.
+            # Drafts in flight must be verified first. A sequence that was preempted for another one
+            # of this step is in `waiting` again.
             if (
-                sequence.ending
-                or (sequence.drafts and sequence.steps)
-                or sequence.leaving
-                or sequence.waiting
+                sequence.is_last_token_pending
+                or (sequence.drafts and sequence.steps_in_flight)
+                or sequence.is_pending_victim
+                or sequence.is_waiting
             ):
                 continue
-            behind = sequence.length - sequence.computed
-            drafts = sequence.drafts[: budget - 1] if behind == 1 and not sequence.pending else []
-            count = min(behind, budget - len(drafts))
-            if behind > 1:
-                count = min(count, chunk if sequence.short else chunk - portion.kept)
+            remaining = sequence.length - sequence.num_computed
+            drafts: list[int] = []
+            if remaining == 1 and not sequence.num_pending:
+                drafts = sequence.drafts[: step_tokens - 1]
+            count = min(remaining, step_tokens - len(drafts))
+            if remaining > 1:
+                count = min(count, budget.compute_prefill_limit(sequence, prefill_tokens))
             if count <= 0:
                 continue
-            grown = self._make_room(sequence, sequence.computed + count + len(drafts), now)
-            if grown is None:
+            length = sequence.num_computed + count + len(drafts)
+            new_blocks = self._allocate(sequence, length, now)
+            if new_blocks is None:
                 continue
-            if behind == 1 and not sequence.drafts and sequence.computed >= sequence.began:
-                flight.grown.append((sequence.id, tuple(grown)))
-                go_on(sequence, turn)
-                self._look_ahead(sequence)
+            # The worker knows the token to compute only if it has sampled it itself.
+            is_sampled_by_worker = sequence.num_computed >= sequence.initial_length
+            if remaining == 1 and not sequence.drafts and is_sampled_by_worker:
+                step.decode_blocks.append((sequence.id, tuple(new_blocks)))
+                add_decode(sequence)
+                self._set_decode_limit(sequence)
             else:
-                self._place(flight, sequence, count, grown, None, drafts)
-            budget = budget - count - len(drafts)
-            share = share - 1
-            if behind > 1:
-                chunk -= count
-        return budget, chunk
+                self._add_chunk(step, sequence, count, new_blocks, None, drafts)
+            step_tokens -= count + len(drafts)
+            rows_left -= 1
+            if remaining > 1:
+                prefill_tokens -= count
+        return step_tokens, prefill_tokens
 
-    def _make_room(self, sequence: Sequence, length: int, now: float) -> Collection[int] | None:
-        """Blocks for `length` positions, preempting if need be; None if the sequence must sit this step out."""
-        if length <= len(sequence.blocks) * self.blocks.size:
+    def _allocate(self, sequence: Sequence, length: int, now: float) -> Collection[int] | None:
+        """Grow the block table to `length` positions and return the new blocks.
+
+        Preempts other sequences if the pool is empty. Returns None if the sequence cannot be part
+        of this step.
+        """
+        if length <= len(sequence.block_table) * self.block_pool.block_size:
             return ()
-        while (grown := self.blocks.extend(sequence, length, [])) is None:
-            if not self._displace(sequence, now) or sequence.waiting:
+        while True:
+            new_blocks = self.block_pool.extend(sequence, length, [])
+            if new_blocks is not None:
+                return new_blocks
+            if not self._preempt_for(sequence, now) or sequence.is_waiting:
                 return None
-        return grown
 
-    def _displace(self, claimant: Sequence, now: float) -> bool:
-        """Make room for it. False if that takes until the pipeline has drained, or nobody shall give way."""
-        if self.leaving is not None:
+    def _preempt_for(self, claimant: Sequence, now: float) -> bool:
+        """Preempt a sequence for the claimant. Returns whether that happened at once.
+
+        A victim that a step in flight contains leaves later. The policy may also choose none.
+        """
+        if self.pending_victim is not None:
             return False
-        victim = self.policy.victim(self.running.values(), claimant, now)
+        victim = self.policy.select_victim(self.running.values(), claimant, now)
         if victim is None:
             return False
-        if victim.steps:
-            self.leaving = victim
-            victim.leaving = True
-            victim.clear = 0
+        if victim.steps_in_flight:
+            self.pending_victim = victim
+            victim.is_pending_victim = True
+            victim.decode_until = 0
             return False
         self._preempt(victim, now)
         return True
 
-    def _let_go(self, now: float) -> None:
-        victim = self.leaving
-        if victim is not None and (victim.finish is not None or not victim.steps):
-            self.leaving = None
-            victim.leaving = False
-            if victim.finish is None:
-                self._preempt(victim, now)
+    def _preempt_pending_victim(self, now: float) -> None:
+        """Preempt the victim chosen earlier once no step in flight contains it."""
+        victim = self.pending_victim
+        if victim is None:
+            return
+        if victim.finish_reason is None and victim.steps_in_flight:
+            return
+        self.pending_victim = None
+        victim.is_pending_victim = False
+        if victim.finish_reason is None:
+            self._preempt(victim, now)
 
-    def _admit(self, flight: Flight, budget: int, now: float) -> None:
-        while self.waiting and budget > 0:
-            rows = self.max_num_seqs - len(self.running)
-            sequence = self.policy.next(rows)
+    def _admit_waiting(self, step: InFlightStep, prefill_tokens: int, now: float) -> None:
+        """Start waiting sequences while rows, blocks and prefill tokens last."""
+        block_size = self.block_pool.block_size
+        while self.waiting and prefill_tokens > 0:
+            free_rows = self.max_num_seqs - len(self.running)
+            sequence = self.policy.select_next(free_rows)
             if sequence is None:
                 return
-            shared = self.blocks.match(sequence)
-            if rows <= 0 or (grown := self._enter(sequence, shared, budget)) is None:
+            prefix_blocks = self.block_pool.find_prefix(sequence)
+            blocks = None
+            if free_rows > 0:
+                blocks = self._allocate_first_chunk(sequence, prefix_blocks, prefill_tokens)
+            if blocks is None:
                 if self.running:
-                    self._displace(sequence, now)
+                    self._preempt_for(sequence, now)
                 return
-            hit = len(shared) * self.blocks.size
-            count = min(sequence.length - hit, budget)
-            del self.waiting[sequence.id]
-            sequence.waiting = False
-            self.running[sequence.id] = sequence
-            sequence.computed = hit
-            sequence.began = len(sequence.tokens)
-            if sequence.cached is None:
-                sequence.cached = hit
-            request = sequence.request
-            start = NewRequestData(
-                tuple(sequence.tokens),
-                len(request.prompt),
-                request.sampling,
-                request.stop_ids,
-                request.pooling,
-            )
-            self._place(flight, sequence, count, grown, start, [])
-            budget -= count
+            num_hit = len(prefix_blocks) * block_size
+            count = min(sequence.length - num_hit, prefill_tokens)
+            new_request = self._move_to_running(sequence, num_hit)
+            self._add_chunk(step, sequence, count, blocks, new_request, [])
+            prefill_tokens -= count
 
-    def _enter(self, sequence: Sequence, shared: list[int], budget: int) -> list[int] | None:
-        """The blocks of its first chunk on top of the shared ones, if the policy lets it in and they are there."""
-        size = self.blocks.size
-        length = sequence.length
+    def _move_to_running(self, sequence: Sequence, num_hit: int) -> NewRequestData:
+        """Move a sequence from `waiting` to `running`. Its first `num_hit` tokens are cached."""
+        del self.waiting[sequence.id]
+        sequence.is_waiting = False
+        self.running[sequence.id] = sequence
+        sequence.num_computed = num_hit
+        sequence.initial_length = len(sequence.tokens)
+        if sequence.num_cached is None:
+            sequence.num_cached = num_hit
         request = sequence.request
-        hit = len(shared)
-        whole = -(-length // size)
-        free = (
-            self.blocks.available
-            - (whole - hit)
-            - sum(self.blocks.refs[block] == 0 for block in shared)
+        return NewRequestData(
+            tuple(sequence.tokens),
+            len(request.prompt),
+            request.sampling,
+            request.stop_ids,
+            request.pooling,
         )
-        growth = -(-(length + request.max_tokens - sequence.produced) // size) - whole
-        if not self.policy.admit(sequence, free, growth, not self.running):
-            return None
-        return self.blocks.extend(sequence, min(length, hit * size + budget), shared)
 
-    def _place(
+    def _allocate_first_chunk(
+        self, sequence: Sequence, prefix_blocks: list[int], prefill_tokens: int
+    ) -> list[int] | None:
+        """Allocate the first chunk behind the prefix hit, if the policy admits the sequence."""
+        pool = self.block_pool
+        block_size = pool.block_size
+        length = sequence.length
+        num_hit_blocks = len(prefix_blocks)
+        num_blocks = -(-length // block_size)
+        free_blocks = (
+            pool.num_free_blocks
+            - (num_blocks - num_hit_blocks)
+            - pool.count_unreferenced(prefix_blocks)
+        )
+        final_length = length + sequence.request.max_tokens - sequence.num_output_tokens
+        growth_blocks = -(-final_length // block_size) - num_blocks
+        if not self.policy.admit(sequence, free_blocks, growth_blocks, not self.running):
+            return None
+        chunk_end = min(length, num_hit_blocks * block_size + prefill_tokens)
+        return pool.extend(sequence, chunk_end, prefix_blocks)
+
+    def _add_chunk(
         self,
-        flight: Flight,
+        step: InFlightStep,
         sequence: Sequence,
         count: int,
-        grown: Collection[int],
-        first: NewRequestData | None,
+        new_blocks: Collection[int],
+        new_request: NewRequestData | None,
         drafts: list[int],
     ) -> None:
-        start = sequence.computed
+        """Add `count` positions of a sequence to the step, and its drafts."""
+        start = sequence.num_computed
         samples = start + count == sequence.length
-        flight.chunks.append(
-            ScheduledRequest(sequence.id, start, count, tuple(grown), first, tuple(drafts), samples)
+        step.chunks.append(
+            ScheduledRequest(
+                sequence.id, start, count, tuple(new_blocks), new_request, tuple(drafts), samples
+            )
         )
-        flight.owners.append(sequence)
-        sequence.computed = start + count
-        sequence.pending += samples
-        sequence.steps += 1
-        sequence.turn = self.turn
-        self.blocks.publish(sequence)
+        step.chunk_sequences.append(sequence)
+        sequence.num_computed = start + count
+        sequence.num_pending += samples
+        sequence.steps_in_flight += 1
+        self.block_pool.publish(sequence)
         if samples:
-            self._look_ahead(sequence)
+            self._set_decode_limit(sequence)
 
-    def _look_ahead(self, sequence: Sequence) -> None:
-        """It has drawn a token, so it goes on by one until it needs a block more or has reached its limit."""
-        sequence.clear = min(len(sequence.blocks) * self.blocks.size, sequence.limit - 1)
+    def _set_decode_limit(self, sequence: Sequence) -> None:
+        """Let the sequence decode until it needs a block or samples its last token."""
+        block_positions = len(sequence.block_table) * self.block_pool.block_size
+        sequence.decode_until = min(block_positions, sequence.max_num_tokens - 1)
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        """As if it had never run: on return it is a new request with a longer prompt."""
+        """Stop a sequence and free its blocks. It returns like a new request, prompt extended."""
         del self.running[sequence.id]
-        self.blocks.release(sequence)
-        sequence.clear = 0
+        self.block_pool.release(sequence)
+        sequence.decode_until = 0
         sequence.drafts.clear()
         sequence.prompt_logprobs.clear()
-        self.retired.append(sequence.id)
-        self.preemptions += 1
-        sequence.losses += 1
-        self._queue(sequence, now)
+        self.finished_ids.append(sequence.id)
+        self.num_preemptions += 1
+        sequence.num_preemptions += 1
+        self._enqueue(sequence, now)
 
-    # ---- a step's result -------------------------------------------------------------------------
+    # ---- the result of a step ------------------------------------------------------------------
 
     def update(
         self, step: ScheduledStep, output: StepOutput, seconds: float = 0.0
     ) -> list[TokenOutput]:
-        """Fold one step's result back in; steps must come back in the order they were scheduled. It took `seconds`
-        since the one before, or since it was begun."""
-        flight = self.scheduled.popleft()
-        self.policy.observe(flight.portion, flight.work, seconds)
-        sampled = {entry.sequence: entry for entry in output.samples}
-        news: list[TokenOutput] = []
-        if output.tokens:
-            self._take(flight.going, output.tokens, news)
-        else:
-            for sequence in flight.going:
-                self._fold(sequence, True, sampled.get(sequence.id), news)
-        for item, sequence in zip(step.chunks, flight.owners, strict=True):
-            self._fold(sequence, item.samples, sampled.get(sequence.id), news)
-        return news
+        """Process the result of a step. Results must come in the order of the steps.
 
-    def _take(
-        self, going: Iterable[Sequence], drawn: Iterable[int], news: list[TokenOutput]
+        `seconds` is the time since the previous result, or since the step began.
+        """
+        in_flight = self.in_flight.popleft()
+        self.policy.observe_step(in_flight.budget, in_flight.features, seconds)
+        sampled = {entry.sequence: entry for entry in output.samples}
+        outputs: list[TokenOutput] = []
+        if output.tokens:
+            self._append_decoded(in_flight.decodes, output.tokens, outputs)
+        else:
+            for sequence in in_flight.decodes:
+                self._update_sequence(sequence, True, sampled.get(sequence.id), outputs)
+        for chunk, sequence in zip(step.chunks, in_flight.chunk_sequences, strict=True):
+            self._update_sequence(sequence, chunk.samples, sampled.get(sequence.id), outputs)
+        return outputs
+
+    def _append_decoded(
+        self, decodes: Iterable[Sequence], tokens: Iterable[int], outputs: list[TokenOutput]
     ) -> None:
-        """A token each for those that went on: what `_fold` does, where nothing but the token is new."""
-        size = self.blocks.size if self.blocks.prefix_cache else 0
-        for sequence, token in zip(going, drawn, strict=True):
+        """Append one token to each decoding sequence.
+
+        This is the fast path of `_update_sequence` for the usual case, in which the request does
+        not end and no block becomes full.
+        """
+        block_size = self.block_pool.block_size if self.block_pool.prefix_cache else 0
+        for sequence, token in zip(decodes, tokens, strict=True):
             request = sequence.request
-            tokens = sequence.tokens
-            length = len(tokens) + 1
+            known_tokens = sequence.tokens
+            length = len(known_tokens) + 1
             if (
-                sequence.finish is not None
-                or length >= sequence.limit
+                sequence.finish_reason is not None
+                or length >= sequence.max_num_tokens
                 or token in request.stop_ids
                 or sequence.drafts
-                or (size and length // size > len(sequence.chain))
+                or (block_size and length // block_size > len(sequence.block_serials))
             ):
-                self._fold(sequence, True, SampledTokens(sequence.id, (token,)), news)
+                entry = SampledTokens(sequence.id, (token,))
+                self._update_sequence(sequence, True, entry, outputs)
                 continue
-            sequence.steps -= 1
-            sequence.pending -= 1
-            tokens.append(token)
-            news.append(
+            sequence.steps_in_flight -= 1
+            sequence.num_pending -= 1
+            known_tokens.append(token)
+            outputs.append(
                 TokenOutput(
                     request.id,
                     length - 1 - len(request.prompt),
                     (token,),
                     (),
                     (),
-                    sequence.cached or 0,
+                    sequence.num_cached or 0,
                 )
             )
 
-    def _fold(
+    def _update_sequence(
         self,
         sequence: Sequence,
         samples: bool,
         entry: SampledTokens | None,
-        news: list[TokenOutput],
+        outputs: list[TokenOutput],
     ) -> None:
-        sequence.steps -= 1
-        sequence.pending -= samples
-        if sequence.finish is not None:
-            if not sequence.steps:
-                self.blocks.release(sequence)
+        """Process what one step gave one sequence."""
+        sequence.steps_in_flight -= 1
+        sequence.num_pending -= samples
+        if sequence.finish_reason is not None:
+            if not sequence.steps_in_flight:
+                self.block_pool.release(sequence)
         elif entry is not None:
             sequence.prompt_logprobs += entry.prompt_logprobs
             if samples:
-                news.append(self._accept(sequence, entry))
+                outputs.append(self._accept_tokens(sequence, entry))
 
-    def _accept(self, sequence: Sequence, entry: SampledTokens) -> TokenOutput:
+    def _accept_tokens(self, sequence: Sequence, entry: SampledTokens) -> TokenOutput:
+        """Append sampled tokens, end the request if it must end, and return its output."""
         request = sequence.request
-        ids = entry.tokens
-        tokens = sequence.tokens
+        num_cached = sequence.num_cached or 0
         if request.pooling is not None:
-            self._finish(sequence, "stop")
+            self._finish_sequence(sequence, "stop")
             return TokenOutput(
-                request.id, 0, cached=sequence.cached or 0, finish="stop", embedding=entry.embedding
+                request.id, 0, cached=num_cached, finish="stop", embedding=entry.embedding
             )
-        position = len(tokens) - len(request.prompt)
-        sequence.computed += len(ids) - 1  # accepted drafts are already in the cache
+        ids = entry.tokens
+        position = sequence.num_output_tokens
+        sequence.num_computed += len(ids) - 1  # the KV cache already holds the accepted drafts
         if sequence.drafts:
             sequence.drafts.clear()
         finish: FinishReason | None = None
-        for count, token in enumerate(ids, position + 1):
-            tokens.append(token)
-            if token in request.stop_ids and count > request.sampling.min_tokens:
+        for num_output, token in enumerate(ids, position + 1):
+            sequence.tokens.append(token)
+            if token in request.stop_ids and num_output > request.sampling.min_tokens:
                 finish = "stop"
-            elif count >= request.max_tokens:
+            elif num_output >= request.max_tokens:
                 finish = "length"
             if finish:
-                ids = ids[: count - position]
+                ids = ids[: num_output - position]
                 break
-        prompt_logprobs = (
-            tuple(sequence.prompt_logprobs) if position == len(request.emitted) else ()
-        )
-        self.blocks.publish(sequence)
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        if position == len(request.emitted):
+            prompt_logprobs = tuple(sequence.prompt_logprobs)
+        self.block_pool.publish(sequence)
         if finish:
-            self._finish(sequence, finish)
+            self._finish_sequence(sequence, finish)
         logprobs = entry.logprobs[: len(ids)]
-        return TokenOutput(
-            request.id, position, ids, logprobs, prompt_logprobs, sequence.cached or 0, finish
-        )
+        return TokenOutput(request.id, position, ids, logprobs, prompt_logprobs, num_cached, finish)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        sequence.finish = reason
+    def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a request. Its blocks stay until no step in flight writes to them."""
+        sequence.finish_reason = reason
         del self.by_request[sequence.request.id]
         self.waiting.pop(sequence.id, None)
-        sequence.waiting = False
+        sequence.is_waiting = False
         if self.running.pop(sequence.id, None):
-            self.retired.append(sequence.id)
-        if not sequence.steps:
-            self.blocks.release(sequence)
+            self.finished_ids.append(sequence.id)
+        if not sequence.steps_in_flight:
+            self.block_pool.release(sequence)
 
 
-def work_of(items: Collection[ScheduledRequest]) -> Work:
-    tokens = attended = 0
-    pairs = 0.0
-    for item in items:
-        count = item.count
-        if count == 1 and not item.drafts:
-            tokens += 1
-            attended += item.start
+def compute_step_features(requests: Iterable[ScheduledRequest]) -> StepFeatures:
+    """Add up the quantities of a step that its time depends on."""
+    num_tokens = 0
+    decode_keys = 0
+    prefill_pairs = 0.0
+    for request in requests:
+        if request.count == 1 and not request.drafts:
+            num_tokens += 1
+            decode_keys += request.start
         else:
-            count += len(item.drafts)
-            tokens += count
-            pairs += count * (item.start + count / 2)
-    return Work(tokens, attended, pairs)
+            count = request.count + len(request.drafts)
+            num_tokens += count
+            prefill_pairs += count * (request.start + count / 2)
+    return StepFeatures(num_tokens, decode_keys, prefill_pairs)

@@ -1,61 +1,66 @@
-"""A request as the engine sees it: tokens so far, and how far the cache has caught up with them."""
+"""The scheduler's view of one request: its tokens, and how many of them the KV cache holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bloomery.messages import FinishReason, EngineRequest, TokenLogprob
+from bloomery.messages import EngineRequest, FinishReason, TokenLogprob
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """`computed` chases `length`; chunks, prefix hits, preemption, drafts and steps in flight are only that."""
+    """A request inside the engine. `num_computed` catches up with `length`.
 
-    id: int
+    Chunked prefill, prefix hits, preemption, drafts and steps in flight all change only these two
+    numbers. There is no separate prefill or decode state.
+    """
+
+    id: int  # counts arrivals, so a lower id arrived earlier
     request: EngineRequest
-    tokens: list[int]  # prompt, then what has been reported back
-    limit: int  # tokens it may have
-    computed: int = 0  # positions whose keys and values are written, or will be by a step in flight
-    pending: int = 0  # tokens sampled by steps in flight and not reported yet
-    steps: int = 0  # steps in flight that hold this sequence
-    began: int = (
-        0  # tokens it entered with: later ones are drawn on the device, and need not be told
-    )
-    clear: int = (
-        0  # as long as `computed` is below, it goes on by one: it has blocks, and no limit is near
-    )
-    cached: int | None = None  # prompt tokens found in the prefix cache when it first ran
-    blocks: list[int] = field(default_factory=list)
-    chain: list[int] = field(default_factory=list)  # serials of its published blocks, see Blocks
-    drafts: list[int] = field(default_factory=list)  # guesses for the next tokens
+    tokens: list[int]  # the prompt, then every output token reported by a finished step
+    max_num_tokens: int  # prompt plus max_tokens
+    num_computed: int = 0  # positions in the KV cache, including those a step in flight writes
+    num_pending: int = 0  # tokens that steps in flight will sample
+    steps_in_flight: int = 0  # steps in flight that contain this sequence
+    # len(tokens) at admission. The worker samples later tokens itself and is not sent them.
+    initial_length: int = 0
+    # While num_computed is below this, each step is a plain decode: the block table is long enough
+    # and the sequence cannot reach its maximum length.
+    decode_until: int = 0
+    num_cached: int | None = None  # prompt tokens that were a prefix hit at the first admission
+    block_table: list[int] = field(default_factory=list)
+    block_serials: list[int] = field(default_factory=list)  # of its published blocks: BlockPool
+    drafts: list[int] = field(default_factory=list)  # proposed next tokens, to be verified
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: FinishReason | None = None
-    arrived: float = 0.0  # on the clock of whoever drives the scheduler, as all times here
-    waiting: bool = False  # in the queue
-    leaving: bool = False  # to be preempted once no step in flight holds it
-    losses: int = 0  # times it was preempted
-    turn: int = 0  # the last step it was part of
-    # what a policy thinks of it
-    short: bool = False
-    cost: float = 0.0  # seconds it takes alone, until they are charged
-    due: float = 0.0  # when a short one should be done
-    promise: float = 0.0  # its place in the queue
+    finish_reason: FinishReason | None = None
+    arrival_time: float = 0.0  # seconds on the clock of the scheduler's caller
+    is_waiting: bool = False  # in the queue of the policy
+    is_pending_victim: bool = False  # will be preempted when no step in flight contains it
+    num_preemptions: int = 0
+    # The fields below belong to the policy.
+    is_short: bool = False
+    uncharged_seconds: float = 0.0  # solo time that its tenant has not been charged for yet
+    deadline: float = 0.0  # when a short request should have its last token
+    queue_key: float = 0.0  # the queue admits the lowest first; fixed at arrival
 
     @classmethod
-    def of(cls, id: int, request: EngineRequest, now: float = 0.0) -> Sequence:
-        limit = len(request.prompt) + request.max_tokens
-        return cls(id, request, [*request.prompt, *request.emitted], limit, arrived=now)
+    def from_request(cls, id: int, request: EngineRequest, now: float = 0.0) -> Sequence:
+        """Create the sequence of a new request. Tokens a client already has count as output."""
+        tokens = [*request.prompt, *request.emitted]
+        max_num_tokens = len(request.prompt) + request.max_tokens
+        return cls(id, request, tokens, max_num_tokens, arrival_time=now)
 
     @property
     def length(self) -> int:
-        return len(self.tokens) + self.pending
+        """Tokens the sequence has once all steps in flight have ended."""
+        return len(self.tokens) + self.num_pending
 
     @property
-    def produced(self) -> int:
+    def num_output_tokens(self) -> int:
         """Output tokens reported so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def ending(self) -> bool:
-        """Whether a token in flight is certainly the last."""
-        return self.pending > 0 and self.length >= self.limit
+    def is_last_token_pending(self) -> bool:
+        """Whether a step in flight certainly samples the last token."""
+        return self.num_pending > 0 and self.length >= self.max_num_tokens

@@ -1,1 +1,1 @@
-"""The bridge between the towers: ways to run workers, all behind engine.executor.Executor."""
+"""Implementations of engine.executor.Executor: ways to run the workers that compute steps."""

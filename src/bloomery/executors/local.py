@@ -1,7 +1,8 @@
-"""The worker in this very process: what one device needs.
+"""The executor for one device: a worker in this process.
 
-Python's collector, when it looks through all that is imported and loaded, takes a fifth of a second in which no step
-is begun. All that is there to stay, so the collector is told to leave it alone.
+A full run of Python's garbage collector over all imported and loaded objects takes a fifth of a
+second, in which no step starts. All of these objects stay, so they are frozen: the collector skips
+them.
 """
 
 from __future__ import annotations
@@ -9,35 +10,35 @@ from __future__ import annotations
 import atexit
 import gc
 
-from bloomery.config import Plan
-from bloomery.engine.executor import Report
+from bloomery.config import EnginePlan
+from bloomery.engine.executor import LoadProgress, PendingStep
 from bloomery.messages import EngineCapacity, ScheduledStep
-from bloomery.runtime.worker import Pending, Worker
+from bloomery.runtime.worker import Worker
 
 
-class Local:
-    def __init__(self, progress: bool = False, report: Report | None = None):
+class LocalExecutor:
+    def __init__(self, progress: bool = False, report: LoadProgress | None = None):
         self.progress = progress
         self.report = report
         self.worker: Worker | None = None
 
-    def start(self, plan: Plan) -> EngineCapacity:
+    def start(self, plan: EnginePlan) -> EngineCapacity:
         gc.collect()
         gc.freeze()
         atexit.register(gc.unfreeze)
         self.worker = Worker(plan, self.progress, self.report)
         return self.worker.capacity
 
-    def submit(self, step: ScheduledStep) -> Pending:
+    def submit(self, step: ScheduledStep) -> PendingStep:
         if self.worker is None:
             raise RuntimeError("submit before start")
         return self.worker.run(step)
 
-    def spare(self) -> int:
-        left = 0 if self.worker is None else self.worker.spare()
-        if not left:
-            gc.freeze()
-        return left
+    def capture_next_graph(self) -> int:
+        pending_captures = 0 if self.worker is None else self.worker.capture_next_graph()
+        if not pending_captures:
+            gc.freeze()  # the graphs stay, too
+        return pending_captures
 
     def close(self) -> None:
         self.worker = None

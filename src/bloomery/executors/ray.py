@@ -1,8 +1,10 @@
-"""Ranks as actors of a Ray cluster: one that is running (`ray start`), or one of this machine alone.
+"""The executor for ranks as actors of a Ray cluster, running (`ray start`) or of this machine
+alone.
 
-A stage of the pipeline is a bundle of a placement group, so ranks that share layers are on one node and stages may be
-on several. Orders and results are the messages that processes of one machine get. Nodes need the same Python, with
-Bloomery in it, and the model under the same path.
+A pipeline stage is one bundle of a placement group, so the tensor parallel ranks of a stage are on
+one node, and stages may be on several. Steps and outputs are the same messages that rank processes
+of one machine exchange. All nodes need the same Python with Bloomery installed, and the model under
+the same path.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 import torch.distributed as dist
@@ -26,45 +28,57 @@ from ray.exceptions import RayError
 from ray.util import get_node_ip_address, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from bloomery.config import Plan
-from bloomery.engine.executor import Report
-from bloomery.engine.wire import Frames, Join, Order, WireError, encode
+from bloomery.config import EnginePlan
+from bloomery.engine.executor import LoadProgress, PendingStep
 from bloomery.errors import BloomeryError, ConfigError
-from bloomery.executors.rank import Rank
-from bloomery.executors.ranks import Awaited, Drawn, RankLost, total
+from bloomery.executors.rank_group import (
+    DeferredResult,
+    PipelineTokens,
+    RankLostError,
+    combine_capacities,
+    find_driver_rank,
+)
+from bloomery.executors.rank_worker import RankWorker
+from bloomery.ipc import ENGINE_CODEC, FrameDecoder, ProtocolError, RankJoin, RankStep
 from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
-from bloomery.runtime.worker import Pending
 
-PATIENCE = 120.0  # seconds until others have given back what the placement group needs
-ANSWER = 10.0  # seconds a cluster has to take a connection; Ray itself would try for a quarter of an hour
-SIOCGIFADDR = 0x8915
-M = TypeVar("M", Join, Order, EngineCapacity, StepOutput)
+# Seconds until other jobs must have released the resources of the placement group.
+PLACEMENT_SECONDS = 120.0
+# Seconds a cluster may take to accept a connection; Ray itself tries for a quarter of an hour.
+CONNECT_SECONDS = 10.0
+SIOCGIFADDR = 0x8915  # ioctl of Linux: the address of a network interface
+
+MessageT = TypeVar("MessageT", RankJoin, RankStep, EngineCapacity, StepOutput)
 
 
-def decoded(frame: bytes, kind: type[M]) -> M:
-    message = next(Frames().feed(frame))
-    if not isinstance(message, kind):
-        raise WireError(f"a {type(message).__name__} where a {kind.__name__} was due")
+def decode_frame(frame: bytes, message_type: type[MessageT]) -> MessageT:
+    """Decode a complete frame that must hold a message of the given type."""
+    message = next(FrameDecoder(ENGINE_CODEC).feed(frame))
+    if not isinstance(message, message_type):
+        raise ProtocolError(f"expected {message_type.__name__}, got {type(message).__name__}")
     return message
 
 
-class Actor:
-    """One rank. Steps and results have a thread each: waiting for a device must not keep the next step from it."""
+class RayRankActor:
+    """One rank.
+
+    Steps and results have a thread each: waiting for the device must not delay the next step.
+    """
 
     def __init__(self) -> None:
-        self.results: queue.SimpleQueue[Pending] = queue.SimpleQueue()
-        self.rank: Rank | None = None
+        self.pending_steps: queue.SimpleQueue[PendingStep] = queue.SimpleQueue()
+        self.rank: RankWorker | None = None
         self.store: dist.Store | None = None
 
-    def meeting(self, size: int) -> str:
-        """Where ranks meet: on this node's own address and no other."""
+    def create_rendezvous(self, num_ranks: int) -> str:
+        """Open the store where ranks meet, on this node's own address only; return host:port."""
         address = get_node_ip_address()
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
         self.store = dist.TCPStore(
             address,
             port,
-            size,
+            num_ranks,
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
@@ -72,141 +86,157 @@ class Actor:
         return f"{address}:{port}"
 
     def join(self, frame: bytes) -> bytes:
-        told = decoded(frame, Join)
+        """Load the model with the other ranks; takes a RankJoin and returns an EngineCapacity."""
+        join = decode_frame(frame, RankJoin)
+        interface = join.interface or find_network_interface(get_node_ip_address())
         try:
-            self.rank = Rank(
-                replace(told, interface=told.interface or interface_of(get_node_ip_address()))
-            )
+            self.rank = RankWorker(replace(join, interface=interface))
         except BloomeryError as error:
             raise ConfigError(str(error)) from None
-        return encode(self.rank.capacity)
+        return ENGINE_CODEC.encode(self.rank.capacity)
 
     def run(self, frame: bytes) -> None:
+        """Start a step; takes a RankStep."""
         if self.rank is None:
             raise RuntimeError("run before join")
-        pending = self.rank.run(decoded(frame, Order))
-        if self.rank.speaks:
-            self.results.put(pending)
+        pending = self.rank.run(decode_frame(frame, RankStep))
+        if self.rank.is_driver:
+            self.pending_steps.put(pending)
 
-    @ray.method(concurrency_group="tell")
-    def tell(self) -> bytes:
-        return encode(self.results.get().result())
+    @ray.method(concurrency_group="outputs")
+    def next_output(self) -> bytes:
+        """Wait for the oldest step; returns a StepOutput."""
+        return ENGINE_CODEC.encode(self.pending_steps.get().result())
 
 
-def interface_of(address: str) -> str:
-    """The network interface that has this address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+def find_network_interface(address: str) -> str:
+    """Return the network interface of this node that has the IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has none
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # this interface has no address
                 continue
-            if socket.inet_ntoa(found[20:24]) == address:
+            if socket.inet_ntoa(reply[20:24]) == address:
                 return name
     raise ConfigError(
         f"no network interface here has Ray's address {address}; name one with --interface"
     )
 
 
-class Actors:
-    def __init__(self, report: Report | None = None):
+class RayStep(NamedTuple):
+    """References to the results of a submitted step: the driver's output, and every rank's run."""
+
+    output: Any
+    runs: list[Any]
+
+
+class RayExecutor:
+    def __init__(self, report: LoadProgress | None = None):
         self.report = report
         self.actors: list[Any] = []
-        self.group: Any = None
-        self.speaker = 0
-        self.drawn = Drawn()
-        self.flight: deque[tuple[Any, list[Any]]] = (
-            deque()
-        )  # of each step what the speaker will say, and all ranks
+        self.placement: Any = None
+        self.driver = 0  # rank
+        self.pipeline_tokens = PipelineTokens()
+        self.in_flight: deque[RayStep] = deque()
 
-    def start(self, plan: Plan) -> EngineCapacity:
-        connect(plan.shared)
-        with self._ending():
-            self.group = self._place(plan)
-            self.actors = [self._actor(plan, rank) for rank in range(plan.tp * plan.pp)]
-            meeting = ray.get(self.actors[0].meeting.remote(len(self.actors)))
-            joins = [
-                actor.join.remote(encode(Join(plan, rank, meeting, plan.interface or "")))
-                for rank, actor in enumerate(self.actors)
-            ]
-            found = self._loaded(joins)
-        self.speaker = plan.tp * (plan.pp - 1)
-        self.drawn = Drawn(plan.pp > 1)
-        return total(found, found[self.speaker])
+    def start(self, plan: EnginePlan) -> EngineCapacity:
+        connect(plan.shares_ray_cluster)
+        num_ranks = plan.tensor_parallel_size * plan.pipeline_parallel_size
+        with self._close_on_error():
+            self.placement = self._create_placement(plan)
+            self.actors = [self._create_actor(plan, rank) for rank in range(num_ranks)]
+            rendezvous = ray.get(self.actors[0].create_rendezvous.remote(num_ranks))
+            joins = []
+            for rank, actor in enumerate(self.actors):
+                join = RankJoin(plan, rank, rendezvous, plan.interface or "")
+                joins.append(actor.join.remote(ENGINE_CODEC.encode(join)))
+            capacities = self._wait_loaded(joins)
+        self.driver = find_driver_rank(plan.tensor_parallel_size, plan.pipeline_parallel_size)
+        self.pipeline_tokens = PipelineTokens(plan.pipeline_parallel_size)
+        return combine_capacities(capacities, self.driver)
 
-    def _place(self, plan: Plan) -> Any:
-        bundle = wanted(plan)
-        stages = {name: count * plan.tp for name, count in bundle.items()}
-        if not fits(stages, plan.pp):
+    def _create_placement(self, plan: EnginePlan) -> Any:
+        num_stages = plan.pipeline_parallel_size
+        stage = {
+            name: count * plan.tensor_parallel_size for name, count in compute_rank_resources(plan).items()
+        }
+        if not fits_cluster(stage, num_stages):
             raise ConfigError(
-                f"the Ray cluster cannot hold tp {plan.tp} x pp {plan.pp}: each of {plan.pp} stages needs "
-                f"{amounts(stages)} on one node. It has {listing()}"
+                f"the Ray cluster cannot hold tp {plan.tensor_parallel_size} x pp {num_stages}: "
+                f"each of {num_stages} stages needs {describe_resources(stage)} on one node. "
+                f"It has {describe_cluster()}"
             )
-        group = placement_group([stages] * plan.pp, strategy="PACK")
-        if not group.wait(PATIENCE):
-            remove_placement_group(group)
+        placement = placement_group([stage] * num_stages, strategy="PACK")
+        if not placement.wait(PLACEMENT_SECONDS):
+            remove_placement_group(placement)
+            free = describe_resources(ray.available_resources())
             raise ConfigError(
-                f"the Ray cluster is busy: no room for {plan.pp} times {amounts(stages)} within {PATIENCE:.0f} s. "
-                f"It has {listing()}; free of all that: {amounts(ray.available_resources())}"
+                f"the Ray cluster is busy: no room for {num_stages} times "
+                f"{describe_resources(stage)} within {PLACEMENT_SECONDS:.0f} s. "
+                f"It has {describe_cluster()}; free of all that: {free}"
             )
-        return group
+        return placement
 
-    def _actor(self, plan: Plan, rank: int) -> Any:
-        bundle = wanted(plan)
+    def _create_actor(self, plan: EnginePlan, rank: int) -> Any:
+        resources = compute_rank_resources(plan)
         strategy = PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=rank // plan.tp
+            self.placement, placement_group_bundle_index=rank // plan.tensor_parallel_size
         )
-        kind = ray.remote(concurrency_groups={"tell": 1})(Actor)
-        return kind.options(
-            num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), scheduling_strategy=strategy
+        actor_class = ray.remote(concurrency_groups={"outputs": 1})(RayRankActor)
+        return actor_class.options(
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
+            scheduling_strategy=strategy,
         ).remote()
 
-    def _loaded(self, joins: list[Any]) -> list[EngineCapacity]:
+    def _wait_loaded(self, joins: list[Any]) -> list[EngineCapacity]:
         waiting = joins
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=1.0)
-            ray.get(done)  # what went wrong with one is told at once
+            ray.get(done)  # raises the failure of a rank at once
             if self.report is not None:
                 self.report("ranks", len(joins) - len(waiting), len(joins))
-        return [decoded(frame, EngineCapacity) for frame in ray.get(joins)]
+        return [decode_frame(frame, EngineCapacity) for frame in ray.get(joins)]
 
-    def spare(self) -> int:
-        """Ranks have nothing that may wait."""
+    def capture_next_graph(self) -> int:
+        """Ranks capture all CUDA graphs while they load."""
         return 0
 
-    def submit(self, step: ScheduledStep) -> Awaited:
-        frame = encode(Order(step, self.drawn.of(step)))
-        with self._ending():
-            ran = [actor.run.remote(frame) for actor in self.actors]
-            self.flight.append((self.actors[self.speaker].tell.remote(), ran))
-        return Awaited(self.next)
+    def submit(self, step: ScheduledStep) -> DeferredResult:
+        rank_step = RankStep(step, self.pipeline_tokens.select_last_tokens(step))
+        frame = ENGINE_CODEC.encode(rank_step)
+        with self._close_on_error():
+            runs = [actor.run.remote(frame) for actor in self.actors]
+            output = self.actors[self.driver].next_output.remote()
+            self.in_flight.append(RayStep(output, runs))
+        return DeferredResult(self._next_output)
 
-    def next(self) -> StepOutput:
-        answer, waiting = self.flight.popleft()
-        with self._ending():
-            while True:  # a rank that fails elsewhere is heard of first, for the speaker may wait for it for ever
-                done, waiting = ray.wait([answer, *waiting], num_returns=1)
-                said = ray.get(done)
-                if answer in done:
+    def _next_output(self) -> StepOutput:
+        output_ref, waiting = self.in_flight.popleft()
+        with self._close_on_error():
+            # Wait for the runs too: the driver may wait for ever for a rank that has failed.
+            while True:
+                done, waiting = ray.wait([output_ref, *waiting], num_returns=1)
+                results = ray.get(done)
+                if output_ref in done:
                     break
-                waiting = [one for one in waiting if one != answer]
-        output = decoded(said[0], StepOutput)
-        self.drawn.note(output)
+                waiting = [ref for ref in waiting if ref != output_ref]
+        output = decode_frame(results[0], StepOutput)
+        self.pipeline_tokens.record(output)
         return output
 
     @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Whatever goes wrong with one rank ends all of them."""
+    def _close_on_error(self) -> Iterator[None]:
+        """Any failure of one rank ends all of them."""
         try:
             yield
         except RayError as error:
             self.close()
             cause = getattr(error, "cause", None)
-            raise (
-                cause
-                if isinstance(cause, ConfigError)
-                else RankLost(f"a rank on Ray is lost: {error}")
-            ) from None
+            if isinstance(cause, ConfigError):
+                raise cause from None
+            raise RankLostError(f"a rank on Ray is lost: {error}") from None
         except BaseException:
             self.close()
             raise
@@ -214,75 +244,80 @@ class Actors:
     def close(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
-        if self.group is not None:
-            remove_placement_group(self.group)
+        if self.placement is not None:
+            remove_placement_group(self.placement)
         self.actors = []
-        self.group = None
-        self.flight.clear()
+        self.placement = None
+        self.in_flight.clear()
         ray.shutdown()
 
 
 # ---- the cluster ---------------------------------------------------------------------------------
 
 
-def connect(shared: bool) -> None:
-    """Ray's own way with SIGTERM is not kept: it writes a stack trace, and leaves no time to clear up."""
-    former = signal.getsignal(signal.SIGTERM)
-    address = find(shared)
+def connect(is_shared: bool) -> None:
+    """Connect to the Ray cluster and keep this process's handler of SIGTERM.
+
+    Ray's own handler writes a stack trace and leaves no time to clean up.
+    """
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
+    address = find_cluster(is_shared)
+    options = {"include_dashboard": False} if address == "local" else {}
     try:
         host, _, port = address.rpartition(":")
         if port.isdigit() and "://" not in host:
-            socket.create_connection((host.strip("[]"), int(port)), ANSWER).close()
-        ray.init(
-            address=address,
-            logging_level="ERROR",
-            **({"include_dashboard": False} if address == "local" else {}),
-        )
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        ray.init(address=address, logging_level="ERROR", **options)
     except OSError as error:
         raise ConfigError(
-            f"the Ray cluster at {address} cannot be reached: {error}; RAY_ADDRESS names another, RAY_AUTH_MODE=token "
-            "and RAY_AUTH_TOKEN open one that asks for a token, and `ray stop` has this machine forget one that is gone"
+            f"the Ray cluster at {address} cannot be reached: {error}; RAY_ADDRESS names another, "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN open one that asks for a token, and `ray stop` "
+            "makes this machine forget one that is gone"
         ) from None
-    if former is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, former)
+    if sigterm_handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, sigterm_handler)
 
 
-def find(shared: bool) -> str:
-    """The cluster that runs, or else "local", one of this machine alone, for which Ray asks a token of this user's.
+def find_cluster(is_shared: bool) -> str:
+    """Return the address of the running cluster, or "local" for one of this machine alone.
 
-    The latter ends with the engine that started it, so several engines cannot share it.
+    A local cluster ends with the engine that started it, so several engines cannot share it. Ray
+    protects it with a token of this user.
     """
     try:
         address: str = get_ray_address_from_environment("auto", None)
     except ConnectionError:
-        if shared:
+        if is_shared:
             raise ConfigError(
-                "replicas on Ray share a cluster, and none is running: `ray start --head` starts one; on one machine "
-                "replicas need no --executor ray"
+                "replicas on Ray share a cluster, and none is running: `ray start --head` starts "
+                "one; on one machine replicas need no --executor ray"
             ) from None
         return "local"
     return address
 
 
-def wanted(plan: Plan) -> dict[str, float]:
-    """What one rank takes."""
+def compute_rank_resources(plan: EnginePlan) -> dict[str, float]:
+    """The resources of one rank, as Ray names them."""
     return {"CPU": plan.threads} if plan.device == "cpu" else {"CPU": 1, "GPU": 1}
 
 
-def fits(stage: dict[str, float], count: int) -> bool:
-    """Whether `count` such stages find room, each on one node."""
+def fits_cluster(stage: dict[str, float], num_stages: int) -> bool:
+    """Whether the nodes have room for `num_stages` stages, each of them on one node."""
 
-    def room(node: dict[str, Any]) -> int:
-        return min(int(node["Resources"].get(name, 0) // amount) for name, amount in stage.items())
+    def count_stages(node: dict[str, Any]) -> int:
+        resources = node["Resources"]
+        return min(int(resources.get(name, 0) // amount) for name, amount in stage.items())
 
-    return sum(room(node) for node in ray.nodes() if node["Alive"]) >= count
+    return sum(count_stages(node) for node in ray.nodes() if node["Alive"]) >= num_stages
 
 
-def listing() -> str:
+def describe_cluster() -> str:
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    each = (f"{node['NodeManagerAddress']}: {amounts(node['Resources'])}" for node in nodes)
-    return f"{len(nodes)} node(s): {'; '.join(each)}"
+    descriptions = (
+        f"{node['NodeManagerAddress']}: {describe_resources(node['Resources'])}" for node in nodes
+    )
+    return f"{len(nodes)} node(s): {'; '.join(descriptions)}"
 
 
-def amounts(resources: dict[str, float]) -> str:
+def describe_resources(resources: dict[str, float]) -> str:
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("GPU", "CPU"))

@@ -1,6 +1,7 @@
-"""Model families as data: config.json -> spec.Model, and where each tensor lives.
+"""Model families as data: config.json becomes a ModelSpec and TensorNames.
 
-One file a family. A file states FAMILIES, a dict of model_type -> Family; it is found by being in this folder.
+There is one file per family. It states FAMILIES, a dict of model_type -> ModelFamily, and is found
+because it lies in this folder.
 """
 
 from __future__ import annotations
@@ -13,96 +14,123 @@ from functools import cache
 from typing import Any
 
 from bloomery.errors import UnsupportedModel
-from bloomery.families.quantization import quantization
-from bloomery.families.reader import Reader
-from bloomery.spec import Dynamic, Model, Moe, Names, Quantization, Rope
+from bloomery.families.quantization import read_quantization
+from bloomery.families.reader import ConfigReader
+from bloomery.spec import (
+    CheckpointQuantization,
+    DynamicScaling,
+    LayerSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeSpec,
+    TensorNames,
+)
 
 
 @dataclass(frozen=True)
-class Family:
-    model: Callable[[Reader], Model]
-    names: Names | Callable[[Reader], Names]
-    defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what keys that config.json leaves out mean
+class ModelFamily:
+    """How the config.json of one model_type becomes a ModelSpec and TensorNames."""
+
+    model: Callable[[ConfigReader], ModelSpec]
+    names: TensorNames | Callable[[ConfigReader], TensorNames]
+    # Values of keys that config.json leaves out.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Description:
-    model: Model
-    names: Names
-    unread: tuple[str, ...] = ()  # keys of config.json nobody asked for; logged, never obeyed
-    quantization: Quantization | None = None
+class ModelDescription:
+    """A model's architecture, its tensor names and its quantization."""
+
+    model: ModelSpec
+    names: TensorNames
+    unread: tuple[str, ...] = ()  # keys of config.json that had no effect; they are logged
+    quantization: CheckpointQuantization | None = None
 
 
 @cache
-def families() -> Mapping[str, Family]:
-    found: dict[str, Family] = {}
-    for module in pkgutil.iter_modules(__path__):
-        found |= getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILIES", {})
-    return found
+def load_families() -> Mapping[str, ModelFamily]:
+    """Import all modules of this folder and return their families by model_type."""
+    families: dict[str, ModelFamily] = {}
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        families |= getattr(module, "FAMILIES", {})
+    return families
 
 
-def describe(config: Mapping[str, Any]) -> Description:
-    """What a config.json says, or an error that names the value we do not know."""
-    kind = Reader(config).text("model_type")
-    family = families().get(kind)
+def describe_config(config: Mapping[str, Any]) -> ModelDescription:
+    """Describe the model of a config.json; an unknown value raises an error that names it."""
+    model_type = ConfigReader(config).text("model_type")
+    families = load_families()
+    family = families.get(model_type)
     if family is None:
         raise UnsupportedModel(
-            f"config.json: model_type {kind!r} is not a family Bloomery knows. Known: {', '.join(sorted(families()))}"
+            f"config.json: model_type {model_type!r} is not a family Bloomery knows. "
+            f"Known: {', '.join(sorted(families))}"
         )
-    reader = Reader(config, defaults=family.defaults)
+    reader = ConfigReader(config, defaults=family.defaults)
     names = family.names(reader) if callable(family.names) else family.names
-    model = stretched(family.model(reader))
-    check(model)
-    return Description(model, names, reader.unread(), quantization(reader))
+    model = extend_dynamic_context(family.model(reader))
+    check_spec(model)
+    quantization = read_quantization(reader)
+    return ModelDescription(model, names, reader.unread(), quantization)
 
 
-def stretched(model: Model) -> Model:
-    """A base that grows with the position is there to serve lengths beyond those the model was trained for."""
-    scalings = (getattr(layer.attention.position, "scaling", None) for layer in model.layers)
-    reach = [int(found.factor * found.original) for found in scalings if isinstance(found, Dynamic)]
-    return replace(model, context=max([model.context, *reach]))
+def extend_dynamic_context(model: ModelSpec) -> ModelSpec:
+    """Extend the context of dynamic rope scaling to the length it can serve."""
+    context = model.context
+    for layer in model.layers:
+        position = layer.attention.position
+        if isinstance(position, RopeSpec) and isinstance(position.scaling, DynamicScaling):
+            scaling = position.scaling
+            context = max(context, int(scaling.factor * scaling.original))
+    return replace(model, context=context)
 
 
-def check(model: Model) -> None:
-    """What every decoder takes for granted, whoever described it."""
+def check_spec(model: ModelSpec) -> None:
+    """Refuse a spec that no decoder can run."""
     for i, layer in enumerate(model.layers):
-        attention = layer.attention
-        mlp = layer.mlp
-        position = attention.position
-        window = attention.window
-        if attention.num_heads % attention.num_kv_heads:
-            wrong = (
-                f"{attention.num_heads} heads cannot share {attention.num_kv_heads} key-value heads"
-            )
-        elif isinstance(position, Rope) and (
-            position.dim % 2 or not 2 <= position.dim <= attention.head_dim
-        ):
-            wrong = f"{position.dim} of {attention.head_dim} dimensions cannot turn in pairs"
-        elif window is not None and window < 1:
-            wrong = f"a sliding window of {window} sees nothing"
-        elif isinstance(mlp, Moe) and not 1 <= mlp.top_k <= mlp.experts:
-            wrong = f"{mlp.top_k} of {mlp.experts} experts cannot be chosen"
-        else:
-            continue
-        raise UnsupportedModel(f"config.json: layer {i}: {wrong}")
+        problem = find_problem(layer)
+        if problem is not None:
+            raise UnsupportedModel(f"config.json: layer {i}: {problem}")
 
 
-def as_stored(names: Names, stored: Container[str]) -> Names:
-    """The names under which this checkpoint holds its tensors; unchanged where none of the known prefixes fits."""
+def find_problem(layer: LayerSpec) -> str | None:
+    """Return why a layer cannot run, or None."""
+    attention = layer.attention
+    mlp = layer.mlp
+    position = attention.position
+    window = attention.window
+    if attention.num_heads % attention.num_kv_heads:
+        return f"{attention.num_heads} heads cannot share {attention.num_kv_heads} key-value heads"
+    if isinstance(position, RopeSpec):
+        if position.dim % 2 or not 2 <= position.dim <= attention.head_dim:
+            return f"{position.dim} of {attention.head_dim} dimensions cannot rotate in pairs"
+    if window is not None and window < 1:
+        return f"a sliding window of {window} sees nothing"
+    if isinstance(mlp, MoeSpec) and not 1 <= mlp.top_k <= mlp.experts:
+        return f"{mlp.top_k} of {mlp.experts} experts cannot be chosen"
+    return None
+
+
+def resolve_name_prefix(names: TensorNames, stored: Container[str]) -> TensorNames:
+    """Return `names` with the prefix that this checkpoint uses, or unchanged if none fits.
+
+    `stored` has the names of all tensors of the checkpoint.
+    """
     for prefix in names.prefixes:
 
-        def moved(name: str, prefix: str = prefix) -> str:
-            written = names.prefixes[0]
-            return prefix + name.removeprefix(written) if name.startswith(written) else name
+        def with_prefix(name: str, prefix: str = prefix) -> str:
+            default = names.prefixes[0]
+            if not name.startswith(default):
+                return name
+            return prefix + name.removeprefix(default)
 
-        if f"{moved(names.embed)}.weight" in stored:
+        if f"{with_prefix(names.embed)}.weight" in stored:
             return replace(
                 names,
-                embed=moved(names.embed),
-                layer=moved(names.layer),
-                final_norm=moved(names.final_norm),
-                extra={canonical: moved(name) for canonical, name in names.extra.items()},
+                embed=with_prefix(names.embed),
+                layer=with_prefix(names.layer),
+                final_norm=with_prefix(names.final_norm),
+                extra={canonical: with_prefix(name) for canonical, name in names.extra.items()},
             )
     return names

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from bloomery.families import Family
-from bloomery.families.llama import model
-from bloomery.families.reader import Reader, defaults
-from bloomery.spec import Alibi, Attention, Fused, Layer, Mlp, Model, Names, Norm
+from bloomery.families import ModelFamily
+from bloomery.families.llama import read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.spec import (
+    AlibiSpec,
+    AttentionSpec,
+    FusedTensor,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    TensorNames,
+)
 
-NAMES = Names(
+NAMES = TensorNames(
     embed="transformer.word_embeddings",
     layer="transformer.h.{i}.",
     final_norm="transformer.ln_f",
     head="lm_head",
-    attn_qkv=Fused("self_attention.query_key_value", grouped=True),
+    attn_qkv=FusedTensor("self_attention.query_key_value", grouped=True),
     attn_out="self_attention.dense",
     mlp_up="mlp.dense_h_to_4h",
     mlp_down="mlp.dense_4h_to_h",
@@ -23,22 +32,26 @@ NAMES = Names(
     },
     prefixes=("transformer.", ""),
 )
-# The context is what it was trained on: ALiBi itself knows no end.
+# ALiBi itself has no limit; the context is the length it was trained with.
 DEFAULTS = defaults(vocab=250880, hidden=64, layers=2, heads=8, context=2048, tied=True)
 
 
-def bloom(c: Reader) -> Model:
-    c.must("apply_residual_connection_post_layernorm", False)
-    heads = c.size("num_attention_heads")
-    norm = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias=True)
-    layer = Layer(
-        attention=Attention(heads, heads, c.head_dim(), Alibi(), bias=True, out_bias=True),
-        mlp=Mlp(4 * c.size("hidden_size"), "gelu_tanh", gated=False, bias=True),
+def read_bloom(config: ConfigReader) -> ModelSpec:
+    config.require("apply_residual_connection_post_layernorm", False)
+    num_heads = config.size("num_attention_heads")
+    norm = NormSpec("layer", config.number("layer_norm_epsilon", 1e-5), bias=True)
+    layer = LayerSpec(
+        attention=AttentionSpec(
+            num_heads, num_heads, config.head_dim(), AlibiSpec(), bias=True, out_bias=True
+        ),
+        mlp=MlpSpec(4 * config.size("hidden_size"), "gelu_tanh", gated=False, bias=True),
         attn_norm=norm,
         mlp_norm=norm,
     )
-    context = c.size("seq_length", c.size("max_position_embeddings"))
-    return model(c, [layer] * len(c.layers()), final_norm=norm, embed_norm=norm, context=context)
+    context = config.size("seq_length", config.size("max_position_embeddings"))
+    return read_model(
+        config, [layer] * len(config.layers()), final_norm=norm, embed_norm=norm, context=context
+    )
 
 
-FAMILIES = {"bloom": Family(bloom, NAMES, DEFAULTS)}
+FAMILIES = {"bloom": ModelFamily(read_bloom, NAMES, DEFAULTS)}

@@ -1,17 +1,18 @@
-"""Cohere's Command R: layer norms without bias, both blocks behind one, interleaved rotary, scaled logits. Command R7B
-(cohere2): windowed layers turn, the others see everything and no position."""
+"""Cohere's Command R: one layer norm without bias before parallel blocks, interleaved rope, scaled
+logits. Command R7B (cohere2): window layers have rope, full attention layers have no position.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from bloomery.families import Family
-from bloomery.families.llama import DEFAULTS, NAMES, attention, mlp, model
-from bloomery.families.reader import Reader, defaults
-from bloomery.families.rope import rope
-from bloomery.families.window import windows
-from bloomery.spec import Attention, Layer, Model, Norm
+from bloomery.families import ModelFamily
+from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_mlp, read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.rope import read_rope
+from bloomery.families.window import layer_windows
+from bloomery.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 
 COHERE2 = DEFAULTS | defaults(
     vocab=256000,
@@ -27,38 +28,44 @@ COHERE2 = DEFAULTS | defaults(
 COHERE = COHERE2 | {"rope_theta": 500000.0}
 
 
-def around(c: Reader, blocks: Iterable[Attention]) -> Model:
+def build_cohere(config: ConfigReader, blocks: Iterable[AttentionSpec]) -> ModelSpec:
+    """Build a model of parallel layers with these attention blocks."""
     for switch in ("use_parallel_block", "use_gated_activation"):
-        c.must(switch, True)
-    norm = Norm("layer", c.number("layer_norm_eps", 1e-5))
-    return model(
-        c,
-        [Layer(block, mlp(c), attn_norm=norm, parallel=True) for block in blocks],
+        config.require(switch, True)
+    norm = NormSpec("layer", config.number("layer_norm_eps", 1e-5))
+    return read_model(
+        config,
+        [LayerSpec(block, read_mlp(config), attn_norm=norm, parallel=True) for block in blocks],
         final_norm=norm,
-        # the first Command R was trained on for longer than its position table says
-        context=c.size("model_max_length", c.size("max_position_embeddings")),
-        logit_scale=c.number("logit_scale", 1.0),
+        # The first Command R was trained for a longer context than max_position_embeddings says.
+        context=config.size("model_max_length", config.size("max_position_embeddings")),
+        logit_scale=config.number("logit_scale", 1.0),
     )
 
 
-def cohere(c: Reader) -> Model:
-    norm = Norm("layer", c.number("layer_norm_eps", 1e-5)) if c.flag("use_qk_norm", False) else None
-    position = rope(c, c.head_dim(), interleaved=True)
-    return around(
-        c, [attention(c, position=position, qk_norm=norm, qk_norm_over="each")] * len(c.layers())
-    )
+def read_cohere(config: ConfigReader) -> ModelSpec:
+    qk_norm = None
+    if config.flag("use_qk_norm", False):
+        qk_norm = NormSpec("layer", config.number("layer_norm_eps", 1e-5))
+    position = read_rope(config, config.head_dim(), interleaved=True)
+    attention = read_attention(config, position=position, qk_norm=qk_norm, qk_norm_over="each")
+    return build_cohere(config, [attention] * len(config.layers()))
 
 
-def cohere2(c: Reader) -> Model:
-    c.must("use_qk_norm", False)
-    c.must("position_embedding_type", "rope_gptj")
-    plain = attention(c, position=rope(c, c.head_dim(), interleaved=True))
-    pattern = c.size("sliding_window_pattern", 4)
-    sizes = windows(c, lambda i: (i + 1) % pattern != 0)
-    return around(
-        c,
-        [replace(plain, window=size, position=plain.position if size else None) for size in sizes],
-    )
+def read_cohere2(config: ConfigReader) -> ModelSpec:
+    config.require("use_qk_norm", False)
+    config.require("position_embedding_type", "rope_gptj")
+    rope = read_rope(config, config.head_dim(), interleaved=True)
+    full_attention = read_attention(config, position=None)
+    period = config.size("sliding_window_pattern", 4)
+    blocks = []
+    for window in layer_windows(config, lambda i: (i + 1) % period != 0):
+        position = rope if window else None
+        blocks.append(replace(full_attention, window=window, position=position))
+    return build_cohere(config, blocks)
 
 
-FAMILIES = {"cohere": Family(cohere, NAMES, COHERE), "cohere2": Family(cohere2, NAMES, COHERE2)}
+FAMILIES = {
+    "cohere": ModelFamily(read_cohere, NAMES, COHERE),
+    "cohere2": ModelFamily(read_cohere2, NAMES, COHERE2),
+}

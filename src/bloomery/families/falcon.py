@@ -1,14 +1,26 @@
-"""Falcon: 7B (one key-value head, one norm), 40B and later (grouped heads, one norm or two), RW (ALiBi, sequential)."""
+"""Falcon 7B (one key-value head, one norm), 40B and later (grouped heads, one or two norms), and RW
+(ALiBi, sequential blocks).
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from bloomery.families import Family, bloom
-from bloomery.families.llama import model
-from bloomery.families.reader import Reader, defaults
-from bloomery.families.rope import rope
-from bloomery.spec import Alibi, Attention, Fused, Layer, Mlp, Model, Names, Norm
+from bloomery.families import ModelFamily, bloom
+from bloomery.families.llama import read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.rope import read_rope
+from bloomery.spec import (
+    AlibiSpec,
+    AttentionSpec,
+    FusedTensor,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+    TensorNames,
+)
 
 DEFAULTS = defaults(
     vocab=65024,
@@ -22,49 +34,58 @@ DEFAULTS = defaults(
 )
 
 
-def two_norms(c: Reader) -> bool:
-    if not c.flag("new_decoder_architecture", False) or c.get("num_ln_in_parallel_attn") == 1:
+def has_two_norms(config: ConfigReader) -> bool:
+    """Return whether attention and MLP of a parallel layer have a norm each."""
+    if not config.flag("new_decoder_architecture", False):
         return False
-    c.must("num_ln_in_parallel_attn", 2)
+    if config.get("num_ln_in_parallel_attn") == 1:
+        return False
+    config.require("num_ln_in_parallel_attn", 2)
     return True
 
 
-def names(c: Reader) -> Names:
-    grouped = c.flag("new_decoder_architecture", False) or not c.flag("multi_query")
+def build_names(config: ConfigReader) -> TensorNames:
+    grouped = config.flag("new_decoder_architecture", False) or not config.flag("multi_query")
+    norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if has_two_norms(config):
+        norms = {"attn_norm": "ln_attn", "mlp_norm": "ln_mlp"}
     return replace(
         bloom.NAMES,
-        attn_qkv=Fused("self_attention.query_key_value", grouped),
-        extra={
-            "attn_norm": "ln_attn" if two_norms(c) else "input_layernorm",
-            "mlp_norm": "ln_mlp" if two_norms(c) else "post_attention_layernorm",
-        },
+        attn_qkv=FusedTensor("self_attention.query_key_value", grouped),
+        extra=norms,
         ignored=("*.rotary_emb.inv_freq", "*.maybe_rotary.inv_freq"),
     )
 
 
-def falcon(c: Reader) -> Model:
-    c.must("apply_residual_connection_post_layernorm", False)
-    hidden = c.size("hidden_size")
-    heads = c.size("num_attention_heads")
-    head_dim = c.head_dim()
-    bias = c.flag("bias", False)
-    grouped = c.flag("new_decoder_architecture", False)
-    if grouped:
-        c.must("parallel_attn", True)
-    parallel = c.flag("parallel_attn")
-    kv_heads = c.size("num_kv_heads", heads) if grouped else 1 if c.flag("multi_query") else heads
-    norm = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias=True)
-    # RW scales its slopes together with the scores
-    position = Alibi(scale=head_dim**-0.5) if c.flag("alibi", False) else rope(c, head_dim)
-    size = c.size("intermediate_size", c.size("ff_factor", 4) * hidden)
-    layer = Layer(
-        attention=Attention(heads, kv_heads, head_dim, position, bias=bias, out_bias=bias),
-        mlp=Mlp(size, c.activation("activation", "gelu"), gated=False, bias=bias),
+def read_falcon(config: ConfigReader) -> ModelSpec:
+    config.require("apply_residual_connection_post_layernorm", False)
+    hidden = config.size("hidden_size")
+    num_heads = config.size("num_attention_heads")
+    head_dim = config.head_dim()
+    bias = config.flag("bias", False)
+    if config.flag("new_decoder_architecture", False):
+        config.require("parallel_attn", True)
+        num_kv_heads = config.size("num_kv_heads", num_heads)
+    else:
+        num_kv_heads = 1 if config.flag("multi_query") else num_heads
+    parallel = config.flag("parallel_attn")
+    norm = NormSpec("layer", config.number("layer_norm_epsilon", 1e-5), bias=True)
+    position: AlibiSpec | RopeSpec
+    if config.flag("alibi", False):
+        position = AlibiSpec(scale=head_dim**-0.5)  # RW scales its slopes together with the scores
+    else:
+        position = read_rope(config, head_dim)
+    size = config.size("intermediate_size", config.size("ff_factor", 4) * hidden)
+    layer = LayerSpec(
+        attention=AttentionSpec(
+            num_heads, num_kv_heads, head_dim, position, bias=bias, out_bias=bias
+        ),
+        mlp=MlpSpec(size, config.activation("activation", "gelu"), gated=False, bias=bias),
         attn_norm=norm,
-        mlp_norm=norm if two_norms(c) or not parallel else None,
+        mlp_norm=norm if has_two_norms(config) or not parallel else None,
         parallel=parallel,
     )
-    return model(c, [layer] * len(c.layers()), final_norm=norm)
+    return read_model(config, [layer] * len(config.layers()), final_norm=norm)
 
 
-FAMILIES = {"falcon": Family(falcon, names, DEFAULTS)}
+FAMILIES = {"falcon": ModelFamily(read_falcon, build_names, DEFAULTS)}

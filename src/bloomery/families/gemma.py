@@ -1,7 +1,8 @@
 """Gemma: a Llama with norms stored as 1 + weight, scaled embeddings and gated GELU.
 
-Gemma 2: norms on either side of both blocks, a window in every other layer, soft caps on scores and logits.
-Gemma 3: q and k normed, local layers that turn at their own speed; alone or as the text part of a seeing model.
+Gemma 2: norms before and after both blocks, a window in every other layer, soft caps on scores and
+logits. Gemma 3: norms on q and k, window layers with their own rope base; also as the text part of
+a vision model.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bloomery.families import Family
-from bloomery.families.llama import NAMES, attention, model
-from bloomery.families.reader import ACTIVATIONS, Reader, defaults
-from bloomery.families.rope import read
-from bloomery.families.window import windows
-from bloomery.spec import Layer, Mlp, Model, Norm, Rope
+from bloomery.families import ModelFamily
+from bloomery.families.llama import NAMES, read_attention, read_model
+from bloomery.families.reader import ACTIVATIONS, ConfigReader, defaults
+from bloomery.families.rope import read_rope_section
+from bloomery.families.window import layer_windows
+from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
 
 GEMMA = defaults(
     vocab=256000,
@@ -47,7 +48,7 @@ SANDWICH = {
     "mlp_post_norm": "post_feedforward_layernorm",
 }
 GEMMA2_NAMES = replace(NAMES, extra={**NAMES.extra, **SANDWICH})
-# The text part of a model that also sees: its vision tower and projector stay unread.
+# The text part of a vision model: its vision tower and projector are not read.
 TEXT_NAMES = replace(
     GEMMA2_NAMES,
     embed="language_model.model.embed_tokens",
@@ -59,85 +60,98 @@ TEXT_NAMES = replace(
 )
 
 
-def norm_of(c: Reader) -> Norm:
-    return Norm("rms", c.number("rms_norm_eps", 1e-6), unit_offset=True)
+def read_norm(config: ConfigReader) -> NormSpec:
+    return NormSpec("rms", config.number("rms_norm_eps", 1e-6), unit_offset=True)
 
 
-def around(c: Reader, layers: list[Layer]) -> Model:
-    return model(
-        c,
+def build_gemma(config: ConfigReader, layers: list[LayerSpec]) -> ModelSpec:
+    """Build a model with scaled embeddings and capped logits."""
+    return read_model(
+        config,
         layers,
-        final_norm=norm_of(c),
-        embed_scale=c.size("hidden_size") ** 0.5,
-        logit_softcap=c.optional_number("final_logit_softcapping"),
+        final_norm=read_norm(config),
+        embed_scale=config.size("hidden_size") ** 0.5,
+        logit_softcap=config.optional_number("final_logit_softcapping"),
     )
 
 
-def gemma(c: Reader) -> Model:
-    c.must("use_bidirectional_attention", False)
-    # Gemma's first files say gelu and mean its tanh form.
-    activation = c.choice("hidden_act", {**ACTIVATIONS, "gelu": "gelu_tanh"}, "gelu_pytorch_tanh")
-    mlp = Mlp(c.size("intermediate_size"), activation)
-    norm = norm_of(c)
-    return around(c, [Layer(attention(c), mlp, attn_norm=norm, mlp_norm=norm)] * len(c.layers()))
+def read_gemma(config: ConfigReader) -> ModelSpec:
+    config.require("use_bidirectional_attention", False)
+    # The first Gemma files say gelu and mean gelu_tanh.
+    activation = config.choice(
+        "hidden_act", {**ACTIVATIONS, "gelu": "gelu_tanh"}, "gelu_pytorch_tanh"
+    )
+    mlp = MlpSpec(config.size("intermediate_size"), activation)
+    norm = read_norm(config)
+    layer = LayerSpec(read_attention(config), mlp, attn_norm=norm, mlp_norm=norm)
+    return build_gemma(config, [layer] * len(config.layers()))
 
 
-def sandwich(c: Reader, **changes: Any) -> Layer:
-    """A layer with a norm on either side of both blocks."""
-    c.must("use_bidirectional_attention", False)
-    norm = norm_of(c)
-    mlp = Mlp(c.size("intermediate_size"), c.activation("hidden_activation", "gelu_pytorch_tanh"))
-    scale = c.size("query_pre_attn_scalar") ** -0.5
-    softcap = c.optional_number("attn_logit_softcapping")
-    return Layer(attention(c, scale=scale, softcap=softcap, **changes), mlp, norm, norm, norm, norm)
-
-
-def gemma2(c: Reader) -> Model:
-    return around(c, [sandwich(c, window=window) for window in windows(c, lambda i: i % 2 == 0)])
-
-
-def gemma3_text(c: Reader) -> Model:
-    pattern = c.size("sliding_window_pattern", 6)
-    sizes = windows(c, lambda i: (i + 1) % pattern != 0)
-    return around(
-        c,
-        [
-            sandwich(c, window=size, qk_norm=norm_of(c), position=position(c, size))
-            for size in sizes
-        ],
+def read_sandwich_layer(config: ConfigReader, **changes: Any) -> LayerSpec:
+    """Read a layer with norms before and after both blocks; keywords go to the attention."""
+    config.require("use_bidirectional_attention", False)
+    norm = read_norm(config)
+    mlp = MlpSpec(
+        config.size("intermediate_size"),
+        config.activation("hidden_activation", "gelu_pytorch_tanh"),
+    )
+    scale = config.size("query_pre_attn_scalar") ** -0.5
+    softcap = config.optional_number("attn_logit_softcapping")
+    return LayerSpec(
+        read_attention(config, scale=scale, softcap=softcap, **changes),
+        mlp,
+        attn_norm=norm,
+        attn_post_norm=norm,
+        mlp_norm=norm,
+        mlp_post_norm=norm,
     )
 
 
-def position(c: Reader, window: int | None) -> Rope:
-    """Local layers turn by their own theta and are never stretched by the older files' rope_scaling."""
-    nested = c.under("rope_parameters")
-    stretched = c.under("rope_scaling")
-    unknown = sorted(set(nested.values) - {"sliding_attention", "full_attention"})
+def read_gemma2(config: ConfigReader) -> ModelSpec:
+    windows = layer_windows(config, lambda i: i % 2 == 0)
+    return build_gemma(config, [read_sandwich_layer(config, window=window) for window in windows])
+
+
+def read_gemma3_text(config: ConfigReader) -> ModelSpec:
+    period = config.size("sliding_window_pattern", 6)
+    layers = []
+    for window in layer_windows(config, lambda i: (i + 1) % period != 0):
+        position = read_layer_rope(config, window)
+        layers.append(
+            read_sandwich_layer(config, window=window, qk_norm=read_norm(config), position=position)
+        )
+    return build_gemma(config, layers)
+
+
+def read_layer_rope(config: ConfigReader, window: int | None) -> RopeSpec:
+    """Read the rope of a layer. Window layers have their own theta and ignore rope_scaling."""
+    parameters = config.section("rope_parameters")
+    scaling = config.section("rope_scaling")
+    head_dim = config.head_dim()
+    unknown = sorted(set(parameters.values) - {"sliding_attention", "full_attention"})
     if unknown:
-        raise nested.wrong(
+        raise parameters.error(
             unknown[0], "is not known: sliding_attention and full_attention have one object each"
         )
     if window is not None:
-        return read(
-            c,
-            nested.under("sliding_attention"),
-            c.head_dim(),
-            c.number("rope_local_base_freq", 1e4),
-        )
-    scaling = stretched if stretched.values else nested.under("full_attention")
-    return read(c, scaling, c.head_dim(), c.number("rope_theta", 1e6))
+        theta = config.number("rope_local_base_freq", 1e4)
+        section = parameters.section("sliding_attention")
+        return read_rope_section(config, section, head_dim, theta)
+    theta = config.number("rope_theta", 1e6)
+    section = scaling if scaling.values else parameters.section("full_attention")
+    return read_rope_section(config, section, head_dim, theta)
 
 
-def gemma3(c: Reader) -> Model:
-    text = c.under("text_config", GEMMA3)
-    text.must("model_type", "gemma3_text")
-    model = gemma3_text(text)
-    return replace(model, tied=c.flag("tie_word_embeddings", model.tied))
+def read_gemma3(config: ConfigReader) -> ModelSpec:
+    text = config.section("text_config", GEMMA3)
+    text.require("model_type", "gemma3_text")
+    model = read_gemma3_text(text)
+    return replace(model, tied=config.flag("tie_word_embeddings", model.tied))
 
 
 FAMILIES = {
-    "gemma": Family(gemma, NAMES, GEMMA),
-    "gemma2": Family(gemma2, GEMMA2_NAMES, GEMMA2),
-    "gemma3_text": Family(gemma3_text, GEMMA2_NAMES, GEMMA3),
-    "gemma3": Family(gemma3, TEXT_NAMES),
+    "gemma": ModelFamily(read_gemma, NAMES, GEMMA),
+    "gemma2": ModelFamily(read_gemma2, GEMMA2_NAMES, GEMMA2),
+    "gemma3_text": ModelFamily(read_gemma3_text, GEMMA2_NAMES, GEMMA3),
+    "gemma3": ModelFamily(read_gemma3, TEXT_NAMES),
 }

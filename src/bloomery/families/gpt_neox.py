@@ -1,19 +1,27 @@
-"""GPT-NeoX (Pythia, RedPajama): partial rotary, two norms that feed one residual in parallel or one after the other."""
+"""GPT-NeoX (Pythia, RedPajama): partial rope, two norms, parallel or sequential blocks."""
 
 from __future__ import annotations
 
-from bloomery.families import Family
-from bloomery.families.llama import model
-from bloomery.families.reader import Reader, defaults
-from bloomery.families.rope import rope
-from bloomery.spec import Attention, Fused, Layer, Mlp, Model, Names, Norm
+from bloomery.families import ModelFamily
+from bloomery.families.llama import read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.rope import read_rope
+from bloomery.spec import (
+    AttentionSpec,
+    FusedTensor,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    TensorNames,
+)
 
-NAMES = Names(
+NAMES = TensorNames(
     embed="gpt_neox.embed_in",
     layer="gpt_neox.layers.{i}.",
     final_norm="gpt_neox.final_layer_norm",
     head="embed_out",
-    attn_qkv=Fused("attention.query_key_value", grouped=True),
+    attn_qkv=FusedTensor("attention.query_key_value", grouped=True),
     attn_out="attention.dense",
     mlp_up="mlp.dense_h_to_4h",
     mlp_down="mlp.dense_4h_to_h",
@@ -32,21 +40,26 @@ DEFAULTS = defaults(
 )
 
 
-def gpt_neox(c: Reader) -> Model:
-    heads = c.size("num_attention_heads")
-    bias = c.flag("attention_bias", True)
-    norm = Norm("layer", c.number("layer_norm_eps", 1e-5), bias=True)
-    position = rope(c, c.head_dim(), partial=True)
-    layer = Layer(
-        attention=Attention(heads, heads, c.head_dim(), position, bias=bias, out_bias=bias),
-        mlp=Mlp(
-            c.size("intermediate_size"), c.activation("hidden_act", "gelu"), gated=False, bias=True
+def read_gpt_neox(config: ConfigReader) -> ModelSpec:
+    num_heads = config.size("num_attention_heads")
+    bias = config.flag("attention_bias", True)
+    norm = NormSpec("layer", config.number("layer_norm_eps", 1e-5), bias=True)
+    position = read_rope(config, config.head_dim(), partial=True)
+    layer = LayerSpec(
+        attention=AttentionSpec(
+            num_heads, num_heads, config.head_dim(), position, bias=bias, out_bias=bias
+        ),
+        mlp=MlpSpec(
+            config.size("intermediate_size"),
+            config.activation("hidden_act", "gelu"),
+            gated=False,
+            bias=True,
         ),
         attn_norm=norm,
         mlp_norm=norm,
-        parallel=c.flag("use_parallel_residual", True),
+        parallel=config.flag("use_parallel_residual", True),
     )
-    return model(c, [layer] * len(c.layers()), final_norm=norm)
+    return read_model(config, [layer] * len(config.layers()), final_norm=norm)
 
 
-FAMILIES = {"gpt_neox": Family(gpt_neox, NAMES, DEFAULTS)}
+FAMILIES = {"gpt_neox": ModelFamily(read_gpt_neox, NAMES, DEFAULTS)}

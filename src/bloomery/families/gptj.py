@@ -1,18 +1,27 @@
-"""GPT-J: interleaved rotary on part of each head, both blocks behind one norm, a biased head."""
+"""GPT-J: interleaved rope on a part of each head, parallel blocks behind one norm, a head bias."""
 
 from __future__ import annotations
 
-from bloomery.families import Family
-from bloomery.families.llama import model
-from bloomery.families.reader import Reader, defaults
-from bloomery.spec import Attention, Layer, Mlp, Model, Names, Norm, Rope, Split
+from bloomery.families import ModelFamily
+from bloomery.families.llama import read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.spec import (
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+    SplitTensors,
+    TensorNames,
+)
 
-NAMES = Names(
+NAMES = TensorNames(
     embed="transformer.wte",
     layer="transformer.h.{i}.",
     final_norm="transformer.ln_f",
     head="lm_head",
-    attn_qkv=Split(("attn.q_proj", "attn.k_proj", "attn.v_proj")),
+    attn_qkv=SplitTensors(("attn.q_proj", "attn.k_proj", "attn.v_proj")),
     attn_out="attn.out_proj",
     mlp_up="mlp.fc_in",
     mlp_down="mlp.fc_out",
@@ -31,26 +40,25 @@ DEFAULTS = defaults(
 )
 
 
-def gptj(c: Reader) -> Model:
+def read_gptj(config: ConfigReader) -> ModelSpec:
     for switch in ("rotary", "scale_attn_weights"):
-        c.must(switch, True)
-    hidden = c.size("hidden_size")
-    heads = c.size("num_attention_heads")
-    norm = Norm("layer", c.number("layer_norm_epsilon", 1e-5), bias=True)
-    layer = Layer(
-        attention=Attention(
-            heads, heads, c.head_dim(), Rope(c.size("rotary_dim"), interleaved=True)
-        ),
-        mlp=Mlp(
-            c.size("intermediate_size", 4 * hidden),
-            c.activation("activation_function"),
+        config.require(switch, True)
+    hidden = config.size("hidden_size")
+    num_heads = config.size("num_attention_heads")
+    norm = NormSpec("layer", config.number("layer_norm_epsilon", 1e-5), bias=True)
+    position = RopeSpec(config.size("rotary_dim"), interleaved=True)
+    layer = LayerSpec(
+        attention=AttentionSpec(num_heads, num_heads, config.head_dim(), position),
+        mlp=MlpSpec(
+            config.size("intermediate_size", 4 * hidden),
+            config.activation("activation_function"),
             gated=False,
             bias=True,
         ),
         attn_norm=norm,
         parallel=True,
     )
-    return model(c, [layer] * len(c.layers()), final_norm=norm, head_bias=True)
+    return read_model(config, [layer] * len(config.layers()), final_norm=norm, head_bias=True)
 
 
-FAMILIES = {"gptj": Family(gptj, NAMES, DEFAULTS)}
+FAMILIES = {"gptj": ModelFamily(read_gptj, NAMES, DEFAULTS)}

@@ -1,4 +1,4 @@
-"""Llama, and the pieces of it that its descendants put together anew."""
+"""Llama, and the building blocks that its descendants share."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from bloomery.families import Family
-from bloomery.families.reader import Reader, defaults
-from bloomery.families.rope import rope
-from bloomery.spec import Attention, Layer, Mlp, Model, Names, Norm, Split
+from bloomery.families import ModelFamily
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.rope import read_rope
+from bloomery.spec import (
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    SplitTensors,
+    TensorNames,
+)
 
-NAMES = Names(
+NAMES = TensorNames(
     embed="model.embed_tokens",
     layer="model.layers.{i}.",
     final_norm="model.norm",
     head="lm_head",
-    attn_qkv=Split(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    attn_qkv=SplitTensors(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     attn_out="self_attn.o_proj",
-    mlp_up=Split(("mlp.gate_proj", "mlp.up_proj")),
+    mlp_up=SplitTensors(("mlp.gate_proj", "mlp.up_proj")),
     mlp_down="mlp.down_proj",
     extra={
         "attn_norm": "input_layernorm",
@@ -42,41 +50,53 @@ DEFAULTS = defaults(
 )
 
 
-def attention(c: Reader, **changes: Any) -> Attention:
-    """The attention of a plain config; keywords replace what a family does its own way."""
-    heads = c.size("num_attention_heads")
-    bias = c.flag("attention_bias", False)
-    plain = Attention(
-        heads, c.size("num_key_value_heads", heads), c.head_dim(), bias=bias, out_bias=bias
+def read_attention(config: ConfigReader, **changes: Any) -> AttentionSpec:
+    """Read the attention of a Llama config; keywords replace what a family does differently."""
+    num_heads = config.size("num_attention_heads")
+    bias = config.flag("attention_bias", False)
+    attention = AttentionSpec(
+        num_heads,
+        config.size("num_key_value_heads", num_heads),
+        config.head_dim(),
+        bias=bias,
+        out_bias=bias,
     )
-    position = changes["position"] if "position" in changes else rope(c, plain.head_dim)
-    return replace(plain, **{**changes, "position": position})
+    if "position" not in changes:
+        changes["position"] = read_rope(config, attention.head_dim)
+    return replace(attention, **changes)
 
 
-def mlp(c: Reader, size: str = "intermediate_size") -> Mlp:
-    return Mlp(c.size(size), c.activation("hidden_act"), bias=c.flag("mlp_bias", False))
+def read_mlp(config: ConfigReader, size_key: str = "intermediate_size") -> MlpSpec:
+    return MlpSpec(
+        config.size(size_key),
+        config.activation("hidden_act"),
+        bias=config.flag("mlp_bias", False),
+    )
 
 
-def layer(c: Reader, **changes: Any) -> Layer:
-    """Two RMS norms before two blocks; keywords go to the attention."""
-    norm = Norm("rms", c.number("rms_norm_eps"))
-    return Layer(attention(c, **changes), mlp(c), attn_norm=norm, mlp_norm=norm)
+def read_layer(config: ConfigReader, **changes: Any) -> LayerSpec:
+    """Read a layer with an RMS norm before each block; keywords go to the attention."""
+    norm = NormSpec("rms", config.number("rms_norm_eps"))
+    return LayerSpec(
+        read_attention(config, **changes), read_mlp(config), attn_norm=norm, mlp_norm=norm
+    )
 
 
-def model(c: Reader, layers: Iterable[Layer], **changes: Any) -> Model:
-    plain = Model(
-        vocab=c.size("vocab_size"),
-        hidden=c.size("hidden_size"),
+def read_model(config: ConfigReader, layers: Iterable[LayerSpec], **changes: Any) -> ModelSpec:
+    """Build the model around these layers; keywords replace what a family does differently."""
+    model = ModelSpec(
+        vocab=config.size("vocab_size"),
+        hidden=config.size("hidden_size"),
         layers=tuple(layers),
-        final_norm=Norm("rms", c.number("rms_norm_eps", 1e-6)),
-        context=c.size("max_position_embeddings"),
-        tied=c.flag("tie_word_embeddings", False),
+        final_norm=NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
+        context=config.size("max_position_embeddings"),
+        tied=config.flag("tie_word_embeddings", False),
     )
-    return replace(plain, **changes)
+    return replace(model, **changes)
 
 
-def llama(c: Reader) -> Model:
-    return model(c, [layer(c)] * len(c.layers()))
+def read_llama(config: ConfigReader) -> ModelSpec:
+    return read_model(config, [read_layer(config)] * len(config.layers()))
 
 
-FAMILIES = {"llama": Family(llama, NAMES, DEFAULTS)}
+FAMILIES = {"llama": ModelFamily(read_llama, NAMES, DEFAULTS)}

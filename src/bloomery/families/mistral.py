@@ -1,14 +1,14 @@
-"""Mistral: a Llama that looks through a sliding window. Mixtral: one whose MLP is a router over experts."""
+"""Mistral: a Llama with a sliding window. Mixtral: a Mistral with a mixture of experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from bloomery.families import Family
-from bloomery.families.llama import DEFAULTS, NAMES, layer, mlp, model
-from bloomery.families.reader import Reader, defaults
-from bloomery.families.window import windows
-from bloomery.spec import Layer, Model, Moe, Split
+from bloomery.families import ModelFamily
+from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_mlp, read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.window import layer_windows
+from bloomery.spec import LayerSpec, ModelSpec, MoeSpec, SplitTensors
 
 MISTRAL = DEFAULTS | defaults(mlp=14336, kv_heads=8, context=131072, sliding_window=4096)
 MIXTRAL = MISTRAL | defaults(
@@ -18,27 +18,27 @@ MIXTRAL_NAMES = replace(
     NAMES,
     extra={**NAMES.extra, "router": "block_sparse_moe.gate"},
     experts="block_sparse_moe.experts.{e}.",
-    expert_up=Split(("w1", "w3")),
+    expert_up=SplitTensors(("w1", "w3")),
     expert_down="w2",
 )
 
 
-def layers(c: Reader) -> list[Layer]:
-    return [
-        layer(c, window=size) for size in windows(c, lambda i: c.get("sliding_window") is not None)
-    ]
+def read_window_layers(config: ConfigReader) -> list[LayerSpec]:
+    windows = layer_windows(config, lambda i: config.get("sliding_window") is not None)
+    return [read_layer(config, window=window) for window in windows]
 
 
-def mistral(c: Reader) -> Model:
-    return model(c, layers(c))
+def read_mistral(config: ConfigReader) -> ModelSpec:
+    return read_model(config, read_window_layers(config))
 
 
-def mixtral(c: Reader) -> Model:
-    moe = Moe(c.size("num_experts"), c.size("num_experts_per_tok"), mlp(c))
-    return model(c, [replace(dense, mlp=moe) for dense in layers(c)])
+def read_mixtral(config: ConfigReader) -> ModelSpec:
+    moe = MoeSpec(config.size("num_experts"), config.size("num_experts_per_tok"), read_mlp(config))
+    layers = [replace(layer, mlp=moe) for layer in read_window_layers(config)]
+    return read_model(config, layers)
 
 
 FAMILIES = {
-    "mistral": Family(mistral, NAMES, MISTRAL),
-    "mixtral": Family(mixtral, MIXTRAL_NAMES, MIXTRAL),
+    "mistral": ModelFamily(read_mistral, NAMES, MISTRAL),
+    "mixtral": ModelFamily(read_mixtral, MIXTRAL_NAMES, MIXTRAL),
 }

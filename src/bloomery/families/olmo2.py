@@ -1,13 +1,13 @@
-"""OLMo 2: norms only after each block, q and k normed across all heads at once."""
+"""OLMo 2: norms only after each block, and norms on q and k over all heads at once."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from bloomery.families import Family
-from bloomery.families.llama import DEFAULTS, NAMES, attention, mlp, model
-from bloomery.families.reader import Reader, defaults
-from bloomery.spec import Layer, Model, Norm
+from bloomery.families import ModelFamily
+from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_mlp, read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.spec import LayerSpec, ModelSpec, NormSpec
 
 OLMO2_NAMES = replace(
     NAMES,
@@ -21,15 +21,15 @@ OLMO2_NAMES = replace(
 OLMO2 = DEFAULTS | defaults(vocab=50304, rms_norm_eps=1e-5)
 
 
-def olmo2(c: Reader) -> Model:
-    norm = Norm("rms", c.number("rms_norm_eps"))
-    layer = Layer(
-        attention(c, qk_norm=norm, qk_norm_over="all"),
-        mlp(c),
+def read_olmo2(config: ConfigReader) -> ModelSpec:
+    norm = NormSpec("rms", config.number("rms_norm_eps"))
+    layer = LayerSpec(
+        read_attention(config, qk_norm=norm, qk_norm_over="all"),
+        read_mlp(config),
         attn_post_norm=norm,
         mlp_post_norm=norm,
     )
-    return model(c, [layer] * len(c.layers()))
+    return read_model(config, [layer] * len(config.layers()))
 
 
-FAMILIES = {"olmo2": Family(olmo2, OLMO2_NAMES, OLMO2)}
+FAMILIES = {"olmo2": ModelFamily(read_olmo2, OLMO2_NAMES, OLMO2)}

@@ -1,18 +1,28 @@
-"""OPT (and Galactica): learned positions offset by two. The 350M model norms each sum and projects its embeddings."""
+"""OPT and Galactica: learned positions with an offset of two. The 350M model normalises each
+residual sum and projects its embeddings.
+"""
 
 from __future__ import annotations
 
-from bloomery.families import Family
-from bloomery.families.llama import model
-from bloomery.families.reader import Reader, defaults
-from bloomery.spec import Attention, Layer, Mlp, Model, Names, Norm, Split
+from bloomery.families import ModelFamily
+from bloomery.families.llama import read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.spec import (
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    SplitTensors,
+    TensorNames,
+)
 
-NAMES = Names(
+NAMES = TensorNames(
     embed="model.decoder.embed_tokens",
     layer="model.decoder.layers.{i}.",
     final_norm="model.decoder.final_layer_norm",
     head="lm_head",
-    attn_qkv=Split(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    attn_qkv=SplitTensors(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     attn_out="self_attn.out_proj",
     mlp_up="fc1",
     mlp_down="fc2",
@@ -28,39 +38,39 @@ NAMES = Names(
     prefixes=("model.", ""),
 )
 DEFAULTS = defaults(vocab=50272, hidden=768, mlp=3072, layers=12, heads=12, context=2048, tied=True)
-OFFSET = 2  # rows of the position table before the first token's
+POSITION_OFFSET = 2  # row of the position table that the first token uses
 
 
-def opt(c: Reader) -> Model:
-    hidden = c.size("hidden_size")
-    heads = c.size("num_attention_heads")
-    bias = c.flag("enable_bias", True)
-    affine = c.flag("layer_norm_elementwise_affine", True)
-    before = c.flag("do_layer_norm_before", True)
-    removed = c.flag("_remove_final_layer_norm", False)
-    norm = Norm("layer", 1e-5, bias=affine, weight=affine)
-    narrow = c.size("word_embed_proj_dim", hidden)
-    layer = Layer(
-        attention=Attention(heads, heads, c.head_dim(), bias=bias, out_bias=bias),
-        mlp=Mlp(
-            c.size("intermediate_size"),
-            c.activation("activation_function", "relu"),
+def read_opt(config: ConfigReader) -> ModelSpec:
+    hidden = config.size("hidden_size")
+    num_heads = config.size("num_attention_heads")
+    bias = config.flag("enable_bias", True)
+    affine = config.flag("layer_norm_elementwise_affine", True)
+    norm_first = config.flag("do_layer_norm_before", True)
+    final_norm_removed = config.flag("_remove_final_layer_norm", False)
+    norm = NormSpec("layer", 1e-5, bias=affine, weight=affine)
+    embed_dim = config.size("word_embed_proj_dim", hidden)
+    layer = LayerSpec(
+        attention=AttentionSpec(num_heads, num_heads, config.head_dim(), bias=bias, out_bias=bias),
+        mlp=MlpSpec(
+            config.size("intermediate_size"),
+            config.activation("activation_function", "relu"),
             gated=False,
             bias=bias,
         ),
-        attn_norm=norm if before else None,
-        mlp_norm=norm if before else None,
-        attn_sum_norm=None if before else norm,
-        mlp_sum_norm=None if before else norm,
+        attn_norm=norm if norm_first else None,
+        mlp_norm=norm if norm_first else None,
+        attn_sum_norm=None if norm_first else norm,
+        mlp_sum_norm=None if norm_first else norm,
     )
-    return model(
-        c,
-        [layer] * len(c.layers()),
-        final_norm=norm if before and not removed else None,
-        embed_dim=narrow if narrow != hidden else None,
-        positions=c.size("max_position_embeddings") + OFFSET,
-        position_offset=OFFSET,
+    return read_model(
+        config,
+        [layer] * len(config.layers()),
+        final_norm=norm if norm_first and not final_norm_removed else None,
+        embed_dim=embed_dim if embed_dim != hidden else None,
+        positions=config.size("max_position_embeddings") + POSITION_OFFSET,
+        position_offset=POSITION_OFFSET,
     )
 
 
-FAMILIES = {"opt": Family(opt, NAMES, DEFAULTS)}
+FAMILIES = {"opt": ModelFamily(read_opt, NAMES, DEFAULTS)}

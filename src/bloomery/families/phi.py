@@ -1,14 +1,14 @@
-"""Phi 1 and 2: both blocks behind one norm, partial rotary, biases everywhere, the head too."""
+"""Phi 1 and 2: parallel blocks after one norm, partial rope, biases everywhere, head included."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from bloomery.families import Family
-from bloomery.families.llama import DEFAULTS, NAMES, attention, model
-from bloomery.families.reader import Reader, defaults
-from bloomery.families.rope import rope
-from bloomery.spec import Layer, Mlp, Model, Norm
+from bloomery.families import ModelFamily
+from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.rope import read_rope
+from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
 
 PHI_NAMES = replace(
     NAMES,
@@ -27,18 +27,21 @@ PHI = DEFAULTS | defaults(
 )
 
 
-def phi(c: Reader) -> Model:
-    norm = Norm("layer", c.number("layer_norm_eps", 1e-5), bias=True)
-    block = attention(
-        c,
-        position=rope(c, c.head_dim(), partial=True),
+def read_phi(config: ConfigReader) -> ModelSpec:
+    norm = NormSpec("layer", config.number("layer_norm_eps", 1e-5), bias=True)
+    attention = read_attention(
+        config,
+        position=read_rope(config, config.head_dim(), partial=True),
         bias=True,
         out_bias=True,
-        qk_norm=norm if c.flag("qk_layernorm", False) else None,
+        qk_norm=norm if config.flag("qk_layernorm", False) else None,
     )
-    mlp = Mlp(c.size("intermediate_size"), c.activation("hidden_act"), gated=False, bias=True)
-    layers = [Layer(block, mlp, attn_norm=norm, parallel=True)] * len(c.layers())
-    return model(c, layers, final_norm=norm, head_bias=True)
+    mlp = MlpSpec(
+        config.size("intermediate_size"), config.activation("hidden_act"), gated=False, bias=True
+    )
+    layer = LayerSpec(attention, mlp, attn_norm=norm, parallel=True)
+    layers = [layer] * len(config.layers())
+    return read_model(config, layers, final_norm=norm, head_bias=True)
 
 
-FAMILIES = {"phi": Family(phi, PHI_NAMES, PHI)}
+FAMILIES = {"phi": ModelFamily(read_phi, PHI_NAMES, PHI)}

@@ -1,17 +1,19 @@
-"""Phi-3 and 4: a Llama whose q|k|v and gate|up are stored as one, stretched by longrope."""
+"""Phi-3 and 4: a Llama with fused q|k|v and gate|up tensors and longrope scaling."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from bloomery.families import Family
-from bloomery.families.llama import DEFAULTS, NAMES, layer, model
-from bloomery.families.reader import Reader, defaults
-from bloomery.families.rope import rope
-from bloomery.families.window import windows
-from bloomery.spec import Fused, Model
+from bloomery.families import ModelFamily
+from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.rope import read_rope
+from bloomery.families.window import layer_windows
+from bloomery.spec import FusedTensor, ModelSpec
 
-PHI3_NAMES = replace(NAMES, attn_qkv=Fused("self_attn.qkv_proj"), mlp_up=Fused("mlp.gate_up_proj"))
+PHI3_NAMES = replace(
+    NAMES, attn_qkv=FusedTensor("self_attn.qkv_proj"), mlp_up=FusedTensor("mlp.gate_up_proj")
+)
 PHI3 = DEFAULTS | defaults(
     vocab=32064,
     hidden=3072,
@@ -22,12 +24,14 @@ PHI3 = DEFAULTS | defaults(
 )
 
 
-def phi3(c: Reader) -> Model:
-    position = rope(c, c.head_dim(), partial=True)
-    sizes = windows(c, lambda i: c.get("sliding_window") is not None)
-    return model(
-        c, [layer(c, position=position, bias=False, out_bias=False, window=size) for size in sizes]
-    )
+def read_phi3(config: ConfigReader) -> ModelSpec:
+    position = read_rope(config, config.head_dim(), partial=True)
+    windows = layer_windows(config, lambda i: config.get("sliding_window") is not None)
+    layers = [
+        read_layer(config, position=position, bias=False, out_bias=False, window=window)
+        for window in windows
+    ]
+    return read_model(config, layers)
 
 
-FAMILIES = {"phi3": Family(phi3, PHI3_NAMES, PHI3)}
+FAMILIES = {"phi3": ModelFamily(read_phi3, PHI3_NAMES, PHI3)}

@@ -1,18 +1,18 @@
-"""quantization_config of a config.json: who packed the products, and whether it is a kind that can be read.
+"""Reads quantization_config of a config.json: the method, and whether it is supported.
 
-Bits, groups and exceptions are not repeated here: the tensors say them. What cannot be read is refused by name, before
-any tensor is touched.
+Bits, groups and exceptions are read off the tensors later. What is not supported is refused by
+name before any tensor is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from bloomery.families.reader import Reader
-from bloomery.spec import Quantization
+from bloomery.families.reader import ConfigReader
+from bloomery.spec import CheckpointQuantization
 
-REMEDY = "; take the checkpoint in full precision and round it with --quantize"
-COMPRESSED = (
+REMEDY = "; take the checkpoint in full precision and round it with --quantization"
+COMPRESSED_FORMATS = (
     "pack-quantized",
     "int-quantized",
     "float-quantized",
@@ -21,111 +21,119 @@ COMPRESSED = (
 )
 
 
-def quantization(config: Reader) -> Quantization | None:
-    stated = config.get("quantization_config")
+def read_quantization(model_config: ConfigReader) -> CheckpointQuantization | None:
+    """Return the quantization of a checkpoint, or None if it is not quantized."""
+    stated = model_config.get("quantization_config")
     if stated is None:
         return None
     if not isinstance(stated, Mapping):
-        raise config.wrong("quantization_config", f"must be an object, not {stated!r}")
-    c = Reader(
-        stated, "quantization_config."
-    )  # of its own: keys that only steer quantisers are no news
-    if c.get("quant_method") is None and (c.get("load_in_8bit") or c.get("load_in_4bit")):
-        return bitsandbytes(c)
-    method = c.text("quant_method")
+        raise model_config.error("quantization_config", f"must be an object, not {stated!r}")
+    # A reader of its own, so that unread keys are not logged: most only concern the quantizer.
+    config = ConfigReader(stated, "quantization_config.")
+    is_bitsandbytes = config.get("load_in_8bit") or config.get("load_in_4bit")
+    if config.get("quant_method") is None and is_bitsandbytes:
+        return read_bitsandbytes(config)
+    method = config.text("quant_method")
     if method not in METHODS:
-        raise c.wrong(
+        raise config.error(
             "quant_method", f"{method!r} is not known. Known: {', '.join(METHODS)}{REMEDY}"
         )
-    return METHODS[method](c)
+    return METHODS[method](config)
 
 
-def one_of(c: Reader, name: str, known: tuple[object, ...], default: object) -> object:
-    value = c.get(name, default)
+def one_of(config: ConfigReader, name: str, known: tuple[object, ...], default: object) -> object:
+    """Return the value of a key; a value that is not in `known` is refused."""
+    value = config.get(name, default)
     if value not in known:
-        raise c.wrong(
-            name, f"{value!r} is not supported. Supported: {', '.join(map(str, known))}{REMEDY}"
-        )
+        supported = ", ".join(map(str, known))
+        raise config.error(name, f"{value!r} is not supported. Supported: {supported}{REMEDY}")
     return value
 
 
-def group(c: Reader, name: str = "group_size") -> None:
-    """-1 is a whole row."""
-    value = c.get(name, -1)
+def check_group_size(config: ConfigReader, name: str = "group_size") -> None:
+    """Check a group size; -1 means the whole row."""
+    value = config.get(name, -1)
     if not isinstance(value, int) or isinstance(value, bool) or (value != -1 and value < 1):
-        raise c.wrong(name, f"must be -1 or a positive whole number, not {value!r}{REMEDY}")
+        raise config.error(name, f"must be -1 or a positive whole number, not {value!r}{REMEDY}")
 
 
-def bitsandbytes(c: Reader) -> Quantization:
-    eight = c.flag("load_in_8bit", False)
-    four = c.flag("load_in_4bit", False)
+def read_bitsandbytes(config: ConfigReader) -> CheckpointQuantization:
+    eight = config.flag("load_in_8bit", False)
+    four = config.flag("load_in_4bit", False)
     if eight == four:
-        raise c.wrong(
+        raise config.error(
             "load_in_8bit and load_in_4bit", f"are {eight} and {four}; exactly one must be true"
         )
     if four:
-        one_of(c, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
-    return Quantization("bitsandbytes")
+        one_of(config, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+    return CheckpointQuantization("bitsandbytes")
 
 
-def gptq(c: Reader) -> Quantization:
-    one_of(c, "bits", (2, 3, 4, 8), None)
-    group(c)
-    layout = one_of(c, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    needed = ("g_idx",) if c.flag("desc_act", False) and c.get("group_size", -1) != -1 else ()
-    return Quantization("gptq", 1 if layout == "gptq" else 0, needed)
+def read_gptq(config: ConfigReader) -> CheckpointQuantization:
+    one_of(config, "bits", (2, 3, 4, 8), None)
+    check_group_size(config)
+    layout = one_of(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    act_order = config.flag("desc_act", False) and config.get("group_size", -1) != -1
+    return CheckpointQuantization(
+        "gptq",
+        zero_point_offset=1 if layout == "gptq" else 0,
+        required_tensors=("g_idx",) if act_order else (),
+    )
 
 
-def awq(c: Reader) -> Quantization:
-    one_of(c, "bits", (4,), c.get("w_bit"))
-    one_of(c, "version", ("gemm", "GEMM"), "gemm")
-    group(c, "group_size" if c.get("q_group_size") is None else "q_group_size")
-    return Quantization("awq")
+def read_awq(config: ConfigReader) -> CheckpointQuantization:
+    one_of(config, "bits", (4,), config.get("w_bit"))
+    one_of(config, "version", ("gemm", "GEMM"), "gemm")
+    has_q_group_size = config.get("q_group_size") is not None
+    check_group_size(config, "q_group_size" if has_q_group_size else "group_size")
+    return CheckpointQuantization("awq")
 
 
-def compressed(c: Reader) -> Quantization:
-    one_of(c, "format", (*COMPRESSED, "mixed-precision"), None)
-    one_of(c, "quantization_status", ("compressed",), "compressed")
-    if c.get("transform_config"):
-        raise c.wrong("transform_config", f"asks for rotations, which are not supported{REMEDY}")
-    one_of(c.under("sparsity_config"), "format", ("dense",), "dense")
-    groups = c.under("config_groups")
-    even = []
-    ordered = []
+def read_compressed_tensors(config: ConfigReader) -> CheckpointQuantization:
+    one_of(config, "format", (*COMPRESSED_FORMATS, "mixed-precision"), None)
+    one_of(config, "quantization_status", ("compressed",), "compressed")
+    if config.get("transform_config"):
+        raise config.error(
+            "transform_config", f"asks for rotations, which are not supported{REMEDY}"
+        )
+    one_of(config.section("sparsity_config"), "format", ("dense",), "dense")
+    groups = config.section("config_groups")
+    symmetric = []
+    act_order = []
     for name in groups.values:
-        scheme = groups.under(name)
-        one_of(scheme, "format", COMPRESSED, COMPRESSED[0])
-        weights = scheme.under("weights")
+        group = groups.section(name)
+        one_of(group, "format", COMPRESSED_FORMATS, COMPRESSED_FORMATS[0])
+        weights = group.section("weights")
         kind = one_of(weights, "type", ("int", "float"), "int")
         one_of(weights, "num_bits", (4, 8), None)
         one_of(weights, "strategy", ("tensor", "channel", "group", "block"), "tensor")
         if kind == "float" and weights.get("strategy") == "block":
             one_of(weights, "block_structure", ([128, 128],), [128, 128])
-        even.append(kind == "float" or weights.flag("symmetric", True))
-        ordered.append(weights.get("actorder") == "group")
-    # Of several schemes a product does not say which is its own.
-    parts = {
-        "weight_zero_point": groups.values and not any(even),
-        "weight_g_idx": groups.values and all(ordered),
-    }
-    return Quantization(
-        "compressed-tensors", needed=tuple(part for part, always in parts.items() if always)
-    )
+        symmetric.append(kind == "float" or weights.flag("symmetric", True))
+        act_order.append(weights.get("actorder") == "group")
+    # A weight does not tell to which group it belongs, so a tensor is required only if all groups
+    # have it.
+    required = []
+    if groups.values and not any(symmetric):
+        required.append("weight_zero_point")
+    if groups.values and all(act_order):
+        required.append("weight_g_idx")
+    return CheckpointQuantization("compressed-tensors", required_tensors=tuple(required))
 
 
-def fp8(c: Reader) -> Quantization:
-    one_of(c, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-    one_of(c, "activation_scheme", ("dynamic", "static"), "dynamic")
-    one_of(c, "weight_block_size", (None, [128, 128]), None)
-    return Quantization("fp8")
+def read_fp8(config: ConfigReader) -> CheckpointQuantization:
+    one_of(config, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    one_of(config, "activation_scheme", ("dynamic", "static"), "dynamic")
+    one_of(config, "weight_block_size", (None, [128, 128]), None)
+    return CheckpointQuantization("fp8")
 
 
-METHODS: Mapping[str, Callable[[Reader], Quantization]] = {
-    "bitsandbytes": bitsandbytes,
-    "gptq": gptq,
-    "awq": awq,
-    "compressed-tensors": compressed,
-    "fp8": fp8,
-    "fbgemm_fp8": fp8,
-    "mxfp4": lambda c: Quantization("mxfp4"),
+METHODS: Mapping[str, Callable[[ConfigReader], CheckpointQuantization]] = {
+    "bitsandbytes": read_bitsandbytes,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
+    "fbgemm_fp8": read_fp8,
+    "mxfp4": lambda config: CheckpointQuantization("mxfp4"),
 }

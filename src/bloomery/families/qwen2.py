@@ -1,15 +1,16 @@
-"""Qwen2 and 2.5: a Llama with biases on q, k and v, and windows in its upper layers where switched on. Qwen2-MoE: small
-experts behind a router, beside a gated one that every token visits."""
+"""Qwen2 and 2.5: a Llama with biases on q, k and v, and optional windows in its upper layers.
+Qwen2-MoE: many small experts beside a gated shared expert.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from bloomery.families import Family
-from bloomery.families.llama import DEFAULTS, NAMES, layer, mlp, model
-from bloomery.families.reader import Reader, defaults
-from bloomery.families.window import windows
-from bloomery.spec import Layer, Model, Moe, Split
+from bloomery.families import ModelFamily
+from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_mlp, read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.window import layer_windows
+from bloomery.spec import LayerSpec, ModelSpec, MoeSpec, SplitTensors
 
 QWEN = DEFAULTS | defaults(
     vocab=151936, mlp=22016, kv_heads=32, context=32768, sliding_window=4096, max_window_layers=28
@@ -30,59 +31,72 @@ MOE_NAMES = replace(
     NAMES,
     extra={**NAMES.extra, "router": "mlp.gate", "shared_gate": "mlp.shared_expert_gate"},
     experts="mlp.experts.{e}.",
-    expert_up=Split(("gate_proj", "up_proj")),
+    expert_up=SplitTensors(("gate_proj", "up_proj")),
     expert_down="down_proj",
-    shared_up=Split(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")),
+    shared_up=SplitTensors(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")),
     shared_down="mlp.shared_expert.down_proj",
 )
 
 
-def uses_window(c: Reader) -> bool:
-    on = c.flag("use_sliding_window", False)
-    window = c.get("sliding_window")
-    return on and window is not None
+def uses_window(config: ConfigReader) -> bool:
+    enabled = config.flag("use_sliding_window", False)
+    window = config.get("sliding_window")
+    return enabled and window is not None
 
 
-def upper_windows(c: Reader) -> tuple[int | None, ...]:
-    """Layers from max_window_layers on slide, if any do."""
-    on = uses_window(c)
-    first = c.whole("max_window_layers")
-    return windows(c, lambda i: on and i >= first)
+def upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
+    """Return the windows: layers from max_window_layers on have one, if windows are used."""
+    enabled = uses_window(config)
+    first = config.integer("max_window_layers")
+    return layer_windows(config, lambda i: enabled and i >= first)
 
 
-def qwen2(c: Reader) -> Model:
-    c.must("use_mrope", False)
-    return model(c, [layer(c, bias=True, out_bias=False, window=size) for size in upper_windows(c)])
-
-
-def experts(c: Reader) -> Moe:
-    size = mlp(c, "moe_intermediate_size")
-    renormalize = c.flag("norm_topk_prob", False)
-    return Moe(c.size("num_experts"), c.size("num_experts_per_tok"), size, renormalize)
-
-
-def mixed(c: Reader, dense: list[Layer], moe: Moe) -> list[Layer]:
-    """Experts in every decoder_sparse_step-th layer that mlp_only_layers does not claim."""
-    step = c.size("decoder_sparse_step")
-    only = c.items("mlp_only_layers", int)
-    return [
-        plain if i in only or (i + 1) % step else replace(plain, mlp=moe)
-        for i, plain in enumerate(dense)
+def read_qwen2(config: ConfigReader) -> ModelSpec:
+    config.require("use_mrope", False)
+    layers = [
+        read_layer(config, bias=True, out_bias=False, window=window)
+        for window in upper_windows(config)
     ]
+    return read_model(config, layers)
 
 
-def qwen2_moe(c: Reader) -> Model:
-    bias = c.flag("qkv_bias", True)
-    on = uses_window(c)
-    last = c.whole("max_window_layers")
-    moe = replace(experts(c), shared=mlp(c, "shared_expert_intermediate_size"), shared_gate=True)
-    sizes = windows(c, lambda i: on and i % 2 == 0 and i < last)
-    return model(
-        c, mixed(c, [layer(c, bias=bias, out_bias=False, window=size) for size in sizes], moe)
+def read_moe(config: ConfigReader) -> MoeSpec:
+    return MoeSpec(
+        experts=config.size("num_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        mlp=read_mlp(config, "moe_intermediate_size"),
+        renormalize=config.flag("norm_topk_prob", False),
     )
 
 
+def mix_dense_and_moe(
+    config: ConfigReader, layers: list[LayerSpec], moe: MoeSpec
+) -> list[LayerSpec]:
+    """Put experts into every decoder_sparse_step-th layer that is not in mlp_only_layers."""
+    step = config.size("decoder_sparse_step")
+    dense_layers = config.list_of("mlp_only_layers", int)
+    mixed = []
+    for i, layer in enumerate(layers):
+        is_dense = i in dense_layers or (i + 1) % step != 0
+        mixed.append(layer if is_dense else replace(layer, mlp=moe))
+    return mixed
+
+
+def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
+    bias = config.flag("qkv_bias", True)
+    enabled = uses_window(config)
+    end = config.integer("max_window_layers")
+    moe = replace(
+        read_moe(config),
+        shared=read_mlp(config, "shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    windows = layer_windows(config, lambda i: enabled and i % 2 == 0 and i < end)
+    layers = [read_layer(config, bias=bias, out_bias=False, window=window) for window in windows]
+    return read_model(config, mix_dense_and_moe(config, layers, moe))
+
+
 FAMILIES = {
-    "qwen2": Family(qwen2, NAMES, QWEN),
-    "qwen2_moe": Family(qwen2_moe, MOE_NAMES, QWEN2_MOE),
+    "qwen2": ModelFamily(read_qwen2, NAMES, QWEN),
+    "qwen2_moe": ModelFamily(read_qwen2_moe, MOE_NAMES, QWEN2_MOE),
 }

@@ -1,23 +1,23 @@
-"""Qwen3: heads of a stated width, q and k normed within each; its MoE has no shared expert."""
+"""Qwen3: a stated head_dim, norms on q and k per head; its MoE has no shared expert."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from bloomery.families import Family
-from bloomery.families.llama import NAMES, layer, model
+from bloomery.families import ModelFamily
+from bloomery.families.llama import NAMES, read_layer, read_model
 from bloomery.families.qwen2 import (
     MOE_NAMES,
     QWEN,
     QWEN2_MOE,
-    experts,
-    mixed,
+    mix_dense_and_moe,
+    read_moe,
     upper_windows,
     uses_window,
 )
-from bloomery.families.reader import Reader, defaults
-from bloomery.families.window import windows
-from bloomery.spec import Layer, Model, Norm
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.window import layer_windows
+from bloomery.spec import LayerSpec, ModelSpec, NormSpec
 
 QWEN3 = QWEN | {"head_dim": 128}
 QWEN3_MOE = QWEN2_MOE | defaults(
@@ -30,20 +30,24 @@ QWEN3_MOE = QWEN2_MOE | defaults(
 )
 
 
-def normed(c: Reader, **changes: Any) -> Layer:
-    return layer(c, qk_norm=Norm("rms", c.number("rms_norm_eps")), **changes)
+def read_qk_norm_layer(config: ConfigReader, **changes: Any) -> LayerSpec:
+    qk_norm = NormSpec("rms", config.number("rms_norm_eps"))
+    return read_layer(config, qk_norm=qk_norm, **changes)
 
 
-def qwen3(c: Reader) -> Model:
-    return model(c, [normed(c, window=size) for size in upper_windows(c)])
+def read_qwen3(config: ConfigReader) -> ModelSpec:
+    windows = upper_windows(config)
+    layers = [read_qk_norm_layer(config, window=window) for window in windows]
+    return read_model(config, layers)
 
 
-def qwen3_moe(c: Reader) -> Model:
-    sizes = windows(c, lambda i: uses_window(c))
-    return model(c, mixed(c, [normed(c, window=size) for size in sizes], experts(c)))
+def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
+    windows = layer_windows(config, lambda i: uses_window(config))
+    layers = [read_qk_norm_layer(config, window=window) for window in windows]
+    return read_model(config, mix_dense_and_moe(config, layers, read_moe(config)))
 
 
 FAMILIES = {
-    "qwen3": Family(qwen3, NAMES, QWEN3),
-    "qwen3_moe": Family(qwen3_moe, MOE_NAMES, QWEN3_MOE),
+    "qwen3": ModelFamily(read_qwen3, NAMES, QWEN3),
+    "qwen3_moe": ModelFamily(read_qwen3_moe, MOE_NAMES, QWEN3_MOE),
 }

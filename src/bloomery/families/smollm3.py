@@ -1,15 +1,15 @@
-"""SmolLM3: a Llama in which every fourth layer has no positions."""
+"""SmolLM3: a Llama in which every fourth layer has no position encoding (NoPE)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from bloomery.families import Family
-from bloomery.families.llama import DEFAULTS, NAMES, layer, model
+from bloomery.families import ModelFamily
+from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_model
 from bloomery.families.qwen2 import uses_window
-from bloomery.families.reader import Reader, defaults
-from bloomery.families.window import windows
-from bloomery.spec import Model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.window import layer_windows
+from bloomery.spec import ModelSpec
 
 SMOLLM3 = DEFAULTS | defaults(
     vocab=128256,
@@ -23,21 +23,24 @@ SMOLLM3 = DEFAULTS | defaults(
 )
 
 
-def smollm3(c: Reader) -> Model:
-    interval = c.size("no_rope_layer_interval", 4)
-    count = len(c.layers())
-    turns = c.items(
-        "no_rope_layers", int, [int((i + 1) % interval != 0) for i in c.layers()]
-    )  # 1: this layer turns
-    if len(turns) != count:
-        raise c.wrong("no_rope_layers", f"names {len(turns)} layers of {count}")
-    on = uses_window(c)
-    plain = layer(c)
-    blocks = [
-        replace(plain.attention, window=size, position=plain.attention.position if turn else None)
-        for size, turn in zip(windows(c, lambda i: on and not turns[i]), turns)
-    ]
-    return model(c, [replace(plain, attention=block) for block in blocks])
+def read_smollm3(config: ConfigReader) -> ModelSpec:
+    interval = config.size("no_rope_layer_interval", 4)
+    num_layers = len(config.layers())
+    default = [int((i + 1) % interval != 0) for i in config.layers()]
+    # Despite its name, 1 stands for a layer with rope.
+    has_rope = config.list_of("no_rope_layers", int, default)
+    if len(has_rope) != num_layers:
+        raise config.error("no_rope_layers", f"names {len(has_rope)} layers of {num_layers}")
+    enabled = uses_window(config)
+    windows = layer_windows(config, lambda i: enabled and not has_rope[i])
+    rope_layer = read_layer(config)
+    layers = []
+    for i, window in enumerate(windows):
+        attention = replace(rope_layer.attention, window=window)
+        if not has_rope[i]:
+            attention = replace(attention, position=None)
+        layers.append(replace(rope_layer, attention=attention))
+    return read_model(config, layers)
 
 
-FAMILIES = {"smollm3": Family(smollm3, NAMES, SMOLLM3)}
+FAMILIES = {"smollm3": ModelFamily(read_smollm3, NAMES, SMOLLM3)}

@@ -1,14 +1,16 @@
-"""StableLM: a Llama with biased layer norms and partial rotary; some norm q and k with a weight for every head."""
+"""StableLM: a Llama with biased layer norms and partial rope; some models have norms on q and k
+with a weight per head.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from bloomery.families import Family
-from bloomery.families.llama import DEFAULTS, NAMES, attention, mlp, model
-from bloomery.families.reader import Reader, defaults
-from bloomery.families.rope import rope
-from bloomery.spec import Layer, Model, Norm
+from bloomery.families import ModelFamily
+from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_mlp, read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.rope import read_rope
+from bloomery.spec import LayerSpec, ModelSpec, NormSpec
 
 STABLELM_NAMES = replace(
     NAMES,
@@ -23,21 +25,25 @@ STABLELM = DEFAULTS | defaults(
 )
 
 
-def stablelm(c: Reader) -> Model:
-    norm = Norm("layer", c.number("layer_norm_eps", 1e-5), bias=True)
-    parallel = c.flag("use_parallel_residual", False)
-    block = attention(
-        c,
-        position=rope(c, c.head_dim(), partial=True),
-        bias=c.flag("use_qkv_bias", False),
+def read_stablelm(config: ConfigReader) -> ModelSpec:
+    norm = NormSpec("layer", config.number("layer_norm_eps", 1e-5), bias=True)
+    parallel = config.flag("use_parallel_residual", False)
+    attention = read_attention(
+        config,
+        position=read_rope(config, config.head_dim(), partial=True),
+        bias=config.flag("use_qkv_bias", False),
         out_bias=False,
-        qk_norm=replace(norm, bias=False) if c.flag("qk_layernorm", False) else None,
+        qk_norm=replace(norm, bias=False) if config.flag("qk_layernorm", False) else None,
         qk_norm_over="each",
     )
-    layer = Layer(
-        block, mlp(c), attn_norm=norm, mlp_norm=None if parallel else norm, parallel=parallel
+    layer = LayerSpec(
+        attention,
+        read_mlp(config),
+        attn_norm=norm,
+        mlp_norm=None if parallel else norm,
+        parallel=parallel,
     )
-    return model(c, [layer] * len(c.layers()), final_norm=norm)
+    return read_model(config, [layer] * len(config.layers()), final_norm=norm)
 
 
-FAMILIES = {"stablelm": Family(stablelm, STABLELM_NAMES, STABLELM)}
+FAMILIES = {"stablelm": ModelFamily(read_stablelm, STABLELM_NAMES, STABLELM)}

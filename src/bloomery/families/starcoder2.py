@@ -1,14 +1,14 @@
-"""StarCoder2: Llama's attention with layer norms, biases and a plain MLP."""
+"""StarCoder2: Llama's attention with layer norms, biases and an ungated MLP."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from bloomery.families import Family
-from bloomery.families.llama import DEFAULTS, NAMES, attention, model
-from bloomery.families.reader import Reader, defaults
-from bloomery.families.window import windows
-from bloomery.spec import Layer, Mlp, Model, Norm
+from bloomery.families import ModelFamily
+from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.window import layer_windows
+from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
 
 STARCODER2_NAMES = replace(NAMES, mlp_up="mlp.c_fc", mlp_down="mlp.c_proj")
 STARCODER2 = DEFAULTS | defaults(
@@ -24,17 +24,20 @@ STARCODER2 = DEFAULTS | defaults(
 )
 
 
-def starcoder2(c: Reader) -> Model:
-    c.must("norm_type", "layer_norm")
-    c.must("mlp_type", "default")
-    bias = c.flag("use_bias", True)
-    norm = Norm("layer", c.number("norm_epsilon", 1e-5), bias=True)
-    mlp = Mlp(c.size("intermediate_size"), c.activation("hidden_act"), gated=False, bias=bias)
-    sizes = windows(c, lambda i: c.get("sliding_window") is not None)
-    blocks = (attention(c, bias=bias, out_bias=bias, window=size) for size in sizes)
-    return model(
-        c, [Layer(block, mlp, attn_norm=norm, mlp_norm=norm) for block in blocks], final_norm=norm
+def read_starcoder2(config: ConfigReader) -> ModelSpec:
+    config.require("norm_type", "layer_norm")
+    config.require("mlp_type", "default")
+    bias = config.flag("use_bias", True)
+    norm = NormSpec("layer", config.number("norm_epsilon", 1e-5), bias=True)
+    mlp = MlpSpec(
+        config.size("intermediate_size"), config.activation("hidden_act"), gated=False, bias=bias
     )
+    windows = layer_windows(config, lambda i: config.get("sliding_window") is not None)
+    layers = []
+    for window in windows:
+        attention = read_attention(config, bias=bias, out_bias=bias, window=window)
+        layers.append(LayerSpec(attention, mlp, attn_norm=norm, mlp_norm=norm))
+    return read_model(config, layers, final_norm=norm)
 
 
-FAMILIES = {"starcoder2": Family(starcoder2, STARCODER2_NAMES, STARCODER2)}
+FAMILIES = {"starcoder2": ModelFamily(read_starcoder2, STARCODER2_NAMES, STARCODER2)}

@@ -1,21 +1,25 @@
-"""Which layers look through a sliding window: `layer_types` where the file has it, else the family's own rule."""
+"""Sliding windows by layer: from `layer_types` if present, else by a rule of the family."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from bloomery.families.reader import Reader
+from bloomery.families.reader import ConfigReader
 
-KINDS = {"sliding_attention": True, "full_attention": False}
+HAS_WINDOW = {"sliding_attention": True, "full_attention": False}
 
 
-def windows(c: Reader, rule: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """For each layer the size of its window, or None where it sees everything; `rule(i)`: layer i slides."""
-    kinds = c.items("layer_types", str)
-    unknown = next((kind for kind in kinds if kind not in KINDS), None)
-    if unknown is not None:
-        raise c.wrong("layer_types", f"{unknown!r} is not known. Known: {', '.join(KINDS)}")
-    if kinds and len(kinds) != len(c.layers()):
-        raise c.wrong("layer_types", f"names {len(kinds)} layers of {len(c.layers())}")
-    slides = [KINDS[kind] for kind in kinds] or [rule(i) for i in c.layers()]
-    return tuple(c.size("sliding_window") if sliding else None for sliding in slides)
+def layer_windows(config: ConfigReader, rule: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Return the window of each layer, None for full attention; `rule(i)`: layer i has a window."""
+    layer_types = config.list_of("layer_types", str)
+    num_layers = len(config.layers())
+    for layer_type in layer_types:
+        if layer_type not in HAS_WINDOW:
+            known = ", ".join(HAS_WINDOW)
+            raise config.error("layer_types", f"{layer_type!r} is not known. Known: {known}")
+    if layer_types and len(layer_types) != num_layers:
+        raise config.error("layer_types", f"names {len(layer_types)} layers of {num_layers}")
+    has_window = [HAS_WINDOW[layer_type] for layer_type in layer_types]
+    if not has_window:
+        has_window = [rule(i) for i in config.layers()]
+    return tuple(config.size("sliding_window") if windowed else None for windowed in has_window)

@@ -1,1 +1,1 @@
-"""One operation a file: the public function, its torch reference and, where it pays, a faster form of the same."""
+"""One operation per file: the public function, its torch reference and its Triton kernel."""

@@ -1,4 +1,4 @@
-"""What stands between the two halves of an MLP, in one pass."""
+"""Activation functions of an MLP, plain or gated: activation(gate) * up in one pass."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels.launch import begin, fused, jit, overlap, tl, wait
-from bloomery.native import ops
-from bloomery.native.team import team
+from bloomery.kernels.launch import (
+    jit,
+    launch_dependents,
+    pdl_options,
+    tl,
+    use_triton,
+    wait_for_previous,
+)
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -17,77 +22,81 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-BLOCK = 1024
+BLOCK = 1024  # outputs of one Triton program
 
 
-def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """[tokens, gate | up] -> activation(gate) * up."""
-    if team().takes(x):
-        return ops.elements(ops.GATED, x, activation=activation)
-    return activate_rows(x, activation, gated=True) if fused(x) else gate_reference(x, activation)
+def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(gate) * up for x [tokens, gate | up]."""
+    if use_triton(x):
+        return activation_triton(x, activation, gated=True)
+    return gated_activation_reference(x, activation)
 
 
-def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    if team().takes(x):
-        return ops.elements(ops.ACTIVATED, x, activation=activation)
-    return activate_rows(x, activation, gated=False) if fused(x) else ACTIVATIONS[activation](x)
+def apply_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(x), element by element."""
+    if use_triton(x):
+        return activation_triton(x, activation, gated=False)
+    return ACTIVATIONS[activation](x)
 
 
-def gate_reference(x: torch.Tensor, activation: str) -> torch.Tensor:
-    left, right = x.chunk(2, -1)
-    return ACTIVATIONS[activation](left) * right
+def gated_activation_reference(x: torch.Tensor, activation: str) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return ACTIVATIONS[activation](gate) * up
 
 
-def activate_rows(x: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
-    """The kernel, over contiguous rows."""
+def activation_triton(x: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
     x = x.contiguous()
     width = x.shape[-1] // 2 if gated else x.shape[-1]
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     grid = (out.numel() // width, -(-width // BLOCK))
-    activate_kernel[grid](
+    activation_kernel[grid](
         x,
         out,
         WIDTH=width,
         BLOCK=BLOCK,
-        KIND=activation,
+        ACTIVATION=activation,
         GATED=gated,
         num_warps=4,
-        **overlap(x.device),
+        **pdl_options(x.device),
     )
     return out
 
 
 @jit
-def activate_kernel(
-    x,
-    out,
+def activation_kernel(
+    x,  # [rows, WIDTH], or [rows, 2 * WIDTH] with GATED
+    out,  # [rows, WIDTH]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    """One program computes BLOCK outputs of one row."""
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = i < WIDTH
-    source = x + row * (2 * WIDTH if GATED else WIDTH) + i
-    wait(PDL)
-    y = activated(tl.load(source, mask=here, other=0.0).to(tl.float32), KIND)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = column < WIDTH
+    source = x + row * (2 * WIDTH if GATED else WIDTH) + column
+    wait_for_previous(PDL)
+    y = activation_tile(tl.load(source, mask=valid, other=0.0).to(tl.float32), ACTIVATION)
     if GATED:
-        y = y * tl.load(source + WIDTH, mask=here, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + i, y.to(out.dtype.element_ty), mask=here)
+        y = y * tl.load(source + WIDTH, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, y.to(out.dtype.element_ty), mask=valid)
 
 
 @jit
-def activated(x, KIND: tl.constexpr):
-    """x in float32. tanh(y) is 2 sigmoid(2 y) - 1."""
-    if KIND == "silu":
+def activation_tile(x, ACTIVATION: tl.constexpr):
+    """Apply an activation to float32 values inside a kernel.
+
+    gelu_tanh uses tanh(y) = 2 sigmoid(2 y) - 1.
+    """
+    if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
-    elif KIND == "gelu":
+    elif ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_tanh":
+    elif ACTIVATION == "gelu_tanh":
         return x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
     else:
-        tl.static_assert(KIND == "relu")
+        tl.static_assert(ACTIVATION == "relu")
         return tl.maximum(x, 0.0)

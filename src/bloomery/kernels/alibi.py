@@ -1,4 +1,4 @@
-"""ALiBi: how much each head discounts distance."""
+"""ALiBi slopes: how much each head's attention scores fall with distance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import torch
 
 
 def alibi_slopes(heads: int, max_bias: float) -> torch.Tensor:
-    """[heads] float32; heads beyond a power of two take the odd steps of the next one."""
+    """Return the slopes [heads] in float32.
+
+    With n, the largest power of two not above `heads`, the first n slopes are a geometric series.
+    The remaining heads take the odd steps of the series for 2 n heads.
+    """
     n = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-max_bias * (i + 1) / n) for i in range(n)]
     slopes += [2 ** (-max_bias * (2 * i + 1) / (2 * n)) for i in range(heads - n)]

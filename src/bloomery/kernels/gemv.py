@@ -1,577 +1,642 @@
-"""A product for one token (or a few) that streams its weights once and does what surrounds it on the way.
+"""Dense GEMV: a fused linear layer for one token, or a few.
 
-At one token a product is bound by the weights' bytes, so everything else must hide behind them: a norm of the input
-is recomputed by every program, for the input is small; activation, residual, turning and storing of q, k and v happen
-on the sums while they are still in registers. Weights go from memory to registers in 16-byte loads, one tile ahead,
-and the first tile is asked for before the previous kernel has ended, so that the memory never idles between kernels.
-Sums are in float32. Beyond a few tokens the arithmetic of this kernel costs more than the bytes: `pays` says when.
+    y [tokens, out] = epilogue(prologue(x) @ weight.T + bias)     x [tokens, in], weight [out, in]
 
-This file must not know layers, formats or what a model is.
+The prologue is a norm of x. The epilogue adds a residual, applies an activation (gated or not), or
+treats y as q | k | v: it applies rope to q and k, writes k and v to the KV cache and returns q.
+
+Decoding one token is bound by the bytes of the weights, so all other work must hide behind reading
+them. Every program recomputes the norm, because x is small. The epilogue works on the sums while
+they are in registers. Weights go from memory to registers in 16-byte loads, one tile ahead, and the
+first tile is requested before the previous kernel has ended (programmatic dependent launch).
+
+How the work is divided: program (i, j) computes GemvTiling.outputs columns of y for all tokens and
+loops over `in`. With experts (MoE), j is the token-expert pair; otherwise j is 0.
+
+    weight  [out, in]         program i reads BLOCK_OUT rows, BLOCK_K columns per iteration
+            +--------------+
+            | row i block  |  -> BLOCK_K -> BLOCK_K -> ...
+            +--------------+
+
+Paired rows: one output may need two weight rows (gate and up, or the two dimensions of a head that
+rope rotates together). A program then reads both rows and the second sum is called y_pair.
+
+Sums are float32. Beyond a few tokens the arithmetic costs more than the bytes: `gemv_is_faster`
+says when this kernel pays. quant/dense.py and kernels/moe.py choose it. This file must not know
+layers, checkpoint formats or models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels.activation import ACTIVATIONS, activated, gate_reference
-from bloomery.kernels.launch import begin, fused, jit, overlap, power_of_two, tl, wait
+from bloomery.fusion import (
+    ActivationEpilogue,
+    Epilogue,
+    NormPrologue,
+    QkvEpilogue,
+    ResidualEpilogue,
+)
+from bloomery.kernels.activation import ACTIVATIONS, activation_tile, gated_activation_reference
+from bloomery.kernels.launch import (
+    jit,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    tl,
+    use_triton,
+    wait_for_previous,
+)
 from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
-from bloomery.kernels.store import Turn, turn_and_store_reference
+from bloomery.kernels.rope_cache import apply_rope_and_cache_reference
 
-FEW = 4  # tokens
-WIDEST = 65536  # inputs: the loop over them is unrolled
-
-
-class Norm(NamedTuple):
-    kind: Literal["rms", "layer"]
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    eps: float
+MAX_TOKENS = 4  # beyond it a GEMM is faster
+MAX_COLUMNS = 65536  # the loop over the columns is unrolled
 
 
-class Residual(NamedTuple):
-    """tensor + scale * y"""
-
-    tensor: torch.Tensor
-    scale: float = 1.0
-
-
-class Activation(NamedTuple):
-    """name(y), or name(gate) * up where the rows of the weights are gate | up"""
-
-    name: str
-    gated: bool
-
-
-class Heads(NamedTuple):
-    """The rows of the weights are q | k | v: q and k are turned, k and v go to the cache, q is the result."""
-
-    cache: torch.Tensor  # [2, slots, kv heads, dim]
-    slots: torch.Tensor  # [tokens]
-    turn: Turn
-
-
-After = Residual | Activation | Heads | None
-
-
-class Tiling(NamedTuple):
-    """How the work is cut: a program makes `outputs` results (from twice as many rows where rows pair up) and reads
-    `inputs` columns of them at once."""
+class GemvTiling(NamedTuple):
+    """How the work is divided: a program computes `outputs` results, reading `block_k` columns of
+    their weight rows per iteration. Paired rows double the rows that are read."""
 
     outputs: int
-    inputs: int
+    block_k: int
     warps: int
 
 
-# Measured inside whole decode steps; (rows, columns of the weights) -> the best cut. See benchmarks/products.py tune.
-TILINGS: Mapping[tuple[int, int], Tiling] = {
-    (6144, 4096): Tiling(2, 1024, 2),
-    (4096, 4096): Tiling(8, 2048, 4),
-    (28672, 4096): Tiling(2, 4096, 8),
-    (4096, 14336): Tiling(4, 1024, 4),
-    (128256, 4096): Tiling(4, 4096, 8),
-    (3072, 2048): Tiling(4, 2048, 4),
-    (2048, 2048): Tiling(4, 1024, 2),
-    (16384, 2048): Tiling(2, 1024, 2),
-    (2048, 8192): Tiling(4, 4096, 4),
-    (128256, 2048): Tiling(8, 2048, 4),
-    (6400, 6144): Tiling(4, 2048, 4),
-    (6144, 6144): Tiling(4, 2048, 4),
-    (24576, 6144): Tiling(8, 2048, 4),
-    (6144, 24576): Tiling(2, 4096, 4),
-    (49152, 6144): Tiling(8, 2048, 4),
-    (12288, 4096): Tiling(8, 1024, 4),
-    (16384, 4096): Tiling(8, 2048, 4),
-    (4096, 16384): Tiling(4, 8192, 8),
-    (250880, 4096): Tiling(8, 2048, 4),
+# (rows, columns) of the weights -> fastest tiling, measured inside whole decode steps on an H200
+# with `benchmarks/products.py tune`.
+MEASURED_TILINGS: Mapping[tuple[int, int], GemvTiling] = {
+    (6144, 4096): GemvTiling(2, 1024, 2),
+    (4096, 4096): GemvTiling(8, 2048, 4),
+    (28672, 4096): GemvTiling(2, 4096, 8),
+    (4096, 14336): GemvTiling(4, 1024, 4),
+    (128256, 4096): GemvTiling(4, 4096, 8),
+    (3072, 2048): GemvTiling(4, 2048, 4),
+    (2048, 2048): GemvTiling(4, 1024, 2),
+    (16384, 2048): GemvTiling(2, 1024, 2),
+    (2048, 8192): GemvTiling(4, 4096, 4),
+    (128256, 2048): GemvTiling(8, 2048, 4),
+    (6400, 6144): GemvTiling(4, 2048, 4),
+    (6144, 6144): GemvTiling(4, 2048, 4),
+    (24576, 6144): GemvTiling(8, 2048, 4),
+    (6144, 24576): GemvTiling(2, 4096, 4),
+    (49152, 6144): GemvTiling(8, 2048, 4),
+    (12288, 4096): GemvTiling(8, 1024, 4),
+    (16384, 4096): GemvTiling(8, 2048, 4),
+    (4096, 16384): GemvTiling(4, 8192, 8),
+    (250880, 4096): GemvTiling(8, 2048, 4),
 }
 
 
-def tiling(rows: int, columns: int, paired: bool, itemsize: int, tokens: int = 1) -> Tiling:
-    """Without a measurement: four rows at a time, 128 bytes of them a thread, tiles that end where the row does.
+def select_gemv_tiling(
+    rows: int, columns: int, paired: bool, itemsize: int, tokens: int = 1
+) -> GemvTiling:
+    """Choose the tiling for a weight [rows, columns]: the measured one, or one by rule.
 
-    Several tokens need registers for their sums: half as many bytes.
+    By rule a program reads four weight rows at a time, 128 bytes per thread, in tiles that end
+    where the row ends. Several tokens need registers for their sums, so they get half the bytes.
     """
-    if tokens == 1 and itemsize == 2 and (rows, columns) in TILINGS:
-        return TILINGS[rows, columns]
-    inputs = 8192 // itemsize if tokens == 1 else 2048 // itemsize
-    while inputs > 1024 // itemsize and columns % inputs:
-        inputs //= 2
-    if columns % inputs:  # no large power of two divides it: one ragged tile
-        inputs = min(power_of_two(columns), 4096 // itemsize)
-    return Tiling(
-        2 if paired else 4, inputs, max(1, inputs * itemsize // (1024 if tokens == 1 else 512))
-    )
+    if tokens == 1 and itemsize == 2 and (rows, columns) in MEASURED_TILINGS:
+        return MEASURED_TILINGS[rows, columns]
+    block_k = 8192 // itemsize if tokens == 1 else 2048 // itemsize
+    while block_k > 1024 // itemsize and columns % block_k:
+        block_k //= 2
+    if columns % block_k:  # no large power of two divides the row: the last tile is masked
+        block_k = min(next_power_of_2(columns), 4096 // itemsize)
+    outputs = 2 if paired else 4
+    bytes_per_warp = 1024 if tokens == 1 else 512
+    warps = max(1, block_k * itemsize // bytes_per_warp)
+    return GemvTiling(outputs, block_k, warps)
 
 
-def pays(
-    tokens: int, weight: torch.Tensor, before: Norm | None = None, after: After = None
+def gemv_is_faster(
+    tokens: int,
+    weight: torch.Tensor,
+    prologue: NormPrologue | None = None,
+    epilogue: Epilogue = None,
 ) -> bool:
-    """Whether this is the faster way. From two tokens on only for the plain sums of few outputs."""
-    if not fused(weight) or not possible(weight, after) or tokens > FEW:
-        return False
-    return (
-        tokens == 1
-        or (before is None and isinstance(after, Residual))
-        or (tokens == 2 and after is None)
-    )
+    """Whether this kernel beats the library's GEMM plus separate kernels.
 
-
-def possible(weight: torch.Tensor, after: After = None) -> bool:
-    columns = weight.shape[-1]
-    if columns % 8 or columns > WIDEST or not weight.is_contiguous():
-        return False
-    if isinstance(after, Heads):
-        plain = after.turn.norm is None and after.turn.clip is None
-        whole = (
-            after.cache[0].is_contiguous() and after.cache.element_size() > 1
-        )  # 8 bits need a head's largest number
-        return plain and after.cache.shape[-1] % 2 == 0 and whole
-    return True
-
-
-def product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    before: Norm | None = None,
-    after: After = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """after(before(x) @ weight.T + bias): x [tokens, in], weight [out, in] -> [tokens, out] of `dtype` (default x's).
-
-    With Heads, q [tokens, heads, dim] comes back.
+    From two tokens on it does so only without a norm and an activation.
     """
-    call = product_rows if pays(len(x), weight, before, after) else product_reference
-    return call(x, weight, bias, before, after, dtype)
+    if not use_triton(weight) or not supports_gemv(weight, epilogue) or tokens > MAX_TOKENS:
+        return False
+    if tokens == 1:
+        return True
+    if prologue is None and isinstance(epilogue, ResidualEpilogue):
+        return True
+    return tokens == 2 and epilogue is None
 
 
-def product_reference(
+def supports_gemv(weight: torch.Tensor, epilogue: Epilogue = None) -> bool:
+    """Whether the kernel can read this weight and run this epilogue."""
+    columns = weight.shape[-1]
+    if columns % 8 or columns > MAX_COLUMNS or not weight.is_contiguous():
+        return False
+    return supports_epilogue(epilogue)
+
+
+def supports_epilogue(epilogue: Epilogue) -> bool:
+    """Whether a GEMV kernel can run this epilogue: a program sees one pair of a head at a time.
+
+    A norm of q and k needs the whole head, and so does an 8-bit KV cache, whose scale is the
+    head's largest magnitude.
+    """
+    if not isinstance(epilogue, QkvEpilogue):
+        return True
+    transform = epilogue.transform
+    kv_cache = epilogue.kv_cache
+    rope_only = transform.norm is None and transform.clip is None
+    writable = kv_cache[0].is_contiguous() and kv_cache.element_size() > 1
+    return rope_only and kv_cache.shape[-1] % 2 == 0 and writable
+
+
+def needs_paired_rows(epilogue: Epilogue) -> bool:
+    """Whether one output needs two weight rows: rope pairs of q | k | v, or gate and up."""
+    if isinstance(epilogue, ActivationEpilogue):
+        return epilogue.gated
+    return isinstance(epilogue, QkvEpilogue)
+
+
+def fused_linear_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    before: Norm | None = None,
-    after: After = None,
-    dtype: torch.dtype | None = None,
+    prologue: NormPrologue | None = None,
+    epilogue: Epilogue = None,
 ) -> torch.Tensor:
-    if before is not None and before.kind == "rms":
-        x = rms_norm_reference(x, before.weight, before.eps)
-    elif before is not None:
-        x = layer_norm_reference(x, before.weight, before.bias, before.eps)
+    """The torch reference of the fused linear: x [tokens, in], weight [out, in] -> [tokens, out].
+
+    With a QkvEpilogue the result is q [tokens, heads, head dim].
+    """
+    if prologue is not None and prologue.kind == "rms":
+        x = rms_norm_reference(x, prologue.weight, prologue.eps)
+    elif prologue is not None:
+        x = layer_norm_reference(x, prologue.weight, prologue.bias, prologue.eps)
     y = F.linear(x, weight, bias)
-    match after:
-        case Residual(tensor, scale):
-            y = torch.add(tensor, y, alpha=scale)
-        case Activation(name, gated):
-            y = gate_reference(y, name) if gated else ACTIVATIONS[name](y)
-        case Heads(cache, slots, turn):
-            y = turn_and_store_reference(y, cache, slots, turn)
-    return y if dtype is None else y.to(dtype)
+    match epilogue:
+        case ResidualEpilogue(tensor, scale):
+            return torch.add(tensor, y, alpha=scale)
+        case ActivationEpilogue(name, gated):
+            return gated_activation_reference(y, name) if gated else ACTIVATIONS[name](y)
+        case QkvEpilogue(kv_cache, slot_mapping, transform):
+            return apply_rope_and_cache_reference(y, kv_cache, slot_mapping, transform)
+    return y
 
 
-def product_rows(
+def gemv_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    before: Norm | None = None,
-    after: After = None,
-    dtype: torch.dtype | None = None,
-    cut: Tiling | None = None,
-    visits: torch.Tensor | None = None,
-    shift: torch.Tensor | None = None,
+    prologue: NormPrologue | None = None,
+    epilogue: Epilogue = None,
+    tiling: GemvTiling | None = None,
+    expert_ids: torch.Tensor | None = None,
+    norm_shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The kernel. `shift` is what `shifts` gives, for whoever keeps it.
+    """Run the kernel. `norm_shift` is the result of `precompute_norm_shift`, if the caller has it.
 
-    With `visits`, numbers of experts, weight is [experts, out, in]: visit i multiplies its own expert by line i of x,
-    or by the line of its token, and makes line i of the result; `after` is an Activation or nothing.
+    With `expert_ids`, weight is [experts, out, in]. Row i of the result multiplies the weights of
+    expert expert_ids[i] by row i of x, or by the row of its token where x has one row per token.
+    The epilogue must then be an activation or None.
     """
     x = x.contiguous()
-    (tokens, columns) = x.shape
+    num_tokens, columns = x.shape
     rows = weight.shape[-2]
-    lines = tokens if visits is None else visits.numel()
-    paired = isinstance(after, Heads) or (isinstance(after, Activation) and after.gated)
-    outputs = rows // 2 if paired else rows
-    experts, share = (0, 1) if visits is None else (len(weight), lines // tokens)
-    tokens = tokens if visits is None else 1
-    cut = cut or tiling(rows, columns, paired, weight.element_size(), tokens)
-    norm = before or Norm("rms", None, None, 0.0)
-    if norm.kind == "layer" and shift is None:
-        shift = shifts(weight, norm)
-    given = (visits, bias, norm.weight, shift)
-    end = ends(x, after, rows, (lines, outputs), dtype or x.dtype)
-    gemv_kernel[(-(-outputs // cut.outputs), lines if experts else 1)](
+    num_experts = 0
+    top_k = 1
+    num_results = num_tokens
+    if expert_ids is not None:
+        num_experts = len(weight)
+        num_results = expert_ids.numel()
+        top_k = num_results // num_tokens
+        num_tokens = 1  # per program
+    paired = needs_paired_rows(epilogue)
+    num_outputs = rows // 2 if paired else rows
+    if tiling is None:
+        tiling = select_gemv_tiling(rows, columns, paired, weight.element_size(), num_tokens)
+    norm = prologue or NormPrologue("rms", None, None, 0.0)
+    if norm.kind == "layer" and norm_shift is None:
+        norm_shift = precompute_norm_shift(weight, norm)
+    optional = (expert_ids, bias, norm.weight, norm_shift)
+    args = build_epilogue_args(x, epilogue, rows, (num_results, num_outputs))
+    grid = (-(-num_outputs // tiling.outputs), num_results if num_experts else 1)
+    gemv_kernel[grid](
         x,
         weight,
-        *(x if part is None else part for part in given),
-        *end.tensors,
+        *(x if tensor is None else tensor for tensor in optional),
+        *args.tensors,
         norm.eps,
-        *end.numbers,
-        OUTPUTS=outputs,
+        *args.numbers,
+        NUM_OUTPUTS=num_outputs,
         COLUMNS=columns,
-        TOKENS=tokens,
-        TOKENS_UP=power_of_two(tokens),
-        EXPERTS=experts,
-        SHARE=share,
-        BIAS=bias is not None,
-        NORM=None if before is None else norm.kind,
-        NORM_WEIGHT=norm.weight is not None,
+        NUM_TOKENS=num_tokens,
+        TOKENS_POW2=next_power_of_2(num_tokens),
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        HAS_BIAS=bias is not None,
+        NORM=None if prologue is None else norm.kind,
+        HAS_NORM_WEIGHT=norm.weight is not None,
         PAIRED=paired,
         ROWS=rows,
-        **end.choices,
-        EACH=16 // weight.element_size(),
-        BLOCK_OUT=cut.outputs,
-        BLOCK_IN=cut.inputs,
-        num_warps=cut.warps,
-        **overlap(x.device),
+        **args.constants,
+        VECTOR=16 // weight.element_size(),
+        BLOCK_OUT=tiling.outputs,
+        BLOCK_K=tiling.block_k,
+        num_warps=tiling.warps,
+        **pdl_options(x.device),
     )
-    return end.tensors[-1]
+    return args.out
 
 
-def shifts(weight: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """What a layer norm's weight and bias add to a product whatever its input: [2, rows], W @ w and W @ b."""
+def precompute_norm_shift(weight: torch.Tensor, norm: NormPrologue) -> torch.Tensor:
+    """What a layer norm contributes to the product whatever x is: [2, rows], W @ w and W @ b."""
     columns = weight.shape[-1]
-    ones = torch.ones(columns, device=weight.device) if norm.weight is None else norm.weight.float()
-    vectors = torch.stack(
-        (ones, torch.zeros_like(ones) if norm.bias is None else norm.bias.float()), 1
-    )
-    return torch.cat([panel.float() @ vectors for panel in weight.split(256)]).t().contiguous()
+    if norm.weight is None:
+        norm_weight = torch.ones(columns, device=weight.device)
+    else:
+        norm_weight = norm.weight.float()
+    norm_bias = torch.zeros_like(norm_weight) if norm.bias is None else norm.bias.float()
+    vectors = torch.stack((norm_weight, norm_bias), 1)
+    shifts = [panel.float() @ vectors for panel in weight.split(256)]
+    return torch.cat(shifts).t().contiguous()
 
 
-class Ends(NamedTuple):
-    """What the kernel needs behind the sums."""
+class EpilogueArgs(NamedTuple):
+    """The kernel arguments that describe an epilogue. Unused tensors are placeholders."""
 
-    tensors: tuple[torch.Tensor, ...]  # residual or cache, slots, positions, cos, sin, out
-    numbers: tuple[float, int]  # scale of the residual, distance of values from keys
-    choices: dict[str, str | int | bool | None]
+    # residual or KV cache, slot mapping, positions, cos, sin, out
+    tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[float, int]  # scale of y before the residual, stride between keys and values
+    constants: dict[str, str | int | bool | None]
+
+    @property
+    def out(self) -> torch.Tensor:
+        return self.tensors[-1]
 
 
-def ends(
-    x: torch.Tensor, after: After, rows: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> Ends:
+def build_epilogue_args(
+    x: torch.Tensor, epilogue: Epilogue, rows: int, out_shape: tuple[int, ...]
+) -> EpilogueArgs:
+    """Translate an epilogue into kernel arguments and allocate the result.
+
+    The result has `out_shape`, or [tokens, heads, head dim] with a QkvEpilogue.
+    """
     kind = ""
     activation = ""
     tensors = (x, x, x, x, x)
     numbers = (1.0, 0)
-    heads = kv_heads = turned = 0
-    dim = 2
+    num_heads = 0
+    num_kv_heads = 0
+    head_dim = 2
+    rope_dim = 0
     interleaved = False
-    tables = False
-    match after:
-        case Residual(tensor, scale):
-            kind = "add"
-            tensors = (tensor.contiguous(), x, x, x, x)
+    rope_tables = False
+    match epilogue:
+        case ResidualEpilogue(residual, scale):
+            kind = "residual"
+            tensors = (residual.contiguous(), x, x, x, x)
             numbers = (scale, 0)
-        case Activation(activation, _):
-            kind = "activate"
-        case Heads(cache, slots, turn):
-            kind = "heads"
-            tables = turn.positions is not None
-            interleaved = turn.interleaved
-            kv_heads, dim = cache.shape[2:]
-            heads = rows // dim - 2 * kv_heads
-            cos, sin = turn.angles or (x, x)
-            turned = 2 * cos.shape[-1] if turn.angles else 0
-            tensors = (cache, slots, slots if turn.positions is None else turn.positions, cos, sin)
-            numbers = (1.0, cache.stride(0))
-            shape = (len(x), heads, dim)
-    choices: dict[str, str | int | bool | None] = {
-        "AFTER": kind,
+        case ActivationEpilogue(activation, _):
+            kind = "activation"
+        case QkvEpilogue(kv_cache, slot_mapping, transform):
+            kind = "qkv"
+            rope_tables = transform.positions is not None
+            interleaved = transform.interleaved
+            num_kv_heads, head_dim = kv_cache.shape[2:]
+            num_heads = rows // head_dim - 2 * num_kv_heads
+            cos, sin = transform.angles or (x, x)
+            rope_dim = 2 * cos.shape[-1] if transform.angles else 0
+            positions = slot_mapping if transform.positions is None else transform.positions
+            tensors = (kv_cache, slot_mapping, positions, cos, sin)
+            numbers = (1.0, kv_cache.stride(0))
+            out_shape = (len(x), num_heads, head_dim)
+    constants: dict[str, str | int | bool | None] = {
+        "EPILOGUE": kind,
         "ACTIVATION": activation,
-        "HEADS": heads,
-        "KV_HEADS": kv_heads,
-        "DIM": dim,
-        "TURNED": turned,
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "ROPE_DIM": rope_dim,
         "INTERLEAVED": interleaved,
-        "TABLES": tables,
+        "ROPE_TABLES": rope_tables,
     }
-    return Ends((*tensors, torch.empty(shape, dtype=dtype, device=x.device)), numbers, choices)
+    out = torch.empty(out_shape, dtype=x.dtype, device=x.device)
+    return EpilogueArgs((*tensors, out), numbers, constants)
 
 
 @jit
 def gemv_kernel(
-    x,
-    weight,
-    visits,
-    bias,
-    norm_weight,
-    shift,
-    other,
-    slots,
+    x,  # [tokens, COLUMNS]
+    weight,  # [ROWS, COLUMNS], or [experts, ROWS, COLUMNS]
+    expert_ids,  # [results]
+    bias,  # [ROWS]
+    norm_weight,  # [COLUMNS]
+    norm_shift,  # [2, ROWS]
+    residual_or_cache,
+    slot_mapping,
     positions,
     cos,
     sin,
     out,
     eps,
-    scale,
-    half,
-    OUTPUTS: tl.constexpr,
+    residual_scale,
+    kv_stride,
+    NUM_OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TOKENS_UP: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    SHARE: tl.constexpr,
-    BIAS: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    TOKENS_POW2: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     NORM: tl.constexpr,
-    NORM_WEIGHT: tl.constexpr,
+    HAS_NORM_WEIGHT: tl.constexpr,
     PAIRED: tl.constexpr,
     ROWS: tl.constexpr,
-    AFTER: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    TURNED: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    TABLES: tl.constexpr,
-    EACH: tl.constexpr,
+    ROPE_TABLES: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tiles are [tokens, outputs, inputs], and [1, 1, inputs] for what they share: all in the weights' own layout.
+    """Compute BLOCK_OUT outputs of all tokens.
 
-    A norm costs next to nothing, for its statistics come along and are applied to the sums: with mean m and deviation d
-    of x, W @ ((x - m) / d * w + b) = (W @ (x * w) - m * (W @ w)) / d + W @ b, of which W @ w and W @ b are known
-    beforehand. Float32 has digits to spare for the difference unless the mean is hundreds of deviations.
+    Tiles are [tokens, outputs, columns], and [1, 1, columns] for what all rows share, all in the
+    layout of the weight tile.
+
+    The norm costs almost nothing: its statistics are summed along with the product and applied to
+    the sums. With mean m and deviation d of x, W @ ((x - m) / d * w + b) equals
+    (W @ (x * w) - m * (W @ w)) / d + W @ b, and norm_shift holds W @ w and W @ b. Float32 has
+    enough digits for the difference unless the mean is hundreds of deviations.
     """
-    begin(PDL)
-    if EXPERTS > 0:
-        wait(PDL)  # the experts are news of this step
-        visit = tl.program_id(1).to(tl.int64)
-        expert = tl.load(visits + visit).to(tl.int64)
-        expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, 0)
-        weight += expert * (OUTPUTS * (2 if PAIRED else 1) * COLUMNS)
-        x += visit // SHARE * COLUMNS
-        out += visit * OUTPUTS
-    p = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    first, second = rows_of(tl.minimum(p, OUTPUTS - 1), OUTPUTS, DIM, TURNED, INTERLEAVED, AFTER)
-    m = tl.arange(0, TOKENS_UP)
-    k = tl.arange(0, BLOCK_IN)[None, None, :]
-    at_first = weight + first.to(tl.int64)[None, :, None] * COLUMNS + k
-    at_second = weight + second.to(tl.int64)[None, :, None] * COLUMNS + k
-    at_x = x + tl.minimum(m, TOKENS - 1)[:, None, None] * COLUMNS + k
-    a = tile(at_first, 0, k, COLUMNS, BLOCK_IN, "evict_first")
-    b = a
+    launch_dependents(PDL)
+    if NUM_EXPERTS > 0:
+        wait_for_previous(PDL)  # the router of this step writes expert_ids
+        result = tl.program_id(1).to(tl.int64)
+        expert = tl.load(expert_ids + result).to(tl.int64)
+        expert = tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, 0)
+        weight += expert * (NUM_OUTPUTS * (2 if PAIRED else 1) * COLUMNS)
+        x += result // TOP_K * COLUMNS
+        out += result * NUM_OUTPUTS
+    output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    first_row, second_row = weight_rows(
+        tl.minimum(output, NUM_OUTPUTS - 1), NUM_OUTPUTS, HEAD_DIM, ROPE_DIM, INTERLEAVED, EPILOGUE
+    )
+    token = tl.arange(0, TOKENS_POW2)
+    k = tl.arange(0, BLOCK_K)[None, None, :]
+    first_ptr = weight + first_row.to(tl.int64)[None, :, None] * COLUMNS + k
+    second_ptr = weight + second_row.to(tl.int64)[None, :, None] * COLUMNS + k
+    x_ptr = x + tl.minimum(token, NUM_TOKENS - 1)[:, None, None] * COLUMNS + k
+    next_first = load_tile(first_ptr, 0, k, COLUMNS, BLOCK_K, "evict_first")
+    next_second = next_first
     if PAIRED:
-        b = tile(at_second, 0, k, COLUMNS, BLOCK_IN, "evict_first")
-    if EXPERTS == 0:
-        wait(PDL)
-    y = tl.zeros([TOKENS_UP, BLOCK_OUT, BLOCK_IN // EACH], tl.float32)
-    z = y
-    square = tl.zeros([TOKENS_UP, 1, BLOCK_IN // EACH], tl.float32)
-    total = square
-    for k0 in tl.static_range(0, COLUMNS, BLOCK_IN):
-        a_now = a.to(tl.float32)
-        b_now = b.to(tl.float32)
-        if k0 + BLOCK_IN < COLUMNS:
-            a = tile(at_first, k0 + BLOCK_IN, k, COLUMNS, BLOCK_IN, "evict_first")
+        next_second = load_tile(second_ptr, 0, k, COLUMNS, BLOCK_K, "evict_first")
+    if NUM_EXPERTS == 0:
+        wait_for_previous(PDL)
+    y = tl.zeros([TOKENS_POW2, BLOCK_OUT, BLOCK_K // VECTOR], tl.float32)
+    y_pair = y
+    square_sum = tl.zeros([TOKENS_POW2, 1, BLOCK_K // VECTOR], tl.float32)
+    x_sum = square_sum
+    for k0 in tl.static_range(0, COLUMNS, BLOCK_K):
+        first = next_first.to(tl.float32)
+        second = next_second.to(tl.float32)
+        if k0 + BLOCK_K < COLUMNS:
+            next_first = load_tile(first_ptr, k0 + BLOCK_K, k, COLUMNS, BLOCK_K, "evict_first")
             if PAIRED:
-                b = tile(at_second, k0 + BLOCK_IN, k, COLUMNS, BLOCK_IN, "evict_first")
-        v = tile(at_x, k0, k, COLUMNS, BLOCK_IN, "").to(tl.float32)
+                next_second = load_tile(
+                    second_ptr, k0 + BLOCK_K, k, COLUMNS, BLOCK_K, "evict_first"
+                )
+        v = load_tile(x_ptr, k0, k, COLUMNS, BLOCK_K, "").to(tl.float32)
         if NORM is not None:
-            square += folded(v * v, TOKENS_UP, 1, BLOCK_IN, EACH)
+            square_sum += sum_within_thread(v * v, TOKENS_POW2, 1, BLOCK_K, VECTOR)
         if NORM == "layer":
-            total += folded(v, TOKENS_UP, 1, BLOCK_IN, EACH)
-        if NORM_WEIGHT:
-            v *= tile(norm_weight + k, k0, k, COLUMNS, BLOCK_IN, "")
-        y += folded(a_now * v, TOKENS_UP, BLOCK_OUT, BLOCK_IN, EACH)
+            x_sum += sum_within_thread(v, TOKENS_POW2, 1, BLOCK_K, VECTOR)
+        if HAS_NORM_WEIGHT:
+            v *= load_tile(norm_weight + k, k0, k, COLUMNS, BLOCK_K, "")
+        y += sum_within_thread(first * v, TOKENS_POW2, BLOCK_OUT, BLOCK_K, VECTOR)
         if PAIRED:
-            z += folded(b_now * v, TOKENS_UP, BLOCK_OUT, BLOCK_IN, EACH)
+            y_pair += sum_within_thread(second * v, TOKENS_POW2, BLOCK_OUT, BLOCK_K, VECTOR)
     y = tl.sum(y, 2)
-    z = tl.sum(z, 2)
+    y_pair = tl.sum(y_pair, 2)
     if NORM == "rms":
-        root = tl.rsqrt(tl.sum(square, 2) / COLUMNS + eps)
-        y = y * root
-        z = z * root
+        inverse_rms = tl.rsqrt(tl.sum(square_sum, 2) / COLUMNS + eps)
+        y = y * inverse_rms
+        y_pair = y_pair * inverse_rms
     if NORM == "layer":
-        mean = tl.sum(total, 2) / COLUMNS
-        root = tl.rsqrt(tl.maximum(tl.sum(square, 2) / COLUMNS - mean * mean, 0.0) + eps)
-        y = (y - mean * tl.load(shift + first)[None, :]) * root + tl.load(shift + ROWS + first)[
-            None, :
-        ]
+        mean = tl.sum(x_sum, 2) / COLUMNS
+        variance = tl.maximum(tl.sum(square_sum, 2) / COLUMNS - mean * mean, 0.0)
+        inverse_std = tl.rsqrt(variance + eps)
+        y = apply_norm_shift(y, first_row, mean, inverse_std, norm_shift, ROWS)
         if PAIRED:
-            z = (z - mean * tl.load(shift + second)[None, :]) * root + tl.load(
-                shift + ROWS + second
-            )[None, :]
-    if BIAS:
-        y += tl.load(bias + first)[None, :].to(tl.float32)
-        z += tl.load(bias + second)[None, :].to(tl.float32)
-    finish(
+            y_pair = apply_norm_shift(y_pair, second_row, mean, inverse_std, norm_shift, ROWS)
+    if HAS_BIAS:
+        y += tl.load(bias + first_row)[None, :].to(tl.float32)
+        y_pair += tl.load(bias + second_row)[None, :].to(tl.float32)
+    store_with_epilogue(
         y,
-        z,
-        p,
-        m,
-        other,
-        slots,
+        y_pair,
+        output,
+        token,
+        residual_or_cache,
+        slot_mapping,
         positions,
         cos,
         sin,
         out,
-        scale,
-        half,
-        OUTPUTS,
-        TOKENS,
+        residual_scale,
+        kv_stride,
+        NUM_OUTPUTS,
+        NUM_TOKENS,
         PAIRED,
-        AFTER,
+        EPILOGUE,
         ACTIVATION,
-        HEADS,
-        KV_HEADS,
-        DIM,
-        TURNED,
+        NUM_HEADS,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        ROPE_DIM,
         INTERLEAVED,
-        TABLES,
+        ROPE_TABLES,
     )
 
 
 @jit
-def finish(
-    y,
-    z,
-    p,
-    m,
-    other,
-    slots,
+def load_tile(
+    ptr, k0: tl.constexpr, k, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr
+):
+    """Load the tile that starts at column k0, with zeros past the end of the row."""
+    if k0 + BLOCK_K <= COLUMNS:
+        return tl.load(ptr + k0, eviction_policy=EVICT)
+    else:
+        return tl.load(ptr + k0, mask=k0 + k < COLUMNS, other=0.0, eviction_policy=EVICT)
+
+
+@jit
+def sum_within_thread(
+    tile, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr
+):
+    """Sum the VECTOR neighbours that one thread holds: [TOKENS, OUTPUTS, COLUMNS / VECTOR].
+
+    No value passes between threads.
+    """
+    return tl.sum(tl.reshape(tile, (TOKENS, OUTPUTS, COLUMNS // VECTOR, VECTOR)), 3)
+
+
+@jit
+def apply_norm_shift(y, row, mean, inverse_std, norm_shift, ROWS: tl.constexpr):
+    """Turn W @ (x * w) into W @ layer_norm(x), see gemv_kernel."""
+    weight_shift = tl.load(norm_shift + row)[None, :]
+    return (y - mean * weight_shift) * inverse_std + tl.load(norm_shift + ROWS + row)[None, :]
+
+
+@jit
+def weight_rows(
+    output,
+    NUM_OUTPUTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    """Return the two weight rows of an output: gate and up, or the two dimensions of a rope pair.
+
+    Dimensions of a head beyond ROPE_DIM are paired as well, although rope leaves them alone.
+    """
+    if EPILOGUE == "qkv":
+        head_start = output // (HEAD_DIM // 2) * HEAD_DIM
+        pair = output % (HEAD_DIM // 2)
+        if INTERLEAVED:
+            return head_start + 2 * pair, head_start + 2 * pair + 1
+        else:
+            has_rope = pair < ROPE_DIM // 2
+            low = head_start + tl.where(has_rope, pair, pair + ROPE_DIM // 2)
+            return low, low + tl.where(has_rope, ROPE_DIM // 2, (HEAD_DIM - ROPE_DIM) // 2)
+    else:
+        return output, output + NUM_OUTPUTS
+
+
+@jit
+def store_with_epilogue(
+    y,  # [tokens, outputs]
+    y_pair,  # [tokens, outputs], the sums of the second row where rows are paired
+    output,
+    token,
+    residual_or_cache,
+    slot_mapping,
     positions,
     cos,
     sin,
     out,
-    scale,
-    half,
-    OUTPUTS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    residual_scale,
+    kv_stride,
+    NUM_OUTPUTS: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
     PAIRED: tl.constexpr,
-    AFTER: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    TURNED: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    TABLES: tl.constexpr,
+    ROPE_TABLES: tl.constexpr,
 ):
-    """What stands behind the sums y (and z, where rows pair up) [tokens m, results p], and the storing of it."""
-    here = (m < TOKENS)[:, None] & (p < OUTPUTS)[None, :]
-    if AFTER == "heads":
-        turned_and_stored(
+    """Apply the epilogue to the sums and store the result."""
+    mask = (token < NUM_TOKENS)[:, None] & (output < NUM_OUTPUTS)[None, :]
+    if EPILOGUE == "qkv":
+        store_qkv(
             y,
-            z,
-            p,
-            m,
-            here,
-            other,
-            slots,
+            y_pair,
+            output,
+            token,
+            mask,
+            residual_or_cache,
+            slot_mapping,
             positions,
             cos,
             sin,
             out,
-            half,
-            TOKENS,
-            HEADS,
-            KV_HEADS,
-            DIM,
-            TURNED,
+            kv_stride,
+            NUM_TOKENS,
+            NUM_HEADS,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            ROPE_DIM,
             INTERLEAVED,
-            TABLES,
+            ROPE_TABLES,
         )
     else:
-        at = m[:, None] * OUTPUTS + p[None, :]
-        if AFTER == "activate":
-            y = activated(y, ACTIVATION)
+        offset = token[:, None] * NUM_OUTPUTS + output[None, :]
+        if EPILOGUE == "activation":
+            y = activation_tile(y, ACTIVATION)
             if PAIRED:
-                y = y * z
-        elif AFTER == "add":
-            y = tl.load(other + at, mask=here, other=0.0).to(tl.float32) + scale * y
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=here)
+                y = y * y_pair
+        elif EPILOGUE == "residual":
+            residual = tl.load(residual_or_cache + offset, mask=mask, other=0.0)
+            y = residual.to(tl.float32) + residual_scale * y
+        tl.store(out + offset, y.to(out.dtype.element_ty), mask=mask)
 
 
 @jit
-def rows_of(
-    p,
-    OUTPUTS: tl.constexpr,
-    DIM: tl.constexpr,
-    TURNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    AFTER: tl.constexpr,
-):
-    """The two rows of the weights behind result p: gate and up, or the two dimensions of a head that turn together."""
-    if AFTER == "heads":
-        head = p // (DIM // 2) * DIM
-        j = p % (DIM // 2)
-        if INTERLEAVED:
-            return head + 2 * j, head + 2 * j + 1
-        else:
-            turns = j < TURNED // 2
-            low = head + tl.where(turns, j, j + TURNED // 2)
-            return low, low + tl.where(turns, TURNED // 2, (DIM - TURNED) // 2)
-    else:
-        return p, p + OUTPUTS
-
-
-@jit
-def tile(
-    at, k0: tl.constexpr, k, COLUMNS: tl.constexpr, BLOCK_IN: tl.constexpr, EVICT: tl.constexpr
-):
-    """A block at column k0; zeros past the end of the row."""
-    if k0 + BLOCK_IN <= COLUMNS:
-        return tl.load(at + k0, eviction_policy=EVICT)
-    else:
-        return tl.load(at + k0, mask=k0 + k < COLUMNS, other=0.0, eviction_policy=EVICT)
-
-
-@jit
-def folded(t, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, EACH: tl.constexpr):
-    """[A, B, C] summed over the EACH neighbours that one thread holds: no exchange between threads."""
-    return tl.sum(tl.reshape(t, (A, B, C // EACH, EACH)), 3)
-
-
-@jit
-def turned_and_stored(
+def store_qkv(
     y,
-    z,
-    p,
-    m,
-    here,
-    cache,
-    slots,
+    y_pair,
+    output,
+    token,
+    mask,
+    kv_cache,  # [2, slots, kv heads, head dim]
+    slot_mapping,
     positions,
     cos,
     sin,
-    out,
-    half,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    TURNED: tl.constexpr,
+    out,  # q: [tokens, heads, head dim]
+    kv_stride,
+    NUM_TOKENS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    TABLES: tl.constexpr,
+    ROPE_TABLES: tl.constexpr,
 ):
-    """y and z [tokens, pairs] are the two dimensions of each pair of the heads q | k | v."""
-    low, high = rows_of(p, 0, DIM, TURNED, INTERLEAVED, "heads")
-    head = p // (DIM // 2)
-    j = p % (DIM // 2)
-    if TURNED > 0:
-        turns = here & ((j < TURNED // 2) & (head < HEADS + KV_HEADS))[None, :]
-        row = tl.load(positions + m, mask=m < TOKENS, other=0) if TABLES else m
-        at = row[:, None] * (TURNED // 2) + j[None, :]
-        c = tl.load(cos + at, mask=turns, other=1.0)
-        s = tl.load(sin + at, mask=turns, other=0.0)
-        y, z = y * c - z * s, y * s + z * c
-    q = here & (head < HEADS)[None, :]
-    at = m[:, None] * (HEADS * DIM) + low[None, :]
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=q)
-    tl.store(out + at + (high - low)[None, :], z.to(out.dtype.element_ty), mask=q)
-    is_key = head < HEADS + KV_HEADS
-    column = low - tl.where(is_key, HEADS, HEADS + KV_HEADS) * DIM
-    slot = tl.load(slots + m, mask=m < TOKENS, other=0).to(tl.int64)
-    at = (
-        slot[:, None] * (KV_HEADS * DIM)
-        + (column + tl.where(is_key, 0, 1).to(tl.int64) * half)[None, :]
+    """Apply rope to q and k, store q in `out` and k and v in the KV cache.
+
+    y and y_pair [tokens, pairs] hold the two dimensions of each pair of the heads q | k | v.
+    """
+    low, high = weight_rows(output, 0, HEAD_DIM, ROPE_DIM, INTERLEAVED, "qkv")
+    head = output // (HEAD_DIM // 2)
+    pair = output % (HEAD_DIM // 2)
+    if ROPE_DIM > 0:
+        has_rope = (pair < ROPE_DIM // 2) & (head < NUM_HEADS + NUM_KV_HEADS)
+        rope_mask = mask & has_rope[None, :]
+        row = tl.load(positions + token, mask=token < NUM_TOKENS, other=0) if ROPE_TABLES else token
+        angle = row[:, None] * (ROPE_DIM // 2) + pair[None, :]
+        c = tl.load(cos + angle, mask=rope_mask, other=1.0)
+        s = tl.load(sin + angle, mask=rope_mask, other=0.0)
+        y, y_pair = y * c - y_pair * s, y * s + y_pair * c
+    q_mask = mask & (head < NUM_HEADS)[None, :]
+    q_offset = token[:, None] * (NUM_HEADS * HEAD_DIM) + low[None, :]
+    tl.store(out + q_offset, y.to(out.dtype.element_ty), mask=q_mask)
+    tl.store(out + q_offset + (high - low)[None, :], y_pair.to(out.dtype.element_ty), mask=q_mask)
+    is_key = head < NUM_HEADS + NUM_KV_HEADS
+    column = low - tl.where(is_key, NUM_HEADS, NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM
+    slot = tl.load(slot_mapping + token, mask=token < NUM_TOKENS, other=0).to(tl.int64)
+    value_offset = tl.where(is_key, 0, 1).to(tl.int64) * kv_stride
+    kv_offset = slot[:, None] * (NUM_KV_HEADS * HEAD_DIM) + (column + value_offset)[None, :]
+    kv_mask = mask & (head >= NUM_HEADS)[None, :]
+    tl.store(kv_cache + kv_offset, y.to(kv_cache.dtype.element_ty), mask=kv_mask)
+    tl.store(
+        kv_cache + kv_offset + (high - low)[None, :],
+        y_pair.to(kv_cache.dtype.element_ty),
+        mask=kv_mask,
     )
-    kv = here & (head >= HEADS)[None, :]
-    tl.store(cache + at, y.to(cache.dtype.element_ty), mask=kv)
-    tl.store(cache + at + (high - low)[None, :], z.to(cache.dtype.element_ty), mask=kv)

@@ -1,12 +1,14 @@
-"""How Triton kernels are written and launched here: one import for all of them, and when one may overtake another.
+"""How Triton kernels are compiled and launched: one import for every kernel file.
 
-A machine without Triton (a CPU install) imports every kernel file all the same: there `jit` leaves functions as they
-are, and nobody calls them. Under TRITON_INTERPRET=1 kernels run on CPU tensors, slowly: that is how they are tested.
+Without Triton (a CPU install) every kernel file can still be imported: `jit` returns functions
+unchanged, and no caller launches them. With TRITON_INTERPRET=1 kernels run on CPU tensors, slowly;
+the tests use that.
 
-Programmatic dependent launch lets a kernel start while its predecessor is still running. What keeps that right: kernels
-call `begin` first, and `wait`, in all of their programs, before they read what an earlier kernel of the stream wrote
-and before they write anything. Only what no kernel of the step writes may be read above the wait, or what one wrote
-that nobody overtakes, for it does not call `begin`.
+Programmatic dependent launch (PDL) lets a kernel start while the previous kernel of the stream is
+still running. Every kernel therefore calls `launch_dependents` first. In all of its programs it
+calls `wait_for_previous` before it writes anything and before it reads what an earlier kernel
+wrote. Above the wait, a kernel may read only two things: what no kernel of the step writes, and
+what was written by a kernel that does not call `launch_dependents` and so is never overtaken.
 """
 
 from __future__ import annotations
@@ -26,58 +28,64 @@ except ImportError:
 
 
 def jit(function: Callable | None = None, **options: Any) -> Any:
-    """triton.jit where there is Triton. `do_not_specialize` keeps a number that changes from compiling anew."""
-    if triton is None:
-        return function if function is not None else lambda function: function
-    return triton.jit(function, **options)
+    """Apply triton.jit if Triton is installed.
+
+    The option `do_not_specialize` names integer arguments whose values must not cause a new
+    compilation.
+    """
+    if triton is not None:
+        return triton.jit(function, **options)
+    if function is not None:
+        return function
+    return lambda function: function
 
 
 @jit
-def begin(PDL: tl.constexpr):
-    """The next kernel may be set up from here on."""
+def launch_dependents(PDL: tl.constexpr):
+    """From here on the next kernel may start."""
     if PDL:
         gdc_launch_dependents()
 
 
 @jit
-def wait(PDL: tl.constexpr):
-    """Everything earlier kernels wrote is there from here on."""
+def wait_for_previous(PDL: tl.constexpr):
+    """From here on everything that earlier kernels wrote is visible."""
     if PDL:
         gdc_wait()
 
 
-def interpreted() -> bool:
-    """Whether kernels run on CPU tensors in this process."""
+def triton_interpreted() -> bool:
+    """Whether kernels run on CPU tensors in this process (TRITON_INTERPRET=1)."""
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def fused(x: torch.Tensor) -> bool:
-    """Whether a kernel, rather than its reference, takes this tensor."""
+def use_triton(x: torch.Tensor) -> bool:
+    """Whether a Triton kernel, rather than its torch reference, handles this tensor."""
     return x.is_cuda and triton is not None
 
 
 @cache
-def overlap(device: torch.device) -> dict[str, bool]:
-    """Keyword arguments of a launch: whether it may start before its predecessor has ended."""
-    return {"PDL": True, "launch_pdl": True} if hopper(device) else {"PDL": False}
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Return launch arguments: whether a kernel may start before its predecessor has ended."""
+    if is_hopper(device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 @cache
-def hopper(device: torch.device) -> bool:
-    """Whether the device has what came with Hopper: overtaking, and arithmetic on two short floats at once."""
+def is_hopper(device: torch.device) -> bool:
+    """Whether the GPU is a Hopper or newer: it has PDL and packed arithmetic on 16-bit floats."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @cache
-def processors(device: torch.device) -> int:
-    """How many programs run side by side, at the least."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 4
-    )
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors; 4 stands in for them on a CPU."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def power_of_two(n: int) -> int:
-    """The smallest one that is no less."""
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()

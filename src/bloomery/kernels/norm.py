@@ -1,41 +1,43 @@
-"""RMS and layer norm over the last axis, in float32 whatever the input: one pass, one program a row."""
+"""RMS norm and layer norm over the last axis, computed in float32 for inputs of any type.
+
+The Triton kernel holds one row per program and optionally adds a residual first.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels.launch import begin, fused, jit, overlap, power_of_two, tl, wait
-from bloomery.native import ops
-from bloomery.native.team import team
+from bloomery.kernels.launch import (
+    jit,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    tl,
+    use_triton,
+    wait_for_previous,
+)
 
-WIDEST = 32768  # a row is held in registers
+MAX_WIDTH = 32768  # elements of a row; the kernel holds a whole row in registers
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    if fused(x) and fits(x, weight, None):
-        return norm_rows(x, weight, None, eps, centered=False)[1]
-    if team().takes(x, weight):
-        return ops.norm(x, "rms", weight, None, eps)
+    """Norm the last axis without subtracting the mean."""
+    if use_triton(x) and supports_norm_triton(x, weight, None):
+        return norm_triton(x, weight, None, eps, centered=False)[1]
     return rms_norm_reference(x, weight, eps)
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
 ) -> torch.Tensor:
-    """A weight of more than one axis, as [heads, dim], norms the last axis and scales each head by its own row."""
-    if fused(x) and fits(x, weight, bias):
-        return norm_rows(x, weight, bias, eps, centered=True)[1]
-    if team().takes(x, weight, bias):
-        return ops.norm(x, "layer", weight, bias, eps)
+    """Norm the last axis. A weight [heads, dim] scales each head of x by its own row."""
+    if use_triton(x) and supports_norm_triton(x, weight, bias):
+        return norm_triton(x, weight, bias, eps, centered=True)[1]
     return layer_norm_reference(x, weight, bias, eps)
-
-
-def add_scaled(residual: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
-    """residual + scale * y. Torch's threads would look for more work afterwards, on cores that the team wants."""
-    if residual.shape == y.shape and team().takes(residual, y):
-        return ops.elements(ops.ADD_SCALED, residual, y, scale)
-    return torch.add(residual, y, alpha=scale)
 
 
 def add_norm(
@@ -47,10 +49,11 @@ def add_norm(
     eps: float,
     centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual + scale * y, and its norm: one pass over both."""
-    if fused(y) and fits(y, weight, bias) and residual.is_contiguous() and y.is_contiguous():
-        return norm_rows(y, weight, bias, eps, centered, residual, scale)
-    total = add_scaled(residual, y, scale)
+    """Return residual + scale * y and its norm: a layer norm if `centered`, else an RMS norm."""
+    contiguous = residual.is_contiguous() and y.is_contiguous()
+    if use_triton(y) and supports_norm_triton(y, weight, bias) and contiguous:
+        return norm_triton(y, weight, bias, eps, centered, residual, scale)
+    total = torch.add(residual, y, alpha=scale)
     if centered:
         return total, layer_norm_reference(total, weight, bias, eps)
     return total, rms_norm_reference(total, weight, eps)
@@ -59,31 +62,37 @@ def add_norm(
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     if weight is None or weight.dim() == 1:
         return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+    x_float = x.float()
+    inverse_rms = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
+    return (x_float * inverse_rms * weight).to(x.dtype)
 
 
 def layer_norm_reference(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    wide = x.float()
-    if weight is not None and weight.dim() > 1:
-        wide = F.layer_norm(wide, x.shape[-1:], None, None, eps) * weight
-        return (wide if bias is None else wide + bias).to(x.dtype)
-    return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(x.dtype)
+    x_float = x.float()
+    if weight is None or weight.dim() == 1:
+        return F.layer_norm(x_float, x.shape[-1:], weight, bias, eps).to(x.dtype)
+    out = F.layer_norm(x_float, x.shape[-1:], None, None, eps) * weight
+    if bias is not None:
+        out = out + bias
+    return out.to(x.dtype)
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
-    """One weight for all rows; rows a fixed distance apart, as in a slice of a packed projection."""
-    rows = x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)
-    return (
-        rows
-        and x.shape[-1] <= WIDEST
-        and all(part is None or part.dim() == 1 for part in (weight, bias))
-    )
+def supports_norm_triton(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> bool:
+    """Whether the kernel can take this input.
+
+    It needs one weight for all rows, and rows a fixed distance apart, as in a slice of a packed
+    projection.
+    """
+    regular_rows = x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)
+    shared_weights = all(part is None or part.dim() == 1 for part in (weight, bias))
+    return regular_rows and x.shape[-1] <= MAX_WIDTH and shared_weights
 
 
-def norm_rows(
+def norm_triton(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -92,11 +101,11 @@ def norm_rows(
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel; `centered` subtracts the mean. What was normed, x or its sum with a residual, and its norm."""
+    """Return x, or residual + scale * x, and its norm. `centered` subtracts the mean."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)
     width = x.shape[-1]
-    block = power_of_two(width)
+    block = next_power_of_2(width)
     norm_kernel[(x.numel() // width,)](
         x,
         x if weight is None else weight,
@@ -107,59 +116,60 @@ def norm_rows(
         x.stride(0) if x.dim() == 2 else width,
         eps,
         scale,
-        ADD=residual is not None,
+        ADD_RESIDUAL=residual is not None,
         WIDTH=width,
         BLOCK=block,
         CENTERED=centered,
-        WEIGHT=weight is not None,
-        BIAS=bias is not None,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
         num_warps=min(max(block // 512, 1), 16),
-        **overlap(x.device),
+        **pdl_options(x.device),
     )
     return total, out
 
 
 @jit
 def norm_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    residual,
-    total,
+    x,  # [rows, WIDTH], rows `stride` apart
+    weight,  # [WIDTH]
+    bias,  # [WIDTH]
+    out,  # [rows, WIDTH]
+    residual,  # [rows, WIDTH]
+    total,  # [rows, WIDTH]: residual + scale * x
     stride,
     eps,
-    factor,
-    ADD: tl.constexpr,
+    scale,
+    ADD_RESIDUAL: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     CENTERED: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    """One program norms one row. Weights are loaded before the wait: no kernel writes them."""
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    here = i < WIDTH
-    if WEIGHT:
-        scale = tl.load(weight + i, mask=here, other=0.0).to(tl.float32)
-    if BIAS:
-        shift = tl.load(bias + i, mask=here, other=0.0).to(tl.float32)
-    wait(PDL)
-    wide = tl.load(x + row * stride + i, mask=here, other=0.0).to(tl.float32)
-    if ADD:
-        wide = (
-            tl.load(residual + row * WIDTH + i, mask=here, other=0.0).to(tl.float32) + factor * wide
-        )
-        wide = wide.to(out.dtype.element_ty)  # what is handed on is what is normed
-        tl.store(total + row * WIDTH + i, wide, mask=here)
-        wide = wide.to(tl.float32)
+    column = tl.arange(0, BLOCK)
+    valid = column < WIDTH
+    if HAS_WEIGHT:
+        w = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        b = tl.load(bias + column, mask=valid, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    y = tl.load(x + row * stride + column, mask=valid, other=0.0).to(tl.float32)
+    if ADD_RESIDUAL:
+        r = tl.load(residual + row * WIDTH + column, mask=valid, other=0.0).to(tl.float32)
+        y = r + scale * y
+        # The norm is taken of the rounded sum, because later layers see the rounded sum.
+        y = y.to(out.dtype.element_ty)
+        tl.store(total + row * WIDTH + column, y, mask=valid)
+        y = y.to(tl.float32)
     if CENTERED:
-        wide = tl.where(here, wide - tl.sum(wide, 0) / WIDTH, 0.0)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    if WEIGHT:
-        wide = wide * scale
-    if BIAS:
-        wide = wide + shift
-    tl.store(out + row * WIDTH + i, wide.to(out.dtype.element_ty), mask=here)
+        y = tl.where(valid, y - tl.sum(y, 0) / WIDTH, 0.0)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps)
+    if HAS_WEIGHT:
+        y = y * w
+    if HAS_BIAS:
+        y = y + b
+    tl.store(out + row * WIDTH + column, y.to(out.dtype.element_ty), mask=valid)

@@ -1,98 +1,128 @@
-"""Matrices of fewer bits, as they lie on the device, and what they mean.
+"""Quantized weight matrices as they lie on the device, and the values they stand for.
 
-    Grid      steps of an even grid: (code - zero) * scale, a scale for every group of columns or for a whole row
-    Codebook  sixteen values of a table, times the largest of their block, which may itself be a code of 8 bits
-    Fp8       8-bit floats, times a scale for all, for a row or for a square block
+    GroupedScales    integer codes: (code - zero_point) * scale, one scale per group of columns
+    CodebookWeight   4-bit codes: table[code] * absmax, one absmax per block of columns
+    Fp8Weight        8-bit floats times a scale: one per matrix, per row or per 128 x 128 block
 
-Codes of 4 bits lie two a byte, the even column in the low half; of 3 bits eight in three bytes, the first lowest.
-`dequantize` is the reference of every kernel that reads them. This file must not know where codes come from.
+How the codes of one row [in] are packed into bytes (bit 0 on the right):
+
+    8 bits   byte i = column i
+    4 bits   byte i = | column 2i + 1 | column 2i |
+    2 bits   byte i = | column 4i + 3 | ... | column 4i |
+    3 bits   bytes 3i .. 3i + 2 = one 24-bit word | column 8i + 7 | ... | column 8i |
+
+`dequantize` is the reference for every kernel that reads these matrices. kernels/packed_linear.py
+chooses the kernel. This file must not know checkpoint formats or where the codes come from.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+FP8_BLOCK_SIZE = 128  # rows and columns that share a scale of a blockwise Fp8Weight
+NESTED_BLOCK_SIZE = 256  # absmax codes of a CodebookWeight that share one nested scale
+
 
 @dataclass(frozen=True)
-class Grid:
-    codes: torch.Tensor  # [out, in * bits / 8] uint8; of 8 bits also int8, centred already
-    scale: torch.Tensor  # [out, in / group], floating; a group of all columns is a row
-    zero: torch.Tensor | None = None  # [out, in / group], floating; None: the middle of the range
+class GroupedScales:
+    """Integer codes with grouped scales: weight = (code - zero_point) * scale."""
+
+    codes: torch.Tensor  # [out, in * bits / 8] uint8; 8-bit codes may be int8 with zero point 0
+    scale: torch.Tensor  # [out, in / group_size], floating; one column: a scale per row
+    # [out, in / group_size], floating; None: the middle of the range
+    zero_point: torch.Tensor | None = None
     bits: int = 4
-    order: torch.Tensor | None = (
-        None  # [in] int32: column i of the codes belongs to column order[i] of the input
-    )
-    both: bool = False  # the input may be rounded to 8 bits as well, where that is faster
+    # GPTQ's act-order, derived from g_idx. [in] int32: column i of the codes multiplies column
+    # act_order[i] of the input.
+    act_order: torch.Tensor | None = None
+    quantize_input: bool = False  # kernels may quantize the input to 8 bits as well (W8A8)
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, width = self.codes.shape
-        return rows, width * 8 // self.bits
+        rows, row_bytes = self.codes.shape
+        return rows, row_bytes * 8 // self.bits
 
     @property
-    def group(self) -> int:
+    def group_size(self) -> int:
+        """Columns that share a scale."""
         return self.shape[1] // self.scale.shape[1]
 
     @property
-    def middle(self) -> int:
+    def default_zero_point(self) -> int:
+        """The zero point where `zero_point` is None."""
         return 0 if self.codes.dtype == torch.int8 else 1 << (self.bits - 1)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """[out, in], its columns where the input has them."""
-        zero = self.middle if self.zero is None else spread(self.zero.float(), self.group)
-        values = (unpack(self.codes, self.bits).float() - zero) * spread(
-            self.scale.float(), self.group
-        )
-        if self.order is not None:
-            values = torch.empty_like(values).index_copy_(1, self.order.long(), values)
+        """Return the weights [out, in] with their columns in the order of the input."""
+        zero_point: torch.Tensor | int = self.default_zero_point
+        if self.zero_point is not None:
+            zero_point = repeat_columns(self.zero_point.float(), self.group_size)
+        scale = repeat_columns(self.scale.float(), self.group_size)
+        values = (unpack_codes(self.codes, self.bits).float() - zero_point) * scale
+        if self.act_order is not None:
+            values = torch.empty_like(values).index_copy_(1, self.act_order.long(), values)
         return values.to(dtype)
 
 
 @dataclass(frozen=True)
-class Codebook:
+class CodebookWeight:
+    """4-bit codes that index a table of 16 values: weight = table[code] * absmax.
+
+    With nested quantization (bitsandbytes' double quantization) absmax holds 8-bit codes:
+    absmax = table[16 + code] * nested factor + offset.
+    """
+
     codes: torch.Tensor  # [out, in / 2] uint8
-    table: torch.Tensor  # [16] float32; where maxima are codes, their 256 values behind it
-    absmax: torch.Tensor  # [out, in / block], floating; or uint8, codes
-    # Of maxima that are codes, float32 [out, 1 + in / block / NESTED rounded up]: what is added to all of a row's, and
-    # what every NESTED of them are multiplied by.
-    outer: torch.Tensor | None = None
+    table: torch.Tensor  # [16] float32, or [16 + 256] with the values of the absmax codes
+    absmax: torch.Tensor  # [out, in / block_size], floating; uint8 codes with nested quantization
+    # Float32 [out, 1 + nested blocks]. Column 0 is the offset of the row, the others are the
+    # factors of NESTED_BLOCK_SIZE absmax codes each. None: no nested quantization.
+    nested_scale: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, width = self.codes.shape
-        return rows, width * 2
+        rows, row_bytes = self.codes.shape
+        return rows, row_bytes * 2
 
     @property
-    def block(self) -> int:
+    def block_size(self) -> int:
+        """Columns that share an absmax."""
         return self.shape[1] // self.absmax.shape[1]
 
     @property
-    def nest(self) -> int:
-        """Columns whose maxima share a factor."""
-        return (
-            self.shape[1] if self.outer is None or self.outer.shape[1] == 2 else NESTED * self.block
-        )
+    def columns_per_nested_scale(self) -> int:
+        """Columns whose absmax codes share one nested factor."""
+        if self.nested_scale is None or self.nested_scale.shape[1] == 2:
+            return self.shape[1]
+        return NESTED_BLOCK_SIZE * self.block_size
 
     @property
-    def largest(self) -> torch.Tensor:
-        """The maxima, [out, in / block] in float32."""
-        if self.outer is None:
+    def dequantized_absmax(self) -> torch.Tensor:
+        """The absmax values [out, in / block_size] in float32."""
+        if self.nested_scale is None:
             return self.absmax.float()
-        factor = spread(self.outer[:, 1:], self.nest // self.block)[:, : self.absmax.shape[1]]
-        return self.table[16:][self.absmax.long()] * factor + self.outer[:, :1]
+        codes_per_factor = self.columns_per_nested_scale // self.block_size
+        factor = repeat_columns(self.nested_scale[:, 1:], codes_per_factor)
+        factor = factor[:, : self.absmax.shape[1]]
+        offset = self.nested_scale[:, :1]
+        return self.table[16:][self.absmax.long()] * factor + offset
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        values = self.table.float()[unpack(self.codes, 4).long()]
-        return (values * spread(self.largest, self.block)).to(dtype)
+        """Return the weights [out, in]."""
+        values = self.table.float()[unpack_codes(self.codes, 4).long()]
+        return (values * repeat_columns(self.dequantized_absmax, self.block_size)).to(dtype)
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8Weight:
+    """8-bit floats: weight = code * scale."""
+
     codes: torch.Tensor  # [out, in] float8_e4m3fn
-    scale: torch.Tensor  # [1], [out, 1] or [out / 128, in / 128] (rounded up), floating
-    both: bool = True  # the input may be rounded to 8 bits as well, where that is faster
+    scale: torch.Tensor  # floating: [1], [out, 1] or [out / 128, in / 128] (rounded up)
+    quantize_input: bool = True  # kernels may quantize the input to 8 bits as well (W8A8)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -100,57 +130,116 @@ class Fp8:
         return rows, columns
 
     @property
-    def blocks(self) -> bool:
+    def is_blockwise(self) -> bool:
+        """Whether every FP8_BLOCK_SIZE x FP8_BLOCK_SIZE block has a scale of its own."""
         return self.scale.numel() not in (1, len(self.codes)) or self.scale.shape[-1] > 1
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the weights [out, in]."""
         scale = self.scale.float()
-        (rows, columns) = self.shape
-        if self.blocks:
-            scale = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[
-                :, :columns
-            ]
+        rows, columns = self.shape
+        if self.is_blockwise:
+            scale = scale.repeat_interleave(FP8_BLOCK_SIZE, 0)[:rows]
+            scale = scale.repeat_interleave(FP8_BLOCK_SIZE, 1)[:, :columns]
         return (self.codes.float() * scale).to(dtype)
 
 
-BLOCK = 128  # rows and columns that share a scale of Fp8
-NESTED = 256  # maxima of a Codebook that share a factor
-Packed = Grid | Codebook | Fp8
+PackedWeight = GroupedScales | CodebookWeight | Fp8Weight
 
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[out, in] numbers below 2 ** bits -> [out, in * bits / 8] uint8."""
+class PackedLayout(NamedTuple):
+    """What the kernels are told about a packed matrix, the same for all three kinds."""
+
+    kind: str  # "int" (GroupedScales), "codebook" or "fp8"
+    bits: int
+    codes: torch.Tensor  # [out, in * bits / 8], of any 8-bit type
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None  # the nested_scale of a CodebookWeight
+    table: torch.Tensor | None
+    group_size: int  # columns that share a scale
+    rows_per_scale: int
+    signed: bool  # the codes are int8
+    columns_per_nested_scale: int = 0  # 0: the whole row
+
+
+def describe_layout(packed: PackedWeight) -> PackedLayout:
+    """Describe a packed matrix for the kernels."""
+    rows, columns = packed.shape
+    match packed:
+        case GroupedScales():
+            return PackedLayout(
+                kind="int",
+                bits=packed.bits,
+                codes=packed.codes,
+                scale=packed.scale,
+                zero_point=packed.zero_point,
+                table=None,
+                group_size=packed.group_size,
+                rows_per_scale=1,
+                signed=packed.codes.dtype == torch.int8,
+            )
+        case CodebookWeight():
+            nested_columns = packed.columns_per_nested_scale
+            return PackedLayout(
+                kind="codebook",
+                bits=4,
+                codes=packed.codes,
+                scale=packed.absmax,
+                zero_point=packed.nested_scale,
+                table=packed.table,
+                group_size=packed.block_size,
+                rows_per_scale=1,
+                signed=False,
+                columns_per_nested_scale=nested_columns if nested_columns < columns else 0,
+            )
+        case Fp8Weight():
+            group_size = columns
+            rows_per_scale = rows if packed.scale.numel() == 1 else 1
+            if packed.is_blockwise:
+                group_size = FP8_BLOCK_SIZE
+                rows_per_scale = FP8_BLOCK_SIZE
+            return PackedLayout(
+                kind="fp8",
+                bits=8,
+                codes=packed.codes,
+                scale=packed.scale,
+                zero_point=None,
+                table=None,
+                group_size=group_size,
+                rows_per_scale=rows_per_scale,
+                signed=False,
+            )
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack [out, in] codes below 2 ** bits into [out, in * bits / 8] bytes (uint8)."""
     codes = codes.to(torch.uint8)
     if bits == 3:
-        places = torch.arange(0, 24, 3, device=codes.device)
-        words = (codes.unflatten(1, (-1, 8)).int() << places).sum(-1)
-        return (
-            torch.stack([words >> shift & 255 for shift in (0, 8, 16)], -1)
-            .flatten(1)
-            .to(torch.uint8)
-        )
-    each = 8 // bits
-    out = codes[:, ::each].clone()
-    for place in range(1, each):
-        out |= codes[:, place::each] << (bits * place)
-    return out
+        shifts = torch.arange(0, 24, 3, device=codes.device)
+        words = (codes.unflatten(1, (-1, 8)).int() << shifts).sum(-1)
+        word_bytes = [words >> shift & 255 for shift in (0, 8, 16)]
+        return torch.stack(word_bytes, -1).flatten(1).to(torch.uint8)
+    codes_per_byte = 8 // bits
+    packed = codes[:, ::codes_per_byte].clone()
+    for i in range(1, codes_per_byte):
+        packed |= codes[:, i::codes_per_byte] << (bits * i)
+    return packed
 
 
-def unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[out, in * bits / 8] -> [out, in]; 8 bits stay as they are."""
+def unpack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpack [out, in * bits / 8] bytes into [out, in] codes. 8-bit codes are returned as given."""
     if bits == 8:
         return codes
     if bits == 3:
-        octets = codes.unflatten(1, (-1, 3)).int()
-        words = octets[..., 0] | octets[..., 1] << 8 | octets[..., 2] << 16
-        return (
-            (words[..., None] >> torch.arange(0, 24, 3, device=codes.device) & 7)
-            .flatten(1)
-            .to(torch.uint8)
-        )
-    parts = [(codes >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+        triples = codes.unflatten(1, (-1, 3)).int()
+        words = triples[..., 0] | triples[..., 1] << 8 | triples[..., 2] << 16
+        shifts = torch.arange(0, 24, 3, device=codes.device)
+        return (words[..., None] >> shifts & 7).flatten(1).to(torch.uint8)
+    mask = (1 << bits) - 1
+    parts = [(codes >> shift) & mask for shift in range(0, 8, bits)]
     return torch.stack(parts, -1).flatten(1)
 
 
-def spread(values: torch.Tensor, each: int) -> torch.Tensor:
-    return values.repeat_interleave(each, 1) if values.shape[1] > 1 else values
+def repeat_columns(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Repeat every column `count` times. A single column is left to broadcasting."""
+    return values.repeat_interleave(count, 1) if values.shape[1] > 1 else values

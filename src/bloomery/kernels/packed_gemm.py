@@ -1,16 +1,36 @@
-"""A product of dozens of tokens with a matrix of fewer bits: unpacked in registers, multiplied by the matrix units.
+"""Packed GEMM: a linear layer with quantized weights for dozens of tokens.
 
-The weights are the left factor, straight from registers; the tokens, which are few, the right one. A thread reads 16
-neighbouring bytes of a row, four threads 64, and what the matrix units want of a thread for a step over 16 columns are
-four numbers of a row. Which columns meet in one step is free to choose: so they are those that a mask finds in one go
-(`places`), and the tokens are put into that order beforehand. No number ever passes between threads.
+    y [tokens, out] = x @ packed.dequantize().T + bias                             x [tokens, in]
 
-A masked code beside a fixed exponent is a float, 128 + code in bfloat16 or 1024 + code in float16; two at a time a
-subtraction makes the code of it, exactly, and a multiplication with addition the weight. A row's only scale waits for
-the sums. Short matrices are cut along their columns as well, and the parts added up in their order. Where tokens are
-so many that arithmetic counts, tiles are taken in turn by as many programs as there are processors (`stream_kernel`),
-and of those that are left each program takes an equal stretch: none waits for the last. This file must not know
-layers, formats or what a model is.
+Weights are dequantized in registers and multiplied by the tensor cores. kernels/packed_linear.py
+chooses this file; kernels/packed_moe.py builds on `multiply_tile`.
+
+Layout. A unit is 64 bytes of a row of codes: 128 columns of 4-bit codes or 64 of 8-bit codes. Four
+threads share a unit, and each reads 16 neighbouring bytes of it:
+
+    unit of a row   | thread 0: 16 bytes | thread 1 | thread 2 | thread 3 |
+                      = 4 words = 8 halfwords; a halfword holds 4 (or 2) codes
+
+The weights are the left operand of the matrix product, straight from registers, and the tokens are
+the right one. For a step over 16 columns the tensor cores want four values of a row from each
+thread. Any order of the columns is correct as long as both operands use it. So the kernel takes the
+codes that one mask extracts from a word, and `permute_inputs` puts x into the same order
+(`source_column`) beforehand. No value passes between threads.
+
+Dequantization (`build_dequantize_asm`): a masked code below a fixed exponent is a float, 128 + code
+in bfloat16 or 1024 + code in float16. A subtraction yields the code, exactly, and a fused
+multiply-add the weight, two weights per instruction. Where a row has one scale, it is applied to
+the sums instead.
+
+How the work is divided: a tile is `outputs` outputs of `tokens` tokens.
+
+    split-K    one program per tile and per part of the columns. Short matrices are split along
+               their columns too, and split_k_reduce_kernel adds the parts in order.
+    stream-K   one program per multiprocessor, for many tokens. Every program computes the same
+               number of whole tiles. The leftover tiles are divided evenly by loop iterations, so
+               no program waits for the last one, and stream_k_reduce_kernel adds the parts.
+
+This file must not know layers, checkpoint formats or models.
 """
 
 from __future__ import annotations
@@ -22,185 +42,259 @@ from typing import NamedTuple
 
 import torch
 
-from bloomery.kernels.launch import begin, hopper, jit, overlap, power_of_two, processors, tl, wait
-from bloomery.kernels.packed import Grid, Packed
-from bloomery.kernels.packed_gemv import Layout, largest, layout
+from bloomery.kernels.launch import (
+    is_hopper,
+    jit,
+    launch_dependents,
+    next_power_of_2,
+    num_multiprocessors,
+    pdl_options,
+    tl,
+    wait_for_previous,
+)
+from bloomery.kernels.packed import GroupedScales, PackedLayout, PackedWeight, describe_layout
+from bloomery.kernels.packed_gemv import load_nested_absmax
 
-MOST = 8  # splits
-STRETCH = 1200  # columns of a tile that are worth a program
+MAX_SPLIT_K = 8
+MIN_STREAM_K_COLUMNS = 1200  # columns of a tile that keep a program busy, measured on an H200
+REDUCE_WIDTH = 1024  # outputs per program of split_k_reduce_kernel
+REDUCE_TOKENS = 16  # tokens per program of stream_k_reduce_kernel
+PERMUTE_WIDTH = 2048  # columns per program of permute_inputs_kernel
 
 
-class Tiling(NamedTuple):
+class PackedGemmTiling(NamedTuple):
+    """How the work is divided, see the module docstring."""
+
     tokens: int
     outputs: int
     warps: int
     stages: int
-    splits: int  # of the columns; 0: as many programs as processors share the tiles
-    turn: int = (
-        1  # times 64 bytes of a row that are read at once; the columns of a split are a multiple
-    )
+    split_k: int  # parts of the columns; 0: stream-K
+    units_per_iter: int = 1  # the units of a split-K part are a multiple of it
 
 
-# Tokens of a tile -> stages -> programs of 128 outputs of 4 bits that a processor has room for.
-BESIDE: Mapping[int, Mapping[int, int]] = {32: {3: 3}, 64: {3: 3, 4: 2, 6: 1}, 128: {3: 2, 4: 1}}
+# Tokens per tile -> pipeline stages -> programs of 128 outputs with 4-bit codes that fit on one
+# multiprocessor of an H200.
+PROGRAMS_PER_MULTIPROCESSOR: Mapping[int, Mapping[int, int]] = {
+    32: {3: 3},
+    64: {3: 3, 4: 2, 6: 1},
+    128: {3: 2, 4: 1},
+}
 
 
 @lru_cache(maxsize=4096)
-def tiling(tokens: int, rows: int, units: int, kind: str, bits: int, count: int) -> Tiling:
-    """For `count` processors and rows of `units` times 64 bytes; measured (benchmarks/packed.py tune)."""
-    wide = min(max(16, power_of_two(tokens)), 128)
-    slow = kind == "codebook"  # registers and instructions that another row would need
-    if bits == 4 and not slow and wide >= 32:
-        return filling(wide, -(-rows // 128) * -(-tokens // wide), units, count)
-    eight = bits == 8 and wide <= 32 and not (wide == 16 and rows >= 128 * count)
-    outputs = 64 if eight or (slow and wide <= 64) else 128
-    programs = -(-rows // outputs) * -(-tokens // wide)
-    many = 5 if (outputs == 64 and wide <= 32) or (wide == 16 and bits == 4) else 2.5
-    waves = 3 if tokens > 128 else 1.4 if wide == 128 or (wide == 64 and bits == 8) else many
-    least = (
-        4 if wide == 16 and bits == 4 and not slow else 6 if slow or wide <= 32 else 12
-    )  # units worth a program
-    splits = 1
-    while programs * splits < waves * count and units >= 2 * least * splits and splits < MOST:
-        splits *= 2
-    if (
-        bits == 8 and wide <= 64 and units % (2 * splits) == 0
-    ):  # of one at once too few to unpack some meanwhile
-        return Tiling(wide, outputs, 4, 3, splits, 2)
-    stages = (
-        (6 if bits == 8 else 4 if slow else 3)
-        if wide <= 32
-        else 4
-        if bits == 8 and wide == 128
-        else 3
-    )
-    return Tiling(wide, outputs, 4, stages, splits)
+def select_split_k_tiling(
+    tokens: int, rows: int, units: int, kind: str, bits: int, multiprocessors: int
+) -> PackedGemmTiling:
+    """Choose the split-K tiling for rows of `units` units.
+
+    The rules are measured on an H200 with `benchmarks/packed.py tune`.
+    """
+    tile_tokens = min(max(16, next_power_of_2(tokens)), 128)
+    token_tiles = -(-tokens // tile_tokens)
+    is_codebook = kind == "codebook"  # takes registers and instructions of another row
+    if bits == 4 and not is_codebook and tile_tokens >= 32:
+        programs = -(-rows // 128) * token_tiles
+        return select_4bit_tiling(tile_tokens, programs, units, multiprocessors)
+    outputs = 128
+    if is_codebook and tile_tokens <= 64:
+        outputs = 64
+    elif bits == 8 and tile_tokens <= 32:
+        # 16 tokens and many rows fill the device with 128 outputs per program as well.
+        outputs = 128 if tile_tokens == 16 and rows >= 128 * multiprocessors else 64
+    programs = -(-rows // outputs) * token_tiles
+    waves = wanted_waves(tokens, tile_tokens, outputs, bits)
+    min_units = min_units_per_program(tile_tokens, bits, is_codebook)
+    split_k = 1
+    while (
+        programs * split_k < waves * multiprocessors
+        and units >= 2 * min_units * split_k
+        and split_k < MAX_SPLIT_K
+    ):
+        split_k *= 2
+    if bits == 8 and tile_tokens <= 64 and units % (2 * split_k) == 0:
+        # One unit per iteration is too little to dequantize while the tensor cores work.
+        return PackedGemmTiling(tile_tokens, outputs, 4, 3, split_k, 2)
+    stages = pipeline_stages(tile_tokens, bits, is_codebook)
+    return PackedGemmTiling(tile_tokens, outputs, 4, stages, split_k)
 
 
-def sharing(tokens: int, rows: int, columns: int, bits: int, count: int) -> Tiling | None:
-    """For more tokens than `tiling` has in a tile, and a Hopper's memory; None: a program would have too little."""
-    tiles = -(-tokens // 256) * -(-rows // 128)
-    if tokens <= 128 or tiles * columns < STRETCH * count:
-        return None
-    return Tiling(256, 128, 8, 4 if bits == 8 else 3, 0)
+def wanted_waves(tokens: int, tile_tokens: int, outputs: int, bits: int) -> float:
+    """Programs per multiprocessor up to which splitting the columns helps."""
+    if tokens > 128:
+        return 3
+    if tile_tokens == 128 or (tile_tokens == 64 and bits == 8):
+        return 1.4
+    if (outputs == 64 and tile_tokens <= 32) or (tile_tokens == 16 and bits == 4):
+        return 5
+    return 2.5
 
 
-def filling(wide: int, programs: int, units: int, count: int) -> Tiling:
-    """The cut of 4-bit codes that keeps processors busiest: what rounds of programs fill, less what it takes to get
-    under way (some units' time), and a quarter where a processor has but one program, which waits for itself."""
-    start = 3 if wide == 32 else 7
-    places = BESIDE[wide]
+def min_units_per_program(tile_tokens: int, bits: int, is_codebook: bool) -> int:
+    """Units that are worth a program of their own."""
+    if tile_tokens == 16 and bits == 4 and not is_codebook:
+        return 4
+    if is_codebook or tile_tokens <= 32:
+        return 6
+    return 12
 
-    def busy(stages: int, splits: int) -> float:
-        rounds = programs * splits / (places[stages] * count)
-        filled = rounds / max(1, ceil(rounds - 0.05)) * (0.75 if places[stages] == 1 else 1.0)
-        return filled * units / (units + start * splits)
 
-    cuts = [
-        (stages, splits)
+def pipeline_stages(tile_tokens: int, bits: int, is_codebook: bool) -> int:
+    """Loads in flight."""
+    if tile_tokens <= 32 and bits == 8:
+        return 6
+    if tile_tokens <= 32 and is_codebook:
+        return 4
+    if bits == 8 and tile_tokens == 128:
+        return 4
+    return 3
+
+
+def select_4bit_tiling(
+    tile_tokens: int, programs: int, units: int, multiprocessors: int
+) -> PackedGemmTiling:
+    """Choose stages and split-K of 4-bit codes so that the multiprocessors are busiest."""
+    startup_units = 3 if tile_tokens == 32 else 7  # a program's start costs the time of these
+    places = PROGRAMS_PER_MULTIPROCESSOR[tile_tokens]
+
+    def busy_share(stages: int, split_k: int) -> float:
+        rounds = programs * split_k / (places[stages] * multiprocessors)
+        filled = rounds / max(1, ceil(rounds - 0.05))
+        # A program that is alone on its multiprocessor waits a quarter of its time.
+        filled *= 0.75 if places[stages] == 1 else 1.0
+        return filled * units / (units + startup_units * split_k)
+
+    choices = [
+        (stages, split_k)
         for stages in places
-        for splits in (1, 2, 4, MOST)
-        if units >= 4 * splits or splits == 1
+        for split_k in (1, 2, 4, MAX_SPLIT_K)
+        if units >= 4 * split_k or split_k == 1
     ]
-    stages, splits = max(cuts, key=lambda cut: busy(*cut))
-    return Tiling(wide, 128, 4, stages, splits)
+    stages, split_k = max(choices, key=lambda choice: busy_share(*choice))
+    return PackedGemmTiling(tile_tokens, 128, 4, stages, split_k)
 
 
-def unit(bits: int) -> int:
-    """Columns of 64 bytes."""
+def select_stream_k_tiling(
+    tokens: int, rows: int, columns: int, bits: int, multiprocessors: int
+) -> PackedGemmTiling | None:
+    """Choose the stream-K tiling for more than 128 tokens, or None if programs lack work.
+
+    The tile needs the shared memory of a Hopper GPU.
+    """
+    tiles = -(-tokens // 256) * -(-rows // 128)
+    if tokens <= 128 or tiles * columns < MIN_STREAM_K_COLUMNS * multiprocessors:
+        return None
+    return PackedGemmTiling(256, 128, 8, 4 if bits == 8 else 3, 0)
+
+
+def unit_columns(bits: int) -> int:
+    """Columns of a unit, which is 64 bytes."""
     return 512 // bits
 
 
-def possible(packed: Packed) -> bool:
-    """Whether the kernel can: rows of whole 64 bytes, of which no thread's 16 straddle two scales."""
-    how = layout(packed)
-    (_, columns) = packed.shape
-    if how.bits not in (4, 8) or columns % unit(how.bits) or not packed.codes.is_contiguous():
+def supports_packed_gemm(packed: PackedWeight) -> bool:
+    """Whether the kernel can: rows are whole units, and no thread's 16 bytes have two scales."""
+    layout = describe_layout(packed)
+    columns = packed.shape[1]
+    if layout.bits not in (4, 8) or not packed.codes.is_contiguous():
         return False
-    each = unit(how.bits)
-    return how.group >= columns or how.group % each == 0 or how.group in (each // 2, each // 4)
+    unit = unit_columns(layout.bits)
+    if columns % unit:
+        return False
+    group_size = layout.group_size
+    return group_size >= columns or group_size % unit == 0 or group_size in (unit // 2, unit // 4)
 
 
-def packed_product(
-    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None, cut: Tiling | None = None
+def packed_gemm_triton(
+    x: torch.Tensor,
+    packed: PackedWeight,
+    bias: torch.Tensor | None = None,
+    tiling: PackedGemmTiling | None = None,
 ) -> torch.Tensor:
-    """The kernels: x [tokens, in] -> [tokens, out]."""
-    (tokens, columns) = x.shape
+    """Run the kernels: x [tokens, in] -> [tokens, out]."""
+    tokens, columns = x.shape
     rows = packed.shape[0]
-    how = layout(packed)
-    units = columns // unit(how.bits)
-    count = processors(x.device)
-    if cut is None and hopper(x.device):
-        cut = sharing(tokens, rows, columns, how.bits, count)
-    cut = cut or tiling(tokens, rows, units, how.kind, how.bits, count)
-    x = arranged(x, how, packed.order if isinstance(packed, Grid) else None)
+    layout = describe_layout(packed)
+    units = columns // unit_columns(layout.bits)
+    multiprocessors = num_multiprocessors(x.device)
+    if tiling is None and is_hopper(x.device):
+        tiling = select_stream_k_tiling(tokens, rows, columns, layout.bits, multiprocessors)
+    if tiling is None:
+        tiling = select_split_k_tiling(
+            tokens, rows, units, layout.kind, layout.bits, multiprocessors
+        )
+    act_order = packed.act_order if isinstance(packed, GroupedScales) else None
+    x = permute_inputs(x, layout, act_order)
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    if cut.splits == 0:
-        return streamed(x, packed, bias, cut, out, count)
+    if tiling.split_k == 0:
+        return run_stream_k(x, packed, bias, tiling, out, multiprocessors)
     parts = out
-    if cut.splits > 1:
-        parts = torch.empty(cut.splits, tokens, rows, dtype=torch.float32, device=x.device)
-    packed_gemm_kernel[(-(-tokens // cut.tokens), -(-rows // cut.outputs), cut.splits)](
+    if tiling.split_k > 1:
+        parts = torch.empty(tiling.split_k, tokens, rows, dtype=torch.float32, device=x.device)
+    grid = (-(-tokens // tiling.tokens), -(-rows // tiling.outputs), tiling.split_k)
+    split_k_kernel[grid](
         x,
-        how.codes.view(torch.int16),
-        how.scale,
-        x if how.zero is None else how.zero,
-        x if how.table is None else how.table,
+        layout.codes.view(torch.int16),
+        layout.scale,
+        x if layout.zero_point is None else layout.zero_point,
+        x if layout.table is None else layout.table,
         x if bias is None else bias,
         parts,
         tokens,
         rows,
         columns,
-        -(-units // cut.splits),
-        BIAS=bias is not None,
-        SPLIT=cut.splits > 1,
-        **choices(packed, x.dtype, x.device),
-        BLOCK_OUT=cut.outputs,
-        BLOCK_IN=cut.tokens,
-        WARPS=cut.warps,
-        STAGES=cut.stages,
-        TURN=cut.turn,
-        num_warps=cut.warps,
-        **overlap(x.device),
+        -(-units // tiling.split_k),
+        HAS_BIAS=bias is not None,
+        SPLIT=tiling.split_k > 1,
+        **layout_constants(packed, x.dtype, x.device),
+        BLOCK_OUT=tiling.outputs,
+        BLOCK_TOKENS=tiling.tokens,
+        WARPS=tiling.warps,
+        STAGES=tiling.stages,
+        UNITS_PER_ITER=tiling.units_per_iter,
+        num_warps=tiling.warps,
+        **pdl_options(x.device),
     )
-    if cut.splits > 1:
-        add_up_kernel[(tokens, -(-rows // 1024))](
+    if tiling.split_k > 1:
+        split_k_reduce_kernel[(tokens, -(-rows // REDUCE_WIDTH))](
             parts,
             out if bias is None else bias,
             out,
             rows,
-            SPLITS=cut.splits,
-            BIAS=bias is not None,
-            WIDTH=1024,
+            SPLIT_K=tiling.split_k,
+            HAS_BIAS=bias is not None,
+            WIDTH=REDUCE_WIDTH,
             num_warps=4,
-            **overlap(x.device),
+            **pdl_options(x.device),
         )
     return out
 
 
-def streamed(
+def run_stream_k(
     x: torch.Tensor,
-    packed: Packed,
+    packed: PackedWeight,
     bias: torch.Tensor | None,
-    cut: Tiling,
+    tiling: PackedGemmTiling,
     out: torch.Tensor,
-    count: int,
+    programs: int,
 ) -> torch.Tensor:
-    """x, arranged, times the matrix into `out`, by `count` programs."""
-    (tokens, columns) = x.shape
+    """Multiply permuted x [tokens, in] into `out` [tokens, out] with `programs` programs."""
+    tokens, columns = x.shape
     rows = packed.shape[0]
-    how = layout(packed)
-    turns = columns // (unit(how.bits) * cut.turn)
-    rounds, rest = divmod(-(-tokens // cut.tokens) * -(-rows // cut.outputs), count)
+    layout = describe_layout(packed)
+    tile_iters = columns // (unit_columns(layout.bits) * tiling.units_per_iter)
+    tiles = -(-tokens // tiling.tokens) * -(-rows // tiling.outputs)
+    rounds, leftover_tiles = divmod(tiles, programs)
+    num_parts = 2 * programs if leftover_tiles else 1
     parts = torch.empty(
-        2 * count if rest else 1, cut.tokens, cut.outputs, dtype=torch.float32, device=x.device
+        num_parts, tiling.tokens, tiling.outputs, dtype=torch.float32, device=x.device
     )
-    stream_kernel[(count,)](
+    stream_k_kernel[(programs,)](
         x,
-        how.codes.view(torch.int16),
-        how.scale,
-        x if how.zero is None else how.zero,
-        x if how.table is None else how.table,
+        layout.codes.view(torch.int16),
+        layout.scale,
+        x if layout.zero_point is None else layout.zero_point,
+        x if layout.table is None else layout.table,
         x if bias is None else bias,
         out,
         parts,
@@ -208,649 +302,779 @@ def streamed(
         rows,
         columns,
         rounds,
-        rest * turns,
-        BIAS=bias is not None,
-        **choices(packed, x.dtype, x.device),
-        BLOCK_OUT=cut.outputs,
-        BLOCK_IN=cut.tokens,
-        WARPS=cut.warps,
-        STAGES=cut.stages,
-        TURN=cut.turn,
-        num_warps=cut.warps,
-        **overlap(x.device),
+        leftover_tiles * tile_iters,
+        HAS_BIAS=bias is not None,
+        **layout_constants(packed, x.dtype, x.device),
+        BLOCK_OUT=tiling.outputs,
+        BLOCK_TOKENS=tiling.tokens,
+        WARPS=tiling.warps,
+        STAGES=tiling.stages,
+        UNITS_PER_ITER=tiling.units_per_iter,
+        num_warps=tiling.warps,
+        **pdl_options(x.device),
     )
-    if rest:
-        gather(parts, bias, out, turns, rounds, rest)
+    if leftover_tiles:
+        reduce_stream_k_parts(parts, bias, out, tile_iters, rounds, leftover_tiles)
     return out
 
 
-def gather(
+def reduce_stream_k_parts(
     parts: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    turns: int,
+    tile_iters: int,
     rounds: int,
-    rest: int,
+    leftover_tiles: int,
 ) -> None:
-    """What programs, parts [2 * programs, tokens, outputs], have added to the last `rest` tiles, each of so many turns;
-    before those came `rounds` tiles of every program."""
-    (programs, wide, outputs) = parts.shape
-    (tokens, rows) = out.shape
-    gather_kernel[(rest, wide // 16)](
+    """Add up the leftover tiles of stream-K, which follow `rounds` whole tiles per program.
+
+    `parts` [2 * programs, tokens, outputs] holds what each program contributed to its two tiles.
+    """
+    num_parts, tile_tokens, outputs = parts.shape
+    tokens, rows = out.shape
+    stream_k_reduce_kernel[(leftover_tiles, tile_tokens // REDUCE_TOKENS)](
         parts,
         out if bias is None else bias,
         out,
         tokens,
         rows,
-        turns,
+        tile_iters,
         rounds,
-        rest * turns,
-        programs // 2,
-        BIAS=bias is not None,
+        leftover_tiles * tile_iters,
+        num_parts // 2,
+        HAS_BIAS=bias is not None,
         BLOCK_OUT=outputs,
-        BLOCK_IN=wide,
-        LINES=16,
+        BLOCK_TOKENS=tile_tokens,
+        REDUCE_TOKENS=REDUCE_TOKENS,
         num_warps=4,
-        **overlap(out.device),
+        **pdl_options(out.device),
     )
 
 
-def choices(
-    packed: Packed, dtype: torch.dtype, device: torch.device
+def layout_constants(
+    packed: PackedWeight, dtype: torch.dtype, device: torch.device
 ) -> dict[str, str | int | bool | None]:
-    """What the kernel is told of a packed matrix. GROUP 0: a row has one scale; TALL 0: all have. LATE: a row's only
-    scale waits for the sums."""
-    how = layout(packed)
-    (rows, columns) = packed.shape
-    late = how.bits == 8 and how.group >= columns and how.zero is None
+    """The constants that tell the kernels about a packed matrix.
+
+    GROUP_SIZE 0: one scale per row. ROWS_PER_SCALE 0: one scale for all rows. SCALE_SUMS: the
+    scale of a row is applied to the sums. DEQUANTIZE_ASM None: dequantize without inline assembly.
+    """
+    layout = describe_layout(packed)
+    rows, columns = packed.shape
+    scale_sums = layout.bits == 8 and layout.group_size >= columns and layout.zero_point is None
+    asm = None
+    if is_hopper(device):
+        asm = build_dequantize_asm(
+            layout.kind, layout.bits, layout.signed, dtype, scale_sums, has_async_wgmma(device)
+        )
     return {
-        "KIND": how.kind,
-        "BITS": how.bits,
-        "GROUP": how.group if how.group < columns else 0,
-        "TALL": how.tall if how.tall < rows else 0,
-        "NEST": how.nest,
-        "ZERO": how.zero is not None,
-        "SIGNED": how.signed,
-        "LATE": late,
-        "ASSEMBLY": None
-        if not hopper(device)
-        else assembly(how.kind, how.bits, how.signed, dtype, late, asynchronous(device)),
+        "KIND": layout.kind,
+        "BITS": layout.bits,
+        "GROUP_SIZE": layout.group_size if layout.group_size < columns else 0,
+        "ROWS_PER_SCALE": layout.rows_per_scale if layout.rows_per_scale < rows else 0,
+        "NESTED_COLUMNS": layout.columns_per_nested_scale,
+        "HAS_ZERO": layout.zero_point is not None,
+        "SIGNED": layout.signed,
+        "SCALE_SUMS": scale_sums,
+        "DEQUANTIZE_ASM": asm,
     }
 
 
 @lru_cache
-def asynchronous(device: torch.device) -> bool:
-    """Whether the matrix units read their left factor from registers while the program goes on: Hopper's do."""
+def has_async_wgmma(device: torch.device) -> bool:
+    """Whether the tensor cores read registers asynchronously, as Hopper's wgmma does."""
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def arranged(x: torch.Tensor, how: Layout, order: torch.Tensor | None) -> torch.Tensor:
-    """x in the order of `places`."""
+def permute_inputs(
+    x: torch.Tensor, layout: PackedLayout, act_order: torch.Tensor | None
+) -> torch.Tensor:
+    """Return x [tokens, in] with its columns in the order in which the kernels multiply them."""
     x = x.contiguous()
     tokens, columns = x.shape
     out = torch.empty_like(x)
-    arrange_kernel[(tokens, -(-columns // 2048))](
+    permute_inputs_kernel[(tokens, -(-columns // PERMUTE_WIDTH))](
         x,
-        out if order is None else order,
+        out if act_order is None else act_order,
         out,
         columns,
-        BITS=how.bits,
-        ORDER=order is not None,
-        WIDTH=2048,
+        BITS=layout.bits,
+        HAS_ACT_ORDER=act_order is not None,
+        WIDTH=PERMUTE_WIDTH,
         num_warps=4,
-        **overlap(x.device),
+        **pdl_options(x.device),
     )
     return out
 
 
+# ---- kernels -------------------------------------------------------------------------------------
+
+
 @jit
-def places(k, BITS: tl.constexpr):
-    """The column that stands at place k. A place is (units, pairs of codes of a halfword, words of a thread, one of a
-    pair, threads, halves of a word); a column (units, threads, words of a thread, halves of a word, codes of one)."""
-    EACH: tl.constexpr = 16 // BITS
-    half = k % 2
+def source_column(k, BITS: tl.constexpr):
+    """Return the column of x that stands at place k of the permuted x.
+
+    From the slowest to the fastest index,
+    a place is  (unit, pair of codes in a halfword, word, code of the pair, thread, halfword),
+    a column is (unit, thread, word, halfword, pair of codes in a halfword, code of the pair).
+    """
+    CODES: tl.constexpr = 16 // BITS  # per halfword
+    halfword = k % 2
     thread = k // 2 % 4
-    one = k // 8 % 2
+    code = k // 8 % 2
     word = k // 16 % 4
-    pair = k // 64 % (EACH // 2)
+    pair = k // 64 % (CODES // 2)
     return (
-        k // (32 * EACH) * (32 * EACH)
-        + thread * (8 * EACH)
-        + word * (2 * EACH)
-        + half * EACH
+        k // (32 * CODES) * (32 * CODES)
+        + thread * (8 * CODES)
+        + word * (2 * CODES)
+        + halfword * CODES
         + 2 * pair
-        + one
+        + code
     )
 
 
 @jit
-def arrange_kernel(
+def permute_inputs_kernel(
     x,
-    order,
+    act_order,
     out,
     columns,
     BITS: tl.constexpr,
-    ORDER: tl.constexpr,
+    HAS_ACT_ORDER: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
-    wait(PDL)
-    at = tl.program_id(0).to(tl.int64) * columns
+    """Permute WIDTH columns of one token."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64) * columns
     k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    source = places(k, BITS)
-    if ORDER:
-        source = tl.load(order + source, mask=k < columns, other=0)
-    tl.store(out + at + k, tl.load(x + at + source, mask=k < columns, other=0.0), mask=k < columns)
+    source = source_column(k, BITS)
+    if HAS_ACT_ORDER:
+        source = tl.load(act_order + source, mask=k < columns, other=0)
+    out_ptr = out + row + k
+    v = tl.load(x + row + source, mask=k < columns, other=0.0)
+    tl.store(out_ptr, v, mask=k < columns)
 
 
-@jit(do_not_specialize=["tokens", "each"])
-def packed_gemm_kernel(
-    x,
-    codes,
+@jit(do_not_specialize=["tokens", "program_units"])
+def split_k_kernel(
+    x,  # [tokens, columns], permuted
+    codes,  # [rows, row bytes / 2] int16
     scale,
     zero,
     table,
     bias,
-    out,
+    out,  # [tokens, rows], or [SPLIT_K, tokens, rows] in float32
     tokens,
     rows,
     columns,
-    each,
+    program_units,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TALL: tl.constexpr,
-    NEST: tl.constexpr,
-    ZERO: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    NESTED_COLUMNS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
     SIGNED: tl.constexpr,
-    BIAS: tl.constexpr,
-    LATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
     SPLIT: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    DEQUANTIZE_ASM: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
-    TURN: tl.constexpr,
+    UNITS_PER_ITER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_OUT outputs of BLOCK_IN tokens, over `each` times 64 bytes."""
-    begin(PDL)
-    n0 = tl.program_id(1) * BLOCK_OUT
-    n = n0 + tl.arange(0, BLOCK_OUT)
-    m = tl.program_id(0) * BLOCK_IN + tl.arange(0, BLOCK_IN)
-    first = tl.program_id(2) * each
-    last = tl.minimum(first + each, columns // (512 // BITS))
-    y = summed(
+    """Compute BLOCK_OUT outputs of BLOCK_TOKENS tokens over `program_units` units."""
+    launch_dependents(PDL)
+    first_row = tl.program_id(1) * BLOCK_OUT
+    row = first_row + tl.arange(0, BLOCK_OUT)
+    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    first_unit = tl.program_id(2) * program_units
+    end_unit = tl.minimum(first_unit + program_units, columns // (512 // BITS))
+    y = multiply_tile(
         x,
-        tl.minimum(m, tokens - 1),
+        tl.minimum(token, tokens - 1),
         codes,
         scale,
         zero,
         table,
-        n0,
+        first_row,
         rows,
-        first,
-        last,
+        first_unit,
+        end_unit,
         columns,
         KIND,
         BITS,
-        GROUP,
-        TALL,
-        NEST,
-        ZERO,
+        GROUP_SIZE,
+        ROWS_PER_SCALE,
+        NESTED_COLUMNS,
+        HAS_ZERO,
         SIGNED,
-        LATE,
-        ASSEMBLY,
+        SCALE_SUMS,
+        DEQUANTIZE_ASM,
         BLOCK_OUT,
-        BLOCK_IN,
+        BLOCK_TOKENS,
         WARPS,
         STAGES,
-        TURN,
+        UNITS_PER_ITER,
         PDL,
     )
-    here = (n < rows)[:, None] & (m < tokens)[None, :]
-    at = m.to(tl.int64)[None, :] * rows + n[:, None]
+    mask = (row < rows)[:, None] & (token < tokens)[None, :]
+    offset = token.to(tl.int64)[None, :] * rows + row[:, None]
     if SPLIT:
-        tl.store(out + tl.program_id(2).to(tl.int64) * tokens * rows + at, y, mask=here)
+        tl.store(out + tl.program_id(2).to(tl.int64) * tokens * rows + offset, y, mask=mask)
     else:
-        if BIAS:
-            y += tl.load(bias + tl.minimum(n, rows - 1)).to(tl.float32)[:, None]
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=here)
+        if HAS_BIAS:
+            y += tl.load(bias + tl.minimum(row, rows - 1)).to(tl.float32)[:, None]
+        tl.store(out + offset, y.to(out.dtype.element_ty), mask=mask)
 
 
-@jit(do_not_specialize=["tokens", "rounds", "work"])
-def stream_kernel(
-    x,
-    codes,
+@jit
+def split_k_reduce_kernel(
+    parts,  # [SPLIT_K, tokens, rows] float32
+    bias,
+    out,
+    rows,
+    SPLIT_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add the parts of WIDTH outputs of one token, in order."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    tokens = tl.num_programs(0).to(tl.int64)
+    i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    y = tl.zeros([WIDTH], tl.float32)
+    for part in tl.static_range(SPLIT_K):
+        y += tl.load(parts + (part * tokens + token) * rows + i, mask=i < rows, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias + i, mask=i < rows, other=0.0).to(tl.float32)
+    tl.store(out + token * rows + i, y.to(out.dtype.element_ty), mask=i < rows)
+
+
+@jit(do_not_specialize=["tokens", "rounds", "leftover_iters"])
+def stream_k_kernel(
+    x,  # [tokens, columns], permuted
+    codes,  # [rows, row bytes / 2] int16
     scale,
     zero,
     table,
     bias,
-    out,
-    parts,
+    out,  # [tokens, rows]
+    parts,  # [2 * programs, BLOCK_TOKENS, BLOCK_OUT] float32
     tokens,
     rows,
     columns,
     rounds,
-    work,
-    BIAS: tl.constexpr,
+    leftover_iters,
+    HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TALL: tl.constexpr,
-    NEST: tl.constexpr,
-    ZERO: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    NESTED_COLUMNS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
     SIGNED: tl.constexpr,
-    LATE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+    DEQUANTIZE_ASM: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
-    TURN: tl.constexpr,
+    UNITS_PER_ITER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`rounds` whole tiles a program, then its stretch of the `work`, turns of the tiles that are left: less than a
-    tile, so it touches two at the most, of which parts[2 * program] and the next hold what it added."""
-    begin(PDL)
-    wait(PDL)
-    p = tl.program_id(0)
-    count = tl.num_programs(0)
-    turns = columns // (512 // BITS * TURN)
-    across = (tokens + BLOCK_IN - 1) // BLOCK_IN
-    start = p * work // count
-    end = (p + 1) * work // count
+    """Compute `rounds` whole tiles, then this program's share of the leftover iterations.
+
+    The share is less than a tile, so it touches at most two tiles. parts[2 * program] and the next
+    one hold what the program contributed to them.
+    """
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    tile_iters = columns // (512 // BITS * UNITS_PER_ITER)
+    token_tiles = (tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    start = program * leftover_iters // programs
+    end = (program + 1) * leftover_iters // programs
     for i in range(rounds + 2):
-        left = start // turns + i - rounds
-        first = tl.where(i < rounds, 0, tl.maximum(start, left * turns) - left * turns)
-        last = tl.where(i < rounds, turns, tl.minimum(end, (left + 1) * turns) - left * turns)
-        tile = tl.where(i < rounds, i * count + p, rounds * count + left)
+        leftover = start // tile_iters + i - rounds
+        leftover_start = leftover * tile_iters
+        first = tl.where(i < rounds, 0, tl.maximum(start, leftover_start) - leftover_start)
+        last = tl.where(
+            i < rounds, tile_iters, tl.minimum(end, (leftover + 1) * tile_iters) - leftover_start
+        )
+        tile = tl.where(i < rounds, i * programs + program, rounds * programs + leftover)
         if first < last:
-            n0 = tile // across * BLOCK_OUT
-            m = tile % across * BLOCK_IN + tl.arange(0, BLOCK_IN)
-            y = summed(
+            first_row = tile // token_tiles * BLOCK_OUT
+            token = tile % token_tiles * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+            y = multiply_tile(
                 x,
-                tl.minimum(m, tokens - 1),
+                tl.minimum(token, tokens - 1),
                 codes,
                 scale,
                 zero,
                 table,
-                n0,
+                first_row,
                 rows,
-                first * TURN,
-                last * TURN,
+                first * UNITS_PER_ITER,
+                last * UNITS_PER_ITER,
                 columns,
                 KIND,
                 BITS,
-                GROUP,
-                TALL,
-                NEST,
-                ZERO,
+                GROUP_SIZE,
+                ROWS_PER_SCALE,
+                NESTED_COLUMNS,
+                HAS_ZERO,
                 SIGNED,
-                LATE,
-                ASSEMBLY,
+                SCALE_SUMS,
+                DEQUANTIZE_ASM,
                 BLOCK_OUT,
-                BLOCK_IN,
+                BLOCK_TOKENS,
                 WARPS,
                 STAGES,
-                TURN,
+                UNITS_PER_ITER,
                 False,
             )
-            n = n0 + tl.arange(0, BLOCK_OUT)
+            row = first_row + tl.arange(0, BLOCK_OUT)
             if i < rounds:
-                if BIAS:
-                    y += tl.load(bias + tl.minimum(n, rows - 1)).to(tl.float32)[:, None]
-                at = m.to(tl.int64)[None, :] * rows + n[:, None]
+                if HAS_BIAS:
+                    y += tl.load(bias + tl.minimum(row, rows - 1)).to(tl.float32)[:, None]
+                offset = token.to(tl.int64)[None, :] * rows + row[:, None]
                 tl.store(
-                    out + at,
+                    out + offset,
                     y.to(out.dtype.element_ty),
-                    mask=(n < rows)[:, None] & (m < tokens)[None, :],
+                    mask=(row < rows)[:, None] & (token < tokens)[None, :],
                 )
             else:
-                at_part = parts + (2 * p + i - rounds).to(tl.int64) * (BLOCK_OUT * BLOCK_IN)
+                part = parts + (2 * program + i - rounds).to(tl.int64) * (BLOCK_OUT * BLOCK_TOKENS)
                 tl.store(
-                    at_part
-                    + tl.arange(0, BLOCK_IN)[None, :] * BLOCK_OUT
+                    part
+                    + tl.arange(0, BLOCK_TOKENS)[None, :] * BLOCK_OUT
                     + tl.arange(0, BLOCK_OUT)[:, None],
                     y,
                 )
 
 
-@jit(do_not_specialize=["tokens", "turns", "rounds", "work", "count"])
-def gather_kernel(
-    parts,
+@jit(do_not_specialize=["tokens", "tile_iters", "rounds", "leftover_iters", "programs"])
+def stream_k_reduce_kernel(
+    parts,  # [2 * programs, BLOCK_TOKENS, BLOCK_OUT] float32
     bias,
     out,
     tokens,
     rows,
-    turns,
+    tile_iters,
     rounds,
-    work,
-    count,
-    BIAS: tl.constexpr,
+    leftover_iters,
+    programs,
+    HAS_BIAS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    LINES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    REDUCE_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """LINES tokens of a tile that several programs have made, added up in their order."""
-    begin(PDL)
-    wait(PDL)
-    left = tl.program_id(0)
-    across = (tokens + BLOCK_IN - 1) // BLOCK_IN
-    tile = rounds * count + left
-    line = tl.program_id(1) * LINES + tl.arange(0, LINES)
-    m = tile % across * BLOCK_IN + line
-    n = tile // across * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    inside = line[:, None] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[None, :]
-    p = left * turns * count // work
-    while (p + 1) * work // count <= left * turns:  # divisions round down
-        p += 1
-    y = tl.zeros([LINES, BLOCK_OUT], tl.float32)
-    start = p * work // count
-    while start < (left + 1) * turns and p < count:
-        end = (p + 1) * work // count
-        if start < end:  # less work than programs leaves some without
-            y += tl.load(
-                parts
-                + (2 * p + left - start // turns).to(tl.int64) * (BLOCK_OUT * BLOCK_IN)
-                + inside
-            )
+    """Add up REDUCE_TOKENS tokens of a leftover tile, in the order of the programs."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    leftover = tl.program_id(0)
+    token_tiles = (tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    tile = rounds * programs + leftover
+    tile_token = tl.program_id(1) * REDUCE_TOKENS + tl.arange(0, REDUCE_TOKENS)
+    token = tile % token_tiles * BLOCK_TOKENS + tile_token
+    row = tile // token_tiles * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    part_offset = tile_token[:, None] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[None, :]
+    # The first program that has iterations of this tile. Divisions round down.
+    program = leftover * tile_iters * programs // leftover_iters
+    while (program + 1) * leftover_iters // programs <= leftover * tile_iters:
+        program += 1
+    y = tl.zeros([REDUCE_TOKENS, BLOCK_OUT], tl.float32)
+    start = program * leftover_iters // programs
+    while start < (leftover + 1) * tile_iters and program < programs:
+        end = (program + 1) * leftover_iters // programs
+        if start < end:  # with fewer iterations than programs some have none
+            part = (2 * program + leftover - start // tile_iters).to(tl.int64)
+            y += tl.load(parts + part * (BLOCK_OUT * BLOCK_TOKENS) + part_offset)
         start = end
-        p += 1
-    if BIAS:
-        y += tl.load(bias + tl.minimum(n, rows - 1)).to(tl.float32)[None, :]
-    at = m.to(tl.int64)[:, None] * rows + n[None, :]
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=(m < tokens)[:, None] & (n < rows)[None, :])
+        program += 1
+    if HAS_BIAS:
+        y += tl.load(bias + tl.minimum(row, rows - 1)).to(tl.float32)[None, :]
+    offset = token.to(tl.int64)[:, None] * rows + row[None, :]
+    mask = (token < tokens)[:, None] & (row < rows)[None, :]
+    tl.store(out + offset, y.to(out.dtype.element_ty), mask=mask)
 
 
 @jit
-def summed(
-    x,
-    token,
+def multiply_tile(
+    x,  # [tokens, columns], permuted
+    token,  # [BLOCK_TOKENS] rows of x
     codes,
     scale,
     zero,
     table,
-    n,
-    end,
-    first,
-    last,
+    first_row,
+    end_row,
+    first_unit,
+    end_unit,
     columns,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TALL: tl.constexpr,
-    NEST: tl.constexpr,
-    ZERO: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    NESTED_COLUMNS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
     SIGNED: tl.constexpr,
-    LATE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+    DEQUANTIZE_ASM: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
-    TURN: tl.constexpr,
+    UNITS_PER_ITER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The rows from n to `end` times these tokens, over 64 bytes from the first to the last, TURN of them a turn of the
-    loop: [BLOCK_OUT, BLOCK_IN] in float32."""
-    UNIT: tl.constexpr = 512 // BITS
+    """Multiply the rows first_row..end_row by these tokens over the units first_unit..end_unit.
+
+    Returns [BLOCK_OUT, BLOCK_TOKENS] in float32.
+    """
+    UNIT: tl.constexpr = 512 // BITS  # columns
     TYPE: tl.constexpr = x.dtype.element_ty
-    row = tl.minimum(n + tl.arange(0, BLOCK_OUT), end - 1)
-    at_codes = (
+    row = tl.minimum(first_row + tl.arange(0, BLOCK_OUT), end_row - 1)
+    codes_ptr = (
         codes + row.to(tl.int64)[:, None] * (columns // UNIT * 32) + tl.arange(0, 32)[None, :]
     )
-    at_x = x + token.to(tl.int64)[:, None] * columns + tl.arange(0, 64)[None, :]
-    s, z = scales(
+    x_ptr = x + token.to(tl.int64)[:, None] * columns + tl.arange(0, 64)[None, :]
+    next_scale, next_zero = load_unit_scales(
         scale,
         zero,
         table,
-        n,
-        end,
-        first,
+        first_row,
+        end_row,
+        first_unit,
         columns,
         KIND,
-        GROUP,
-        TALL,
-        NEST,
-        ZERO,
+        GROUP_SIZE,
+        ROWS_PER_SCALE,
+        NESTED_COLUMNS,
+        HAS_ZERO,
         UNIT,
         BLOCK_OUT,
         WARPS,
     )
-    planes = (0, 0, 0, 0, 0, 0, 0, 0)
+    table_words = (0, 0, 0, 0, 0, 0, 0, 0)
     if KIND == "codebook":
-        planes = byte_planes(table, TYPE)
-    wait(PDL)
-    y = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
-    for turn in tl.range(first, last, TURN, num_stages=STAGES):
-        for b in tl.static_range(TURN):
-            w = tl.load(at_codes + (turn + b) * 32)
-            now = s
-            less = z
-            if GROUP > 0:  # one ahead
-                s, z = scales(
+        table_words = pack_table_bytes(table, TYPE)
+    wait_for_previous(PDL)
+    y = tl.zeros([BLOCK_OUT, BLOCK_TOKENS], tl.float32)
+    for unit0 in tl.range(first_unit, end_unit, UNITS_PER_ITER, num_stages=STAGES):
+        for i in tl.static_range(UNITS_PER_ITER):
+            halfwords = tl.load(codes_ptr + (unit0 + i) * 32)
+            unit_scale = next_scale
+            unit_zero = next_zero
+            if GROUP_SIZE > 0:  # load the scales of the next unit
+                next_scale, next_zero = load_unit_scales(
                     scale,
                     zero,
                     table,
-                    n,
-                    end,
-                    tl.minimum(turn + b + 1, last - 1),
+                    first_row,
+                    end_row,
+                    tl.minimum(unit0 + i + 1, end_unit - 1),
                     columns,
                     KIND,
-                    GROUP,
-                    TALL,
-                    NEST,
-                    ZERO,
+                    GROUP_SIZE,
+                    ROWS_PER_SCALE,
+                    NESTED_COLUMNS,
+                    HAS_ZERO,
                     UNIT,
                     BLOCK_OUT,
                     WARPS,
                 )
-            v = weights(w, now, less, planes, table, TYPE, KIND, BITS, ZERO, SIGNED, LATE, ASSEMBLY)
+            weights = dequantize_unit(
+                halfwords,
+                unit_scale,
+                unit_zero,
+                table_words,
+                table,
+                TYPE,
+                KIND,
+                BITS,
+                HAS_ZERO,
+                SIGNED,
+                SCALE_SUMS,
+                DEQUANTIZE_ASM,
+            )
             for pair in tl.static_range(UNIT // 64):
-                a = fragment(v[2 * pair], v[2 * pair + 1], BLOCK_OUT, WARPS)
-                y = tl.dot(a, tl.trans(tl.load(at_x + (turn + b) * UNIT + pair * 64)), y)
-    y = tl.permute(
-        tl.reshape(y, (BLOCK_OUT // (16 * WARPS), WARPS, 2, 8, BLOCK_IN)), (0, 2, 1, 3, 4)
-    )
-    y = tl.reshape(y, (BLOCK_OUT, BLOCK_IN))
-    if LATE:
-        y = y * tl.load(scale + shared(row, TALL)).to(tl.float32)[:, None]
+                a = arrange_operand(weights[2 * pair], weights[2 * pair + 1], BLOCK_OUT, WARPS)
+                b = tl.trans(tl.load(x_ptr + (unit0 + i) * UNIT + pair * 64))
+                y = tl.dot(a, b, y)
+    # Undo the order of the rows that arrange_operand made.
+    y = tl.reshape(y, (BLOCK_OUT // (16 * WARPS), WARPS, 2, 8, BLOCK_TOKENS))
+    y = tl.permute(y, (0, 2, 1, 3, 4))
+    y = tl.reshape(y, (BLOCK_OUT, BLOCK_TOKENS))
+    if SCALE_SUMS:
+        y = y * tl.load(scale + scale_row(row, ROWS_PER_SCALE)).to(tl.float32)[:, None]
     return y
 
 
 @jit
-def fragment(even, odd, BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr):
-    """[outputs, 32] twice -> [outputs, 64]: what a thread has read becomes what the matrix units want of that thread.
-    Rows are then (.., warps, of two the one, 8) where they were (.., of two the one, warps, 8)."""
+def arrange_operand(even, odd, BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr):
+    """Join two [outputs, 32] tiles into [outputs, 64] in the layout of the tensor cores' operand.
+
+    What a thread has read becomes what the tensor cores want from that thread. The rows (tiles,
+    half, warp, 8) become (tiles, warp, half, 8).
+    """
     v = tl.reshape(tl.join(even, odd), (BLOCK_OUT // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2))
     return tl.reshape(tl.permute(v, (0, 2, 1, 3, 5, 7, 4, 6)), (BLOCK_OUT, 64))
 
 
+# ---- scales and zero points ----------------------------------------------------------------------
+
+
 @jit
-def shared(row, TALL: tl.constexpr):
-    if TALL == 0:
+def scale_row(row, ROWS_PER_SCALE: tl.constexpr):
+    """Return the row of the scales that a weight row uses. ROWS_PER_SCALE 0: all share one."""
+    if ROWS_PER_SCALE == 0:
         return row * 0
     else:
-        return row // TALL
+        return row // ROWS_PER_SCALE
 
 
 @jit
-def scales(
+def load_unit_scales(
     scale,
     zero,
     table,
-    n,
-    end,
-    b,
+    first_row,
+    end_row,
+    unit,
     columns,
     KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    TALL: tl.constexpr,
-    NEST: tl.constexpr,
-    ZERO: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    NESTED_COLUMNS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Of 64 bytes of the rows from n on, scales and zeros in float32: [outputs, 1, 2 or 4]. Never more of them at once
-    than half the threads are, so that Triton has every thread load its own rather than pass them on."""
-    s, z = of_rows(
-        scale, zero, table, n, end, b, columns, KIND, GROUP, TALL, NEST, ZERO, UNIT, WARPS
+    """Load the scales and zero points of one unit of BLOCK_OUT rows, as float32.
+
+    Both are [outputs, 1, 2 or 4]: a unit may have one, two or four groups. No load covers more
+    rows than half the number of threads, so that Triton lets every thread load its own scales
+    instead of exchanging them.
+    """
+    s, z = load_row_block_scales(
+        scale,
+        zero,
+        table,
+        first_row,
+        end_row,
+        unit,
+        columns,
+        KIND,
+        GROUP_SIZE,
+        ROWS_PER_SCALE,
+        NESTED_COLUMNS,
+        HAS_ZERO,
+        UNIT,
+        WARPS,
     )
     if BLOCK_OUT > 16 * WARPS:
-        n += 16 * WARPS
-        t, u = of_rows(
-            scale, zero, table, n, end, b, columns, KIND, GROUP, TALL, NEST, ZERO, UNIT, WARPS
+        first_row += 16 * WARPS
+        s2, z2 = load_row_block_scales(
+            scale,
+            zero,
+            table,
+            first_row,
+            end_row,
+            unit,
+            columns,
+            KIND,
+            GROUP_SIZE,
+            ROWS_PER_SCALE,
+            NESTED_COLUMNS,
+            HAS_ZERO,
+            UNIT,
+            WARPS,
         )
-        s = tl.reshape(tl.permute(tl.join(s, t), (2, 0, 1)), (BLOCK_OUT, s.shape[1]))
-        z = tl.reshape(tl.permute(tl.join(z, u), (2, 0, 1)), (BLOCK_OUT, z.shape[1]))
+        s = tl.reshape(tl.permute(tl.join(s, s2), (2, 0, 1)), (BLOCK_OUT, s.shape[1]))
+        z = tl.reshape(tl.permute(tl.join(z, z2), (2, 0, 1)), (BLOCK_OUT, z.shape[1]))
     return s, z
 
 
 @jit
-def of_rows(
+def load_row_block_scales(
     scale,
     zero,
     table,
-    n,
-    end,
-    b,
+    first_row,
+    end_row,
+    unit,
     columns,
     KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    TALL: tl.constexpr,
-    NEST: tl.constexpr,
-    ZERO: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    NESTED_COLUMNS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
     UNIT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    row = tl.minimum(n + tl.arange(0, 16 * WARPS), end - 1)[:, None]
-    at = shared(row, TALL)
-    if GROUP > 0:
-        at = at * ((columns + GROUP - 1) // GROUP) + b * UNIT // GROUP
-    k = b * UNIT
-    s, z = loaded(scale, zero, table, at, row, k, columns, KIND, NEST, ZERO)
-    if GROUP > 0 and GROUP * 4 == UNIT:
-        s, z = loaded(
-            scale, zero, table, at + tl.arange(0, 4)[None, :], row, k, columns, KIND, NEST, ZERO
+    """Load the scales and zero points of one unit of 16 * WARPS rows, see load_unit_scales."""
+    row = tl.minimum(first_row + tl.arange(0, 16 * WARPS), end_row - 1)[:, None]
+    offset = scale_row(row, ROWS_PER_SCALE)
+    if GROUP_SIZE > 0:
+        num_groups = (columns + GROUP_SIZE - 1) // GROUP_SIZE
+        offset = offset * num_groups + unit * UNIT // GROUP_SIZE
+    column = unit * UNIT
+    s, z = load_scale_and_zero(
+        scale, zero, table, offset, row, column, columns, KIND, NESTED_COLUMNS, HAS_ZERO
+    )
+    if GROUP_SIZE > 0 and GROUP_SIZE * 4 == UNIT:
+        offset += tl.arange(0, 4)[None, :]
+        s, z = load_scale_and_zero(
+            scale, zero, table, offset, row, column, columns, KIND, NESTED_COLUMNS, HAS_ZERO
         )
-    elif GROUP > 0 and GROUP * 2 == UNIT:
-        t, u = loaded(scale, zero, table, at + 1, row, k, columns, KIND, NEST, ZERO)
-        s = tl.reshape(tl.join(s, t), (16 * WARPS, 2))
-        z = tl.reshape(tl.join(z, u), (16 * WARPS, 2))
+    elif GROUP_SIZE > 0 and GROUP_SIZE * 2 == UNIT:
+        s2, z2 = load_scale_and_zero(
+            scale, zero, table, offset + 1, row, column, columns, KIND, NESTED_COLUMNS, HAS_ZERO
+        )
+        s = tl.reshape(tl.join(s, s2), (16 * WARPS, 2))
+        z = tl.reshape(tl.join(z, z2), (16 * WARPS, 2))
     return s, z
 
 
 @jit
-def loaded(
+def load_scale_and_zero(
     scale,
     zero,
     table,
-    at,
+    offset,
     row,
-    k,
+    column,
     columns,
     KIND: tl.constexpr,
-    NEST: tl.constexpr,
-    ZERO: tl.constexpr,
+    NESTED_COLUMNS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
 ):
-    if KIND == "codebook" and ZERO:
-        s = largest(scale, zero, table, at, row, k, columns, NEST)
+    """Load scale and zero point at `offset`. Without zero points the second is a placeholder."""
+    if KIND == "codebook" and HAS_ZERO:
+        s = load_nested_absmax(scale, zero, table, offset, row, column, columns, NESTED_COLUMNS)
         return s, s
     else:
-        s = tl.load(scale + at).to(tl.float32)
-        return s, tl.load(zero + at).to(tl.float32) if ZERO else s
+        s = tl.load(scale + offset).to(tl.float32)
+        return s, tl.load(zero + offset).to(tl.float32) if HAS_ZERO else s
 
 
 @jit
-def spread(s, TYPE: tl.constexpr):
-    """[outputs, spans] -> [outputs, 32]."""
+def broadcast_scales(s, TYPE: tl.constexpr):
+    """Expand [outputs, groups] to [outputs, 32 halfwords]."""
     v = tl.broadcast_to(s.to(TYPE)[:, :, None], (s.shape[0], s.shape[1], 32 // s.shape[1]))
     return tl.reshape(v, (s.shape[0], 32))
 
 
-# ---- weights of 64 bytes: two or four of [outputs, 32], one for each code of a halfword -----------------------------
+# ---- dequantization of a unit --------------------------------------------------------------------
 
 
 @jit
-def weights(
-    w,
+def dequantize_unit(
+    halfwords,
     s,
     z,
-    planes,
+    table_words,
     table,
     TYPE: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
-    ZERO: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
     SIGNED: tl.constexpr,
-    LATE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+    DEQUANTIZE_ASM: tl.constexpr,
 ):
-    if KIND == "grid" and not ZERO:
+    """Dequantize the codes of a unit [outputs, 32 halfwords].
+
+    Returns one tile [outputs, 32] for each code of a halfword: two of 8 bits or four of 4 bits.
+    """
+    if KIND == "int" and not HAS_ZERO:
         z = z * 0 + (1 << (BITS - 1))
-    if ASSEMBLY is None:
-        even = plainly(w, 0, s, z, table, TYPE, KIND, BITS, SIGNED, LATE)
-        odd = plainly(w, 1, s, z, table, TYPE, KIND, BITS, SIGNED, LATE)
+    if DEQUANTIZE_ASM is None:
+        first = dequantize_code(halfwords, 0, s, z, table, TYPE, KIND, BITS, SIGNED, SCALE_SUMS)
+        second = dequantize_code(halfwords, 1, s, z, table, TYPE, KIND, BITS, SIGNED, SCALE_SUMS)
         if BITS == 8:
-            return even, odd
+            return first, second
         else:
-            third = plainly(w, 2, s, z, table, TYPE, KIND, BITS, SIGNED, LATE)
-            return even, odd, third, plainly(w, 3, s, z, table, TYPE, KIND, BITS, SIGNED, LATE)
+            third = dequantize_code(halfwords, 2, s, z, table, TYPE, KIND, BITS, SIGNED, SCALE_SUMS)
+            fourth = dequantize_code(
+                halfwords, 3, s, z, table, TYPE, KIND, BITS, SIGNED, SCALE_SUMS
+            )
+            return first, second, third, fourth
     else:
-        by = spread(s, TYPE)
+        factor = broadcast_scales(s, TYPE)
         if KIND == "codebook":
             return tl.inline_asm_elementwise(
-                ASSEMBLY,
+                DEQUANTIZE_ASM,
                 "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
                 [
-                    w,
-                    by,
-                    planes[0],
-                    planes[1],
-                    planes[2],
-                    planes[3],
-                    planes[4],
-                    planes[5],
-                    planes[6],
-                    planes[7],
+                    halfwords,
+                    factor,
+                    table_words[0],
+                    table_words[1],
+                    table_words[2],
+                    table_words[3],
+                    table_words[4],
+                    table_words[5],
+                    table_words[6],
+                    table_words[7],
                 ],
-                (by.dtype, by.dtype, by.dtype, by.dtype),
+                (factor.dtype, factor.dtype, factor.dtype, factor.dtype),
                 True,
                 2,
             )
         elif KIND == "fp8":
             return tl.inline_asm_elementwise(
-                ASSEMBLY, "=&r,=&r,r,r", [w, by], (by.dtype, by.dtype), True, 2
+                DEQUANTIZE_ASM,
+                "=&r,=&r,r,r",
+                [halfwords, factor],
+                (factor.dtype, factor.dtype),
+                True,
+                2,
             )
         elif BITS == 8:
-            more = spread((128.0 - z) * s, TYPE)
+            # The assembly subtracts 128 from every code.
+            addend = broadcast_scales((128.0 - z) * s, TYPE)
             return tl.inline_asm_elementwise(
-                ASSEMBLY, "=&r,=&r,r,r,r", [w, by, more], (by.dtype, by.dtype), True, 2
+                DEQUANTIZE_ASM,
+                "=&r,=&r,r,r,r",
+                [halfwords, factor, addend],
+                (factor.dtype, factor.dtype),
+                True,
+                2,
             )
-        else:  # the whole part of the zero is taken off before anything is rounded
-            near = tl.minimum(tl.maximum(tl.floor(z + 0.5), 0.0), 127.0)
-            above: tl.constexpr = 128.0 if tl.bfloat16 == TYPE else 1024.0
-            less = spread(above + near, TYPE)
-            more = spread((near - z) * s, TYPE)
+        else:
+            # The integer part of the zero point is subtracted exactly, before anything is rounded.
+            integer_zero = tl.minimum(tl.maximum(tl.floor(z + 0.5), 0.0), 127.0)
+            EXPONENT: tl.constexpr = 128.0 if tl.bfloat16 == TYPE else 1024.0
+            subtrahend = broadcast_scales(EXPONENT + integer_zero, TYPE)
+            addend = broadcast_scales((integer_zero - z) * s, TYPE)
             return tl.inline_asm_elementwise(
-                ASSEMBLY,
+                DEQUANTIZE_ASM,
                 "=&r,=&r,=&r,=&r,r,r,r,r",
-                [w, by, more, less],
-                (by.dtype, by.dtype, by.dtype, by.dtype),
+                [halfwords, factor, addend, subtrahend],
+                (factor.dtype, factor.dtype, factor.dtype, factor.dtype),
                 True,
                 2,
             )
 
 
 @jit
-def plainly(
-    w,
-    q: tl.constexpr,
+def dequantize_code(
+    halfwords,
+    i: tl.constexpr,
     s,
     z,
     table,
@@ -858,91 +1082,30 @@ def plainly(
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     SIGNED: tl.constexpr,
-    LATE: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
 ):
-    """Code q of every halfword, as `assembly` has it."""
-    code = (w.to(tl.int32) >> (BITS * q)) & ((1 << BITS) - 1)
+    """Dequantize code i of every halfword without assembly, with the result of the assembly."""
+    code = (halfwords.to(tl.int32) >> (BITS * i)) & ((1 << BITS) - 1)
     if KIND == "codebook":
         v = tl.load(table + code)
     elif KIND == "fp8":
         v = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif SIGNED:
-        v = (code ^ 128).to(tl.float32) - spread(z, tl.float32)
+        v = (code ^ 128).to(tl.float32) - broadcast_scales(z, tl.float32)
     else:
-        v = code.to(tl.float32) - spread(z, tl.float32)
-    if not LATE:
-        v = v * spread(s, tl.float32)
+        v = code.to(tl.float32) - broadcast_scales(z, tl.float32)
+    if not SCALE_SUMS:
+        v = v * broadcast_scales(s, tl.float32)
     return v.to(TYPE)
 
 
-@lru_cache
-def assembly(
-    form: str, bits: int, signed: bool, dtype: torch.dtype, late: bool, waits: bool
-) -> str:
-    """Two or four pairs of weights out of a word of codes, two at a time throughout. Operands: the pairs; the word, the
-    scale, what is to be added after it (of a grid), what is to be taken off before (of 4 bits) or the table's bytes.
+# 128 in bfloat16, 1024 in float16, in both halves of a word: the last mantissa bit is worth one.
+EXPONENT_WORD = {torch.bfloat16: "0x43004300", torch.float16: "0x64006400"}
 
-    `waits`: the registers of the turn before may still be read by matrix units, which Triton does not see to.
-    """
-    short = dtype == torch.bfloat16
-    kind = "bf16x2" if short else "f16x2"
-    pairs = 4 if bits == 4 else 2
-    word, scale, more, less = (f"${pairs + i}" for i in range(4))
-    lines = [".reg .b32 w, t, u, m, la, lb, ha, hb, v0, v1, v2, v3;"]
-    lines += ["wgmma.wait_group.sync.aligned 0;"] * waits + [f"mov.b32 w, {word};"]
-    if form == "codebook":
-        lines += LOOKED_UP
-    elif (
-        form == "fp8"
-    ):  # the bits moved to where they belong; what is wrong with the exponent is a factor
-        shift, mask, factor = (
-            (4, "0x07f007f0", "0x7b807b80") if short else (1, "0x3f803f80", "0x5c005c00")
-        )
-        for q in range(2):
-            lines += [
-                f"shl.b32 t, w, {8 - 8 * q};",
-                "and.b32 u, t, 0x80008000;",
-                f"shr.u32 t, t, {shift};",
-            ]
-            lines += [
-                f"lop3.b32 v{q}, t, {mask}, u, 0xEA;",
-                f"mov.b32 m, {factor};",
-                f"mul.rn.{kind} v{q}, v{q}, m;",
-            ]
-    elif bits == 4:
-        for q in range(4):
-            lines += [
-                f"shr.u32 t, w, {4 * q};",
-                f"lop3.b32 v{q}, t, 0x000f000f, {MAGIC[short]}, 0xEA;",
-            ]
-            lines += [f"sub.rn.{kind} v{q}, v{q}, {less};"]
-    else:  # bfloat16 has seven bits beside the exponent; the eighth counts -128
-        lines += ["xor.b32 w, w, 0x80808080;"] * (short != signed)
-        low, high = ("0x007f007f", "0x00800080") if short else ("0x00ff00ff", "0x00800080")
-        for q in range(2):
-            lines += [f"shr.u32 t, w, {8 * q};", f"lop3.b32 v{q}, t, {low}, {MAGIC[short]}, 0xEA;"]
-            lines += [
-                f"lop3.b32 u, t, {high}, {MAGIC[short]}, 0xEA;"
-                if short
-                else "mov.b32 u, 0x64806480;"
-            ]
-            lines += [f"sub.rn.{kind} v{q}, v{q}, u;"]
-    for q in range(pairs):
-        if late:
-            lines.append(f"mov.b32 ${q}, v{q};")
-        else:
-            times = f"fma.rn.{kind} ${q}, v{q}, {scale}, {more};"
-            lines.append(times if form == "grid" else f"mul.rn.{kind} ${q}, v{q}, {scale};")
-    return "\n".join(["{", *lines, "}"])
-
-
-MAGIC = {
-    True: "0x43004300",
-    False: "0x64006400",
-}  # 128 in bfloat16, 1024 in float16: the last bit counts one
-# Sixteen values are too many for one permutation of bytes: both halves of the table are asked, low and high bytes
-# apart, and the fourth bit of each code chooses between the answers. First bytes 0 and 2 of the word, then 1 and 3.
-LOOKED_UP = [
+# A byte permutation (prmt) selects from 8 bytes, and the table has 16 values of 2 bytes. So both
+# halves of the table are looked up, low bytes and high bytes separately, and the fourth bit of
+# each code chooses between the halves. First bytes 0 and 2 of the word of codes, then 1 and 3.
+CODEBOOK_ASM = [
     line.format(bytes=0x4420 + 0x11 * half, first=2 * half, second=2 * half + 1)
     for half in range(2)
     for line in (
@@ -962,18 +1125,103 @@ LOOKED_UP = [
 ]
 
 
+@lru_cache
+def build_dequantize_asm(
+    kind: str, bits: int, signed: bool, dtype: torch.dtype, scale_sums: bool, wait_wgmma: bool
+) -> str:
+    """Build the PTX that turns a word of codes into two or four pairs of 16-bit weights.
+
+    Operands: the resulting pairs ($0 and up), the word, the scale, then for integer codes the
+    addend after scaling and (4 bits) the subtrahend before it, or for a codebook the bytes of the
+    table. With `wait_wgmma` the assembly first waits for the tensor cores, which may still be
+    reading the registers of the previous iteration; Triton does not insert this wait.
+    """
+    is_bf16 = dtype == torch.bfloat16
+    vector_type = "bf16x2" if is_bf16 else "f16x2"
+    num_pairs = 4 if bits == 4 else 2
+    word, scale, addend, subtrahend = (f"${num_pairs + i}" for i in range(4))
+    lines = [".reg .b32 w, t, u, m, la, lb, ha, hb, v0, v1, v2, v3;"]
+    if wait_wgmma:
+        lines.append("wgmma.wait_group.sync.aligned 0;")
+    lines.append(f"mov.b32 w, {word};")
+    if kind == "codebook":
+        lines += CODEBOOK_ASM
+    elif kind == "fp8":
+        lines += fp8_to_16bit_asm(vector_type, is_bf16)
+    elif bits == 4:
+        for i in range(4):
+            lines += [
+                f"shr.u32 t, w, {4 * i};",
+                f"lop3.b32 v{i}, t, 0x000f000f, {EXPONENT_WORD[dtype]}, 0xEA;",
+                f"sub.rn.{vector_type} v{i}, v{i}, {subtrahend};",
+            ]
+    else:
+        lines += int8_to_16bit_asm(vector_type, dtype, signed)
+    for i in range(num_pairs):
+        if scale_sums:
+            lines.append(f"mov.b32 ${i}, v{i};")
+        elif kind == "int":
+            lines.append(f"fma.rn.{vector_type} ${i}, v{i}, {scale}, {addend};")
+        else:
+            lines.append(f"mul.rn.{vector_type} ${i}, v{i}, {scale};")
+    return "\n".join(["{", *lines, "}"])
+
+
+def fp8_to_16bit_asm(vector_type: str, is_bf16: bool) -> list[str]:
+    """Move the bits of 8-bit floats to their places; a factor then corrects the exponent."""
+    shift = 4 if is_bf16 else 1
+    mask = "0x07f007f0" if is_bf16 else "0x3f803f80"
+    factor = "0x7b807b80" if is_bf16 else "0x5c005c00"  # 2 ** 120, 2 ** 8
+    lines = []
+    for i in range(2):
+        lines += [
+            f"shl.b32 t, w, {8 - 8 * i};",
+            "and.b32 u, t, 0x80008000;",
+            f"shr.u32 t, t, {shift};",
+            f"lop3.b32 v{i}, t, {mask}, u, 0xEA;",
+            f"mov.b32 m, {factor};",
+            f"mul.rn.{vector_type} v{i}, v{i}, m;",
+        ]
+    return lines
+
+
+def int8_to_16bit_asm(vector_type: str, dtype: torch.dtype, signed: bool) -> list[str]:
+    """Turn unsigned bytes into code - 128, and signed bytes into the code.
+
+    A bfloat16 has seven mantissa bits, so the eighth bit of a code chooses what is subtracted.
+    """
+    is_bf16 = dtype == torch.bfloat16
+    exponent = EXPONENT_WORD[dtype]
+    lines = []
+    if is_bf16 != signed:
+        lines.append("xor.b32 w, w, 0x80808080;")
+    code_mask = "0x007f007f" if is_bf16 else "0x00ff00ff"
+    subtrahend = "mov.b32 u, 0x64806480;"
+    if is_bf16:
+        subtrahend = f"lop3.b32 u, t, 0x00800080, {exponent}, 0xEA;"
+    for i in range(2):
+        lines += [
+            f"shr.u32 t, w, {8 * i};",
+            f"lop3.b32 v{i}, t, {code_mask}, {exponent}, 0xEA;",
+            subtrahend,
+            f"sub.rn.{vector_type} v{i}, v{i}, u;",
+        ]
+    return lines
+
+
 @jit
-def byte_planes(table, TYPE: tl.constexpr):
-    """The low bytes of the sixteen values, four in a word, then the high ones."""
-    a, e = four_bytes(table, TYPE)
-    b, f = four_bytes(table + 4, TYPE)
-    c, g = four_bytes(table + 8, TYPE)
-    d, h = four_bytes(table + 12, TYPE)
+def pack_table_bytes(table, TYPE: tl.constexpr):
+    """Pack the low bytes of the 16 table values into four words, and the high bytes into four."""
+    a, e = pack_four_values(table, TYPE)
+    b, f = pack_four_values(table + 4, TYPE)
+    c, g = pack_four_values(table + 8, TYPE)
+    d, h = pack_four_values(table + 12, TYPE)
     return a, b, c, d, e, f, g, h
 
 
 @jit
-def four_bytes(table, TYPE: tl.constexpr):
+def pack_four_values(table, TYPE: tl.constexpr):
+    """Return a word of the low bytes of four values, and a word of their high bytes."""
     low = 0
     high = 0
     for j in tl.static_range(4):
@@ -981,27 +1229,3 @@ def four_bytes(table, TYPE: tl.constexpr):
         low |= (value & 255) << (8 * j)
         high |= (value >> 8) << (8 * j)
     return low, high
-
-
-@jit
-def add_up_kernel(
-    parts,
-    bias,
-    out,
-    rows,
-    SPLITS: tl.constexpr,
-    BIAS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    begin(PDL)
-    wait(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    tokens = tl.num_programs(0).to(tl.int64)
-    i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    y = tl.zeros([WIDTH], tl.float32)
-    for part in tl.static_range(SPLITS):
-        y += tl.load(parts + (part * tokens + token) * rows + i, mask=i < rows, other=0.0)
-    if BIAS:
-        y += tl.load(bias + i, mask=i < rows, other=0.0).to(tl.float32)
-    tl.store(out + token * rows + i, y.to(out.dtype.element_ty), mask=i < rows)

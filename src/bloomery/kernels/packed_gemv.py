@@ -1,17 +1,34 @@
-"""A product of few tokens with a matrix of fewer bits, and what stands around it: kernels/gemv for packed weights.
+"""Packed GEMV: a fused linear layer with quantized weights for one token, or a few.
 
-The fewer the bytes, the more the unpacking counts: a memory that delivers 4.2 TB/s brings eight and a half thousand
-billion 4-bit codes a second, and a card has about four instructions for each. So no code is ever converted. Where
-`by_dots` says so, the tokens' numbers are rounded to 16 bits of the largest of their chunk instead (short floats have
-fewer), and the card multiplies and adds four bytes of codes at once, with the high and with the low bytes of them.
-Elsewhere a code is masked where it stands: its bits are a float below the least normal one, the code times a power of
-two that its place gives, and the tokens' numbers come multiplied by the rest. 8-bit floats are converted by the card,
-two at a time. A codebook's values lie in the lanes of a warp, and a code is the lane to ask.
+    y [tokens, out] = epilogue(prologue(x) @ packed.dequantize().T + bias)         x [tokens, in]
 
-A thread reads 16 bytes of a row at once and all numbers of a token that belong to them; nothing passes between threads
-before the last sum. Scales are applied to the sums of those 16 bytes, or to the whole sum where a row has but one.
+The prologue is an RMS norm. The epilogues are those of kernels/gemv.py, which this file extends to
+packed weights (kernels/packed.py). kernels/packed_linear.py and kernels/packed_moe.py choose it.
 
-This file must not know layers, formats or what a model is.
+Layout. A thread reads a chunk, 16 bytes of a row, and all values of x that belong to it: 32
+columns of 4-bit codes or 16 of 8-bit codes. No value passes between threads before the last sum.
+
+    row of codes   | chunk 0 | chunk 1 | ... | chunk BLOCK_CHUNKS - 1 | next iteration ...
+                     thread 0  thread 1
+
+How the work is divided: program (i, j) computes PackedGemvTiling.outputs outputs for all tokens and
+loops over the chunks of their rows. With experts (MoE), j is the token-expert pair.
+
+The fewer the bytes, the more unpacking counts. A memory of 4.2 TB/s (H200) delivers 8,500 billion
+4-bit codes per second, which leaves about four instructions per code. So no code is converted:
+
+    dp4a       integer codes with 16-bit x (`uses_dp4a`). The values of x in a chunk are rounded to
+               16-bit integers, relative to the largest of the chunk. The dp4a instruction then
+               multiplies and adds four bytes of codes at once, with the high and the low bytes.
+    mask       integer codes with float32 x. A code is masked where it stands. Read as a float, its
+               bits are a denormal number, the code times a power of two that depends on the
+               position, and x is multiplied by the rest.
+    fp8        the GPU converts 8-bit floats, two at a time.
+    codebook   the lanes of a warp hold the table, and a code is the lane to read from (shfl).
+
+Scales are applied to the sum of each chunk, or to the final sum where a row has one scale.
+
+This file must not know layers, checkpoint formats or models.
 """
 
 from __future__ import annotations
@@ -21,500 +38,556 @@ from typing import NamedTuple
 
 import torch
 
-from bloomery.kernels.gemv import Activation, After, Heads, Norm, ends, finish, rows_of
-from bloomery.kernels.launch import begin, hopper, jit, overlap, power_of_two, tl, wait
-from bloomery.kernels.packed import BLOCK, Codebook, Fp8, Grid, Packed
+from bloomery.fusion import Epilogue, NormPrologue
+from bloomery.kernels.gemv import (
+    build_epilogue_args,
+    needs_paired_rows,
+    store_with_epilogue,
+    supports_epilogue,
+    weight_rows,
+)
+from bloomery.kernels.launch import (
+    is_hopper,
+    jit,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    tl,
+    wait_for_previous,
+)
+from bloomery.kernels.packed import (
+    FP8_BLOCK_SIZE,
+    CodebookWeight,
+    GroupedScales,
+    PackedLayout,
+    PackedWeight,
+    describe_layout,
+)
+
+CHUNK_BYTES = 16  # one vector load of a thread
 
 
-class Tiling(NamedTuple):
-    """A program makes `outputs` results (from twice as many rows where rows pair up) and reads `chunks` of 16 bytes of
-    each row at once: 32 chunks a warp."""
+class PackedGemvTiling(NamedTuple):
+    """How the work is divided: a program computes `outputs` results and reads `chunks` chunks of
+    their rows per iteration, 32 per warp. Paired rows double the rows that are read."""
 
     outputs: int
     chunks: int
     warps: int
-    ahead: bool = False  # tokens are read one turn ahead, which takes registers
+    prefetch_x: bool = False  # x is loaded one iteration ahead, which takes registers
 
 
-# Measured (benchmarks/packed.py tune); (rows, bytes of a row) -> the best cut. By dots:
-DOTS: Mapping[tuple[int, int], Tiling] = {
-    (6400, 3072): Tiling(4, 64, 2),
-    (6144, 3072): Tiling(8, 64, 2, True),
-    (24576, 3072): Tiling(16, 64, 2),
-    (6144, 12288): Tiling(16, 128, 4),
-    (6144, 2048): Tiling(8, 128, 4),
-    (4096, 2048): Tiling(16, 128, 4),
-    (28672, 2048): Tiling(8, 128, 4),
-    (4096, 7168): Tiling(8, 128, 4),
-    (6400, 6144): Tiling(4, 128, 4),
-    (6144, 6144): Tiling(8, 128, 4),
-    (24576, 6144): Tiling(16, 128, 4),
-    (6144, 24576): Tiling(16, 128, 4),
-    (6144, 4096): Tiling(8, 128, 4),
-    (4096, 4096): Tiling(4, 128, 4, True),
-    (28672, 4096): Tiling(8, 128, 4),
-    (4096, 14336): Tiling(4, 128, 4),
+# (rows, bytes per row) -> fastest tiling, measured on an H200 with `benchmarks/packed.py tune`.
+# Integer codes multiplied by dp4a:
+DP4A_TILINGS: Mapping[tuple[int, int], PackedGemvTiling] = {
+    (6400, 3072): PackedGemvTiling(4, 64, 2),
+    (6144, 3072): PackedGemvTiling(8, 64, 2, True),
+    (24576, 3072): PackedGemvTiling(16, 64, 2),
+    (6144, 12288): PackedGemvTiling(16, 128, 4),
+    (6144, 2048): PackedGemvTiling(8, 128, 4),
+    (4096, 2048): PackedGemvTiling(16, 128, 4),
+    (28672, 2048): PackedGemvTiling(8, 128, 4),
+    (4096, 7168): PackedGemvTiling(8, 128, 4),
+    (6400, 6144): PackedGemvTiling(4, 128, 4),
+    (6144, 6144): PackedGemvTiling(8, 128, 4),
+    (24576, 6144): PackedGemvTiling(16, 128, 4),
+    (6144, 24576): PackedGemvTiling(16, 128, 4),
+    (6144, 4096): PackedGemvTiling(8, 128, 4),
+    (4096, 4096): PackedGemvTiling(4, 128, 4, True),
+    (28672, 4096): PackedGemvTiling(8, 128, 4),
+    (4096, 14336): PackedGemvTiling(4, 128, 4),
+}
+
+# Codebooks, and integer codes multiplied by masking:
+MASK_TILINGS: Mapping[tuple[int, int], PackedGemvTiling] = {
+    (6400, 3072): PackedGemvTiling(4, 64, 2, True),
+    (6144, 3072): PackedGemvTiling(8, 64, 2, True),
+    (24576, 3072): PackedGemvTiling(8, 64, 2),
+    (6144, 12288): PackedGemvTiling(8, 128, 4, True),
+    (6144, 2048): PackedGemvTiling(8, 128, 4),
+    (4096, 2048): PackedGemvTiling(4, 128, 4),
+    (28672, 2048): PackedGemvTiling(8, 128, 4),
+    (4096, 7168): PackedGemvTiling(8, 128, 4, True),
+}
+
+# 8-bit floats, which take more instructions:
+FP8_TILINGS: Mapping[tuple[int, int], PackedGemvTiling] = {
+    (6400, 6144): PackedGemvTiling(4, 128, 4),
+    (6144, 6144): PackedGemvTiling(8, 128, 4),
+    (24576, 6144): PackedGemvTiling(8, 128, 4),
+    (6144, 24576): PackedGemvTiling(8, 128, 4),
+    (6144, 4096): PackedGemvTiling(4, 64, 2, True),
+    (4096, 4096): PackedGemvTiling(4, 128, 4),
+    (28672, 4096): PackedGemvTiling(4, 128, 4),
+    (4096, 14336): PackedGemvTiling(4, 128, 4, True),
 }
 
 
-# By masks, and of codebooks.
-TILINGS: Mapping[tuple[int, int], Tiling] = {
-    (6400, 3072): Tiling(4, 64, 2, True),
-    (6144, 3072): Tiling(8, 64, 2, True),
-    (24576, 3072): Tiling(8, 64, 2),
-    (6144, 12288): Tiling(8, 128, 4, True),
-    (6144, 2048): Tiling(8, 128, 4),
-    (4096, 2048): Tiling(4, 128, 4),
-    (28672, 2048): Tiling(8, 128, 4),
-    (4096, 7168): Tiling(8, 128, 4, True),
-}
-
-
-# The same of 8-bit floats, which take more instructions.
-FLOATS: Mapping[tuple[int, int], Tiling] = {
-    (6400, 6144): Tiling(4, 128, 4),
-    (6144, 6144): Tiling(8, 128, 4),
-    (24576, 6144): Tiling(8, 128, 4),
-    (6144, 24576): Tiling(8, 128, 4),
-    (6144, 4096): Tiling(4, 64, 2, True),
-    (4096, 4096): Tiling(4, 128, 4),
-    (28672, 4096): Tiling(4, 128, 4),
-    (4096, 14336): Tiling(4, 128, 4, True),
-}
-
-
-class Layout(NamedTuple):
-    """What the kernel is told of a packed matrix."""
-
-    kind: str  # grid, codebook or fp8
-    bits: int
-    codes: torch.Tensor  # [out, in * bits / 8], of any 8-bit type
-    scale: torch.Tensor
-    zero: torch.Tensor | None  # of a grid; of a codebook whose scales are codes: Codebook.outer
-    table: torch.Tensor | None
-    group: int  # columns that share a scale
-    tall: int  # rows that do
-    signed: bool
-    nest: int = 0  # columns that share a factor of their scales; 0: all
-
-
-def layout(packed: Packed) -> Layout:
+def supports_packed_gemv(packed: PackedWeight, epilogue: Epilogue = None) -> bool:
+    """Whether the kernel can: rows are whole chunks, and no chunk has columns of two scales."""
+    if isinstance(packed, GroupedScales):
+        if packed.act_order is not None or packed.bits not in (4, 8):
+            return False
+        group_size = packed.group_size
+    elif isinstance(packed, CodebookWeight):
+        group_size = packed.block_size
+    else:
+        group_size = FP8_BLOCK_SIZE
     codes = packed.codes
     columns = packed.shape[1]
-    match packed:
-        case Grid():
-            signed = packed.codes.dtype == torch.int8
-            return Layout(
-                "grid", packed.bits, codes, packed.scale, packed.zero, None, packed.group, 1, signed
-            )
-        case Codebook():
-            given = packed.absmax, packed.outer, packed.table
-            nest = packed.nest if packed.nest < columns else 0
-            return Layout("codebook", 4, codes, *given, packed.block, 1, False, nest)
-        case Fp8():
-            whole = packed.shape[0] if packed.scale.numel() == 1 else 1
-            tall, group = (BLOCK, BLOCK) if packed.blocks else (whole, columns)
-            return Layout("fp8", 8, codes, packed.scale, None, None, group, tall, False)
-
-
-def possible(packed: Packed, after: After = None) -> bool:
-    """Whether the kernel can: rows of whole 16 bytes, none of which straddles two scales."""
-    if isinstance(packed, Grid) and (packed.order is not None or packed.bits not in (4, 8)):
+    columns_per_chunk = CHUNK_BYTES * columns // max(codes.shape[1], 1)
+    if codes.shape[1] % CHUNK_BYTES or not codes.is_contiguous():
         return False
-    codes = packed.codes
-    columns = packed.shape[1]
-    each = 16 * columns // max(codes.shape[1], 1)
-    group = (
-        BLOCK
-        if isinstance(packed, Fp8)
-        else packed.block
-        if isinstance(packed, Codebook)
-        else packed.group
-    )
-    if codes.shape[1] % 16 or not codes.is_contiguous() or (group < columns and group % each):
+    if group_size < columns and group_size % columns_per_chunk:
         return False
-    if isinstance(after, Heads):
-        plain = after.turn.norm is None and after.turn.clip is None
-        whole = (
-            after.cache[0].is_contiguous() and after.cache.element_size() > 1
-        )  # 8 bits need a head's largest number
-        return plain and after.cache.shape[-1] % 2 == 0 and whole
-    return True
+    return supports_epilogue(epilogue)
 
 
-def tiling(rows: int, width: int, paired: bool, tokens: int = 1, kind: str = "grid") -> Tiling:
-    """For rows of `width` bytes, as measured or by a rule."""
-    measured = {"dots": DOTS, "fp8": FLOATS}.get(kind, TILINGS)
-    if tokens == 1 and (rows, width) in measured:
-        return measured[rows, width]
-    chunks = width // 16
-    size = 128 if chunks >= 512 or chunks == 128 else 64
-    while size > 32 and chunks < size:
-        size //= 2
-    outputs = 4 if paired and chunks > size else 8
-    return Tiling(outputs, size, size // 32, tokens == 1 and chunks > size and rows < 16384)
+def select_packed_gemv_tiling(
+    rows: int, row_bytes: int, paired: bool, tokens: int = 1, method: str = "int"
+) -> PackedGemvTiling:
+    """Choose the tiling for rows of `row_bytes` bytes: the measured one, or one by rule.
+
+    `method` is "dp4a" or the kind of the packed layout.
+    """
+    measured = {"dp4a": DP4A_TILINGS, "fp8": FP8_TILINGS}.get(method, MASK_TILINGS)
+    if tokens == 1 and (rows, row_bytes) in measured:
+        return measured[rows, row_bytes]
+    row_chunks = row_bytes // CHUNK_BYTES
+    chunks = 128 if row_chunks >= 512 or row_chunks == 128 else 64
+    while chunks > 32 and row_chunks < chunks:
+        chunks //= 2
+    outputs = 4 if paired and row_chunks > chunks else 8
+    prefetch_x = tokens == 1 and row_chunks > chunks and rows < 16384
+    return PackedGemvTiling(outputs, chunks, chunks // 32, prefetch_x)
 
 
-def by_dots(how: Layout, dtype: torch.dtype) -> bool:
-    """Whether codes are multiplied four at a time, as whole numbers: 16 bits hold what short floats say."""
-    return how.kind == "grid" and dtype.itemsize == 2
+def uses_dp4a(layout: PackedLayout, dtype: torch.dtype) -> bool:
+    """Whether codes are multiplied as integers: 16 bits hold all that a 16-bit float can say."""
+    return layout.kind == "int" and dtype.itemsize == 2
 
 
-def packed_rows(
+def packed_gemv_triton(
     x: torch.Tensor,
-    packed: Packed,
+    packed: PackedWeight,
     bias: torch.Tensor | None = None,
-    before: Norm | None = None,
-    after: After = None,
-    cut: Tiling | None = None,
-    visits: torch.Tensor | None = None,
-    experts: int = 0,
+    prologue: NormPrologue | None = None,
+    epilogue: Epilogue = None,
+    tiling: PackedGemvTiling | None = None,
+    expert_ids: torch.Tensor | None = None,
+    num_experts: int = 0,
 ) -> torch.Tensor:
-    """The kernel: after(before(x) @ matrix.T + bias), where a norm before is of the root mean square.
+    """Run the kernel. A norm prologue must be an RMS norm.
 
-    With `visits` the matrix is that of so many experts, one below the other: see gemv.product_rows.
+    With `expert_ids`, the packed matrix holds the weights of all experts, one below the other. See
+    gemv.gemv_triton for the meaning of the rows.
     """
     x = x.contiguous()
-    (tokens, columns) = x.shape
-    rows = packed.shape[0] // max(experts, 1)
-    how = layout(packed)
-    lines = tokens if visits is None else visits.numel()
-    share = lines // tokens
-    tokens = tokens if visits is None else 1
-    paired = isinstance(after, Heads) or (isinstance(after, Activation) and after.gated)
-    outputs = rows // 2 if paired else rows
-    dots = by_dots(how, x.dtype)
-    cut = cut or tiling(rows, how.codes.shape[1], paired, tokens, "dots" if dots else how.kind)
-    end = ends(x, after, rows, (lines, outputs), x.dtype)
-    weight = None if before is None else before.weight
-    given = (how.zero, how.table, visits, bias, weight)
-    packed_gemv_kernel[(-(-outputs // cut.outputs), lines if experts else 1)](
+    num_tokens, columns = x.shape
+    rows = packed.shape[0] // max(num_experts, 1)
+    layout = describe_layout(packed)
+    num_results = num_tokens if expert_ids is None else expert_ids.numel()
+    top_k = num_results // num_tokens
+    if expert_ids is not None:
+        num_tokens = 1  # per program
+    paired = needs_paired_rows(epilogue)
+    num_outputs = rows // 2 if paired else rows
+    dp4a = uses_dp4a(layout, x.dtype)
+    if tiling is None:
+        method = "dp4a" if dp4a else layout.kind
+        row_bytes = layout.codes.shape[1]
+        tiling = select_packed_gemv_tiling(rows, row_bytes, paired, num_tokens, method)
+    args = build_epilogue_args(x, epilogue, rows, (num_results, num_outputs))
+    norm_weight = None if prologue is None else prologue.weight
+    optional = (layout.zero_point, layout.table, expert_ids, bias, norm_weight)
+    grid = (-(-num_outputs // tiling.outputs), num_results if num_experts else 1)
+    packed_gemv_kernel[grid](
         x,
-        how.codes.view(torch.int32),
-        how.scale,
-        *(x if part is None else part for part in given),
-        *end.tensors,
-        0.0 if before is None else before.eps,
-        *end.numbers,
-        OUTPUTS=outputs,
+        layout.codes.view(torch.int32),
+        layout.scale,
+        *(x if tensor is None else tensor for tensor in optional),
+        *args.tensors,
+        0.0 if prologue is None else prologue.eps,
+        *args.numbers,
+        NUM_OUTPUTS=num_outputs,
         COLUMNS=columns,
-        TOKENS=tokens,
-        TOKENS_UP=power_of_two(tokens),
-        EXPERTS=experts,
-        SHARE=share,
-        KIND=how.kind,
-        BITS=how.bits,
-        GROUP=how.group,
-        TALL=how.tall,
-        NEST=how.nest,
-        ZERO=how.zero is not None,
-        SIGNED=how.signed,
-        BIAS=bias is not None,
-        NORM=before is not None,
-        NORM_WEIGHT=weight is not None,
+        NUM_TOKENS=num_tokens,
+        TOKENS_POW2=next_power_of_2(num_tokens),
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        KIND=layout.kind,
+        BITS=layout.bits,
+        GROUP_SIZE=layout.group_size,
+        ROWS_PER_SCALE=layout.rows_per_scale,
+        NESTED_COLUMNS=layout.columns_per_nested_scale,
+        HAS_ZERO=layout.zero_point is not None,
+        SIGNED=layout.signed,
+        HAS_BIAS=bias is not None,
+        NORM=prologue is not None,
+        HAS_NORM_WEIGHT=norm_weight is not None,
         PAIRED=paired,
-        **end.choices,
-        DOTS=dots,
-        AHEAD=cut.ahead,
-        BLOCK_OUT=cut.outputs,
-        LANES=hopper(x.device) if how.kind == "fp8" else x.is_cuda,
-        BLOCK_IN=cut.chunks,
-        num_warps=cut.warps,
-        **overlap(x.device),
+        **args.constants,
+        DP4A=dp4a,
+        PREFETCH_X=tiling.prefetch_x,
+        BLOCK_OUT=tiling.outputs,
+        INLINE_ASM=is_hopper(x.device) if layout.kind == "fp8" else x.is_cuda,
+        BLOCK_CHUNKS=tiling.chunks,
+        num_warps=tiling.warps,
+        **pdl_options(x.device),
     )
-    return end.tensors[-1]
+    return args.out
 
 
 @jit
 def packed_gemv_kernel(
-    x,
-    codes,
+    x,  # [tokens, COLUMNS]
+    codes,  # [rows, row bytes / 4] int32
     scale,
-    zero,
+    zero,  # zero points, or the nested scales of a codebook
     table,
-    visits,
-    bias,
-    norm_weight,
-    other,
-    slots,
+    expert_ids,  # [results]
+    bias,  # [rows]
+    norm_weight,  # [COLUMNS]
+    residual_or_cache,
+    slot_mapping,
     positions,
     cos,
     sin,
     out,
     eps,
-    factor,
-    half,
-    OUTPUTS: tl.constexpr,
+    residual_scale,
+    kv_stride,
+    NUM_OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TOKENS_UP: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    SHARE: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    TOKENS_POW2: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TALL: tl.constexpr,
-    NEST: tl.constexpr,
-    ZERO: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    NESTED_COLUMNS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
     SIGNED: tl.constexpr,
-    BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     NORM: tl.constexpr,
-    NORM_WEIGHT: tl.constexpr,
+    HAS_NORM_WEIGHT: tl.constexpr,
     PAIRED: tl.constexpr,
-    AFTER: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    TURNED: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    TABLES: tl.constexpr,
-    LANES: tl.constexpr,
-    DOTS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    ROPE_TABLES: tl.constexpr,
+    INLINE_ASM: tl.constexpr,
+    DP4A: tl.constexpr,
+    PREFETCH_X: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tiles are [chunks, tokens, outputs], so that a warp lies along the chunks: 16 bytes of a row, EACH columns."""
-    begin(PDL)
-    EACH: tl.constexpr = 128 // BITS
-    CHUNKS: tl.constexpr = COLUMNS // EACH
-    GROUPED: tl.constexpr = GROUP < COLUMNS
-    p = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    row = (
-        p if OUTPUTS % BLOCK_OUT == 0 else tl.minimum(p, OUTPUTS - 1)
-    )  # else rows are as far apart as they look
-    first, second = rows_of(row, OUTPUTS, DIM, TURNED, INTERLEAVED, AFTER)
-    if EXPERTS > 0:
-        wait(PDL)  # the experts are news of this step
-        visit = tl.program_id(1).to(tl.int64)
-        expert = tl.load(visits + visit)
-        expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, 0) * (
-            OUTPUTS * (2 if PAIRED else 1)
+    """Compute BLOCK_OUT outputs of all tokens.
+
+    Tiles are [chunks, tokens, outputs], so that the threads of a warp lie along the chunks.
+    """
+    launch_dependents(PDL)
+    CHUNK_COLUMNS: tl.constexpr = 128 // BITS
+    ROW_CHUNKS: tl.constexpr = COLUMNS // CHUNK_COLUMNS
+    GROUPED: tl.constexpr = GROUP_SIZE < COLUMNS
+    output = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    # Without a minimum the compiler sees that the rows are equally far apart.
+    row = output if NUM_OUTPUTS % BLOCK_OUT == 0 else tl.minimum(output, NUM_OUTPUTS - 1)
+    first_row, second_row = weight_rows(row, NUM_OUTPUTS, HEAD_DIM, ROPE_DIM, INTERLEAVED, EPILOGUE)
+    if NUM_EXPERTS > 0:
+        wait_for_previous(PDL)  # the router of this step writes expert_ids
+        result = tl.program_id(1).to(tl.int64)
+        expert = tl.load(expert_ids + result)
+        expert_row = tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, 0) * (
+            NUM_OUTPUTS * (2 if PAIRED else 1)
         )
-        first = first + expert
-        second = second + expert
-        x += visit // SHARE * COLUMNS
-        out += visit * OUTPUTS
-    m = tl.arange(0, TOKENS_UP)
-    c = tl.arange(0, BLOCK_IN)
-    i = c[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-    at_first = codes + first[None, None, :, None] * (CHUNKS * 4) + i
-    at_second = codes + second[None, None, :, None] * (CHUNKS * 4) + i
-    a = chunk(at_first, 0, c, CHUNKS)
-    b = a
-    a_scale, a_zero = scales(
-        scale, zero, table, first, 0, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO
+        first_row = first_row + expert_row
+        second_row = second_row + expert_row
+        x += result // TOP_K * COLUMNS
+        out += result * NUM_OUTPUTS
+    token = tl.arange(0, TOKENS_POW2)
+    chunk = tl.arange(0, BLOCK_CHUNKS)
+    word = chunk[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    first_ptr = codes + first_row[None, None, :, None] * (ROW_CHUNKS * 4) + word
+    second_ptr = codes + second_row[None, None, :, None] * (ROW_CHUNKS * 4) + word
+    next_first = load_chunks(first_ptr, 0, chunk, ROW_CHUNKS)
+    next_second = next_first
+    next_first_scale, next_first_zero = load_chunk_scales(
+        scale,
+        zero,
+        table,
+        first_row,
+        0,
+        chunk,
+        KIND,
+        COLUMNS,
+        CHUNK_COLUMNS,
+        GROUP_SIZE,
+        ROWS_PER_SCALE,
+        NESTED_COLUMNS,
+        HAS_ZERO,
     )
-    b_scale = a_scale
-    b_zero = a_zero
+    next_second_scale = next_first_scale
+    next_second_zero = next_first_zero
     if PAIRED:
-        b = chunk(at_second, 0, c, CHUNKS)
-        b_scale, b_zero = scales(
-            scale, zero, table, second, 0, c, KIND, COLUMNS, EACH, GROUP, TALL, NEST, ZERO
+        next_second = load_chunks(second_ptr, 0, chunk, ROW_CHUNKS)
+        next_second_scale, next_second_zero = load_chunk_scales(
+            scale,
+            zero,
+            table,
+            second_row,
+            0,
+            chunk,
+            KIND,
+            COLUMNS,
+            CHUNK_COLUMNS,
+            GROUP_SIZE,
+            ROWS_PER_SCALE,
+            NESTED_COLUMNS,
+            HAS_ZERO,
         )
-    values = c[:, None, None]
+    lane_table = chunk[:, None, None]
     if KIND == "codebook":
-        values = tl.load(table + c % 16)[:, None, None]
-    wait(PDL)
-    at_x = x + tl.minimum(m, TOKENS - 1)[None, :, None, None] * COLUMNS
-    at_x += c[:, None, None, None] * EACH + tl.arange(0, 8)[None, None, None, :]
-    if AHEAD:
-        x0, x1, x2, x3 = tokens_of(at_x, 0, c, COLUMNS, EACH)
-    y = tl.zeros([BLOCK_IN, TOKENS_UP, BLOCK_OUT], tl.float32)
-    z = y
-    square = tl.zeros([BLOCK_IN, TOKENS_UP, 1], tl.float32)
-    plain = square  # sums of x: without groups over all chunks
-    for c0 in tl.range(0, CHUNKS, BLOCK_IN, num_stages=1):
-        a_now = a
-        b_now = b
-        a_by = a_scale
-        b_by = b_scale
-        a_less = a_zero
-        b_less = b_zero
-        if AHEAD:
-            now0 = x0
-            now1 = x1
-            now2 = x2
-            now3 = x3
-            x0, x1, x2, x3 = tokens_of(at_x, c0 + BLOCK_IN, c, COLUMNS, EACH)
+        lane_table = tl.load(table + chunk % 16)[:, None, None]
+    wait_for_previous(PDL)
+    x_ptr = x + tl.minimum(token, NUM_TOKENS - 1)[None, :, None, None] * COLUMNS
+    x_ptr += chunk[:, None, None, None] * CHUNK_COLUMNS + tl.arange(0, 8)[None, None, None, :]
+    if PREFETCH_X:
+        next_x0, next_x1, next_x2, next_x3 = load_x(x_ptr, 0, chunk, COLUMNS, CHUNK_COLUMNS)
+    y = tl.zeros([BLOCK_CHUNKS, TOKENS_POW2, BLOCK_OUT], tl.float32)
+    y_pair = y
+    square_sum = tl.zeros([BLOCK_CHUNKS, TOKENS_POW2, 1], tl.float32)
+    x_sum = square_sum  # for the zero points: of a chunk where GROUPED, else of all chunks
+    for chunk0 in tl.range(0, ROW_CHUNKS, BLOCK_CHUNKS, num_stages=1):
+        first = next_first
+        second = next_second
+        first_scale = next_first_scale
+        second_scale = next_second_scale
+        first_zero = next_first_zero
+        second_zero = next_second_zero
+        if PREFETCH_X:
+            x0 = next_x0
+            x1 = next_x1
+            x2 = next_x2
+            x3 = next_x3
+            next_x0, next_x1, next_x2, next_x3 = load_x(
+                x_ptr, chunk0 + BLOCK_CHUNKS, chunk, COLUMNS, CHUNK_COLUMNS
+            )
         else:
-            now0, now1, now2, now3 = tokens_of(at_x, c0, c, COLUMNS, EACH)
-        a = chunk(at_first, c0 + BLOCK_IN, c, CHUNKS)
+            x0, x1, x2, x3 = load_x(x_ptr, chunk0, chunk, COLUMNS, CHUNK_COLUMNS)
+        next_first = load_chunks(first_ptr, chunk0 + BLOCK_CHUNKS, chunk, ROW_CHUNKS)
         if GROUPED:
-            a_scale, a_zero = scales(
+            next_first_scale, next_first_zero = load_chunk_scales(
                 scale,
                 zero,
                 table,
-                first,
-                c0 + BLOCK_IN,
-                c,
+                first_row,
+                chunk0 + BLOCK_CHUNKS,
+                chunk,
                 KIND,
                 COLUMNS,
-                EACH,
-                GROUP,
-                TALL,
-                NEST,
-                ZERO,
+                CHUNK_COLUMNS,
+                GROUP_SIZE,
+                ROWS_PER_SCALE,
+                NESTED_COLUMNS,
+                HAS_ZERO,
             )
         if PAIRED:
-            b = chunk(at_second, c0 + BLOCK_IN, c, CHUNKS)
+            next_second = load_chunks(second_ptr, chunk0 + BLOCK_CHUNKS, chunk, ROW_CHUNKS)
             if GROUPED:
-                b_scale, b_zero = scales(
+                next_second_scale, next_second_zero = load_chunk_scales(
                     scale,
                     zero,
                     table,
-                    second,
-                    c0 + BLOCK_IN,
-                    c,
+                    second_row,
+                    chunk0 + BLOCK_CHUNKS,
+                    chunk,
                     KIND,
                     COLUMNS,
-                    EACH,
-                    GROUP,
-                    TALL,
-                    NEST,
-                    ZERO,
+                    CHUNK_COLUMNS,
+                    GROUP_SIZE,
+                    ROWS_PER_SCALE,
+                    NESTED_COLUMNS,
+                    HAS_ZERO,
                 )
-        a0, a1, a2, a3 = four(a_now, BLOCK_OUT, BLOCK_IN, SIGNED)
-        b0, b1, b2, b3 = four(b_now, BLOCK_OUT, BLOCK_IN, SIGNED)
+        # The four words of a chunk: a of the first row, b of the second row of a pair.
+        a0, a1, a2, a3 = split_words(first, BLOCK_OUT, BLOCK_CHUNKS, SIGNED)
+        b0, b1, b2, b3 = split_words(second, BLOCK_OUT, BLOCK_CHUNKS, SIGNED)
         if GROUPED:
-            y_part = tl.zeros([BLOCK_IN, TOKENS_UP, BLOCK_OUT], tl.float32)
-            z_part = y_part
-            plain = tl.zeros([BLOCK_IN, TOKENS_UP, 1], tl.float32)
+            y_part = tl.zeros([BLOCK_CHUNKS, TOKENS_POW2, BLOCK_OUT], tl.float32)
+            y_pair_part = y_part
+            x_sum = tl.zeros([BLOCK_CHUNKS, TOKENS_POW2, 1], tl.float32)
         else:
             y_part = y
-            z_part = z
-        at_weight = (
+            y_pair_part = y_pair
+        norm_ptr = (
             norm_weight
-            + (c0 + c)[:, None, None, None] * EACH
+            + (chunk0 + chunk)[:, None, None, None] * CHUNK_COLUMNS
             + tl.arange(0, 8)[None, None, None, :]
         )
-        inside = ((c0 + c) * EACH < COLUMNS)[:, None, None, None]
-        if DOTS:
-            v0, square = given(
-                now0, square, at_weight, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN
+        inside = ((chunk0 + chunk) * CHUNK_COLUMNS < COLUMNS)[:, None, None, None]
+        if DP4A:
+            v0, square_sum = apply_norm_weight(
+                x0, square_sum, norm_ptr, inside, NORM, HAS_NORM_WEIGHT, TOKENS_POW2, BLOCK_CHUNKS
             )
-            v1, square = given(
-                now1, square, at_weight + 8, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN
+            v1, square_sum = apply_norm_weight(
+                x1,
+                square_sum,
+                norm_ptr + 8,
+                inside,
+                NORM,
+                HAS_NORM_WEIGHT,
+                TOKENS_POW2,
+                BLOCK_CHUNKS,
             )
             v2 = v0
             v3 = v1
             if BITS == 4:
-                v2, square = given(
-                    now2, square, at_weight + 16, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN
-                )
-                v3, square = given(
-                    now3, square, at_weight + 24, inside, NORM, NORM_WEIGHT, TOKENS_UP, BLOCK_IN
-                )
-            unit, high, low, all_high, all_low = in_bytes(v0, v1, v2, v3, BITS, LANES)
-            none = tl.zeros([BLOCK_IN, TOKENS_UP, BLOCK_OUT], tl.int32)
-            y_part += unit * dots((a0, a1, a2, a3), high, low, none, BITS, LANES)
-            if PAIRED:
-                z_part += unit * dots((b0, b1, b2, b3), high, low, none, BITS, LANES)
-            plain += unit * (all_high * 256 + all_low).to(tl.float32)
-        else:
-            for piece in tl.static_range(EACH // 8):
-                now = pick4(now0, now1, now2, now3, piece)
-                v, square = given(
-                    now,
-                    square,
-                    at_weight + piece * 8,
+                v2, square_sum = apply_norm_weight(
+                    x2,
+                    square_sum,
+                    norm_ptr + 16,
                     inside,
                     NORM,
-                    NORM_WEIGHT,
-                    TOKENS_UP,
-                    BLOCK_IN,
+                    HAS_NORM_WEIGHT,
+                    TOKENS_POW2,
+                    BLOCK_CHUNKS,
                 )
-                if KIND == "grid":
-                    plain += (v[0] + v[1] + v[2] + v[3]) + (v[4] + v[5] + v[6] + v[7])
-                    v = placed(v, BITS)
+                v3, square_sum = apply_norm_weight(
+                    x3,
+                    square_sum,
+                    norm_ptr + 24,
+                    inside,
+                    NORM,
+                    HAS_NORM_WEIGHT,
+                    TOKENS_POW2,
+                    BLOCK_CHUNKS,
+                )
+            x_scale, high, low, high_sum, low_sum = quantize_x(v0, v1, v2, v3, BITS, INLINE_ASM)
+            zeros = tl.zeros([BLOCK_CHUNKS, TOKENS_POW2, BLOCK_OUT], tl.int32)
+            y_part += x_scale * dot_chunk((a0, a1, a2, a3), high, low, zeros, BITS, INLINE_ASM)
+            if PAIRED:
+                y_pair_part += x_scale * dot_chunk(
+                    (b0, b1, b2, b3), high, low, zeros, BITS, INLINE_ASM
+                )
+            x_sum += x_scale * (high_sum * 256 + low_sum).to(tl.float32)
+        else:
+            for eighth in tl.static_range(CHUNK_COLUMNS // 8):
+                v, square_sum = apply_norm_weight(
+                    select4(x0, x1, x2, x3, eighth),
+                    square_sum,
+                    norm_ptr + eighth * 8,
+                    inside,
+                    NORM,
+                    HAS_NORM_WEIGHT,
+                    TOKENS_POW2,
+                    BLOCK_CHUNKS,
+                )
+                if KIND == "int":
+                    x_sum += (v[0] + v[1] + v[2] + v[3]) + (v[4] + v[5] + v[6] + v[7])
+                    v = compensate_bit_position(v, BITS)
                 if BITS == 4:
-                    y_part = eight4(
-                        y_part, pick4(a0, a1, a2, a3, piece), v, values, table, KIND, LANES
-                    )
+                    a = select4(a0, a1, a2, a3, eighth)
+                    y_part = add_eight_4bit(y_part, a, v, lane_table, table, KIND, INLINE_ASM)
                     if PAIRED:
-                        z_part = eight4(
-                            z_part, pick4(b0, b1, b2, b3, piece), v, values, table, KIND, LANES
+                        b = select4(b0, b1, b2, b3, eighth)
+                        y_pair_part = add_eight_4bit(
+                            y_pair_part, b, v, lane_table, table, KIND, INLINE_ASM
                         )
                 else:
-                    left = pick4(a0, a1, a2, a3, 2 * piece)
-                    right = pick4(a0, a1, a2, a3, 2 * piece + 1)
-                    y_part = eight8(y_part, left, right, v, KIND, LANES)
+                    left = select4(a0, a1, a2, a3, 2 * eighth)
+                    right = select4(a0, a1, a2, a3, 2 * eighth + 1)
+                    y_part = add_eight_8bit(y_part, left, right, v, KIND, INLINE_ASM)
                     if PAIRED:
-                        left = pick4(b0, b1, b2, b3, 2 * piece)
-                        right = pick4(b0, b1, b2, b3, 2 * piece + 1)
-                        z_part = eight8(z_part, left, right, v, KIND, LANES)
+                        left = select4(b0, b1, b2, b3, 2 * eighth)
+                        right = select4(b0, b1, b2, b3, 2 * eighth + 1)
+                        y_pair_part = add_eight_8bit(y_pair_part, left, right, v, KIND, INLINE_ASM)
         if GROUPED:
-            y += a_by * centred(y_part, plain, a_less, KIND, BITS, ZERO, DOTS)
+            y += first_scale * subtract_zero(y_part, x_sum, first_zero, KIND, BITS, HAS_ZERO, DP4A)
             if PAIRED:
-                z += b_by * centred(z_part, plain, b_less, KIND, BITS, ZERO, DOTS)
+                y_pair += second_scale * subtract_zero(
+                    y_pair_part, x_sum, second_zero, KIND, BITS, HAS_ZERO, DP4A
+                )
         else:
             y = y_part
-            z = z_part
+            y_pair = y_pair_part
     y = tl.sum(y, 0)
-    z = tl.sum(z, 0)
+    y_pair = tl.sum(y_pair, 0)
     if not GROUPED:
-        plain = tl.sum(plain, 0)
-        a_scale, a_zero = whole(scale, zero, first, TALL, ZERO)
-        y = a_scale * centred(y, plain, a_zero, KIND, BITS, ZERO, DOTS)
+        x_sum = tl.sum(x_sum, 0)
+        row_scale, row_zero = load_row_scales(scale, zero, first_row, ROWS_PER_SCALE, HAS_ZERO)
+        y = row_scale * subtract_zero(y, x_sum, row_zero, KIND, BITS, HAS_ZERO, DP4A)
         if PAIRED:
-            b_scale, b_zero = whole(scale, zero, second, TALL, ZERO)
-            z = b_scale * centred(z, plain, b_zero, KIND, BITS, ZERO, DOTS)
+            row_scale, row_zero = load_row_scales(scale, zero, second_row, ROWS_PER_SCALE, HAS_ZERO)
+            y_pair = row_scale * subtract_zero(y_pair, x_sum, row_zero, KIND, BITS, HAS_ZERO, DP4A)
     if NORM:
-        root = tl.rsqrt(tl.sum(square, 0) / COLUMNS + eps)
-        y = y * root
-        z = z * root
-    if BIAS:
-        y += tl.load(bias + first)[None, :].to(tl.float32)
-        z += tl.load(bias + second)[None, :].to(tl.float32)
-    finish(
+        inverse_rms = tl.rsqrt(tl.sum(square_sum, 0) / COLUMNS + eps)
+        y = y * inverse_rms
+        y_pair = y_pair * inverse_rms
+    if HAS_BIAS:
+        y += tl.load(bias + first_row)[None, :].to(tl.float32)
+        y_pair += tl.load(bias + second_row)[None, :].to(tl.float32)
+    store_with_epilogue(
         y,
-        z,
-        p,
-        m,
-        other,
-        slots,
+        y_pair,
+        output,
+        token,
+        residual_or_cache,
+        slot_mapping,
         positions,
         cos,
         sin,
         out,
-        factor,
-        half,
-        OUTPUTS,
-        TOKENS,
+        residual_scale,
+        kv_stride,
+        NUM_OUTPUTS,
+        NUM_TOKENS,
         PAIRED,
-        AFTER,
+        EPILOGUE,
         ACTIVATION,
-        HEADS,
-        KV_HEADS,
-        DIM,
-        TURNED,
+        NUM_HEADS,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        ROPE_DIM,
         INTERLEAVED,
-        TABLES,
+        ROPE_TABLES,
     )
 
 
-@jit
-def chunk(at, c0, c, CHUNKS: tl.constexpr):
-    """[chunks, 1, outputs, 4 words] from chunk c0 on; zeros past the end of the row."""
-    inside = (c0 + c < CHUNKS)[:, None, None, None]
-    return tl.load(at + c0 * 4, mask=inside, other=0, eviction_policy="evict_first")
+# ---- loading codes and x -------------------------------------------------------------------------
 
 
 @jit
-def four(words, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, SIGNED: tl.constexpr):
-    """The four words of every chunk, each [chunks, 1, outputs]. Signed bytes become those of 128 more."""
+def load_chunks(ptr, chunk0, chunk, ROW_CHUNKS: tl.constexpr):
+    """Load codes [chunks, 1, outputs, 4 words] from chunk0 on, zeros past the end of the row."""
+    inside = (chunk0 + chunk < ROW_CHUNKS)[:, None, None, None]
+    return tl.load(ptr + chunk0 * 4, mask=inside, other=0, eviction_policy="evict_first")
+
+
+@jit
+def split_words(words, BLOCK_OUT: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, SIGNED: tl.constexpr):
+    """Split chunks into their four words, each [chunks, 1, outputs].
+
+    Signed bytes become unsigned ones that are 128 larger: 0x80 is flipped in every byte.
+    """
     if SIGNED:
         words = words ^ -2139062144
-    even, odd = tl.split(tl.reshape(words, (BLOCK_IN, 1, BLOCK_OUT, 2, 2)))
+    even, odd = tl.split(tl.reshape(words, (BLOCK_CHUNKS, 1, BLOCK_OUT, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
 
 
 @jit
-def pick4(a, b, c, d, i: tl.constexpr):
+def select4(a, b, c, d, i: tl.constexpr):
+    """Return the i-th of four values."""
     if i < 2:
         return a if i == 0 else b
     else:
@@ -522,24 +595,28 @@ def pick4(a, b, c, d, i: tl.constexpr):
 
 
 @jit
-def tokens_of(at, c0, c, COLUMNS: tl.constexpr, EACH: tl.constexpr):
-    """The numbers of every chunk from c0 on, eight at a time, each [chunks, tokens, 1, 8]; zeros past the end."""
-    inside = ((c0 + c) * EACH < COLUMNS)[:, None, None, None]
-    first = tl.load(at + c0 * EACH, mask=inside, other=0.0)
-    second = tl.load(at + c0 * EACH + 8, mask=inside, other=0.0)
-    if EACH == 32:
-        third = tl.load(at + c0 * EACH + 16, mask=inside, other=0.0)
-        return first, second, third, tl.load(at + c0 * EACH + 24, mask=inside, other=0.0)
+def load_x(ptr, chunk0, chunk, COLUMNS: tl.constexpr, CHUNK_COLUMNS: tl.constexpr):
+    """Load x of the chunks from chunk0 on: two or four times [chunks, tokens, 1, 8 columns].
+
+    Columns past the end of the row are zero. 8-bit codes have two such parts per chunk.
+    """
+    inside = ((chunk0 + chunk) * CHUNK_COLUMNS < COLUMNS)[:, None, None, None]
+    first = tl.load(ptr + chunk0 * CHUNK_COLUMNS, mask=inside, other=0.0)
+    second = tl.load(ptr + chunk0 * CHUNK_COLUMNS + 8, mask=inside, other=0.0)
+    if CHUNK_COLUMNS == 32:
+        third = tl.load(ptr + chunk0 * CHUNK_COLUMNS + 16, mask=inside, other=0.0)
+        fourth = tl.load(ptr + chunk0 * CHUNK_COLUMNS + 24, mask=inside, other=0.0)
+        return first, second, third, fourth
     else:
-        return first, second, c, c
+        return first, second, chunk, chunk
 
 
 @jit
-def eight(v, TOKENS_UP: tl.constexpr, BLOCK_IN: tl.constexpr):
-    """[chunks, tokens, 1, 8] as eight of [chunks, tokens, 1] in float32."""
-    even, odd = tl.split(tl.reshape(v.to(tl.float32), (BLOCK_IN, TOKENS_UP, 1, 2, 2, 2)))
-    even_low, even_high = tl.split(even)  # columns 0 4, 2 6
-    odd_low, odd_high = tl.split(odd)  # 1 5, 3 7
+def split_eight(v, TOKENS_POW2: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """Split [chunks, tokens, 1, 8] into eight columns [chunks, tokens, 1] in float32."""
+    even, odd = tl.split(tl.reshape(v.to(tl.float32), (BLOCK_CHUNKS, TOKENS_POW2, 1, 2, 2, 2)))
+    even_low, even_high = tl.split(even)  # columns 0 and 4, 2 and 6
+    odd_low, odd_high = tl.split(odd)  # columns 1 and 5, 3 and 7
     v0, v4 = tl.split(even_low)
     v2, v6 = tl.split(even_high)
     v1, v5 = tl.split(odd_low)
@@ -548,44 +625,53 @@ def eight(v, TOKENS_UP: tl.constexpr, BLOCK_IN: tl.constexpr):
 
 
 @jit
-def given(
-    now,
-    square,
-    at_weight,
+def apply_norm_weight(
+    x,
+    square_sum,
+    norm_ptr,
     inside,
     NORM: tl.constexpr,
-    NORM_WEIGHT: tl.constexpr,
-    TOKENS_UP: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+    HAS_NORM_WEIGHT: tl.constexpr,
+    TOKENS_POW2: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
 ):
-    """Eight columns of every chunk, times the norm's weights; and the sum of the squares of what they were."""
-    v = eight(now, TOKENS_UP, BLOCK_IN)
+    """Multiply eight columns of x by the norm's weight; add the squares of x to square_sum."""
+    v = split_eight(x, TOKENS_POW2, BLOCK_CHUNKS)
     if NORM:
-        square += v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]
-        square += v[4] * v[4] + v[5] * v[5] + v[6] * v[6] + v[7] * v[7]
-    if NORM_WEIGHT:
-        v = times(v, eight(tl.load(at_weight, mask=inside, other=0.0), 1, BLOCK_IN))
-    return v, square
+        square_sum += v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]
+        square_sum += v[4] * v[4] + v[5] * v[5] + v[6] * v[6] + v[7] * v[7]
+    if HAS_NORM_WEIGHT:
+        weight = split_eight(tl.load(norm_ptr, mask=inside, other=0.0), 1, BLOCK_CHUNKS)
+        v = multiply_eight(v, weight)
+    return v, square_sum
 
 
 @jit
-def times(v, g):
+def multiply_eight(v, w):
+    """Multiply two tuples of eight tiles element by element."""
     return (
-        v[0] * g[0],
-        v[1] * g[1],
-        v[2] * g[2],
-        v[3] * g[3],
-        v[4] * g[4],
-        v[5] * g[5],
-        v[6] * g[6],
-        v[7] * g[7],
+        v[0] * w[0],
+        v[1] * w[1],
+        v[2] * w[2],
+        v[3] * w[3],
+        v[4] * w[4],
+        v[5] * w[5],
+        v[6] * w[6],
+        v[7] * w[7],
     )
 
 
+# ---- products of masked codes, codebook values and 8-bit floats ----------------------------------
+
+
 @jit
-def placed(v, BITS: tl.constexpr):
-    """Multiplied by what makes up for the place of their codes: a code that starts at bit b of a word is 2 ** (b - 149)
-    times itself when read as a float; the product is left with 2 ** -45. What starts at bit 24 is read at 16."""
+def compensate_bit_position(v, BITS: tl.constexpr):
+    """Multiply eight columns of x by what makes up for the bit position of their codes.
+
+    A code at bit b of a word, read as a float32, is the code times 2 ** (b - 149). After this, the
+    product of code and x is 2 ** -45 times the true one; subtract_zero multiplies by 2 ** 45.
+    add_eight_4bit and code_byte_to_float shift the codes at bit 24 and above down by 8 bits.
+    """
     ONE: tl.constexpr = 2.0**104
     if BITS == 4:
         return (
@@ -612,63 +698,69 @@ def placed(v, BITS: tl.constexpr):
 
 
 @jit
-def masked(w, mask: tl.constexpr):
-    """As a float: below the least normal one, or in its binade, where numbers are as far apart."""
-    return (w & mask).to(tl.float32, bitcast=True)
+def mask_as_float(word, MASK: tl.constexpr):
+    """Read masked bits as a float32: a denormal, or a number of the lowest normal binade.
+
+    In both, one unit of the last bit is worth the same.
+    """
+    return (word & MASK).to(tl.float32, bitcast=True)
 
 
 @jit
-def eight4(acc, w, v, values, table, KIND: tl.constexpr, LANES: tl.constexpr):
-    """The eight codes of w, times v."""
-    if KIND == "grid":
+def add_eight_4bit(acc, word, v, lane_table, table, KIND: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Add the products of the eight 4-bit codes of a word with the eight columns v."""
+    if KIND == "int":
         for j in tl.static_range(6):
-            acc += masked(w, 15 << (4 * j)) * v[j]
-        w = w >> 8
-        acc += masked(w, 15 << 16) * v[6]
-        acc += masked(w, 15 << 20) * v[7]
+            acc += mask_as_float(word, 15 << (4 * j)) * v[j]
+        word = word >> 8
+        acc += mask_as_float(word, 15 << 16) * v[6]
+        acc += mask_as_float(word, 15 << 20) * v[7]
     else:
         for j in tl.static_range(8):
-            acc += looked_up(w >> (4 * j), values, table, LANES) * v[j]
+            acc += look_up(word >> (4 * j), lane_table, table, INLINE_ASM) * v[j]
     return acc
 
 
 @jit
-def looked_up(w, values, table, LANES: tl.constexpr):
-    """The table's value for the lowest four bits. Lane l of every half warp holds value l: `values` by chunks."""
-    if LANES:
+def look_up(word, lane_table, table, INLINE_ASM: tl.constexpr):
+    """Return the codebook value of the lowest four bits.
+
+    Lane l of every half warp holds value l of the table (`lane_table`, one entry per chunk).
+    """
+    if INLINE_ASM:
         return tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 0x101f, 0xffffffff;",
             "=f,f,r",
-            [values, w],
+            [lane_table, word],
             tl.float32,
             True,
             1,
         )
     else:
-        return tl.load(table + (w & 15))
+        return tl.load(table + (word & 15))
 
 
 @jit
-def eight8(acc, left, right, v, KIND: tl.constexpr, LANES: tl.constexpr):
-    """The four bytes of each word, times v."""
-    if KIND == "fp8" and LANES:
-        a = floats(left)
-        b = floats(right)
+def add_eight_8bit(acc, left, right, v, KIND: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Add the products of the eight bytes of two words with the eight columns v."""
+    if KIND == "fp8" and INLINE_ASM:
+        a = convert_fp8_word(left)
+        b = convert_fp8_word(right)
         for j in tl.static_range(4):
             acc += a[j] * v[j]
         for j in tl.static_range(4):
             acc += b[j] * v[4 + j]
     else:
         for j in tl.static_range(4):
-            acc += byte(left, j, KIND) * v[j]
+            acc += code_byte_to_float(left, j, KIND) * v[j]
         for j in tl.static_range(4):
-            acc += byte(right, j, KIND) * v[4 + j]
+            acc += code_byte_to_float(right, j, KIND) * v[4 + j]
     return acc
 
 
 @jit
-def floats(w):
-    """The four 8-bit floats of a word, which the card converts two at a time."""
+def convert_fp8_word(word):
+    """Convert the four 8-bit floats of a word to float32, two per instruction."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b16 l, h, p, q, r, s;
@@ -684,7 +776,7 @@ def floats(w):
         cvt.f32.f16 $3, s;
         }""",
         "=&f,=&f,=&f,=&f,r",
-        [w],
+        [word],
         (tl.float32, tl.float32, tl.float32, tl.float32),
         True,
         1,
@@ -692,77 +784,95 @@ def floats(w):
 
 
 @jit
-def byte(w, j: tl.constexpr, KIND: tl.constexpr):
-    """Byte j as a float: as `placed` has it, or what an 8-bit float means."""
+def code_byte_to_float(word, j: tl.constexpr, KIND: tl.constexpr):
+    """Return byte j of a word as a float: an 8-bit float's value, or as mask_as_float reads it."""
     if KIND == "fp8":
-        return (((w << (24 - 8 * j)) >> 4) & -2014314496).to(tl.float32, bitcast=True) * 2.0**120
+        # Sign to bit 31, exponent and mantissa to bits 26..20 (mask 0x87f00000). The exponent is
+        # then 120 too small.
+        bits = ((word << (24 - 8 * j)) >> 4) & -2014314496
+        return bits.to(tl.float32, bitcast=True) * 2.0**120
     elif j < 3:
-        return masked(w, 255 << (8 * j))
+        return mask_as_float(word, 255 << (8 * j))
     else:
-        return masked(w >> 8, 255 << 16)
+        return mask_as_float(word >> 8, 255 << 16)
+
+
+# ---- products by dp4a ----------------------------------------------------------------------------
 
 
 @jit
-def in_bytes(v0, v1, v2, v3, BITS: tl.constexpr, LANES: tl.constexpr):
-    """Numbers of a chunk, each [chunks, tokens, 1], in 16 bits: what one counts (no number where one is none), the high
-    and the low bytes that meet each word of codes (of 4 bits the even columns, then the odd), and the sums of both."""
-    most = tl.maximum(largest_of(v0), largest_of(v1), propagate_nan=tl.PropagateNan.ALL)
+def quantize_x(v0, v1, v2, v3, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Round the values of x in a chunk, each [chunks, tokens, 1], to 16-bit integers.
+
+    Returns their scale (NaN where a value is NaN), the high and the low bytes that meet each word
+    of codes (for 4-bit codes the even columns, then the odd ones), and the sums of both.
+    """
+    absmax = tl.maximum(absmax_of_eight(v0), absmax_of_eight(v1), propagate_nan=tl.PropagateNan.ALL)
     if BITS == 4:
-        most = tl.maximum(most, largest_of(v2), propagate_nan=tl.PropagateNan.ALL)
-        most = tl.maximum(most, largest_of(v3), propagate_nan=tl.PropagateNan.ALL)
-    by = 32767.0 / tl.maximum(most, 1e-30)
-    h0, l0, h1, l1 = four_and_four(v0, by, BITS, LANES)
-    h2, l2, h3, l3 = four_and_four(v1, by, BITS, LANES)
+        absmax = tl.maximum(absmax, absmax_of_eight(v2), propagate_nan=tl.PropagateNan.ALL)
+        absmax = tl.maximum(absmax, absmax_of_eight(v3), propagate_nan=tl.PropagateNan.ALL)
+    inverse_scale = 32767.0 / tl.maximum(absmax, 1e-30)
+    h0, l0, h1, l1 = pack_eight(v0, inverse_scale, BITS, INLINE_ASM)
+    h2, l2, h3, l3 = pack_eight(v1, inverse_scale, BITS, INLINE_ASM)
     if BITS == 4:
-        h4, l4, h5, l5 = four_and_four(v2, by, BITS, LANES)
-        h6, l6, h7, l7 = four_and_four(v3, by, BITS, LANES)
-        return with_sums(
-            most, (h0, h1, h2, h3, h4, h5, h6, h7), (l0, l1, l2, l3, l4, l5, l6, l7), 8, LANES
-        )
+        h4, l4, h5, l5 = pack_eight(v2, inverse_scale, BITS, INLINE_ASM)
+        h6, l6, h7, l7 = pack_eight(v3, inverse_scale, BITS, INLINE_ASM)
+        high = (h0, h1, h2, h3, h4, h5, h6, h7)
+        low = (l0, l1, l2, l3, l4, l5, l6, l7)
+        return with_byte_sums(absmax, high, low, 8, INLINE_ASM)
     else:
-        return with_sums(most, (h0, h1, h2, h3), (l0, l1, l2, l3), 4, LANES)
+        return with_byte_sums(absmax, (h0, h1, h2, h3), (l0, l1, l2, l3), 4, INLINE_ASM)
 
 
 @jit
-def with_sums(most, high, low, COUNT: tl.constexpr, LANES: tl.constexpr):
+def with_byte_sums(absmax, high, low, COUNT: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Complete the result of quantize_x: the scale, the bytes, and the sums of the bytes."""
     ones = high[0] * 0 + 0x01010101
-    all_high = high[0] * 0
-    all_low = high[0] * 0
+    high_sum = high[0] * 0
+    low_sum = high[0] * 0
     for i in tl.static_range(COUNT):
-        all_high = dot4(all_high, ones, high[i], True, LANES)
-        all_low = dot4(all_low, ones, low[i], False, LANES)
-    return most / 32767.0, high, low, all_high, all_low
+        high_sum = dot4(high_sum, ones, high[i], True, INLINE_ASM)
+        low_sum = dot4(low_sum, ones, low[i], False, INLINE_ASM)
+    return absmax / 32767.0, high, low, high_sum, low_sum
 
 
 @jit
-def largest_of(v):
-    most = tl.abs(v[0])
+def absmax_of_eight(v):
+    """Return the largest magnitude of eight columns, NaN where one is NaN."""
+    absmax = tl.abs(v[0])
     for j in tl.static_range(1, 8):
-        most = tl.maximum(most, tl.abs(v[j]), propagate_nan=tl.PropagateNan.ALL)
-    return most
+        absmax = tl.maximum(absmax, tl.abs(v[j]), propagate_nan=tl.PropagateNan.ALL)
+    return absmax
 
 
 @jit
-def four_and_four(v, by, BITS: tl.constexpr, LANES: tl.constexpr):
-    """High and low bytes of v * by: of columns 0, 2, 4, 6 and of 1, 3, 5, 7 for codes of 4 bits, else of neighbours."""
+def pack_eight(v, inverse_scale, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Round eight columns; return high and low bytes of the first four, then of the last four.
+
+    The first four are columns 0, 2, 4, 6 for 4-bit codes, and columns 0, 1, 2, 3 for 8-bit codes.
+    """
     if BITS == 4:
-        h, l = bytes_of(v[0], v[2], v[4], v[6], by, LANES)
-        m, n = bytes_of(v[1], v[3], v[5], v[7], by, LANES)
+        high0, low0 = round_and_pack(v[0], v[2], v[4], v[6], inverse_scale, INLINE_ASM)
+        high1, low1 = round_and_pack(v[1], v[3], v[5], v[7], inverse_scale, INLINE_ASM)
     else:
-        h, l = bytes_of(v[0], v[1], v[2], v[3], by, LANES)
-        m, n = bytes_of(v[4], v[5], v[6], v[7], by, LANES)
-    return h, l, m, n
+        high0, low0 = round_and_pack(v[0], v[1], v[2], v[3], inverse_scale, INLINE_ASM)
+        high1, low1 = round_and_pack(v[4], v[5], v[6], v[7], inverse_scale, INLINE_ASM)
+    return high0, low0, high1, low1
 
 
 @jit
-def bytes_of(a, b, c, d, by, LANES: tl.constexpr):
-    """Beside the exponent of 2 ** 23 the nearest whole number of a * by needs no conversion."""
+def round_and_pack(a, b, c, d, inverse_scale, INLINE_ASM: tl.constexpr):
+    """Round four values to 16-bit integers; pack the high bytes in a word and the low in another.
+
+    Adding 1.5 * 2 ** 23 leaves the nearest integer in the low bits of a float32, so no conversion
+    is needed.
+    """
     MAGIC: tl.constexpr = 12582912.0
-    a = (a * by + MAGIC).to(tl.int32, bitcast=True)
-    b = (b * by + MAGIC).to(tl.int32, bitcast=True)
-    c = (c * by + MAGIC).to(tl.int32, bitcast=True)
-    d = (d * by + MAGIC).to(tl.int32, bitcast=True)
-    if LANES:
+    a = (a * inverse_scale + MAGIC).to(tl.int32, bitcast=True)
+    b = (b * inverse_scale + MAGIC).to(tl.int32, bitcast=True)
+    c = (c * inverse_scale + MAGIC).to(tl.int32, bitcast=True)
+    d = (d * inverse_scale + MAGIC).to(tl.int32, bitcast=True)
+    if INLINE_ASM:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 t, u;
@@ -788,101 +898,120 @@ def bytes_of(a, b, c, d, by, LANES: tl.constexpr):
 
 
 @jit
-def dots(w, high, low, none, BITS: tl.constexpr, LANES: tl.constexpr):
-    """Sums of codes times whole numbers, of each chunk [chunks, tokens, outputs]: below 2 ** 24 of 4 bits, so exact."""
-    h = none
-    l = none
+def dot_chunk(words, high, low, zeros, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Sum codes times 16-bit integers over each chunk: [chunks, tokens, outputs] in float32.
+
+    The sums of 4-bit codes are below 2 ** 24, so they are exact.
+    """
+    high_sum = zeros
+    low_sum = zeros
     for i in tl.static_range(4):
         if BITS == 4:
-            even = w[i] & 0x0F0F0F0F
-            odd = (w[i] >> 4) & 0x0F0F0F0F
-            h = dot4(dot4(h, even, high[2 * i], True, LANES), odd, high[2 * i + 1], True, LANES)
-            l = dot4(dot4(l, even, low[2 * i], False, LANES), odd, low[2 * i + 1], False, LANES)
+            even = words[i] & 0x0F0F0F0F
+            odd = (words[i] >> 4) & 0x0F0F0F0F
+            high_sum = dot4(high_sum, even, high[2 * i], True, INLINE_ASM)
+            high_sum = dot4(high_sum, odd, high[2 * i + 1], True, INLINE_ASM)
+            low_sum = dot4(low_sum, even, low[2 * i], False, INLINE_ASM)
+            low_sum = dot4(low_sum, odd, low[2 * i + 1], False, INLINE_ASM)
         else:
-            h = dot4(h, w[i], high[i], True, LANES)
-            l = dot4(l, w[i], low[i], False, LANES)
-    return (h * 256 + l).to(tl.float32)
+            high_sum = dot4(high_sum, words[i], high[i], True, INLINE_ASM)
+            low_sum = dot4(low_sum, words[i], low[i], False, INLINE_ASM)
+    return (high_sum * 256 + low_sum).to(tl.float32)
 
 
 @jit
-def dot4(acc, w, v, SIGNED: tl.constexpr, LANES: tl.constexpr):
-    """acc + the four bytes of w times those of v, which may be signed."""
-    if LANES:
-        NAME: tl.constexpr = (
+def dot4(acc, codes, v, SIGNED: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Return acc plus the products of the four bytes of two words; those of v may be signed."""
+    if INLINE_ASM:
+        INSTRUCTION: tl.constexpr = (
             "dp4a.u32.s32 $0, $1, $2, $3;" if SIGNED else "dp4a.u32.u32 $0, $1, $2, $3;"
         )
-        return tl.inline_asm_elementwise(NAME, "=r,r,r,r", [w, v, acc], tl.int32, True, 1)
+        return tl.inline_asm_elementwise(
+            INSTRUCTION, "=r,r,r,r", [codes, v, acc], tl.int32, True, 1
+        )
     else:
         for j in tl.static_range(4):
             part = ((v << (24 - 8 * j)) >> 24) if SIGNED else ((v >> (8 * j)) & 255)
-            acc = acc + ((w >> (8 * j)) & 255) * part
+            acc = acc + ((codes >> (8 * j)) & 255) * part
         return acc
 
 
+# ---- scales and zero points ----------------------------------------------------------------------
+
+
 @jit
-def centred(
+def subtract_zero(
     sums,
-    plain,
+    x_sum,
     zero,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    DOTS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    DP4A: tl.constexpr,
 ):
-    """Sums of values, from sums of codes as they were read, and the sum of x."""
-    if KIND != "grid":
+    """Turn sums of raw codes times x into sums of (code - zero point) times x."""
+    if KIND != "int":
         return sums
     else:
-        FACTOR: tl.constexpr = 1.0 if DOTS else 2.0**45
-        return sums * FACTOR - plain * (zero if ZERO else (1 << (BITS - 1)))
+        FACTOR: tl.constexpr = 1.0 if DP4A else 2.0**45  # see compensate_bit_position
+        return sums * FACTOR - x_sum * (zero if HAS_ZERO else (1 << (BITS - 1)))
 
 
 @jit
-def scales(
+def load_chunk_scales(
     scale,
     zero,
     table,
     rows,
-    c0,
-    c,
+    chunk0,
+    chunk,
     KIND: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EACH: tl.constexpr,
-    GROUP: tl.constexpr,
-    TALL: tl.constexpr,
-    NEST: tl.constexpr,
-    ZERO: tl.constexpr,
+    CHUNK_COLUMNS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    NESTED_COLUMNS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
 ):
-    """Of every chunk from c0 on, [chunks, 1, outputs]."""
-    groups: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP
-    g = tl.minimum((c0 + c) * EACH // GROUP, groups - 1)
-    at = (rows // TALL)[None, None, :] * groups + g[:, None, None]
-    if KIND == "codebook" and ZERO:
-        s = largest(
-            scale, zero, table, at, rows[None, None, :], g[:, None, None] * GROUP, COLUMNS, NEST
+    """Load the scales and zero points of the chunks from chunk0 on, each [chunks, 1, outputs].
+
+    The second result is a placeholder where there are no zero points.
+    """
+    NUM_GROUPS: tl.constexpr = (COLUMNS + GROUP_SIZE - 1) // GROUP_SIZE
+    group = tl.minimum((chunk0 + chunk) * CHUNK_COLUMNS // GROUP_SIZE, NUM_GROUPS - 1)
+    offset = (rows // ROWS_PER_SCALE)[None, None, :] * NUM_GROUPS + group[:, None, None]
+    if KIND == "codebook" and HAS_ZERO:
+        column = group[:, None, None] * GROUP_SIZE
+        absmax = load_nested_absmax(
+            scale, zero, table, offset, rows[None, None, :], column, COLUMNS, NESTED_COLUMNS
         )
-        return s, s
+        return absmax, absmax
     else:
-        s = tl.load(scale + at).to(tl.float32)
-        return s, tl.load(zero + at).to(tl.float32) if ZERO else s
+        s = tl.load(scale + offset).to(tl.float32)
+        return s, tl.load(zero + offset).to(tl.float32) if HAS_ZERO else s
 
 
 @jit
-def largest(codes, outer, table, at, row, column, columns, NEST: tl.constexpr):
-    """The largest magnitude whose code is the one `at`, of a block at that column. NEST 0: a row has one factor."""
-    value = tl.load(table + 16 + tl.load(codes + at))
-    if NEST == 0:
-        return value * tl.load(outer + 2 * row + 1) + tl.load(outer + 2 * row)
+def load_nested_absmax(
+    codes, nested_scale, table, offset, row, column, columns, NESTED_COLUMNS: tl.constexpr
+):
+    """Dequantize the absmax code at `offset`, which belongs to the block at that row and column.
+
+    NESTED_COLUMNS 0: a row has one nested factor.
+    """
+    value = tl.load(table + 16 + tl.load(codes + offset))
+    if NESTED_COLUMNS == 0:
+        return value * tl.load(nested_scale + 2 * row + 1) + tl.load(nested_scale + 2 * row)
     else:
-        at_row = outer + row * (1 + (columns + NEST - 1) // NEST)
-        return value * tl.load(at_row + 1 + column // NEST) + tl.load(at_row)
+        row_ptr = nested_scale + row * (1 + (columns + NESTED_COLUMNS - 1) // NESTED_COLUMNS)
+        return value * tl.load(row_ptr + 1 + column // NESTED_COLUMNS) + tl.load(row_ptr)
 
 
 @jit
-def whole(scale, zero, rows, TALL: tl.constexpr, ZERO: tl.constexpr):
-    """Of whole rows, [1, outputs]."""
-    s = tl.load(scale + rows // TALL)[None, :].to(tl.float32)
-    if ZERO:
+def load_row_scales(scale, zero, rows, ROWS_PER_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """Load the scales and zero points of whole rows, each [1, outputs]."""
+    s = tl.load(scale + rows // ROWS_PER_SCALE)[None, :].to(tl.float32)
+    if HAS_ZERO:
         return s, tl.load(zero + rows)[None, :].to(tl.float32)
     else:
         return s, s

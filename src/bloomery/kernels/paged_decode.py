@@ -1,9 +1,13 @@
-"""Attention of one new position a sequence over the paged cache: bound by how fast keys and values can be read.
+"""Decode attention over the paged KV cache: one new position for each sequence.
 
-One program reads one split of one sequence's keys and values for one key head, and serves the query heads that share
-it. Where sequences are few, several splits keep the device busy; the last to finish puts the results together in the
-same launch. How many programs there are is known from the batch alone; each finds its range from the sequence's length,
-which only the device needs to know: so the launch can be captured in a graph.
+This kernel is bound by how fast keys and values can be read. One program reads one split of one
+sequence's keys and values of one key head, and serves the query heads that share it. Where
+sequences are few, several splits keep the GPU busy; the last program to finish combines their
+results in the same launch. The number of programs follows from the batch size alone. Each program
+finds its range from the sequence length, which only the device needs to know, so the launch can be
+captured in a CUDA graph.
+
+attention/triton_paged launches it; kernels/paged_prefill shares its helpers.
 """
 
 from __future__ import annotations
@@ -13,513 +17,600 @@ from functools import lru_cache
 
 import torch
 
-from bloomery.kernels.launch import begin, jit, overlap, power_of_two, tl, wait
-from bloomery.kernels.rounded_cache import bits, plain, read, scales
+from bloomery.kernels.launch import (
+    jit,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    tl,
+    wait_for_previous,
+)
+from bloomery.kernels.quantized_kv_cache import (
+    as_kernel_input,
+    kv_cache_scales,
+    read_kv_cache,
+    stored_to_float32,
+)
 
 LOG2E = 1.4426950408889634
-PROGRAMS = 4  # a processor should have so many to hide latency
-# putting more together costs more than they gain; what the kernel can take
-USUAL_SPLITS = 32
-MOST_SPLITS = 64
-EARLY = 32  # sequences up to which reading early pays
-FEW = 4  # sequences up to which small kernels overtake one another: there a lean program is worth more than tiles ahead
+PROGRAMS_PER_MULTIPROCESSOR = 4  # so many hide the latency of memory
+MAX_CHOSEN_SPLITS = 32  # combining more costs more than they gain
+MAX_SPLITS = 64  # what the kernel can combine
+MAX_EARLY_SEQS = 32  # sequences up to which reading before the wait is faster
+# Sequences up to which small kernels overtake one another (PDL). There a program with few
+# registers is worth more than many tiles in flight.
+FEW_SEQS = 4
 
 
 @dataclass(frozen=True)
-class Scoring:
-    """What becomes of q . k before the softmax."""
+class AttentionScoring:
+    """How q . k becomes a score, before the softmax."""
 
     scale: float
     window: int | None = None  # a query sees the last `window` positions, itself included
     softcap: float | None = None
-    slopes: torch.Tensor | None = None  # [heads] float32, what a position of distance costs: ALiBi
+    slopes: torch.Tensor | None = None  # [heads] float32: ALiBi's cost of one position of distance
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """How the work is cut and how a program runs."""
+class PagedDecodeTiling:
+    """How the work is divided among programs and how a program runs."""
 
     tile: int  # positions read at once
     warps: int
     stages: int  # tiles in flight
     splits: int = 1  # programs that share a sequence's positions, at most
-    parts: int = 1  # programs that share a key head's queries
-    direct: int = (
-        2  # tiles up to which one program takes them all: putting splits together has its price
-    )
+    head_groups: int = 1  # programs that share the query heads of a key head
+    max_unsplit_tiles: int = 2  # up to so many tiles are not split, because combining has a cost
 
 
-def attention_reference(
+def paged_attention_reference(
     q: torch.Tensor,
     cache: torch.Tensor,
-    starts: list[int],
-    ends: list[int],
-    tables: torch.Tensor,
+    query_start_loc: list[int],
+    seq_lens: list[int],
+    block_tables: torch.Tensor,
     block_size: int,
-    scoring: Scoring,
+    scoring: AttentionScoring,
 ) -> torch.Tensor:
-    """q [tokens, heads, dim]: sequence i has tokens starts[i] to starts[i + 1], the last of its ends[i] positions."""
+    """Compute attention of q [tokens, heads, dim] sequence by sequence.
+
+    Tokens query_start_loc[i] to query_start_loc[i + 1] are the last of the seq_lens[i] positions of
+    sequence i.
+    """
     out = torch.empty_like(q)
-    for i, end in enumerate(ends):
-        new = slice(starts[i], starts[i + 1])
-        place = torch.arange(end, device=q.device)
-        slots = tables[i].long()[place // block_size] * block_size + place % block_size
-        share = q.shape[1] // cache.shape[2]
-        k, v = (half.repeat_interleave(share, 1) for half in read(cache, slots, torch.float32))
-        scores = torch.einsum("qhd,khd->hqk", q[new].float(), k) * scoring.scale
+    heads_per_kv_head = q.shape[1] // cache.shape[2]
+    for i, seq_len in enumerate(seq_lens):
+        tokens = slice(query_start_loc[i], query_start_loc[i + 1])
+        query_len = tokens.stop - tokens.start
+        position = torch.arange(seq_len, device=q.device)
+        block = block_tables[i].long()[position // block_size]
+        slots = block * block_size + position % block_size
+        k, v = read_kv_cache(cache, slots, torch.float32)
+        k = k.repeat_interleave(heads_per_kv_head, 1)
+        v = v.repeat_interleave(heads_per_kv_head, 1)
+        scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), k) * scoring.scale
         if scoring.softcap is not None:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        distance = place - place[end - (new.stop - new.start) :, None]
+        distance = position - position[seq_len - query_len :, None]
         if scoring.slopes is not None:
             scores = scores + scoring.slopes[:, None, None] * distance
-        seen = (
-            distance <= 0
-            if scoring.window is None
-            else (distance <= 0) & (distance > -scoring.window)
-        )
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        out[new] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+        visible = distance <= 0
+        if scoring.window is not None:
+            visible &= distance > -scoring.window
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        out[tokens] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out
 
 
 @lru_cache(maxsize=4096)
-def tiling(
-    batch: int, heads: int, kv_heads: int, dim: int, item: int, positions: int, processors: int
-) -> Tiling:
-    """For sequences of at most `positions`, of numbers of `item` bytes. Few programs: queries apart, and splits.
-    Measured (benchmarks/kernels.py tune); no cut needs more than 80 KiB to share, which every processor has."""
-    share = heads // kv_heads
-    few = batch * kv_heads < processors
-    parts = -(-share // (16 if few or item == 4 else 64))
-    row = power_of_two(dim) * item  # bytes of a position
-    tile = max(16, min(64, 16384 // row))
-    programs = batch * kv_heads * parts
-    tiles = power_of_two(-(-positions // tile))
-    fill = max(1, processors * PROGRAMS // programs)
-    splits = min(1 << (fill.bit_length() - 1), tiles, USUAL_SPLITS)
-    if batch <= FEW:
-        return Tiling(tile, 4, 2, splits, parts)
-    if share > 16:  # much arithmetic for what is read
-        splits = splits if parts > 1 else 1
-        return Tiling(tile, 4, 3, splits, parts, direct=8 if splits == 2 else 2)
-    half = max(16, min(tile, 8192 // row))
+def select_decode_tiling(
+    batch_size: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    element_size: int,
+    max_seq_len: int,
+    num_multiprocessors: int,
+) -> PagedDecodeTiling:
+    """Choose a tiling for sequences of at most `max_seq_len` positions.
+
+    If programs are few, query heads are spread over head groups, and positions over splits. The
+    choices were measured on an H200 (benchmarks/kernels.py tune). No tiling needs more than 80 KiB
+    of shared memory, which every supported GPU has.
+    """
+    heads_per_kv_head = heads // kv_heads
+    few_programs = batch_size * kv_heads < num_multiprocessors
+    max_group = 16 if few_programs or element_size == 4 else 64
+    head_groups = -(-heads_per_kv_head // max_group)
+    row_bytes = next_power_of_2(dim) * element_size  # of one position
+    tile = max(16, min(64, 16384 // row_bytes))
+    programs = batch_size * kv_heads * head_groups
+    max_tiles = next_power_of_2(-(-max_seq_len // tile))
+    fill = max(1, num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // programs)
+    splits = min(1 << (fill.bit_length() - 1), max_tiles, MAX_CHOSEN_SPLITS)
+    if batch_size <= FEW_SEQS:
+        return PagedDecodeTiling(tile, 4, 2, splits, head_groups)
+    if heads_per_kv_head > 16:  # much arithmetic for each byte read
+        splits = splits if head_groups > 1 else 1
+        max_unsplit_tiles = 8 if splits == 2 else 2
+        return PagedDecodeTiling(tile, 4, 3, splits, head_groups, max_unsplit_tiles)
+    small_tile = max(16, min(tile, 8192 // row_bytes))
     if splits > 1:
-        return Tiling(half, 2, 3, splits // 2, parts)
-    if (
-        programs <= 6 * processors
-    ):  # two run side by side, and halves of long sequences are dealt out more evenly
-        return Tiling(half, 2, 4, min(2, tiles), parts, direct=8)
-    return Tiling(tile, 2, 3 if tile * row == 16384 else 4, 1, parts)
+        return PagedDecodeTiling(small_tile, 2, 3, splits // 2, head_groups)
+    if programs <= 6 * num_multiprocessors:
+        # Two programs run side by side. Halves of long sequences balance better than wholes.
+        return PagedDecodeTiling(small_tile, 2, 4, min(2, max_tiles), head_groups, 8)
+    stages = 3 if tile * row_bytes == 16384 else 4
+    return PagedDecodeTiling(tile, 2, stages, 1, head_groups)
 
 
 def paged_decode(
     q: torch.Tensor,
     cache: torch.Tensor,
     out: torch.Tensor,
-    tables: torch.Tensor,
-    ends: torch.Tensor,
-    slots: torch.Tensor,
-    batch: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    num_decodes: int,
     block_size: int,
-    scoring: Scoring,
-    cut: Tiling,
-    arrived: torch.Tensor,
+    scoring: AttentionScoring,
+    tiling: PagedDecodeTiling,
+    split_counters: torch.Tensor,
     early: bool = False,
 ) -> None:
-    """The first `batch` tokens of q and out [tokens, heads, dim], one a sequence, over tables, ends and slots.
+    """Attend for the first `num_decodes` tokens of q and out [tokens, heads, dim].
 
-    A sequence that ends at 0 is nobody's: its token, if there is one, is left alone.
+    A padding row has sequence length 0; its token is left alone.
 
-    arrived: zeros, and zeros again afterwards, one for each sequence and group of heads wherever there are splits.
-    early: read before earlier kernels have ended. The layout (tables, ends, slots) must then be older than the chain
-    of overlapping kernels this one stands in, and slots must name every place of the cache that the chain writes.
+    split_counters: zeros, and zeros again afterwards; one for each sequence and head group if there
+    are splits.
+    early: read keys and values before earlier kernels have ended. The layout (block tables,
+    sequence lengths, slots) must then be older than the chain of overlapping kernels that contains
+    this one, and slot_mapping must name every slot that the chain writes.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[2]
-    share = -(-heads // kv_heads // cut.parts)
-    dim_up = max(16, power_of_two(dim))
-    share_two = power_of_two(share)
+    group_size = -(-heads // kv_heads // tiling.head_groups)
+    dim_pow2 = max(16, next_power_of_2(dim))
+    group_pow2 = next_power_of_2(group_size)
+    splits = tiling.splits
     scratch = out
-    if cut.splits > 1:
-        if cut.splits > MOST_SPLITS or batch * kv_heads * cut.parts > arrived.numel():
+    if splits > 1:
+        num_groups = num_decodes * kv_heads * tiling.head_groups
+        if splits > MAX_SPLITS or num_groups > split_counters.numel():
             raise ValueError(
-                f"{batch} sequences with {kv_heads} key heads are too many for {cut.splits} splits"
+                f"{num_decodes} sequences with {kv_heads} key heads "
+                f"are too many for {splits} splits"
             )
-        scratch = torch.empty(
-            batch * heads * cut.splits * (dim + 1), dtype=torch.float32, device=q.device
-        )
-    by = scales(cache)
-    decode_kernel[(kv_heads * cut.parts, batch, cut.splits)](
+        scratch_size = num_decodes * heads * splits * (dim + 1)
+        scratch = torch.empty(scratch_size, dtype=torch.float32, device=q.device)
+    reads_early = (
+        early and num_decodes <= MAX_EARLY_SEQS and splits > 1 and tiling.tile <= block_size
+    )
+    cache_scales = kv_cache_scales(cache)
+    paged_decode_kernel[(kv_heads * tiling.head_groups, num_decodes, splits)](
         q,
-        bits(cache),
-        q if by is None else by,
+        as_kernel_input(cache),
+        q if cache_scales is None else cache_scales,
         out,
-        tables,
-        ends,
-        slots,
+        block_tables,
+        seq_lens,
+        slot_mapping,
         q if scoring.slopes is None else scoring.slopes,
         scratch,
-        arrived,
+        split_counters,
         cache.stride(0),
         cache.shape[1],
-        tables.stride(0),
+        block_tables.stride(0),
         scoring.scale * LOG2E,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        DIM_UP=dim_up,
-        PARTS=cut.parts,
-        SHARE=share,
-        SHARE_TWO=share_two,
+        DIM_POW2=dim_pow2,
+        HEAD_GROUPS=tiling.head_groups,
+        GROUP_SIZE=group_size,
+        GROUP_POW2=group_pow2,
         BLOCK=block_size,
-        TILE=cut.tile,
+        TILE=tiling.tile,
         WINDOW=scoring.window or 0,
-        CAP=scoring.softcap or 0.0,
+        SOFTCAP=scoring.softcap or 0.0,
         ALIBI=scoring.slopes is not None,
-        SPLIT=cut.splits > 1,
-        DIRECT=cut.direct,
-        MOST=MOST_SPLITS,
-        CHUNK=min(MOST_SPLITS, max(1, 2048 * cut.warps // (share_two * dim_up))),
-        EARLY=EARLY
-        if early and batch <= EARLY and cut.splits > 1 and cut.tile <= block_size
-        else 0,
-        SCALED=by is not None,
-        STAGES=cut.stages,
-        num_warps=cut.warps,
-        **overlap(q.device),
+        SPLIT=splits > 1,
+        MAX_UNSPLIT_TILES=tiling.max_unsplit_tiles,
+        MAX_SPLITS=MAX_SPLITS,
+        SPLITS_AT_ONCE=min(MAX_SPLITS, max(1, 2048 * tiling.warps // (group_pow2 * dim_pow2))),
+        EARLY_SEQS=MAX_EARLY_SEQS if reads_early else 0,
+        QUANTIZED=cache_scales is not None,
+        STAGES=tiling.stages,
+        num_warps=tiling.warps,
+        **pdl_options(q.device),
     )
 
 
-@jit(do_not_specialize=["tables", "ends", "slots", "width"])
-def decode_kernel(
-    q,
-    cache,
-    scales,
-    out,
-    tables,
-    ends,
-    slots,
-    slopes,
-    scratch,
-    arrived,
-    half,
-    places,
-    width,
-    scale,
+@jit(do_not_specialize=["block_tables", "seq_lens", "slot_mapping", "table_width"])
+def paged_decode_kernel(
+    q,  # [tokens, HEADS, DIM]
+    cache,  # [2, num_slots, KV_HEADS, DIM]
+    cache_scales,  # [2, num_slots, KV_HEADS] if QUANTIZED
+    out,  # [tokens, HEADS, DIM]
+    block_tables,  # [sequences, table_width]
+    seq_lens,  # [sequences]
+    slot_mapping,  # [sequences]
+    slopes,  # [HEADS] if ALIBI
+    scratch,  # results [sequences, HEADS, splits, DIM], then log-sums [sequences, HEADS, splits]
+    split_counters,  # [sequences, KV_HEADS * HEAD_GROUPS]
+    value_offset,  # elements from a key to its value in the cache
+    num_slots,
+    table_width,
+    scale,  # of q . k, times log2(e)
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_UP: tl.constexpr,
-    PARTS: tl.constexpr,
-    SHARE: tl.constexpr,
-    SHARE_TWO: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    HEAD_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SPLIT: tl.constexpr,
-    DIRECT: tl.constexpr,
-    MOST: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
-    SCALED: tl.constexpr,
+    MAX_UNSPLIT_TILES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
+    EARLY_SEQS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
-    if EARLY == 0:
-        wait(PDL)
+    """One program attends for one head group of one sequence over one split of its positions."""
+    launch_dependents(PDL)
+    if EARLY_SEQS == 0:
+        wait_for_previous(PDL)
     group = tl.program_id(0)
-    b = tl.program_id(1)
-    s = tl.program_id(2)
-    kv_head = group // PARTS
-    part = group % PARTS
-    SHARE_UP: tl.constexpr = SHARE_TWO if SHARE_TWO > 16 else 16
-    g = tl.arange(0, SHARE_UP)
+    sequence = tl.program_id(1)
+    split = tl.program_id(2)
+    kv_head = group // HEAD_GROUPS
+    head_group = group % HEAD_GROUPS
+    ROWS: tl.constexpr = GROUP_POW2 if GROUP_POW2 > 16 else 16  # tl.dot needs 16 at least
+    g = tl.arange(0, ROWS)
     n = tl.arange(0, TILE)
-    d = tl.arange(0, DIM_UP)
-    head = kv_head * (HEADS // KV_HEADS) + part * SHARE + g
-    member = (g < SHARE) & (part * SHARE + g < HEADS // KV_HEADS)
-    row = tables + b.to(tl.int64) * width
-    length = tl.load(ends + b).to(tl.int32)
-    end = tl.maximum(length, 1)
+    d = tl.arange(0, DIM_POW2)
+    head = kv_head * (HEADS // KV_HEADS) + head_group * GROUP_SIZE + g
+    is_head = (g < GROUP_SIZE) & (head_group * GROUP_SIZE + g < HEADS // KV_HEADS)
+    block_table = block_tables + sequence.to(tl.int64) * table_width
+    seq_len = tl.load(seq_lens + sequence).to(tl.int32)
+    end = tl.maximum(seq_len, 1)
     first = 0
     last = tl.cdiv(end, TILE)
-    used = 1
+    used_splits = 1
     if WINDOW > 0:
         first = tl.maximum(end - WINDOW, 0) // TILE
     if SPLIT:
         count = last - first
-        per = tl.where(count <= DIRECT, count, tl.cdiv(count, tl.num_programs(2)))
-        used = tl.cdiv(count, per)
-        first = first + s * per
-        last = tl.minimum(first + per, last)
-    if EARLY > 0:
-        # What earlier steps stored is read while the query is still being computed; what this step stores, again below.
-        near = tl.minimum(first, last - 1) * TILE
-        here = blocks_of(row, near, end, BLOCK, TILE, False)
-        k, v = load_tile(
+        tiles_per_split = tl.where(
+            count <= MAX_UNSPLIT_TILES, count, tl.cdiv(count, tl.num_programs(2))
+        )
+        used_splits = tl.cdiv(count, tiles_per_split)
+        first = first + split * tiles_per_split
+        last = tl.minimum(first + tiles_per_split, last)
+    if EARLY_SEQS > 0:
+        # The first tile is read while earlier kernels still compute the query. If its block holds a
+        # slot that this step writes, it is read again below.
+        early_start = tl.minimum(first, last - 1) * TILE
+        block_ids = load_block_ids(block_table, early_start, end, BLOCK, TILE, False)
+        k, v = load_kv_tile(
             cache,
-            scales,
-            half,
-            places,
-            here,
-            near,
+            cache_scales,
+            value_offset,
+            num_slots,
+            block_ids,
+            early_start,
             end,
             kv_head,
             True,
-            SCALED,
+            QUANTIZED,
             KV_HEADS,
             DIM,
-            DIM_UP,
+            DIM_POW2,
             BLOCK,
             TILE,
         )
-        i = tl.arange(0, EARLY)
-        new = tl.load(slots + i, mask=i < tl.num_programs(1), other=-BLOCK) // BLOCK
-        stale = tl.max((new == tl.load(row + near // BLOCK)).to(tl.int32), 0) > 0
-        wait(PDL)
-    if (s >= used) | (length == 0):
+        i = tl.arange(0, EARLY_SEQS)
+        written = tl.load(slot_mapping + i, mask=i < tl.num_programs(1), other=-BLOCK) // BLOCK
+        early_block = tl.load(block_table + early_start // BLOCK)
+        is_stale = tl.max((written == early_block).to(tl.int32), 0) > 0
+        wait_for_previous(PDL)
+    if (split >= used_splits) | (seq_len == 0):
         return
-    real = member[:, None] & (d < DIM)[None, :]
-    place = (b * HEADS + head)[:, None] * DIM + d[None, :]
-    queries = tl.load(q + place, mask=real, other=0.0)
-    slope = tl.zeros([SHARE_UP], tl.float32)
+    valid = is_head[:, None] & (d < DIM)[None, :]
+    offset = (sequence * HEADS + head)[:, None] * DIM + d[None, :]
+    queries = tl.load(q + offset, mask=valid, other=0.0)
+    slope = tl.zeros([ROWS], tl.float32)
     if ALIBI:
-        slope = tl.load(slopes + head, mask=member, other=0.0) * 1.4426950408889634
-    top = tl.full([SHARE_UP], -1e30, tl.float32)
-    total = tl.zeros([SHARE_UP], tl.float32)
-    acc = tl.zeros([SHARE_UP, DIM_UP], tl.float32)
-    at = g * 0 + (end - 1)
-    if EARLY > 0:
-        if stale:
-            k, v = load_tile(
+        slope = tl.load(slopes + head, mask=is_head, other=0.0) * 1.4426950408889634
+    row_max = tl.full([ROWS], -1e30, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_POW2], tl.float32)
+    q_position = g * 0 + (end - 1)
+    if EARLY_SEQS > 0:
+        if is_stale:
+            k, v = load_kv_tile(
                 cache,
-                scales,
-                half,
-                places,
-                here,
-                near,
+                cache_scales,
+                value_offset,
+                num_slots,
+                block_ids,
+                early_start,
                 end,
                 kv_head,
                 True,
-                SCALED,
+                QUANTIZED,
                 KV_HEADS,
                 DIM,
-                DIM_UP,
+                DIM_POW2,
                 BLOCK,
                 TILE,
             )
-        top, total, acc = attend(
-            queries, k, v, top, total, acc, near + n, at, slope, scale, WINDOW, CAP, ALIBI, True
+        row_max, row_sum, acc = attend_tile(
+            queries,
+            k,
+            v,
+            row_max,
+            row_sum,
+            acc,
+            early_start + n,
+            q_position,
+            slope,
+            scale,
+            WINDOW,
+            SOFTCAP,
+            ALIBI,
+            True,
         )
         first += 1
-    ahead = blocks_of(row, first * TILE, end, BLOCK, TILE, False)
+    next_block_ids = load_block_ids(block_table, first * TILE, end, BLOCK, TILE, False)
     for t in tl.range(first, last, num_stages=STAGES):
         if STAGES > 2:
-            here = ahead
-            ahead = blocks_of(row, (t + 1) * TILE, end, BLOCK, TILE, False)
+            block_ids = next_block_ids
+            next_block_ids = load_block_ids(block_table, (t + 1) * TILE, end, BLOCK, TILE, False)
         else:
-            here = blocks_of(row, t * TILE, end, BLOCK, TILE, False)
-        k, v = load_tile(
+            block_ids = load_block_ids(block_table, t * TILE, end, BLOCK, TILE, False)
+        k, v = load_kv_tile(
             cache,
-            scales,
-            half,
-            places,
-            here,
+            cache_scales,
+            value_offset,
+            num_slots,
+            block_ids,
             t * TILE,
             end,
             kv_head,
             True,
-            SCALED,
+            QUANTIZED,
             KV_HEADS,
             DIM,
-            DIM_UP,
+            DIM_POW2,
             BLOCK,
             TILE,
         )
-        top, total, acc = attend(
-            queries, k, v, top, total, acc, t * TILE + n, at, slope, scale, WINDOW, CAP, ALIBI, True
+        row_max, row_sum, acc = attend_tile(
+            queries,
+            k,
+            v,
+            row_max,
+            row_sum,
+            acc,
+            t * TILE + n,
+            q_position,
+            slope,
+            scale,
+            WINDOW,
+            SOFTCAP,
+            ALIBI,
+            True,
         )
-    acc = acc / total[:, None]
-    if used == 1:
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=real)
+    acc = acc / row_sum[:, None]
+    if used_splits == 1:
+        tl.store(out + offset, acc.to(out.dtype.element_ty), mask=valid)
     elif SPLIT:
         splits = tl.num_programs(2)
-        line = b * HEADS + head
-        sums = scratch + tl.num_programs(1) * HEADS * splits * DIM
-        tl.store(scratch + (line * splits + s)[:, None] * DIM + d[None, :], acc, mask=real)
-        tl.store(sums + line * splits + s, top + tl.log2(total), mask=member)
-        tl.debug_barrier()  # all threads have stored before one of them says so
-        counter = arrived + b * (KV_HEADS * PARTS) + group
-        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+        row = sequence * HEADS + head
+        log_sums = scratch + tl.num_programs(1) * HEADS * splits * DIM
+        result_rows = scratch + (row * splits + split)[:, None] * DIM
+        tl.store(result_rows + d[None, :], acc, mask=valid)
+        tl.store(log_sums + row * splits + split, row_max + tl.log2(row_sum), mask=is_head)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        counter = split_counters + sequence * (KV_HEADS * HEAD_GROUPS) + group
+        if tl.atomic_add(counter, 1, sem="acq_rel") == used_splits - 1:
             tl.store(counter, 0)
-            combine(
+            combine_splits(
                 scratch,
-                sums,
+                log_sums,
                 out,
-                b * HEADS + kv_head * (HEADS // KV_HEADS),
-                part * SHARE,
+                sequence * HEADS + kv_head * (HEADS // KV_HEADS),
+                head_group * GROUP_SIZE,
                 splits,
-                used,
+                used_splits,
                 HEADS // KV_HEADS,
                 DIM,
-                DIM_UP,
-                SHARE,
-                SHARE_TWO,
-                MOST,
-                CHUNK,
+                DIM_POW2,
+                GROUP_SIZE,
+                GROUP_POW2,
+                MAX_SPLITS,
+                SPLITS_AT_ONCE,
             )
 
 
 @jit
-def blocks_of(row, at, end, BLOCK: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr):
-    """The blocks of a tile of positions from `at` on, a multiple of TILE; past `end`, the last one's.
+def load_block_ids(
+    block_table,
+    start,
+    end,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    BEFORE_WAIT: tl.constexpr,
+):
+    """Load the block ids of a tile of positions from `start` on, a multiple of TILE.
 
-    To be asked a turn ahead: were an address to wait for its block in the same turn, the compiler would share the tiles
-    in flight between the two, and start to copy a tile only when the one before it is done with.
+    Positions past `end` get the block of the last one. Callers load block ids one iteration ahead:
+    if an address waited for its block id in the same iteration, the compiler would divide the tiles
+    in flight between the two loads, and would start to copy a tile only after the one before it.
     """
-    place = at
+    position = start
     if TILE > BLOCK:
-        place = at + tl.arange(0, TILE)
-    entry = row + tl.minimum(place, end - 1) // BLOCK
-    if EARLY:  # before the wait: past the first cache
+        position = start + tl.arange(0, TILE)
+    entry = block_table + tl.minimum(position, end - 1) // BLOCK
+    if BEFORE_WAIT:  # bypass the L1 cache
         return tl.load(entry, cache_modifier=".cg")
     return tl.load(entry)
 
 
 @jit
-def load_tile(
+def load_kv_tile(
     cache,
-    scales,
-    half,
-    places,
-    blocks,
-    at,
+    cache_scales,
+    value_offset,
+    num_slots,
+    block_ids,
+    start,
     end,
-    head,
+    kv_head,
     MASK: tl.constexpr,
-    SCALED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_UP: tl.constexpr,
+    DIM_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Keys and values [TILE, dim] of positions from `at` on, in the blocks that blocks_of gave.
+    """Load keys and values [TILE, dim] of positions from `start` on, in blocks `block_ids`.
 
-    Past `end` keys are anything and, with MASK, values zero: a weight of zero would not hide a NaN. Past the first
-    cache (.cg), which may hold what stood here before the wait.
+    Past `end`, keys are arbitrary. With MASK, values there are zero, because a weight of zero would
+    not hide a NaN. Loads bypass the L1 cache (.cg), which may hold what was there before the wait.
     """
     n = tl.arange(0, TILE)
-    d = tl.arange(0, DIM_UP)
+    d = tl.arange(0, DIM_POW2)
     if TILE <= BLOCK:
-        slot = blocks.to(tl.int64) * BLOCK + at % BLOCK + n
+        slot = block_ids.to(tl.int64) * BLOCK + start % BLOCK + n
     else:
-        slot = blocks.to(tl.int64) * BLOCK + tl.minimum(at + n, end - 1) % BLOCK
-    keys = cache + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :]
-    live = (at + n < end)[:, None]
-    real = (d < DIM)[None, :]
-    if DIM < DIM_UP:
-        k = tl.load(keys, mask=real, other=0.0, cache_modifier=".cg")
-        v = tl.load(keys + half, mask=live & real, other=0.0, cache_modifier=".cg")
+        slot = block_ids.to(tl.int64) * BLOCK + tl.minimum(start + n, end - 1) % BLOCK
+    keys = cache + (slot * KV_HEADS + kv_head)[:, None] * DIM + d[None, :]
+    is_position = (start + n < end)[:, None]
+    in_head = (d < DIM)[None, :]
+    if DIM < DIM_POW2:
+        k = tl.load(keys, mask=in_head, other=0.0, cache_modifier=".cg")
+        v = tl.load(
+            keys + value_offset, mask=is_position & in_head, other=0.0, cache_modifier=".cg"
+        )
     elif MASK:
         k = tl.load(keys, cache_modifier=".cg")
-        v = tl.load(keys + half, mask=live, other=0.0, cache_modifier=".cg")
+        v = tl.load(keys + value_offset, mask=is_position, other=0.0, cache_modifier=".cg")
     else:
         k = tl.load(keys, cache_modifier=".cg")
-        v = tl.load(keys + half, cache_modifier=".cg")
-    if SCALED:
-        by = scales + slot * KV_HEADS + head
-        k = plain(k) * tl.load(by, cache_modifier=".cg")[:, None]
-        v = plain(v) * tl.load(by + places * KV_HEADS, cache_modifier=".cg")[:, None]
+        v = tl.load(keys + value_offset, cache_modifier=".cg")
+    if QUANTIZED:
+        scale = cache_scales + slot * KV_HEADS + kv_head
+        k_scale = tl.load(scale, cache_modifier=".cg")
+        k = stored_to_float32(k) * k_scale[:, None]
+        v_scale = tl.load(scale + num_slots * KV_HEADS, cache_modifier=".cg")
+        v = stored_to_float32(v) * v_scale[:, None]
     return k, v
 
 
 @jit
-def attend(
+def attend_tile(
     q,
     k,
     v,
-    top,
-    total,
+    row_max,
+    row_sum,
     acc,
-    k_at,
-    q_at,
+    k_position,
+    q_position,
     slope,
     scale,
     WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """One tile into the running softmax of q [rows, dim] at positions q_at: its maximum, its sum, and acc over values.
+    """Add one tile of keys and values to the running softmax of q [rows, dim].
 
-    In powers of two: scale and slope carry log2(e).
+    The state is each row's maximum score, its sum of weights, and acc, the weighted sum of values.
+    Exponentials are powers of two: scale and slope include log2(e).
     """
     z = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     factor = scale
-    if CAP > 0:
-        z = tl.sigmoid(z * (scale * (2.0 / (CAP * 1.4426950408889634)))) * (2 * CAP) - CAP
+    if SOFTCAP > 0:
+        # softcap * tanh(y) is 2 * softcap * sigmoid(2 y) - softcap
+        TWO_OVER_CAP: tl.constexpr = 2.0 / (SOFTCAP * 1.4426950408889634)
+        z = tl.sigmoid(z * (scale * TWO_OVER_CAP)) * (2 * SOFTCAP) - SOFTCAP
         factor = 1.4426950408889634
     if ALIBI:
-        z = z * factor + slope[:, None] * (k_at[None, :] - q_at[:, None]).to(tl.float32)
+        distance = (k_position[None, :] - q_position[:, None]).to(tl.float32)
+        z = z * factor + slope[:, None] * distance
         factor = 1.0
     if MASK:
-        seen = k_at[None, :] <= q_at[:, None]
+        visible = k_position[None, :] <= q_position[:, None]
         if WINDOW > 0:
-            seen = seen & (k_at[None, :] > q_at[:, None] - WINDOW)
-        z = tl.where(seen, z, -float("inf"))
-    new = tl.maximum(top, tl.max(z, 1) * factor)
-    e = tl.exp2(z * factor - new[:, None])
-    fade = tl.exp2(top - new)
-    acc = tl.dot(e.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
-    return new, total * fade + tl.sum(e, 1), acc
+            visible = visible & (k_position[None, :] > q_position[:, None] - WINDOW)
+        z = tl.where(visible, z, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(z, 1) * factor)
+    weights = tl.exp2(z * factor - new_max[:, None])
+    decay = tl.exp2(row_max - new_max)
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
+    return new_max, row_sum * decay + tl.sum(weights, 1), acc
 
 
 @jit
-def combine(
+def combine_splits(
     scratch,
-    sums,
+    log_sums,
     out,
-    line,
-    first,
+    first_row,
+    first_head,
     splits,
-    used,
-    GROUP: tl.constexpr,
+    used_splits,
+    HEADS_PER_KV_HEAD: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_UP: tl.constexpr,
-    SHARE: tl.constexpr,
-    SHARE_TWO: tl.constexpr,
-    MOST: tl.constexpr,
-    CHUNK: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_POW2: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
 ):
-    """The results of at most MOST splits for SHARE of the GROUP heads of a key head, CHUNK splits at a time."""
-    g = tl.arange(0, SHARE_TWO)
-    d = tl.arange(0, DIM_UP)
-    every = tl.arange(0, MOST)[None, :]
-    member = (g < SHARE) & (first + g < GROUP)
-    head = line + first + g
-    known = (every < used) & member[:, None]
-    each = tl.load(
-        sums + head[:, None] * splits + every, mask=known, other=-float("inf"), cache_modifier=".cg"
+    """Combine the results of all splits for GROUP_SIZE heads, SPLITS_AT_ONCE splits at a time.
+
+    first_row: the row of the key head's first query head; first_head: the group's first among them.
+    """
+    g = tl.arange(0, GROUP_POW2)
+    d = tl.arange(0, DIM_POW2)
+    all_splits = tl.arange(0, MAX_SPLITS)[None, :]
+    is_head = (g < GROUP_SIZE) & (first_head + g < HEADS_PER_KV_HEAD)
+    row = first_row + first_head + g
+    split_log_sums = tl.load(
+        log_sums + row[:, None] * splits + all_splits,
+        mask=(all_splits < used_splits) & is_head[:, None],
+        other=-float("inf"),
+        cache_modifier=".cg",
     )
-    top = tl.max(each, 1)
-    whole = top + tl.log2(tl.sum(tl.exp2(each - top[:, None]), 1))
-    acc = tl.zeros([SHARE_TWO, DIM_UP], tl.float32)
-    real = member[:, None] & (d < DIM)[None, :]
-    for start in range(0, used, CHUNK):
-        i = start + tl.arange(0, CHUNK)[None, :]
-        at = head[:, None] * splits + i
-        here = (i < used) & member[:, None]
-        there = here[:, :, None] & (d < DIM)[None, None, :]
-        x = tl.load(
-            scratch + at[:, :, None] * DIM + d[None, None, :],
-            mask=there,
+    row_max = tl.max(split_log_sums, 1)
+    total_log_sum = row_max + tl.log2(tl.sum(tl.exp2(split_log_sums - row_max[:, None]), 1))
+    acc = tl.zeros([GROUP_POW2, DIM_POW2], tl.float32)
+    for start in range(0, used_splits, SPLITS_AT_ONCE):
+        split = start + tl.arange(0, SPLITS_AT_ONCE)[None, :]
+        place = row[:, None] * splits + split
+        is_used = (split < used_splits) & is_head[:, None]
+        result = tl.load(
+            scratch + place[:, :, None] * DIM + d[None, None, :],
+            mask=is_used[:, :, None] & (d < DIM)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        z = tl.load(sums + at, mask=here, other=-float("inf"), cache_modifier=".cg")
-        acc += tl.sum(x * tl.exp2(z - whole[:, None])[:, :, None], 1)
-    tl.store(out + head[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=real)
+        log_sum = tl.load(log_sums + place, mask=is_used, other=-float("inf"), cache_modifier=".cg")
+        weight = tl.exp2(log_sum - total_log_sum[:, None])
+        acc += tl.sum(result * weight[:, :, None], 1)
+    valid = is_head[:, None] & (d < DIM)[None, :]
+    tl.store(out + row[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=valid)

@@ -1,11 +1,16 @@
-"""Attention of many new positions a sequence over the paged cache, which holds them and all before them already.
+"""Prefill attention over the paged KV cache: many new positions for each sequence.
 
-One program takes a tile of rows: the queries of one key head, position by position and, within a position, head by
-head, so that heads that share keys share their reading. It runs over tiles of keys, from the window's edge or the
-beginning to the diagonal; only tiles that some row does not see whole are masked. Where the host does not know how long
-the sequences are, there are as many programs as their tiles can be at most, and each finds its own. Where those are too
-few for the device, as with a question behind a long conversation, several share a tile of rows, each a stretch of its
-keys, and the last to finish adds up what they found.
+The KV cache already holds the new positions and all before them. One program takes a tile of rows:
+the queries of one key head, position by position and, within a position, head by head, so that
+heads that share keys share their reading. It runs over tiles of keys, from the start of the window
+or of the sequence to the diagonal. Only tiles that some row does not see completely are masked.
+
+In a captured step the host does not know how long the sequences are. Then there are as many
+programs as their tiles can be at most, and each finds its own. Where programs are too few for the
+GPU, as with a short chunk behind a long context, several share a tile of rows. Each takes a range
+of its keys, and the last to finish combines their results.
+
+attention/triton_paged launches this kernel.
 """
 
 from __future__ import annotations
@@ -15,408 +20,527 @@ from functools import lru_cache
 
 import torch
 
-from bloomery.kernels.launch import begin, jit, overlap, power_of_two, tl, wait
-from bloomery.kernels.paged_decode import LOG2E, Scoring, attend, blocks_of, load_tile
-from bloomery.kernels.rounded_cache import bits, scales
+from bloomery.kernels.launch import (
+    jit,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    tl,
+    wait_for_previous,
+)
+from bloomery.kernels.paged_decode import (
+    LOG2E,
+    AttentionScoring,
+    attend_tile,
+    load_block_ids,
+    load_kv_tile,
+)
+from bloomery.kernels.quantized_kv_cache import as_kernel_input, kv_cache_scales
 
-MOST_SPLITS = 8
-SCRATCH = 48 << 20  # bytes that programs who share tiles may leave for each other
+MAX_SPLITS = 8
+MAX_SCRATCH_BYTES = 48 << 20  # for partial results of programs that share tiles
 
 
 @dataclass(frozen=True)
-class Tiling:
-    rows: int  # of queries held
-    tile: int  # of positions read at once
+class PagedPrefillTiling:
+    """How the work is divided among programs and how a program runs."""
+
+    rows: int  # queries of one program
+    tile: int  # positions read at once
     warps: int
     stages: int  # tiles in flight
     splits: int = 1  # programs that share a tile of rows, at most
-    least: int = 4  # tiles of keys for each of them, or fewer share
+    min_tiles: int = 4  # tiles of keys for each of those programs; with less work fewer share
 
 
 @lru_cache(maxsize=1024)
-def tiling(rows: int, every: int, dim: int, item: int, kv_heads: int, processors: int) -> Tiling:
-    """For sequences of at most `rows` rows and `every` row of all, of numbers of `item` bytes; measured
-    (benchmarks/LOG.md). A processor runs two programs: beyond them sharing costs more than it gives."""
-    if item == 4:
-        cut = Tiling(16, 16, 8, 2) if dim > 128 else Tiling(16 if rows <= 16 else 32, 32, 8, 2)
+def select_prefill_tiling(
+    max_rows: int,
+    total_rows: int,
+    dim: int,
+    element_size: int,
+    kv_heads: int,
+    num_multiprocessors: int,
+) -> PagedPrefillTiling:
+    """Choose a tiling for sequences of at most `max_rows` rows each and `total_rows` together.
+
+    The choices were measured on an H200 (benchmarks/LOG.md). A multiprocessor runs two programs at
+    a time; splitting beyond that costs more than it gains.
+    """
+    if element_size == 4:
+        if dim > 128:
+            tiling = PagedPrefillTiling(16, 16, 8, 2)
+        else:
+            tiling = PagedPrefillTiling(16 if max_rows <= 16 else 32, 32, 8, 2)
     elif dim > 128:
-        cut = Tiling(64, 32, 4, 2) if rows <= 64 else Tiling(128, 64, 8, 2)
+        if max_rows <= 64:
+            tiling = PagedPrefillTiling(64, 32, 4, 2)
+        else:
+            tiling = PagedPrefillTiling(128, 64, 8, 2)
+    elif dim <= 64 and max_rows <= 2048:
+        tiling = PagedPrefillTiling(64, 128, 4, 2)
     else:
-        cut = Tiling(64, 128, 4, 2) if dim <= 64 and rows <= 2048 else Tiling(64, 64, 4, 3)
-    programs = kv_heads * -(-every // cut.rows)
-    return replace(cut, splits=max(min(2 * processors // programs, MOST_SPLITS), 1))
+        tiling = PagedPrefillTiling(64, 64, 4, 3)
+    programs = kv_heads * -(-total_rows // tiling.rows)
+    splits = max(min(2 * num_multiprocessors // programs, MAX_SPLITS), 1)
+    return replace(tiling, splits=splits)
 
 
 def paged_prefill(
     q: torch.Tensor,
     cache: torch.Tensor,
     out: torch.Tensor,
-    tables: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    first: int,
-    count: int,
-    longest: int,
-    tokens: int,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    first_seq: int,
+    num_seqs: int,
+    max_query_len: int,
+    num_tokens: int,
     block_size: int,
-    scoring: Scoring,
-    cut: Tiling,
-    arrived: torch.Tensor,
+    scoring: AttentionScoring,
+    tiling: PagedPrefillTiling,
+    split_counters: torch.Tensor,
 ) -> None:
-    """Sequences `first` to `first + count` of the step, of at most `longest` new positions each and `tokens` in all.
+    """Attend for sequences first_seq to first_seq + num_seqs - 1 of the step.
 
-    q and out [tokens, heads, dim]: sequence i has tokens starts[i] to starts[i + 1], the last ones of its ends[i].
-    Tokens of a sequence that ends at 0 are nobody's, and get zeros.
+    Each has at most `max_query_len` new positions, all together have `num_tokens`. q and out are
+    [tokens, heads, dim]: the tokens from query_start_loc[i] to query_start_loc[i + 1] are the last
+    positions of sequence i, which has seq_lens[i]. A padding sequence has length 0; its tokens get
+    zeros.
 
-    arrived: zeros, and zeros again afterwards, which no kernel that runs at the same time counts in.
-    tables, starts and ends are read before earlier kernels have ended: whoever wrote them must not be overtaken.
+    split_counters: zeros, and zeros again afterwards. No kernel that runs at the same time may use
+    them. block_tables, query_start_loc and seq_lens are read before earlier kernels have ended, so
+    the kernel that wrote them must be one that is never overtaken.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[2]
-    share = heads // kv_heads
-    by = scales(cache)
-    tiles = min(-(-longest * share // cut.rows) * count, tokens * share // cut.rows + count)
-    part = kv_heads * tiles * cut.rows * (dim + 1) * 4  # bytes, of one program a tile
-    splits = min(cut.splits, max(SCRATCH // part, 1)) if kv_heads * tiles <= arrived.numel() else 1
+    heads_per_kv_head = heads // kv_heads
+    tiles_per_seq = -(-max_query_len * heads_per_kv_head // tiling.rows)
+    tiles_by_tokens = num_tokens * heads_per_kv_head // tiling.rows + num_seqs
+    tiles = min(tiles_per_seq * num_seqs, tiles_by_tokens)
+    split_bytes = kv_heads * tiles * tiling.rows * (dim + 1) * 4  # of one split of every tile
+    splits = 1
+    if kv_heads * tiles <= split_counters.numel():
+        splits = min(tiling.splits, max(MAX_SCRATCH_BYTES // split_bytes, 1))
     scratch = q
     if splits > 1:
-        scratch = torch.empty(splits * part // 4, dtype=torch.float32, device=q.device)
-    prefill_kernel[(kv_heads, tiles, splits)](
+        scratch_size = splits * split_bytes // 4
+        scratch = torch.empty(scratch_size, dtype=torch.float32, device=q.device)
+    cache_scales = kv_cache_scales(cache)
+    paged_prefill_kernel[(kv_heads, tiles, splits)](
         q,
-        bits(cache),
-        q if by is None else by,
+        as_kernel_input(cache),
+        q if cache_scales is None else cache_scales,
         out,
-        tables,
-        starts,
-        ends,
+        block_tables,
+        query_start_loc,
+        seq_lens,
         q if scoring.slopes is None else scoring.slopes,
         scratch,
-        arrived,
+        split_counters,
         cache.stride(0),
         cache.shape[1],
-        tables.stride(0),
-        first,
-        count,
+        block_tables.stride(0),
+        first_seq,
+        num_seqs,
         scoring.scale * LOG2E,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        DIM_UP=max(16, power_of_two(dim)),
+        DIM_POW2=max(16, next_power_of_2(dim)),
         BLOCK=block_size,
-        ROWS=cut.rows,
-        TILE=cut.tile,
+        ROWS=tiling.rows,
+        TILE=tiling.tile,
         WINDOW=scoring.window or 0,
-        CAP=scoring.softcap or 0.0,
+        SOFTCAP=scoring.softcap or 0.0,
         ALIBI=scoring.slopes is not None,
-        SCALED=by is not None,
-        COUNT_UP=counted(count),
-        STAGES=cut.stages,
+        QUANTIZED=cache_scales is not None,
+        SEQS_POW2=round_up_num_seqs(num_seqs),
+        STAGES=tiling.stages,
         SPLIT=splits > 1,
-        LEAST=cut.least,
-        num_warps=cut.warps,
-        **overlap(q.device),
+        MIN_TILES=tiling.min_tiles,
+        num_warps=tiling.warps,
+        **pdl_options(q.device),
     )
 
 
-def counted(sequences: int) -> int:
-    """How many a program looks through for its own: few sizes, for each is a kernel."""
-    return 16 if sequences <= 16 else max(64, power_of_two(sequences))
+def round_up_num_seqs(num_seqs: int) -> int:
+    """Round up to one of a few sizes, because the kernel is compiled for each of them."""
+    return 16 if num_seqs <= 16 else max(64, next_power_of_2(num_seqs))
 
 
-@jit(do_not_specialize=["tables", "starts", "ends", "width", "first", "count"])
-def prefill_kernel(
-    q,
-    cache,
-    scales,
-    out,
-    tables,
-    starts,
-    ends,
-    slopes,
-    scratch,
-    arrived,
-    half,
-    places,
-    width,
-    first,
-    count,
-    scale,
+@jit(
+    do_not_specialize=[
+        "block_tables",
+        "query_start_loc",
+        "seq_lens",
+        "table_width",
+        "first_seq",
+        "num_seqs",
+    ]
+)
+def paged_prefill_kernel(
+    q,  # [tokens, HEADS, DIM]
+    cache,  # [2, num_slots, KV_HEADS, DIM]
+    cache_scales,  # [2, num_slots, KV_HEADS] if QUANTIZED
+    out,  # [tokens, HEADS, DIM]
+    block_tables,  # [sequences, table_width]
+    query_start_loc,  # [sequences + 1]
+    seq_lens,  # [sequences]
+    slopes,  # [HEADS] if ALIBI
+    scratch,  # for each tile of rows: results [splits, ROWS, DIM], then log-sums [splits, ROWS]
+    split_counters,  # [tiles, KV_HEADS]
+    value_offset,  # elements from a key to its value in the cache
+    num_slots,
+    table_width,
+    first_seq,
+    num_seqs,
+    scale,  # of q . k, times log2(e)
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_UP: tl.constexpr,
+    DIM_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
-    SCALED: tl.constexpr,
-    COUNT_UP: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    SEQS_POW2: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    """One program attends for ROWS queries of one key head over one split of their keys.
+
+    Tiles of keys fall into three ranges: [first, first_full) where the window masks some keys,
+    [first_full, first_causal) that every row sees completely, and [first_causal, last) on the
+    diagonal.
+    """
+    launch_dependents(PDL)
     kv_head = tl.program_id(0)
-    s = tl.program_id(2)
-    SHARE: tl.constexpr = HEADS // KV_HEADS
-    which, begins = found(starts + first, tl.program_id(1), count, SHARE, ROWS, COUNT_UP)
-    nobody = which >= count
-    sequence = first + tl.minimum(which, count - 1)
-    start = tl.load(starts + sequence, cache_modifier=".cg").to(tl.int32)
-    count = tl.load(starts + sequence + 1, cache_modifier=".cg").to(tl.int32) - start
-    end = tl.load(ends + sequence, cache_modifier=".cg").to(tl.int32)
-    low = tl.maximum(end - count + begins // SHARE, 0)  # below it, nobody's
-    high = tl.maximum(tl.minimum(end - count + (begins + ROWS - 1) // SHARE, end - 1), 0)
-    tile = 0
-    whole = (low + 1) // TILE
+    split = tl.program_id(2)
+    HEADS_PER_KV_HEAD: tl.constexpr = HEADS // KV_HEADS
+    index, first_row = find_sequence(
+        query_start_loc + first_seq,
+        tl.program_id(1),
+        num_seqs,
+        HEADS_PER_KV_HEAD,
+        ROWS,
+        SEQS_POW2,
+    )
+    is_unused = index >= num_seqs
+    sequence = first_seq + tl.minimum(index, num_seqs - 1)
+    query_start = tl.load(query_start_loc + sequence, cache_modifier=".cg").to(tl.int32)
+    query_end = tl.load(query_start_loc + sequence + 1, cache_modifier=".cg").to(tl.int32)
+    query_len = query_end - query_start
+    end = tl.load(seq_lens + sequence, cache_modifier=".cg").to(tl.int32)
+    # Positions of the first and the last row. A padding sequence would have negative ones.
+    context_len = end - query_len
+    low = tl.maximum(context_len + first_row // HEADS_PER_KV_HEAD, 0)
+    last_row_position = context_len + (first_row + ROWS - 1) // HEADS_PER_KV_HEAD
+    high = tl.maximum(tl.minimum(last_row_position, end - 1), 0)
+    first = 0
+    first_causal = (low + 1) // TILE
     last = high // TILE + 1
-    seen = tile
+    first_full = first
     if WINDOW > 0:
-        tile = tl.maximum(low - WINDOW + 1, 0) // TILE
-        seen = tl.minimum(tl.cdiv(tl.maximum(high - WINDOW + 1, 0), TILE), whole)
-    used = 1
+        first = tl.maximum(low - WINDOW + 1, 0) // TILE
+        full_start = tl.cdiv(tl.maximum(high - WINDOW + 1, 0), TILE)
+        first_full = tl.minimum(full_start, first_causal)
+    used_splits = 1
     if SPLIT:
-        per = tl.maximum(tl.cdiv(last - tile, tl.num_programs(2)), LEAST)
-        used = tl.maximum(tl.cdiv(last - tile, per), 1)
-        nobody = nobody | (s >= used)
-        tile = tile + s * per
-        last = tl.minimum(tile + per, last)
-        seen = tl.minimum(tl.maximum(seen, tile), last)
-        whole = tl.minimum(tl.maximum(whole, tile), last)
-    r = begins + tl.arange(0, ROWS)
-    d = tl.arange(0, DIM_UP)
-    at = end - count + r // SHARE  # positions of the rows
-    head = kv_head * SHARE + r % SHARE
-    real = (r < count * SHARE)[:, None] & (d < DIM)[None, :]
-    place = ((start + r // SHARE).to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
-    row = tables + sequence.to(tl.int64) * width
-    past = tl.maximum(end, 1)
-    at_seen = blocks_of(row, seen * TILE, past, BLOCK, TILE, True)
-    at_whole = blocks_of(row, whole * TILE, past, BLOCK, TILE, True)
-    wait(PDL)
-    if nobody:
+        tiles_per_split = tl.maximum(tl.cdiv(last - first, tl.num_programs(2)), MIN_TILES)
+        used_splits = tl.maximum(tl.cdiv(last - first, tiles_per_split), 1)
+        is_unused = is_unused | (split >= used_splits)
+        first = first + split * tiles_per_split
+        last = tl.minimum(first + tiles_per_split, last)
+        first_full = tl.minimum(tl.maximum(first_full, first), last)
+        first_causal = tl.minimum(tl.maximum(first_causal, first), last)
+    r = first_row + tl.arange(0, ROWS)
+    d = tl.arange(0, DIM_POW2)
+    q_position = end - query_len + r // HEADS_PER_KV_HEAD
+    head = kv_head * HEADS_PER_KV_HEAD + r % HEADS_PER_KV_HEAD
+    valid = (r < query_len * HEADS_PER_KV_HEAD)[:, None] & (d < DIM)[None, :]
+    token = (query_start + r // HEADS_PER_KV_HEAD).to(tl.int64)
+    offset = (token * HEADS + head)[:, None] * DIM + d[None, :]
+    block_table = block_tables + sequence.to(tl.int64) * table_width
+    nonzero_end = tl.maximum(end, 1)
+    full_block_ids = load_block_ids(block_table, first_full * TILE, nonzero_end, BLOCK, TILE, True)
+    causal_block_ids = load_block_ids(
+        block_table, first_causal * TILE, nonzero_end, BLOCK, TILE, True
+    )
+    wait_for_previous(PDL)
+    if is_unused:
         return
     if end == 0:
-        tl.store(out + place, tl.zeros([ROWS, DIM_UP], out.dtype.element_ty), mask=real)
+        tl.store(out + offset, tl.zeros([ROWS, DIM_POW2], out.dtype.element_ty), mask=valid)
         return
-    queries = tl.load(q + place, mask=real, other=0.0)
+    queries = tl.load(q + offset, mask=valid, other=0.0)
     slope = tl.zeros([ROWS], tl.float32)
     if ALIBI:
         slope = tl.load(slopes + head) * 1.4426950408889634
-    top = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM_UP], tl.float32)
+    row_max = tl.full([ROWS], -1e30, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_POW2], tl.float32)
     if WINDOW > 0:
-        at_first = blocks_of(row, tile * TILE, end, BLOCK, TILE, False)
-        top, total, acc = over_tiles(
+        window_block_ids = load_block_ids(block_table, first * TILE, end, BLOCK, TILE, False)
+        row_max, row_sum, acc = attend_tiles(
             queries,
-            top,
-            total,
+            row_max,
+            row_sum,
             acc,
-            tile,
-            seen,
-            at_first,
-            at,
+            first,
+            first_full,
+            window_block_ids,
+            q_position,
             end,
             cache,
-            scales,
-            half,
-            places,
-            row,
+            cache_scales,
+            value_offset,
+            num_slots,
+            block_table,
             kv_head,
             slope,
             scale,
             KV_HEADS,
             DIM,
-            DIM_UP,
+            DIM_POW2,
             BLOCK,
             TILE,
             WINDOW,
-            CAP,
+            SOFTCAP,
             ALIBI,
             True,
-            SCALED,
+            QUANTIZED,
             STAGES,
         )
-    top, total, acc = over_tiles(
+    row_max, row_sum, acc = attend_tiles(
         queries,
-        top,
-        total,
+        row_max,
+        row_sum,
         acc,
-        seen,
-        whole,
-        at_seen,
-        at,
+        first_full,
+        first_causal,
+        full_block_ids,
+        q_position,
         end,
         cache,
-        scales,
-        half,
-        places,
-        row,
+        cache_scales,
+        value_offset,
+        num_slots,
+        block_table,
         kv_head,
         slope,
         scale,
         KV_HEADS,
         DIM,
-        DIM_UP,
+        DIM_POW2,
         BLOCK,
         TILE,
         WINDOW,
-        CAP,
+        SOFTCAP,
         ALIBI,
         False,
-        SCALED,
+        QUANTIZED,
         STAGES,
     )
-    top, total, acc = over_tiles(
+    row_max, row_sum, acc = attend_tiles(
         queries,
-        top,
-        total,
+        row_max,
+        row_sum,
         acc,
-        whole,
+        first_causal,
         last,
-        at_whole,
-        at,
+        causal_block_ids,
+        q_position,
         end,
         cache,
-        scales,
-        half,
-        places,
-        row,
+        cache_scales,
+        value_offset,
+        num_slots,
+        block_table,
         kv_head,
         slope,
         scale,
         KV_HEADS,
         DIM,
-        DIM_UP,
+        DIM_POW2,
         BLOCK,
         TILE,
         WINDOW,
-        CAP,
+        SOFTCAP,
         ALIBI,
         True,
-        SCALED,
+        QUANTIZED,
         STAGES,
     )
-    y = acc / tl.maximum(total, 1e-30)[:, None]  # of a stretch, rows may see nothing
+    y = acc / tl.maximum(row_sum, 1e-30)[:, None]  # in one split, a row may see no key at all
     if SPLIT:
         group = tl.program_id(1) * KV_HEADS + kv_head
-        parts = scratch + group.to(tl.int64) * (tl.num_programs(2) * ROWS * (DIM + 1))
-        log = tl.where(total > 0, top + tl.log2(total), -1e30)
-        y, last_one = together(y, log, parts, arrived + group, s, used, ROWS, DIM, DIM_UP)
-        if not last_one:
+        group_scratch = scratch + group.to(tl.int64) * (tl.num_programs(2) * ROWS * (DIM + 1))
+        log_sum = tl.where(row_sum > 0, row_max + tl.log2(row_sum), -1e30)
+        y, is_last = combine_prefill_splits(
+            y,
+            log_sum,
+            group_scratch,
+            split_counters + group,
+            split,
+            used_splits,
+            ROWS,
+            DIM,
+            DIM_POW2,
+        )
+        if not is_last:
             return
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=real)
+    tl.store(out + offset, y.to(out.dtype.element_ty), mask=valid)
 
 
 @jit
-def together(
-    y, log, parts, counter, s, used, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr
+def combine_prefill_splits(
+    y,
+    log_sum,
+    scratch,
+    counter,
+    split,
+    used_splits,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_POW2: tl.constexpr,
 ):
-    """What `used` programs have found, in their order, and whether this is the last of them: for others it is nothing.
+    """Store the result of this split; the last of `used_splits` programs combines all of them.
 
-    parts: [programs, ROWS, dim], then the logarithms of their sums [programs, ROWS].
+    Returns the combined result and whether this program is the last one. For other programs the
+    result has no meaning. scratch: results [splits, ROWS, DIM], then log-sums [splits, ROWS].
     """
-    last_one = used == 1
-    if used > 1:
+    is_last = used_splits == 1
+    if used_splits > 1:
         i = tl.arange(0, ROWS)
-        d = tl.arange(0, DIM_UP)
-        there = i[:, None] * DIM + d[None, :]
-        inside = (d < DIM)[None, :]
-        logs = parts + tl.num_programs(2) * ROWS * DIM
-        tl.store(parts + s * (ROWS * DIM) + there, y, mask=inside)
-        tl.store(logs + s * ROWS + i, log)
-        tl.debug_barrier()  # all threads have stored before one of them says so
-        last_one = tl.atomic_add(counter, 1, sem="acq_rel") == used - 1
-        if last_one:
+        d = tl.arange(0, DIM_POW2)
+        offset = i[:, None] * DIM + d[None, :]
+        in_head = (d < DIM)[None, :]
+        log_sums = scratch + tl.num_programs(2) * ROWS * DIM
+        tl.store(scratch + split * (ROWS * DIM) + offset, y, mask=in_head)
+        tl.store(log_sums + split * ROWS + i, log_sum)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == used_splits - 1
+        if is_last:
             tl.store(counter, 0)
-            top = tl.full([ROWS], -1e30, tl.float32)
-            total = tl.zeros([ROWS], tl.float32)
-            y = tl.zeros([ROWS, DIM_UP], tl.float32)
-            for p in range(used):
-                each = tl.load(logs + p * ROWS + i, cache_modifier=".cg")
-                x = tl.load(
-                    parts + p * (ROWS * DIM) + there, mask=inside, other=0.0, cache_modifier=".cg"
+            row_max = tl.full([ROWS], -1e30, tl.float32)
+            row_sum = tl.zeros([ROWS], tl.float32)
+            y = tl.zeros([ROWS, DIM_POW2], tl.float32)
+            for other in range(used_splits):
+                other_log_sum = tl.load(log_sums + other * ROWS + i, cache_modifier=".cg")
+                other_y = tl.load(
+                    scratch + other * (ROWS * DIM) + offset,
+                    mask=in_head,
+                    other=0.0,
+                    cache_modifier=".cg",
                 )
-                new = tl.maximum(top, each)
-                fade = tl.exp2(top - new)
-                share = tl.where(each > -1e30, tl.exp2(each - new), 0.0)
-                y = y * fade[:, None] + x * share[:, None]
-                top = new
-                total = total * fade + share
-            y = y / total[:, None]
-    return y, last_one
+                new_max = tl.maximum(row_max, other_log_sum)
+                decay = tl.exp2(row_max - new_max)
+                weight = tl.where(other_log_sum > -1e30, tl.exp2(other_log_sum - new_max), 0.0)
+                y = y * decay[:, None] + other_y * weight[:, None]
+                row_max = new_max
+                row_sum = row_sum * decay + weight
+            y = y / row_sum[:, None]
+    return y, is_last
 
 
 @jit
-def found(starts, tile, count, SHARE: tl.constexpr, ROWS: tl.constexpr, COUNT_UP: tl.constexpr):
-    """The sequence of a tile and its first row there; `count` where there are not so many tiles. A sequence's are taken
-    from behind: the rows that see most come first."""
-    i = tl.arange(0, COUNT_UP)
-    ends = tl.load(starts + 1 + i, mask=i < count, other=0, cache_modifier=".cg")
-    new = ends - tl.load(starts + i, mask=i < count, other=0, cache_modifier=".cg")
-    tiles = (new.to(tl.int32) * SHARE + ROWS - 1) // ROWS
-    upto = tl.cumsum(tiles, 0)
-    which = tl.sum((upto <= tile).to(tl.int32), 0)
-    return tl.minimum(which, count), (tl.sum(tl.where(i <= which, tiles, 0), 0) - 1 - tile) * ROWS
+def find_sequence(
+    query_start_loc,
+    tile,
+    num_seqs,
+    HEADS_PER_KV_HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEQS_POW2: tl.constexpr,
+):
+    """Return the sequence of a tile and the tile's first row; `num_seqs` if there is no such tile.
+
+    The tiles of a sequence are taken from the end: rows that see most keys come first.
+    """
+    i = tl.arange(0, SEQS_POW2)
+    query_end = tl.load(query_start_loc + 1 + i, mask=i < num_seqs, other=0, cache_modifier=".cg")
+    query_start = tl.load(query_start_loc + i, mask=i < num_seqs, other=0, cache_modifier=".cg")
+    query_len = (query_end - query_start).to(tl.int32)
+    tiles = (query_len * HEADS_PER_KV_HEAD + ROWS - 1) // ROWS
+    last_tiles = tl.cumsum(tiles, 0)
+    index = tl.sum((last_tiles <= tile).to(tl.int32), 0)
+    end_tile = tl.sum(tl.where(i <= index, tiles, 0), 0)
+    return tl.minimum(index, num_seqs), (end_tile - 1 - tile) * ROWS
 
 
 @jit
-def over_tiles(
+def attend_tiles(
     q,
-    top,
-    total,
+    row_max,
+    row_sum,
     acc,
     first,
     last,
-    ahead,
-    at,
+    next_block_ids,
+    q_position,
     end,
     cache,
-    scales,
-    half,
-    places,
-    row,
+    cache_scales,
+    value_offset,
+    num_slots,
+    block_table,
     kv_head,
     slope,
     scale,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_UP: tl.constexpr,
+    DIM_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     MASK: tl.constexpr,
-    SCALED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Add the tiles of keys from `first` to `last` - 1 to the running softmax of q."""
     n = tl.arange(0, TILE)
     for t in tl.range(first, last, num_stages=STAGES):
-        here = ahead
-        ahead = blocks_of(row, (t + 1) * TILE, end, BLOCK, TILE, False)
-        k, v = load_tile(
+        block_ids = next_block_ids
+        next_block_ids = load_block_ids(block_table, (t + 1) * TILE, end, BLOCK, TILE, False)
+        k, v = load_kv_tile(
             cache,
-            scales,
-            half,
-            places,
-            here,
+            cache_scales,
+            value_offset,
+            num_slots,
+            block_ids,
             t * TILE,
             end,
             kv_head,
             MASK,
-            SCALED,
+            QUANTIZED,
             KV_HEADS,
             DIM,
-            DIM_UP,
+            DIM_POW2,
             BLOCK,
             TILE,
         )
-        top, total, acc = attend(
-            q, k, v, top, total, acc, t * TILE + n, at, slope, scale, WINDOW, CAP, ALIBI, MASK
+        row_max, row_sum, acc = attend_tile(
+            q,
+            k,
+            v,
+            row_max,
+            row_sum,
+            acc,
+            t * TILE + n,
+            q_position,
+            slope,
+            scale,
+            WINDOW,
+            SOFTCAP,
+            ALIBI,
+            MASK,
         )
-    return top, total, acc
+    return row_max, row_sum, acc

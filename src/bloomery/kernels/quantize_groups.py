@@ -1,144 +1,169 @@
-"""Weights rounded to a few bits on an even grid, groups of columns with a scale and a zero of their own.
+"""Weights quantized to 2, 3 or 4 bits with a scale and a zero point per group of columns.
 
-Rounding to a grid and fitting the grid to what was rounded to it take turns: twice is worth a quarter of the error that
-the range of the values alone would leave. The kernel holds a group in registers from the first look to the last bit.
+    weight [out, in] -> codes, scale [out, in / group_size], zero [out, in / group_size]
+    weight is about (code - zero) * scale
+
+Each group alternates between rounding to the current scale and zero point and refitting both to
+the codes by least squares. The first range is smaller than the group's, because the largest values
+are rare. Two refits remove a quarter of the error that rounding to the group's range would leave.
+
+One program quantizes 2048 / group_size groups and holds them in registers throughout. quant/int4.py
+uses this file, which must not know checkpoint formats.
 """
 
 from __future__ import annotations
 
 import torch
 
-from bloomery.kernels.launch import begin, fused, jit, overlap, tl, wait
-from bloomery.kernels.packed import pack
+from bloomery.kernels.launch import (
+    jit,
+    launch_dependents,
+    pdl_options,
+    tl,
+    use_triton,
+    wait_for_previous,
+)
+from bloomery.kernels.packed import pack_codes
 
-START = {4: 0.92, 3: 0.88, 2: 0.75}  # of a group's range: its ends are rare
-TURNS = {4: 2, 3: 3, 2: 4}
-SMALLEST = 2.0**-24  # a scale of half precision
+INITIAL_RANGE = {4: 0.92, 3: 0.88, 2: 0.75}  # bits -> share of a group's range
+NUM_REFITS = {4: 2, 3: 3, 2: 4}  # bits -> refits
+MIN_SCALE = 2.0**-24  # the smallest positive float16
+PROGRAM_VALUES = 2048
 
-Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+QuantizedGroups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes, scale, zero
 
 
-def quantize_groups(weight: torch.Tensor, bits: int, group: int) -> Rounded:
-    """weight [out, in] in float32 -> codes, scales and zeros [out, in / group] in half precision.
+def quantize_groups(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedGroups:
+    """Quantize weight [out, in] (float32) to codes, with scales and zero points in float16.
 
-    Codes of 3 bits take a byte, [out, in]; others as many bits as they have.
+    3-bit codes take a byte each, [out, in]. Others are packed by kernels/packed.pack_codes.
     """
-    possible = group & (group - 1) == 0 and group <= 1024
-    return (quantize_kernel_groups if fused(weight) and possible else quantize_groups_reference)(
-        weight, bits, group
-    )
+    is_power_of_2 = group_size & (group_size - 1) == 0
+    if use_triton(weight) and is_power_of_2 and group_size <= 1024:
+        return quantize_groups_triton(weight, bits, group_size)
+    return quantize_groups_reference(weight, bits, group_size)
 
 
-def quantize_groups_reference(weight: torch.Tensor, bits: int, group: int) -> Rounded:
-    blocks = weight.unflatten(1, (-1, group))
-    low = blocks.amin(-1, keepdim=True)
-    high = blocks.amax(-1, keepdim=True)
-    middle = (low + high) / 2
-    reach = (high - low) / 2 * START[bits]
-    scale = 2 * reach / (2**bits - 1)
-    offset = middle - reach
-    mean = blocks.mean(-1, keepdim=True)
-    for turn in range(TURNS[bits] + 1):
-        scale, zero = grid(scale, offset)
-        codes = rounded(blocks, scale, zero, bits)
-        if turn < TURNS[bits]:  # the line that passes nearest to (code, value)
-            off = codes - codes.mean(-1, keepdim=True)
-            slope = (off * (blocks - mean)).sum(-1, keepdim=True) / off.square().sum(
-                -1, keepdim=True
-            ).clamp_(min=1e-9)
-            scale = slope.abs_()
-            offset = mean - scale * codes.mean(-1, keepdim=True)
-    numbers = codes.flatten(1).to(torch.uint8)
-    return (
-        numbers if bits == 3 else pack(numbers, bits),
-        scale.flatten(1).half(),
-        zero.flatten(1).half(),
-    )
+def quantize_groups_reference(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedGroups:
+    """The torch reference of `quantize_groups`."""
+    groups = weight.unflatten(1, (-1, group_size))
+    low = groups.amin(-1, keepdim=True)
+    high = groups.amax(-1, keepdim=True)
+    half_range = (high - low) / 2 * INITIAL_RANGE[bits]
+    scale = 2 * half_range / (2**bits - 1)
+    offset = (low + high) / 2 - half_range  # the value of code 0
+    mean = groups.mean(-1, keepdim=True)
+    for refit in range(NUM_REFITS[bits] + 1):
+        scale, zero = round_scale_and_zero(scale, offset)
+        codes = round_to_codes(groups, scale, zero, bits)
+        if refit < NUM_REFITS[bits]:  # the least-squares line through (code, value)
+            code_mean = codes.mean(-1, keepdim=True)
+            deviation = codes - code_mean
+            covariance = (deviation * (groups - mean)).sum(-1, keepdim=True)
+            variance = deviation.square().sum(-1, keepdim=True).clamp_(min=1e-9)
+            scale = (covariance / variance).abs_()
+            offset = mean - scale * code_mean
+    codes = codes.flatten(1).to(torch.uint8)
+    if bits != 3:
+        codes = pack_codes(codes, bits)
+    return codes, scale.flatten(1).half(), zero.flatten(1).half()
 
 
-def grid(scale: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero as half precision keeps them; a grid so far from zero that it cannot say where is made coarser."""
-    scale = torch.maximum(scale, offset.abs() / 2048).half().float().clamp_(min=SMALLEST)
+def round_scale_and_zero(
+    scale: torch.Tensor, offset: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round scale and zero point to float16, in float32.
+
+    Float16 counts integers up to 2048. Where the zero point would be larger, the scale grows.
+    """
+    scale = torch.maximum(scale, offset.abs() / 2048).half().float().clamp_(min=MIN_SCALE)
     return scale, (-offset / scale).half().float()
 
 
-def rounded(
-    blocks: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int
+def round_to_codes(
+    groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    return (blocks / scale + zero).round_().clamp_(0, 2**bits - 1)
+    """Round values to the nearest code, as floats."""
+    return (groups / scale + zero).round_().clamp_(0, 2**bits - 1)
 
 
-def quantize_kernel_groups(weight: torch.Tensor, bits: int, group: int) -> Rounded:
-    """The kernel. A group is a line of it, whichever row it is of."""
+def quantize_groups_triton(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedGroups:
+    """Run the kernel, for which the groups of all rows are one long list."""
     weight = weight.contiguous()
     rows, columns = weight.shape
-    codes = torch.empty(
-        rows, columns // (2 if bits == 4 else 1), dtype=torch.uint8, device=weight.device
-    )
-    scale = torch.empty(rows, columns // group, dtype=torch.float16, device=weight.device)
+    code_bytes = columns // 2 if bits == 4 else columns
+    codes = torch.empty(rows, code_bytes, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(rows, columns // group_size, dtype=torch.float16, device=weight.device)
     zero = torch.empty_like(scale)
-    lines = 2048 // group
-    quantize_kernel[(-(-scale.numel() // lines),)](
+    block_groups = PROGRAM_VALUES // group_size
+    quantize_groups_kernel[(-(-scale.numel() // block_groups),)](
         weight,
         codes,
         scale,
         zero,
         scale.numel(),
-        START[bits],
-        SMALLEST,
-        TOP=2**bits - 1,
-        TURNS=TURNS[bits],
-        GROUP=group,
-        LINES=lines,
+        INITIAL_RANGE[bits],
+        MIN_SCALE,
+        MAX_CODE=2**bits - 1,
+        NUM_REFITS=NUM_REFITS[bits],
+        GROUP_SIZE=group_size,
+        BLOCK_GROUPS=block_groups,
         num_warps=4,
-        **overlap(weight.device),
+        **pdl_options(weight.device),
     )
-    return pack(codes, bits) if bits == 2 else codes, scale, zero
+    if bits == 2:
+        codes = pack_codes(codes, bits)
+    return codes, scale, zero
 
 
 @jit
-def quantize_kernel(
-    weight,
+def quantize_groups_kernel(
+    weight,  # [groups, GROUP_SIZE]
     codes,
     scale,
     zero,
-    count,
-    start,
-    smallest,
-    TOP: tl.constexpr,
-    TURNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    LINES: tl.constexpr,
+    num_groups,
+    initial_range,
+    min_scale,
+    MAX_CODE: tl.constexpr,
+    NUM_REFITS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
-    wait(PDL)
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    here = line < count
-    at = line.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(weight + at, mask=here[:, None], other=0.0)
+    """Quantize BLOCK_GROUPS groups, as the reference does. 4-bit codes are packed here."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    group = tl.program_id(0) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    mask = group < num_groups
+    offset_in = group.to(tl.int64)[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+    x = tl.load(weight + offset_in, mask=mask[:, None], other=0.0)
     low = tl.min(x, 1)
     high = tl.max(x, 1)
-    reach = (high - low) / 2 * start
-    mean = tl.sum(x, 1) / GROUP
-    s = 2 * reach / TOP
-    offset = (low + high) / 2 - reach
+    half_range = (high - low) / 2 * initial_range
+    mean = tl.sum(x, 1) / GROUP_SIZE
+    s = 2 * half_range / MAX_CODE
+    offset = (low + high) / 2 - half_range
     q = x
-    for turn in tl.static_range(TURNS + 1):
-        s = tl.maximum(tl.maximum(s, tl.abs(offset) / 2048).to(tl.float16).to(tl.float32), smallest)
+    for refit in tl.static_range(NUM_REFITS + 1):
+        s = tl.maximum(s, tl.abs(offset) / 2048).to(tl.float16).to(tl.float32)
+        s = tl.maximum(s, min_scale)
         z = (-offset / s).to(tl.float16).to(tl.float32)
-        q = tl.minimum(tl.maximum(tl.floor(x / s[:, None] + z[:, None] + 0.5), 0.0), TOP)
-        if turn < TURNS:
-            average = tl.sum(q, 1) / GROUP
-            off = q - average[:, None]
-            slope = tl.sum(off * (x - mean[:, None]), 1) / tl.maximum(tl.sum(off * off, 1), 1e-9)
-            s = tl.abs(slope)
-            offset = mean - s * average
-    if TOP == 15:  # two a byte
-        even, odd = tl.split(tl.reshape(q.to(tl.int32), (LINES, GROUP // 2, 2)))
-        at = line.to(tl.int64)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-        tl.store(codes + at, (even | odd << 4).to(tl.uint8), mask=here[:, None])
+        q = tl.floor(x / s[:, None] + z[:, None] + 0.5)
+        q = tl.minimum(tl.maximum(q, 0.0), MAX_CODE)
+        if refit < NUM_REFITS:
+            code_mean = tl.sum(q, 1) / GROUP_SIZE
+            deviation = q - code_mean[:, None]
+            covariance = tl.sum(deviation * (x - mean[:, None]), 1)
+            variance = tl.maximum(tl.sum(deviation * deviation, 1), 1e-9)
+            s = tl.abs(covariance / variance)
+            offset = mean - s * code_mean
+    if MAX_CODE == 15:  # two codes per byte
+        even, odd = tl.split(tl.reshape(q.to(tl.int32), (BLOCK_GROUPS, GROUP_SIZE // 2, 2)))
+        byte = tl.arange(0, GROUP_SIZE // 2)[None, :]
+        offset_out = group.to(tl.int64)[:, None] * (GROUP_SIZE // 2) + byte
+        tl.store(codes + offset_out, (even | odd << 4).to(tl.uint8), mask=mask[:, None])
     else:
-        tl.store(codes + at, q.to(tl.uint8), mask=here[:, None])
-    tl.store(scale + line, s.to(tl.float16), mask=here)
-    tl.store(zero + line, z.to(tl.float16), mask=here)
+        tl.store(codes + offset_in, q.to(tl.uint8), mask=mask[:, None])
+    tl.store(scale + group, s.to(tl.float16), mask=mask)
+    tl.store(zero + group, z.to(tl.float16), mask=mask)

@@ -1,77 +1,98 @@
-"""Numbers rounded to 8 bits with a scale for every row, in one pass: what stands before a product of 8-bit factors."""
+"""Quantization to 8 bits with one scale per row (token), in one pass over the data.
+
+    scale [rows, 1] = max |x| / QUANT_MAX          codes [rows, columns] = round(x / scale)
+
+One program quantizes one row, which it holds in registers. Codes are float8_e4m3fn or int8.
+kernels/packed_linear.py uses it before W8A8 GEMMs, and quant/ for weights. This file must not know
+layers or checkpoint formats.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from bloomery.kernels.launch import begin, fused, jit, overlap, power_of_two, tl, wait
+from bloomery.kernels.launch import (
+    jit,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    tl,
+    use_triton,
+    wait_for_previous,
+)
 
 FP8 = torch.float8_e4m3fn
 INT8 = torch.int8
-MOST = {FP8: 448.0, INT8: 127.0}  # what the largest number of a row becomes
-LEAST = 1e-12  # a scale, for rows of zeros
-WIDEST = 65536  # a row is held in registers
+QUANT_MAX = {FP8: 448.0, INT8: 127.0}  # the code of the largest magnitude of a row
+MIN_SCALE = 1e-12  # the scale of a row of zeros
+MAX_COLUMNS = 65536  # a row must fit into the registers of a program
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [tokens, in] -> the same in `dtype`, and scales [tokens, 1] in float32: x is about one times the other."""
-    call = quantize_kernel_rows if fused(x) and x.shape[1] <= WIDEST else quantize_rows_reference
-    return call(x, dtype)
+    """Quantize x [rows, columns]: codes of `dtype` and float32 scales [rows, 1]."""
+    if use_triton(x) and x.shape[1] <= MAX_COLUMNS:
+        return quantize_rows_triton(x, dtype)
+    return quantize_rows_reference(x, dtype)
 
 
 def quantize_rows_reference(
     x: torch.Tensor, dtype: torch.dtype = FP8
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = x.float()
-    scale = (wide.abs().amax(1, keepdim=True) / MOST[dtype]).clamp(min=LEAST)
-    wide = (wide / scale).clamp(-MOST[dtype], MOST[dtype])
-    return (wide.round() if dtype == INT8 else wide).to(dtype), scale
+    """The torch reference of `quantize_rows`."""
+    values = x.float()
+    quant_max = QUANT_MAX[dtype]
+    scale = (values.abs().amax(1, keepdim=True) / quant_max).clamp(min=MIN_SCALE)
+    values = (values / scale).clamp(-quant_max, quant_max)
+    if dtype == INT8:
+        values = values.round()
+    return values.to(dtype), scale
 
 
-def quantize_kernel_rows(
+def quantize_rows_triton(
     x: torch.Tensor, dtype: torch.dtype = FP8
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel."""
+    """Run the kernel."""
     x = x.contiguous()
-    (tokens, columns) = x.shape
-    width = power_of_two(x.shape[1])
-    out = torch.empty(tokens, columns, dtype=dtype, device=x.device)
-    scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
-    quantize_kernel[(tokens,)](
+    rows, columns = x.shape
+    width = next_power_of_2(columns)
+    codes = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    quantize_rows_kernel[(rows,)](
         x,
-        out.view(torch.int8) if dtype == INT8 else out,
+        codes,
         scale,
-        MOST[dtype],
-        LEAST,
+        QUANT_MAX[dtype],
+        MIN_SCALE,
         COLUMNS=columns,
         WIDTH=width,
         ROUND=dtype == INT8,
         num_warps=min(16, max(1, width // 1024)),
-        **overlap(x.device),
+        **pdl_options(x.device),
     )
-    return out, scale
+    return codes, scale
 
 
 @jit
-def quantize_kernel(
+def quantize_rows_kernel(
     x,
-    out,
+    codes,
     scale,
-    most,
-    least,
+    quant_max,
+    min_scale,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
-    wait(PDL)
+    """Quantize one row. ROUND: to integers, half away from zero."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     v = tl.load(x + row * COLUMNS + i, mask=i < COLUMNS, other=0.0).to(tl.float32)
-    s = tl.maximum(tl.max(tl.abs(v), 0) / most, least)
-    v = tl.minimum(tl.maximum(v / s, -most), most)
+    s = tl.maximum(tl.max(tl.abs(v), 0) / quant_max, min_scale)
+    v = tl.minimum(tl.maximum(v / s, -quant_max), quant_max)
     if ROUND:
         v = tl.floor(tl.abs(v) + 0.5) * tl.where(v < 0, -1.0, 1.0)
     tl.store(scale + row, s)
-    tl.store(out + row * COLUMNS + i, v.to(out.dtype.element_ty), mask=i < COLUMNS)
+    tl.store(codes + row * COLUMNS + i, v.to(codes.dtype.element_ty), mask=i < COLUMNS)

@@ -1,8 +1,12 @@
-"""The two ends of a step that feeds itself: rows to inputs, tokens back to rows.
+"""Request rows on the device: the kernels that begin and end a step.
 
-A row's state is its last token, that token's position, and its block table. The last row is nobody's: lines that only
-pad a batch point at it, and it never advances. `fetch` begins a step of rows that all go on by one, `gather` one that
-has chunks of prompts as well; `advance` ends both.
+Each running request has a row: its last token, that token's position, and its block table. The last
+row is the padding row. Batch slots that only pad a captured step point at it, and it never
+advances.
+
+A step that feeds itself needs no tensors from the host. `gather_decode_inputs` begins a step of
+decodes only, `gather_mixed_inputs` begins a step that also has prefill chunks, and `advance_rows`
+ends both. `runtime/step_batch.py` calls all three.
 """
 
 from __future__ import annotations
@@ -11,313 +15,374 @@ from typing import NamedTuple
 
 import torch
 
-from bloomery.kernels.launch import begin, fused, jit, overlap, tl, wait
+from bloomery.kernels.launch import (
+    jit,
+    launch_dependents,
+    pdl_options,
+    tl,
+    use_triton,
+    wait_for_previous,
+)
 from bloomery.native import ops
-from bloomery.native.team import team
+from bloomery.native.thread_pool import ThreadPool
 
-WIDTH = 256  # rows that a program of `advance` takes
-
-
-class Inputs(NamedTuple):
-    ids: torch.Tensor  # [lines]
-    positions: torch.Tensor  # [lines]
-    slots: torch.Tensor  # [lines] where the new keys and values go
-    ends: torch.Tensor  # [lines] length of each sequence, the new position included
-    tables: torch.Tensor  # [lines, blocks]
+ROWS_PER_PROGRAM = 256  # of advance_kernel
 
 
-def fetch(
+class DecodeInputs(NamedTuple):
+    """Model inputs of a step in which each batch slot computes one position."""
+
+    token_ids: torch.Tensor  # [slots]
+    positions: torch.Tensor  # [slots]
+    slot_mapping: torch.Tensor  # [slots] KV cache slot of the new key and value
+    seq_lens: torch.Tensor  # [slots] length of each sequence, the new position included
+    block_tables: torch.Tensor  # [slots, blocks]
+
+
+def gather_decode_inputs(
     rows: torch.Tensor,
-    last: torch.Tensor,
+    last_tokens: torch.Tensor,
     positions: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     block_size: int,
-) -> Inputs:
-    """rows [lines] -> the inputs of a step that computes each row's next position."""
-    if team().active and not rows.is_cuda:
-        return Inputs(*ops.fetch(rows, last, positions, tables, block_size))
-    if not fused(rows):
-        return fetch_reference(rows, last, positions, tables, block_size)
-    lines = len(rows)
-    width = tables.shape[1]
-    out = rows.new_empty(4, lines)
-    blocks = rows.new_empty(lines, width)
-    fetch_kernel[(lines,)](
+    pool: ThreadPool | None = None,
+) -> DecodeInputs:
+    """rows [slots], the row of each batch slot -> the inputs of each row's next position."""
+    if pool is not None:
+        state = (last_tokens, positions, block_tables, block_size)
+        return DecodeInputs(*ops.gather_decode_inputs(pool, rows, *state))
+    if not use_triton(rows):
+        return gather_decode_reference(rows, last_tokens, positions, block_tables, block_size)
+    num_slots = len(rows)
+    table_width = block_tables.shape[1]
+    outputs = rows.new_empty(4, num_slots)
+    batch_tables = rows.new_empty(num_slots, table_width)
+    gather_decode_kernel[(num_slots,)](
         rows,
-        last,
+        last_tokens,
         positions,
-        tables,
-        out,
-        blocks,
-        lines,
-        width,
-        SIZE=block_size,
+        block_tables,
+        outputs,
+        batch_tables,
+        num_slots,
+        table_width,
+        BLOCK_SIZE=block_size,
         CHUNK=1024,
         num_warps=4,
-        **overlap(rows.device),
+        **pdl_options(rows.device),
     )
-    ids, at, slots, ends = out.unbind(0)
-    return Inputs(ids, at, slots, ends, blocks)
+    token_ids, token_positions, slot_mapping, seq_lens = outputs.unbind(0)
+    return DecodeInputs(token_ids, token_positions, slot_mapping, seq_lens, batch_tables)
 
 
-def fetch_reference(
+def gather_decode_reference(
     rows: torch.Tensor,
-    last: torch.Tensor,
+    last_tokens: torch.Tensor,
     positions: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     block_size: int,
-) -> Inputs:
+) -> DecodeInputs:
+    """The same as `gather_decode_inputs`, in torch."""
     index = rows.long()
-    at = positions[index]
-    blocks = tables[index]
-    block = blocks.gather(1, (at // block_size).long()[:, None])[:, 0]
-    return Inputs(last[index], at, block * block_size + at % block_size, at + 1, blocks)
+    position = positions[index]
+    batch_tables = block_tables[index]
+    block = batch_tables.gather(1, (position // block_size).long()[:, None])[:, 0]
+    slot_mapping = block * block_size + position % block_size
+    return DecodeInputs(last_tokens[index], position, slot_mapping, position + 1, batch_tables)
 
 
 @jit
-def fetch_kernel(
-    rows,
-    last,
-    positions,
-    tables,
-    out,
-    blocks,
-    lines,
-    width,
-    SIZE: tl.constexpr,
+def gather_decode_kernel(
+    rows,  # [num_slots]
+    last_tokens,  # [all rows]
+    positions,  # [all rows]
+    block_tables,  # [all rows, table_width]
+    outputs,  # [4, num_slots]: token ids, positions, slot mapping, sequence lengths
+    batch_tables,  # [num_slots, table_width]
+    num_slots,
+    table_width,
+    BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
-    wait(PDL)
-    line = tl.program_id(0)
-    row = tl.load(rows + line).to(tl.int64)
-    at = tl.load(positions + row)
-    block = tl.load(tables + row * width + at // SIZE)
-    tl.store(out + line, tl.load(last + row))
-    tl.store(out + lines + line, at)
-    tl.store(out + 2 * lines + line, block * SIZE + at % SIZE)
-    tl.store(out + 3 * lines + line, at + 1)
-    used = at // SIZE + 1
-    for first in range(0, used, CHUNK):
-        place = first + tl.arange(0, CHUNK)
-        found = tl.load(tables + row * width + place, mask=place < used, other=0)
-        tl.store(blocks + line.to(tl.int64) * width + place, found, mask=place < used)
+    """One program gathers the inputs of one batch slot and copies the used part of its table."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    batch_slot = tl.program_id(0)
+    row = tl.load(rows + batch_slot).to(tl.int64)
+    position = tl.load(positions + row)
+    block = tl.load(block_tables + row * table_width + position // BLOCK_SIZE)
+    tl.store(outputs + batch_slot, tl.load(last_tokens + row))
+    tl.store(outputs + num_slots + batch_slot, position)
+    tl.store(outputs + 2 * num_slots + batch_slot, block * BLOCK_SIZE + position % BLOCK_SIZE)
+    tl.store(outputs + 3 * num_slots + batch_slot, position + 1)
+    num_blocks = position // BLOCK_SIZE + 1
+    for first in range(0, num_blocks, CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        used = index < num_blocks
+        entries = tl.load(block_tables + row * table_width + index, mask=used, other=0)
+        tl.store(batch_tables + batch_slot.to(tl.int64) * table_width + index, entries, mask=used)
 
 
-class Mixed(NamedTuple):
-    """Sequences are the lines and, behind them, the prompts; one whose end is 0 is nobody's."""
+class MixedInputs(NamedTuple):
+    """Model inputs of a step with decodes and prefill chunks.
 
-    ends: torch.Tensor  # [sequences]
-    wanted: torch.Tensor  # [sequences] its last token of the step
-    starts: torch.Tensor  # [sequences + 1] its first one
-    ids: torch.Tensor  # [tokens]
-    positions: torch.Tensor  # [tokens]
-    slots: torch.Tensor  # [tokens]
-    tables: torch.Tensor  # [sequences, blocks]
-
-
-def gather(
-    sent: torch.Tensor,
-    last: torch.Tensor,
-    positions: torch.Tensor,
-    tables: torch.Tensor,
-    block_size: int,
-    lines: int,
-    prompts: int,
-    tokens: int,
-) -> Mixed:
-    """Inputs of a step of at most `lines` rows that go on by one, then chunks of `prompts`, `tokens` in all.
-
-    sent: rows of the lines; of each prompt the row it draws for, its row, where its tokens begin (and where the last
-    one's end), its length once they are stored, 0 for those that merely fill the step; ids of all tokens, of which
-    those of lines are not looked at. There are as many lines in use as tokens before the first prompt.
+    Sequences are the decode slots and, behind them, the prefill slots. A padding sequence has
+    length 0.
     """
-    sequences = lines + prompts
-    width = tables.shape[1]
-    if not fused(sent):
-        return gather_reference(sent, last, positions, tables, block_size, lines, prompts, tokens)
-    out = sent.new_empty(3 * tokens + 3 * sequences + 1)
-    blocks = sent.new_empty(sequences, width)
-    gather_kernel[(sequences,)](
-        sent,
-        last,
+
+    seq_lens: torch.Tensor  # [sequences]
+    sample_indices: torch.Tensor  # [sequences] index of the sequence's last token in the step
+    query_start_loc: torch.Tensor  # [sequences + 1] index of the sequence's first token
+    token_ids: torch.Tensor  # [tokens]
+    positions: torch.Tensor  # [tokens]
+    slot_mapping: torch.Tensor  # [tokens]
+    block_tables: torch.Tensor  # [sequences, blocks]
+
+
+def gather_mixed_inputs(
+    packed: torch.Tensor,
+    last_tokens: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    num_decodes: int,
+    num_prefills: int,
+    num_tokens: int,
+) -> MixedInputs:
+    """Gather the inputs of a step of `num_decodes` decode slots, then `num_prefills` prefill slots.
+
+    packed: what the host sends of the step, one part after another:
+      [num_decodes]      row of each decode slot, the padding row where the slot is unused
+      [num_prefills]     row that samples a token at the end of each chunk, or the padding row
+      [num_prefills]     row of each chunk
+      [num_prefills + 1] index of each chunk's first token in the step, and the end of the last one
+      [num_prefills]     length of each chunk's sequence after the step; 0 for chunks that only pad
+      [num_tokens]       token ids; those of decode slots are not read
+    As many decode slots are in use as there are tokens before the first chunk.
+    """
+    num_sequences = num_decodes + num_prefills
+    table_width = block_tables.shape[1]
+    if not use_triton(packed):
+        return gather_mixed_reference(
+            packed,
+            last_tokens,
+            positions,
+            block_tables,
+            block_size,
+            num_decodes,
+            num_prefills,
+            num_tokens,
+        )
+    outputs = packed.new_empty(3 * num_tokens + 3 * num_sequences + 1)
+    batch_tables = packed.new_empty(num_sequences, table_width)
+    gather_mixed_kernel[(num_sequences,)](
+        packed,
+        last_tokens,
         positions,
-        tables,
-        out,
-        blocks,
-        lines,
-        prompts,
-        tokens,
-        width,
-        len(last) - 1,
-        SIZE=block_size,
+        block_tables,
+        outputs,
+        batch_tables,
+        num_decodes,
+        num_prefills,
+        num_tokens,
+        table_width,
+        len(last_tokens) - 1,
+        BLOCK_SIZE=block_size,
         CHUNK=1024,
         num_warps=4,
-        **overlap(sent.device),
+        **pdl_options(packed.device),
     )
-    return Mixed(
-        *(*out.split((sequences, sequences, sequences + 1, tokens, tokens, tokens)), blocks)
+    sizes = (
+        num_sequences,
+        num_sequences,
+        num_sequences + 1,
+        num_tokens,
+        num_tokens,
+        num_tokens,
     )
+    return MixedInputs._make((*outputs.split(sizes), batch_tables))
 
 
-def gather_reference(
-    sent: torch.Tensor,
-    last: torch.Tensor,
+def gather_mixed_reference(
+    packed: torch.Tensor,
+    last_tokens: torch.Tensor,
     positions: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     block_size: int,
-    lines: int,
-    prompts: int,
-    tokens: int,
-) -> Mixed:
-    rows, _, owners, starts, ends, ids = sent.long().split(
-        (lines, prompts, prompts, prompts + 1, prompts, tokens)
-    )
+    num_decodes: int,
+    num_prefills: int,
+    num_tokens: int,
+) -> MixedInputs:
+    """The same as `gather_mixed_inputs`, in torch."""
+    sizes = (num_decodes, num_prefills, num_prefills, num_prefills + 1, num_prefills, num_tokens)
+    decode_rows, _, prefill_rows, starts, seq_lens, token_ids = packed.long().split(sizes)
     used = int(starts[0])
-    going = fetch_reference(rows[:used], last, positions, tables, block_size)
-    begins = torch.cat((torch.arange(lines).clamp(max=used), starts))
-    owner = torch.repeat_interleave(torch.arange(prompts), starts.diff())
-    real = ends[owner] > 0
-    at = torch.where(real, ends[owner] - starts[1:][owner] + torch.arange(used, tokens), 0)
-    row = torch.where(real, owners[owner], len(last) - 1)
-    slots = tables[row, at // block_size] * block_size + at % block_size
-    several = torch.where((ends > 0) & (starts.diff() > 0), starts[1:] - 1, 0)
-    found = (
-        torch.cat((going.ends, ends.new_zeros(lines - used), ends)),
-        torch.cat((torch.arange(used), torch.zeros(lines - used, dtype=torch.int64), several)),
-        begins,
-        torch.cat((going.ids, ids[used:])),
-        torch.cat((going.positions, at)),
-        torch.cat((going.slots, slots)),
+    decodes = gather_decode_reference(
+        decode_rows[:used], last_tokens, positions, block_tables, block_size
     )
-    return Mixed(
-        *(*(numbers.to(last.dtype) for numbers in found), tables[torch.cat((rows, owners))])
+    query_start_loc = torch.cat((torch.arange(num_decodes).clamp(max=used), starts))
+    query_lens = starts.diff()
+    chunk = torch.repeat_interleave(torch.arange(num_prefills), query_lens)  # of each token
+    real = seq_lens[chunk] > 0
+    position = seq_lens[chunk] - starts[1:][chunk] + torch.arange(used, num_tokens)
+    position = torch.where(real, position, 0)
+    row = torch.where(real, prefill_rows[chunk], len(last_tokens) - 1)
+    block = block_tables[row, position // block_size]
+    slot_mapping = block * block_size + position % block_size
+    last_of_chunk = torch.where((seq_lens > 0) & (query_lens > 0), starts[1:] - 1, 0)
+    unused = torch.zeros(num_decodes - used, dtype=torch.int64)
+    outputs = (
+        torch.cat((decodes.seq_lens, unused, seq_lens)),
+        torch.cat((torch.arange(used), unused, last_of_chunk)),
+        query_start_loc,
+        torch.cat((decodes.token_ids, token_ids[used:])),
+        torch.cat((decodes.positions, position)),
+        torch.cat((decodes.slot_mapping, slot_mapping)),
     )
+    batch_tables = block_tables[torch.cat((decode_rows, prefill_rows))]
+    converted = [output.to(last_tokens.dtype) for output in outputs]
+    return MixedInputs._make((*converted, batch_tables))
 
 
-@jit(do_not_specialize=["lines", "prompts", "tokens", "nobody"])
-def gather_kernel(
-    sent,
-    last,
-    positions,
-    tables,
-    out,
-    blocks,
-    lines,
-    prompts,
-    tokens,
-    width,
-    nobody,
-    SIZE: tl.constexpr,
+@jit(do_not_specialize=["num_decodes", "num_prefills", "num_tokens", "padding_row"])
+def gather_mixed_kernel(
+    packed,
+    last_tokens,  # [all rows]
+    positions,  # [all rows]
+    block_tables,  # [all rows, table_width]
+    outputs,  # the parts of MixedInputs up to slot_mapping, one after another
+    batch_tables,  # [num_decodes + num_prefills, table_width]
+    num_decodes,
+    num_prefills,
+    num_tokens,
+    table_width,
+    padding_row,
+    BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait(PDL)  # and no `begin`: attention looks at the layout before its own wait
+    """One program gathers the inputs of one sequence, all tokens of its chunk included."""
+    # Without `launch_dependents`: attention reads the layout before its own wait.
+    wait_for_previous(PDL)
     sequence = tl.program_id(0)
-    begins = sent + lines + 2 * prompts
-    wanted = out + lines + prompts
-    starts = out + 2 * (lines + prompts)
-    ids = starts + lines + prompts + 1
-    places = ids + tokens
-    slots = ids + 2 * tokens
-    going = tl.load(begins)
-    end = 0
-    if sequence < lines:
-        row = tl.load(sent + sequence).to(tl.int64)
-        if sequence < going:
-            at = tl.load(positions + row)
-            tl.store(ids + sequence, tl.load(last + row))
-            tl.store(places + sequence, at)
-            tl.store(
-                slots + sequence, tl.load(tables + row * width + at // SIZE) * SIZE + at % SIZE
-            )
-            end = at + 1
-        tl.store(wanted + sequence, tl.where(sequence < going, sequence, 0))
-        tl.store(starts + sequence, tl.minimum(sequence, going))
+    chunk_starts = packed + num_decodes + 2 * num_prefills
+    sample_indices = outputs + num_decodes + num_prefills
+    query_start_loc = outputs + 2 * (num_decodes + num_prefills)
+    token_ids = query_start_loc + num_decodes + num_prefills + 1
+    token_positions = token_ids + num_tokens
+    slot_mapping = token_ids + 2 * num_tokens
+    used_decodes = tl.load(chunk_starts)
+    seq_len = 0
+    if sequence < num_decodes:
+        row = tl.load(packed + sequence).to(tl.int64)
+        if sequence < used_decodes:
+            position = tl.load(positions + row)
+            block = tl.load(block_tables + row * table_width + position // BLOCK_SIZE)
+            tl.store(token_ids + sequence, tl.load(last_tokens + row))
+            tl.store(token_positions + sequence, position)
+            tl.store(slot_mapping + sequence, block * BLOCK_SIZE + position % BLOCK_SIZE)
+            seq_len = position + 1
+        tl.store(sample_indices + sequence, tl.where(sequence < used_decodes, sequence, 0))
+        tl.store(query_start_loc + sequence, tl.minimum(sequence, used_decodes))
     else:
-        prompt = sequence - lines
-        row = tl.load(sent + lines + prompts + prompt).to(tl.int64)
-        start = tl.load(begins + prompt)
-        stop = tl.load(begins + prompt + 1)
-        end = tl.load(begins + prompts + 1 + prompt)
-        row = tl.where(end > 0, row, nobody)
+        chunk = sequence - num_decodes
+        row = tl.load(packed + num_decodes + num_prefills + chunk).to(tl.int64)
+        start = tl.load(chunk_starts + chunk)
+        stop = tl.load(chunk_starts + chunk + 1)
+        seq_len = tl.load(chunk_starts + num_prefills + 1 + chunk)
+        row = tl.where(seq_len > 0, row, padding_row)
         for first in range(start, stop, CHUNK):
             token = first + tl.arange(0, CHUNK)
-            here = token < stop
-            at = tl.where(end > 0, end - stop + token, 0)
-            block = tl.load(tables + row * width + at // SIZE, mask=here, other=0)
-            tl.store(
-                ids + token,
-                tl.load(begins + 2 * prompts + 1 + token, mask=here, other=0),
-                mask=here,
+            inside = token < stop
+            position = tl.where(seq_len > 0, seq_len - stop + token, 0)
+            block = tl.load(
+                block_tables + row * table_width + position // BLOCK_SIZE, mask=inside, other=0
             )
-            tl.store(places + token, at, mask=here)
-            tl.store(slots + token, block * SIZE + at % SIZE, mask=here)
-        tl.store(wanted + sequence, tl.where((end > 0) & (stop > start), stop - 1, 0))
-        tl.store(starts + sequence, start)
-        if prompt == prompts - 1:
-            tl.store(starts + sequence + 1, stop)
-    tl.store(out + sequence, end)
-    used = tl.cdiv(end, SIZE)
-    for first in range(0, used, CHUNK):
-        place = first + tl.arange(0, CHUNK)
-        found = tl.load(tables + row * width + place, mask=place < used, other=0)
-        tl.store(blocks + sequence.to(tl.int64) * width + place, found, mask=place < used)
+            token_id = tl.load(chunk_starts + 2 * num_prefills + 1 + token, mask=inside, other=0)
+            tl.store(token_ids + token, token_id, mask=inside)
+            tl.store(token_positions + token, position, mask=inside)
+            tl.store(slot_mapping + token, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+        has_tokens = (seq_len > 0) & (stop > start)
+        tl.store(sample_indices + sequence, tl.where(has_tokens, stop - 1, 0))
+        tl.store(query_start_loc + sequence, start)
+        if chunk == num_prefills - 1:
+            tl.store(query_start_loc + sequence + 1, stop)
+    tl.store(outputs + sequence, seq_len)
+    num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
+    for first in range(0, num_blocks, CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        used = index < num_blocks
+        entries = tl.load(block_tables + row * table_width + index, mask=used, other=0)
+        tl.store(batch_tables + sequence.to(tl.int64) * table_width + index, entries, mask=used)
 
 
-def advance(
+def advance_rows(
     rows: torch.Tensor,
     tokens: torch.Tensor,
-    ends: torch.Tensor,
-    last: torch.Tensor,
+    seq_lens: torch.Tensor,
+    last_tokens: torch.Tensor,
     positions: torch.Tensor,
+    pool: ThreadPool | None = None,
 ) -> None:
-    """Each row's new last token, which stands at its end [lines]; in place."""
-    if team().active and not rows.is_cuda:
-        ops.advance(rows, tokens, last, positions)
+    """Write each row's sampled token and its position, which is the sequence's length, in place.
+
+    rows, tokens, seq_lens [slots]. Slots of the padding row write nothing.
+    """
+    if pool is not None:
+        ops.advance_rows(pool, rows, tokens, last_tokens, positions)
         return
-    if not fused(rows):
-        advance_reference(rows, tokens, ends, last, positions)
+    if not use_triton(rows):
+        advance_reference(rows, tokens, seq_lens, last_tokens, positions)
         return
-    lines = len(rows)
-    advance_kernel[(-(-lines // WIDTH),)](
+    num_slots = len(rows)
+    num_programs = -(-num_slots // ROWS_PER_PROGRAM)
+    advance_kernel[(num_programs,)](
         rows,
         tokens,
-        ends,
-        last,
+        seq_lens,
+        last_tokens,
         positions,
-        lines,
-        len(last) - 1,
-        WIDTH=WIDTH,
+        num_slots,
+        len(last_tokens) - 1,
+        WIDTH=ROWS_PER_PROGRAM,
         num_warps=4,
-        **overlap(rows.device),
+        **pdl_options(rows.device),
     )
 
 
 def advance_reference(
     rows: torch.Tensor,
     tokens: torch.Tensor,
-    ends: torch.Tensor,
-    last: torch.Tensor,
+    seq_lens: torch.Tensor,
+    last_tokens: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
-    real = rows != len(last) - 1
+    """The same as `advance_rows`, in torch."""
+    real = rows != len(last_tokens) - 1
     index = rows[real].long()
-    last[index] = tokens[real].to(last.dtype)
-    positions[index] = ends[real].to(positions.dtype)
+    last_tokens[index] = tokens[real].to(last_tokens.dtype)
+    positions[index] = seq_lens[real].to(positions.dtype)
 
 
-@jit(do_not_specialize=["rows", "tokens", "ends", "lines", "nobody"])
+@jit(do_not_specialize=["rows", "tokens", "seq_lens", "num_slots", "padding_row"])
 def advance_kernel(
-    rows, tokens, ends, last, positions, lines, nobody, WIDTH: tl.constexpr, PDL: tl.constexpr
+    rows,  # [num_slots]
+    tokens,  # [num_slots]
+    seq_lens,  # [num_slots]
+    last_tokens,  # [all rows]
+    positions,  # [all rows]
+    num_slots,
+    padding_row,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    begin(PDL)
-    wait(PDL)
-    line = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    row = tl.load(rows + line, mask=line < lines, other=nobody).to(tl.int64)
-    real = row != nobody
-    tl.store(
-        last + row, tl.load(tokens + line, mask=real, other=0).to(last.dtype.element_ty), mask=real
-    )
-    tl.store(positions + row, tl.load(ends + line, mask=real, other=0), mask=real)
+    """One program advances WIDTH batch slots."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    batch_slot = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    row = tl.load(rows + batch_slot, mask=batch_slot < num_slots, other=padding_row).to(tl.int64)
+    real = row != padding_row
+    token = tl.load(tokens + batch_slot, mask=real, other=0).to(last_tokens.dtype.element_ty)
+    tl.store(last_tokens + row, token, mask=real)
+    tl.store(positions + row, tl.load(seq_lens + batch_slot, mask=real, other=0), mask=real)

@@ -1,1 +1,1 @@
-"""The pieces a decoder is made of. A layer knows its spec and its weights; never a family, a file or a batch."""
+"""The layers of a decoder. A layer knows its spec and weights; never a family, file or batch."""

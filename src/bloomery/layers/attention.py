@@ -1,4 +1,9 @@
-"""The attention half of a layer: project, norm and turn q and k, store k and v, attend over the cache, project back."""
+"""The attention block of a decoder layer.
+
+It projects to q, k and v, applies the q and k norms and rope, writes k and v to the KV cache,
+attends over the cache, and projects back. Which tokens belong to which sequence is known to the
+attention backend alone.
+"""
 
 from __future__ import annotations
 
@@ -8,104 +13,120 @@ from typing import Any
 
 import torch
 
-from bloomery.attention.base import Backend
-from bloomery.kernels.gemv import Heads, Norm
-from bloomery.kernels.store import Turn
-from bloomery.layers.linear import Add, Linear, finish
-from bloomery.layers.norm import Stream, normalize, value
-from bloomery.layout import Layout, spans_heads
-from bloomery.spec import Attention, Rope
+from bloomery.attention.base import AttentionBackend
+from bloomery.fusion import NormPrologue, QkTransform, QkvEpilogue
+from bloomery.layers.linear import (
+    AddResidual,
+    LinearLayer,
+    ResidualStream,
+    apply_epilogue,
+    apply_norm,
+    materialize,
+)
+from bloomery.layout import TensorParallelLayout, norms_all_heads
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.spec import AttentionSpec, RopeSpec
 
-Angles = Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
+RopeCache = Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]  # cos and sin [positions, dim / 2]
 
 
 @dataclass(frozen=True)
-class Context:
-    """What every layer of a forward pass shares."""
+class ForwardContext:
+    """What all layers of one forward pass share."""
 
-    backend: Backend
-    plan: Any  # the backend's own, for this step
-    slots: torch.Tensor  # [tokens] where the new keys and values go
-    angles: Angles  # cos and sin: at this step's positions, or of all, to be looked up
-    positions: torch.Tensor | None  # [tokens] where to look them up
-    keep: torch.Tensor | None = (
-        None  # in the last layer: the tokens that go on once keys and values are stored
-    )
+    backend: AttentionBackend
+    plan: Any  # the backend's plan of this step
+    slot_mapping: torch.Tensor  # [tokens]: where the new keys and values go in the KV cache
+    rope_cache: RopeCache  # of this step's tokens, or of all positions
+    positions: torch.Tensor | None  # [tokens]: rows of the rope cache; None if it is per token
+    output_rows: torch.Tensor | None = None  # last layer: the tokens whose states are needed
 
-    def kept(self, x: Stream) -> Stream:
-        return x if self.keep is None else value(x)[self.keep]
+    def select_outputs(self, x: ResidualStream) -> ResidualStream:
+        return x if self.output_rows is None else materialize(x)[self.output_rows]
 
 
 class AttentionBlock:
     def __init__(
         self,
-        whole: Attention,
-        qkv: Linear,
-        out: Linear,
-        q_norm: Norm | None = None,
-        k_norm: Norm | None = None,
-        layout: Layout = Layout(),  # frozen
+        model_spec: AttentionSpec,
+        qkv: LinearLayer,
+        out: LinearLayer,
+        q_norm: NormPrologue | None = None,
+        k_norm: NormPrologue | None = None,
+        layout: TensorParallelLayout = TensorParallelLayout(),  # noqa: B008 (it is frozen)
+        pool: ThreadPool | None = None,
     ):
-        """`whole` is the model's attention; the products have what the layout leaves of it here."""
-        spec = self.spec = layout.attention(whole)
+        """`model_spec` is the attention of the model; `qkv` and `out` hold this rank's part."""
+        spec = layout.attention(model_spec)
+        self.spec = spec
         self.qkv = qkv
         self.out = out
         self.q_norm = q_norm
         self.k_norm = k_norm
-        # A norm over all heads at once, or one with a bias, is not part of the turn.
-        self.apart = q_norm is not None and (spec.qk_norm_over == "all" or q_norm.bias is not None)
-        normed = (
-            whole if spans_heads(whole) else spec
-        )  # for such a norm all of q and k are computed here
-        self.widths = [
-            n * spec.head_dim for n in (normed.num_heads, normed.num_kv_heads, spec.num_kv_heads)
-        ]
-        self.own = [
-            slice(first * spec.head_dim, end * spec.head_dim) for first, end in layout.heads(whole)
+        self.pool = pool
+        # A norm over all heads at once, or one with a bias, cannot be part of the QKV epilogue.
+        self.separate_norm = q_norm is not None and (
+            spec.qk_norm_over == "all" or q_norm.bias is not None
+        )
+        # A norm over all heads needs all of q and k on every rank.
+        computed = model_spec if norms_all_heads(model_spec) else spec
+        num_heads = (computed.num_heads, computed.num_kv_heads, spec.num_kv_heads)
+        self.qkv_widths = [count * spec.head_dim for count in num_heads]
+        self.own_columns = [
+            slice(first * spec.head_dim, end * spec.head_dim)
+            for first, end in layout.heads(model_spec)
         ]
 
     def __call__(
         self,
-        x: Stream,
-        cache: torch.Tensor,
-        context: Context,
-        before: Norm | None = None,
-        after: Add | None = None,
-    ) -> Stream:
-        heads = Heads(cache, context.slots, self._turn(context))
-        q = (
-            finish(self._normed(self.qkv(x, before)), heads)
-            if self.apart
-            else self.qkv(x, before, heads)
-        )
-        attended = context.backend.attend(q, cache, self.spec, context.plan)
-        if context.keep is not None:
-            attended = attended[context.keep]
-        return self.out(attended) if after is None else self.out(attended, None, after)
+        x: ResidualStream,
+        kv_cache: torch.Tensor,
+        context: ForwardContext,
+        prologue: NormPrologue | None = None,
+        epilogue: AddResidual | None = None,
+    ) -> ResidualStream:
+        """x [tokens, hidden] -> [tokens, hidden], of the context's output rows only."""
+        qkv_epilogue = QkvEpilogue(kv_cache, context.slot_mapping, self._qk_transform(context))
+        if self.separate_norm:
+            qkv = self._norm_qk(self.qkv(x, prologue))
+            q = apply_epilogue(qkv, qkv_epilogue, self.pool)
+        else:
+            q = self.qkv(x, prologue, qkv_epilogue)
+        attended = context.backend.attend(q, kv_cache, self.spec, context.plan)
+        if context.output_rows is not None:
+            attended = attended[context.output_rows]
+        if epilogue is None:
+            return self.out(attended)
+        return self.out(attended, None, epilogue)
 
-    def _turn(self, context: Context) -> Turn:
+    def _qk_transform(self, context: ForwardContext) -> QkTransform:
         rope = self.spec.position
+        angles = None
+        interleaved = False
+        if isinstance(rope, RopeSpec):
+            angles = context.rope_cache[rope]
+            interleaved = rope.interleaved
         q_norm = self.q_norm
         k_norm = self.k_norm
-        angles = context.angles[rope] if isinstance(rope, Rope) else None
-        interleaved = isinstance(rope, Rope) and rope.interleaved
-        if self.apart or q_norm is None or k_norm is None:
-            return Turn(angles, context.positions, interleaved, clip=self.spec.clip)
-        weights = (
-            None
-            if q_norm.weight is None or k_norm.weight is None
-            else (q_norm.weight, k_norm.weight)
-        )
-        return Turn(
-            angles, context.positions, interleaved, q_norm.kind, weights, q_norm.eps, self.spec.clip
+        clip = self.spec.clip
+        if self.separate_norm or q_norm is None or k_norm is None:
+            return QkTransform(angles, context.positions, interleaved, clip=clip)
+        weights = None
+        if q_norm.weight is not None and k_norm.weight is not None:
+            weights = (q_norm.weight, k_norm.weight)
+        return QkTransform(
+            angles, context.positions, interleaved, q_norm.kind, weights, q_norm.eps, clip
         )
 
-    def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = qkv.split(self.widths, -1)
+    def _norm_qk(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Norm q and k on their own; returns this rank's heads of q | k | v."""
+        q, k, v = qkv.split(self.qkv_widths, -1)
         if self.spec.qk_norm_over == "all":
-            q = normalize(q, self.q_norm)[:, self.own[0]]
-            k = normalize(k, self.k_norm)[:, self.own[1]]
+            q_columns, k_columns = self.own_columns
+            q = apply_norm(q, self.q_norm, self.pool)[:, q_columns]
+            k = apply_norm(k, self.k_norm, self.pool)[:, k_columns]
             return torch.cat((q, k, v), -1)
-        heads = (-1, self.spec.head_dim)
-        q = normalize(q.unflatten(-1, heads), self.q_norm).flatten(1)
-        return torch.cat((q, normalize(k.unflatten(-1, heads), self.k_norm).flatten(1), v), -1)
+        per_head = (-1, self.spec.head_dim)
+        q = apply_norm(q.unflatten(-1, per_head), self.q_norm, self.pool).flatten(1)
+        k = apply_norm(k.unflatten(-1, per_head), self.k_norm, self.pool).flatten(1)
+        return torch.cat((q, k, v), -1)

@@ -1,4 +1,4 @@
-"""Tokens to vectors and back; where ranks share a model, each holds the rows of its own tokens."""
+"""Token ids to vectors, and hidden states to logits; tensor parallel ranks split the vocabulary."""
 
 from __future__ import annotations
 
@@ -6,33 +6,43 @@ from dataclasses import dataclass
 
 import torch
 
-from bloomery.kernels.words import blank, own
-from bloomery.layers.linear import Linear
-from bloomery.parallel.groups import Group
-from bloomery.quant.base import Ready
+from bloomery.kernels.vocab_shard import local_vocab_rows, zero_foreign_rows
+from bloomery.layers.linear import LinearLayer
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.parallel.groups import CommunicationGroup
+from bloomery.quant.base import PreparedWeight
 
 
 @dataclass(frozen=True)
-class Embedding:
-    matrix: Ready  # [tokens of this rank, width]
-    first: int  # its first token
+class VocabEmbedding:
+    """The rows of the token ids [first, end): all of them without a group."""
+
+    matrix: PreparedWeight  # [end - first, width]
+    first: int
     end: int
-    group: Group
+    group: CommunicationGroup | None = None
+    pool: ThreadPool | None = None
 
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.group.size == 1:
-            return self.matrix.gather(tokens)
-        found = self.matrix.gather(own(tokens, self.first, self.end))
-        return self.group.sum(blank(found, tokens, self.first, self.end))
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[n] -> [n, width], the same on every rank."""
+        if self.group is None:
+            return self.matrix.gather(token_ids)
+        rows = local_vocab_rows(token_ids, self.first, self.end, self.pool)
+        x = self.matrix.gather(rows)
+        return self.group.all_reduce(
+            zero_foreign_rows(x, token_ids, self.first, self.end, self.pool)
+        )
 
 
 @dataclass(frozen=True)
-class Head:
-    linear: Linear
+class LogitsHead:
+    linear: LinearLayer
     vocab: int
-    group: Group
+    group: CommunicationGroup | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, width] -> [n, vocab], the same on every rank."""
-        scores = self.linear(hidden)
-        return self.group.join(scores, self.vocab)
+        logits = self.linear(hidden)
+        if self.group is None:
+            return logits
+        return self.group.all_gather(logits, self.vocab)

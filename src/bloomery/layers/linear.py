@@ -1,8 +1,12 @@
-"""The one product of the model, in a vocabulary that can be fused.
+"""The linear layer, with the norm in front of it and the epilogue behind it fused where possible.
 
-`linear(x, before, after)` says what surrounds the product: a norm of its input; a residual to add, an activation, or
-the turning and storing of q, k and v behind its output. A matrix that has a kernel for the whole phrase and the batch
-at hand takes it; otherwise the phrase is spoken word by word. Which it is never shows outside of this file.
+`layer(x, prologue, epilogue)` computes norm, matrix product, bias and epilogue. If the weights have
+a kernel that does all of it for this batch, that kernel runs; otherwise the parts run one by one.
+Callers cannot tell which happened. A part runs as a native CPU operation if a thread pool is given
+and accepts its tensors, else as a Triton kernel or in torch (kernels/).
+
+Additions to the residual stream may be deferred: on a GPU an addition and the norm behind it are
+one pass over the same bytes. A DeferredAdd stands for the sum until a norm or a reader needs it.
 """
 
 from __future__ import annotations
@@ -12,74 +16,201 @@ from typing import NamedTuple, overload
 
 import torch
 
-from bloomery.kernels.activation import activate, gate
-from bloomery.kernels.gemv import Activation, Heads, Norm, Residual
-from bloomery.kernels.store import turn_and_store
-from bloomery.layers.norm import Stream, Sum, normalize, value
-from bloomery.parallel.groups import ALONE, Group
-from bloomery.quant.base import Ready
+from bloomery.fusion import (
+    ActivationEpilogue,
+    Epilogue,
+    NormPrologue,
+    QkvEpilogue,
+    ResidualEpilogue,
+)
+from bloomery.kernels.activation import apply_activation, gated_activation
+from bloomery.kernels.norm import add_norm, layer_norm, rms_norm
+from bloomery.kernels.rope_cache import apply_rope_and_cache
+from bloomery.native import ops
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.parallel.groups import CommunicationGroup
+from bloomery.quant.base import PreparedWeight
 
 
-class Add(NamedTuple):
-    """residual + scale * y"""
+class DeferredAdd:
+    """residual + scale * y, not added yet. Exists on a GPU only."""
 
-    residual: Stream
+    def __init__(self, residual: torch.Tensor, y: torch.Tensor, scale: float):
+        self.residual = residual
+        self.y = y
+        self.scale = scale
+        self.total: torch.Tensor | None = None
+
+    def materialize(self) -> torch.Tensor:
+        if self.total is None:
+            self.total = torch.add(self.residual, self.y, alpha=self.scale)
+        return self.total
+
+    def materialize_normed(self, norm: NormPrologue) -> torch.Tensor:
+        """Add and norm in one pass; the sum stays available."""
+        if self.total is not None:
+            return apply_norm(self.total, norm)
+        self.total, normed = add_norm(
+            self.residual,
+            self.y,
+            self.scale,
+            norm.weight,
+            norm.bias,
+            norm.eps,
+            norm.kind == "layer",
+        )
+        return normed
+
+
+ResidualStream = torch.Tensor | DeferredAdd
+
+
+class AddResidual(NamedTuple):
+    """The epilogue residual + scale * y, where the residual may itself be deferred."""
+
+    residual: ResidualStream
     scale: float = 1.0
 
 
 @dataclass(frozen=True)
-class Linear:
-    matrix: Ready
+class LinearLayer:
+    matrix: PreparedWeight  # [out, in]
     bias: torch.Tensor | None = None
-    group: Group = (
-        ALONE  # ranks that hold the other inputs: their results are added before anything follows
-    )
+    # Tensor parallel ranks that hold the other inputs: results are summed before the epilogue.
+    group: CommunicationGroup | None = None
+    pool: ThreadPool | None = None  # for native CPU kernels
 
     @overload
-    def __call__(self, x: Stream, before: Norm | None, after: Add) -> Stream: ...
+    def __call__(
+        self, x: ResidualStream, prologue: NormPrologue | None, epilogue: AddResidual
+    ) -> ResidualStream: ...
     @overload
     def __call__(
-        self, x: Stream, before: Norm | None = None, after: Activation | Heads | None = None
+        self,
+        x: ResidualStream,
+        prologue: NormPrologue | None = None,
+        epilogue: ActivationEpilogue | QkvEpilogue | None = None,
     ) -> torch.Tensor: ...
     def __call__(
-        self, x: Stream, before: Norm | None = None, after: Add | Activation | Heads | None = None
-    ) -> Stream:
-        if self.group.size > 1:
-            return finish(self.group.sum(Linear(self.matrix, self.bias)(x, before)), after)
+        self,
+        x: ResidualStream,
+        prologue: NormPrologue | None = None,
+        epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None = None,
+    ) -> ResidualStream:
+        """x [tokens, in] -> [tokens, out], or what the epilogue makes of it."""
+        if self.group is not None:
+            local = LinearLayer(self.matrix, self.bias, None, self.pool)
+            return apply_epilogue(self.group.all_reduce(local(x, prologue)), epilogue, self.pool)
         if isinstance(x, torch.Tensor):
-            phrase = (
-                Residual(value(after.residual), after.scale) if isinstance(after, Add) else after
-            )
-            y = self.matrix.phrase(x, self.bias, before, phrase)
-            if y is not None:
-                return y
-            if (
-                isinstance(after, Heads)
-                and (y := self.matrix.phrase(x, self.bias, before, None)) is not None
-            ):
-                return finish(y, after)
-        normed = normalize(x, before)
-        if (
-            isinstance(after, Activation)
-            and (y := self.matrix.phrase(normed, self.bias, None, after)) is not None
-        ):
+            fused = self._run_fused(x, prologue, epilogue)
+            if fused is not None:
+                return fused
+        normed = apply_norm(x, prologue, self.pool)
+        if isinstance(epilogue, ActivationEpilogue):
+            fused = self.matrix.fused_linear(normed, self.bias, None, epilogue)
+            if fused is not None:
+                return fused
+        return apply_epilogue(self.matrix.linear(normed, self.bias), epilogue, self.pool)
+
+    def _run_fused(
+        self,
+        x: torch.Tensor,
+        prologue: NormPrologue | None,
+        epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None,
+    ) -> torch.Tensor | None:
+        """Run everything as one kernel, or all but a QKV epilogue; None if there is no kernel."""
+        fusable: Epilogue
+        if isinstance(epilogue, AddResidual):
+            fusable = ResidualEpilogue(materialize(epilogue.residual), epilogue.scale)
+        else:
+            fusable = epilogue
+        y = self.matrix.fused_linear(x, self.bias, prologue, fusable)
+        if y is not None or not isinstance(epilogue, QkvEpilogue):
             return y
-        return finish(self.matrix.linear(normed, self.bias), after)
+        y = self.matrix.fused_linear(x, self.bias, prologue, None)
+        return None if y is None else apply_epilogue(y, epilogue, self.pool)
+
+
+def materialize(x: ResidualStream) -> torch.Tensor:
+    return x.materialize() if isinstance(x, DeferredAdd) else x
+
+
+def apply_norm(
+    x: ResidualStream, norm: NormPrologue | None, pool: ThreadPool | None = None
+) -> torch.Tensor:
+    """Norm over the last axis; without a norm, x itself."""
+    if norm is None:
+        return materialize(x)
+    if isinstance(x, DeferredAdd):
+        return x.materialize_normed(norm)
+    if pool is not None and pool.accepts(x, norm.weight, norm.bias):
+        return ops.normalize(pool, x, norm.kind, norm.weight, norm.bias, norm.eps)
+    if norm.kind == "rms":
+        return rms_norm(x, norm.weight, norm.eps)
+    return layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
 @overload
-def finish(y: torch.Tensor, after: Add) -> Stream: ...
+def apply_epilogue(
+    y: torch.Tensor, epilogue: AddResidual, pool: ThreadPool | None
+) -> ResidualStream: ...
 @overload
-def finish(y: torch.Tensor, after: Activation | Heads | None) -> torch.Tensor: ...
+def apply_epilogue(
+    y: torch.Tensor, epilogue: ActivationEpilogue | QkvEpilogue | None, pool: ThreadPool | None
+) -> torch.Tensor: ...
 @overload
-def finish(y: torch.Tensor, after: Add | Activation | Heads | None) -> Stream: ...
-def finish(y: torch.Tensor, after: Add | Activation | Heads | None) -> Stream:
-    match after:
-        case Add(residual, scale):
-            total = Sum(value(residual), y, scale)
-            return total if y.is_cuda else total.value()
-        case Activation(name, gated):
-            return gate(y, name) if gated else activate(y, name)
-        case Heads(cache, slots, turn):
-            return turn_and_store(y, cache, slots, turn)
+def apply_epilogue(
+    y: torch.Tensor,
+    epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None,
+    pool: ThreadPool | None,
+) -> ResidualStream: ...
+def apply_epilogue(
+    y: torch.Tensor,
+    epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None,
+    pool: ThreadPool | None,
+) -> ResidualStream:
+    """Run an epilogue on its own, behind a product that was not fused with it."""
+    match epilogue:
+        case AddResidual(residual, scale):
+            if y.is_cuda:
+                return DeferredAdd(materialize(residual), y, scale)
+            return add_scaled(materialize(residual), y, scale, pool)
+        case ActivationEpilogue(name, gated):
+            return activate(y, name, gated, pool)
+        case QkvEpilogue():
+            return split_qkv(y, epilogue, pool)
     return y
+
+
+def add_scaled(
+    residual: torch.Tensor, y: torch.Tensor, scale: float, pool: ThreadPool | None
+) -> torch.Tensor:
+    """Return residual + scale * y.
+
+    The native operation avoids torch's threads, which keep spinning on cores that the thread pool
+    needs.
+    """
+    if pool is not None and residual.shape == y.shape and pool.accepts(residual, y):
+        return ops.elementwise(pool, ops.ADD_SCALED, residual, y, scale)
+    return torch.add(residual, y, alpha=scale)
+
+
+def activate(y: torch.Tensor, name: str, gated: bool, pool: ThreadPool | None) -> torch.Tensor:
+    """Return activation(y), or activation(gate) * up for y [tokens, gate | up]."""
+    if pool is not None and pool.accepts(y):
+        operation = ops.GATED_ACTIVATION if gated else ops.ACTIVATION
+        return ops.elementwise(pool, operation, y, activation=name)
+    return gated_activation(y, name) if gated else apply_activation(y, name)
+
+
+def split_qkv(y: torch.Tensor, epilogue: QkvEpilogue, pool: ThreadPool | None) -> torch.Tensor:
+    """Apply rope, write keys and values to the KV cache, and return q [tokens, heads, dim]."""
+    kv_cache, slot_mapping, transform = epilogue
+    if (
+        pool is not None
+        and ops.supports_kv_cache(kv_cache)
+        and pool.accepts(y, *(transform.weights or ()), *(transform.angles or ()))
+        and slot_mapping.dtype == torch.int64
+    ):
+        return ops.apply_rope_and_cache(pool, y, kv_cache, slot_mapping, transform)
+    return apply_rope_and_cache(y, kv_cache, slot_mapping, transform)

@@ -1,19 +1,28 @@
-"""The feed-forward half of a layer."""
+"""The feed-forward block of a decoder layer."""
 
 from __future__ import annotations
 
-from bloomery.kernels.gemv import Activation, Norm
-from bloomery.layers.linear import Add, Linear
-from bloomery.layers.norm import Stream
-from bloomery.spec import Mlp
+from bloomery.fusion import ActivationEpilogue, NormPrologue
+from bloomery.layers.linear import AddResidual, LinearLayer, ResidualStream
+from bloomery.spec import MlpSpec
 
 
 class MlpBlock:
-    def __init__(self, spec: Mlp, up: Linear, down: Linear):
+    """down(activation(up(x))), or down(activation(gate) * up) where the spec is gated."""
+
+    def __init__(self, spec: MlpSpec, up: LinearLayer, down: LinearLayer):
         self.up = up
         self.down = down
-        self.activation = Activation(spec.activation, spec.gated)
+        self.activation = ActivationEpilogue(spec.activation, spec.gated)
 
-    def __call__(self, x: Stream, before: Norm | None = None, after: Add | None = None) -> Stream:
-        up = self.up(x, before, self.activation)
-        return self.down(up) if after is None else self.down(up, None, after)
+    def __call__(
+        self,
+        x: ResidualStream,
+        prologue: NormPrologue | None = None,
+        epilogue: AddResidual | None = None,
+    ) -> ResidualStream:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        activated = self.up(x, prologue, self.activation)
+        if epilogue is None:
+            return self.down(activated)
+        return self.down(activated, None, epilogue)

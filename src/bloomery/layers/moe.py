@@ -1,30 +1,39 @@
-"""A router over experts, and an expert every token visits where the model has one."""
+"""The mixture-of-experts block: a router, its experts, and a shared expert in some models."""
 
 from __future__ import annotations
 
 import torch
 
-from bloomery.kernels.experts import route
-from bloomery.kernels.gemv import Norm
-from bloomery.layers.linear import Add, Linear, finish
+from bloomery.fusion import NormPrologue
+from bloomery.kernels.moe import route_topk
+from bloomery.layers.linear import (
+    AddResidual,
+    LinearLayer,
+    ResidualStream,
+    apply_epilogue,
+    apply_norm,
+    materialize,
+)
 from bloomery.layers.mlp import MlpBlock
-from bloomery.layers.norm import Stream, normalize, value
-from bloomery.parallel.groups import ALONE, Group
-from bloomery.quant.base import Ready
-from bloomery.quant.experts import mixed
-from bloomery.spec import Moe
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.parallel.groups import CommunicationGroup
+from bloomery.quant.base import PreparedWeight
+from bloomery.quant.experts import run_experts
+from bloomery.spec import MoeSpec
 
 
 class MoeBlock:
     def __init__(
         self,
-        spec: Moe,
-        router: Linear,
-        up: Ready,  # [experts * (gate | up), hidden]
-        down: Ready,  # [experts * hidden, size]
+        spec: MoeSpec,
+        router: LinearLayer,
+        up: PreparedWeight,  # [experts * (gate | up), hidden]
+        down: PreparedWeight,  # [experts * hidden, size]
         shared: MlpBlock | None = None,
-        shared_gate: Linear | None = None,
-        group: Group = ALONE,  # ranks that hold other parts of every expert
+        shared_gate: LinearLayer | None = None,
+        group: CommunicationGroup
+        | None = None,  # tensor parallel ranks that hold other parts of every expert
+        pool: ThreadPool | None = None,
     ):
         self.spec = spec
         self.router = router
@@ -33,16 +42,32 @@ class MoeBlock:
         self.shared = shared
         self.shared_gate = shared_gate
         self.group = group
+        self.pool = pool
 
-    def __call__(self, x: Stream, before: Norm | None = None, after: Add | None = None) -> Stream:
-        x = normalize(x, before)
-        chosen, weights = route(self.router(x), self.spec.top_k, self.spec.renormalize)
-        y = mixed(
-            x, chosen, weights, self.up, self.down, self.spec.experts, self.spec.mlp.activation
+    def __call__(
+        self,
+        x: ResidualStream,
+        prologue: NormPrologue | None = None,
+        epilogue: AddResidual | None = None,
+    ) -> ResidualStream:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        x = apply_norm(x, prologue, self.pool)
+        spec = self.spec
+        expert_ids, expert_weights = route_topk(self.router(x), spec.top_k, spec.renormalize)
+        y = run_experts(
+            x,
+            expert_ids,
+            expert_weights,
+            self.up,
+            self.down,
+            spec.experts,
+            spec.mlp.activation,
         )
         if self.shared is not None:
-            common = value(self.shared(x))
-            y = y + (
-                common if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * common
-            )
-        return finish(self.group.sum(y), after)
+            shared = materialize(self.shared(x))
+            if self.shared_gate is not None:
+                shared = torch.sigmoid(self.shared_gate(x)) * shared
+            y = y + shared
+        if self.group is not None:
+            y = self.group.all_reduce(y)
+        return apply_epilogue(y, epilogue, self.pool)

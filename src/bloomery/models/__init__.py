@@ -1,1 +1,1 @@
-"""Checkpoint and spec become a decoder that runs."""
+"""Models: the decoder of every family, and how its weights come from files to the device."""

@@ -1,8 +1,9 @@
-"""Tensors pulled from a checkpoint: the model names what it wants and of which shape, a source answers with Stored.
+"""Weight sources: tensors of safetensors folders and GGUF files, and random ones, read on demand.
 
-Nothing is read before a Stored is loaded, and then only the rows and columns that are wanted, through a window of the
-file that closes behind them: the weights in memory, and one chunk beside them. A missing tensor is an error, an unused
-one is listed. A source does not know what a tensor is for.
+The model asks for a tensor by name and shape; a source returns a LazyTensor. Nothing is read before
+a LazyTensor is loaded, and then only the rows and columns that are needed. Files are mapped in
+small windows, so memory never holds a checkpoint beside the weights. A missing tensor is an error,
+an unused one is listed. A source does not know what a tensor is for.
 """
 
 from __future__ import annotations
@@ -22,17 +23,16 @@ from typing import Protocol, TextIO
 import torch
 
 from bloomery.artifacts import gguf, safetensors
-from bloomery.artifacts.locate import Artifact
+from bloomery.artifacts.locate import ModelArtifact
 from bloomery.errors import CheckpointError
-from bloomery.kernels.dice import throw
-from bloomery.models.gguf import Decoder, decoder
-from bloomery.models.stream import Stream, Wait
-from bloomery.quant.base import Arriving, Coded, Range, Stored, Tensors, ahead
+from bloomery.kernels.random_init import fill_random
+from bloomery.models.gguf_dequant import Dequantize, find_dequantizer
+from bloomery.models.weight_stream import WaitForRead, WeightStream
+from bloomery.quant.base import CheckpointTensors
+from bloomery.quant.lazy_tensor import LazyTensor, PendingLoad, QuantizedBlocks, Range, prefetch
 
-Advance = Callable[[int], None]
-Report = Callable[
-    [str, int, int], None
-]  # what is being loaded, how much is done, how much there is
+AdvanceProgress = Callable[[int], None]  # called with n for every n bytes read
+ProgressReport = Callable[[str, int, int], None]  # what is being loaded, bytes done, bytes in all
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -54,261 +54,261 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+CPU = torch.device("cpu")
 
 
-class Source(Tensors, Protocol):
+class WeightSource(CheckpointTensors, Protocol):
     """Where weights come from."""
 
-    advance: Advance  # called with n for every n bytes read
+    advance: AdvanceProgress
 
     @property
     def nbytes(self) -> int:
-        """All there is to read; 0 for a source that makes its weights up."""
+        """The bytes there are to read; 0 for random weights."""
         ...
 
     def names(self) -> Collection[str]: ...
     def unused(self) -> tuple[str, ...]:
-        """Names nobody has asked for."""
+        """The names of tensors that were never asked for."""
         ...
 
 
-def unheard(count: int) -> None:
-    """Of a source that nobody watches."""
+def ignore_progress(count: int) -> None:
+    """Report nothing."""
 
 
-def open_source(artifact: Artifact, load_format: str = "auto") -> Source:
+def open_source(artifact: ModelArtifact, load_format: str = "auto") -> WeightSource:
     if load_format == "dummy":
         return DummySource()
     if artifact.kind == "gguf":
-        return FileSource.gguf(gguf.read(artifact.path, words=False))
+        return FileSource.gguf(gguf.read_gguf(artifact.path, read_string_arrays=False))
     return FileSource.safetensors(artifact.path)
 
 
 # ---- tensors in files ----------------------------------------------------------------------------
 
-CACHED_VALUES = 1 << 18  # decoded at a time on the CPU: what its caches hold
-STREAMED_VALUES = 1 << 22  # copied or decoded at a time otherwise
-AHEAD = 16  # such portions on their way while one is decoded
+CACHED_VALUES = 1 << 18  # values decoded at once on a CPU: as many as its caches hold
+STREAMED_VALUES = 1 << 22  # values copied or decoded at once otherwise
+PANELS_AHEAD = 16  # panels being read while one is decoded
 
 
-def window(file: Path, start: int, end: int) -> torch.Tensor:
-    """Bytes of a file as uint8, without a copy; gone from memory with the last view of them.
+def map_bytes(file: Path, start: int, end: int) -> torch.Tensor:
+    """Map bytes of a file as uint8, without a copy; unmapped with the last view of them.
 
-    The mapping is private and writable, which torch wants of a buffer; nothing can reach the file. It is opened anew
-    for each stretch, so that neither address space nor resident memory ever holds a whole checkpoint.
+    The mapping is private and writable, as torch requires of a buffer; the file cannot change. Each
+    range is mapped anew, so neither address space nor resident memory holds a whole checkpoint.
     """
     if start == end:
         return torch.empty(0, dtype=torch.uint8)
     offset = start - start % mmap.ALLOCATIONGRANULARITY
     with file.open("rb") as handle:
-        if (
-            os.fstat(handle.fileno()).st_size < end
-        ):  # touching a page past the end would kill the process
+        # Reading a page past the end would kill the process.
+        if os.fstat(handle.fileno()).st_size < end:
             raise CheckpointError(
                 f"{file}: became shorter while it was being read; download it again"
             )
         data = mmap.mmap(handle.fileno(), end - offset, access=mmap.ACCESS_COPY, offset=offset)
-    if hasattr(mmap, "MADV_WILLNEED"):  # one request to the disk rather than one a page fault
+    if hasattr(mmap, "MADV_WILLNEED"):  # one disk request instead of one for each page fault
         data.madvise(mmap.MADV_WILLNEED)
     return torch.frombuffer(data, dtype=torch.uint8, offset=start - offset)
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor in a file, seen as rows of blocks: [product of the outer dimensions, last dimension]."""
+class FileTensor:
+    """A tensor in a file, seen as rows of blocks: [product of outer dimensions, last dimension]."""
 
     file: Path
-    kind: str  # the format's own name of the type, for messages
+    kind: str  # the format's name of the type, for messages
     shape: tuple[int, ...]
     start: int
     nbytes: int
     dtype: torch.dtype  # of the values
-    block: tuple[
-        int, int
-    ]  # values and bytes of a block: one value where there is nothing to decode
-    decode: Decoder | None = None
-    readable: bool = True  # False: a type nobody here knows
+    block: tuple[int, int]  # values and bytes of a block; one value if nothing is to be decoded
+    decode: Dequantize | None = None
+    readable: bool = True  # False: the type is unknown
 
     @property
     def row_bytes(self) -> int:
         return self.nbytes // prod(self.shape[:-1])
 
-    def undecoded(self) -> Entry:
-        """The bytes of its blocks."""
+    def as_raw(self) -> FileTensor:
+        """The same tensor as undecoded bytes."""
         shape = (*self.shape[:-1], self.row_bytes)
         return replace(self, shape=shape, dtype=torch.uint8, block=(1, 1), decode=None)
 
     def column_bytes(self, cols: Range) -> Range:
-        """The bytes of a row that hold these columns: whole blocks."""
+        """The bytes of a row that hold these columns, in whole blocks."""
         values, size = self.block
         return cols[0] // values * size, -(-cols[1] // values) * size
 
-    def bytes(self, rows: Range) -> torch.Tensor:
+    def map_rows(self, rows: Range) -> torch.Tensor:
         """uint8 [rows, bytes of a row], a view of the file."""
-        start, end = (self.start + row * self.row_bytes for row in rows)
-        return window(self.file, start, end).view(rows[1] - rows[0], self.row_bytes)
+        start = self.start + rows[0] * self.row_bytes
+        end = self.start + rows[1] * self.row_bytes
+        return map_bytes(self.file, start, end).view(rows[1] - rows[0], self.row_bytes)
 
-    def values(self, raw: torch.Tensor, cols: Range, device: torch.device) -> torch.Tensor:
-        """uint8 [rows, bytes of a row] -> [rows, cols], decoded on `device`, or a view where there is nothing to."""
-        a, b = self.column_bytes(cols)
+    def decode_rows(self, raw: torch.Tensor, cols: Range, device: torch.device) -> torch.Tensor:
+        """uint8 [rows, bytes of a row] -> [rows, cols].
+
+        Blocks are decoded on `device`; unquantized values are a view.
+        """
+        first_byte, end_byte = self.column_bytes(cols)
         if self.decode is None:
             aligned = raw if raw.data_ptr() % self.dtype.itemsize == 0 else raw.clone()
-            return aligned[:, a:b].view(self.dtype)
-        values, size = self.block
-        decoded = self.decode(raw[:, a:b].to(device).reshape(-1, size)).view(len(raw), -1)
-        first = cols[0] // values * values
-        return decoded[:, cols[0] - first : cols[1] - first]
+            return aligned[:, first_byte:end_byte].view(self.dtype)
+        block_values, block_bytes = self.block
+        blocks = raw[:, first_byte:end_byte].to(device).reshape(-1, block_bytes)
+        decoded = self.decode(blocks).view(len(raw), -1)
+        first_value = cols[0] // block_values * block_values
+        return decoded[:, cols[0] - first_value : cols[1] - first_value]
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """One matrix (or vector) of an entry, from row `first` on, as the model wants to see it."""
+class FileMatrix:
+    """One matrix (or vector) of a FileTensor, from row `first_row` on, as the model sees it."""
 
-    entry: Entry
-    first: int
+    tensor: FileTensor
+    first_row: int
     transposed: bool
     source: FileSource
 
     def read(self, rows: Range, cols: Range | None) -> torch.Tensor:
         if cols is None:
-            return self._values((0, 1), rows, torch.device("cpu"))[0]
+            return self._decode((0, 1), rows, CPU)[0]
         if self.transposed:
-            return self._values(cols, rows, torch.device("cpu")).T
-        return self._values(rows, cols, torch.device("cpu"))
+            return self._decode(cols, rows, CPU).T
+        return self._decode(rows, cols, CPU)
 
-    def fill(self, out: torch.Tensor, rows: Range, cols: Range | None) -> Wait | None:
+    def fill(self, out: torch.Tensor, rows: Range, cols: Range | None) -> WaitForRead | None:
+        """Read into `out`. Where that has only begun, return how to wait for it."""
         if cols is None:
-            out, rows, cols = out[None], (0, 1), rows
-        elif self.transposed:
-            out, rows, cols = out.T, cols, rows
+            return self._fill_stored(out[None], (0, 1), rows)
+        if self.transposed:
+            return self._fill_stored(out.T, cols, rows)
+        return self._fill_stored(out, rows, cols)
+
+    def _fill_stored(self, out: torch.Tensor, rows: Range, cols: Range) -> WaitForRead | None:
+        """`fill`, with rows and columns as they are stored."""
         stream = self.source.stream
         if stream is not None and stream.device.type == out.device.type:
-            return self._streamed(stream, out, rows, cols)
-        cached = self.entry.decode is not None and out.device.type == "cpu"
-        step = max(1, (CACHED_VALUES if cached else STREAMED_VALUES) // (cols[1] - cols[0]))
-        for row in range(*rows, step):
-            part = (row, min(row + step, rows[1]))
-            out[part[0] - rows[0] : part[1] - rows[0]].copy_(self._values(part, cols, out.device))
+            return self._fill_streamed(stream, out, rows, cols)
+        decodes_on_cpu = self.tensor.decode is not None and out.device.type == "cpu"
+        num_values = CACHED_VALUES if decodes_on_cpu else STREAMED_VALUES
+        step = max(1, num_values // (cols[1] - cols[0]))
+        for start in range(*rows, step):
+            end = min(start + step, rows[1])
+            panel = self._decode((start, end), cols, out.device)
+            out[start - rows[0] : end - rows[0]].copy_(panel)
         return None
 
-    def _streamed(self, stream: Stream, out: torch.Tensor, rows: Range, cols: Range) -> Wait | None:
-        """As `fill`, of whole rows: straight to where they belong, or a few at a time to be cut and decoded there."""
-        entry = self.entry
-        width = self.entry.row_bytes
-        a, b = entry.column_bytes(cols)
+    def _fill_streamed(
+        self, stream: WeightStream, out: torch.Tensor, rows: Range, cols: Range
+    ) -> WaitForRead | None:
+        """Stream whole rows: straight into `out`, or in panels that are cut and decoded."""
+        tensor = self.tensor
+        width = tensor.row_bytes
+        first_byte, end_byte = tensor.column_bytes(cols)
 
-        def begin(first: int, skip: int, into: torch.Tensor) -> Wait:
+        def begin_read(row: int, skip: int, into: torch.Tensor) -> WaitForRead:
             self.source.advance(into.nbytes)
-            return stream.read(entry.file, entry.start + (self.first + first) * width + skip, into)
+            start = tensor.start + (self.first_row + row) * width + skip
+            return stream.read(tensor.file, start, into)
 
-        unbroken = len(out) == 1 or b - a == width
-        as_stored = entry.decode is None and out.dtype == entry.dtype
-        if unbroken and as_stored and out.is_contiguous():
-            return begin(rows[0], a, out)
-        step = max(1, STREAMED_VALUES // entry.shape[-1])
+        is_one_range = len(out) == 1 or end_byte - first_byte == width
+        is_unchanged = tensor.decode is None and out.dtype == tensor.dtype
+        if is_one_range and is_unchanged and out.is_contiguous():
+            return begin_read(rows[0], first_byte, out)
+        step = max(1, STREAMED_VALUES // tensor.shape[-1])
 
-        def panel(row: int) -> Arriving:
-            into = torch.empty(
-                min(step, rows[1] - row), width, dtype=torch.uint8, device=out.device
-            )
-            return Arriving(into, (begin(row, 0, into),))
+        def begin_panel(row: int) -> PendingLoad:
+            height = min(step, rows[1] - row)
+            panel = torch.empty(height, width, dtype=torch.uint8, device=out.device)
+            return PendingLoad(panel, (begin_read(row, 0, panel),))
 
-        for row, part in zip(
-            range(0, len(out), step), ahead(map(panel, range(*rows, step)), AHEAD), strict=True
-        ):
-            out[row : row + step].copy_(entry.values(part, cols, out.device))
+        panels = prefetch(map(begin_panel, range(*rows, step)), PANELS_AHEAD)
+        for row, panel in zip(range(0, len(out), step), panels, strict=True):
+            out[row : row + step].copy_(tensor.decode_rows(panel, cols, out.device))
         return None
 
-    def _values(self, rows: Range, cols: Range, device: torch.device) -> torch.Tensor:
-        a, b = self.entry.column_bytes(cols)
-        self.source.advance((rows[1] - rows[0]) * (b - a))
-        return self.entry.values(
-            self.entry.bytes((self.first + rows[0], self.first + rows[1])), cols, device
-        )
-
-
-def _safetensor(file: Path, found: safetensors.TensorEntry) -> Entry:
-    dtype = DTYPES.get(found.dtype, torch.uint8)
-    known = found.dtype in DTYPES
-    size = found.end - found.start
-    block = (1, dtype.itemsize)
-    return Entry(
-        file, found.dtype, found.shape or (1,), found.start, size, dtype, block, readable=known
-    )
+    def _decode(self, rows: Range, cols: Range, device: torch.device) -> torch.Tensor:
+        first_byte, end_byte = self.tensor.column_bytes(cols)
+        self.source.advance((rows[1] - rows[0]) * (end_byte - first_byte))
+        raw = self.tensor.map_rows((self.first_row + rows[0], self.first_row + rows[1]))
+        return self.tensor.decode_rows(raw, cols, device)
 
 
 class FileSource:
-    """Tensors of a folder of safetensors files or of a GGUF file: mapped, or by a stream while there is one."""
+    """Tensors of a folder of safetensors files or of a GGUF file.
 
-    def __init__(self, origin: Path, entries: Mapping[str, Entry]):
+    They are mapped, or read through `stream` while there is one.
+    """
+
+    def __init__(self, origin: Path, entries: Mapping[str, FileTensor]):
         self.origin = origin
         self.entries = entries
         self.used: set[str] = set()
-        self.advance: Advance = unheard
-        self.stream: Stream | None = None
+        self.advance: AdvanceProgress = ignore_progress
+        self.stream: WeightStream | None = None
 
     @classmethod
     def safetensors(cls, folder: Path) -> FileSource:
         return cls(
-            folder, {name: _safetensor(*where) for name, where in safetensors.index(folder).items()}
+            folder,
+            {
+                name: from_safetensors(file, entry)
+                for name, (file, entry) in safetensors.index_checkpoint(folder).items()
+            },
         )
 
     def over(self, file: Path) -> FileSource:
-        """The same with a shard on top, whose tensors take precedence."""
+        """The same source with one more shard, whose tensors take precedence."""
         shard = {
-            name: _safetensor(file, found) for name, found in safetensors.read_header(file).items()
+            name: from_safetensors(file, entry)
+            for name, entry in safetensors.read_safetensors_header(file).items()
         }
         return FileSource(self.origin, {**self.entries, **shard})
 
     @classmethod
-    def gguf(cls, file: gguf.Gguf) -> FileSource:
-        decoders = {
-            kind: decoder(kind) for kind in {t.type for t in file.tensors.values()} - DTYPES.keys()
-        }
-
-        def entry(found: gguf.GgufTensor) -> Entry:
-            dtype = DTYPES.get(found.type, torch.float32)
-            block = gguf.BLOCKS[found.type]
-            decode = decoders.get(found.type)
-            known = found.type in DTYPES or decode is not None
-            return Entry(
-                file.path,
-                found.type,
-                found.shape,
-                found.start,
-                found.nbytes,
-                dtype,
-                block,
-                decode,
-                known,
-            )
-
-        return cls(file.path, {name: entry(found) for name, found in file.tensors.items()})
+    def gguf(cls, file: gguf.GgufFile) -> FileSource:
+        kinds = {tensor.type for tensor in file.tensors.values()}
+        dequantizers = {kind: find_dequantizer(kind) for kind in kinds - DTYPES.keys()}
+        return cls(
+            file.path,
+            {
+                name: from_gguf(file.path, tensor, dequantizers.get(tensor.type))
+                for name, tensor in file.tensors.items()
+            },
+        )
 
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries.values())
 
+    def has_quantized_tensors(self) -> bool:
+        return any(entry.decode is not None for entry in self.entries.values())
+
     def tensor(
         self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None
-    ) -> Stored:
-        stored = tuple(reversed(shape)) if transposed else tuple(shape)
-        entry = self._entry(name, stored, expert)
+    ) -> LazyTensor:
+        stored_shape = tuple(reversed(shape)) if transposed else tuple(shape)
+        entry = self._check_entry(name, stored_shape, expert)
         self.used.add(name)
-        height = stored[0] if len(stored) > 1 else 1
-        matrix = _Matrix(entry, height * (expert or 0), transposed, self)
-        coded = None
+        height = stored_shape[0] if len(stored_shape) > 1 else 1
+        first_row = height * (expert or 0)
+        matrix = FileMatrix(entry, first_row, transposed, self)
+        blocks = None
         if entry.decode is not None and len(shape) > 1 and not transposed:
-            octets = _Matrix(entry.undecoded(), matrix.first, False, self)
-            raw = Stored.whole((shape[0], entry.row_bytes), torch.uint8, octets.read, octets.fill)
-            coded = Coded(entry.kind, *entry.block, raw)
-        return Stored.whole(shape, entry.dtype, matrix.read, matrix.fill, coded)
+            raw_matrix = FileMatrix(entry.as_raw(), first_row, False, self)
+            raw_shape = (shape[0], entry.row_bytes)
+            raw = LazyTensor.from_reader(raw_shape, torch.uint8, raw_matrix.read, raw_matrix.fill)
+            blocks = QuantizedBlocks(entry.kind, *entry.block, raw)
+        return LazyTensor.from_reader(shape, entry.dtype, matrix.read, matrix.fill, blocks)
 
     def has(self, name: str) -> bool:
         return name in self.entries
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._found(name).shape
+        return self._find_entry(name).shape
 
     def names(self) -> Collection[str]:
         return self.entries.keys()
@@ -316,29 +316,29 @@ class FileSource:
     def unused(self) -> tuple[str, ...]:
         return tuple(sorted(self.entries.keys() - self.used))
 
-    def _found(self, name: str) -> Entry:
+    def _find_entry(self, name: str) -> FileTensor:
         entry = self.entries.get(name)
         if entry is None:
-            near = difflib.get_close_matches(name, self.entries, 2)
-            hint = f"; the nearest names are {', '.join(near)}" if near else ""
+            similar = difflib.get_close_matches(name, self.entries, 2)
+            hint = f"; the nearest names are {', '.join(similar)}" if similar else ""
             raise CheckpointError(f"{self.origin}: no tensor {name!r}, which the model needs{hint}")
         return entry
 
-    def _entry(self, name: str, shape: tuple[int, ...], expert: int | None) -> Entry:
-        entry = self._found(name)
-        found = entry.shape if expert is None else entry.shape[1:]
-        if len(shape) == 2 and len(found) > 2:  # blocks of a row one by one
-            merged = prod(found[1:])
-            entry = replace(entry, shape=(*entry.shape[: -len(found) + 1], merged))
-            found = (found[0], merged)
-        if (
-            shape[0] == 1 and found == shape[1:]
-        ):  # quantisers drop the one row of a shared expert's gate
-            found = shape
-        if found != shape or (expert is not None and expert >= entry.shape[0]):
+    def _check_entry(self, name: str, shape: tuple[int, ...], expert: int | None) -> FileTensor:
+        """The tensor of that name, which must have the shape and be readable."""
+        entry = self._find_entry(name)
+        stored = entry.shape if expert is None else entry.shape[1:]
+        if len(shape) == 2 and len(stored) > 2:  # the blocks of a row are a dimension of their own
+            merged = prod(stored[1:])
+            entry = replace(entry, shape=(*entry.shape[: -len(stored) + 1], merged))
+            stored = (stored[0], merged)
+        if shape[0] == 1 and stored == shape[1:]:
+            stored = shape  # some tools drop the only row of a shared expert's gate
+        if stored != shape or (expert is not None and expert >= entry.shape[0]):
             wanted = list(shape) if expert is None else ["experts", *shape]
             raise CheckpointError(
-                f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, the model expects {wanted}"
+                f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, the model expects "
+                f"{wanted}"
             )
         if not entry.readable:
             raise CheckpointError(
@@ -347,52 +347,78 @@ class FileSource:
         return entry
 
 
-# ---- tensors made up -----------------------------------------------------------------------------
+def from_safetensors(file: Path, entry: safetensors.TensorEntry) -> FileTensor:
+    dtype = DTYPES.get(entry.dtype, torch.uint8)
+    return FileTensor(
+        file,
+        entry.dtype,
+        entry.shape or (1,),
+        entry.start,
+        entry.end - entry.start,
+        dtype,
+        (1, dtype.itemsize),
+        readable=entry.dtype in DTYPES,
+    )
 
-DEVIATION = 0.02  # of made-up weights
+
+def from_gguf(file: Path, tensor: gguf.GgufTensor, decode: Dequantize | None) -> FileTensor:
+    return FileTensor(
+        file,
+        tensor.type,
+        tensor.shape,
+        tensor.start,
+        tensor.nbytes,
+        DTYPES.get(tensor.type, torch.float32),
+        gguf.GGML_BLOCKS[tensor.type],
+        decode,
+        readable=tensor.type in DTYPES or decode is not None,
+    )
+
+
+# ---- random weights ------------------------------------------------------------------------------
+
+DUMMY_DEVIATION = 0.02  # standard deviation of random weights
 
 
 class DummySource:
-    """Random weights of whatever shape is asked for: to measure and to plan without a checkpoint.
+    """Random weights of any shape: to measure and to plan without a checkpoint.
 
-    A value is a hash of its tensor's name, row and column, so slices agree with the whole and devices with each other.
+    A value is a hash of its tensor's name, row and column, so slices agree with the whole tensor
+    and devices agree with each other.
     """
 
     nbytes = 0
 
     def __init__(self, dtype: torch.dtype = torch.float32):
-        self.stored = dtype
-        self.advance: Advance = unheard
+        self.dtype = dtype
+        self.advance: AdvanceProgress = ignore_progress
 
     def tensor(
         self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None
-    ) -> Stored:
-        seed = int.from_bytes(
-            hashlib.blake2b(f"{name} {expert}".encode(), digest_size=4).digest(),
-            "little",
-            signed=True,
-        )
+    ) -> LazyTensor:
+        digest = hashlib.blake2b(f"{name} {expert}".encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest, "little", signed=True)
 
         def fill(out: torch.Tensor, rows: Range, cols: Range | None) -> None:
-            if cols is None:  # norms leave their input alone, biases add nothing
+            if cols is None:  # norm weights are 1 and biases 0: they change nothing
                 out.fill_(float(name.endswith("weight")))
             else:
-                throw(out, seed, (rows[0], cols[0]), DEVIATION)
+                fill_random(out, seed, (rows[0], cols[0]), DUMMY_DEVIATION)
 
         def read(rows: Range, cols: Range | None) -> torch.Tensor:
-            spans = (rows,) if cols is None else (rows, cols)
-            out = torch.empty([end - start for start, end in spans], dtype=self.stored)
+            ranges = (rows,) if cols is None else (rows, cols)
+            out = torch.empty([end - start for start, end in ranges], dtype=self.dtype)
             fill(out, rows, cols)
             return out
 
-        return Stored.whole(shape, self.stored, read, fill)
+        return LazyTensor.from_reader(shape, self.dtype, read, fill)
 
     def has(self, name: str) -> bool:
-        """Plain weights always are; parts of a quantised format never."""
+        """Every plain weight exists; parts of a quantized format never do."""
         return name.endswith((".weight", ".bias"))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        raise CheckpointError(f"{name}: made-up weights have no shape of their own")
+        raise CheckpointError(f"{name}: random weights have no shape of their own")
 
     def names(self) -> Collection[str]:
         return ()
@@ -404,26 +430,28 @@ class DummySource:
 # ---- progress ------------------------------------------------------------------------------------
 
 
-def progress(total: int, stream: TextIO) -> AbstractContextManager[Advance]:
-    """Show how many bytes are read and how long the rest will take."""
-    return _bar(total, stream) if stream.isatty() else _lines(total, stream)
+def show_progress(total: int, stream: TextIO) -> AbstractContextManager[AdvanceProgress]:
+    """Print how many bytes are read and how long the rest will take."""
+    if stream.isatty():
+        return _show_progress_bar(total, stream)
+    return _print_progress_lines(total, stream)
 
 
 @contextmanager
-def reported(total: int, report: Report) -> Iterator[Advance]:
-    """Tell how many bytes are read."""
-    done = 0
+def forward_progress(total: int, report: ProgressReport) -> Iterator[AdvanceProgress]:
+    """Call `report` with the number of bytes read so far."""
+    num_read = 0
 
     def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        report("weights", done, total)
+        nonlocal num_read
+        num_read += count
+        report("weights", num_read, total)
 
     yield advance
 
 
 @contextmanager
-def _bar(total: int, stream: TextIO) -> Iterator[Advance]:
+def _show_progress_bar(total: int, stream: TextIO) -> Iterator[AdvanceProgress]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -441,18 +469,23 @@ def _bar(total: int, stream: TextIO) -> Iterator[Advance]:
 
 
 @contextmanager
-def _lines(total: int, stream: TextIO, every: float = 5.0) -> Iterator[Advance]:
-    begun = told = time.monotonic()
-    done = 0
+def _print_progress_lines(
+    total: int, stream: TextIO, interval: float = 5.0
+) -> Iterator[AdvanceProgress]:
+    started = time.monotonic()
+    last_printed = started
+    num_read = 0
 
     def advance(count: int) -> None:
-        nonlocal done, told
-        done += count
+        nonlocal num_read, last_printed
+        num_read += count
         now = time.monotonic()
-        if now - told >= every:
-            told = now
-            left = (now - begun) * max(total - done, 0) / max(done, 1)
-            stream.write(f"weights: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {left:.0f} s left\n")
+        if now - last_printed >= interval:
+            last_printed = now
+            seconds_left = (now - started) * max(total - num_read, 0) / max(num_read, 1)
+            progress = f"{num_read / 1e9:.2f} of {total / 1e9:.2f} GB"
+            stream.write(f"weights: {progress}, {seconds_left:.0f} s left\n")
 
     yield advance
-    stream.write(f"weights: {done / 1e9:.2f} GB read in {time.monotonic() - begun:.1f} s\n")
+    seconds = time.monotonic() - started
+    stream.write(f"weights: {num_read / 1e9:.2f} GB read in {seconds:.1f} s\n")

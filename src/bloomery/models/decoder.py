@@ -1,7 +1,7 @@
-"""One decoder for every family: a spec says what it is, Weights where its tensors are.
+"""The decoder model of every family: a spec says what it is, ModelWeights loads its weights.
 
-The forward pass reads as the equations do. It knows nothing of batches and sequences: `tokens` and `positions` are
-flat, and what belongs together is the attention plan's affair.
+The forward pass reads like the equations. It knows nothing of batches and sequences: token ids and
+positions are flat, and the attention plan says which of them belong together.
 """
 
 from __future__ import annotations
@@ -12,332 +12,435 @@ from typing import Any
 
 import torch
 
-from bloomery.attention.base import Backend
-from bloomery.kernels.gemv import Norm
-from bloomery.layers.attention import AttentionBlock, Context
-from bloomery.layers.embedding import Embedding, Head
-from bloomery.layers.linear import Add, Linear, finish
+from bloomery.attention.base import AttentionBackend
+from bloomery.fusion import NormPrologue
+from bloomery.layers.attention import AttentionBlock, ForwardContext
+from bloomery.layers.embedding import LogitsHead, VocabEmbedding
+from bloomery.layers.linear import (
+    AddResidual,
+    LinearLayer,
+    ResidualStream,
+    apply_epilogue,
+    apply_norm,
+    materialize,
+)
 from bloomery.layers.mlp import MlpBlock
 from bloomery.layers.moe import MoeBlock
-from bloomery.layers.norm import Stream, normalize, value
-from bloomery.layers.rope import table
-from bloomery.models.weights import Weights
-from bloomery.native.team import team
-from bloomery.parallel.groups import ALONE, Group
-from bloomery.spec import Attention, Fused, Layer, Mlp, Model, Moe, Rope, Split
+from bloomery.layers.rope import build_rope_table
+from bloomery.models.weights import ModelWeights
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.parallel.groups import CommunicationGroup
+from bloomery.spec import (
+    AttentionSpec,
+    FusedTensor,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeSpec,
+    SplitTensors,
+)
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    spec: Layer
+    spec: LayerSpec
     attention: AttentionBlock
     mlp: MlpBlock | MoeBlock
-    attn_norm: Norm | None
-    attn_post_norm: Norm | None
-    mlp_norm: Norm | None
-    mlp_post_norm: Norm | None
-    attn_sum_norm: Norm | None
-    mlp_sum_norm: Norm | None
-    group: Group = ALONE  # where both blocks of a parallel layer are parts of one sum
+    attn_norm: NormPrologue | None
+    attn_post_norm: NormPrologue | None
+    mlp_norm: NormPrologue | None
+    mlp_post_norm: NormPrologue | None
+    attn_sum_norm: NormPrologue | None
+    mlp_sum_norm: NormPrologue | None
+    group: CommunicationGroup | None = (
+        None  # tensor parallel ranks, for layers with parallel blocks
+    )
+    pool: ThreadPool | None = None
 
-    def __call__(self, x: Stream, cache: torch.Tensor, context: Context) -> Stream:
+    def __call__(
+        self, x: ResidualStream, kv_cache: torch.Tensor, context: ForwardContext
+    ) -> ResidualStream:
+        """x [tokens, hidden] -> [tokens, hidden], of the context's output rows only."""
         if self.spec.parallel:
-            return self._parallel(x, cache, context)
-        add = Add(context.kept(x), self.spec.residual_scale)
+            return self._run_parallel_blocks(x, kv_cache, context)
+        pool = self.pool
+        scale = self.spec.residual_scale
+        add = AddResidual(context.select_outputs(x), scale)
         if self.attn_post_norm is None:
-            x = self.attention(x, cache, context, self.attn_norm, add)
+            x = self.attention(x, kv_cache, context, self.attn_norm, add)
         else:
-            x = finish(
-                normalize(self.attention(x, cache, context, self.attn_norm), self.attn_post_norm),
-                add,
-            )
-        x = x if self.attn_sum_norm is None else normalize(x, self.attn_sum_norm)
-        add = Add(x, self.spec.residual_scale)
+            y = self.attention(x, kv_cache, context, self.attn_norm)
+            x = apply_epilogue(apply_norm(y, self.attn_post_norm, pool), add, pool)
+        if self.attn_sum_norm is not None:
+            x = apply_norm(x, self.attn_sum_norm, pool)
+        add = AddResidual(x, scale)
         if self.mlp_post_norm is None:
             x = self.mlp(x, self.mlp_norm, add)
         else:
-            x = finish(normalize(self.mlp(x, self.mlp_norm), self.mlp_post_norm), add)
-        return x if self.mlp_sum_norm is None else normalize(x, self.mlp_sum_norm)
+            y = self.mlp(x, self.mlp_norm)
+            x = apply_epilogue(apply_norm(y, self.mlp_post_norm, pool), add, pool)
+        if self.mlp_sum_norm is not None:
+            x = apply_norm(x, self.mlp_sum_norm, pool)
+        return x
 
-    def _parallel(self, x: Stream, cache: torch.Tensor, context: Context) -> Stream:
-        """Both blocks read the same input and add to the same residual."""
-        if self.group.size > 1:
-            return self._summed(x, cache, context)
+    def _run_parallel_blocks(
+        self, x: ResidualStream, kv_cache: torch.Tensor, context: ForwardContext
+    ) -> ResidualStream:
+        """Attention and MLP read the same input and add to the same residual."""
+        if self.group is not None:
+            return self._run_sharded_parallel_blocks(x, kv_cache, context, self.group)
         if self.mlp_norm is not None:
-            summed = self.attention(x, cache, context, self.attn_norm, Add(context.kept(x)))
-            return self.mlp(value(context.kept(x)), self.mlp_norm, Add(summed))
-        normed = normalize(x, self.attn_norm)
-        summed = self.attention(normed, cache, context, None, Add(context.kept(x)))
-        return self.mlp(context.kept(normed), None, Add(summed))
+            add = AddResidual(context.select_outputs(x))
+            attended = self.attention(x, kv_cache, context, self.attn_norm, add)
+            mlp_input = materialize(context.select_outputs(x))
+            return self.mlp(mlp_input, self.mlp_norm, AddResidual(attended))
+        normed = apply_norm(x, self.attn_norm, self.pool)
+        add = AddResidual(context.select_outputs(x))
+        attended = self.attention(normed, kv_cache, context, None, add)
+        return self.mlp(context.select_outputs(normed), None, AddResidual(attended))
 
-    def _summed(self, x: Stream, cache: torch.Tensor, context: Context) -> Stream:
-        """Both blocks' parts, added up over the ranks at once."""
-        normed = normalize(x, self.attn_norm)
-        attended = value(self.attention(normed, cache, context))
-        read = (
-            context.kept(normed)
-            if self.mlp_norm is None
-            else normalize(context.kept(x), self.mlp_norm)
-        )
-        return finish(self.group.sum(attended + value(self.mlp(read))), Add(context.kept(x)))
+    def _run_sharded_parallel_blocks(
+        self,
+        x: ResidualStream,
+        kv_cache: torch.Tensor,
+        context: ForwardContext,
+        group: CommunicationGroup,
+    ) -> ResidualStream:
+        """Sum both blocks locally first, so that the ranks need one all-reduce."""
+        normed = apply_norm(x, self.attn_norm, self.pool)
+        attended = materialize(self.attention(normed, kv_cache, context))
+        if self.mlp_norm is None:
+            mlp_input = context.select_outputs(normed)
+        else:
+            mlp_input = apply_norm(context.select_outputs(x), self.mlp_norm, self.pool)
+        total = group.all_reduce(attended + materialize(self.mlp(mlp_input)))
+        return apply_epilogue(total, AddResidual(context.select_outputs(x)), self.pool)
 
 
 class Decoder:
-    """All of a model, or what one rank has of it: some layers, and of these what the group's layout leaves here.
+    """A model, or one rank's part of it: some layers, and of each the part of its layout.
 
-    The first stage of a pipeline has the embedding, the last one the head; `spec` is of the part that is here.
+    The first pipeline stage has the embedding, the last one the head. `spec` describes the part
+    that is here, `full_spec` the whole model.
     """
 
     def __init__(
-        self, model: Model, weights: Weights, group: Group = ALONE, layers: range | None = None
+        self,
+        model: ModelSpec,
+        weights: ModelWeights,
+        group: CommunicationGroup | None = None,
+        layers: range | None = None,
     ):
-        self.whole = model
-        layers = range(len(model.layers)) if layers is None else layers
-        spec = self.spec = replace(
-            model, layers=tuple(weights.layout.layer(model.layers[i]) for i in layers)
-        )
+        if layers is None:
+            layers = range(len(model.layers))
+        if group is not None and group.size == 1:
+            group = None  # one rank needs no all-reduce
+        own_layers = tuple(weights.layout.layer(model.layers[i]) for i in layers)
+        spec = replace(model, layers=own_layers)
+        self.full_spec = model
+        self.spec = spec
         self.device = weights.device
         self.dtype = weights.dtype
-        self.first = layers.start == 0
-        self.last = layers.stop == len(model.layers)
+        self.pool = weights.pool
+        self.is_first_stage = layers.start == 0
+        self.is_last_stage = layers.stop == len(model.layers)
         # In the model's own precision: Gemma was trained with a rounded factor.
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
-        names = weights.names
-        extra = weights.names.extra
-        width = spec.hidden
-        begins = self.first
-        ends = self.last
-        self.embed = embedding(spec, weights, group) if begins else None
-        self.positions = (
-            weights.table(extra["positions"], spec.positions, width)
-            if begins and spec.positions
-            else None
-        )
-        narrow = spec.embed_dim  # of embeddings that are projected to the model's width and back
-        self.project_in = (
-            weights.outside(extra["project_in"], width, narrow) if begins and narrow else None
-        )
-        self.embed_norm = (
-            weights.norm(spec.embed_norm, extra.get("embed_norm", ""), width) if begins else None
-        )
+        self.embed: VocabEmbedding | None = None
+        self.position_table: torch.Tensor | None = None
+        self.project_in: LinearLayer | None = None
+        self.embed_norm: NormPrologue | None = None
+        self.project_out: LinearLayer | None = None
+        self.final_norm: NormPrologue | None = None
+        self.head: LogitsHead | None = None
+        if self.is_first_stage:
+            self._load_embedding(weights, group)
         self.layers = [
-            decoder_layer(model.layers[i], width, weights, names.layer.format(i=i), group)
-            for i in layers
+            load_decoder_layer(model.layers[i], spec.hidden, weights, i, group) for i in layers
         ]
-        self.project_out = (
-            weights.outside(extra["project_out"], narrow, width) if ends and narrow else None
-        )
-        self.final_norm = weights.norm(spec.final_norm, names.final_norm, width) if ends else None
-        self.head = head(spec, weights, self.embed, group) if ends else None
-        self.ropes: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
+        if self.is_last_stage:
+            self._load_head(weights, group)
+        self.rope_cache: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def reach(self, length: int) -> None:
-        """Make the position tables for sequences of at most `length`; before the first forward pass."""
+    def _load_embedding(self, weights: ModelWeights, group: CommunicationGroup | None) -> None:
+        spec = self.spec
+        extra = weights.names.extra
+        self.embed = load_embedding(spec, weights, group)
+        if spec.positions:
+            self.position_table = weights.position_table(
+                extra["positions"], spec.positions, spec.hidden
+            )
+        if spec.embed_dim:  # embeddings of another width are projected to the model's
+            self.project_in = weights.outer_linear(extra["project_in"], spec.hidden, spec.embed_dim)
+        self.embed_norm = weights.norm(spec.embed_norm, extra.get("embed_norm", ""), spec.hidden)
+
+    def _load_head(self, weights: ModelWeights, group: CommunicationGroup | None) -> None:
+        spec = self.spec
+        if spec.embed_dim:
+            self.project_out = weights.outer_linear(
+                weights.names.extra["project_out"], spec.embed_dim, spec.hidden
+            )
+        self.final_norm = weights.norm(spec.final_norm, weights.names.final_norm, spec.hidden)
+        self.head = load_head(spec, weights, self.embed, group)
+
+    def build_rope_cache(self, max_len: int) -> None:
+        """Build the tables for sequences of at most `max_len`; before the first forward pass."""
         for rope in {layer.attention.position for layer in self.spec.layers}:
-            if isinstance(rope, Rope):
-                cos, sin = table(rope, length)
-                self.ropes[rope] = cos.to(self.device), sin.to(self.device)
+            if isinstance(rope, RopeSpec):
+                cos, sin = build_rope_table(rope, max_len)
+                self.rope_cache[rope] = cos.to(self.device), sin.to(self.device)
 
     def __call__(
         self,
-        tokens: torch.Tensor,
+        token_ids: torch.Tensor,
         positions: torch.Tensor,
-        slots: torch.Tensor,
-        caches: Sequence[torch.Tensor],
-        backend: Backend,
+        slot_mapping: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        backend: AttentionBackend,
         plan: Any,
-        wanted: torch.Tensor | None = None,
+        output_rows: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens, positions, slots [n] -> hidden states [n, hidden], normed and ready for `logits`.
+        """token_ids, positions, slot_mapping [n] -> hidden states [n, hidden], ready for `logits`.
 
-        `wanted` [m]: only these lines' states are asked for. The others end with the last layer's keys and values.
-        `hidden` [n, hidden]: what the layers before have made of the tokens, where these are elsewhere; from a decoder
-        without the last layer come such states again.
+        `output_rows` [m]: only the states of these tokens are returned. The other tokens end with
+        the keys and values of the last layer.
+        `hidden` [n, hidden]: the states from the pipeline stage before this one. A stage that is
+        not the last one returns such states.
         """
-        x: Stream = self._embedded(tokens, positions) if hidden is None else hidden
-        context = self._context(positions, slots, backend, plan)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            final = self.last and layer is self.layers[-1]
-            x = layer(x, cache, replace(context, keep=wanted) if final else context)
-        return normalize(x, self.final_norm)
+        x: ResidualStream = self._embed(token_ids, positions) if hidden is None else hidden
+        context = self._forward_context(positions, slot_mapping, backend, plan)
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            if self.is_last_stage and layer is self.layers[-1]:
+                context = replace(context, output_rows=output_rows)
+            x = layer(x, kv_cache, context)
+        return apply_norm(x, self.final_norm, self.pool)
 
-    def _embedded(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if self.embed is None:
-            raise RuntimeError(
-                "this part of the model begins behind the embedding: it needs hidden states"
-            )
-        x = self.embed(tokens)
+            raise RuntimeError("this pipeline stage has no embedding: it needs hidden states")
+        x = self.embed(token_ids)
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
         if self.project_in is not None:
             x = self.project_in(x)
-        if self.positions is not None:
-            x = x + self.positions[positions + self.spec.position_offset]
-        return normalize(x, self.embed_norm)
+        if self.position_table is not None:
+            x = x + self.position_table[positions + self.spec.position_offset]
+        return apply_norm(x, self.embed_norm, self.pool)
 
-    def _context(
-        self, positions: torch.Tensor, slots: torch.Tensor, backend: Backend, plan: Any
-    ) -> Context:
-        if positions.is_cuda or team().active:  # kernels look the angles up themselves
-            return Context(backend, plan, slots, self.ropes, positions)
-        angles = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self.ropes.items()}
-        return Context(backend, plan, slots, angles, None)
+    def _forward_context(
+        self,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        backend: AttentionBackend,
+        plan: Any,
+    ) -> ForwardContext:
+        if (
+            positions.is_cuda or self.pool is not None
+        ):  # these kernels look the angles up themselves
+            return ForwardContext(backend, plan, slot_mapping, self.rope_cache, positions)
+        angles = {
+            rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self.rope_cache.items()
+        }
+        return ForwardContext(backend, plan, slot_mapping, angles, None)
 
-    def features(self, state: torch.Tensor) -> torch.Tensor:
-        """A pooled state [hidden] as others know the last hidden state: in the width of the embeddings."""
+    def project_features(self, state: torch.Tensor) -> torch.Tensor:
+        """A pooled state [hidden] as the last hidden state of the family: [embedding width]."""
         if self.project_out is None:
             return state
         return self.project_out(state[None].to(self.dtype))[0].float()
 
-    def logits(self, hidden: torch.Tensor, wide: bool = True) -> torch.Tensor:
-        """[n, hidden] -> [n, vocab]; call it only for positions that are asked for.
+    def logits(self, hidden: torch.Tensor, as_float32: bool = True) -> torch.Tensor:
+        """[n, hidden] -> [n, vocab]; call it only for positions whose logits are needed.
 
-        In float32, unless not `wide` and nothing is left to compute: then as the product gives them.
+        Without `as_float32` the logits keep the dtype of the product if nothing else is applied.
         """
         if self.head is None:
-            raise RuntimeError("this part of the model ends before the head")
+            raise RuntimeError("this pipeline stage has no head: it computes no logits")
         if self.project_out is not None:
             hidden = self.project_out(hidden)
         logits = self.head(hidden)
-        cap = self.spec.logit_softcap
-        if not wide and self.spec.logit_scale == 1.0 and cap is None:
+        scale = self.spec.logit_scale
+        softcap = self.spec.logit_softcap
+        if not as_float32 and scale == 1.0 and softcap is None:
             return logits
         logits = logits.float()
-        if self.spec.logit_scale != 1.0:
-            logits = logits * self.spec.logit_scale
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if scale != 1.0:
+            logits = logits * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return logits
 
 
-def embedding(spec: Model, weights: Weights, group: Group) -> Embedding:
-    part = weights.layout.table(spec.vocab)
-    matrix = weights.outside(
-        weights.names.embed, spec.vocab, spec.embed_dim or spec.hidden, part=part
-    ).matrix
-    return Embedding(matrix, *weights.layout.words(spec.vocab), group)
+# ---- loading -------------------------------------------------------------------------------------
 
 
-def head(spec: Model, weights: Weights, embed: Embedding | None, group: Group) -> Head:
-    """A checkpoint that says tied and stores a head all the same means the one it stores."""
+def load_embedding(
+    spec: ModelSpec, weights: ModelWeights, group: CommunicationGroup | None
+) -> VocabEmbedding:
+    shard = weights.layout.table(spec.vocab)
+    width = spec.embed_dim or spec.hidden
+    linear = weights.outer_linear(weights.names.embed, spec.vocab, width, shard=shard)
+    first, end = weights.layout.vocab_range(spec.vocab)
+    return VocabEmbedding(linear.matrix, first, end, group, weights.pool)
+
+
+def load_head(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    embed: VocabEmbedding | None,
+    group: CommunicationGroup | None,
+) -> LogitsHead:
+    """A head that the checkpoint stores, even if it is tied; else the embedding."""
     name = weights.names.head
-    part = weights.layout.table(spec.vocab)
+    shard = weights.layout.table(spec.vocab)
     if not spec.tied or f"{name}.weight" in weights.source.names():
-        linear = weights.outside(
-            name, spec.vocab, spec.embed_dim or spec.hidden, spec.head_bias, part
-        )
-    else:
-        bias = weights.bias(f"{name}.bias", spec.vocab, part) if spec.head_bias else None
-        linear = Linear((embed or embedding(spec, weights, group)).matrix, bias)
-    return Head(linear, spec.vocab, group)
+        width = spec.embed_dim or spec.hidden
+        linear = weights.outer_linear(name, spec.vocab, width, spec.head_bias, shard)
+        return LogitsHead(linear, spec.vocab, group)
+    bias = weights.bias(f"{name}.bias", spec.vocab, shard) if spec.head_bias else None
+    if embed is None:
+        embed = load_embedding(spec, weights, group)
+    return LogitsHead(LinearLayer(embed.matrix, bias, None, weights.pool), spec.vocab, group)
 
 
-def decoder_layer(
-    spec: Layer, hidden: int, weights: Weights, prefix: str, group: Group = ALONE
+def load_decoder_layer(
+    spec: LayerSpec,
+    hidden: int,
+    weights: ModelWeights,
+    index: int,
+    group: CommunicationGroup | None = None,
 ) -> DecoderLayer:
-    def norm(role: str) -> Norm | None:
-        return weights.norm(getattr(spec, role), prefix + weights.names.extra.get(role, ""), hidden)
+    prefix = weights.names.layer.format(i=index)
 
-    inner = ALONE if spec.parallel else group  # parts of one sum are not added up one by one
+    def load_norm(role: str) -> NormPrologue | None:
+        name = prefix + weights.names.extra.get(role, "")
+        return weights.norm(getattr(spec, role), name, hidden)
+
+    # Parallel blocks are summed once, by the layer itself.
+    block_group = None if spec.parallel else group
+    mlp: MlpBlock | MoeBlock
+    if isinstance(spec.mlp, MoeSpec):
+        mlp = load_moe_block(spec.mlp, hidden, weights, prefix, block_group)
+    else:
+        mlp = load_mlp_block(spec.mlp, hidden, weights, prefix, block_group)
     return DecoderLayer(
         spec,
-        attention_block(spec.attention, hidden, weights, prefix, inner),
-        moe_block(spec.mlp, hidden, weights, prefix, inner)
-        if isinstance(spec.mlp, Moe)
-        else mlp_block(spec.mlp, hidden, weights, prefix, inner),
-        norm("attn_norm"),
-        norm("attn_post_norm"),
-        norm("mlp_norm"),
-        norm("mlp_post_norm"),
-        norm("attn_sum_norm"),
-        norm("mlp_sum_norm"),
-        group,
+        load_attention_block(spec.attention, hidden, weights, prefix, block_group),
+        mlp,
+        attn_norm=load_norm("attn_norm"),
+        attn_post_norm=load_norm("attn_post_norm"),
+        mlp_norm=load_norm("mlp_norm"),
+        mlp_post_norm=load_norm("mlp_post_norm"),
+        attn_sum_norm=load_norm("attn_sum_norm"),
+        mlp_sum_norm=load_norm("mlp_sum_norm"),
+        group=group,
+        pool=weights.pool,
     )
 
 
-def attention_block(
-    spec: Attention, hidden: int, weights: Weights, prefix: str, group: Group
+def load_attention_block(
+    spec: AttentionSpec,
+    hidden: int,
+    weights: ModelWeights,
+    prefix: str,
+    group: CommunicationGroup | None,
 ) -> AttentionBlock:
     names = weights.names
-    dim = spec.head_dim
     layout = weights.layout
-    parts = [heads * dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+    dim = spec.head_dim
+    q_width = spec.num_heads * dim
+    kv_width = spec.num_kv_heads * dim
     q_heads, kv_heads = layout.heads(spec)
 
-    def norm(role: str, heads: int, own: tuple[int, int]) -> Norm | None:
-        sizes: dict[str, int | tuple[int, int]] = {
+    def load_norm(role: str, num_heads: int, own_heads: tuple[int, int]) -> NormPrologue | None:
+        shapes: dict[str, int | tuple[int, int]] = {
             "head": dim,
-            "each": (heads, dim),
-            "all": heads * dim,
+            "each": (num_heads, dim),
+            "all": num_heads * dim,
         }
-        return weights.norm(
-            spec.qk_norm, prefix + names.extra.get(role, ""), sizes[spec.qk_norm_over], own
-        )
+        name = prefix + names.extra.get(role, "")
+        return weights.norm(spec.qk_norm, name, shapes[spec.qk_norm_over], own_heads)
 
-    return AttentionBlock(
-        spec,
-        weights.linear(
-            prefix, names.attn_qkv, parts, hidden, spec.bias, heads=spec, part=layout.qkv(spec)
-        ),
-        weights.linear(
-            prefix,
-            names.attn_out,
-            [hidden],
-            parts[0],
-            spec.out_bias,
-            part=layout.out(spec),
-            group=group,
-        ),
-        norm("q_norm", spec.num_heads, q_heads),
-        norm("k_norm", spec.num_kv_heads, kv_heads),
-        layout,
+    qkv = weights.linear(
+        prefix,
+        names.attn_qkv,
+        [q_width, kv_width, kv_width],
+        hidden,
+        spec.bias,
+        heads=spec,
+        shard=layout.qkv(spec),
     )
+    out = weights.linear(
+        prefix,
+        names.attn_out,
+        [hidden],
+        q_width,
+        spec.out_bias,
+        shard=layout.out(spec),
+        group=group,
+    )
+    q_norm = load_norm("q_norm", spec.num_heads, q_heads)
+    k_norm = load_norm("k_norm", spec.num_kv_heads, kv_heads)
+    return AttentionBlock(spec, qkv, out, q_norm, k_norm, layout, weights.pool)
 
 
-def mlp_block(
-    spec: Mlp,
+def load_mlp_block(
+    spec: MlpSpec,
     hidden: int,
-    weights: Weights,
+    weights: ModelWeights,
     prefix: str,
-    group: Group,
-    up: str | Split | Fused | None = None,
-    down: str | None = None,
+    group: CommunicationGroup | None,
+    up_name: str | SplitTensors | FusedTensor | None = None,
+    down_name: str | None = None,
 ) -> MlpBlock:
     names = weights.names
-    parts = [spec.size] * (2 if spec.gated else 1)
     layout = weights.layout
-    return MlpBlock(
-        spec,
-        weights.linear(prefix, up or names.mlp_up, parts, hidden, spec.bias, part=layout.up(spec)),
-        weights.linear(
-            prefix,
-            down or names.mlp_down,
-            [hidden],
-            spec.size,
-            spec.bias,
-            part=layout.down(spec),
-            group=group,
-        ),
+    up = weights.linear(
+        prefix,
+        up_name or names.mlp_up,
+        [spec.size, spec.size] if spec.gated else [spec.size],
+        hidden,
+        spec.bias,
+        shard=layout.up(spec),
     )
+    down = weights.linear(
+        prefix,
+        down_name or names.mlp_down,
+        [hidden],
+        spec.size,
+        spec.bias,
+        shard=layout.down(spec),
+        group=group,
+    )
+    return MlpBlock(spec, up, down)
 
 
-def moe_block(spec: Moe, hidden: int, weights: Weights, prefix: str, group: Group) -> MoeBlock:
+def load_moe_block(
+    spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str, group: CommunicationGroup | None
+) -> MoeBlock:
     names = weights.names
-    places = range(spec.experts)
     layout = weights.layout
     up = weights.experts(
-        prefix, names.expert_up, places, [spec.mlp.size] * 2, hidden, layout.up(spec.mlp)
+        prefix,
+        names.expert_up,
+        spec.experts,
+        [spec.mlp.size, spec.mlp.size],
+        hidden,
+        layout.up(spec.mlp),
     )
     down = weights.experts(
-        prefix, names.expert_down, places, [hidden], spec.mlp.size, layout.down(spec.mlp)
+        prefix, names.expert_down, spec.experts, [hidden], spec.mlp.size, layout.down(spec.mlp)
     )
-    shared = gate = None
-    if (
-        spec.shared is not None
-    ):  # its part is added to the other experts', and all of it summed once
-        shared = mlp_block(
-            spec.shared, hidden, weights, prefix, ALONE, names.shared_up, names.shared_down
+    shared = None
+    shared_gate = None
+    if spec.shared is not None:
+        # Without a group: its result is added to the experts' before the one all-reduce.
+        shared = load_mlp_block(
+            spec.shared, hidden, weights, prefix, None, names.shared_up, names.shared_down
         )
     if spec.shared_gate:
-        gate = weights.linear(prefix, names.extra["shared_gate"], [1], hidden, False)
+        shared_gate = weights.linear(prefix, names.extra["shared_gate"], [1], hidden, False)
     router = weights.linear(prefix, names.extra["router"], [spec.experts], hidden, False)
-    return MoeBlock(spec, router, up, down, shared, gate, group)
+    return MoeBlock(spec, router, up, down, shared, shared_gate, group, weights.pool)

@@ -1,132 +1,146 @@
-"""From files to a decoder on its device."""
+"""Loads a model: from the files of a checkpoint to a decoder on its device."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
 import torch
 
 from bloomery.artifacts import gguf
-from bloomery.artifacts.locate import Artifact
-from bloomery.describe import describe_file, description
-from bloomery.families import Description, as_stored
-from bloomery.layout import Layout
+from bloomery.artifacts.locate import ModelArtifact
+from bloomery.describe import describe_gguf_file, describe_model
+from bloomery.families import ModelDescription, resolve_name_prefix
+from bloomery.layout import TensorParallelLayout
 from bloomery.models.checkpoint import (
+    AdvanceProgress,
     FileSource,
-    Report,
-    Source,
+    ProgressReport,
+    WeightSource,
+    forward_progress,
+    ignore_progress,
     open_source,
-    progress,
-    reported,
-    unheard,
+    show_progress,
 )
 from bloomery.models.decoder import Decoder
-from bloomery.models.stream import Stream
-from bloomery.models.weights import Weights
-from bloomery.parallel.mesh import Mesh
-from bloomery.quant.choose import WARNINGS, choose
-from bloomery.quant.gguf import BlocksFormat
-from bloomery.spec import Model
+from bloomery.models.weight_stream import WeightStream
+from bloomery.models.weights import ModelWeights
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.parallel.groups import DeviceMesh
+from bloomery.quant.gguf import GgufFormat
+from bloomery.quant.select import QUALITY_WARNINGS, select_format
+from bloomery.spec import ModelSpec, TensorNames
 
-Cut = Callable[
-    [Model, Callable[[range], Decoder]], range
-]  # of a model, and of what loads some layers: which stay here
+LoadLayers = Callable[[range], Decoder]  # loads some layers
+SelectLayers = Callable[[ModelSpec, LoadLayers], range]  # the layers of this pipeline stage
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     decoder: Decoder
-    bytes: int  # of weights in memory
-    notes: tuple[str, ...]  # what was found and left alone
+    weight_bytes: int  # in memory
+    notes: tuple[str, ...]  # for the log: what was found and ignored
 
 
-def opened(artifact: Artifact, load_format: str) -> tuple[Description, Source]:
-    """What the model is, and its tensors; the header of a GGUF file, which says both, is read once."""
-    if artifact.kind == "gguf" and load_format == "auto":
-        file = gguf.read(artifact.path, words=False)
-        return describe_file(file), FileSource.gguf(file)
-    return description(artifact), open_source(artifact, load_format)
-
-
-def load(
-    artifact: Artifact,
+def load_model(
+    artifact: ModelArtifact,
     load_format: str,
     dtype: torch.dtype,
     device: torch.device,
-    show_progress: bool = False,
-    report: Report | None = None,
-    mesh: Mesh = Mesh(),  # frozen
+    print_progress: bool = False,
+    report: ProgressReport | None = None,
+    mesh: DeviceMesh = DeviceMesh(),  # noqa: B008 (it is frozen)
     quantize: str = "auto",
-    native: bool = False,
-    cut: Cut | None = None,
-) -> Loaded:
-    """The model, or of the layers that `cut` leaves here what belongs to this rank; with `native` a GGUF's blocks stay
-    blocks on a CPU too."""
-    found, source = opened(artifact, load_format)
-    names = as_stored(found.names, source.names())
-    kept = (
-        (native or device.type != "cpu")
-        and artifact.kind == "gguf"
-        and quantize == "auto"
-        and load_format == "auto"
-    )
-    form = BlocksFormat() if kept else choose(found.quantization, quantize)
+    keep_gguf_blocks: bool = False,
+    select_layers: SelectLayers | None = None,
+    pool: ThreadPool | None = None,
+) -> LoadedModel:
+    """Load the model, or this rank's part of it.
 
-    def rank() -> Weights:
-        return Weights(
-            source, names, dtype, device, form, layout=Layout(mesh.group.rank, mesh.group.size)
-        )
+    `select_layers` chooses the layers of this pipeline stage; without it all layers are loaded.
+    `keep_gguf_blocks`: a GGUF checkpoint stays quantized on a CPU too; on a GPU it always does.
+    `pool`: native CPU kernels will run the model.
+    """
+    model_info, source = open_model(artifact, load_format)
+    names = resolve_name_prefix(model_info.names, source.names())
+    format = select_format(model_info.quantization, quantize)
+    unchanged = quantize == "auto" and load_format == "auto"
+    if artifact.kind == "gguf" and unchanged and (keep_gguf_blocks or device.type != "cpu"):
+        format = GgufFormat()
+    layout = TensorParallelLayout(mesh.group.rank, mesh.group.size)
 
-    model = found.model
-    layers = (
-        cut(model, lambda some: Decoder(model, rank(), mesh.group, some))
-        if cut
-        else range(len(model.layers))
-    )
-    shown = (
-        progress(source.nbytes, sys.stderr)
-        if show_progress and source.nbytes
-        else nullcontext(unheard)
-    )
-    told = shown if report is None else reported(source.nbytes, report)
-    with told as source.advance, streamed(source, device):
-        weights = rank()
+    def open_weights() -> ModelWeights:
+        return ModelWeights(source, names, dtype, device, format, layout, pool)
+
+    def load_layers(some: range) -> Decoder:
+        return Decoder(model, open_weights(), mesh.group, some)
+
+    model = model_info.model
+    layers = range(len(model.layers))
+    if select_layers is not None:
+        layers = select_layers(model, load_layers)
+    progress: AbstractContextManager[AdvanceProgress] = nullcontext(ignore_progress)
+    if report is not None:
+        progress = forward_progress(source.nbytes, report)
+    elif print_progress and source.nbytes:
+        progress = show_progress(source.nbytes, sys.stderr)
+    with progress as source.advance, stream_weights(source, device):
+        weights = open_weights()
         decoder = Decoder(model, weights, mesh.group, layers)
-    notes = [WARNINGS[quantize]] if quantize in WARNINGS else []
-    if (
-        quantize != "auto"
-        and isinstance(source, FileSource)
-        and any(entry.decode for entry in source.entries.values())
-    ):
+    notes = collect_notes(model_info, source, names, quantize, complete=mesh.num_stages == 1)
+    return LoadedModel(decoder, weights.bytes, notes)
+
+
+def open_model(artifact: ModelArtifact, load_format: str) -> tuple[ModelDescription, WeightSource]:
+    """Describe the model and open its weights. The header of a GGUF file is read once for both."""
+    if artifact.kind == "gguf" and load_format == "auto":
+        file = gguf.read_gguf(artifact.path, read_string_arrays=False)
+        return describe_gguf_file(file), FileSource.gguf(file)
+    return describe_model(artifact), open_source(artifact, load_format)
+
+
+def collect_notes(
+    model_info: ModelDescription,
+    source: WeightSource,
+    names: TensorNames,
+    quantize: str,
+    complete: bool,
+) -> tuple[str, ...]:
+    """`complete`: the whole model was loaded, so every tensor should have been used."""
+    notes = []
+    if quantize in QUALITY_WARNINGS:
+        notes.append(QUALITY_WARNINGS[quantize])
+    if quantize != "auto" and isinstance(source, FileSource) and source.has_quantized_tensors():
         notes.append(
-            f"{quantize}: the file's blocks are expanded and rounded once more; left alone they lose nothing"
+            f"{quantize}: the file's blocks are expanded and rounded once more; left alone they "
+            "lose nothing"
         )
-    if found.unread:
-        notes.append(
-            f"the model's description has keys without a meaning here: {', '.join(found.unread)}"
-        )
-    unused = [
-        name
-        for name in source.unused()
-        if not any(fnmatch(name, pattern) for pattern in names.ignored)
-    ]
-    if unused and mesh.stages == 1:
-        notes.append(
-            f"{len(unused)} tensors of the checkpoint are not part of the model: {', '.join(unused[:4])} ..."
-        )
-    return Loaded(decoder, weights.bytes, tuple(notes))
+    if model_info.unread:
+        keys = ", ".join(model_info.unread)
+        notes.append(f"the model's description has keys without a meaning here: {keys}")
+    if complete:
+        unused = [
+            name
+            for name in source.unused()
+            if not any(fnmatch(name, pattern) for pattern in names.ignored)
+        ]
+        if unused:
+            some = ", ".join(unused[:4])
+            notes.append(
+                f"{len(unused)} tensors of the checkpoint are not part of the model: {some} ..."
+            )
+    return tuple(notes)
 
 
 @contextmanager
-def streamed(source: Source, device: torch.device) -> Iterator[None]:
-    """Files go to a GPU by a stream; to a CPU they are mapped."""
+def stream_weights(source: WeightSource, device: torch.device) -> Iterator[None]:
+    """Read files to a GPU through a WeightStream; on a CPU they are mapped into memory."""
     if device.type == "cpu" or not isinstance(source, FileSource):
         yield
         return
-    with Stream(device) as source.stream:
+    with WeightStream(device) as source.stream:
         yield
     source.stream = None

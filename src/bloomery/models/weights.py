@@ -1,7 +1,7 @@
-"""The checkpoint read by canonical name: the model pulls what it needs, stating the shape it expects.
+"""The weights of a model by canonical name: the decoder asks for each with the shape it expects.
 
-The one place where stored layouts are undone: q, k and v apart or fused, grouped by head or not, transposed or
-not, experts one by one or stacked.
+This is the one place that undoes stored layouts: q, k and v separate or fused, grouped by head or
+not, transposed or not, experts separate or stacked.
 """
 
 from __future__ import annotations
@@ -11,25 +11,30 @@ from typing import Protocol, Self, TypeVar
 
 import torch
 
-from bloomery.kernels.gemv import Norm as NormWeights
-from bloomery.layers.linear import Linear
-from bloomery.layout import WHOLE, Layout, Part
-from bloomery.models.checkpoint import Source
-from bloomery.parallel.groups import ALONE, Group
-from bloomery.quant.base import Format, Matrix, Product, Range, Ready, Stored
+from bloomery.fusion import NormPrologue
+from bloomery.layers.linear import LinearLayer
+from bloomery.layout import UNSHARDED, TensorParallelLayout, WeightShard
+from bloomery.models.checkpoint import WeightSource
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.parallel.groups import CommunicationGroup
+from bloomery.quant.base import LinearSpec, PreparedWeight, WeightFormat, WeightMatrix
 from bloomery.quant.dense import DenseFormat
-from bloomery.spec import Attention, Fused, Names, Norm, Split
+from bloomery.quant.lazy_tensor import LazyTensor, Range
+from bloomery.spec import AttentionSpec, FusedTensor, NormSpec, SplitTensors, TensorNames
 
 
-class Weights:
+class ModelWeights:
+    """Loads the weights of one rank onto its device."""
+
     def __init__(
         self,
-        source: Source,
-        names: Names,
+        source: WeightSource,
+        names: TensorNames,
         dtype: torch.dtype,
         device: torch.device,
-        format: Format | None = None,
-        layout: Layout = Layout(),  # frozen
+        format: WeightFormat | None = None,
+        layout: TensorParallelLayout = TensorParallelLayout(),  # noqa: B008 (it is frozen)
+        pool: ThreadPool | None = None,
     ):
         self.source = source
         self.names = names
@@ -37,177 +42,204 @@ class Weights:
         self.device = device
         self.format = format or DenseFormat()
         self.layout = layout
-        self.bytes = 0  # of what has been loaded
+        self.pool = pool
+        self.bytes = 0  # loaded so far
 
-    def vector(self, name: str, size: int | tuple[int, int]) -> torch.Tensor:
-        """A norm's weight or a bias; small, so in float32."""
-        shape = (size,) if isinstance(size, int) else size
-        return self._loaded(self.source.tensor(name, shape), torch.float32)
+    # ---- vectors ----
 
-    def table(self, name: str, rows: int, cols: int) -> torch.Tensor:
-        """Learned positions."""
-        return self._loaded(self.source.tensor(f"{name}.weight", (rows, cols)), self.dtype)
+    def vector(self, name: str, shape: int | tuple[int, int]) -> torch.Tensor:
+        """Load a norm's weight or bias, in float32."""
+        dimensions = (shape,) if isinstance(shape, int) else shape
+        return self._load_tensor(self.source.tensor(name, dimensions), torch.float32)
 
-    def _loaded(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, name: str, size: int, shard: WeightShard = UNSHARDED) -> torch.Tensor:
+        """Load the bias of a linear layer, in the model's dtype."""
+        stored = select_rows(self.source.tensor(name, (size,)), shard)
+        return self._load_tensor(stored, self.dtype)
+
+    def position_table(self, name: str, rows: int, cols: int) -> torch.Tensor:
+        """Load learned position embeddings."""
+        return self._load_tensor(self.source.tensor(f"{name}.weight", (rows, cols)), self.dtype)
+
+    def norm(
+        self,
+        spec: NormSpec | None,
+        name: str,
+        shape: int | tuple[int, int],
+        heads: Range = (0, 0),
+    ) -> NormPrologue | None:
+        """Load a norm. A shape [heads, dim] has one weight a head: the range `heads` is loaded."""
+        if spec is None:
+            return None
+        weight = self._norm_vector(f"{name}.weight", shape, heads) if spec.weight else None
+        if weight is not None and spec.unit_offset:
+            weight = 1 + weight
+        bias = self._norm_vector(f"{name}.bias", shape, heads) if spec.bias else None
+        return NormPrologue(spec.kind, weight, bias, spec.eps)
+
+    def _norm_vector(self, name: str, shape: int | tuple[int, int], heads: Range) -> torch.Tensor:
+        """A norm's vector; a name with {h} is stored head by head."""
+        if isinstance(shape, int):
+            return self.vector(name, shape)
+        if "{h}" not in name:
+            return self.vector(name, shape)[slice(*heads)]
+        return torch.stack([self.vector(name.format(h=h), shape[1]) for h in range(*heads)])
+
+    def _load_tensor(self, stored: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
         loaded = stored.load(dtype, self.device)
         self.bytes += loaded.nbytes
         return loaded
 
-    def _prepared(self, matrix: Matrix) -> Ready:
-        ready = matrix.prepare(self.dtype, self.device)
-        self.bytes += ready.nbytes
-        return ready
-
-    def norm(
-        self, spec: Norm | None, name: str, size: int | tuple[int, int], heads: Range = (0, 0)
-    ) -> NormWeights | None:
-        """A norm of which each head has its own is that of these heads."""
-        if spec is None:
-            return None
-        weight = self._each(f"{name}.weight", size, heads) if spec.weight else None
-        if weight is not None and spec.unit_offset:
-            weight = 1 + weight
-        bias = self._each(f"{name}.bias", size, heads) if spec.bias else None
-        return NormWeights(spec.kind, weight, bias, spec.eps)
-
-    def _each(self, name: str, size: int | tuple[int, int], heads: Range) -> torch.Tensor:
-        """A norm's vector; one with {h} in its name is kept head by head."""
-        if isinstance(size, int):
-            return self.vector(name, size)
-        if "{h}" not in name:
-            return self.vector(name, size)[slice(*heads)]
-        return torch.stack([self.vector(name.format(h=h), size[1]) for h in range(*heads)])
-
-    def outside(
-        self, name: str, outputs: int, inputs: int, bias: bool = False, part: Part = WHOLE
-    ) -> Linear:
-        """An embedding, or a product that is not part of a layer; never transposed."""
-        matrix = self.format.matrix(self.source, Product(name, (outputs, inputs), inside=False))
-        vector = self.bias(f"{name}.bias", outputs, part) if bias else None
-        return Linear(self._prepared(kept(matrix, part)), vector)
-
-    def bias(self, name: str, size: int, part: Part = WHOLE) -> torch.Tensor:
-        """A bias beside a product, in the product's own precision."""
-        return self._loaded(of_rows(self.source.tensor(name, (size,)), part), self.dtype)
+    # ---- matrices ----
 
     def linear(
         self,
         prefix: str,
-        stored: str | Split | Fused,
+        stored: str | SplitTensors | FusedTensor,
         parts: Sequence[int],
         inputs: int,
         bias: bool,
-        heads: Attention | None = None,
-        part: Part = WHOLE,
-        group: Group = ALONE,
-    ) -> Linear:
-        """The product whose outputs are `parts`, in that order, however the checkpoint keeps them.
+        heads: AttentionSpec | None = None,
+        shard: WeightShard = UNSHARDED,
+        group: CommunicationGroup | None = None,
+    ) -> LinearLayer:
+        """Load a linear layer of a decoder layer.
 
-        `part` is what this rank keeps of it, `group` those with whom its results must be added up.
+        Its outputs are `parts` in this order, however the checkpoint stores them. `shard` is the
+        part that this rank holds; results are summed over the ranks of `group`.
         """
-        vector = None
-        if bias and part.bias:
-            tensor = self.source.tensor
-            found = arranged(
-                lambda name, rows: tensor(f"{prefix}{name}.bias", (rows,)), stored, parts, heads
-            )
-            vector = self._loaded(of_rows(found, part), self.dtype)
-        matrix = kept(self._matrix(prefix, stored, parts, inputs, heads), part)
-        return Linear(self._prepared(matrix), vector, group)
+        loaded_bias = None
+        if bias and shard.bias:
+
+            def read_bias(name: str, rows: int) -> LazyTensor:
+                return self.source.tensor(f"{prefix}{name}.bias", (rows,))
+
+            arranged = arrange_parts(read_bias, stored, parts, heads)
+            loaded_bias = self._load_tensor(select_rows(arranged, shard), self.dtype)
+        matrix = self._stored_matrix(prefix, stored, parts, inputs, heads)
+        prepared = self._prepare(select_shard(matrix, shard))
+        return LinearLayer(prepared, loaded_bias, group, self.pool)
+
+    def outer_linear(
+        self,
+        name: str,
+        outputs: int,
+        inputs: int,
+        bias: bool = False,
+        shard: WeightShard = UNSHARDED,
+    ) -> LinearLayer:
+        """Load an embedding, or a linear layer outside of the decoder layers; never transposed."""
+        spec = LinearSpec(name, (outputs, inputs), in_decoder_layer=False)
+        matrix = self.format.open_matrix(self.source, spec)
+        loaded_bias = self.bias(f"{name}.bias", outputs, shard) if bias else None
+        prepared = self._prepare(select_shard(matrix, shard))
+        return LinearLayer(prepared, loaded_bias, None, self.pool)
 
     def experts(
         self,
         prefix: str,
-        stored: str | Split | Fused,
-        experts: Sequence[int],
+        stored: str | SplitTensors | FusedTensor,
+        num_experts: int,
         parts: Sequence[int],
         inputs: int,
-        part: Part = WHOLE,
-    ) -> Ready:
-        """One product an expert, stacked: [experts * sum of parts, inputs]; of each what this rank keeps."""
-        names = self.names
-        every = (
-            self._matrix(
-                prefix + names.experts.format(e=e),
+        shard: WeightShard = UNSHARDED,
+    ) -> PreparedWeight:
+        """Load one matrix an expert, stacked: [experts * sum of parts, inputs].
+
+        `shard` is the part of each expert that this rank holds.
+        """
+        matrices = []
+        for expert in range(num_experts):
+            matrix = self._stored_matrix(
+                prefix + self.names.experts.format(e=expert),
                 stored,
                 parts,
                 inputs,
-                expert=e if names.stacked_experts else None,
+                expert=expert if self.names.stacked_experts else None,
             )
-            for e in experts
-        )
-        first, *others = (kept(matrix, part) for matrix in every)
-        return self._prepared(first.cat(others))
+            matrices.append(select_shard(matrix, shard))
+        first, *others = matrices
+        return self._prepare(first.cat(others))
 
-    def _matrix(
+    def _stored_matrix(
         self,
         prefix: str,
-        stored: str | Split | Fused,
+        stored: str | SplitTensors | FusedTensor,
         parts: Sequence[int],
         inputs: int,
-        heads: Attention | None = None,
+        heads: AttentionSpec | None = None,
         expert: int | None = None,
-    ) -> Matrix:
-        def pull(name: str, rows: int) -> Matrix:
-            precise = name in (self.names.extra.get("router"), self.names.extra.get("shared_gate"))
-            product = Product(
-                f"{prefix}{name}", (rows, inputs), self.names.transposed, expert, precise=precise
+    ) -> WeightMatrix:
+        extra = self.names.extra
+        unquantized = (extra.get("router"), extra.get("shared_gate"))
+
+        def read_matrix(name: str, rows: int) -> WeightMatrix:
+            spec = LinearSpec(
+                f"{prefix}{name}",
+                (rows, inputs),
+                self.names.transposed,
+                expert,
+                unquantized=name in unquantized,
             )
-            return self.format.matrix(self.source, product)
+            return self.format.open_matrix(self.source, spec)
 
-        return arranged(pull, stored, parts, heads)
+        return arrange_parts(read_matrix, stored, parts, heads)
+
+    def _prepare(self, matrix: WeightMatrix) -> PreparedWeight:
+        prepared = matrix.prepare(self.dtype, self.device, self.pool)
+        self.bytes += prepared.nbytes
+        return prepared
 
 
-class Arrangeable(Protocol):
-    """What a matrix and a bias have in common."""
+class RowArrangeable(Protocol):
+    """What a weight matrix and a bias have in common."""
 
     def rows(self, ranges: Sequence[Range]) -> Self: ...
     def cat(self, others: Sequence[Self]) -> Self: ...
 
 
-T = TypeVar("T", bound=Arrangeable)
+T = TypeVar("T", bound=RowArrangeable)
 
 
-def of_rows(whole: T, part: Part) -> T:
-    return whole if part.rows is None else whole.rows(part.rows)
+def select_rows(stored: T, shard: WeightShard) -> T:
+    return stored if shard.rows is None else stored.rows(shard.rows)
 
 
-def kept(matrix: Matrix, part: Part) -> Matrix:
-    """What a rank keeps of a matrix."""
-    matrix = of_rows(matrix, part)
-    return matrix if part.cols is None else matrix.cols(*part.cols)
+def select_shard(matrix: WeightMatrix, shard: WeightShard) -> WeightMatrix:
+    matrix = select_rows(matrix, shard)
+    return matrix if shard.cols is None else matrix.cols(*shard.cols)
 
 
-def arranged(
-    pull: Callable[[str, int], T],
-    stored: str | Split | Fused,
+def arrange_parts(
+    read: Callable[[str, int], T],
+    stored: str | SplitTensors | FusedTensor,
     parts: Sequence[int],
-    heads: Attention | None,
+    heads: AttentionSpec | None,
 ) -> T:
-    """`parts` one after another, pulled by name and number of rows from wherever they lie."""
-    if isinstance(stored, Split):
-        first, *others = map(pull, stored.names, parts)
+    """The `parts` below each other; `read(name, rows)` reads one tensor of the checkpoint."""
+    if isinstance(stored, SplitTensors):
+        first, *others = map(read, stored.names, parts)
         return first.cat(others)
-    whole = pull(stored.name if isinstance(stored, Fused) else stored, sum(parts))
-    return (
-        whole.rows(grouped_ranges(heads))
-        if isinstance(stored, Fused) and stored.grouped and heads
-        else whole
-    )
+    if isinstance(stored, FusedTensor):
+        fused = read(stored.name, sum(parts))
+        if stored.grouped and heads is not None:
+            return fused.rows(ungrouped_qkv_ranges(heads))
+        return fused
+    return read(stored, sum(parts))
 
 
-def grouped_ranges(spec: Attention) -> list[Range]:
-    """Rows of all q, all k, all v inside a matrix stored as [kv_head][its q heads, k, v][head_dim]."""
-    share = spec.num_heads // spec.num_kv_heads
-    dim = spec.head_dim
-    width = share + 2
-    groups = range(spec.num_kv_heads)
-
-    def span(head: int, count: int) -> Range:
-        return head * dim, (head + count) * dim
-
-    return [
-        *(span(g * width, share) for g in groups),
-        *(span(g * width + share, 1) for g in groups),
-        *(span(g * width + share + 1, 1) for g in groups),
-    ]
+def ungrouped_qkv_ranges(spec: AttentionSpec) -> list[Range]:
+    """The rows of all q, all k, all v in a matrix stored as [kv_head][q heads, k, v][head_dim]."""
+    q_heads = spec.num_heads // spec.num_kv_heads
+    group_heads = q_heads + 2
+    q_ranges = []
+    k_ranges = []
+    v_ranges = []
+    for group in range(spec.num_kv_heads):
+        first = group * group_heads * spec.head_dim
+        k_first = first + q_heads * spec.head_dim
+        v_first = k_first + spec.head_dim
+        q_ranges.append((first, k_first))
+        k_ranges.append((k_first, v_first))
+        v_ranges.append((v_first, v_first + spec.head_dim))
+    return [*q_ranges, *k_ranges, *v_ranges]

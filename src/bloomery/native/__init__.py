@@ -1,5 +1,5 @@
-"""Kernels for the CPU in C: built with the system's compiler at first use, called through ctypes, run on one team.
+"""CPU kernels in C: compiled with the system's compiler at first use and called through ctypes.
 
-Everything here has a slower twin in torch and may be missing: without a compiler, or on a machine it does not know, the
-rest of the program asks `team().active`, hears no, and goes on with torch.
+Each kernel has a slower equivalent in torch. Without a C compiler there is no thread pool, and the
+rest of the program runs in torch.
 """

@@ -1,31 +1,32 @@
-// Attention over the paged cache: one query at a time where sequences go on by one position, tiles of queries
-// where they bring many.
+// Attention over the paged KV cache: decode requests one query at a time, prefill chunks in tiles
+// of queries.
 //
-// Position p of a sequence lies in slot table[p / size] * size + p % size. A query at position p sees keys 0 .. p, or the
-// last `window` of them. Whatever keys and values are kept in, they are multiplied as float32.
-#include "cache.h"
+// Position p of a sequence lies in slot block_table[p / block_size] * block_size + p % block_size.
+// A query at position p sees keys 0 .. p, or the last `window` of them. Whatever the cache holds,
+// the products are of float32.
+#include "kv_cache.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-#define KEYS 64   // taken together by a tile of queries
-#define LOW -1e30f
+#define KEYS 64        // that a tile of queries reads at once
+#define LOWEST -1e30f  // below every score, and finite
 
 typedef struct {
     const float *q, *slopes;  // slopes [heads], or NULL
-    Cache cache;
-    const int64_t *items;             // [singles + tiles][4]: sequence, first token, first position, count
-    const int64_t *tables;            // [sequences][width]
-    const int64_t *ends;              // [sequences]: where given, a single's position is its sequence's end less one
-    float *out;                       // [tokens, heads, dim]
-    long singles, tiles, width, size, window;
+    KvCache cache;
+    const int64_t *spans;  // [decodes + tiles][4]: sequence, first token, first position, count
+    const int64_t *block_tables;  // [sequences][width]
+    const int64_t *seq_lens;      // [sequences] or NULL; if given, a decode is at seq_len - 1
+    float *out;                   // [tokens, heads, dim]
+    long num_decodes, num_tiles, width, block_size, window;
     int heads, kv_heads, dim;
     float scale, softcap;
-} Attend;
+} Attention;
 
-// Lane i is the sum of t[i].
-INLINE f8 sums8(const f8 t[8]) {
-    f8 u[4], v[2];
+// Lane i of the result is the sum of all lanes of t[i].
+INLINE f32x8 reduce_sums8(const f32x8 t[8]) {
+    f32x8 u[4], v[2];
     for (int i = 0; i < 4; i++)
         u[i] = __builtin_shufflevector(t[2 * i], t[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
                __builtin_shufflevector(t[2 * i], t[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
@@ -36,101 +37,116 @@ INLINE f8 sums8(const f8 t[8]) {
            __builtin_shufflevector(v[0], v[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
-// Where the key of a position is, or its value.
-static inline long place_at(const Attend *a, const int64_t *table, long position, int kv_head, bool value) {
-    return place_of(&a->cache, table[position / a->size] * a->size + position % a->size, kv_head, value);
+// The cache index of the key (or value) of a position.
+static inline long index_at(const Attention *a, const int64_t *table, long position, int kv_head,
+                            bool value) {
+    return cache_index(&a->cache,
+                       table[position / a->block_size] * a->block_size + position % a->block_size,
+                       kv_head, value);
 }
 
-static inline f8 adjusted(const Attend *a, f8 score, int head, f8 distance) {
-    if (a->softcap > 0) score = all8(a->softcap) * tanh8(score / all8(a->softcap));
-    if (a->slopes) score += all8(a->slopes[head]) * distance;
+// Applies the softcap and the ALiBi slope.
+static inline f32x8 adjust_scores(const Attention *a, f32x8 score, int head, f32x8 distance) {
+    if (a->softcap > 0) score = broadcast8(a->softcap) * tanh8(score / broadcast8(a->softcap));
+    if (a->slopes) score += broadcast8(a->slopes[head]) * distance;
     return score;
 }
 
-static const f8 STEPS = {0, 1, 2, 3, 4, 5, 6, 7};
+static const f32x8 STEPS = {0, 1, 2, 3, 4, 5, 6, 7};
 
-// ---- one query -----------------------------------------------------------------------------------------------------
+// ---- decode: one query -------------------------------------------------------------------------
 
-INLINE void scores_of(const Attend *a, const int64_t *table, long from, long to, int head, const float *q, long position,
-                      float *scores, const int dim, const Kept kind) {
+INLINE void compute_scores(const Attention *a, const int64_t *table, long from, long to, int head,
+                           const float *q, long position, float *scores, const int dim,
+                           const CacheKind kind) {
     int kv_head = head / (a->heads / a->kv_heads);
     for (long p = from; p < to; p += 8) {
-        f8 t[8], scale = all8(a->scale);
+        f32x8 t[8], scale = broadcast8(a->scale);
         for (int i = 0; i < 8; i++) {
-            long place = place_at(a, table, p + i < to ? p + i : to - 1, kv_head, false);
-            const char *k = a->cache.numbers + place * width_of(kind);
-            f8 even = load8(q) * kept8(kind, k, 0), odd = all8(0);
+            long index = index_at(a, table, p + i < to ? p + i : to - 1, kv_head, false);
+            const char *k = a->cache.values + index * element_bytes(kind);
+            f32x8 even = load8(q) * load_cache8(kind, k, 0), odd = broadcast8(0);
             int d = 8;
             for (; d + 16 <= dim; d += 16)
-                even += load8(q + d + 8) * kept8(kind, k, d + 8), odd += load8(q + d) * kept8(kind, k, d);
-            if (d < dim) odd += load8(q + d) * kept8(kind, k, d);
+                even += load8(q + d + 8) * load_cache8(kind, k, d + 8),
+                    odd += load8(q + d) * load_cache8(kind, k, d);
+            if (d < dim) odd += load8(q + d) * load_cache8(kind, k, d);
             t[i] = even + odd;
-            if (kind == BYTES) scale[i] *= *scale_of(&a->cache, place);
+            if (kind == CACHE_INT8) scale[i] *= *cache_scale(&a->cache, index);
         }
-        f8 distance = all8((float)(p - position)) + STEPS;
-        store8(scores + (p - from), adjusted(a, sums8(t) * scale, head, distance));
+        f32x8 distance = broadcast8((float)(p - position)) + STEPS;
+        store8(scores + (p - from), adjust_scores(a, reduce_sums8(t) * scale, head, distance));
     }
 }
 
 static float softmax(float *scores, long count) {
-    f8 top = all8(-INFINITY), total = all8(0);
+    f32x8 top = broadcast8(-INFINITY), total = broadcast8(0);
     for (long i = count; i % 8; i++) scores[i] = -INFINITY;
     for (long i = 0; i < count; i += 8) top = max8(top, load8(scores + i));
-    f8 best = all8(highest8(top));
+    f32x8 best = broadcast8(reduce_max8(top));
     for (long i = 0; i < count; i += 8) {
-        f8 e = exp8(load8(scores + i) - best);
+        f32x8 e = exp8(load8(scores + i) - best);
         store8(scores + i, e);
         total += e;
     }
-    return sum8(total);
+    return reduce_sum8(total);
 }
 
-INLINE void mixed_values(const Attend *a, const int64_t *table, long from, long to, int kv_head, const float *weights,
-                         float inverse, float *out, int first, const int vectors, const Kept kind) {
-    f8 sum[8];
-    for (int v = 0; v < vectors; v++) sum[v] = all8(0);
+INLINE void mix_values(const Attention *a, const int64_t *table, long from, long to, int kv_head,
+                       const float *weights, float inverse, float *out, int first,
+                       const int vectors, const CacheKind kind) {
+    f32x8 sum[8];
+    for (int v = 0; v < vectors; v++) sum[v] = broadcast8(0);
     for (long p = from; p < to; p++) {
-        long place = place_at(a, table, p, kv_head, true);
-        const char *value = a->cache.numbers + place * width_of(kind);
-        f8 weight = all8(kind == BYTES ? weights[p - from] * *scale_of(&a->cache, place) : weights[p - from]);
-        for (int v = 0; v < vectors; v++) sum[v] += weight * kept8(kind, value, first + 8 * v);
+        long index = index_at(a, table, p, kv_head, true);
+        const char *value = a->cache.values + index * element_bytes(kind);
+        f32x8 weight =
+            broadcast8(kind == CACHE_INT8 ? weights[p - from] * *cache_scale(&a->cache, index)
+                                          : weights[p - from]);
+        for (int v = 0; v < vectors; v++)
+            sum[v] += weight * load_cache8(kind, value, first + 8 * v);
     }
-    for (int v = 0; v < vectors; v++) store8(out + first + 8 * v, sum[v] * all8(inverse));
+    for (int v = 0; v < vectors; v++) store8(out + first + 8 * v, sum[v] * broadcast8(inverse));
 }
 
-INLINE void attend_kept(const Attend *a, const int64_t *item, int head, char *scratch, const Kept kind) {
-    const int64_t *table = a->tables + item[0] * a->width;
-    long position = a->ends ? a->ends[item[0]] - 1 : item[2], to = position + 1;
+INLINE void attend_decode_kind(const Attention *a, const int64_t *span, int head, char *scratch,
+                               const CacheKind kind) {
+    const int64_t *table = a->block_tables + span[0] * a->width;
+    long position = a->seq_lens ? a->seq_lens[span[0]] - 1 : span[2], to = position + 1;
     long from = a->window && to > a->window ? to - a->window : 0;
-    long at = (item[1] * a->heads + head) * a->dim;
+    long at = (span[1] * a->heads + head) * a->dim;
     int kv_head = head / (a->heads / a->kv_heads), d = 0;
     float *scores = (float *)scratch;
-    if (a->dim == 64) scores_of(a, table, from, to, head, a->q + at, position, scores, 64, kind);
-    else if (a->dim == 128) scores_of(a, table, from, to, head, a->q + at, position, scores, 128, kind);
-    else scores_of(a, table, from, to, head, a->q + at, position, scores, a->dim, kind);
+    if (a->dim == 64)
+        compute_scores(a, table, from, to, head, a->q + at, position, scores, 64, kind);
+    else if (a->dim == 128)
+        compute_scores(a, table, from, to, head, a->q + at, position, scores, 128, kind);
+    else compute_scores(a, table, from, to, head, a->q + at, position, scores, a->dim, kind);
     float inverse = 1.0f / softmax(scores, to - from);
-    for (; d + 64 <= a->dim; d += 64) mixed_values(a, table, from, to, kv_head, scores, inverse, a->out + at, d, 8, kind);
-    for (; d < a->dim; d += 8) mixed_values(a, table, from, to, kv_head, scores, inverse, a->out + at, d, 1, kind);
+    for (; d + 64 <= a->dim; d += 64)
+        mix_values(a, table, from, to, kv_head, scores, inverse, a->out + at, d, 8, kind);
+    for (; d < a->dim; d += 8)
+        mix_values(a, table, from, to, kv_head, scores, inverse, a->out + at, d, 1, kind);
 }
 
-static void attend_one(const Attend *a, const int64_t *item, int head, char *scratch) {
-    if (a->cache.kind == FLOATS) attend_kept(a, item, head, scratch, FLOATS);
-    else if (a->cache.kind == HALVES) attend_kept(a, item, head, scratch, HALVES);
-    else attend_kept(a, item, head, scratch, BYTES);
+static void attend_decode(const Attention *a, const int64_t *span, int head, char *scratch) {
+    if (a->cache.kind == CACHE_FLOAT) attend_decode_kind(a, span, head, scratch, CACHE_FLOAT);
+    else if (a->cache.kind == CACHE_HALF) attend_decode_kind(a, span, head, scratch, CACHE_HALF);
+    else attend_decode_kind(a, span, head, scratch, CACHE_INT8);
 }
 
-// ---- a tile of queries ---------------------------------------------------------------------------------------------
+// ---- prefill: a tile of queries ----------------------------------------------------------------
 
 // c [rows, 16] (+)= a [rows, depth] * b [depth, 16], where row k of b begins at b[k] + column.
-INLINE void block_product(const float *a, long a_step, const float *const *b, long depth, long column, float *c,
-                          long c_step, const int rows, const bool add) {
-    f8 sum[6][2];
+INLINE void block_product(const float *a, long a_step, const float *const *b, long depth,
+                          long column, float *c, long c_step, const int rows, const bool add) {
+    f32x8 sum[6][2];
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < 2; i++) sum[r][i] = add ? load8(c + r * c_step + 8 * i) : all8(0);
+        for (int i = 0; i < 2; i++) sum[r][i] = add ? load8(c + r * c_step + 8 * i) : broadcast8(0);
     for (long k = 0; k < depth; k++) {
-        f8 left = load8(b[k] + column), right = load8(b[k] + column + 8);
+        f32x8 left = load8(b[k] + column), right = load8(b[k] + column + 8);
         for (int r = 0; r < rows; r++) {
-            f8 x = all8(a[r * a_step + k]);
+            f32x8 x = broadcast8(a[r * a_step + k]);
             sum[r][0] += x * left;
             sum[r][1] += x * right;
         }
@@ -139,10 +155,10 @@ INLINE void block_product(const float *a, long a_step, const float *const *b, lo
         for (int i = 0; i < 2; i++) store8(c + r * c_step + 8 * i, sum[r][i]);
 }
 
-#define GROUP 6  // rows that go through a block of keys together: what registers hold
+#define GROUP 6  // rows multiplied with a block of keys at once: as many as registers hold
 
-INLINE void group_product(const float *a, long a_step, const float *const *b, long depth, float *c, long c_step, long rows,
-                          long columns, const bool add) {
+INLINE void group_product(const float *a, long a_step, const float *const *b, long depth, float *c,
+                          long c_step, long rows, long columns, const bool add) {
     for (long column = 0; column < columns; column += 16) {
         float *to = c + column;
         switch (rows) {
@@ -157,18 +173,23 @@ INLINE void group_product(const float *a, long a_step, const float *const *b, lo
 }
 
 typedef struct {
-    float *q, *out, *scores, *keys, *values, *best, *total;  // rows [dim] twice, GROUP [KEYS], [dim][KEYS], [KEYS][dim] ..
+    float *q, *out;       // [rows][dim]
+    float *scores;        // [GROUP][KEYS]
+    float *keys;          // [dim][KEYS]
+    float *values;        // [KEYS][dim]
+    float *best, *total;  // [rows]: the highest score so far, the sum of weights
     const float **key_rows, **value_rows;
     long dim;  // rounded up to 16
-} Tile;
+} QueryTile;
 
 static size_t tile_bytes(long rows, long dim) {
     dim = (dim + 15) / 16 * 16;
-    return sizeof(float) * (2 * rows * dim + GROUP * KEYS + (2 * dim + 1) * KEYS + 2 * rows + 64) + sizeof(void *) * (dim + KEYS);
+    return sizeof(float) * (2 * rows * dim + GROUP * KEYS + (2 * dim + 1) * KEYS + 2 * rows + 64) +
+           sizeof(void *) * (dim + KEYS);
 }
 
-static Tile tile_in(char *scratch, long rows, long dim) {
-    Tile t = {.dim = (dim + 15) / 16 * 16};
+static QueryTile place_tile(char *scratch, long rows, long dim) {
+    QueryTile t = {.dim = (dim + 15) / 16 * 16};
     t.key_rows = (const float **)scratch;
     t.value_rows = t.key_rows + t.dim;
     t.q = (float *)(t.value_rows + KEYS);
@@ -181,101 +202,133 @@ static Tile tile_in(char *scratch, long rows, long dim) {
     return t;
 }
 
-// A head as floats: where it is, or written out to `space`.
-static inline const float *opened(const Cache *c, long place, float *space) {
-    const char *at = c->numbers + place * width_of(c->kind);
-    if (c->kind == FLOATS) return (const float *)at;
-    f8 scale = all8(c->kind == BYTES ? *scale_of(c, place) : 1);
-    for (int d = 0; d < c->dim; d += 8)
-        store8(space + d, c->kind == HALVES ? kept8(HALVES, at, d) : kept8(BYTES, at, d) * scale);
+// One head of the cache as float32: in place, or converted into `space`.
+static inline const float *load_head(const KvCache *c, long index, float *space) {
+    const char *at = c->values + index * element_bytes(c->kind);
+    if (c->kind == CACHE_FLOAT) return (const float *)at;
+    f32x8 scale = broadcast8(c->kind == CACHE_INT8 ? *cache_scale(c, index) : 1);
+    for (int d = 0; d < c->head_dim; d += 8)
+        store8(space + d, c->kind == CACHE_HALF ? load_cache8(CACHE_HALF, at, d)
+                                                : load_cache8(CACHE_INT8, at, d) * scale);
     return space;
 }
 
-// Scores of one row become weights relative to the row's best so far; what was summed before is scaled to match.
-static void weigh(const Attend *a, Tile *t, long row, float *s, long position, int head, long first, long from) {
-    f8 top = all8(t->best[row]), total = all8(0);
+// Online softmax: turns the scores of one row into weights relative to the row's best so far, and
+// rescales what was summed before.
+static void update_softmax(const Attention *a, QueryTile *t, long row, float *s, long position,
+                           int head, long first, long from) {
+    f32x8 top = broadcast8(t->best[row]), total = broadcast8(0);
     for (int i = 0; i < KEYS; i += 8) {
-        f8 key = all8((float)(first + i)) + STEPS;
-        f8 x = adjusted(a, load8(s + i), head, key - all8((float)position));
-        x = choose8((key <= all8((float)position)) & (key >= all8((float)from)), x, all8(-INFINITY));
+        f32x8 key = broadcast8((float)(first + i)) + STEPS;
+        f32x8 x = adjust_scores(a, load8(s + i), head, key - broadcast8((float)position));
+        x = select8((key <= broadcast8((float)position)) & (key >= broadcast8((float)from)), x,
+                    broadcast8(-INFINITY));
         store8(s + i, x);
         top = max8(top, x);
     }
-    float best = highest8(top), factor = exp8(all8(t->best[row] - best))[0];
+    float best = reduce_max8(top), factor = exp8(broadcast8(t->best[row] - best))[0];
     for (int i = 0; i < KEYS; i += 8) {
-        f8 e = exp8(load8(s + i) - all8(best));
+        f32x8 e = exp8(load8(s + i) - broadcast8(best));
         store8(s + i, e);
         total += e;
     }
     if (best != t->best[row])
-        for (long d = 0; d < t->dim; d += 8) store8(t->out + row * t->dim + d, load8(t->out + row * t->dim + d) * all8(factor));
-    t->total[row] = t->total[row] * factor + sum8(total);
+        for (long d = 0; d < t->dim; d += 8)
+            store8(t->out + row * t->dim + d,
+                   load8(t->out + row * t->dim + d) * broadcast8(factor));
+    t->total[row] = t->total[row] * factor + reduce_sum8(total);
     t->best[row] = best;
 }
 
-// A few rows of the tile over one block of keys, of which `deep` are there.
-static void attend_group(const Attend *a, const int64_t *item, int kv_head, Tile *t, long row, long rows, long first,
-                         long deep) {
-    long share = a->heads / a->kv_heads, whole = a->dim / 16 * 16;
+// Attends a few rows of the tile to one block of keys, of which `depth` exist.
+static void attend_group(const Attention *a, const int64_t *span, int kv_head, QueryTile *t,
+                         long row, long rows, long first, long depth) {
+    long group_heads = a->heads / a->kv_heads, full_columns = a->dim / 16 * 16;
     float *scores = t->scores, *out = t->out + row * t->dim;
-    group_product(t->q + row * t->dim, t->dim, t->key_rows, a->dim, scores, KEYS, rows, KEYS, false);
+    group_product(t->q + row * t->dim, t->dim, t->key_rows, a->dim, scores, KEYS, rows, KEYS,
+                  false);
     for (long r = 0; r < rows; r++) {
-        long position = item[2] + (row + r) / share;
+        long position = span[2] + (row + r) / group_heads;
         long from = a->window && position + 1 > a->window ? position + 1 - a->window : 0;
-        weigh(a, t, row + r, scores + r * KEYS, position, (int)(kv_head * share + (row + r) % share), first, from);
+        update_softmax(a, t, row + r, scores + r * KEYS, position,
+                       (int)(kv_head * group_heads + (row + r) % group_heads), first, from);
     }
-    group_product(scores, KEYS, t->value_rows, deep, out, t->dim, rows, whole, true);
-    for (long r = 0; r < rows && whole < a->dim; r++)
-        for (long i = 0; i < deep; i++)
-            for (long d = whole; d < a->dim; d++) out[r * t->dim + d] += scores[r * KEYS + i] * t->value_rows[i][d];
+    group_product(scores, KEYS, t->value_rows, depth, out, t->dim, rows, full_columns, true);
+    for (long r = 0; r < rows && full_columns < a->dim; r++)
+        for (long i = 0; i < depth; i++)
+            for (long d = full_columns; d < a->dim; d++)
+                out[r * t->dim + d] += scores[r * KEYS + i] * t->value_rows[i][d];
 }
 
-static void attend_tile(const Attend *a, const int64_t *item, int kv_head, char *scratch) {
-    const int64_t *table = a->tables + item[0] * a->width;
-    long share = a->heads / a->kv_heads, count = item[3], rows = count * share, last = item[2] + count - 1;
-    Tile t = tile_in(scratch, rows, a->dim);
+static void attend_tile(const Attention *a, const int64_t *span, int kv_head, char *scratch) {
+    const int64_t *table = a->block_tables + span[0] * a->width;
+    long group_heads = a->heads / a->kv_heads, count = span[3], rows = count * group_heads,
+         last = span[2] + count - 1;
+    QueryTile t = place_tile(scratch, rows, a->dim);
     for (long r = 0; r < rows; r++) {
-        const float *q = a->q + ((item[1] + r / share) * a->heads + kv_head * share + r % share) * a->dim;
-        for (long d = 0; d < t.dim; d++) t.q[r * t.dim + d] = d < a->dim ? q[d] * a->scale : 0, t.out[r * t.dim + d] = 0;
-        t.best[r] = LOW, t.total[r] = 0;
+        const float *q = a->q + ((span[1] + r / group_heads) * a->heads + kv_head * group_heads +
+                                 r % group_heads) *
+                                    a->dim;
+        for (long d = 0; d < t.dim; d++)
+            t.q[r * t.dim + d] = d < a->dim ? q[d] * a->scale : 0, t.out[r * t.dim + d] = 0;
+        t.best[r] = LOWEST, t.total[r] = 0;
     }
     for (long d = 0; d < t.dim; d++) t.key_rows[d] = t.keys + d * KEYS;
-    long lowest = a->window && item[2] + 1 > a->window ? item[2] + 1 - a->window : 0;
+    long lowest = a->window && span[2] + 1 > a->window ? span[2] + 1 - a->window : 0;
     for (long first = lowest / KEYS * KEYS; first <= last; first += KEYS) {
-        for (long i = 0; i < KEYS; i++) {  // keys past the end repeat the last: their scores are masked
+        for (long i = 0; i < KEYS;
+             i++) {  // keys past the end repeat the last: their scores are masked
             long position = first + i <= last ? first + i : last;
-            const float *k = opened(&a->cache, place_at(a, table, position, kv_head, false), t.values + i * t.dim);
+            const float *k = load_head(&a->cache, index_at(a, table, position, kv_head, false),
+                                       t.values + i * t.dim);
             for (long d = 0; d < a->dim; d++) t.keys[d * KEYS + i] = k[d];
-            t.value_rows[i] = opened(&a->cache, place_at(a, table, position, kv_head, true), t.values + i * t.dim);
+            t.value_rows[i] = load_head(&a->cache, index_at(a, table, position, kv_head, true),
+                                        t.values + i * t.dim);
         }
-        long deep = last - first + 1 < KEYS ? last - first + 1 : KEYS;
-        for (long r = 0; r < rows; r += GROUP) attend_group(a, item, kv_head, &t, r, rows - r < GROUP ? rows - r : GROUP, first, deep);
+        long depth = last - first + 1 < KEYS ? last - first + 1 : KEYS;
+        for (long r = 0; r < rows; r += GROUP)
+            attend_group(a, span, kv_head, &t, r, rows - r < GROUP ? rows - r : GROUP, first,
+                         depth);
     }
     for (long r = 0; r < rows; r++) {
-        float *out = a->out + ((item[1] + r / share) * a->heads + kv_head * share + r % share) * a->dim;
+        float *out = a->out + ((span[1] + r / group_heads) * a->heads + kv_head * group_heads +
+                               r % group_heads) *
+                                  a->dim;
         for (long d = 0; d < a->dim; d++) out[d] = t.out[r * t.dim + d] / t.total[r];
     }
 }
 
-static void attend_kernel(const void *arguments, const Crew *crew) {
-    const Attend *a = arguments;
-    long single = a->singles * a->heads, total = single + a->tiles * a->kv_heads, first, end;
-    // A tile is worth many single queries: late tiles are taken first, for they see the most keys.
-    while (take(crew, total, a->tiles ? 1 : share(crew, total, 4), &first, &end))
+static void attention_kernel(const void *arguments, const ThreadContext *ctx) {
+    const Attention *a = arguments;
+    long decodes = a->num_decodes * a->heads, total = decodes + a->num_tiles * a->kv_heads, first,
+         end;
+    // A tile costs as much as many decodes. The last tiles go first, for they see the most keys.
+    while (next_chunk(ctx, total, a->num_tiles ? 1 : chunk_size(ctx, total, 4), &first, &end))
         for (long i = first; i < end; i++) {
             long j = total - 1 - i;
-            if (j < single) attend_one(a, a->items + j / a->heads * 4, (int)(j % a->heads), crew->scratch);
-            else attend_tile(a, a->items + (a->singles + (j - single) / a->kv_heads) * 4, (int)((j - single) % a->kv_heads), crew->scratch);
+            if (j < decodes) {
+                attend_decode(a, a->spans + j / a->heads * 4, (int)(j % a->heads), ctx->scratch);
+                continue;
+            }
+            long tile = a->num_decodes + (j - decodes) / a->kv_heads;
+            attend_tile(a, a->spans + tile * 4, (int)((j - decodes) % a->kv_heads), ctx->scratch);
         }
 }
 
-void native_attend(const float *q, void *cache, long half, int kept, int heads, int kv_heads, int dim, const int64_t *items,
-                   long singles, long tiles, long largest, const int64_t *tables, long width, long size,
-                   const int64_t *ends, float scale, float softcap, const float *slopes, long window, double work,
-                   float *out) {
-    Attend a = {q, slopes, {cache, half, kv_heads, dim, kept}, items, tables, ends, out, singles, tiles, width, size,
-                window, heads, kv_heads, dim, scale, softcap};
-    size_t scores = (width * size + 16) * sizeof(float), tile = tile_bytes(largest * (heads / kv_heads), dim);
-    scratch_space(scores > tile ? scores : tile);
-    issue(attend_kernel, &a, sizeof a, work);
+void native_attention(ThreadPool *pool, const float *q, void *cache, long value_offset,
+                      int cache_kind, int heads, int kv_heads, int dim, const int64_t *spans,
+                      long num_decodes, long num_tiles, long largest_tile,
+                      const int64_t *block_tables, long width, long block_size,
+                      const int64_t *seq_lens, float scale, float softcap, const float *slopes,
+                      long window, double work, float *out) {
+    Attention a = {q,     slopes,       {cache, value_offset, kv_heads, dim, cache_kind},
+                   spans, block_tables, seq_lens,
+                   out,   num_decodes,  num_tiles,
+                   width, block_size,   window,
+                   heads, kv_heads,     dim,
+                   scale, softcap};
+    size_t scores = (width * block_size + 16) * sizeof(float),
+           tile = tile_bytes(largest_tile * (heads / kv_heads), dim);
+    reserve_scratch(pool, scores > tile ? scores : tile);
+    issue(pool, attention_kernel, &a, sizeof a, work);
 }

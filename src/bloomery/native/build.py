@@ -1,7 +1,8 @@
-"""The library made from the C files beside this one: compiled once a machine, kept in the user's cache.
+"""Compiles the C kernels of this package once a machine and caches the library for the user.
 
-The name of the result is a hash of the sources, the compiler and what the processor can do, so nothing stale is ever
-loaded; it appears by a rename, so nobody sees half of it, and ends with its own digest, so nothing damaged is loaded.
+The file name of the library is a hash of the sources, the compiler and the processor's features, so
+a stale library is never loaded. The file appears by a rename, so no process sees half of it, and
+it ends with its own digest, so a damaged one is not loaded.
 """
 
 from __future__ import annotations
@@ -14,96 +15,123 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-HEADERS = ("native.h", "vectors.h", "cache.h")
-SOURCES = ("team.c", "products.c", "pack.c", "rows.c", "attention.c", "pick.c", "ranks.c")
-# Multiplications may be fused with the additions behind them, and that is all the licence a compiler gets.
+HEADERS = ("native.h", "vectors.h", "kv_cache.h")
+SOURCES = (
+    "thread_pool.c",
+    "gemm.c",
+    "pack.c",
+    "row_ops.c",
+    "attention.c",
+    "sample.c",
+    "collectives.c",
+)
+COMPILERS = ("gcc", "clang", "cc")
+# The compiler may fuse a multiplication with the addition behind it; no other float shortcut.
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-fPIC")
-CHECKS = (
+SANITIZER_FLAGS = (
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=undefined",
     "-fno-omit-frame-pointer",
     "-g",
     "-O1",
 )
-SECONDS = 300
+COMPILE_TIMEOUT = 300  # seconds
+DIGEST_BYTES = 32  # sha256
 
 
-class NoLibrary(Exception):
-    """Why there is none."""
+class NativeBuildError(Exception):
+    """The native library cannot be built; the message says why."""
 
 
-def build(extra: tuple[str, ...] = (), folder: Path | None = None) -> Path:
-    """The library's path; compiles where it is not there yet."""
-    compiler = next(
-        (found for name in ("gcc", "clang", "cc") if (found := shutil.which(name))), None
-    )
-    if compiler is None:
-        raise NoLibrary("no C compiler (gcc, clang or cc) on this machine")
-    target = (folder or cache()) / f"native-{fingerprint(compiler, extra)}.so"
-    if target.exists() and whole(target):
+def build_library(extra_flags: tuple[str, ...] = (), folder: Path | None = None) -> Path:
+    """Return the path of the library; compile it if it is not there yet."""
+    compiler = find_compiler()
+    target = (folder or cache_folder()) / f"native-{fingerprint(compiler, extra_flags)}.so"
+    if target.exists() and is_intact(target):
         return target
-    here = Path(__file__).parent
     logging.getLogger(__name__).info("compiling CPU kernels with %s: once, some seconds", compiler)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            made = Path(scratch) / target.name
-            command = [compiler, *FLAGS, *machine_flags(), *extra]
-            objects = [str(Path(scratch) / f"{name}.o") for name in SOURCES]
-            run(
-                *(
-                    [*command, "-c", str(here / name), "-o", to]
-                    for name, to in zip(SOURCES, objects, strict=True)
-                )
-            )
-            run([*command, "-shared", *objects, "-o", str(made), "-lm"])
-            with made.open("ab") as file:  # loaders do not mind what follows
-                file.write(hashlib.sha256(made.read_bytes()).digest())
-            made.rename(target)
+        compile_library([compiler, *FLAGS, *machine_flags(), *extra_flags], target)
     except (OSError, subprocess.SubprocessError) as error:
-        raise NoLibrary(
+        raise NativeBuildError(
             f"the kernels could not be compiled into {target.parent}: {error}"
         ) from error
     return target
 
 
-def whole(library: Path) -> bool:
+def find_compiler() -> str:
+    for name in COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise NativeBuildError("no C compiler (gcc, clang or cc) on this machine")
+
+
+def compile_library(compile_command: list[str], target: Path) -> None:
+    source_folder = Path(__file__).parent
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        library = Path(scratch) / target.name
+        commands = []
+        objects = []
+        for name in SOURCES:
+            objects.append(str(Path(scratch) / f"{name}.o"))
+            source = str(source_folder / name)
+            commands.append([*compile_command, "-c", source, "-o", objects[-1]])
+        run_all(commands)
+        run_all([[*compile_command, "-shared", *objects, "-o", str(library), "-lm"]])
+        with library.open("ab") as file:  # the loader ignores bytes behind the library
+            file.write(hashlib.sha256(library.read_bytes()).digest())
+        library.rename(target)
+
+
+def is_intact(library: Path) -> bool:
+    """Whether the file ends with the digest of what comes before."""
     data = library.read_bytes()
-    return hashlib.sha256(data[:-32]).digest() == data[-32:]
+    return hashlib.sha256(data[:-DIGEST_BYTES]).digest() == data[-DIGEST_BYTES:]
 
 
-def run(*commands: list[str]) -> None:
-    """All at once; the first that fails says why."""
+def run_all(commands: list[list[str]]) -> None:
+    """Run the commands in parallel; raise with the error output of the first that fails."""
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    said = [process.communicate(timeout=SECONDS)[1] for process in running]
-    for command, process, text in zip(commands, running, said, strict=True):
+    outputs = [process.communicate(timeout=COMPILE_TIMEOUT)[1] for process in running]
+    for command, process, output in zip(commands, running, outputs, strict=True):
         if process.returncode:
-            raise NoLibrary(f"{command[0]} failed: {text.strip()[-500:]}")
+            raise NativeBuildError(f"{command[0]} failed: {output.strip()[-500:]}")
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     return Path.home() / ".cache" / "bloomery"
 
 
 def machine_flags() -> tuple[str, ...]:
-    """All this processor can do: the result never leaves the machine."""
-    return ("-mcpu=native",) if platform.machine() in ("arm64", "aarch64") else ("-march=native",)
+    """Flags for all features of this processor: the library never leaves the machine."""
+    if platform.machine() in ("arm64", "aarch64"):
+        return ("-mcpu=native",)
+    return ("-march=native",)
 
 
-def fingerprint(compiler: str, extra: tuple[str, ...]) -> str:
-    made = Path(compiler).resolve().stat()
-    parts = [compiler, str(made.st_size), str(made.st_mtime_ns), processor(), *FLAGS, *extra]
+def fingerprint(compiler: str, extra_flags: tuple[str, ...]) -> str:
+    compiler_file = Path(compiler).resolve().stat()
+    parts = [
+        compiler,
+        str(compiler_file.st_size),
+        str(compiler_file.st_mtime_ns),
+        processor_features(),
+        *FLAGS,
+        *extra_flags,
+    ]
     digest = hashlib.sha256("\n".join(parts).encode())
     for name in (*HEADERS, *SOURCES):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()[:24]
 
 
-def processor() -> str:
-    """What tells processors with different abilities apart."""
+def processor_features() -> str:
+    """Text that differs between processors with different instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    told = {line.split(":")[0].strip(): line for line in reversed(lines) if ":" in line}
-    return "\n".join(told.get(name, "") for name in ("model name", "flags", "Features"))
+    fields = {line.split(":")[0].strip(): line for line in reversed(lines) if ":" in line}
+    return "\n".join(fields.get(name, "") for name in ("model name", "flags", "Features"))

@@ -1,7 +1,7 @@
-// What the native kernels share: the thread team, and how an operation is issued.
+// Declarations shared by all native CPU kernels: the thread pool, and how an operation is issued.
 //
-// Float code is written once, with vectors.h. Only products of small integers name instructions (products.c), and keep
-// plain loops beside them.
+// Float code is written once, with the vector types of vectors.h. Only the products of small
+// integers (gemm.c) use intrinsics, with plain loops as their portable form.
 #pragma once
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -11,59 +11,66 @@
 #include "vectors.h"
 
 #if defined(__x86_64__)
-#define relax() __builtin_ia32_pause()
+#define cpu_relax() __builtin_ia32_pause()
 #elif defined(__aarch64__)
-#define relax() __asm__ volatile("yield")
+#define cpu_relax() __asm__ volatile("yield")
 #else
-#define relax() ((void)0)
+#define cpu_relax() ((void)0)
 #endif
 
-#define BLOCK 32  // columns that share a scale, in weights and in activations
+#define BLOCK 32  // columns with one scale, in weights and in activations
 #define PANEL 8   // rows of a matrix that are stored interleaved
 
-// ---- the team ------------------------------------------------------------------------------------------------------
-// One team a process, for a machine has its cores but once. An operation runs on all threads of the team, and begins when
-// the one before has ended; while the issuing thread records a program, it is written down instead.
+// ---- thread pool -------------------------------------------------------------------------------
+// An operation runs on all threads of its pool and begins when the operation before it has ended.
+// While the calling thread records a trace, an operation is appended to the trace and not run.
+
+typedef struct ThreadPool ThreadPool;
 
 typedef struct {
-    int thread;   // of `threads`
-    int threads;
+    ThreadPool *pool;
+    int thread;  // 0 .. num_threads - 1; the calling thread is number 0
+    int num_threads;
     atomic_long *cursor;
-    char *scratch;       // this thread's own
-    const char *common;  // what the operation before left for this one
-} Crew;
+    char *scratch;       // memory of this thread alone
+    const char *shared;  // memory that the first operation of a pair fills for the second
+} ThreadContext;
 
-typedef void Kernel(const void *arguments, const Crew *crew);
+typedef void Kernel(const void *arguments, const ThreadContext *ctx);
 
-// Runs or records. `work` is a guess in nanoseconds of one thread: little work does not wake the others.
-void issue(Kernel *kernel, const void *arguments, size_t size, double work);
-// Two on the same arguments, the second of what the first left in the common space: nobody else's comes between.
-void issue_pair(Kernel *first, double first_work, Kernel *second, double second_work, const void *arguments, size_t size);
-void common_space(size_t bytes);   // makes the space that one operation may fill for the next at least so large
-void scratch_space(size_t bytes);  // the same for every thread's own
-int team_size(void);
+// Runs or records an operation. `work` estimates its cost in nanoseconds of one thread: a cheap
+// operation does not wake the other threads.
+void issue(ThreadPool *pool, Kernel *kernel, const void *arguments, size_t size, double work);
+// Issues two operations on the same arguments. The second reads what the first left in the shared
+// memory; no other operation runs between them.
+void issue_pair(ThreadPool *pool, Kernel *first, double first_work, Kernel *second,
+                double second_work, const void *arguments, size_t size);
+void reserve_shared(ThreadPool *pool, size_t bytes);   // grows the shared memory if needed
+void reserve_scratch(ThreadPool *pool, size_t bytes);  // grows the scratch memory of every thread
+int pool_num_threads(const ThreadPool *pool);
 
-// Another process that operations wait for is gone: they go on at once, with nothing.
-void lose(int member);
-int lost(void);  // its number plus one; 0 while all are there
+// Marks another process, on which operations wait, as dead. Waiting operations then return at once.
+void mark_rank_lost(ThreadPool *pool, int rank);
+int lost_rank(ThreadPool *pool);  // the dead rank plus one; 0 while all are alive
 
-// The next `chunk` of `total` units that nobody has taken, as a first unit; false when there is none left.
-static inline bool take(const Crew *crew, long total, long chunk, long *first, long *end) {
-    *first = atomic_fetch_add_explicit(crew->cursor, chunk, memory_order_relaxed);
+// Takes the next `chunk` of `total` units as [first, end); false when none are left.
+static inline bool next_chunk(const ThreadContext *ctx, long total, long chunk, long *first,
+                              long *end) {
+    *first = atomic_fetch_add_explicit(ctx->cursor, chunk, memory_order_relaxed);
     *end = *first + chunk < total ? *first + chunk : total;
     return *first < total;
 }
 
-// Units a thread should take at once, so that each comes back a few times.
-static inline long share(const Crew *crew, long total, int turns) {
-    long chunk = total / ((long)crew->threads * turns);
+// The chunk with which each thread takes about `rounds` chunks: this balances uneven units.
+static inline long chunk_size(const ThreadContext *ctx, long total, int rounds) {
+    long chunk = total / ((long)ctx->num_threads * rounds);
     return chunk < 1 ? 1 : chunk;
 }
 
-// ---- norms, used on their own and before a product -----------------------------------------------------------------
+// ---- norms, on their own and as the prologue of a linear layer ---------------------------------
 
 typedef struct {
-    int kind;  // 0 none, 1 rms, 2 layer
+    int kind;  // 0 none, 1 RMS norm, 2 layer norm
     float eps;
     const float *weight, *bias;  // may be NULL
 } Norm;

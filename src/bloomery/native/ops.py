@@ -1,5 +1,9 @@
-"""Tensors in, tensors out: what kernels ask of the team. Shapes and meanings are those of the torch functions they
-stand in for; callers have asked `team().takes`."""
+"""Native CPU operations: tensors in, tensors out.
+
+Shapes and meanings are those of the torch functions they replace. A caller first asks
+`pool.accepts` whether its tensors qualify. While a trace is recorded on the pool, an operation is
+recorded and its result is not computed yet.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,25 @@ from collections.abc import Sequence
 
 import torch
 
-from bloomery.native.team import address, team
+from bloomery.fusion import (
+    ActivationEpilogue,
+    Epilogue,
+    NormPrologue,
+    QkTransform,
+    QkvEpilogue,
+    ResidualEpilogue,
+)
+from bloomery.native.thread_pool import ThreadPool, data_pointer
 
 NORMS = {None: 0, "rms": 1, "layer": 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-NOTHING, ADD, ACTIVATE, GATE = range(4)
-ADD_SCALED, MULTIPLY, TIMES, PLUS, TANH, ACTIVATED, GATED = range(7)
-Pair = tuple[torch.Tensor, torch.Tensor]
+# Epilogue of gemm.c
+NO_EPILOGUE, RESIDUAL, ACTIVATE, GATED_ACTIVATE = range(4)
+# ElementwiseOp of row_ops.c
+ADD_SCALED, MULTIPLY, MULTIPLY_NUMBER, ADD_NUMBER, TANH, ACTIVATION, GATED_ACTIVATION = range(7)
 
-# GGUF's types that panels are made of: their number in pack.c, and the kind of the panels in products.c.
-PACKED = {
+# GGUF types that can be packed into panels: their number in pack.c, their Kind in gemm.c.
+PACKED_TYPES = {
     "Q4_0": (0, 0),
     "Q4_1": (1, 1),
     "Q4_K": (2, 2),
@@ -27,27 +40,30 @@ PACKED = {
     "Q5_K": (6, 5),
     "Q6_K": (7, 6),
 }
-FLOAT32 = 16
-PANEL = 8  # rows
-KEPT = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # what keys and values may be kept in
+FLOAT32 = 16  # Kind in gemm.c
+PANEL_ROWS = 8
+KV_CACHE_KINDS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # CacheKind in kv_cache.h
+
+MatrixSegment = tuple[torch.Tensor, int, int]  # packed bytes or floats, rows, Kind in gemm.c
 
 
-Segment = tuple[torch.Tensor, int, int]  # bytes or floats, rows, kind
+# ---- matrices ------------------------------------------------------------------------------------
 
 
-class Matrix:
-    """[rows, columns] weights as products.c knows them: segments from top to bottom."""
+class NativeMatrix:
+    """[rows, columns] weights in the layout of gemm.c: segments of one kind each, top to bottom."""
 
-    def __init__(self, columns: int, segments: Sequence[Segment]):
+    def __init__(self, pool: ThreadPool, columns: int, segments: Sequence[MatrixSegment]):
         self.rows = sum(rows for _, rows, _ in segments)
         self.columns = columns
         self.segments = tuple(segments)
         count = len(segments)
         data = (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor, _, _ in segments))
-        rows = (ctypes.c_int64 * count)(*(rows for _, rows, _ in segments))
+        heights = (ctypes.c_int64 * count)(*(rows for _, rows, _ in segments))
         kinds = (ctypes.c_int64 * count)(*(kind for _, _, kind in segments))
-        self.free = team().call.matrix_free
-        self.handle = team().call.matrix_make(self.rows, columns, count, data, rows, kinds)
+        library = pool.library
+        self.free = library.matrix_free
+        self.handle = library.matrix_create(self.rows, columns, count, data, heights, kinds)
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
@@ -58,298 +74,420 @@ class Matrix:
         return sum(tensor.nbytes for tensor, _, _ in self.segments)
 
     @property
-    def halves(self) -> bool:
-        """Whether row i of the first half and of the second stand at the same place of two panels."""
+    def halves_align(self) -> bool:
+        """Whether rows i and i + rows / 2 have the same place in two panels, as a gate needs."""
         half = self.rows // 2
-        row = 0
-        met = self.rows % 2 == 0
+        if self.rows % 2 or half % PANEL_ROWS:
+            return False
+        first = 0
         for _, rows, _ in self.segments:
-            met = (
-                met
-                and (rows % PANEL == 0 or row + rows == self.rows)
-                and (row == half or not row < half < row + rows)
-            )
-            row += rows
-        return met and half % PANEL == 0
+            end = first + rows
+            if rows % PANEL_ROWS and end != self.rows:
+                return False
+            if first < half < end and first != half:
+                return False
+            first = end
+        return True
 
     @classmethod
-    def dense(cls, weight: torch.Tensor) -> Matrix:
-        return cls(weight.shape[1], [(weight, weight.shape[0], FLOAT32)])
+    def from_dense(cls, pool: ThreadPool, weight: torch.Tensor) -> NativeMatrix:
+        """A float32 matrix, used where it lies."""
+        return cls(pool, weight.shape[1], [(weight, weight.shape[0], FLOAT32)])
 
 
-def pack(kind: str, blocks: torch.Tensor, columns: int) -> torch.Tensor:
-    """Rows of GGUF blocks, uint8 [rows, bytes], as panels of the same values."""
-    number, _ = PACKED[kind]
+def pack_blocks(pool: ThreadPool, kind: str, blocks: torch.Tensor, columns: int) -> torch.Tensor:
+    """Repack rows of GGUF blocks, uint8 [rows, bytes], into panels with the same values."""
+    type_number, _ = PACKED_TYPES[kind]
     rows = len(blocks)
-    call = team().call
-    out = team().lasting(call.native_packed_bytes(number, rows, columns))
-    call.native_pack(number, blocks.data_ptr(), rows, columns, blocks.stride(0), out.data_ptr())
-    return out
-
-
-def segment(kind: str, blocks: torch.Tensor, columns: int) -> Segment:
-    return pack(kind, blocks, columns), len(blocks), PACKED[kind][1]
-
-
-def linear(
-    matrix: Matrix,
-    x: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    norm: tuple[str, torch.Tensor | None, torch.Tensor | None, float] | None = None,
-    residual: tuple[torch.Tensor, float] | None = None,
-    activation: tuple[str, bool] | None = None,
-) -> torch.Tensor:
-    """norm (kind, weight, bias, eps) -> product -> bias -> residual + scale * y, or an activation, gated or not."""
-    kind, weight, shift, eps = norm or (None, None, None, 0.0)
-    other, scale = residual or (None, 1.0)
-    name, gated = activation or ("silu", False)
-    after = ADD if residual else NOTHING if activation is None else GATE if gated else ACTIVATE
-    out = team().empty((len(x), matrix.rows // 2 if after == GATE else matrix.rows))
-    team().call.native_linear(
-        matrix.handle,
-        address(x),
-        len(x),
-        address(bias),
-        NORMS[kind],
-        eps,
-        address(weight),
-        address(shift),
-        after,
-        ACTIVATIONS[name],
-        address(other),
-        scale,
-        address(out),
+    library = pool.library
+    out = pool.allocate_weights(library.native_packed_bytes(type_number, rows, columns))
+    library.native_pack(
+        pool.handle,
+        type_number,
+        blocks.data_ptr(),
+        rows,
+        columns,
+        blocks.stride(0),
+        out.data_ptr(),
     )
     return out
 
 
-def gather(matrix: Matrix, ids: torch.Tensor) -> torch.Tensor:
-    out = team().empty((len(ids), matrix.columns))
-    team().call.native_gather(matrix.handle, address(ids), len(ids), 1.0, address(out))
+def pack_segment(pool: ThreadPool, kind: str, blocks: torch.Tensor, columns: int) -> MatrixSegment:
+    return pack_blocks(pool, kind, blocks, columns), len(blocks), PACKED_TYPES[kind][1]
+
+
+# ---- linear layers -------------------------------------------------------------------------------
+
+
+def fused_linear(
+    pool: ThreadPool,
+    matrix: NativeMatrix,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    prologue: NormPrologue | None,
+    epilogue: Epilogue,
+) -> torch.Tensor | None:
+    """Norm, product, and residual or activation as one operation; None if it cannot be fused."""
+    if isinstance(epilogue, QkvEpilogue):
+        return None
+    if isinstance(epilogue, ActivationEpilogue) and epilogue.gated and not matrix.halves_align:
+        return None
+    residual = epilogue.tensor if isinstance(epilogue, ResidualEpilogue) else None
+    if not pool.accepts(x, bias, residual):
+        return None
+    if prologue is not None:
+        weight = prologue.weight
+        if not pool.accepts(weight, prologue.bias) or (weight is not None and weight.dim() != 1):
+            return None
+    return linear(pool, matrix, x, bias, prologue, epilogue)
+
+
+def linear(
+    pool: ThreadPool,
+    matrix: NativeMatrix,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    prologue: NormPrologue | None = None,
+    epilogue: ResidualEpilogue | ActivationEpilogue | None = None,
+) -> torch.Tensor:
+    """x [tokens, columns] -> [tokens, rows], or [tokens, rows / 2] with a gated activation."""
+    norm_kind = None
+    norm_weight = None
+    norm_bias = None
+    eps = 0.0
+    if prologue is not None:
+        norm_kind, norm_weight, norm_bias, eps = prologue
+    residual: torch.Tensor | None = None
+    scale = 1.0
+    activation = "silu"
+    kind = NO_EPILOGUE
+    if isinstance(epilogue, ResidualEpilogue):
+        kind = RESIDUAL
+        residual, scale = epilogue
+    elif isinstance(epilogue, ActivationEpilogue):
+        kind = GATED_ACTIVATE if epilogue.gated else ACTIVATE
+        activation = epilogue.name
+    width = matrix.rows // 2 if kind == GATED_ACTIVATE else matrix.rows
+    out = pool.empty((len(x), width))
+    pool.library.native_linear(
+        pool.handle,
+        matrix.handle,
+        data_pointer(x),
+        len(x),
+        data_pointer(bias),
+        NORMS[norm_kind],
+        eps,
+        data_pointer(norm_weight),
+        data_pointer(norm_bias),
+        kind,
+        ACTIVATIONS[activation],
+        data_pointer(residual),
+        scale,
+        data_pointer(out),
+    )
     return out
 
 
-def norm(
-    x: torch.Tensor, kind: str, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+def gather_rows(pool: ThreadPool, matrix: NativeMatrix, ids: torch.Tensor) -> torch.Tensor:
+    """ids [n] -> rows [n, columns] in float32."""
+    out = pool.empty((len(ids), matrix.columns))
+    scale = 1.0
+    pool.library.native_gather(
+        pool.handle, matrix.handle, data_pointer(ids), len(ids), scale, data_pointer(out)
+    )
+    return out
+
+
+# ---- rows of activations -------------------------------------------------------------------------
+
+
+def normalize(
+    pool: ThreadPool,
+    x: torch.Tensor,
+    kind: str,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
 ) -> torch.Tensor:
-    """Over the last axis; weights [columns], or [groups, columns] for rows that take them in turn."""
-    out = team().empty(tuple(x.shape))
+    """Norm over the last axis; weights [columns], or [groups, columns] that rows use in turn."""
+    out = pool.empty(tuple(x.shape))
     columns = x.shape[-1]
-    shaped = weight if weight is not None else bias
-    groups = 1 if shaped is None else shaped.numel() // columns
-    team().call.native_norm(
-        address(x),
+    affine = weight if weight is not None else bias
+    groups = 1 if affine is None else affine.numel() // columns
+    pool.library.native_norm(
+        pool.handle,
+        data_pointer(x),
         x.numel() // columns,
         columns,
         NORMS[kind],
         eps,
-        address(weight),
-        address(bias),
+        data_pointer(weight),
+        data_pointer(bias),
         groups,
-        address(out),
+        data_pointer(out),
     )
     return out
 
 
-def elements(
-    rule: int,
+def elementwise(
+    pool: ThreadPool,
+    operation: int,
     x: torch.Tensor,
     y: torch.Tensor | None = None,
     number: float = 0.0,
     activation: str = "silu",
 ) -> torch.Tensor:
-    shape = tuple(x.shape) if rule != GATED else (*x.shape[:-1], x.shape[-1] // 2)
-    out = team().empty(shape)
-    team().call.native_elements(
-        rule,
-        address(x),
-        address(y),
+    """Apply one of the ElementwiseOp constants above to x, and to y or a number if it has them."""
+    shape = tuple(x.shape)
+    if operation == GATED_ACTIVATION:
+        shape = (*x.shape[:-1], x.shape[-1] // 2)
+    out = pool.empty(shape)
+    pool.library.native_elementwise(
+        pool.handle,
+        operation,
+        data_pointer(x),
+        data_pointer(y),
         out.numel(),
         shape[-1],
         number,
         ACTIVATIONS[activation],
-        address(out),
+        data_pointer(out),
     )
     return out
 
 
-def copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    team().call.native_copy(address(to), address(source), to.nbytes)
+def copy_tensor(pool: ThreadPool, target: torch.Tensor, source: torch.Tensor) -> None:
+    pool.library.native_copy(pool.handle, data_pointer(target), data_pointer(source), target.nbytes)
 
 
-def shift(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Whole numbers, each plus `by`."""
-    out = team().empty(tuple(x.shape), torch.int64)
-    team().call.native_shift(address(x), x.numel(), by, address(out))
+def add_integer(pool: ThreadPool, x: torch.Tensor, number: int) -> torch.Tensor:
+    """x + number, of int64."""
+    out = pool.empty(tuple(x.shape), torch.int64)
+    pool.library.native_add_integer(
+        pool.handle, data_pointer(x), x.numel(), number, data_pointer(out)
+    )
     return out
 
 
-def keeps(cache: torch.Tensor) -> bool:
-    """Whether keys and values may be kept so; what is narrower than floats is taken eight at a time."""
-    return (
-        cache.dtype in KEPT
-        and cache.is_contiguous()
-        and (cache.dtype == torch.float32 or cache.shape[-1] % 8 == 0)
-    )
+# ---- attention -----------------------------------------------------------------------------------
 
 
-def turn_and_store(
+def supports_kv_cache(kv_cache: torch.Tensor) -> bool:
+    """Whether the kernels can read and write such a KV cache."""
+    if kv_cache.dtype not in KV_CACHE_KINDS or not kv_cache.is_contiguous():
+        return False
+    # Types narrower than float32 are read in vectors of eight.
+    return kv_cache.dtype == torch.float32 or kv_cache.shape[-1] % 8 == 0
+
+
+def apply_rope_and_cache(
+    pool: ThreadPool,
     qkv: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    angles: Pair | None,
-    positions: torch.Tensor | None,
-    interleaved: bool,
-    norm: str | None,
-    weights: Pair | None,
-    eps: float,
-    clip: float | None,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    transform: QkTransform,
 ) -> torch.Tensor:
-    kv_heads, dim = cache.shape[2:]
-    heads = qkv.shape[1] // dim - 2 * kv_heads
-    cos, sin = angles or (None, None)
-    q_weight, k_weight = weights or (None, None)
-    q = team().empty((len(qkv), heads, dim))
-    team().call.native_turn(
-        address(qkv),
+    """qkv [tokens, (heads + 2 kv heads) * head dim] -> q [tokens, heads, head dim].
+
+    k and v go to `kv_cache` [2, slots, kv heads, head dim] at `slot_mapping` [tokens].
+    """
+    kv_heads, head_dim = kv_cache.shape[2:]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    cos, sin = transform.angles or (None, None)
+    q_weight, k_weight = transform.weights or (None, None)
+    rope_dim = 0 if cos is None else 2 * cos.shape[-1]
+    weight_per_head = q_weight is not None and q_weight.dim() > 1
+    q = pool.empty((len(qkv), heads, head_dim))
+    pool.library.native_rope_cache(
+        pool.handle,
+        data_pointer(qkv),
         len(qkv),
         heads,
         kv_heads,
-        dim,
-        address(cos),
-        address(sin),
-        0 if cos is None else 2 * cos.shape[-1],
-        address(positions),
-        interleaved,
-        NORMS[norm],
-        address(q_weight),
-        address(k_weight),
-        q_weight is not None and q_weight.dim() > 1,
-        eps,
-        clip or 0.0,
-        address(slots),
-        address(q),
-        address(cache),
-        cache.stride(0),
-        KEPT[cache.dtype],
+        head_dim,
+        data_pointer(cos),
+        data_pointer(sin),
+        rope_dim,
+        data_pointer(transform.positions),
+        transform.interleaved,
+        NORMS[transform.norm],
+        data_pointer(q_weight),
+        data_pointer(k_weight),
+        weight_per_head,
+        transform.eps,
+        transform.clip or 0.0,
+        data_pointer(slot_mapping),
+        data_pointer(q),
+        data_pointer(kv_cache),
+        kv_cache.stride(0),
+        KV_CACHE_KINDS[kv_cache.dtype],
     )
     return q
 
 
-def attend(
+def paged_attention(
+    pool: ThreadPool,
     q: torch.Tensor,
-    cache: torch.Tensor,
-    items: torch.Tensor,
-    singles: int,
-    largest: int,
-    tables: torch.Tensor,
+    kv_cache: torch.Tensor,
+    query_spans: torch.Tensor,
+    num_decodes: int,
+    max_span: int,
+    block_tables: torch.Tensor,
     block_size: int,
-    ends: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
     scale: float,
     softcap: float | None,
     slopes: torch.Tensor | None,
     window: int | None,
 ) -> torch.Tensor:
-    """items [n, 4]: sequence, first token, first position, count; the first `singles` have one token each."""
-    _, heads, dim = q.shape
-    out = team().empty((len(q), heads * dim))
-    team().call.native_attend(
-        address(q),
-        address(cache),
-        cache.stride(0),
-        KEPT[cache.dtype],
+    """q [tokens, heads, head dim] -> [tokens, heads * head dim].
+
+    `query_spans` [n, 4] lists sequence, first token, first position and number of tokens. The first
+    `num_decodes` spans have one token each; no span has more than `max_span`. With `seq_lens`
+    [sequences] the position of a decode is the last of its sequence, whatever its span says.
+    """
+    _, heads, head_dim = q.shape
+    out = pool.empty((len(q), heads * head_dim))
+    work_nanoseconds = 1e3 * len(q) * heads  # a rough estimate
+    pool.library.native_attention(
+        pool.handle,
+        data_pointer(q),
+        data_pointer(kv_cache),
+        kv_cache.stride(0),
+        KV_CACHE_KINDS[kv_cache.dtype],
         heads,
-        cache.shape[2],
-        dim,
-        address(items),
-        singles,
-        len(items) - singles,
-        largest,
-        address(tables),
-        tables.shape[1],
+        kv_cache.shape[2],
+        head_dim,
+        data_pointer(query_spans),
+        num_decodes,
+        len(query_spans) - num_decodes,
+        max_span,
+        data_pointer(block_tables),
+        block_tables.shape[1],
         block_size,
-        address(ends),
+        data_pointer(seq_lens),
         scale,
         softcap or 0.0,
-        address(slopes),
+        data_pointer(slopes),
         window or 0,
-        1e3 * len(q) * heads,
-        address(out),
+        work_nanoseconds,
+        data_pointer(out),
     )
     return out
 
 
-def fetch(
-    lines: torch.Tensor,
-    last: torch.Tensor,
+# ---- decode steps --------------------------------------------------------------------------------
+
+
+def gather_decode_inputs(
+    pool: ThreadPool,
+    rows: torch.Tensor,
+    last_tokens: torch.Tensor,
     positions: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, ...]:
-    """ids, positions, slots, ends [lines] and blocks [lines, width]: what a step that feeds itself begins with."""
-    count = len(lines)
-    width = tables.shape[1]
-    out = [team().empty((count,), torch.int64) for _ in range(4)]
-    blocks = team().empty((count, width), torch.int64)
-    team().call.native_fetch(
-        address(lines),
+    """The inputs of a decode step of these rows [n].
+
+    Returns token ids, positions, slot mapping and seq lens, each [n], and block tables [n, width].
+    """
+    count = len(rows)
+    width = block_tables.shape[1]
+    vectors = [pool.empty((count,), torch.int64) for _ in range(4)]
+    blocks = pool.empty((count, width), torch.int64)
+    pool.library.native_decode_inputs(
+        pool.handle,
+        data_pointer(rows),
         count,
-        address(last),
-        address(positions),
-        address(tables),
+        data_pointer(last_tokens),
+        data_pointer(positions),
+        data_pointer(block_tables),
         width,
         block_size,
-        *map(address, out),
-        address(blocks),
+        *map(data_pointer, vectors),
+        data_pointer(blocks),
     )
-    return *out, blocks
+    return *vectors, blocks
 
 
-def advance(
-    lines: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor, positions: torch.Tensor
+def advance_rows(
+    pool: ThreadPool,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    last_tokens: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
-    team().call.native_advance(
-        address(lines),
-        len(lines),
-        address(tokens),
-        address(last),
-        address(positions),
-        len(last) - 1,
+    """Store the sampled tokens as the rows' last tokens and advance their positions, in place.
+
+    The last row of the state is the padding row, which never advances.
+    """
+    pool.library.native_advance(
+        pool.handle,
+        data_pointer(rows),
+        len(rows),
+        data_pointer(tokens),
+        data_pointer(last_tokens),
+        data_pointer(positions),
+        len(last_tokens) - 1,
     )
 
 
-def pick(
+def sample_tokens(
+    pool: ThreadPool,
     logits: torch.Tensor,
     rows: torch.Tensor,
     positions: torch.Tensor,
-    numbers: torch.Tensor,
-    stride: int,
+    params: torch.Tensor,
+    params_stride: int,
     top_k: torch.Tensor,
     seeds: torch.Tensor,
 ) -> torch.Tensor:
-    """numbers: float64, of row r at r * stride: temperature, top_p, min_p."""
-    tokens = team().empty((len(logits),), torch.int64)
-    team().call.native_pick(
-        address(logits),
+    """logits [n, vocab] -> tokens [n].
+
+    The float64 `params` of row r begin at r * params_stride: temperature, top_p, min_p.
+    """
+    tokens = pool.empty((len(logits),), torch.int64)
+    pool.library.native_sample(
+        pool.handle,
+        data_pointer(logits),
         len(logits),
         logits.shape[1],
-        address(rows),
-        address(positions),
-        address(numbers),
-        stride,
-        address(top_k),
-        address(seeds),
-        address(tokens),
+        data_pointer(rows),
+        data_pointer(positions),
+        data_pointer(params),
+        params_stride,
+        data_pointer(top_k),
+        data_pointer(seeds),
+        data_pointer(tokens),
     )
     return tokens
 
 
-def own(words: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    rows = team().empty((len(words),), torch.int64)
-    team().call.native_own(address(words), len(words), first, end, address(rows))
+# ---- vocabulary shards ---------------------------------------------------------------------------
+
+
+def local_vocab_rows(
+    pool: ThreadPool, token_ids: torch.Tensor, first: int, end: int
+) -> torch.Tensor:
+    """token ids [n] -> their rows in the shard [first, end); row 0 for foreign tokens."""
+    rows = pool.empty((len(token_ids),), torch.int64)
+    pool.library.native_local_vocab_rows(
+        pool.handle, data_pointer(token_ids), len(token_ids), first, end, data_pointer(rows)
+    )
     return rows
 
 
-def blank(x: torch.Tensor, words: torch.Tensor, first: int, end: int) -> None:
-    """In place."""
-    team().call.native_blank(address(words), len(words), x.shape[1], first, end, address(x))
+def zero_foreign_rows(
+    pool: ThreadPool, x: torch.Tensor, token_ids: torch.Tensor, first: int, end: int
+) -> None:
+    """Zero the rows of x [n, width] whose token is not in the shard [first, end), in place."""
+    pool.library.native_zero_foreign_rows(
+        pool.handle,
+        data_pointer(token_ids),
+        len(token_ids),
+        x.shape[1],
+        first,
+        end,
+        data_pointer(x),
+    )

@@ -1,5 +1,5 @@
-// GGUF's blocks into the panels of products.c: the same numbers and scales, interleaved. Values stay exactly what they
-// were; types of five and six bits take a byte a number.
+// Repacks GGUF blocks into the panels of gemm.c: the same codes and scales, interleaved. The values
+// do not change; codes of five and six bits take one byte each.
 #include "native.h"
 
 #include <stdlib.h>
@@ -11,9 +11,11 @@ static inline long type_bytes(Type type) {
     return of[type];
 }
 
-static inline int type_columns(Type type) { return type == Q4_K || type == Q5_K || type == Q6_K ? 256 : 32; }
+static inline int type_columns(Type type) {
+    return type == Q4_K || type == Q5_K || type == Q6_K ? 256 : 32;
+}
 
-// The six-bit scale and minimum of one of eight sub-blocks, from the twelve bytes that hold all.
+// Reads the 6-bit scale and minimum of one of eight sub-blocks from their twelve bytes.
 static inline void scale_and_minimum(const uint8_t *s, int sub, uint8_t *scale, uint8_t *minimum) {
     if (sub < 4) {
         *scale = s[sub] & 63;
@@ -24,10 +26,12 @@ static inline void scale_and_minimum(const uint8_t *s, int sub, uint8_t *scale, 
     }
 }
 
-static inline int fifth_bit(const uint8_t *mask, int i) { return (mask[i / 8] >> (i % 8) & 1) << 4; }
+static inline int fifth_bit(const uint8_t *mask, int i) {
+    return (mask[i / 8] >> (i % 8) & 1) << 4;
+}
 
-// 32 numbers of sub-block `sub` as bytes: unsigned below 16 for types of four bits, else signed or below 32.
-INLINE void numbers_of(const Type type, const uint8_t *b, int sub, uint8_t *q) {
+// Writes the 32 codes of sub-block `sub` as bytes: 0 .. 15 for 4-bit types, else signed or 0 .. 31.
+INLINE void unpack_codes(const Type type, const uint8_t *b, int sub, uint8_t *q) {
     for (int i = 0; i < 32; i++) {
         int four = 0;
         if (type == Q5_0 || type == Q5_1) {
@@ -39,9 +43,12 @@ INLINE void numbers_of(const Type type, const uint8_t *b, int sub, uint8_t *q) {
             case Q5_1: q[i] = four | fifth_bit(b + 4, i); break;
             case Q8_0: q[i] = b[2 + i]; break;
             case Q4_K: q[i] = b[16 + sub / 2 * 32 + i] >> (sub % 2 * 4) & 15; break;
-            case Q5_K: q[i] = (b[48 + sub / 2 * 32 + i] >> (sub % 2 * 4) & 15) | (b[16 + i] >> sub & 1) << 4; break;
+            case Q5_K:
+                q[i] = (b[48 + sub / 2 * 32 + i] >> (sub % 2 * 4) & 15) | (b[16 + i] >> sub & 1)
+                                                                              << 4;
+                break;
             case Q6_K: {
-                // two halves of 128: 64 low bytes, 32 high bytes; four stretches of 32
+                // two halves of 128 codes: 64 bytes of low bits, 32 of high bits; four parts of 32
                 int half = sub / 4, part = sub % 4;
                 int low = b[half * 64 + part % 2 * 32 + i] >> (part / 2 * 4) & 15;
                 int high = b[128 + half * 32 + i] >> (2 * part) & 3;
@@ -53,29 +60,34 @@ INLINE void numbers_of(const Type type, const uint8_t *b, int sub, uint8_t *q) {
     }
 }
 
-// The bytes of one row's sub-block as a panel has them: 16 with number i below number i + 16, or 32.
-INLINE void bytes_of(const Type type, const uint8_t *b, int sub, uint8_t *to) {
-    if (type == Q4_0 || type == Q4_1) {  // the file's own order
+// Writes one row's sub-block as a panel has it: 16 bytes with code i in the low and code i + 16 in
+// the high half, or 32 bytes.
+INLINE void pack_codes(const Type type, const uint8_t *b, int sub, uint8_t *to) {
+    if (type == Q4_0 || type == Q4_1) {  // the order of the file
         memcpy(to, b + (type == Q4_0 ? 2 : 4), 16);
         return;
     }
     uint8_t q[32];
-    numbers_of(type, b, sub, q);
+    unpack_codes(type, b, sub, q);
     for (int i = 0; i < 16; i++)
         if (type == Q4_K) to[i] = q[i] | q[i + 16] << 4;
         else to[i] = q[i], to[i + 16] = q[i + 16];
 }
 
-// Four bytes of a row lie together, then the next row's four.
+// Four bytes of a row lie together, then four of the next row.
 INLINE void interleave(const uint8_t *bytes, int count, int row, uint8_t *to) {
     for (int i = 0; i < count; i += 4) memcpy(to + i * PANEL + row * 4, bytes + i, 4);
 }
 
-INLINE void scales_to(const Type type, const uint8_t *b, int sub, int row, uint8_t *to) {
+INLINE void pack_scales(const Type type, const uint8_t *b, int sub, int row, uint8_t *to) {
     switch (type) {
-        case Q4_0: case Q8_0: case Q5_0: memcpy(to + 2 * row, b, 2); break;
-        case Q4_1: case Q5_1: memcpy(to + 2 * row, b, 2), memcpy(to + 16 + 2 * row, b + 2, 2); break;
-        case Q4_K: case Q5_K: scale_and_minimum(b + 4, sub, to + row, to + 8 + row); break;
+        case Q4_0:
+        case Q8_0:
+        case Q5_0: memcpy(to + 2 * row, b, 2); break;
+        case Q4_1:
+        case Q5_1: memcpy(to + 2 * row, b, 2), memcpy(to + 16 + 2 * row, b + 2, 2); break;
+        case Q4_K:
+        case Q5_K: scale_and_minimum(b + 4, sub, to + row, to + 8 + row); break;
         case Q6_K: to[row] = b[192 + 2 * sub], to[8 + row] = b[192 + 2 * sub + 1];
     }
 }
@@ -87,18 +99,21 @@ typedef struct {
     uint8_t *to;
 } Pack;
 
-static inline long packed_panel(Type type, long columns) {
-    long bits = type <= Q4_K ? 4 : 8, head = type == Q4_K || type == Q5_K ? 32 : type == Q6_K ? 16 : 0;
+static inline long packed_panel_bytes(Type type, long columns) {
+    long bits = type <= Q4_K ? 4 : 8, head = type == Q4_K || type == Q5_K ? 32
+                                             : type == Q6_K               ? 16
+                                                                          : 0;
     long scales = type == Q4_1 || type == Q5_1 ? 32 : 16;
     return columns / BLOCK * (bits * 32 + scales) + columns / 256 * head;
 }
 
-// Panel `p`, with all that depends on the type known to the compiler.
+// Packs panel `p`. The type is a constant, so the compiler specialises the loops.
 INLINE void pack_panel(const Type type, const Pack *a, long p) {
     const int wide = type_columns(type), bits = type <= Q4_K ? 4 : 8;
-    const long head = packed_panel(type, 256) - packed_panel(type, 32) * 8;
+    const long head = packed_panel_bytes(type, 256) - packed_panel_bytes(type, 32) * 8;
     const long scales = type == Q4_1 || type == Q5_1 ? 32 : 16;
-    long size = packed_panel(type, a->columns), height = a->rows - p * PANEL < PANEL ? a->rows - p * PANEL : PANEL;
+    long size = packed_panel_bytes(type, a->columns),
+         height = a->rows - p * PANEL < PANEL ? a->rows - p * PANEL : PANEL;
     uint8_t *to = a->to + p * size;
     if (height < PANEL) memset(to, 0, size);
     for (long b = 0; b < a->columns / wide; b++) {
@@ -112,17 +127,17 @@ INLINE void pack_panel(const Type type, const Pack *a, long p) {
         for (int sub = 0; sub < wide / BLOCK; sub++, to += bits * 32 + scales)
             for (long row = 0; row < height; row++) {
                 uint8_t bytes[32];
-                bytes_of(type, from + row * a->row_bytes, sub, bytes);
+                pack_codes(type, from + row * a->row_bytes, sub, bytes);
                 interleave(bytes, bits * 4, (int)row, to);
-                scales_to(type, from + row * a->row_bytes, sub, (int)row, to + bits * 32);
+                pack_scales(type, from + row * a->row_bytes, sub, (int)row, to + bits * 32);
             }
     }
 }
 
-static void pack_kernel(const void *arguments, const Crew *crew) {
+static void pack_kernel(const void *arguments, const ThreadContext *ctx) {
     const Pack *a = arguments;
     long panels = (a->rows + PANEL - 1) / PANEL, first, end;
-    while (take(crew, panels, share(crew, panels, 4), &first, &end))
+    while (next_chunk(ctx, panels, chunk_size(ctx, panels, 4), &first, &end))
         for (long p = first; p < end; p++) switch ((Type)a->type) {
                 case Q4_0: pack_panel(Q4_0, a, p); break;
                 case Q4_1: pack_panel(Q4_1, a, p); break;
@@ -135,14 +150,15 @@ static void pack_kernel(const void *arguments, const Crew *crew) {
             }
 }
 
-// Bytes that `native_pack` writes; 0 where the columns are not whole blocks.
+// The bytes that `native_pack` writes; 0 if the columns are not a multiple of the block.
 long native_packed_bytes(int type, long rows, long columns) {
     if (columns % type_columns(type)) return 0;
-    return (rows + PANEL - 1) / PANEL * packed_panel(type, columns);
+    return (rows + PANEL - 1) / PANEL * packed_panel_bytes(type, columns);
 }
 
-// from: `rows` rows of blocks, `row_bytes` apart, the first `columns` of each wanted.
-void native_pack(int type, const uint8_t *from, long rows, long columns, long row_bytes, uint8_t *to) {
+// Packs the first `columns` of `rows` rows of blocks, which lie `row_bytes` apart.
+void native_pack(ThreadPool *pool, int type, const uint8_t *from, long rows, long columns,
+                 long row_bytes, uint8_t *to) {
     Pack a = {type, from, rows, columns, row_bytes, to};
-    issue(pack_kernel, &a, sizeof a, (double)rows * columns);
+    issue(pool, pack_kernel, &a, sizeof a, (double)rows * columns);
 }

@@ -1,1 +1,1 @@
-"""Ranks that work as one: how they meet, and what they say to each other. Knows no model and no layer."""
+"""Communication between tensor parallel ranks and pipeline stages; knows no model and no layer."""

@@ -1,99 +1,117 @@
-"""Ranks that share every layer, and what they do together. A layer gets its group as an argument and asks no more.
+"""What a rank knows about the other ranks: its tensor parallel group and its pipeline stage.
 
-`Alone` is a group of one: every model runs in a group, so there is one path. On GPUs messages go by NCCL, short ones
-by symmetric memory where the cards can reach each other's; between CPUs by gloo, or through memory (shared.py). Ranks
-that share one card, which only a test does, talk by gloo through the host.
+Every model runs in a group, so there is one code path; `SingleRank` is the group of a model on one
+device. A layer gets its group as an argument and knows nothing else about other ranks. Ranks that
+communicate through torch.distributed are in distributed.py, CPU ranks that communicate through
+shared memory in shared_memory.py. This module knows no model and no layer.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 
-class Group(Protocol):
+class CommunicationGroup(Protocol):
+    """The tensor parallel ranks that share every layer of one pipeline stage."""
+
     rank: int
     size: int
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, width] added up over the ranks; x itself may be overwritten."""
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum x [tokens, width] over the ranks; x itself may be overwritten."""
         ...
 
-    def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
-        """x [tokens, width] of all ranks side by side: [tokens, total]. All are equally wide, but the last ones may
-        have less."""
+    def all_gather(self, x: torch.Tensor, total_width: int) -> torch.Tensor:
+        """Concatenate x [tokens, width] of all ranks to [tokens, total_width].
+
+        All ranks have the same width, except that the last ones may have less.
+        """
         ...
 
 
-class Alone:
+class SingleRank:
+    """A group of one rank: nothing is communicated."""
+
     rank = 0
     size = 1
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, total_width: int) -> torch.Tensor:
         return x
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()
 
 
-class Ranks:
-    """A group of torch.distributed; its messages can be part of a captured graph."""
+class PointToPointChannel(Protocol):
+    """A connection to one rank of another pipeline stage."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-        self.rank = group.rank()
-        self.size = group.size()
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x, group=self.group)
-        return x
-
-    def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
-        missing = -(-total // self.size) - x.shape[1]
-        x = F.pad(x, (0, missing)) if missing else x.contiguous()
-        every = x.new_empty(self.size * len(x), x.shape[1])
-        dist.all_gather_into_tensor(every, x, group=self.group)
-        return every.unflatten(0, (self.size, len(x))).transpose(0, 1).flatten(1)[:, :total]
+    def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor: ...
+    def send(self, x: torch.Tensor) -> None: ...
 
 
-class Hosted(Ranks):
-    """The same for GPU tensors whose messages go through the host: slow, and never part of a graph."""
+@dataclass(frozen=True)
+class StagePipe:
+    """Passes hidden states from the previous pipeline stage to the next one."""
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return super().sum(x.cpu()).to(x.device)
+    previous_stage: PointToPointChannel | None
+    next_stage: PointToPointChannel | None
+    width: int
+    dtype: torch.dtype
 
-    def join(self, x: torch.Tensor, total: int) -> torch.Tensor:
-        return super().join(x.cpu(), total).to(x.device)
+    def receive(self, num_rows: int) -> torch.Tensor | None:
+        """Return [num_rows, width] from the previous stage; None in the first stage."""
+        if self.previous_stage is None:
+            return None
+        return self.previous_stage.receive(num_rows, self.width, self.dtype)
+
+    def send(self, x: torch.Tensor) -> None:
+        if self.next_stage is not None:
+            self.next_stage.send(x)
 
 
-class OneShot(Ranks):
-    """Short sums in one go: every rank reads what all others have laid in memory that each can reach."""
+@dataclass(frozen=True)
+class DeviceMesh:
+    """The place of one rank among all ranks.
 
-    MOST = 256 << 10  # bytes; beyond it reading everything everywhere costs more than NCCL's ring
-    TYPES = (torch.float32, torch.bfloat16)  # what torch can add up so
-    SIZES = (
-        2,
-        4,
-        8,
-    )  # of groups in which it adds in the order of ranks, so that all have the same bits
+    Ranks are numbered stage by stage, so the ranks of one tensor parallel group are neighbours.
+    """
 
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device):
-        import torch.distributed._symmetric_memory as symmetric
+    group: CommunicationGroup = SINGLE_RANK
+    stage: int = 0
+    num_stages: int = 1
+    rank: int = 0
+    world_size: int = 1
+    shares_device: bool = False  # all ranks run on one device
+    previous_stage: PointToPointChannel | None = None
+    next_stage: PointToPointChannel | None = None
 
-        super().__init__(group)
-        self.name = group.group_name
-        self.shared = symmetric.empty(self.MOST // dtype.itemsize, dtype=dtype, device=device)
-        symmetric.rendezvous(self.shared, self.name)
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if x.numel() > self.shared.numel() or x.dtype != self.shared.dtype:
-            return super().sum(x)
-        mine = self.shared[: x.numel()].view(x.shape)
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(mine, x.contiguous(), "sum", self.name)
+    @property
+    def is_driver(self) -> bool:
+        """Whether this rank reports the sampled tokens to the engine."""
+        return self.is_last_stage and self.group.rank == 0
+
+    def min_over_ranks(self, value: int) -> int:
+        """Return the smallest value that any rank passes; all ranks must call this."""
+        if self.world_size == 1:
+            return value
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        smallest = torch.tensor(value, dtype=torch.int64, device=device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return int(smallest)
+
+    def create_stage_pipe(self, width: int, dtype: torch.dtype) -> StagePipe | None:
+        """Return the pipe for hidden states of this width; None without pipeline parallelism."""
+        if self.num_stages == 1:
+            return None
+        return StagePipe(self.previous_stage, self.next_stage, width, dtype)

@@ -1,255 +1,158 @@
-"""The seam where lower precision plugs in, and tensors that are still in their file.
+"""The interfaces of a weight format.
 
-A stored matrix knows three moves, and every layout and shard is built of them:
+A format describes how a checkpoint stores the weights of a linear layer. It has three parts:
 
-    rows(ranges)   keep these output rows, in this order   (column-parallel, un-grouping QKV)
-    cols(a, b)     keep these input columns                (row-parallel)
-    cat(parts)     stack on the output axis                (q|k|v, gate|up)
+    WeightFormat     finds the matrix of a linear layer in a checkpoint
+    WeightMatrix     that matrix [out, in], not read yet; it can be sliced and concatenated
+    PreparedWeight   the matrix on its device, ready to multiply
 
-A format is one file: a class with these three moves and `prepare`, the class with `linear` that it becomes, and a
-Format that finds such matrices in a checkpoint. Nothing else knows about it. The moves touch no data: they work on
-Stored tensors, so a rank reads only its slices.
+Every weight layout and every tensor parallel shard is built of three operations on a WeightMatrix:
+
+    rows(ranges)   select output rows, in this order    (column parallel, ungrouping q, k and v)
+    cols(a, b)     select input columns                 (row parallel)
+    cat(others)    stack on the output axis             (q|k|v, gate|up)
+
+They move ranges, not data, so a rank reads only its own slices. A format is one file of this
+package; quant/select.py lists them. Nothing outside of this package depends on a certain format.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
 from bloomery.errors import CheckpointError
-from bloomery.kernels.gemv import After, Norm
+from bloomery.fusion import Epilogue, NormPrologue
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.quant.lazy_tensor import LazyTensor, Range
 
-Range = tuple[int, int]
-Read = Callable[[Range, Range | None], torch.Tensor]
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Ready(Protocol):
-    """A matrix on its device, ready to multiply."""
+class PreparedWeight(Protocol):
+    """A matrix [out, in] on its device, ready to multiply."""
 
     @property
     def nbytes(self) -> int: ...
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """These rows in full precision: [n] -> [n, in]. An embedding is nothing else."""
+        """Return these rows dequantized: [n] -> [n, in]. This is how embeddings are looked up."""
         ...
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [tokens, in] -> [tokens, out]."""
         ...
 
-    def phrase(
-        self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
+    def fused_linear(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        prologue: NormPrologue | None,
+        epilogue: Epilogue,
     ) -> torch.Tensor | None:
-        """The product with all that surrounds it in one kernel; None where there is none, or it does not pay."""
+        """Compute norm, product and epilogue in one kernel; None if no such kernel pays here."""
         ...
 
 
-class Matrix(Protocol):
-    """[out, in] weights in some format."""
+class WeightMatrix(Protocol):
+    """A matrix [out, in] of some format, not read yet."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
     def rows(self, ranges: Sequence[Range]) -> Self: ...
     def cols(self, start: int, end: int) -> Self: ...
     def cat(self, others: Sequence[Self]) -> Self: ...
-    def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
-        """Read what is wanted, onto the device, in the layout the kernels like."""
+    def prepare(
+        self, dtype: torch.dtype, device: torch.device, pool: ThreadPool | None = None
+    ) -> PreparedWeight:
+        """Read the selected part onto the device, in the layout that the kernels need.
+
+        `dtype` is the type of activations. `pool`: native CPU kernels will multiply.
+        """
         ...
 
-    def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The same numbers in full precision, [out, in]: what every format is compared with."""
+    def load_dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Read the selected part and dequantize it: [out, in]. The reference for `prepare`."""
         ...
 
 
-class Tensors(Protocol):
+class CheckpointTensors(Protocol):
     """What a format sees of a checkpoint."""
 
     def tensor(
         self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None
-    ) -> Stored:
-        """The vector [out] or matrix [out, in] of that name, which must be of that shape.
+    ) -> LazyTensor:
+        """Find the vector [out] or matrix [out, in] of that name; it must have that shape.
 
-        `transposed`: the file has it as [in, out]. `expert`: the file has a stack of them, and this one is meant.
+        `transposed`: the file stores it as [in, out]. `expert`: the file stores a stack of
+        matrices, and this one is meant.
         """
         ...
 
     def has(self, name: str) -> bool: ...
     def shape(self, name: str) -> tuple[int, ...]:
-        """As the file has it; packed tensors say by it how they are packed."""
+        """The shape as stored. The shape of a packed tensor tells how it is packed."""
         ...
 
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def part(
-    tensors: Tensors,
-    name: str,
-    shape: Sequence[int],
-    kinds: Sequence[torch.dtype] = FLOATS,
-    transposed: bool = False,
-    expert: int | None = None,
-) -> Stored:
-    """A tensor of one of these types: bits taken for another would be numbers too, and wrong."""
-    found = tensors.tensor(name, shape, transposed, expert)
-    if found.dtype not in kinds:
-        raise CheckpointError(
-            f"{name}: is {found.dtype}, where {' or '.join(map(str, kinds))} belongs; the checkpoint is damaged, or "
-            "packed in a way that its quantization_config does not tell"
-        )
-    return found
-
-
-def sizes(tensors: Tensors, name: str, count: int = 2) -> tuple[int, ...]:
-    """The shape of a tensor, of so many dimensions; of a packed one it says how it is packed."""
-    found = tensors.shape(name)
-    if len(found) != count or 0 in found:
-        raise CheckpointError(
-            f"{name}: {list(found)} is not of {count} dimensions; the checkpoint is damaged"
-        )
-    return found
-
-
-class Product(NamedTuple):
-    """A matrix as the model asks for it."""
+class LinearSpec(NamedTuple):
+    """A matrix that the model asks for."""
 
     name: str  # in the checkpoint, without `.weight`
-    shape: tuple[int, int]
-    transposed: bool = False
-    expert: int | None = None
-    inside: bool = True  # of a layer; otherwise an embedding, the head or a projection beside them
-    precise: bool = False  # a router: never rounded
+    shape: tuple[int, int]  # [out, in]
+    transposed: bool = False  # the checkpoint stores [in, out]
+    expert: int | None = None  # the checkpoint stores a stack of experts, and this one is meant
+    in_decoder_layer: bool = True  # False: an embedding, the LM head or a projection next to them
+    unquantized: bool = False  # a router: never quantized on load
 
 
-class Format(Protocol):
-    """How the products of a checkpoint are kept."""
+class WeightFormat(Protocol):
+    """How a checkpoint stores the weights of its linear layers."""
 
-    def matrix(self, tensors: Tensors, product: Product) -> Matrix: ...
-
-
-class Coded(NamedTuple):
-    """The same tensor in the bits of its file."""
-
-    kind: str  # the format's own name of the type
-    values: int  # of a block
-    bytes: int
-    raw: Stored  # uint8 [rows of the whole tensor, bytes of a row]
+    def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> WeightMatrix: ...
 
 
-def overlaps(heights: Iterable[int], start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Of parts of such heights, stacked: the number of each that has some of the rows start:end, and which of its own
-    rows these are."""
-    offset = 0
-    for i, height in enumerate(heights):
-        a = max(start - offset, 0)
-        b = min(end - offset, height)
-        if a < b:
-            yield i, a, b
-        offset += height
+def get_tensor(
+    tensors: CheckpointTensors,
+    name: str,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
+    transposed: bool = False,
+    expert: int | None = None,
+) -> LazyTensor:
+    """Find a tensor and check its dtype.
 
-
-@dataclass(frozen=True)
-class Piece:
-    """A rectangle of a tensor in a file: `read(rows, cols)` gives it as [rows, cols] (or [rows] without columns)."""
-
-    read: Read
-    rows: Range
-    cols: Range | None  # None: a vector
-    # The same into memory that is already where it belongs, for sources that can go without a copy beside it; where it
-    # is only begun, how to wait for it.
-    fill: Callable[[torch.Tensor, Range, Range | None], Callable[[], None] | None] | None = None
-    blocks: Coded | None = None
-
-    @property
-    def height(self) -> int:
-        return self.rows[1] - self.rows[0]
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor not read yet: pieces, stacked. Slicing is arithmetic; `load` reads each byte once."""
-
-    pieces: tuple[Piece, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def whole(cls, shape: Sequence[int], dtype: torch.dtype, read: Read, *more: Any) -> Stored:
-        rows, *cols = shape
-        return cls((Piece(read, (0, rows), (0, cols[0]) if cols else None, *more),), dtype)
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Stored:
-        """A tensor already in memory, seen as if it were in a file."""
-        return cls.whole(
-            tensor.shape,
-            tensor.dtype,
-            lambda r, c: tensor[slice(*r)] if c is None else tensor[slice(*r), slice(*c)],
+    Without the check, bits of another type would be read as plausible but wrong numbers.
+    """
+    tensor = tensors.tensor(name, shape, transposed, expert)
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
+        raise CheckpointError(
+            f"{name}: is {tensor.dtype}, where {expected} belongs; the checkpoint is damaged, or "
+            "packed in a way that its quantization_config does not describe"
         )
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        height = sum(piece.height for piece in self.pieces)
-        cols = self.pieces[0].cols
-        return (height,) if cols is None else (height, cols[1] - cols[0])
-
-    def rows(self, ranges: Sequence[Range]) -> Stored:
-        picked: list[Piece] = []
-        for start, end in ranges:
-            if not 0 <= start < end <= self.shape[0]:
-                raise IndexError(f"rows {start}:{end} of a tensor with {self.shape[0]}")
-            for i, a, b in overlaps([piece.height for piece in self.pieces], start, end):
-                first = self.pieces[i].rows[0]
-                picked.append(replace(self.pieces[i], rows=(first + a, first + b)))
-        return replace(self, pieces=tuple(picked))
-
-    def cols(self, start: int, end: int) -> Stored:
-        def narrow(piece: Piece) -> Piece:
-            if piece.cols is None:
-                raise IndexError("a vector has no columns")
-            return replace(piece, cols=(piece.cols[0] + start, piece.cols[0] + end))
-
-        return replace(self, pieces=tuple(map(narrow, self.pieces)))
-
-    def cat(self, others: Sequence[Stored]) -> Stored:
-        return replace(self, pieces=sum((other.pieces for other in others), self.pieces))
-
-    def load(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The wanted part in memory of its own; never more than one piece beside it."""
-        return self.begin(dtype, device).get()
-
-    def begin(self, dtype: torch.dtype, device: torch.device) -> Arriving:
-        out = torch.empty(self.shape, dtype=dtype, device=device)
-        row = 0
-        waits = []
-        for piece in self.pieces:
-            part = out[row : row + piece.height]
-            if piece.fill is None:
-                part.copy_(piece.read(piece.rows, piece.cols))
-            elif wait := piece.fill(part, piece.rows, piece.cols):
-                waits.append(wait)
-            row += piece.height
-        return Arriving(out, tuple(waits))
+    return tensor
 
 
-class Arriving(NamedTuple):
-    """Memory that is still being filled. Whoever opened the source waits for all of it before the model runs."""
-
-    tensor: torch.Tensor
-    waits: tuple[Callable[[], None], ...] = ()
-
-    def get(self) -> torch.Tensor:
-        for wait in self.waits:
-            wait()
-        return self.tensor
+def get_shape(tensors: CheckpointTensors, name: str, num_dims: int = 2) -> tuple[int, ...]:
+    """Find the stored shape of a tensor and check its number of dimensions."""
+    shape = tensors.shape(name)
+    if len(shape) != num_dims or 0 in shape:
+        raise CheckpointError(
+            f"{name}: {list(shape)} is not of {num_dims} dimensions; the checkpoint is damaged"
+        )
+    return shape
 
 
-def ahead(begun: Iterator[Arriving], count: int) -> Iterator[torch.Tensor]:
-    """Each in its turn, while the next ones are on their way: `count` at a time."""
-    under_way = deque(islice(begun, count))
-    while under_way:
-        yield under_way.popleft().get()
-        under_way.extend(islice(begun, 1))
+def mark_as_used(tensors: CheckpointTensors, name: str, *suffixes: str) -> None:
+    """Ask for tensors of a linear layer that need not be read, so that none is reported unused."""
+    for suffix in suffixes:
+        full_name = f"{name}.{suffix}"
+        if tensors.has(full_name):
+            tensors.tensor(full_name, tensors.shape(full_name))
+
+
+def load_rows(tensor: LazyTensor, ranges: Sequence[Range], device: torch.device) -> torch.Tensor:
+    """Load these rows of a stored tensor, in its stored dtype."""
+    return tensor.rows(ranges).load(tensor.dtype, device)

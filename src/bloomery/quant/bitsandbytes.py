@@ -1,120 +1,148 @@
-"""Checkpoints of bitsandbytes: rows of 8-bit integers, or blocks of 4-bit codes of a table."""
+"""bitsandbytes checkpoints: int8 with a scale per row, or 4-bit codes of a codebook in blocks."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from math import gcd
+from typing import Any
 
 import torch
 
 from bloomery.errors import CheckpointError
-from bloomery.kernels.packed import Codebook, Grid
-from bloomery.quant.base import FLOATS, Product, Range, Tensors, part, sizes
-from bloomery.quant.nf4 import TABLES
-from bloomery.quant.packed import PackedMatrix, claim, kept, rows_of
+from bloomery.kernels.packed import CodebookWeight, GroupedScales
+from bloomery.quant.base import (
+    FLOAT_DTYPES,
+    CheckpointTensors,
+    LinearSpec,
+    get_shape,
+    get_tensor,
+    load_rows,
+    mark_as_used,
+)
+from bloomery.quant.lazy_tensor import Range
+from bloomery.quant.nf4 import CODEBOOKS
+from bloomery.quant.packed_matrix import PackedMatrix, open_unquantized
 
 HOST = torch.device("cpu")
 
 
-class BitsAndBytes:
-    def matrix(self, tensors: Tensors, product: Product) -> PackedMatrix:
-        name = product.name
+class BitsAndBytesFormat:
+    """Layers with `SCB` are int8, those with a `quant_state` are 4-bit, others full precision."""
+
+    def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> PackedMatrix:
+        name = linear.name
         if tensors.has(f"{name}.SCB"):
-            return integers(tensors, product)
-        for kind in TABLES:
-            if tensors.has(state := f"{name}.weight.quant_state.bitsandbytes__{kind}"):
-                return codes(tensors, product, kind, state)
-        return kept(tensors, product)
+            return open_int8_rows(tensors, linear)
+        for codebook_name in CODEBOOKS:
+            state_name = f"{name}.weight.quant_state.bitsandbytes__{codebook_name}"
+            if tensors.has(state_name):
+                return open_4bit(tensors, linear, state_name)
+        return open_unquantized(tensors, linear)
 
 
-def integers(tensors: Tensors, product: Product) -> PackedMatrix:
-    """A row's largest magnitude (SCB) is 127 steps. Outliers of the input need no second product: it is not rounded."""
-    weight = part(tensors, f"{product.name}.weight", product.shape, (torch.int8,))
-    largest = part(tensors, f"{product.name}.SCB", product.shape[:1])
-    claim(tensors, product.name, "weight_format")
+def open_int8_rows(tensors: CheckpointTensors, linear: LinearSpec) -> PackedMatrix:
+    """int8 [out, in]; SCB [out] is the largest magnitude of a row, which has the code 127.
 
-    def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Grid:
-        scale = largest.rows(ranges).load(torch.float32, device)[:, None] / 127
-        return Grid(rows_of(weight, ranges, device), scale, bits=8)
+    bitsandbytes multiplies outliers of the input separately, because it rounds the input to 8 bits.
+    We do not round the input, so one product is enough.
+    """
+    weight = get_tensor(tensors, f"{linear.name}.weight", linear.shape, (torch.int8,))
+    absmax = get_tensor(tensors, f"{linear.name}.SCB", linear.shape[:1])
+    mark_as_used(tensors, linear.name, "weight_format")
 
-    return PackedMatrix.whole(product, read)
+    def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> GroupedScales:
+        scale = absmax.rows(ranges).load(torch.float32, device)[:, None] / 127
+        return GroupedScales(load_rows(weight, ranges, device), scale, bits=8)
+
+    return PackedMatrix.from_loader(linear, load)
 
 
-def codes(tensors: Tensors, product: Product, kind: str, state_name: str) -> PackedMatrix:
-    """The matrix as one long row: two codes a byte, the first in the high half; a largest magnitude a block, itself
-    perhaps a code of another table times a largest magnitude, less its mean."""
-    (rows, width) = product.shape
-    name = f"{product.name}.weight"
-    state = described(tensors, state_name)
-    block = state.get("blocksize")
-    total = rows * width
+def open_4bit(tensors: CheckpointTensors, linear: LinearSpec, state_name: str) -> PackedMatrix:
+    """4-bit codes of the matrix as one long row, and one absmax per block of that row.
+
+    A byte holds two codes, the first one in the high half. `weight` is [n, 1] of any type that has
+    been chosen as storage. The absmax values may be quantized themselves (double quantization).
+    """
+    rows, columns = linear.shape
+    num_values = rows * columns
+    name = f"{linear.name}.weight"
+    state = read_quant_state(tensors, state_name)
+    block_size = state.get("blocksize")
     if (
-        state.get("shape") != [rows, width]
-        or not isinstance(block, int)
-        or block < 1
-        or total % block
-        or width % 2
+        not isinstance(block_size, int)
+        or block_size < 1
+        or num_values % block_size
+        or columns % 2
+        or state.get("shape") != [rows, columns]
     ):
         raise CheckpointError(
-            f"{state_name}: {state} does not describe a matrix of {rows} x {width}"
+            f"{state_name}: {state} does not describe a matrix of {rows} x {columns}"
         )
-    found = sizes(tensors, name)
-    weight = part(tensors, name, found, (torch.uint8, torch.int8, *FLOATS))
-    words = found[0] // rows  # a row
-    if found != (words * rows, 1) or words * weight.dtype.itemsize * 2 != width:
+    stored_shape = get_shape(tensors, name)
+    storage_dtypes = (torch.uint8, torch.int8, *FLOAT_DTYPES)
+    weight = get_tensor(tensors, name, stored_shape, storage_dtypes)
+    elements_per_row = stored_shape[0] // rows
+    codes_per_row = elements_per_row * weight.dtype.itemsize * 2
+    if stored_shape != (elements_per_row * rows, 1) or codes_per_row != columns:
         raise CheckpointError(
-            f"{name}: {found} {weight.dtype} do not hold {rows} x {width} codes of four bits"
+            f"{name}: {stored_shape} {weight.dtype} do not hold {rows} x {columns} codes of four "
+            "bits"
         )
-    table = part(tensors, f"{name}.quant_map", (16,))
-    nested = (
-        nesting(tensors, name, state_name, state, total // block)
-        if "nested_blocksize" in state
-        else None
-    )
-    largest = part(
-        tensors, f"{name}.absmax", (total // block,), FLOATS if nested is None else (torch.uint8,)
-    ).load
-    smaller = gcd(block, width)  # blocks that end with their row
+    table = get_tensor(tensors, f"{name}.quant_map", (16,))
+    load_absmax = open_absmax(tensors, name, state_name, state, num_values // block_size)
+    # Blocks may cross rows. Smaller ones, with repeated absmax values, end with their row.
+    row_block_size = gcd(block_size, columns)
 
-    def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Codebook:
-        lines = [(start * words, end * words) for start, end in ranges]
-        packed = rows_of(weight, lines, device).view(torch.uint8).view(-1, width // 2)
-        absmax = largest(torch.float32 if nested is None else torch.uint8, device)
-        absmax = absmax if nested is None else nested(absmax)
-        each = absmax.repeat_interleave(block // smaller).view(rows, width // smaller)
-        picked = torch.cat([each[start:end] for start, end in ranges])
-        return Codebook(packed >> 4 | packed << 4, table.load(torch.float32, device), picked)
+    def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> CodebookWeight:
+        element_ranges = [
+            (start * elements_per_row, end * elements_per_row) for start, end in ranges
+        ]
+        stored = load_rows(weight, element_ranges, device).view(torch.uint8)
+        swapped = stored.view(-1, columns // 2)
+        codes = swapped >> 4 | swapped << 4
+        repeated = load_absmax(device).repeat_interleave(block_size // row_block_size)
+        absmax = repeated.view(rows, columns // row_block_size)
+        selected = torch.cat([absmax[start:end] for start, end in ranges])
+        return CodebookWeight(codes, table.load(torch.float32, device), selected)
 
-    return PackedMatrix.whole(product, read)
+    return PackedMatrix.from_loader(linear, load)
 
 
-def nesting(
-    tensors: Tensors, name: str, state_name: str, state: dict, count: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """8-bit codes of largest magnitudes -> the magnitudes."""
-    block = state["nested_blocksize"]
+def open_absmax(
+    tensors: CheckpointTensors,
+    name: str,
+    state_name: str,
+    state: dict[str, Any],
+    num_blocks: int,
+) -> Callable[[torch.device], torch.Tensor]:
+    """Return a function that loads the absmax values of all blocks, float32 [num_blocks]."""
+    if "nested_blocksize" not in state:
+        plain = get_tensor(tensors, f"{name}.absmax", (num_blocks,))
+        return lambda device: plain.load(torch.float32, device)
+    nested_size = state["nested_blocksize"]
     mean = state.get("nested_offset")
-    if not isinstance(block, int) or block < 1 or not isinstance(mean, int | float):
-        raise CheckpointError(f"{state_name}: {state} does not describe magnitudes of eight bits")
-    table = part(tensors, f"{name}.nested_quant_map", (256,))
-    largest = part(tensors, f"{name}.nested_absmax", (-(-count // block),))
+    has_nested_size = isinstance(nested_size, int) and nested_size > 0
+    if not has_nested_size or not isinstance(mean, int | float):
+        raise CheckpointError(f"{state_name}: {state} does not describe nested absmax values")
+    codes = get_tensor(tensors, f"{name}.absmax", (num_blocks,), (torch.uint8,))
+    table = get_tensor(tensors, f"{name}.nested_quant_map", (256,))
+    num_nested = -(-num_blocks // nested_size)
+    nested_absmax = get_tensor(tensors, f"{name}.nested_absmax", (num_nested,))
 
-    def magnitudes(codes: torch.Tensor) -> torch.Tensor:
-        values = table.load(torch.float32, codes.device)[codes.long()]
-        each = largest.load(torch.float32, codes.device).repeat_interleave(block)[:count]
-        return values * each + mean
+    def load_nested(device: torch.device) -> torch.Tensor:
+        indices = codes.load(torch.uint8, device).long()
+        values = table.load(torch.float32, device)[indices]
+        scale = nested_absmax.load(torch.float32, device).repeat_interleave(nested_size)
+        return values * scale[:num_blocks] + mean
 
-    return magnitudes
+    return load_nested
 
 
-def described(tensors: Tensors, name: str) -> dict:
-    """A JSON object, written as bytes into a tensor."""
-    text = bytes(
-        part(tensors, name, sizes(tensors, name, 1), (torch.uint8,))
-        .load(torch.uint8, HOST)
-        .tolist()
-    )
+def read_quant_state(tensors: CheckpointTensors, name: str) -> dict[str, Any]:
+    """Read the JSON object that bitsandbytes stores as bytes in a tensor."""
+    stored = get_tensor(tensors, name, get_shape(tensors, name, 1), (torch.uint8,))
+    text = bytes(stored.load(torch.uint8, HOST).tolist())
     try:
         state = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Weights in full precision: the format every other one is compared with."""
+"""Weights in full precision. Every other format is compared with this one."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels.cpu import phrase
-from bloomery.kernels.gemv import Activation, After, Norm, pays, product_rows, shifts
+from bloomery.fusion import ActivationEpilogue, Epilogue, NormPrologue
+from bloomery.kernels.gemv import gemv_is_faster, gemv_triton, precompute_norm_shift
 from bloomery.native import ops
-from bloomery.native.team import team
-from bloomery.quant.base import Product, Range, Ready, Stored, Tensors, part
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.quant.base import CheckpointTensors, LinearSpec, PreparedWeight, get_tensor
+from bloomery.quant.lazy_tensor import LazyTensor, Range
 
-# which the GPU's library puts behind a product of many tokens
-GELU = Activation("gelu_tanh", gated=False)
-MANY = 256
-NATIVE = (
-    4  # tokens up to which our own kernel reads the weights fastest; a recorded step has no other
-)
-FEW = (
-    48  # tokens up to which a CPU's matrix library is a quarter faster with the weights on the left
-)
+# The epilogue that cuBLASLt fuses with a product, and the number of tokens above which it is used.
+CUBLAS_EPILOGUE = ActivationEpilogue("gelu_tanh", gated=False)
+MIN_CUBLAS_EPILOGUE_TOKENS = 256
+# Up to so many tokens the native CPU kernel is fastest. A traced step always uses it.
+MAX_NATIVE_TOKENS = 4
+# Up to so many tokens a CPU's BLAS is a quarter faster with the weights as the left operand.
+MAX_WEIGHTS_LEFT_TOKENS = 48
 
 
 @dataclass(frozen=True)
-class Dense:
-    """Weights still in their file."""
+class DenseMatrix:
+    """A matrix [out, in] in full precision, not read yet."""
 
-    weight: Stored  # [out, in]
+    weight: LazyTensor
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,36 +45,47 @@ class Dense:
     def cat(self, others: Sequence[Self]) -> Self:
         return replace(self, weight=self.weight.cat([other.weight for other in others]))
 
-    def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
-        return DenseReady.of(self.weight.begin(dtype, device).tensor)  # nobody looks at it yet
+    def prepare(
+        self, dtype: torch.dtype, device: torch.device, pool: ThreadPool | None = None
+    ) -> PreparedWeight:
+        # The memory may still be filling. The owner of the source waits before the model runs.
+        tensor = self.weight.start_load(dtype, device).tensor
+        return DenseWeight.from_tensor(tensor, pool)
 
-    def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def load_dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.weight.load(dtype, device)
 
 
 class DenseFormat:
-    """A tensor a product, as `name.weight`."""
+    """One tensor per linear layer: `name.weight`."""
 
-    def matrix(self, tensors: Tensors, product: Product) -> Dense:
-        name = f"{product.name}.weight"
-        return Dense(
-            part(tensors, name, product.shape, transposed=product.transposed, expert=product.expert)
+    def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> DenseMatrix:
+        weight = get_tensor(
+            tensors,
+            f"{linear.name}.weight",
+            linear.shape,
+            transposed=linear.transposed,
+            expert=linear.expert,
         )
+        return DenseMatrix(weight)
 
 
 @dataclass(frozen=True)
-class DenseReady:
-    """Weights on the device."""
+class DenseWeight:
+    """Weights [out, in] in full precision on the device."""
 
-    weight: torch.Tensor  # [out, in]
-    native: ops.Matrix | None = None  # the same for a CPU's own kernels
-    shifts: dict[int, torch.Tensor] = field(
-        default_factory=dict, compare=False
-    )  # by the norm in front of the product
+    weight: torch.Tensor
+    native: ops.NativeMatrix | None = None  # the same weights for native CPU kernels
+    pool: ThreadPool | None = None
+    # By id() of the norm that is fused before the product.
+    norm_shifts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, weight: torch.Tensor) -> DenseReady:
-        return cls(weight, ops.Matrix.dense(weight) if team().takes(weight) else None)
+    def from_tensor(cls, weight: torch.Tensor, pool: ThreadPool | None = None) -> DenseWeight:
+        """`pool`: native CPU kernels multiply where they accept the tensor."""
+        if pool is None or not pool.accepts(weight):
+            return cls(weight)
+        return cls(weight, ops.NativeMatrix.from_dense(pool, weight), pool)
 
     @property
     def nbytes(self) -> int:
@@ -85,25 +95,47 @@ class DenseReady:
         return self.weight[rows]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self.native is not None and (y := self.phrase(x, bias, None, None)) is not None:
-            return y
-        if x.device.type == "cpu" and 1 < len(x) <= FEW:
+        if self.native is not None:
+            y = self.fused_linear(x, bias, None, None)
+            if y is not None:
+                return y
+        if x.device.type == "cpu" and 1 < len(x) <= MAX_WEIGHTS_LEFT_TOKENS:
             y = (self.weight @ x.t()).t()
-            return (y if bias is None else y + bias).contiguous()
+            if bias is not None:
+                y = y + bias
+            return y.contiguous()
         return F.linear(x, self.weight, bias)
 
-    def phrase(
-        self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
+    def fused_linear(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        prologue: NormPrologue | None,
+        epilogue: Epilogue,
     ) -> torch.Tensor | None:
-        if self.native is not None and (len(x) <= NATIVE or team().arena is not None):
-            return phrase(self.native, x, bias, before, after)
-        if before is None and bias is not None and after == GELU and x.is_cuda and len(x) > MANY:
+        num_tokens = len(x)
+        if self.native is not None and self.pool is not None:
+            is_traced = self.pool.arena is not None
+            if num_tokens <= MAX_NATIVE_TOKENS or is_traced:
+                return ops.fused_linear(self.pool, self.native, x, bias, prologue, epilogue)
+        if (
+            x.is_cuda
+            and num_tokens > MIN_CUBLAS_EPILOGUE_TOKENS
+            and prologue is None
+            and bias is not None
+            and epilogue == CUBLAS_EPILOGUE
+        ):
             return torch._addmm_activation(bias, x, self.weight.t(), use_gelu=True)
-        if not pays(len(x), self.weight, before, after):
+        if not gemv_is_faster(num_tokens, self.weight, prologue, epilogue):
             return None
-        shift = None
-        if before is not None and before.kind == "layer":
-            if id(before) not in self.shifts:
-                self.shifts[id(before)] = shifts(self.weight, before)
-            shift = self.shifts[id(before)]
-        return product_rows(x, self.weight, bias, before, after, shift=shift)
+        norm_shift = None
+        if prologue is not None and prologue.kind == "layer":
+            norm_shift = self._norm_shift(prologue)
+        return gemv_triton(x, self.weight, bias, prologue, epilogue, norm_shift=norm_shift)
+
+    def _norm_shift(self, prologue: NormPrologue) -> torch.Tensor:
+        """The part of the output that a layer norm adds for every x (see kernels/gemv.py)."""
+        key = id(prologue)
+        if key not in self.norm_shifts:
+            self.norm_shifts[key] = precompute_norm_shift(self.weight, prologue)
+        return self.norm_shifts[key]

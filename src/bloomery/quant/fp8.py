@@ -1,6 +1,7 @@
-"""8-bit floats: a scale for each row when we round ourselves; for all, for a row or for a square in checkpoints.
+"""FP8 (E4M3): quantization with a scale per row, and checkpoints with coarser or finer scales.
 
-Rounding the input as well is the format's own way, and what makes large batches faster.
+Kernels may quantize the input to FP8 as well. The format intends this, and it makes large batches
+faster.
 """
 
 from __future__ import annotations
@@ -9,56 +10,69 @@ from collections.abc import Sequence
 
 import torch
 
-from bloomery.kernels.packed import BLOCK, Fp8
+from bloomery.kernels.packed import FP8_BLOCK_SIZE, Fp8Weight
 from bloomery.kernels.quantize_rows import FP8, quantize_rows
-from bloomery.quant.base import FLOATS, Product, Range, Stored, Tensors, part
-from bloomery.quant.packed import PackedMatrix, claim, kept, narrow, rows_of
+from bloomery.quant.base import (
+    FLOAT_DTYPES,
+    CheckpointTensors,
+    LinearSpec,
+    get_tensor,
+    load_rows,
+    mark_as_used,
+)
+from bloomery.quant.lazy_tensor import Range
+from bloomery.quant.loaded_weight import expand_single_block_column
+from bloomery.quant.packed_matrix import PackedMatrix, open_unquantized
 
 
-def fp8(weight: torch.Tensor) -> Fp8:
-    return Fp8(*quantize_rows(weight))
+def quantize_fp8(weight: torch.Tensor) -> Fp8Weight:
+    """Quantize weights [out, in] with one scale per row."""
+    codes, scale = quantize_rows(weight)
+    return Fp8Weight(codes, scale)
 
 
 class Fp8Format:
-    """`weight` in 8-bit floats with `weight_scale_inv` a square (DeepSeek, Qwen) or `weight_scale` for a row or all."""
+    """`weight` in FP8, with a scale that other writers call differently.
 
-    def matrix(self, tensors: Tensors, product: Product) -> PackedMatrix:
-        name = product.name
-        for scale in (f"{name}.weight_scale_inv", f"{name}.weight_scale"):
-            if tensors.has(scale):
-                return floats(tensors, product, scale)
-        return kept(tensors, product)
+    `weight_scale_inv` has one scale per 128 x 128 block (DeepSeek, Qwen), `weight_scale` one per
+    row or one for the matrix.
+    """
 
-
-def floats(tensors: Tensors, product: Product, scale_name: str) -> PackedMatrix:
-    (rows, width) = product.shape
-    name = f"{product.name}.weight"
-    weight = part(tensors, name, product.shape, (FP8,), expert=product.expert)
-    claim(tensors, product.name, "input_scale", "input_scale_ub", "weight_zero_point")
-    found = tensors.shape(scale_name)
-    squares = (-(-rows // BLOCK), -(-width // BLOCK))
-    wanted = found if found in ((rows, 1), (rows,), (1,), (1, 1)) else squares
-    square = wanted == squares and wanted != (rows, 1)
-    scale = part(tensors, scale_name, wanted, (*FLOATS, torch.float8_e8m0fnu))
-
-    def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Fp8:
-        codes = rows_of(weight, ranges, device)
-        return narrow(Fp8(codes, scales(scale, wanted, ranges, square, len(codes), device)))
-
-    return PackedMatrix.whole(product, read, square)
+    def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> PackedMatrix:
+        for suffix in ("weight_scale_inv", "weight_scale"):
+            scale_name = f"{linear.name}.{suffix}"
+            if tensors.has(scale_name):
+                return open_fp8(tensors, linear, scale_name)
+        return open_unquantized(tensors, linear)
 
 
-def scales(
-    stored: Stored,
-    shape: Sequence[int],
-    ranges: Sequence[Range],
-    square: bool,
-    rows: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """[rows, 1], or one a square of those that the one range of rows touches."""
-    if square:
-        ranges = [(start // BLOCK, -(-end // BLOCK)) for start, end in ranges]
-    elif shape[0] == 1:
-        return stored.load(torch.float32, device).expand(rows, 1).contiguous()
-    return stored.rows(ranges).load(torch.float32, device).view(-1, shape[1] if square else 1)
+def open_fp8(tensors: CheckpointTensors, linear: LinearSpec, scale_name: str) -> PackedMatrix:
+    """Codes are FP8 [out, in]. The scale is [1], [out, 1] or one per 128 x 128 block."""
+    rows, columns = linear.shape
+    weight_name = f"{linear.name}.weight"
+    weight = get_tensor(tensors, weight_name, linear.shape, (FP8,), expert=linear.expert)
+    mark_as_used(tensors, linear.name, "input_scale", "input_scale_ub", "weight_zero_point")
+    block_shape = (-(-rows // FP8_BLOCK_SIZE), -(-columns // FP8_BLOCK_SIZE))
+    shape: tuple[int, ...] = tensors.shape(scale_name)
+    if shape not in ((rows, 1), (rows,), (1,), (1, 1)):
+        shape = block_shape
+    is_blockwise = shape == block_shape and shape != (rows, 1)
+    scale_dtypes = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
+    stored_scale = get_tensor(tensors, scale_name, shape, scale_dtypes)
+
+    def load_scale(ranges: Sequence[Range], num_rows: int, device: torch.device) -> torch.Tensor:
+        """[rows, 1], or [row blocks, column blocks] of the blocks that the rows touch."""
+        if is_blockwise:
+            blocks = [(start // FP8_BLOCK_SIZE, -(-end // FP8_BLOCK_SIZE)) for start, end in ranges]
+            return stored_scale.rows(blocks).load(torch.float32, device).view(-1, block_shape[1])
+        if shape[0] == 1:
+            single = stored_scale.load(torch.float32, device)
+            return single.expand(num_rows, 1).contiguous()
+        return stored_scale.rows(ranges).load(torch.float32, device).view(-1, 1)
+
+    def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Fp8Weight:
+        codes = load_rows(weight, ranges, device)
+        scale = load_scale(ranges, len(codes), device)
+        return expand_single_block_column(Fp8Weight(codes, scale))
+
+    return PackedMatrix.from_loader(linear, load, has_row_blocks=is_blockwise)

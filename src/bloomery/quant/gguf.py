@@ -1,9 +1,13 @@
-"""GGUF's blocks kept in their own bits: the codes and scales of the file, laid out for the kernels that read them.
+"""GGUF weights, kept quantized in the blocks of their file.
 
-On a CPU in float32 these are the native ones, for which blocks are interleaved; a type they do not know, and a shard
-that cuts a block in two, is rounded to eight bits. Without them the matrix is expanded as it is read, for there it is
-the fastest. Elsewhere blocks become what kernels.packed knows, and only what that cannot say is expanded: other types,
-and shards cut inside of 16 columns.
+Three kinds of kernels may read them:
+
+    native CPU kernels   float32 on a CPU. Blocks are interleaved for them. Types that they do not
+                         read, and shards that cut through a block, are rounded to Q8_0.
+    packed kernels       other devices and dtypes. Blocks are converted to a PackedWeight.
+    none                 weights are dequantized while they are loaded: on a CPU without native
+                         kernels (that is fastest there), for other types, and for shards that do
+                         not begin and end at a multiple of 16 columns.
 """
 
 from __future__ import annotations
@@ -14,102 +18,133 @@ from dataclasses import replace
 import torch
 
 from bloomery.native import ops
-from bloomery.native.team import team
-from bloomery.quant.base import Piece, Product, Ready, Tensors
-from bloomery.quant.dense import Dense, DenseFormat
-from bloomery.quant.gguf_blocks import STEPS
-from bloomery.quant.native import WIDTH, BlocksReady, rounded
-from bloomery.quant.onload import in_panels
-from bloomery.quant.packed import FINEST, Held, as_ready, cut
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.quant.base import CheckpointTensors, LinearSpec, PreparedWeight
+from bloomery.quant.dense import DenseFormat, DenseMatrix
+from bloomery.quant.gguf_blocks import BLOCK_DECODERS
+from bloomery.quant.lazy_tensor import QuantizedBlocks, Range, TensorPiece
+from bloomery.quant.loaded_weight import MIN_GROUP_SIZE, LoadedWeight, slice_columns
+from bloomery.quant.native import BLOCK_COLUMNS, NativeWeight, round_to_q8_0
+from bloomery.quant.quantize_on_load import load_panels
+from bloomery.quant.quantized_weight import prepare_weight
+
+CPU = torch.device("cpu")
 
 
-class Blocks(Dense):
-    """Weights whose file has them in blocks."""
+class GgufMatrix(DenseMatrix):
+    """A matrix whose file stores it in quantized blocks, not read yet."""
 
-    def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
-        pieces = self.weight.pieces
+    def prepare(
+        self, dtype: torch.dtype, device: torch.device, pool: ThreadPool | None = None
+    ) -> PreparedWeight:
+        prepared: PreparedWeight | None = None
         if device.type == "cpu" and dtype == torch.float32:
-            if (
-                team().active
-                and self.shape[1] % WIDTH == 0
-                and all(piece.blocks for piece in pieces)
-            ):
-                found = [
-                    packed(piece) if packable(piece) else self.rounded(piece) for piece in pieces
-                ]
-                segments = [segment for segment in found if segment is not None]
-                if len(segments) == len(pieces):
-                    return BlocksReady(ops.Matrix(self.shape[1], segments))
-        elif any(map(gridded, pieces)):
-            return as_ready(self.held(dtype, device), dtype)
-        return super().prepare(dtype, device)
+            if pool is not None:
+                prepared = self._prepare_native(pool)
+        elif any(map(has_packed_layout, self.weight.pieces)):
+            prepared = prepare_weight(self.load_packed(dtype, device), dtype, pool)
+        if prepared is not None:
+            return prepared
+        return super().prepare(dtype, device, pool)
 
-    def held(self, dtype: torch.dtype, device: torch.device) -> Iterator[Held]:
-        """Piece by piece, as any kernel but the native ones reads them."""
+    def load_packed(self, dtype: torch.dtype, device: torch.device) -> Iterator[LoadedWeight]:
+        """Yield the pieces from top to bottom, packed where that is possible."""
         for piece in self.weight.pieces:
-            if gridded(piece):
-                yield from matrices(piece, device)
+            if has_packed_layout(piece):
+                yield from load_packed_panels(piece, device)
             else:
                 yield replace(self.weight, pieces=(piece,)).load(dtype, device)
 
-    def rounded(self, piece: Piece) -> ops.Segment | None:
-        """Of a type that native kernels do not know, or cut through its blocks."""
-        part = replace(self.weight, pieces=(piece,))
-        whole = [(0, piece.height)]
-        return rounded(
-            (piece.height, self.shape[1]),
-            in_panels(part, whole, self.shape[1], torch.device("cpu")),
-        )
+    def _prepare_native(self, pool: ThreadPool) -> NativeWeight | None:
+        """Pack all pieces for native kernels; None if that is impossible for one of them."""
+        columns = self.shape[1]
+        if columns % BLOCK_COLUMNS:
+            return None
+        segments: list[ops.MatrixSegment] = []
+        for piece in self.weight.pieces:
+            if piece.blocks is None:
+                return None
+            if has_native_layout(piece):
+                segment: ops.MatrixSegment | None = pack_native_segment(piece, pool)
+            else:
+                segment = self._round_segment(piece, pool)
+            if segment is None:
+                return None
+            segments.append(segment)
+        return NativeWeight(ops.NativeMatrix(pool, columns, segments), pool)
+
+    def _round_segment(self, piece: TensorPiece, pool: ThreadPool) -> ops.MatrixSegment | None:
+        """Round a piece that native kernels cannot read to Q8_0."""
+        columns = self.shape[1]
+        stored = replace(self.weight, pieces=(piece,))
+        panels = load_panels(stored, [(0, piece.num_rows)], columns, CPU)
+        return round_to_q8_0((piece.num_rows, columns), panels, pool)
 
 
-class BlocksFormat:
-    """A tensor a product, as `name.weight`."""
+class GgufFormat:
+    """One tensor per linear layer: `name.weight`, in any GGUF type."""
 
-    def matrix(self, tensors: Tensors, product: Product) -> Blocks:
-        return Blocks(DenseFormat().matrix(tensors, product).weight)
-
-
-# ---- for kernels.packed --------------------------------------------------------------------------
+    def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> GgufMatrix:
+        return GgufMatrix(DenseFormat().open_matrix(tensors, linear).weight)
 
 
-def gridded(piece: Piece) -> bool:
-    known = piece.blocks is not None and piece.blocks.kind in STEPS
-    return known and piece.cols is not None and all(col % FINEST == 0 for col in piece.cols)
+def get_blocks(piece: TensorPiece) -> tuple[QuantizedBlocks, Range]:
+    """The blocks of a piece that has some, and its columns."""
+    if piece.blocks is None or piece.cols is None:
+        raise ValueError("the piece is not stored in blocks")
+    return piece.blocks, piece.cols
 
 
-def matrices(piece: Piece, device: torch.device) -> Iterator[Held]:
-    """A panel of rows at a time, taken apart on the device."""
-    blocks = piece.blocks
-    cols = piece.cols
-    if blocks is None or cols is None:
-        raise ValueError("a piece without blocks")
-    # blocks that hold the columns
-    first = cols[0] // blocks.values
-    last = -(-cols[1] // blocks.values)
-    start, end, width = (
-        *(col - first * blocks.values for col in cols),
-        (last - first) * blocks.values,
-    )
-    raw = blocks.raw.cols(first * blocks.bytes, last * blocks.bytes)
-    for panel in in_panels(raw, [piece.rows], width, device):
-        whole = STEPS[blocks.kind](panel.view(-1, blocks.bytes)).matrix(len(panel))
-        yield whole if (start, end) == (0, width) else cut(whole, start, end, blocks.kind)
+# ---- packed kernels ------------------------------------------------------------------------------
 
 
-# ---- for native kernels --------------------------------------------------------------------------
-
-
-def packable(piece: Piece) -> bool:
-    if piece.blocks is None or piece.cols is None or piece.blocks.kind not in ops.PACKED:
+def has_packed_layout(piece: TensorPiece) -> bool:
+    """Whether the blocks of a piece can be converted to a PackedWeight."""
+    if piece.blocks is None or piece.cols is None:
         return False
-    return piece.cols[0] % piece.blocks.values == 0 and piece.cols[1] % piece.blocks.values == 0
+    start, end = piece.cols
+    is_aligned = start % MIN_GROUP_SIZE == 0 and end % MIN_GROUP_SIZE == 0
+    return is_aligned and piece.blocks.kind in BLOCK_DECODERS
 
 
-def packed(piece: Piece) -> ops.Segment:
-    blocks = piece.blocks
-    cols = piece.cols
-    if blocks is None or cols is None:
-        raise ValueError("a piece without blocks")
-    start, end = (col // blocks.values * blocks.bytes for col in cols)
-    raw = blocks.raw.pieces[0].read(piece.rows, (start, end))  # a view of the file
-    return ops.segment(blocks.kind, raw, cols[1] - cols[0])
+def load_packed_panels(piece: TensorPiece, device: torch.device) -> Iterator[LoadedWeight]:
+    """Load a panel of rows at a time and convert its blocks on the device."""
+    blocks, cols = get_blocks(piece)
+    # The blocks that contain the columns, and the columns counted from the first of them.
+    first_block = cols[0] // blocks.values_per_block
+    end_block = -(-cols[1] // blocks.values_per_block)
+    columns = (end_block - first_block) * blocks.values_per_block
+    start = cols[0] - first_block * blocks.values_per_block
+    end = cols[1] - first_block * blocks.values_per_block
+    bytes_per_block = blocks.bytes_per_block
+    raw = blocks.raw.cols(first_block * bytes_per_block, end_block * bytes_per_block)
+    decode = BLOCK_DECODERS[blocks.kind]
+    for panel in load_panels(raw, [piece.rows], columns, device):
+        weight = decode(panel.view(-1, bytes_per_block)).to_packed(len(panel))
+        if (start, end) == (0, columns):
+            yield weight
+        else:
+            yield slice_columns(weight, start, end, blocks.kind)
+
+
+# ---- native CPU kernels --------------------------------------------------------------------------
+
+
+def has_native_layout(piece: TensorPiece) -> bool:
+    """Whether native kernels read the blocks of a piece, and its columns are whole blocks."""
+    if piece.blocks is None or piece.cols is None:
+        return False
+    start, end = piece.cols
+    size = piece.blocks.values_per_block
+    is_aligned = start % size == 0 and end % size == 0
+    return is_aligned and piece.blocks.kind in ops.PACKED_TYPES
+
+
+def pack_native_segment(piece: TensorPiece, pool: ThreadPool) -> ops.MatrixSegment:
+    """Interleave the blocks of a piece for native kernels."""
+    blocks, cols = get_blocks(piece)
+    first_byte = cols[0] // blocks.values_per_block * blocks.bytes_per_block
+    end_byte = cols[1] // blocks.values_per_block * blocks.bytes_per_block
+    # A view of the mapped file.
+    raw = blocks.raw.pieces[0].read(piece.rows, (first_byte, end_byte))
+    return ops.pack_segment(pool, blocks.kind, raw, cols[1] - cols[0])

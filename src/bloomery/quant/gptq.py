@@ -1,6 +1,8 @@
-"""GPTQ: codes of 2, 3, 4 or 8 bits along the input, a scale and a zero for groups of it, perhaps in another order.
+"""GPTQ checkpoints: codes of 2, 3, 4 or 8 bits with a scale and a zero point per group of columns.
 
-Bits and groups are what the tensors' shapes say, so checkpoints that give some modules more bits need no rules here.
+With act-order the tensor `g_idx` tells the group of each column. The number of bits and of groups
+follows from the shapes of the tensors, so checkpoints that give some modules more bits need no
+special rules.
 """
 
 from __future__ import annotations
@@ -11,111 +13,139 @@ from dataclasses import dataclass
 import torch
 
 from bloomery.errors import CheckpointError
-from bloomery.kernels.packed import Grid, pack
-from bloomery.quant.base import Product, Range, Tensors, part, sizes
-from bloomery.quant.packed import Held, PackedMatrix, Scattered, kept, rows_of
+from bloomery.kernels.packed import GroupedScales, pack_codes
+from bloomery.quant.base import CheckpointTensors, LinearSpec, get_shape, get_tensor, load_rows
+from bloomery.quant.lazy_tensor import Range
+from bloomery.quant.loaded_weight import ActOrderWeight, LoadedWeight
+from bloomery.quant.packed_matrix import PackedMatrix, open_unquantized
 
 HOST = torch.device("cpu")
-BITS = (2, 3, 4, 8)
-WORDS = (torch.int32,)
+SUPPORTED_BITS = (2, 3, 4, 8)
+WORD_DTYPES = (torch.int32,)  # codes are packed into 32-bit words
+WORD_BITS = 32
 
 
 @dataclass(frozen=True)
-class Gptq:
-    first_zero: int  # what is added to stored zeros: 1 in the first version of the format
-    needed: tuple[str, ...] = ()  # parts that must not be missing
+class GptqFormat:
+    """`qweight`, `qzeros`, `scales` and perhaps `g_idx`; other layers are in full precision."""
 
-    def matrix(self, tensors: Tensors, product: Product) -> PackedMatrix:
-        (rows, width) = product.shape
-        name = product.name
+    # Added to stored zero points: 1 in the first version of the format, else 0.
+    zero_point_offset: int
+    required_tensors: tuple[str, ...] = ()  # suffixes of tensors that must not be missing
+
+    def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> PackedMatrix:
+        name = linear.name
+        rows, columns = linear.shape
         if not tensors.has(f"{name}.qweight"):
-            return kept(tensors, product)
-        for suffix in self.needed:
-            tensors.shape(f"{name}.{suffix}")
-        found = sizes(tensors, f"{name}.qweight")
-        bits = found[0] * 32 // width
-        groups = sizes(tensors, f"{name}.scales")[0]
-        if bits not in BITS or found[0] * 32 != width * bits or rows * bits % 32:
-            raise CheckpointError(
-                f"{name}.qweight: {list(found)} words do not hold {rows} x {width} codes of 2, 3, 4 or 8 bits"
-            )
-        # Rows first; a row's words follow one another as a stream of bits.
-        codes = part(tensors, f"{name}.qweight", (rows, width * bits // 32), WORDS, transposed=True)
-        scales = part(tensors, f"{name}.scales", (rows, groups), transposed=True)
-        zeros = part(tensors, f"{name}.qzeros", (groups, rows * bits // 32), WORDS)
-        index = groups_of(tensors, f"{name}.g_idx", width, groups)
+            return open_unquantized(tensors, linear)
+        for suffix in self.required_tensors:
+            tensors.shape(f"{name}.{suffix}")  # raises if it is missing
+        bits = infer_bits(tensors, linear)
+        groups = get_shape(tensors, f"{name}.scales")[0]
+        # Stored as [words, out] and [groups, out]; transposed, a row is one stream of bits.
+        code_shape = (rows, columns * bits // WORD_BITS)
+        codes = get_tensor(tensors, f"{name}.qweight", code_shape, WORD_DTYPES, transposed=True)
+        scales = get_tensor(tensors, f"{name}.scales", (rows, groups), transposed=True)
+        zero_point_shape = (groups, rows * bits // WORD_BITS)
+        zero_points = get_tensor(tensors, f"{name}.qzeros", zero_point_shape, WORD_DTYPES)
+        g_idx = load_g_idx(tensors, f"{name}.g_idx", columns, groups)
 
-        def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Held:
-            scale = rows_of(scales, ranges, device)
-            zero = (
-                streamed(rows_of(zeros, [(0, groups)], device), bits).T.to(scale.dtype)
-                + self.first_zero
-            )
-            zero = torch.cat([zero[start:end] for start, end in ranges])
-            return grid(
-                rows_of(codes, ranges, device),
-                bits,
-                scale,
-                zero,
-                None if index is None else index.to(device),
-            )
+        def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> LoadedWeight:
+            scale = load_rows(scales, ranges, device)
+            packed_zero_points = load_rows(zero_points, [(0, groups)], device)
+            stored = unpack_words(packed_zero_points, bits).T.to(scale.dtype)
+            offset = stored + self.zero_point_offset
+            zero_point = torch.cat([offset[start:end] for start, end in ranges])
+            return build_weight(load_rows(codes, ranges, device), bits, scale, zero_point, g_idx)
 
-        return PackedMatrix.whole(product, read)
+        return PackedMatrix.from_loader(linear, load)
 
 
-def groups_of(tensors: Tensors, name: str, width: int, groups: int) -> torch.Tensor | None:
-    """The group of each column, by a tensor that need not be there; None where they follow one another."""
-    plain = torch.arange(width) // -(-width // groups)
-    index = plain
+def infer_bits(tensors: CheckpointTensors, linear: LinearSpec) -> int:
+    """The bits of a code, from the number of words that hold a column of `qweight`."""
+    rows, columns = linear.shape
+    shape = get_shape(tensors, f"{linear.name}.qweight")
+    bits = shape[0] * WORD_BITS // columns
+    fills_words = shape[0] * WORD_BITS == columns * bits and rows * bits % WORD_BITS == 0
+    if bits not in SUPPORTED_BITS or not fills_words:
+        raise CheckpointError(
+            f"{linear.name}.qweight: {list(shape)} words do not hold {rows} x {columns} codes of "
+            "2, 3, 4 or 8 bits"
+        )
+    return bits
+
+
+def load_g_idx(
+    tensors: CheckpointTensors, name: str, columns: int, groups: int
+) -> torch.Tensor | None:
+    """Load the group of each column, int64 [columns]; None if groups are consecutive columns.
+
+    The tensor may be missing, and some writers fill it with -1 when they do not use act-order.
+    """
+    consecutive = torch.arange(columns) // -(-columns // groups)
+    g_idx = consecutive
     if tensors.has(name):
-        stated = part(tensors, name, (width,), (torch.int32, torch.int64)).load(torch.int64, HOST)
-        if not (stated == -1).all():  # which is how a library leaves it that had no use for it
-            index = stated
-        if not ((index >= 0) & (index < groups)).all():
+        lazy = get_tensor(tensors, name, (columns,), (torch.int32, torch.int64))
+        stored = lazy.load(torch.int64, HOST)
+        if not (stored == -1).all():
+            g_idx = stored
+        if not ((g_idx >= 0) & (g_idx < groups)).all():
             raise CheckpointError(
                 f"{name}: names groups beyond the {groups} there are; the checkpoint is damaged"
             )
-    return None if width % groups == 0 and torch.equal(index, plain) else index
+    if columns % groups == 0 and torch.equal(g_idx, consecutive):
+        return None
+    return g_idx
 
 
-def streamed(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """[lines, words] int32 as a stream of bits, lowest first -> [lines, numbers] uint8."""
-    if bits in (4, 8, 2):
-        octets = words.contiguous().view(torch.uint8)
-        return torch.stack(
-            [octets >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1
-        ).flatten(1)
-    wide = (
-        words.unflatten(1, (-1, bits)).long() & 0xFFFFFFFF
-    )  # 32 numbers in as many words as they have bits
-    starts = torch.arange(32, device=words.device) * bits
-    word = starts // 32
-    offset = starts % 32
-    pairs = wide[..., word] | wide[..., (word + 1).clamp(max=bits - 1)] << 32
-    return (pairs >> offset & (1 << bits) - 1).to(torch.uint8).flatten(1)
+def unpack_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpack streams of bits, lowest first: int32 [n, words] -> uint8 [n, codes]."""
+    mask = (1 << bits) - 1
+    if bits in (2, 4, 8):
+        packed_bytes = packed.contiguous().view(torch.uint8)
+        parts = [packed_bytes >> shift & mask for shift in range(0, 8, bits)]
+        return torch.stack(parts, -1).flatten(1)
+    # 32 codes of `bits` bits fill `bits` words. A code may continue in the next word.
+    unsigned = packed.unflatten(1, (-1, bits)).long() & 0xFFFFFFFF
+    first_bit = torch.arange(WORD_BITS, device=packed.device) * bits
+    word = first_bit // WORD_BITS
+    next_word = (word + 1).clamp(max=bits - 1)
+    double_words = unsigned[..., word] | unsigned[..., next_word] << WORD_BITS
+    codes = double_words >> first_bit % WORD_BITS & mask
+    return codes.to(torch.uint8).flatten(1)
 
 
-def grid(
-    words: torch.Tensor,
+def build_weight(
+    packed: torch.Tensor,
     bits: int,
     scale: torch.Tensor,
-    zero: torch.Tensor,
-    index: torch.Tensor | None,
-) -> Held:
-    """Streams of codes [rows, words] as kernels read them: 2 and 3 bits lie in 4. `index`: the group of each column, if
-    they are not in turn."""
-    held = max(4, bits)
-    centred = None if bool((zero == 1 << held - 1).all()) else zero
-    if index is None:
-        codes = (
-            words.contiguous().view(torch.uint8)
-            if held == bits
-            else pack(streamed(words, bits), held)
-        )
-        return Grid(codes, scale, centred, held)
-    codes = streamed(words, bits)
-    order = index.argsort(stable=True)
-    in_turn = torch.arange(len(index), device=index.device) // -(-len(index) // scale.shape[1])
-    if len(index) % scale.shape[1] == 0 and torch.equal(index[order], in_turn):
-        return Grid(pack(codes[:, order], held), scale, centred, held, order.int())
-    return Scattered(codes, scale, zero, index)
+    zero_point: torch.Tensor,
+    g_idx: torch.Tensor | None,
+) -> LoadedWeight:
+    """Build the weight of some rows in the layout that kernels read, if there is one.
+
+    packed: int32 [rows, words], a stream of codes per row. scale and zero_point: [rows, groups].
+    g_idx: the group of each column, or None for groups of consecutive columns. Kernels read no
+    codes of 2 or 3 bits from checkpoints: these are stored with 4 bits.
+    """
+    kernel_bits = max(4, bits)
+    # Kernels have no need to read zero points that are all in the middle of the range.
+    middle = 1 << kernel_bits - 1
+    kernel_zero_point = None if bool((zero_point == middle).all()) else zero_point
+    if g_idx is None:
+        if kernel_bits == bits:
+            codes = packed.contiguous().view(torch.uint8)
+        else:
+            codes = pack_codes(unpack_words(packed, bits), kernel_bits)
+        return GroupedScales(codes, scale, kernel_zero_point, kernel_bits)
+    g_idx = g_idx.to(packed.device)
+    codes = unpack_words(packed, bits)
+    columns = len(g_idx)
+    groups = scale.shape[1]
+    # Sorted by group, the columns form consecutive groups of one size: kernels read that.
+    order = g_idx.argsort(stable=True)
+    consecutive = torch.arange(columns, device=g_idx.device) // -(-columns // groups)
+    if columns % groups == 0 and torch.equal(g_idx[order], consecutive):
+        sorted_codes = pack_codes(codes[:, order], kernel_bits)
+        return GroupedScales(sorted_codes, scale, kernel_zero_point, kernel_bits, order.int())
+    return ActOrderWeight(codes, scale, zero_point, g_idx)

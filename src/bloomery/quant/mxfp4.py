@@ -1,4 +1,4 @@
-"""MXFP4: 4-bit floats, a power of two for each 32 of a row."""
+"""MXFP4 checkpoints: 4-bit floats (E2M1) with a power of two as the scale of 32 columns."""
 
 from __future__ import annotations
 
@@ -6,47 +6,49 @@ from collections.abc import Sequence
 
 import torch
 
-from bloomery.kernels.packed import Codebook
-from bloomery.quant.base import Product, Range, Tensors, part
-from bloomery.quant.packed import PackedMatrix, kept, rows_of
+from bloomery.kernels.packed import CodebookWeight
+from bloomery.quant.base import CheckpointTensors, LinearSpec, get_tensor, load_rows
+from bloomery.quant.lazy_tensor import Range
+from bloomery.quant.packed_matrix import PackedMatrix, open_unquantized
 
-BLOCK = 32
-E2M1 = tuple(
-    sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-)
-SPELLINGS = (
+BLOCK_SIZE = 32  # columns that share a scale
+EXPONENT_BIAS = 127  # of stored scales: 2 ** (byte - 127)
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = tuple(sign * value for sign in (1.0, -1.0) for value in E2M1_MAGNITUDES)
+# Names of codes and scales that different writers use.
+TENSOR_NAMES = (
     ("{}_blocks", "{}_scales"),
     ("{}.weight_blocks", "{}.weight_scales"),
     ("{}.weight_packed", "{}.weight_scale"),
 )
 
 
-class Mxfp4:
-    def matrix(self, tensors: Tensors, product: Product) -> PackedMatrix:
-        for spelling in SPELLINGS:
-            codes, scales = (text.format(product.name) for text in spelling)
-            if tensors.has(codes) and tensors.has(scales):
-                return powers(tensors, product, codes, scales)
-        return kept(tensors, product)
+class Mxfp4Format:
+    def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> PackedMatrix:
+        for codes_pattern, scales_pattern in TENSOR_NAMES:
+            codes_name = codes_pattern.format(linear.name)
+            scales_name = scales_pattern.format(linear.name)
+            if tensors.has(codes_name) and tensors.has(scales_name):
+                return open_mxfp4(tensors, linear, codes_name, scales_name)
+        return open_unquantized(tensors, linear)
 
 
-def powers(tensors: Tensors, product: Product, codes_name: str, scales_name: str) -> PackedMatrix:
-    (rows, width) = product.shape
-    expert = product.expert
-    codes = part(tensors, codes_name, (rows, width // 2), (torch.uint8,), expert=expert)
-    exponents = part(
-        tensors,
-        scales_name,
-        (rows, width // BLOCK),
-        (torch.uint8, torch.float8_e8m0fnu),
-        expert=expert,
-    )
+def open_mxfp4(
+    tensors: CheckpointTensors, linear: LinearSpec, codes_name: str, scales_name: str
+) -> PackedMatrix:
+    """Codes are uint8 [out, in / 2], exponents of scales are bytes [out, in / 32]."""
+    rows, columns = linear.shape
+    codes_shape = (rows, columns // 2)
+    scales_shape = (rows, columns // BLOCK_SIZE)
+    scale_dtypes = (torch.uint8, torch.float8_e8m0fnu)
+    expert = linear.expert
+    codes = get_tensor(tensors, codes_name, codes_shape, (torch.uint8,), expert=expert)
+    exponents = get_tensor(tensors, scales_name, scales_shape, scale_dtypes, expert=expert)
 
-    def read(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Codebook:
-        power = torch.exp2(rows_of(exponents, ranges, device).view(torch.uint8).float() - 127)
+    def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> CodebookWeight:
+        exponent = load_rows(exponents, ranges, device).view(torch.uint8).float()
+        scale = torch.exp2(exponent - EXPONENT_BIAS).to(torch.bfloat16)
         table = torch.tensor(E2M1, device=device)
-        return Codebook(
-            rows_of(codes, ranges, device).view(torch.uint8), table, power.to(torch.bfloat16)
-        )
+        return CodebookWeight(load_rows(codes, ranges, device), table, scale)
 
-    return PackedMatrix.whole(product, read)
+    return PackedMatrix.from_loader(linear, load)

@@ -1,9 +1,10 @@
-"""Matrices that native CPU kernels read, GGUF's blocks; and packed products as such blocks, of 32.
+"""Weights for the native CPU kernels: GGUF blocks, and other packed weights as such blocks.
 
-Of a grid of up to four bits the same codes and scales; the offset of a block, a zero times a scale, is rounded to half
-precision: an error of less than a hundredth of a step. What such blocks cannot say (tables, 8-bit floats, act-order) is
-rounded to eight bits, 127 steps to the largest of a block: a small part of what the format's own rounding cost, and
-many times faster than to unpack before every product. The products' inputs are rounded to eight bits.
+Packed weights of up to four bits keep their codes and scales. The offset of a block, zero point
+times scale, is rounded to float16: an error below a hundredth of a quantization step. What such
+blocks cannot express (codebooks, 8-bit floats, act-order) is rounded to eight bits with 127 steps
+to the largest value of a block. This adds little to the format's own rounding error, and is many
+times faster than dequantizing before every product. The kernels round activations to eight bits.
 """
 
 from __future__ import annotations
@@ -15,48 +16,57 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels.cpu import phrase
-from bloomery.kernels.gemv import After, Norm
-from bloomery.kernels.packed import Grid, unpack
+from bloomery.fusion import Epilogue, NormPrologue
+from bloomery.kernels.packed import GroupedScales, unpack_codes
 from bloomery.native import ops
-from bloomery.native.team import team
-from bloomery.quant.int8 import int8
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.quant.int8 import quantize_int8
 
-WIDTH = 32
-NORMAL = 2.0**-14  # below it half precision has fewer digits
+BLOCK_COLUMNS = 32  # of Q4_1 and Q8_0 blocks
+MIN_NORMAL_HALF = 2.0**-14  # smaller float16 numbers have fewer digits
 
 
 @dataclass(frozen=True)
-class BlocksReady:
-    """Weights as native kernels read them. Activations are rounded to eight bits, with a scale for every 32."""
+class NativeWeight:
+    """Weights in the layout of the native kernels.
 
-    matrix: ops.Matrix
+    Activations are rounded to eight bits, with one scale for each 32.
+    """
+
+    matrix: ops.NativeMatrix
+    pool: ThreadPool
 
     @property
     def nbytes(self) -> int:
         return self.matrix.nbytes
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return ops.gather(self.matrix, rows)
+        return ops.gather_rows(self.pool, self.matrix, rows)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if team().takes(x, bias):
-            return ops.linear(self.matrix, x, bias)
-        y = ops.linear(self.matrix, x.float().contiguous())
-        return (y if bias is None else y + bias).to(x.dtype)
+        if self.pool.accepts(x, bias):
+            return ops.linear(self.pool, self.matrix, x, bias)
+        y = ops.linear(self.pool, self.matrix, x.float().contiguous())
+        if bias is not None:
+            y = y + bias
+        return y.to(x.dtype)
 
-    def phrase(
-        self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
+    def fused_linear(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        prologue: NormPrologue | None,
+        epilogue: Epilogue,
     ) -> torch.Tensor | None:
-        return phrase(self.matrix, x, bias, before, after)
+        return ops.fused_linear(self.pool, self.matrix, x, bias, prologue, epilogue)
 
     def reference(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The same product without rounding the activations, from the values the blocks stand for."""
+        """The same product from dequantized weights, without rounding the activations."""
         return F.linear(x, self.gather(torch.arange(self.matrix.rows)), bias)
 
 
-class Unpackable(Protocol):
-    """What kernels.packed knows, or more."""
+class PackedCodes(Protocol):
+    """What the packed weights of all formats have in common."""
 
     @property
     def codes(self) -> torch.Tensor: ...
@@ -64,63 +74,85 @@ class Unpackable(Protocol):
     def shape(self) -> tuple[int, int]: ...
 
 
-def native(
-    packed: Unpackable, dtype: torch.dtype, panels: Iterator[torch.Tensor]
-) -> BlocksReady | None:
-    """None where there are no such kernels, or rows are not whole blocks. `panels`: its values, some rows at a time."""
-    width = packed.shape[1]
-    if (
-        not team().active
-        or packed.codes.device.type != "cpu"
-        or dtype != torch.float32
-        or width % WIDTH
-    ):
+def pack_native(
+    packed: PackedCodes,
+    dtype: torch.dtype,
+    panels: Iterator[torch.Tensor],
+    pool: ThreadPool | None,
+) -> NativeWeight | None:
+    """Convert a packed weight for the native kernels; None if they cannot read it.
+
+    `panels` yields its dequantized values, some rows at a time.
+    """
+    columns = packed.shape[1]
+    if pool is None or packed.codes.device.type != "cpu":
         return None
-    if isinstance(packed, Grid) and packed.order is None and packed.group % WIDTH == 0:
+    if dtype != torch.float32 or columns % BLOCK_COLUMNS:
+        return None
+    if isinstance(packed, GroupedScales) and fits_blocks(packed):
         if packed.bits <= 4:
-            return ready("Q4_1", fours(packed), width)
-        if (
-            packed.codes.dtype == torch.int8
-            and packed.zero is None
-            and packed.scale.min() >= NORMAL
-        ):
-            return ready("Q8_0", eights(packed), width)
-    segment = rounded(packed.shape, panels)
-    return None if segment is None else BlocksReady(ops.Matrix(width, [segment]))
+            blocks = encode_q4_1(packed)
+            segment = ops.pack_segment(pool, "Q4_1", blocks, columns)
+            return NativeWeight(ops.NativeMatrix(pool, columns, [segment]), pool)
+        is_signed = packed.codes.dtype == torch.int8 and packed.zero_point is None
+        if is_signed and packed.scale.min() >= MIN_NORMAL_HALF:
+            segment = ops.pack_segment(pool, "Q8_0", encode_q8_0(packed), columns)
+            return NativeWeight(ops.NativeMatrix(pool, columns, [segment]), pool)
+    rounded = round_to_q8_0(packed.shape, panels, pool)
+    if rounded is None:
+        return None
+    return NativeWeight(ops.NativeMatrix(pool, columns, [rounded]), pool)
 
 
-def rounded(shape: tuple[int, int], panels: Iterator[torch.Tensor]) -> ops.Segment | None:
-    """Values, some rows at a time, in blocks of eight bits; None where they are too small for scales of half floats."""
-    (rows, width) = shape
+def fits_blocks(packed: GroupedScales) -> bool:
+    """Whether every block of 32 columns has one scale."""
+    return packed.act_order is None and packed.group_size % BLOCK_COLUMNS == 0
+
+
+def round_to_q8_0(
+    shape: tuple[int, int], panels: Iterator[torch.Tensor], pool: ThreadPool
+) -> ops.MatrixSegment | None:
+    """Round values, given some rows at a time, to 8-bit blocks.
+
+    None if the values are too small for float16 scales.
+    """
+    rows, columns = shape
+    num_blocks = columns // BLOCK_COLUMNS
+    blocks = torch.empty(rows, num_blocks * (2 + BLOCK_COLUMNS), dtype=torch.uint8)
     row = 0
-    largest = 0.0
-    blocks = torch.empty(rows, width // WIDTH * (2 + WIDTH), dtype=torch.uint8)
+    largest_scale = 0.0
     for panel in panels:
-        part = int8(panel.reshape(-1, WIDTH))
-        blocks[row : row + len(panel)] = eights(part).view(len(panel), -1)
-        row = row + len(panel)
-        largest = max(largest, float(part.scale.max()))
-    return ops.segment("Q8_0", blocks, width) if largest >= NORMAL / 8 else None
+        rounded = quantize_int8(panel.reshape(-1, BLOCK_COLUMNS))
+        blocks[row : row + len(panel)] = encode_q8_0(rounded).view(len(panel), -1)
+        row += len(panel)
+        largest_scale = max(largest_scale, float(rounded.scale.max()))
+    if largest_scale < MIN_NORMAL_HALF / 8:
+        return None
+    return ops.pack_segment(pool, "Q8_0", blocks, columns)
 
 
-def ready(kind: str, blocks: torch.Tensor, width: int) -> BlocksReady:
-    return BlocksReady(ops.Matrix(width, [ops.segment(kind, blocks, width)]))
+def encode_q4_1(packed: GroupedScales) -> torch.Tensor:
+    """Q4_1 blocks, uint8 [rows, bytes]: scale, offset, 32 codes, the last 16 in the high halves."""
+    codes = unpack_codes(packed.codes, packed.bits).unflatten(1, (-1, BLOCK_COLUMNS))
+    half = BLOCK_COLUMNS // 2
+    nibbles = codes[..., :half] | codes[..., half:] << 4
+    zero_point = packed.zero_point
+    if zero_point is None:
+        zero_point = torch.full_like(packed.scale, packed.default_zero_point)
+    offset = -(zero_point.float() * packed.scale.float())
+    scale_bytes = repeat_for_blocks(packed, packed.scale)
+    offset_bytes = repeat_for_blocks(packed, offset)
+    return torch.cat([scale_bytes, offset_bytes, nibbles], -1).flatten(1)
 
 
-def fours(packed: Grid) -> torch.Tensor:
-    """Scale, offset, and 32 codes of which the last 16 lie in the high halves: uint8 [rows, bytes]."""
-    codes = unpack(packed.codes, packed.bits).unflatten(1, (-1, WIDTH))
-    nibbles = codes[..., : WIDTH // 2] | codes[..., WIDTH // 2 :] << 4
-    zero = torch.full_like(packed.scale, packed.middle) if packed.zero is None else packed.zero
-    offset = -(zero.float() * packed.scale.float())
-    return torch.cat([each(packed, packed.scale), each(packed, offset), nibbles], -1).flatten(1)
+def encode_q8_0(packed: GroupedScales) -> torch.Tensor:
+    """Q8_0 blocks, uint8 [rows, bytes]: scale, 32 codes."""
+    codes = packed.codes.view(torch.uint8).unflatten(1, (-1, BLOCK_COLUMNS))
+    return torch.cat([repeat_for_blocks(packed, packed.scale), codes], -1).flatten(1)
 
 
-def eights(packed: Grid) -> torch.Tensor:
-    codes = packed.codes.view(torch.uint8).unflatten(1, (-1, WIDTH))
-    return torch.cat([each(packed, packed.scale), codes], -1).flatten(1)
-
-
-def each(packed: Grid, values: torch.Tensor) -> torch.Tensor:
-    """A half float a block, as bytes: [rows, blocks, 2]."""
-    return values.half().repeat_interleave(packed.group // WIDTH, 1)[..., None].view(torch.uint8)
+def repeat_for_blocks(packed: GroupedScales, values: torch.Tensor) -> torch.Tensor:
+    """Values of each group as float16 bytes of each block: [rows, blocks, 2]."""
+    blocks_per_group = packed.group_size // BLOCK_COLUMNS
+    repeated = values.half().repeat_interleave(blocks_per_group, 1)
+    return repeated[..., None].view(torch.uint8)

@@ -1,7 +1,10 @@
-"""Four bits that name one of sixteen values, times the largest magnitude of 64 neighbours: bitsandbytes' codebooks.
+"""4-bit codebook quantization as bitsandbytes does it: NF4 and FP4 with nested absmax values.
 
-Largest magnitudes are codes themselves, of eight bits: less their mean, divided by the largest of 256 of them. Each row
-is done by itself, as bitsandbytes does a matrix of that one row, so that ranks that share the rows out agree.
+A code names one of 16 table values, which is multiplied by the largest magnitude (absmax) of its
+block of 64 columns. The absmax values are quantized too (bitsandbytes' double quantization): the
+mean of the row is subtracted, 256 of them share a scale, and 8-bit codes name values of a second
+table. Each row is quantized on its own, as bitsandbytes does with a matrix of one row, so that
+tensor parallel ranks that divide the rows get the same weights.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels.packed import NESTED, Codebook, Grid, pack
-from bloomery.quant.int8 import int8
+from bloomery.kernels.packed import NESTED_BLOCK_SIZE, CodebookWeight, GroupedScales, pack_codes
+from bloomery.quant.int8 import quantize_int8
 
-BLOCK = 64
-# Quantiles of a normal distribution, and the floats of two exponent bits and one of mantissa, both up to 1.
+BLOCK_SIZE = 64  # columns
+SMALLEST_BLOCK = 8  # columns
+SMALLEST_ABSMAX = 1e-38  # avoids division by zero
+# NF4: quantiles of the normal distribution, scaled to 1.
 NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -34,69 +39,87 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-FP4 = tuple(
-    sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
-)
-TABLES = {"nf4": NF4, "fp4": FP4}
+# FP4: floats with two bits of exponent and one of mantissa, scaled to 1.
+FP4_MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in FP4_MAGNITUDES)
+CODEBOOKS = {"nf4": NF4, "fp4": FP4}
 
 
-def dynamic() -> tuple[float, ...]:
-    """256 values from -1 to 1: seven decades, the larger the finer divided, and 0 and 1."""
-    found = [0.0, 1.0]
+def build_absmax_codebook() -> tuple[float, ...]:
+    """The 256 values of bitsandbytes' dynamic data type, sorted, from just above -1 to 1.
+
+    Each of seven decades is divided evenly; the largest decade has the most values.
+    """
+    values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1)
         middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
-        found += [sign * value for sign in (1, -1) for value in middles]
-    return tuple(sorted(found))
+        values += middles
+        values += [-value for value in middles]
+    return tuple(sorted(values))
 
 
-DYNAMIC = dynamic()  # what largest magnitudes are rounded to
+ABSMAX_CODEBOOK = build_absmax_codebook()
 
 
-def nearest(table: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Numbers of the values of a table that are nearest to values from -1 to 1."""
-    sorted_values, order = table.sort(stable=True)
-    return order[torch.bucketize(values, (sorted_values[:-1] + sorted_values[1:]) / 2)]
+def find_nearest(table: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """For each value, from -1 to 1, the index of the nearest entry of the table."""
+    sorted_table, order = table.sort(stable=True)
+    midpoints = (sorted_table[:-1] + sorted_table[1:]) / 2
+    return order[torch.bucketize(values, midpoints)]
 
 
-def codebook(weight: torch.Tensor, values: tuple[float, ...]) -> Codebook | Grid:
-    """Blocks shrink by halves until they divide the row; a row they cannot divide is kept in eight bits."""
-    width = weight.shape[1]
-    block = BLOCK
-    while width % block:
-        block //= 2
-    if block < 8:
-        return int8(weight)
-    table = on(weight.device, values)
-    blocks = weight.unflatten(1, (-1, block))
+def quantize_codebook(
+    weight: torch.Tensor, codebook: tuple[float, ...]
+) -> CodebookWeight | GroupedScales:
+    """Quantize weights [out, in] to a codebook of 16 values.
+
+    The block size is halved until it divides the columns. If no block of at least SMALLEST_BLOCK
+    columns does, the matrix is quantized to int8.
+    """
+    columns = weight.shape[1]
+    block_size = BLOCK_SIZE
+    while columns % block_size:
+        block_size //= 2
+    if block_size < SMALLEST_BLOCK:
+        return quantize_int8(weight)
+    table = table_on_device(weight.device, codebook)
+    blocks = weight.unflatten(1, (-1, block_size))
     absmax = blocks.abs().amax(-1)
-    inverse = 1.0 / absmax.clamp(min=1e-38)
-    codes = nearest(table, (blocks * inverse[..., None]).clamp_(-1, 1)).flatten(1)
-    return nested(pack(codes, 4), table, absmax)
+    inverse = 1.0 / absmax.clamp(min=SMALLEST_ABSMAX)
+    scaled = (blocks * inverse[..., None]).clamp_(-1, 1)
+    codes = find_nearest(table, scaled).flatten(1)
+    return quantize_absmax(pack_codes(codes, 4), table, absmax)
 
 
-def nested(codes: torch.Tensor, table: torch.Tensor, absmax: torch.Tensor) -> Codebook:
-    """`absmax` [rows, blocks] rounded too; a single block's stays as it is."""
-    blocks = absmax.shape[1]
-    if blocks == 1:
-        return Codebook(codes, table, absmax.half())
-    fine = on(absmax.device, DYNAMIC)
+def quantize_absmax(
+    codes: torch.Tensor, table: torch.Tensor, absmax: torch.Tensor
+) -> CodebookWeight:
+    """Build a CodebookWeight with nested quantization of `absmax` [rows, blocks].
+
+    The absmax of a single block is not quantized.
+    """
+    num_blocks = absmax.shape[1]
+    if num_blocks == 1:
+        return CodebookWeight(codes, table, absmax.half())
+    absmax_table = table_on_device(absmax.device, ABSMAX_CODEBOOK)
     mean = absmax.mean(1, keepdim=True)
-    several = -(-blocks // NESTED)
-    parts = F.pad(absmax - mean, (0, several * NESTED - blocks)).unflatten(1, (several, -1))
-    outer = parts.abs().amax(-1)
-    inner = nearest(fine, (parts / outer.clamp(min=1e-38)[..., None]).clamp_(-1, 1)).flatten(1)[
-        :, :blocks
-    ]
-    return Codebook(
+    num_nested = -(-num_blocks // NESTED_BLOCK_SIZE)
+    padding = num_nested * NESTED_BLOCK_SIZE - num_blocks
+    nested = F.pad(absmax - mean, (0, padding)).unflatten(1, (num_nested, -1))
+    nested_absmax = nested.abs().amax(-1)
+    divisor = nested_absmax.clamp(min=SMALLEST_ABSMAX)[..., None]
+    scaled = (nested / divisor).clamp_(-1, 1)
+    absmax_codes = find_nearest(absmax_table, scaled).flatten(1)[:, :num_blocks]
+    return CodebookWeight(
         codes,
-        torch.cat((table, fine)),
-        inner.to(torch.uint8).contiguous(),
-        torch.cat((mean, outer), 1),
+        torch.cat((table, absmax_table)),
+        absmax_codes.to(torch.uint8).contiguous(),
+        torch.cat((mean, nested_absmax), 1),
     )
 
 
 @cache
-def on(device: torch.device, values: tuple[float, ...]) -> torch.Tensor:
-    """A table, sent to a device once: the host would wait for it each time."""
+def table_on_device(device: torch.device, values: tuple[float, ...]) -> torch.Tensor:
+    """Copy a table to a device once; every copy would make the host wait."""
     return torch.tensor(values, device=device)

@@ -1,1 +1,1 @@
-"""The compute tower's own side of a step: rows, batches, the cache, sampling, and the worker that joins them."""
+"""The worker: runs scheduled steps on one device. It knows tensors and rows, but no scheduling."""

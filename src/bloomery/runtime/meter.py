@@ -1,9 +1,11 @@
-"""Every step against its floor: what the hardware cannot beat, what the step took, and where the rest went.
+"""Measures how long every step takes compared with its roofline floor, and why it takes longer.
 
-On a GPU time is taken by events around each step: recorded on its stream, kept in a pool, read when they are complete,
-so that nothing waits for them. The gap between one step's end and the next one's beginning is time the device stood
-idle because the host was late. On a CPU the clock does all that. What cannot be told apart by looking is said by the
-roofline: what padded lines and messages between devices cost. A pause between requests is nobody's loss.
+On a GPU, CUDA events around each step measure the time. They are recorded on the step's stream,
+come from a pool, and are read when they are complete, so nothing waits for them. In the gap between
+the end of one step and the start of the next the device was idle because the host was late. On a
+CPU the host clock measures all of that. The roofline estimates what cannot be measured
+separately: the cost of padding rows and of communication between ranks. A pause between requests is
+not counted.
 """
 
 from __future__ import annotations
@@ -14,146 +16,178 @@ from dataclasses import dataclass
 
 import torch
 
+from bloomery.hardware import HardwareSpec
 from bloomery.messages import ScheduledStep, StepTiming
-from bloomery.roofline import Machine, Precision, Roofline, parameters
-from bloomery.spec import Model
+from bloomery.roofline import Roofline, WeightPrecision, count_parameters
+from bloomery.spec import ModelSpec
 
-PAUSE = (
-    5e-3  # seconds between the last result and the next step from which on there was nothing to do
-)
+# Seconds between the last result and the next step. After a longer pause there was no work to do.
+MAX_GAP_SECONDS = 5e-3
+# Weights of at least this fraction of their type's size count as unquantized.
+UNQUANTIZED_FRACTION = 0.9
+NUM_TIMING_FIELDS = 9  # of StepTiming
 
 
-def roofline(
-    model: Model,
-    machine: Machine,
-    weights: int,
+def build_roofline(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    weights_bytes: int,
     dtype: torch.dtype,
-    kv: torch.dtype,
+    kv_cache_dtype: torch.dtype,
     tp: int,
     pp: int,
 ) -> Roofline:
-    """Of a model as it was loaded: `weights` bytes in all. Tables beside the weights make them no wider than they are,
-    and those that stand twice no narrower."""
-    bits = 8 * weights / max(parameters(model).total, 1)
-    whole = 8.0 * dtype.itemsize
-    bits = whole if bits > 0.9 * whole else bits
-    wide = "fp32" if dtype == torch.float32 else "bf16"
-    return Roofline(
-        model, machine, Precision("as loaded", bits, bits, wide), 8 * kv.itemsize, tp, pp
-    )
+    """The roofline of a model as it was loaded, with `weights_bytes` on all ranks together.
+
+    Tables beside the weights do not make them wider, and tied weights do not make them narrower.
+    """
+    dtype_bits = 8.0 * dtype.itemsize
+    bits = 8 * weights_bytes / max(count_parameters(model).total, 1)
+    if bits > UNQUANTIZED_FRACTION * dtype_bits:
+        bits = dtype_bits
+    compute_format = "fp32" if dtype == torch.float32 else "bf16"
+    precision = WeightPrecision("as loaded", bits, bits, compute_format)
+    return Roofline(model, hardware, precision, 8 * kv_cache_dtype.itemsize, tp, pp)
 
 
 @dataclass(slots=True)
-class Reading:
-    """A step under way."""
+class StepReading:
+    """The measurement of one step in flight."""
 
     step: ScheduledStep
-    begun: float  # the host's clock
-    follows: bool  # there was work all the time since the step before
-    host: float = 0.0  # seconds until it was queued
-    padded: int = 0  # lines it was computed for beyond its own
-    drawing: float = 0.0  # seconds of choosing tokens, where the clock sees them
-    marks: tuple[torch.cuda.Event, ...] = ()  # begin, perhaps where tokens are chosen, end
+    start: float  # host clock, seconds
+    follows_work: bool  # there was work without a pause since the previous step
+    host_seconds: float = 0.0  # until the step was queued
+    num_padding: int = 0  # padding rows
+    sampling_start: float = 0.0  # host clock; 0: sampling was not measured separately
+    sampling_seconds: float = 0.0
+    events: tuple[torch.cuda.Event, ...] = ()  # start, perhaps start of sampling, end
 
 
-class Meter:
-    def __init__(self, limit: Roofline, device: torch.device):
-        self.limit = limit
-        self.cuda = device.type == "cuda"
-        self.pool: list[torch.cuda.Event] = []
-        self.open: deque[Reading] = deque()
-        self.current: Reading | None = None
-        self.last: torch.cuda.Event | None = None  # the end of the step before
-        self.ended = self.resulted = time.perf_counter()
+class StepMeter:
+    """Measures steps in the order in which they are queued."""
+
+    def __init__(self, roofline: Roofline, device: torch.device):
+        self.roofline = roofline
+        self.on_gpu = device.type == "cuda"
+        self.event_pool: list[torch.cuda.Event] = []
+        self.in_flight: deque[StepReading] = deque()
+        self.current: StepReading | None = None
+        self.last_end_event: torch.cuda.Event | None = None
+        now = time.perf_counter()
+        self.last_end = now  # of a step on a CPU
+        self.last_result = now
 
     # ---- around a step ---------------------------------------------------------------------------
 
     def begin(self, step: ScheduledStep) -> None:
+        """Start the measurement of a step."""
         now = time.perf_counter()
-        self.current = Reading(step, now, bool(self.open) or now - self.resulted < PAUSE)
-        self.mark()
+        follows_work = bool(self.in_flight) or now - self.last_result < MAX_GAP_SECONDS
+        self.current = StepReading(step, now, follows_work)
+        self._record_event()
 
-    def mark(self) -> None:
-        """The moment at which the stream comes here."""
-        if self.cuda and self.current is not None:
-            event = self.pool.pop() if self.pool else torch.cuda.Event(enable_timing=True)
+    def _record_event(self) -> None:
+        """Record the moment at which the CUDA stream arrives here."""
+        if self.on_gpu and self.current is not None:
+            if self.event_pool:
+                event = self.event_pool.pop()
+            else:
+                event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self.current.marks += (event,)
+            self.current.events += (event,)
 
-    def choosing(self) -> None:
-        """From here on tokens are chosen."""
+    def begin_sampling(self) -> None:
+        """Mark where sampling starts, if it is not part of a captured step."""
         if self.current is not None:
-            self.current.drawing = time.perf_counter()
-            self.mark()
+            self.current.sampling_start = time.perf_counter()
+            self._record_event()
 
-    def end(self, padded: int = 0) -> Reading | None:
+    def end(self, num_padding: int = 0) -> StepReading | None:
+        """End the measurement of the step; its device time is read later."""
         reading = self.current
         if reading is None:
             return None
-        self.mark()
+        self._record_event()
         now = time.perf_counter()
-        reading.host = now - reading.begun
-        reading.padded = padded
-        reading.drawing = now - reading.drawing if reading.drawing else 0.0
-        self.open.append(reading)
+        reading.host_seconds = now - reading.start
+        reading.num_padding = num_padding
+        if reading.sampling_start:
+            reading.sampling_seconds = now - reading.sampling_start
+        self.in_flight.append(reading)
         self.current = None
         return reading
 
-    # ---- what it came to -------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
-    def collect(self, last: Reading) -> StepTiming:
-        """Sums over the steps up to this one, whose result is in: there is next to nothing to wait for."""
-        total = [0.0] * 9
-        while self.open and self.open[0].begun <= last.begun:
-            reading = self.open.popleft()
-            if self.cuda:
-                reading.marks[-1].synchronize()
-            for i, value in enumerate(self._read(reading)):
-                total[i] += value
-        self.resulted = time.perf_counter()
-        return StepTiming(int(total[0]), *total[1:])
+    def collect(self, last: StepReading) -> StepTiming:
+        """Sum up the steps up to this one. Its result has arrived, so this hardly waits."""
+        totals = [0.0] * NUM_TIMING_FIELDS
+        while self.in_flight and self.in_flight[0].start <= last.start:
+            reading = self.in_flight.popleft()
+            if self.on_gpu:
+                reading.events[-1].synchronize()
+            for i, value in enumerate(self._read_fields(reading)):
+                totals[i] += value
+        self.last_result = time.perf_counter()
+        return StepTiming(int(totals[0]), *totals[1:])
 
-    def _read(self, reading: Reading) -> tuple[float, ...]:
-        """As Timing has it."""
-        tokens, attended, sampled, pairs = counts(reading.step)
-        floor = self.limit.step(tokens, attended, sampled, pairs)
-        more = reading.padded
-        padding = (
-            self.limit.step(tokens + more, attended, sampled + more, pairs) - floor if more else 0.0
-        )
-        if self.cuda:
-            device, idle, drawing = self._between(reading)
+    def _read_fields(self, reading: StepReading) -> tuple[float, ...]:
+        """The fields of StepTiming for one step, in their order."""
+        num_tokens, attended, num_sampled, pairs = count_scheduled_work(reading.step)
+        floor = self.roofline.floor_seconds(num_tokens, attended, num_sampled, pairs)
+        expected = self.roofline.expected_seconds(num_tokens, attended, num_sampled, pairs)
+        communication = self.roofline.communication_seconds(num_tokens, num_sampled)
+        padding = 0.0
+        if reading.num_padding:
+            padded_floor = self.roofline.floor_seconds(
+                num_tokens + reading.num_padding,
+                attended,
+                num_sampled + reading.num_padding,
+                pairs,
+            )
+            padding = padded_floor - floor
+        if self.on_gpu:
+            device, idle, sampling = self._read_events(reading)
         else:
-            device = reading.host
-            drawing = reading.drawing
-            idle = max(reading.begun - self.ended, 0.0) if reading.follows else 0.0
-            self.ended = reading.begun + reading.host
-        expected = self.limit.expected(tokens, attended, sampled, pairs)
-        told = self.limit.communication(tokens, sampled)
-        return 1, floor, expected, device, idle, reading.host, drawing, padding, told
+            device = reading.host_seconds
+            sampling = reading.sampling_seconds
+            idle = max(reading.start - self.last_end, 0.0) if reading.follows_work else 0.0
+            self.last_end = reading.start + reading.host_seconds
+        host = reading.host_seconds
+        return 1, floor, expected, device, idle, host, sampling, padding, communication
 
-    def _between(self, reading: Reading) -> tuple[float, float, float]:
-        first, *middle, end = reading.marks
-        device = first.elapsed_time(end) / 1000
-        drawing = middle[0].elapsed_time(end) / 1000 if middle else 0.0
+    def _read_events(self, reading: StepReading) -> tuple[float, float, float]:
+        """Seconds on the device: of the step, idle before it, and of sampling."""
+        start, *sampling_start, end = reading.events
+        device = start.elapsed_time(end) / 1000
+        sampling = 0.0
+        if sampling_start:
+            sampling = sampling_start[0].elapsed_time(end) / 1000
         idle = 0.0
-        if self.last is not None:
-            idle = max(self.last.elapsed_time(first) / 1000, 0.0) if reading.follows else 0.0
-            self.pool.append(self.last)
-        self.pool += (first, *middle)
-        self.last = end
-        return device, idle, drawing
+        if self.last_end_event is not None:
+            if reading.follows_work:
+                idle = max(self.last_end_event.elapsed_time(start) / 1000, 0.0)
+            self.event_pool.append(self.last_end_event)
+        self.event_pool += (start, *sampling_start)
+        self.last_end_event = end
+        return device, idle, sampling
 
 
-def counts(step: ScheduledStep) -> tuple[int, int, int, int]:
-    """Positions computed, cache positions read, tokens drawn, pairs of query and key."""
-    tokens = sampled = len(step.decodes)
-    attended = pairs = tokens + sum(step.decode_positions)
-    for item in step.chunks:
-        count = item.count + len(item.drafts)
-        end = item.start + count
-        tokens += count
+def count_scheduled_work(step: ScheduledStep) -> tuple[int, int, int, int]:
+    """Positions computed, KV cache positions read, tokens sampled, query-key pairs."""
+    num_tokens = len(step.decodes)
+    num_sampled = num_tokens
+    attended = num_tokens + sum(step.decode_positions)
+    pairs = attended
+    for chunk in step.chunks:
+        count = chunk.count + len(chunk.drafts)
+        end = chunk.start + count
+        num_tokens += count
         attended += end
-        sampled += item.samples
-        pairs += end if count == 1 else count * item.start + count * (count + 1) // 2
-    return tokens, attended, sampled, pairs
+        num_sampled += chunk.samples
+        if count == 1:
+            pairs += end
+        else:
+            pairs += count * chunk.start + count * (count + 1) // 2
+    return num_tokens, attended, num_sampled, pairs

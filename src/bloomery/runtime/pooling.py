@@ -1,30 +1,39 @@
-"""Embeddings: the final hidden states of a prompt as one vector of length 1, gathered chunk by chunk.
+"""Embeddings: pools the final hidden states of a prompt into one vector, chunk by chunk.
 
-What a prompt's former chunks left is held by its row, and is gone with it: a preempted prompt begins anew.
+The request's row holds the sum over the earlier chunks. A preempted request loses its row, so its
+prompt starts again.
 """
 
 from __future__ import annotations
 
 import torch
 
-from bloomery.runtime.batch import Share
+from bloomery.runtime.step_batch import BatchedRequest
 
-# Means are summed in whole numbers of this part of one: their sum does not depend on how a prompt was cut into chunks.
-# It holds 131,072 states of up to 65,536 each, to a billionth.
-ONE = 2.0**30
-
-
-def pool(share: Share, hidden: torch.Tensor) -> torch.Tensor | None:
-    """Take in this step's positions of hidden [tokens, width]; the pooled state [width] with the prompt's last."""
-    row = share.row
-    item = share.item
-    part = hidden[share.first : share.first + item.count]
-    if row.start.pooling == "last":
-        return part[-1].float() if item.samples else None
-    summed = (part.double() * ONE).round().long().sum(0)
-    row.pooled = summed if row.pooled is None else row.pooled + summed
-    return (row.pooled.double() / (ONE * row.start.prompt_len)).float() if item.samples else None
+# Mean pooling adds integers in units of 1 / FIXED_POINT_ONE, so that the sum does not depend on how
+# the prompt was split into chunks. An int64 holds the sum of 131,072 states of up to 65,536 each.
+FIXED_POINT_ONE = 2.0**30
 
 
-def unit(vector: torch.Tensor) -> torch.Tensor:
+def pool_hidden_states(request: BatchedRequest, hidden: torch.Tensor) -> torch.Tensor | None:
+    """Add this step's positions of hidden [tokens, width] to the request's pooled state.
+
+    Returns the pooled state [width] for the last chunk of the prompt, and None for earlier chunks.
+    """
+    row = request.row
+    scheduled = request.scheduled
+    is_last_chunk = scheduled.samples
+    first = request.first_token
+    states = hidden[first : first + scheduled.count]
+    if row.request.pooling == "last":
+        return states[-1].float() if is_last_chunk else None
+    chunk_sum = (states.double() * FIXED_POINT_ONE).round().long().sum(0)
+    row.pooled_sum = chunk_sum if row.pooled_sum is None else row.pooled_sum + chunk_sum
+    if not is_last_chunk:
+        return None
+    return (row.pooled_sum.double() / (FIXED_POINT_ONE * row.request.prompt_len)).float()
+
+
+def normalize_embedding(vector: torch.Tensor) -> torch.Tensor:
+    """Scale a vector to length 1."""
     return torch.nn.functional.normalize(vector, dim=-1)

@@ -1,4 +1,4 @@
-"""A bar for long work that is counted, or nothing."""
+"""A progress bar for long counted work on a terminal."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def bar(what: str, total: int, show: bool) -> Iterator[Callable[[], None]]:
+def progress_bar(title: str, total: int, show: bool) -> Iterator[Callable[[], None]]:
+    """Show a bar until the block ends; yields a function that advances it by one.
+
+    Without `show`, or when stderr is not a terminal, nothing is printed.
+    """
     if not show or not sys.stderr.isatty():
         yield lambda: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    with Progress(
-        what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-    ) as drawn:
-        task = drawn.add_task("", total=total)
-        yield lambda: drawn.advance(task)
+    columns = (title, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda: progress.advance(task)

@@ -1,8 +1,9 @@
-"""A worker's memory of the sequences it serves: one permanent row each, until the engine says it has finished.
+"""The request rows of a worker: one permanent row per running request, until it finishes.
 
-What steps in flight need of each other stays on the device: the token a step draws is `last` of its row, standing at
-`positions`, and the next step reads it from there. The host knows only the tokens a row was started with. One row more
-than there are sequences is nobody's: its table is the reserved block, and lines that pad a batch point at it.
+State that one step hands to the next stays on the device. The token that a step samples becomes the
+`last_tokens` entry of its row, at the position in `positions`, and the next step reads it from
+there. The host knows only the tokens that a request was admitted with. One extra row is the padding row: its
+block table holds the null block, and batch slots that pad a step point at it.
 """
 
 from __future__ import annotations
@@ -10,109 +11,148 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from bloomery.messages import ScheduledRequest, NewRequestData
-from bloomery.runtime.picker import plain
+from bloomery.attention.base import index_dtype, upload
+from bloomery.messages import NewRequestData, ScheduledRequest
+from bloomery.native.thread_pool import ThreadPool
 
 
 @dataclass(slots=True)
-class Row:
-    index: int  # its place in every per-row tensor
-    start: NewRequestData
-    table: list[int] = field(default_factory=list)
-    sent: int = 0  # blocks of the table the device knows
-    plain: bool = True  # its tokens can be picked on the device alone
-    pooled: torch.Tensor | None = (
-        None  # [width], of its hidden states so far where their mean is wanted: see pooling
-    )
+class RequestRow:
+    """The host's state of one running request."""
+
+    index: int  # into every per-row tensor
+    request: NewRequestData
+    fused_sampling: bool  # the captured step itself can sample its tokens
+    block_table: list[int] = field(default_factory=list)
+    num_uploaded_blocks: int = 0  # blocks of the table that the device knows
+    pooled_sum: torch.Tensor | None = None  # [hidden] for mean pooling, see pooling.py
 
     @property
-    def draws_only(self) -> bool:
-        """Whether nothing but tokens is wanted of it: no prompt's log-probabilities, no embedding."""
-        return self.start.pooling is None and self.start.sampling.prompt_logprobs is None
+    def wants_only_tokens(self) -> bool:
+        """Whether the request wants neither prompt log-probabilities nor an embedding."""
+        return self.request.pooling is None and self.request.sampling.prompt_logprobs is None
 
-    def knows(self, position: int) -> bool:
-        """Whether the host knows the token at that position; if not, it is the row's last, on the device."""
-        return position < len(self.start.tokens)
+    def host_knows_token(self, position: int) -> bool:
+        """Whether the host knows the token at that position; else it is the row's last token."""
+        return position < len(self.request.tokens)
+
+
+# A scheduled request and its row.
+PlacedRequest = tuple[ScheduledRequest, RequestRow]
 
 
 @dataclass(frozen=True, slots=True)
-class Lineup:
-    """Rows that go on by one position, in the order of a step's lines: the longest first, for attention ends when the
-    last of them has. From step to step they grow alike, so it holds until somebody joins or leaves."""
+class BatchOrder:
+    """The decodes of a step in the order of their batch slots.
 
-    going: tuple[int, ...] = ()  # sequences as steps name them
-    places: tuple[int, ...] = ()  # of each line among `going`
-    rows: tuple[Row, ...] = ()
-    indices: tuple[int, ...] = ()  # of the rows
-    plain: bool = True  # all of them
+    The longest sequence comes first, because attention ends when its slowest sequence does. All
+    sequences grow by one token a step, so the order holds until a request joins or leaves.
+    """
+
+    sequences: tuple[int, ...] = ()  # as the scheduled step lists them
+    step_indices: tuple[int, ...] = ()  # index of each batch slot's sequence in that list
+    rows: tuple[RequestRow, ...] = ()
+    row_indices: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of `rows`
+    fused_sampling: bool = True  # for all of the rows
 
 
-class Rows:
-    def __init__(self, count: int, width: int, reserved: int, device: torch.device):
-        self.count = count
-        self.free = list(reversed(range(count)))
-        self.by_sequence: dict[int, Row] = {}
-        self.lineup = Lineup()  # of the last step
-        self.grown: dict[
-            int, Row
-        ] = {}  # by index: their tables have blocks the device does not know
-        kind = torch.int64 if device.type == "cpu" else torch.int32
-        self.last = torch.zeros(count + 1, dtype=kind, device=device)
-        self.positions = torch.zeros(count + 1, dtype=kind, device=device)
-        self.tables = torch.full((count + 1, width), reserved, dtype=kind, device=device)
+EMPTY_ORDER = BatchOrder()
 
-    def place(self, item: ScheduledRequest) -> Row:
-        """The item's row, made on its first step, its table grown by the item's blocks."""
-        if item.new_request is not None:
-            self.by_sequence[item.sequence] = Row(
-                self.free.pop(), item.new_request, plain=plain(item.new_request)
-            )
-        return self.grow(item.sequence, item.blocks)
 
-    def grow(self, sequence: int, blocks: Sequence[int]) -> Row:
+class RequestRows:
+    """The rows of all running requests, and their tensors on the device."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+        null_block: int,
+        device: torch.device,
+        pool: ThreadPool | None = None,
+    ):
+        self.pool = pool  # of the native CPU kernels that read and write the rows
+        dtype = index_dtype(device)
+        self.max_num_seqs = max_num_seqs
+        self.padding_row = max_num_seqs
+        self.free_rows = list(reversed(range(max_num_seqs)))
+        self.by_sequence: dict[int, RequestRow] = {}
+        self.decode_order = EMPTY_ORDER  # of the last step
+        # Rows whose block tables have grown since the last upload, by index.
+        self.grown_rows: dict[int, RequestRow] = {}
+        num_rows = max_num_seqs + 1
+        self.last_tokens = torch.zeros(num_rows, dtype=dtype, device=device)
+        self.positions = torch.zeros(num_rows, dtype=dtype, device=device)
+        self.block_tables = torch.full(
+            (num_rows, max_blocks_per_seq), null_block, dtype=dtype, device=device
+        )
+
+    def add(self, sequence: int, request: NewRequestData, fused_sampling: bool) -> RequestRow:
+        """Assign a free row to a new request."""
+        row = RequestRow(self.free_rows.pop(), request, fused_sampling)
+        self.by_sequence[sequence] = row
+        return row
+
+    def append_blocks(self, sequence: int, blocks: Sequence[int]) -> RequestRow:
+        """Extend the block table of a request; `upload_new_blocks` sends it to the device."""
         row = self.by_sequence[sequence]
         if blocks:
-            row.table += blocks
-            self.grown[row.index] = row
+            row.block_table += blocks
+            self.grown_rows[row.index] = row
         return row
 
-    def line_up(self, going: tuple[int, ...], starts: Sequence[int]) -> Lineup:
-        """The very same object as for the last step, if these are the same rows."""
-        if going != self.lineup.going:
-            places = sorted(range(len(going)), key=starts.__getitem__, reverse=True)
-            rows = tuple([self.by_sequence[going[place]] for place in places])
-            indices = tuple([row.index for row in rows])
-            self.lineup = Lineup(
-                going, tuple(places), rows, indices, all(row.plain for row in rows)
+    def order_decodes(self, sequences: tuple[int, ...], positions: Sequence[int]) -> BatchOrder:
+        """Order the decodes of a step; returns the previous object if the sequences are the same."""
+        if sequences != self.decode_order.sequences:
+            indices = sorted(range(len(sequences)), key=positions.__getitem__, reverse=True)
+            rows = tuple([self.by_sequence[sequences[index]] for index in indices])
+            self.decode_order = BatchOrder(
+                sequences=sequences,
+                step_indices=tuple(indices),
+                rows=rows,
+                row_indices=np.array([row.index for row in rows], np.int32),
+                fused_sampling=all(row.fused_sampling for row in rows),
             )
-        return self.lineup
+        return self.decode_order
 
-    def release(self, sequence: int) -> Row:
-        self.lineup = Lineup()  # it may come again, to another row
+    def place_decodes(
+        self, sequences: Sequence[int], positions: Sequence[int]
+    ) -> list[PlacedRequest]:
+        """Expand the decodes of a step into scheduled requests, for steps that the host lays out."""
+        return [
+            (
+                ScheduledRequest(sequence, position, 1, (), None, (), True),
+                self.by_sequence[sequence],
+            )
+            for sequence, position in zip(sequences, positions, strict=True)
+        ]
+
+    def release(self, sequence: int) -> RequestRow:
+        """Free the row of a finished or preempted request."""
+        self.decode_order = EMPTY_ORDER  # the sequence may come again, in another row
         row = self.by_sequence.pop(sequence)
-        self.grown.pop(row.index, None)
-        self.free.append(row.index)
+        self.grown_rows.pop(row.index, None)
+        self.free_rows.append(row.index)
         return row
 
-    def send(self) -> None:
-        """Tell the device which blocks rows have gained."""
-        if not self.grown:
+    def upload_new_blocks(self) -> None:
+        """Write the blocks that rows have gained into the block tables on the device."""
+        if not self.grown_rows:
             return
-        rows = self.grown.values()
-        news = [
-            (row.index, place, row.table[place])
-            for row in rows
-            for place in range(row.sent, len(row.table))
-        ]
-        for row in rows:
-            row.sent = len(row.table)
-        self.grown.clear()
-        kind = self.tables.dtype
-        device = self.tables.device
-        found = torch.tensor(news, dtype=torch.int64, pin_memory=device.type == "cuda").to(
-            device, non_blocking=True
-        )
-        indices, places, blocks = found.unbind(1)
-        self.tables[indices, places] = blocks.to(kind)
+        new_entries = []
+        for row in self.grown_rows.values():
+            new_places = range(row.num_uploaded_blocks, len(row.block_table))
+            new_entries += [(row.index, place, row.block_table[place]) for place in new_places]
+            row.num_uploaded_blocks = len(row.block_table)
+        self.grown_rows.clear()
+        rows, places, blocks = upload(new_entries, self.block_tables.device).unbind(1)
+        self.block_tables[rows, places] = blocks.to(self.block_tables.dtype)
+
+    def set_last_tokens(
+        self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Write the last token of these rows [n], and its position."""
+        self.last_tokens[rows] = tokens.to(self.last_tokens.dtype)
+        self.positions[rows] = positions.to(self.positions.dtype)

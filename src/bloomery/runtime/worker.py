@@ -1,441 +1,540 @@
-"""One device's share of the work: rows in, a forward pass, tokens out.
+"""A worker runs one device's part, or one rank's part, of every step.
 
-Steps in which every sequence merely goes on by one position run as a DecodeStep, on a GPU those that have a few small
-chunks of prompts beside as a MixedStep, all others as a Batch that the host builds. All leave the rows' state on the
-device as the next step wants it, so none waits for another's result.
+It takes scheduled requests and returns sampled tokens. There are three step paths. A step of
+decodes only reads its inputs from the request rows on the device, and so does a mixed step with a
+few small prefill chunks on a GPU. The host lays out all other steps. Every path updates the rows on
+the device for the next step, so no step waits for the result of another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from bloomery.artifacts.locate import Artifact
-from bloomery.attention.choose import choose
-from bloomery.attention.native_paged import NativePaged
-from bloomery.attention.triton_paged import TritonPaged
-from bloomery.config import Plan
-from bloomery.machines import here
+from bloomery.artifacts.locate import ModelArtifact
+from bloomery.attention.base import AttentionBackend, download, upload
+from bloomery.attention.select import select_backend
+from bloomery.config import EnginePlan
+from bloomery.hardware import detect_hardware
 from bloomery.messages import (
     EngineCapacity,
-    ScheduledRequest,
     SampledTokens,
     ScheduledStep,
     StepOutput,
     TokenLogprob,
 )
-from bloomery.models.checkpoint import Report
-from bloomery.models.load import load
-from bloomery.native.team import team
-from bloomery.parallel.mesh import Mesh
-from bloomery.runtime.batch import Batch, Share
-from bloomery.runtime.cache import allocate, fit, kv_cache_dtype
-from bloomery.runtime.decode import DecodeStep
-from bloomery.runtime.device import check, download, one_thread, upload
-from bloomery.runtime.forward import Forward, Steady, Whole, steady
-from bloomery.runtime.largest import LOGIT_ROWS, largest_step
-from bloomery.runtime.meter import Meter, Reading, roofline
-from bloomery.runtime.mixed import PROMPTS, TOKENS, MixedStep
-from bloomery.runtime.picker import Picker
-from bloomery.runtime.pooling import pool, unit
-from bloomery.runtime.replay import Captured, Pool
-from bloomery.runtime.rows import Lineup, Row, Rows
-from bloomery.runtime.sampler import Draws, Gain, Sampler
-from bloomery.runtime.stages import stage
+from bloomery.models.checkpoint import ProgressReport
+from bloomery.models.load import LoadedModel, load_model
+from bloomery.native.build import NativeBuildError
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.parallel.groups import DeviceMesh
+from bloomery.runtime.activation_memory import LOGITS_CHUNK, measure_activation_memory
+from bloomery.runtime.batch_invariant import find_batch_invariant_tile
+from bloomery.runtime.device import check_device
+from bloomery.runtime.kv_cache import (
+    KvCacheSize,
+    allocate_kv_cache,
+    fit_kv_cache,
+    resolve_kv_cache_dtype,
+)
+from bloomery.runtime.meter import StepMeter, StepReading, build_roofline
+from bloomery.runtime.pipeline_balance import select_stage_layers
+from bloomery.runtime.pooling import normalize_embedding, pool_hidden_states
+from bloomery.runtime.rows import BatchOrder, PlacedRequest, RequestRows
+from bloomery.runtime.runner import ForwardPass, GraphPool, ModelForward, ModelRunner
+from bloomery.runtime.sampler import (
+    AcceptedTokens,
+    FusedSampler,
+    Sampler,
+    SamplerOutput,
+    supports_fused_sampling,
+)
+from bloomery.runtime.step_batch import (
+    MAX_MIXED_TOKENS,
+    NUM_PREFILL_SLOTS,
+    BatchedRequest,
+    StepBatch,
+    build_host_batch,
+)
 
-GRAPHS = 5 << 28  # bytes for what the driver keeps of graphs, and libraries behind our back
+# Bytes of GPU memory (1.25 GiB) for the driver's part of CUDA graphs and for libraries.
+GRAPH_OVERHEAD_BYTES = 5 << 28
 
 
 class Worker:
-    """All of the work, or a rank's part of it; where ranks share layers, each of them draws the same tokens."""
+    """Holds a model, or a rank's part of it, its KV cache and its request rows, and runs steps.
+
+    Tensor parallel ranks of the same layers all sample the same tokens.
+    """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: EnginePlan,
         progress: bool = False,
-        report: Report | None = None,
-        mesh: Mesh = Mesh(),  # frozen
+        report: ProgressReport | None = None,
+        mesh: DeviceMesh = DeviceMesh(),  # noqa: B008 (it is frozen)
+        pool: ThreadPool | None = None,  # if the mesh already has one
     ):
+        self.plan = plan
         self.mesh = mesh
-        self.recorded = False
-        self.device = check(plan.device)
-        dtype = getattr(torch, plan.dtype)
-        if self.device.type == "cpu":
-            torch.set_num_threads(plan.threads)
-        why_not = team().start(plan.threads) if plan.native else None
-        if not plan.native:
-            team().stop()  # of a worker before this one
-        native = plan.native and why_not is None
-        artifact = Artifact(
+        self.is_last_stage = mesh.is_last_stage
+        self.device = self._init_device()
+        self.dtype: torch.dtype = getattr(torch, plan.dtype)
+        self.kernels_note: str | None = None  # why the native CPU kernels do not run
+        self.pool = pool or self._start_thread_pool()
+        loaded = self._load_model(progress, report)
+        self.decoder = loaded.decoder
+        self.backend = self._select_attention_backend()
+        self.kv_cache_dtype = self._select_kv_cache_dtype()
+        cache_size = self._allocate_kv_cache()
+        self.rows = RequestRows(
+            plan.max_num_seqs,
+            self.max_blocks_per_seq,
+            cache_size.num_blocks,
+            self.device,
+            self.pool,
+        )
+        self.sampler = Sampler(  # its last row is the padding row, which is greedy
+            plan.max_num_seqs + 1,
+            self.decoder.spec.vocab,
+            self.device,
+            plan.deterministic,
+            cache_size.max_model_len,
+        )
+        self.model = self._build_forward(cache_size.num_blocks)
+        captures = plan.cuda_graphs and mesh.num_stages == 1 and not mesh.shares_device
+        self.graph_pool = GraphPool() if captures else None
+        self.runner = self._build_runner()
+        self.cpu_traced = False  # decode steps are replayed from CPU traces
+        trace_note = self._trace_decode_steps()
+        self.roofline = build_roofline(
+            self.decoder.full_spec,
+            detect_hardware(self.device.type),
+            loaded.weight_bytes * plan.tensor_parallel_size * plan.pipeline_parallel_size,
+            self.dtype,
+            self.kv_cache_dtype,
+            plan.tensor_parallel_size,
+            plan.pipeline_parallel_size,
+        )
+        notes = (*loaded.notes, cache_size.note, trace_note)
+        self.capacity = self._report_capacity(loaded, cache_size, notes)
+        self.capture_progress: Iterator[int] = self.runner.capture_graphs()
+        self.meter: StepMeter | None = StepMeter(self.roofline, self.device)
+
+    # ---- start, in the order of the calls --------------------------------------------------------
+
+    def _init_device(self) -> torch.device:
+        device = check_device(self.plan.device)
+        if device.type == "cpu":
+            torch.set_num_threads(self.plan.threads)
+        return device
+
+    def _start_thread_pool(self) -> ThreadPool | None:
+        """Start the threads of the native CPU kernels, if they are wanted and can be built."""
+        if not self.plan.cpu_kernels:
+            return None
+        try:
+            return ThreadPool(self.plan.threads)
+        except NativeBuildError as reason:
+            self.kernels_note = str(reason)
+            return None
+
+    def _load_model(self, progress: bool, report: ProgressReport | None) -> LoadedModel:
+        plan = self.plan
+        mesh = self.mesh
+        artifact = ModelArtifact(
             plan.name, "gguf" if plan.kind == "gguf" else "folder", Path(plan.path), "plan"
         )
-        cut = partial(stage, mesh=mesh, native=native) if mesh.stages > 1 else None
-        loaded = load(
+        select_layers = None
+        if mesh.num_stages > 1:
+            select_layers = partial(select_stage_layers, mesh=mesh)
+        return load_model(
             artifact,
             plan.load_format,
-            dtype,
+            self.dtype,
             self.device,
             progress,
             report,
             mesh,
-            plan.quantize,
-            native,
-            cut,
+            plan.quantization,
+            keep_gguf_blocks=self.pool is not None,
+            select_layers=select_layers,
+            pool=self.pool,
         )
-        self.decoder = loaded.decoder
-        model = loaded.decoder.spec
-        specs = [layer.attention for layer in model.layers]
-        kv = (
-            None if mesh.shared else kv_cache_dtype(plan.kv_cache_dtype, dtype)
-        )  # on a shared device nothing can be measured
-        self.backend = choose(
-            specs,
-            dtype,
+
+    def _select_attention_backend(self) -> AttentionBackend:
+        plan = self.plan
+        measured_kv_dtype = None
+        # Ranks that share a device would disturb each other's measurement.
+        if not self.mesh.shares_device:
+            measured_kv_dtype = resolve_kv_cache_dtype(plan.kv_cache_dtype, self.dtype)
+        return select_backend(
+            [layer.attention for layer in self.decoder.spec.layers],
+            self.dtype,
             self.device,
-            plan.deterministic,
-            native and plan.kv_cache_dtype != "fp8",
-            kv,
+            batch_invariant=plan.deterministic,
+            pool=self.pool if plan.kv_cache_dtype != "fp8" else None,
+            kv_cache_dtype=measured_kv_dtype,
         )
-        rounds = (
-            isinstance(self.backend, NativePaged)
-            and artifact.kind == "gguf"
-            and plan.quantize == "auto"
+
+    def _select_kv_cache_dtype(self) -> torch.dtype:
+        """GGUF products round their inputs to 8 bits, so a float16 KV cache loses nothing."""
+        plan = self.plan
+        rounds_inputs = plan.kind == "gguf" and plan.quantization == "auto"
+        prefer_float16 = rounds_inputs and self.backend.capabilities().float16_kv_cache
+        return resolve_kv_cache_dtype(plan.kv_cache_dtype, self.dtype, prefer_float16)
+
+    def _allocate_kv_cache(self) -> KvCacheSize:
+        """Fit the KV cache into memory and allocate it, with one more block: the null block."""
+        plan = self.plan
+        spec = self.decoder.spec
+        self.decoder.build_rope_cache(plan.max_model_len)
+        reserved_bytes = self._measure_reserved_bytes()
+        size = fit_kv_cache(plan, spec, self.kv_cache_dtype, self.device, reserved_bytes, self.mesh)
+        if size.max_model_len != plan.max_model_len:
+            self.decoder.build_rope_cache(size.max_model_len)
+        self.max_blocks_per_seq = -(-size.max_model_len // plan.block_size)
+        self.caches = allocate_kv_cache(
+            spec, size.num_blocks + 1, plan.block_size, self.kv_cache_dtype, self.device
         )
-        kv = kv_cache_dtype(plan.kv_cache_dtype, dtype, rounds)
-        self.block_size = plan.block_size
-        self.decoder.reach(plan.max_length)
-        size = fit(plan, model, kv, self.device, self._reserve(plan, kv), mesh)
-        if size.max_length != plan.max_length:
-            self.decoder.reach(size.max_length)
-        self.caches = allocate(
-            model, size.blocks + 1, plan.block_size, kv, self.device
-        )  # the last is nobody's
-        width = -(-size.max_length // plan.block_size)
-        self.rows = Rows(plan.max_num_seqs, width, size.blocks, self.device)
-        self.sampler = Sampler(  # nobody's is greedy
-            plan.max_num_seqs + 1, model.vocab, self.device, plan.deterministic, size.max_length
+        return size
+
+    def _measure_reserved_bytes(self) -> int:
+        """Return the GPU bytes that steps and CUDA graphs may take besides weights and KV cache."""
+        if self.device.type == "cpu":
+            return 0
+        plan = self.plan
+        captured_tokens = plan.max_num_seqs + MAX_MIXED_TOKENS if plan.cuda_graphs else 0
+        activation_bytes = measure_activation_memory(
+            self.decoder, self.backend, plan, self.kv_cache_dtype, captured_tokens
         )
-        self.model = self._forward(plan, width, size.blocks)
-        pick = Picker(self.sampler, PROMPTS)
-        self.graphs = Pool() if plan.graphs and mesh.stages == 1 and not mesh.shared else None
-        runs = Captured(self.graphs) if self.graphs else None
-        self.decode = DecodeStep(
-            self.model, model.vocab, self.rows, plan.block_size, pick, mesh.last, runs
+        return activation_bytes + GRAPH_OVERHEAD_BYTES
+
+    @torch.inference_mode()
+    def _build_forward(self, null_block: int) -> ForwardPass:
+        pipe = self.mesh.create_stage_pipe(self.decoder.spec.hidden, self.decoder.dtype)
+        forward = ModelForward(self.decoder, self.backend, self.caches, pipe)
+        if not self.plan.deterministic:
+            return forward
+        return find_batch_invariant_tile(
+            forward, self.max_blocks_per_seq, null_block, self.plan.block_size, self.mesh
         )
-        self.mixed = self._mixed(pick, plan.max_num_batched_tokens)
-        limit = roofline(
-            self.decoder.whole,
-            here(self.device.type),
-            loaded.bytes * plan.tp * plan.pp,
-            dtype,
-            kv,
-            plan.tp,
-            plan.pp,
+
+    def _build_runner(self) -> ModelRunner:
+        plan = self.plan
+        # Tiles of the batch-invariant forward pass cannot have prefill chunks.
+        mixed_steps = (
+            self.backend.capabilities().device_side_metadata
+            and not plan.deterministic
+            and self.mesh.num_stages == 1
         )
-        self.capacity = EngineCapacity(
-            blocks=size.blocks,
+        return ModelRunner(
+            self.model,
+            self.rows,
+            plan.block_size,
+            FusedSampler(self.sampler, NUM_PREFILL_SLOTS, self.pool),
+            self.decoder.spec.vocab,
+            plan.max_num_batched_tokens,
+            samples=self.is_last_stage,
+            mixed_steps=mixed_steps,
+            graph_pool=self.graph_pool,
+        )
+
+    @torch.inference_mode()
+    def _trace_decode_steps(self) -> str | None:
+        """Trace the smallest decode step on a CPU; returns a note for the operator, if any."""
+        # Tiles of several positions cannot be traced.
+        traceable = self.backend.capabilities().cpu_traceable and self.model.tile_size == 1
+        refusal = self.runner.use_cpu_traces() if traceable else None
+        # All ranks trace or none does: ranks must use the same order of batch slots.
+        self.cpu_traced = bool(self.mesh.min_over_ranks(traceable and refusal is None))
+        if self.kernels_note is not None:
+            return f"the CPU kernels do not run, torch computes alone: {self.kernels_note}"
+        if refusal is not None:
+            return f"decode steps are not traced but run operation by operation: {refusal}"
+        return None
+
+    def _report_capacity(
+        self, loaded: LoadedModel, cache_size: KvCacheSize, notes: Sequence[str | None]
+    ) -> EngineCapacity:
+        plan = self.plan
+        return EngineCapacity(
+            blocks=cache_size.num_blocks,
             block_size=plan.block_size,
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,
-            max_length=size.max_length,
-            vocab=model.vocab,
-            weights_bytes=loaded.bytes,
-            kv_bytes=size.bytes,
+            max_model_len=cache_size.max_model_len,
+            vocab=self.decoder.spec.vocab,
+            weights_bytes=loaded.weight_bytes,
+            kv_bytes=cache_size.num_bytes,
             device=str(self.device),
-            notes=tuple(filter(None, (*loaded.notes, size.note, self._native(why_not)))),
-            expected=limit.usual(),
+            notes=tuple(note for note in notes if note),
+            expected_steps=self.roofline.reference_steps(),
         )
 
-        self.capturing: Iterator[int] = self._capture() if self.graphs else iter(())
-        self.padded = 0  # lines of the step under way that are nobody's
-        self.meter: Meter | None = Meter(limit, self.device)
+    # ---- background graph capture ----------------------------------------------------------------
 
     @torch.inference_mode()
-    def _forward(self, plan: Plan, width: int, nobody: int) -> Forward:
-        pipe = self.mesh.pipe(self.decoder.spec.hidden, self.decoder.dtype)
-        whole = Whole(self.decoder, self.backend, self.caches, pipe=pipe)
-        return (
-            steady(whole, width, nobody, plan.block_size, self.mesh)
-            if plan.deterministic
-            else whole
-        )
+    def capture_next_graph(self) -> int:
+        """Capture one more CUDA graph while no request waits; returns how many are left."""
+        return next(self.capture_progress, 0)
+
+    # ---- steps -----------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _native(self, why_not: str | None) -> str | None:
-        """Record the smallest decode step where native kernels run; what the operator should know, if anything."""
-        able = (
-            isinstance(self.backend, NativePaged) and self.model.grain == 1
-        )  # tiles have no native form
-        refused = self.decode.record() if able else None
-        self.recorded = bool(
-            self.mesh.least(able and refused is None)
-        )  # all ranks or none: lines go in one order
-        if why_not is not None:
-            return f"no native kernels, torch alone: {why_not}"
-        return (
-            None
-            if refused is None
-            else f"decode steps are not recorded but run one operation at a time: {refused}"
-        )
+    def run(self, step: ScheduledStep, sampled: Sequence[tuple[int, int]] = ()) -> LaunchedStep:
+        """Queue the work of a step; waits for the device only if drafts must be verified.
 
-    def _mixed(self, pick: Picker, most: int) -> MixedStep | None:
-        """Where the backend knows steps whose layout only the device has, and positions need not go tile by tile."""
-        if (
-            not isinstance(self.backend, TritonPaged)
-            or isinstance(self.model, Steady)
-            or self.mesh.stages > 1
-        ):
-            return None
-        runs = Captured(self.graphs) if self.graphs else None
-        return MixedStep(self.model, self.rows, self.block_size, pick, most, runs)
-
-    def _capture(self) -> Iterator[int]:
-        """The largest step first: the others fit into the room it leaves. Then decode steps from the smallest on, as a
-        server fills, and those with prompts; all others when they have come twice. Steps may run in between, without a
-        graph if need be."""
-        sizes = self.decode.sizes[-1:] + self.decode.sizes[:-1]
-        work = [partial(self.decode.prepare, size) for size in sizes]
-        if self.mixed is not None:
-            largest, *usual = [partial(self.mixed.prepare, *size) for size in self.mixed.usual()]
-            work = [largest, *work, *usual]
-        for left, prepare in zip(reversed(range(len(work))), work, strict=True):
-            prepare()
-            if left:  # with the last it is over, and holds nothing any more
-                yield left
-
-    @torch.inference_mode()
-    def spare(self) -> int:
-        """Capture one more step, while nobody waits; how many are left. What is not captured runs without a graph."""
-        return next(self.capturing, 0)
-
-    def _reserve(self, plan: Plan, kv: torch.dtype) -> int:
-        """Bytes that steps and graphs may take beside weights and cache."""
-        if self.device.type == "cpu":
-            return 0
-        captured = plan.max_num_seqs + TOKENS[-1] if plan.graphs else 0
-        return largest_step(self.decoder, self.backend, plan, kv, captured) + GRAPHS
-
-    @torch.inference_mode()
-    def run(self, step: ScheduledStep, drawn: Sequence[tuple[int, int]] = ()) -> Pending:
-        """Queue the step's work; nothing here waits for the device unless a draft's verdict is wanted.
-
-        `drawn`: sequences and their last tokens, where another stage has drawn them.
+        sampled: (sequence, last token) pairs, where another pipeline stage has sampled them.
         """
-        self.padded = 0
         if self.meter is not None:
             self.meter.begin(step)
-        pending = self._run(step, drawn)
+        launched = self._run_step(step, sampled)
         if self.meter is not None:
-            pending.meter = self.meter
-            pending.reading = self.meter.end(self.padded)
-        if self.graphs is not None:
-            self.graphs.catch_up()
-        return pending
+            launched.meter = self.meter
+            launched.reading = self.meter.end(self.runner.num_padding)
+        if self.graph_pool is not None:
+            self.graph_pool.capture_pending()
+        return launched
 
-    def _run(self, step: ScheduledStep, drawn: Sequence[tuple[int, int]]) -> Pending:
+    def _run_step(self, step: ScheduledStep, sampled: Sequence[tuple[int, int]]) -> LaunchedStep:
+        chunks = self._update_rows(step)
+        if sampled:
+            self._receive_tokens(step, sampled)
+        on_one_gpu = self.device.type == "cuda" and self.mesh.num_stages == 1
+        if not chunks and (on_one_gpu or self.cpu_traced):
+            return self._run_decodes(step)
+        order = self.rows.order_decodes(step.decodes, step.decode_positions)
+        if self.runner.accepts_mixed(order, chunks):
+            return self._run_mixed(step, order, chunks)
+        decodes = self.rows.place_decodes(step.decodes, step.decode_positions)
+        placed = [*decodes, *chunks]
+        batch = build_host_batch(placed, self.rows.last_tokens, self.plan.block_size)
+        return self._run_host_batch(batch)
+
+    def _update_rows(self, step: ScheduledStep) -> list[PlacedRequest]:
+        """Release finished requests, admit new ones, extend block tables; returns placed chunks."""
         for sequence in step.finished:
             self.sampler.release(self.rows.release(sequence).index)
         for sequence, blocks in step.new_blocks:
-            self.rows.grow(sequence, blocks)
-        chunks = [(item, self.rows.place(item)) for item in step.chunks]
-        for item, row in chunks:
-            if item.new_request is not None:
-                self.sampler.admit(row.index, item.new_request)
-        if drawn:
-            starts = {item.sequence: item.start for item in step.requests}
-            told = [
-                (self.rows.by_sequence[sequence].index, token, starts[sequence])
-                for sequence, token in drawn
-            ]
-            rows, tokens, positions = upload(told, self.device).unbind(1)
-            self.rows.last[rows] = tokens.to(self.rows.last.dtype)
-            self.rows.positions[rows] = positions.to(self.rows.positions.dtype)
-        if not chunks and ((self.device.type == "cuda" and self.mesh.stages == 1) or self.recorded):
-            return self._go_on(step)
-        lineup = self.rows.line_up(step.decodes, step.decode_positions)
-        if self.mixed is not None and lineup.plain and self.mixed.takes(len(lineup.rows), chunks):
-            return self._mix(self.mixed, lineup, chunks, max(step.decode_positions, default=0))
-        placed = [(item, self.rows.by_sequence[item.sequence]) for item in step.requests]
-        return self._compute(Batch.of(placed, self.rows.last, self.block_size))
+            self.rows.append_blocks(sequence, blocks)
+        chunks = []
+        for chunk in step.chunks:
+            if chunk.new_request is not None:
+                row = self.rows.add(
+                    chunk.sequence, chunk.new_request, supports_fused_sampling(chunk.new_request)
+                )
+                self.sampler.admit(row.index, chunk.new_request)
+            chunks.append((chunk, self.rows.append_blocks(chunk.sequence, chunk.blocks)))
+        return chunks
 
-    def _mix(
-        self,
-        mixed: MixedStep,
-        lineup: Lineup,
-        chunks: list[tuple[ScheduledRequest, Row]],
-        furthest: int,
-    ) -> Pending:
-        """Some sequences by one position, and a few chunks of prompts."""
-        self.sampler.settle()
-        sequences, tokens = mixed.run(lineup.indices, chunks, furthest)
-        self.padded = mixed.padded
-        return Pending(sequences, Draws(tokens, ()) if len(tokens) else None, lines=lineup.places)
-
-    def _go_on(self, step: ScheduledStep) -> Pending:
-        """Every sequence by one position, from what the device already holds."""
-        lineup = self.rows.line_up(step.decodes, step.decode_positions)
-        count = len(lineup.rows)
-        self.decode.run(lineup.indices, lineup.plain)
-        self.padded = len(self.decode.members) - count
-        if not self.mesh.last:
-            return Pending([], None)
-        if lineup.plain:
-            return Pending([], Draws(self.decode.tokens[:count], ()), lines=lineup.places)
-        items = step.requests
-        shares = [
-            Share(items[place], row, i)
-            for i, (place, row) in enumerate(zip(lineup.places, lineup.rows))
+    def _receive_tokens(self, step: ScheduledStep, sampled: Sequence[tuple[int, int]]) -> None:
+        """Write tokens that the last pipeline stage has sampled into the rows."""
+        position_of = dict(zip(step.decodes, step.decode_positions, strict=True))
+        position_of |= {chunk.sequence: chunk.start for chunk in step.chunks}
+        entries = [
+            (self.rows.by_sequence[sequence].index, token, position_of[sequence])
+            for sequence, token in sampled
         ]
-        return Pending(
-            [share.item.sequence for share in shares],
-            self._draw(shares, self.decode.logits[:count]),
-        )
+        rows, tokens, positions = upload(entries, self.device).unbind(1)
+        self.rows.set_last_tokens(rows, tokens, positions)
 
-    def _compute(self, batch: Batch) -> Pending:
-        shares = [
-            share
-            for share in batch.shares
-            if share.item.samples and share.row.start.pooling is None
+    def _run_decodes(self, step: ScheduledStep) -> LaunchedStep:
+        """Run a step in which every sequence computes one position, fed from the device."""
+        order = self.rows.order_decodes(step.decodes, step.decode_positions)
+        self.runner.run_decodes(order)
+        num_decodes = len(order.rows)
+        if not self.is_last_stage:
+            return LaunchedStep([], None)
+        if order.fused_sampling:
+            output = SamplerOutput(self.runner.tokens[:num_decodes], ())
+            return LaunchedStep([], output, decode_indices=order.step_indices)
+        placed = self.rows.place_decodes(step.decodes, step.decode_positions)
+        requests = [
+            BatchedRequest(*placed[index], slot) for slot, index in enumerate(order.step_indices)
         ]
-        lines = upload([line for share in shares for line in share.lines] or [0], self.device)
-        wanted = (
-            None if len(lines) == len(batch.ids) or any(map(reads_all, batch.shares)) else lines
-        )
-        hidden = self.model.hidden(batch.ids, batch.ragged, wanted)
-        if not self.mesh.last:
-            return Pending([], None)
-        prompts = {
-            share.item.sequence: found
-            for share in batch.shares
-            if (found := self._prompt_logprobs(share, hidden))
-        }
-        pooled = self._pool(batch, hidden)
-        if not shares:
-            return Pending([], None, prompts, pooled)
-        logits = self.model.logits(hidden if len(lines) == len(hidden) else hidden[lines])
-        return Pending(
-            [share.item.sequence for share in shares], self._draw(shares, logits), prompts, pooled
-        )
+        output = self._sample(requests, self.runner.logits[:num_decodes])
+        return LaunchedStep([request.scheduled.sequence for request in requests], output)
 
-    def _pool(self, batch: Batch, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Embeddings of the prompts that end in this step, by sequence."""
-        wanted = [share for share in batch.shares if share.row.start.pooling is not None]
-        found = {
-            share.item.sequence: state
-            for share in wanted
-            if (state := pool(share, hidden)) is not None
-        }
-        return {sequence: unit(self.decoder.features(state)) for sequence, state in found.items()}
+    def _run_mixed(
+        self, step: ScheduledStep, order: BatchOrder, chunks: list[PlacedRequest]
+    ) -> LaunchedStep:
+        """Run a step of decodes and a few prefill chunks, fed from the device."""
+        self.sampler.upload_new_requests()
+        max_position = max(step.decode_positions, default=0)
+        sequences, tokens = self.runner.run_mixed(order, chunks, max_position)
+        output = SamplerOutput(tokens, ()) if len(tokens) else None
+        return LaunchedStep(sequences, output, decode_indices=order.step_indices)
 
-    def _draw(self, shares: list[Share], logits: torch.Tensor) -> Draws:
-        """One token a line; each row's last token stays on the device, where the next step looks for it."""
+    def _run_host_batch(self, batch: StepBatch) -> LaunchedStep:
+        """Run a step that the host laid out; it may be of any kind."""
+        hidden = self.runner.run_host_batch(batch)
+        if not self.is_last_stage:
+            return LaunchedStep([], None)
+        prompt_logprobs = {}
+        for request in batch.requests:
+            logprobs = self._score_prompt(request, hidden)
+            if logprobs:
+                prompt_logprobs[request.scheduled.sequence] = logprobs
+        embeddings = self._pool_embeddings(batch, hidden)
+        sampled = batch.sampled_requests
+        if not sampled:
+            return LaunchedStep([], None, prompt_logprobs, embeddings)
+        indices = batch.sample_indices
+        if indices is not None and len(indices) != len(hidden):
+            hidden = hidden[indices]
+        output = self._sample(sampled, self.model.compute_logits(hidden))
+        sequences = [request.scheduled.sequence for request in sampled]
+        return LaunchedStep(sequences, output, prompt_logprobs, embeddings)
+
+    def _pool_embeddings(self, batch: StepBatch, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return the embeddings of the prompts that end in this step, by sequence."""
+        embeddings = {}
+        for request in batch.requests:
+            if request.row.request.pooling is None:
+                continue
+            state = pool_hidden_states(request, hidden)
+            if state is not None:
+                embedding = normalize_embedding(self.decoder.project_features(state))
+                embeddings[request.scheduled.sequence] = embedding
+        return embeddings
+
+    def _sample(self, requests: Sequence[BatchedRequest], logits: torch.Tensor) -> SamplerOutput:
+        """Sample from logits [n, vocab]; stores each last token in its row for the next step."""
         if self.meter is not None:
-            self.meter.choosing()
-        asked = [
-            (share.row.index, share.item.start + share.item.count, share.item.drafts)
-            for share in shares
-        ]
-        with one_thread(team().active):
-            draws = self.sampler.sample(logits, asked)
-        rows, ends = upload([(row, position) for row, position, _ in asked], self.device).unbind(1)
-        if len(logits) == len(shares):
-            self.rows.last[rows] = draws.tokens.to(self.rows.last.dtype)
-        else:  # a sequence with drafts has no other step in flight: its verdict may be waited for
-            gained = [tokens for tokens, _ in draws.collect()]
-            self.rows.last[rows] = upload(
-                [tokens[-1] for tokens in gained], self.device, self.rows.last.dtype
+            self.meter.begin_sampling()
+        sampling_jobs = [
+            (
+                request.row.index,
+                request.scheduled.start + request.scheduled.count,
+                request.scheduled.drafts,
             )
-            ends = ends + upload([len(tokens) - 1 for tokens in gained], self.device)
-        self.rows.positions[rows] = ends.to(self.rows.positions.dtype)
-        return draws
+            for request in requests
+        ]
+        with single_torch_thread(self.pool is not None):
+            output = self.sampler.sample(logits, sampling_jobs)
+        entries = [(row, position) for row, position, _ in sampling_jobs]
+        rows, positions = upload(entries, self.device).unbind(1)
+        tokens = output.tokens
+        if len(logits) != len(requests):
+            # A sequence with drafts has no other step in flight, so waiting for the result is fine.
+            accepted = [request_tokens for request_tokens, _ in output.collect()]
+            last_tokens = [request_tokens[-1] for request_tokens in accepted]
+            num_drafts = [len(request_tokens) - 1 for request_tokens in accepted]
+            tokens = upload(last_tokens, self.device)
+            positions = positions + upload(num_drafts, self.device)
+        self.rows.set_last_tokens(rows, tokens, positions)
+        return output
 
-    def _prompt_logprobs(self, share: Share, hidden: torch.Tensor) -> tuple[TokenLogprob, ...]:
-        """Of the prompt tokens that this step's positions predict, a few positions at a time."""
-        item = share.item
-        row = share.row
-        count = row.start.sampling.prompt_logprobs
-        end = min(item.start + item.count, row.start.prompt_len - 1)
-        if count is None or item.start >= end:
+    def _score_prompt(
+        self, request: BatchedRequest, hidden: torch.Tensor
+    ) -> tuple[TokenLogprob, ...]:
+        """Return log-probabilities of the prompt tokens that this step's positions predict."""
+        scheduled = request.scheduled
+        new_request = request.row.request
+        num_top = new_request.sampling.prompt_logprobs
+        start = scheduled.start
+        end = min(start + scheduled.count, new_request.prompt_len - 1)
+        if num_top is None or start >= end:
             return ()
-        found: list[TokenLogprob] = []
-        for a in range(item.start, end, LOGIT_ROWS):
-            b = min(a + LOGIT_ROWS, end)
-            at = share.first - item.start
-            logits = self.model.logits(hidden[at + a : at + b])
-            found += self.sampler.prompt_logprobs(logits, row.start.tokens[a + 1 : b + 1], count)
-        return tuple(found)
+        offset = request.first_token - start  # from a position to its index in the batch
+        logprobs: list[TokenLogprob] = []
+        for first in range(start, end, LOGITS_CHUNK):
+            stop = min(first + LOGITS_CHUNK, end)
+            logits = self.model.compute_logits(hidden[offset + first : offset + stop])
+            next_tokens = new_request.tokens[first + 1 : stop + 1]
+            logprobs += self.sampler.prompt_logprobs(logits, next_tokens, num_top)
+        return tuple(logprobs)
 
 
-def reads_all(share: Share) -> bool:
-    """Whether hidden states are wanted beyond those that draw a token."""
-    return (
-        share.row.start.pooling is not None or share.row.start.sampling.prompt_logprobs is not None
-    )
+class LaunchedStep:
+    """A queued step, whose result may still be on its way from the device.
 
+    The whole result is downloaded together, so steps that are queued later do not delay it.
 
-class Pending:
-    """A step's result, perhaps still on its way from the device. All of it is sent off at once: steps queued later do
-    not delay it."""
+    sequences: the sequence of each entry of the sampler's output.
+    decode_indices: if given, the output begins with the tokens of the decodes, and this is each
+        decode's index in the step.
+    """
 
     def __init__(
         self,
         sequences: list[int],
-        draws: Draws | None,
-        prompts: dict[int, tuple[TokenLogprob, ...]] | None = None,
-        pooled: dict[int, torch.Tensor] | None = None,
-        lines: Sequence[int] | None = None,
+        output: SamplerOutput | None,
+        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] | None = None,
+        embeddings: dict[int, torch.Tensor] | None = None,
+        decode_indices: Sequence[int] | None = None,
     ):
-        """`lines`: the first tokens are of those that go on, and these are their places in the step; one each of
-        `sequences` is behind them. Without, all tokens are of `sequences`."""
         self.sequences = sequences
-        self.prompts = prompts or {}
-        self.lines = lines
-        self.draws = None if draws is None else draws.downloaded()
-        self.pooled = {sequence: download(vector) for sequence, vector in (pooled or {}).items()}
-        self.sent: torch.cuda.Event | None = None
-        self.meter: Meter | None = None
-        self.reading: Reading | None = None
-        if (
-            torch.cuda.is_initialized()
-        ):  # a chunk alone brings nothing, but who waits for it must not run ahead of it
-            self.sent = torch.cuda.Event()
-            self.sent.record()
+        self.prompt_logprobs = prompt_logprobs or {}
+        self.decode_indices = decode_indices
+        self.output = None if output is None else output.copy_to_host()
+        self.embeddings = {
+            sequence: download(vector) for sequence, vector in (embeddings or {}).items()
+        }
+        self.finished: torch.cuda.Event | None = None
+        self.meter: StepMeter | None = None
+        self.reading: StepReading | None = None
+        if torch.cuda.is_initialized():
+            # A prefill chunk alone has no result, but the engine must not run ahead of it.
+            self.finished = torch.cuda.Event()
+            self.finished.record()
 
     def result(self) -> StepOutput:
-        if self.sent is not None:
-            self.sent.synchronize()
-        tokens, gains = self._gains()
+        """Wait for the device and return the step's output."""
+        if self.finished is not None:
+            self.finished.synchronize()
+        decode_tokens, accepted = self._split_tokens()
+        prompt_logprobs = self.prompt_logprobs
         samples = [
-            SampledTokens(
-                sequence, gained, logprobs, self.prompts.pop(sequence, ()) if self.prompts else ()
-            )
-            for sequence, (gained, logprobs) in zip(self.sequences, gains, strict=True)
+            SampledTokens(sequence, tokens, logprobs, prompt_logprobs.pop(sequence, ()))
+            for sequence, (tokens, logprobs) in zip(self.sequences, accepted, strict=True)
         ]
-        silent = (
-            SampledTokens(sequence, prompt_logprobs=found)
-            for sequence, found in self.prompts.items()
-        )
-        embedded = (
+        samples += [
+            SampledTokens(sequence, prompt_logprobs=logprobs)
+            for sequence, logprobs in prompt_logprobs.items()
+        ]
+        samples += [
             SampledTokens(sequence, embedding=tuple(vector.tolist()))
-            for sequence, vector in self.pooled.items()
-        )
-        timing = (
-            None if self.meter is None or self.reading is None else self.meter.collect(self.reading)
-        )
-        return StepOutput((*samples, *silent, *embedded), timing, tuple(tokens))
+            for sequence, vector in self.embeddings.items()
+        ]
+        timing = None
+        if self.meter is not None and self.reading is not None:
+            timing = self.meter.collect(self.reading)
+        return StepOutput(tuple(samples), timing, tuple(decode_tokens))
 
-    def _gains(self) -> tuple[list[int], list[Gain]]:
-        """Tokens of those that go on, in the step's order; and what each of `sequences` gained."""
-        if self.draws is None:
+    def _split_tokens(self) -> tuple[list[int], list[AcceptedTokens]]:
+        """Return the tokens of decodes in the step's order, and what each of `sequences` gained."""
+        if self.output is None:
             return [], []
-        if self.lines is None:
-            return [], self.draws.collect()
-        drawn = self.draws.tokens.tolist()
-        count = len(self.lines)
-        tokens = [0] * count
-        for place, token in zip(self.lines, drawn):
-            tokens[place] = token
-        return tokens, [((token,), ()) for token in drawn[count:]]
+        if self.decode_indices is None:
+            return [], self.output.collect()
+        sampled = self.output.tokens.tolist()
+        num_decodes = len(self.decode_indices)
+        decode_tokens = [0] * num_decodes
+        for index, token in zip(self.decode_indices, sampled):
+            decode_tokens[index] = token
+        return decode_tokens, [((token,), ()) for token in sampled[num_decodes:]]
+
+
+@contextmanager
+def single_torch_thread(active: bool) -> Iterator[None]:
+    """Let torch use only one thread inside the block, if `active`.
+
+    Torch's threads spin for milliseconds after their work, on cores that the CPU kernels need next.
+    They also wait for each other when another program takes a core. One thread is faster for small
+    work.
+    """
+    num_threads = torch.get_num_threads()
+    if not active or num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

@@ -1,193 +1,281 @@
-"""The ASGI application: an exact table of routes, and what happens to every request before and after its handler.
+"""The ASGI application, and the uvicorn server that runs it.
 
-In this order: headers are counted, the Host is looked at, the key is checked, the route is found, the handler runs, an
-error becomes the API's own words, and one line is logged. The line has times and counts, never a prompt.
+The application routes by an exact table. Each request goes through these steps in this order: check
+its headers, its Host and its API key, find its route, run the handler, word an error as its API
+does, and log one line. The line has times and counts, never a prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from bloomery.server.auth import Hosts, Keys
-from bloomery.server.backend import Backend
-from bloomery.server.call import Call, Route, request_id
-from bloomery.server.errors import ClientGone, Dialect, Late, Refusal, Stalled, dialect_of, problem
-from bloomery.server.limits import check_headers
-from bloomery.server.routes import table
-from bloomery.server.service import Service, Settings
-from bloomery.server.streaming import HANG_UP, EventStream, encode
-from bloomery.server.tracing import Traces
+from bloomery.server.auth import AllowedHosts, ApiKeys
+from bloomery.server.backend import InferenceBackend
+from bloomery.server.errors import (
+    ClientDisconnected,
+    ClientStalled,
+    DeadlineExceeded,
+    ErrorFormatter,
+    HttpError,
+    describe_error,
+    error_formatter_for_path,
+)
+from bloomery.server.generation import EventStreamResponse
+from bloomery.server.limits import ABORT_CONNECTION, check_headers
+from bloomery.server.routes import build_routes
+from bloomery.server.schema import encode_json
+from bloomery.server.service import (
+    HttpCall,
+    InferenceService,
+    Route,
+    ServerSettings,
+    choose_request_id,
+)
+from bloomery.server.tracing import TraceRecorder
 from bloomery.text.tokenizer import Tokenizer
 
 log = logging.getLogger("bloomery.server")
 
+NUM_ACCEPTORS = 8  # connections accepted in one iteration of the event loop
+MEMORY_CHECK_SECONDS = 1.0
+
 
 def create_app(
-    backend: Backend, tokenizer: Tokenizer, settings: Settings, traces: Traces | None = None
+    backend: InferenceBackend,
+    tokenizer: Tokenizer,
+    settings: ServerSettings,
+    traces: TraceRecorder | None = None,
 ) -> ASGIApp:
-    app: ASGIApp = Application(Service(backend, tokenizer, settings, table(settings)), traces)
+    """The application with all its routes, behind CORS if any origin is allowed."""
+    service = InferenceService(backend, tokenizer, settings, build_routes(settings))
+    app: ASGIApp = InferenceApp(service, traces)
     if settings.cors_origins:
         app = CORSMiddleware(app, settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
-class Application:
-    def __init__(self, service: Service, traces: Traces | None = None):
+class InferenceApp:
+    def __init__(self, service: InferenceService, traces: TraceRecorder | None = None):
+        settings = service.settings
         self.service = service
         self.traces = traces
-        settings = service.settings
-        self.keys = Keys(settings.keys)
-        self.hosts = Hosts(settings.host, settings.allowed_hosts)
-        self.exact: dict[str, dict[str, Route]] = {}
-        self.open_ended: dict[str, dict[str, Route]] = {}  # by what stands before the {parameter}
+        self.api_keys = ApiKeys(settings.keys)
+        self.allowed_hosts = AllowedHosts(settings.host, settings.allowed_hosts)
+        self.exact_routes: dict[str, dict[str, Route]] = {}  # path -> method -> route
+        self.prefix_routes: dict[str, dict[str, Route]] = {}  # path before {parameter} -> ...
         for route in service.routes:
-            fixed, brace, _ = route.path.partition("{")
-            (self.open_ended if brace else self.exact).setdefault(fixed, {})[route.method] = route
+            path, brace, _ = route.path.partition("{")
+            routes = self.prefix_routes if brace else self.exact_routes
+            routes.setdefault(path, {})[route.method] = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._http(scope, receive, send)
+            await self._handle_http(scope, receive, send)
         elif scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
+            await self._handle_lifespan(receive, send)
         else:
             await send({"type": "websocket.close", "code": 1003})
 
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
+    async def _handle_lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
-        watch = asyncio.create_task(self._watch_memory())
+        memory_watch = asyncio.create_task(self._watch_memory())
         if self.service.settings.warm:
-            self.service.apart.warm()
+            self.service.tokenizer_pool.warm_up()
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        watch.cancel()
-        self.service.apart.close()
+        memory_watch.cancel()
+        self.service.tokenizer_pool.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _watch_memory(self) -> None:
         while True:
-            self.service.relieve()
-            await asyncio.sleep(1.0)
+            self.service.relieve_memory_pressure()
+            await asyncio.sleep(MEMORY_CHECK_SECONDS)
 
-    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = time.monotonic()
+    async def _handle_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = time.monotonic()
         headers = Headers(scope=scope)
-        id = request_id(headers)
+        request_id = choose_request_id(headers)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        methods, parameter = self._find(path)
-        method = "GET" if scope["method"] == "HEAD" and "GET" in methods else scope["method"]
+        methods, path_parameter = self._find_routes(path)
+        method = scope["method"]
+        if method == "HEAD" and "GET" in methods:
+            method = "GET"
         route = methods.get(method)
         try:
-            salt = self._enter(scope, headers, route)
+            tenant = self._authenticate(scope, headers, route)
             if route is None:
-                raise self._nothing(methods)
-        except Refusal as error:
-            dialect = route.dialect if route else dialect_of(path)
-            response = self._refuse(error, dialect, id)
+                raise self._no_route_error(methods)
+        except HttpError as error:
+            formatter = route.error_formatter if route else error_formatter_for_path(path)
+            response = self._error_response(error, formatter, request_id)
             await response(scope, receive, send)
-            self._log(route, scope, id, response.status_code, began, {})
+            self._log_request(route, scope, request_id, response.status_code, arrived, {})
             return
-        call = Call(self.service, route, scope, receive, headers, id, salt, parameter)
+        call = HttpCall(
+            self.service, route, scope, receive, headers, request_id, tenant, path_parameter
+        )
         with call.cleanup:
-            status = await self._answer(call, send)
+            status = await self._respond(call, send)
         if self.traces is not None and route.generates:
             self.traces.record(call, status)
-        self._log(route, scope, id, status, began, call.facts)
+        self._log_request(route, scope, request_id, status, arrived, call.log_fields)
 
-    def _find(self, path: str) -> tuple[Mapping[str, Route], str]:
-        """The routes of a path by method, and what stands for its {parameter}."""
-        if found := self.exact.get(path):
-            return found, ""
-        for fixed, methods in self.open_ended.items():
-            if path.startswith(fixed) and len(path) > len(fixed):
-                return methods, path[len(fixed) :]
+    def _find_routes(self, path: str) -> tuple[Mapping[str, Route], str]:
+        """The routes of a path by method, and the value of its {parameter}."""
+        if methods := self.exact_routes.get(path):
+            return methods, ""
+        for prefix, methods in self.prefix_routes.items():
+            if path.startswith(prefix) and len(path) > len(prefix):
+                return methods, path[len(prefix) :]
         return {}, ""
 
-    def _enter(self, scope: Scope, headers: Headers, route: Route | None) -> str:
-        """The salt of the caller's key. What no open route claims needs a key, also what does not exist."""
+    def _authenticate(self, scope: Scope, headers: Headers, route: Route | None) -> str:
+        """Check headers, Host and API key, and return the tenant.
+
+        A path that does not exist needs a key too, so that no caller without one can probe paths.
+        """
         check_headers(scope["headers"], self.service.limits)
-        self.hosts.check(headers)
-        return "" if route and route.open else self.keys.check(headers)
+        self.allowed_hosts.check(headers)
+        if route is not None and route.public:
+            return ""
+        return self.api_keys.authenticate(headers)
 
-    def _nothing(self, methods: Mapping[str, Route]) -> Refusal:
+    def _no_route_error(self, methods: Mapping[str, Route]) -> HttpError:
         if not methods:
-            return Refusal(
-                404, "there is no such route; GET /docs lists them", "not_found", "not_found"
-            )
+            message = "there is no such route; GET /docs lists them"
+            return HttpError(404, message, "not_found", "not_found")
         allowed = ", ".join(sorted(methods))
-        return Refusal(
-            405, f"this route takes {allowed}", "method_not_allowed", "not_allowed", allow=allowed
-        )
+        message = f"this route takes {allowed}"
+        return HttpError(405, message, "method_not_allowed", "not_allowed", allow=allowed)
 
-    async def _answer(self, call: Call, send: Send) -> int:
+    async def _respond(self, call: HttpCall, send: Send) -> int:
+        """Run the handler, send its response or its error, and return the status."""
         if call.route.generates:
             self.service.metrics.requests += 1
         response: Any = None
         try:
             if call.route.generates:
-                self.service.knock(call.salt)
-            response = await self._handle(call)
-            response.headers["x-request-id"] = call.id
-            if isinstance(
-                response, EventStream
-            ):  # whose errors before the first event are answered here
+                self.service.check_capacity(call.tenant)
+            response = await self._run_handler(call)
+            response.headers["x-request-id"] = call.request_id
+            if isinstance(response, EventStreamResponse):
+                # Sent in here, because an error before its first event becomes a response below.
                 await response(call.scope, call.receive, send)
                 return response.status_code
-        except ClientGone as error:
-            call.fail(error)
-            if isinstance(error, Stalled) and (
-                line := call.scope.get("extensions", {}).get(HANG_UP)
-            ):
-                line["now"]()
+        except ClientDisconnected as error:
+            call.record_failure(error)
+            if isinstance(error, ClientStalled):
+                self._abort_connection(call.scope)
             return 499
         except Exception as error:
-            call.fail(error)
-            response = self._refuse(error, call.dialect, call.id)
+            call.record_failure(error)
+            response = self._error_response(error, call.error_formatter, call.request_id)
         await response(call.scope, call.receive, send)
         return int(response.status_code)
 
-    async def _handle(self, call: Call) -> Any:
-        """Whatever a handler does before it has an answer or a stream of one, it has the request's time for it."""
+    async def _run_handler(self, call: HttpCall) -> Any:
+        """The handler's response or event stream, made within the request's deadline."""
         try:
             async with asyncio.timeout(self.service.limits.deadline_seconds):
                 return await call.route.handler(call)
         except TimeoutError:
-            raise Late from None
+            raise DeadlineExceeded from None
 
-    def _refuse(self, error: Exception, dialect: Dialect, id: str) -> Response:
-        found = problem(error)
-        status, body = dialect(found, id)
-        return Response(
-            encode(body), status, {**found.headers, "x-request-id": id}, "application/json"
-        )
+    def _abort_connection(self, scope: Scope) -> None:
+        extension = scope.get("extensions", {}).get(ABORT_CONNECTION)
+        if extension:
+            extension["abort"]()
 
-    def _log(
+    def _error_response(
+        self, error: Exception, formatter: ErrorFormatter, request_id: str
+    ) -> Response:
+        info = describe_error(error)
+        status, body = formatter(info, request_id)
+        headers = {**info.headers, "x-request-id": request_id}
+        return Response(encode_json(body), status, headers, "application/json")
+
+    def _log_request(
         self,
         route: Route | None,
         scope: Scope,
-        id: str,
+        request_id: str,
         status: int,
-        began: float,
-        facts: dict[str, Any],
+        arrived: float,
+        log_fields: dict[str, Any],
     ) -> None:
-        """One line a request. The path is the table's own, never what a client wrote: that may not be a line."""
+        """Count the response and log one line.
+
+        The path is the one in the route table, because a client's path may hold anything.
+        """
         path = route.path if route else "unknown"
-        seconds = round(time.monotonic() - began, 4)
+        seconds = round(time.monotonic() - arrived, 4)
         self.service.metrics.responses[path, str(status)] += 1
-        level = logging.DEBUG if route and route.quiet and status < 400 else logging.INFO
-        if log.isEnabledFor(level):
-            head = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
-            said = " ".join(
-                [*map(str, head.values()), *(f"{name}={value}" for name, value in facts.items())]
-            )
-            log.log(level, said, extra={"fields": {"request": id, **head, **facts}})
+        is_quiet = route is not None and route.quiet and status < 400
+        level = logging.DEBUG if is_quiet else logging.INFO
+        if not log.isEnabledFor(level):
+            return
+        head = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
+        details = [f"{name}={value}" for name, value in log_fields.items()]
+        message = " ".join([*map(str, head.values()), *details])
+        log.log(level, message, extra={"fields": {"request": request_id, **head, **log_fields}})
+
+
+class InferenceServer(uvicorn.Server):
+    """uvicorn's server, with signals left to its owner.
+
+    uvicorn would raise a caught signal again at the end, but a requested stop is no failure.
+    """
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on several descriptors of each socket.
+
+        libuv accepts one connection a descriptor in an iteration of its loop. While streams keep
+        the loop busy, new connections would otherwise wait outside for seconds, even those that
+        are only refused.
+        """
+        await super().startup(sockets)
+        loop = asyncio.get_running_loop()
+        listeners = [listener for server in self.servers for listener in server.sockets]
+        for descriptor in [listener.fileno() for listener in listeners]:
+            for _ in range(NUM_ACCEPTORS - 1):
+                duplicate = socket.socket(fileno=os.dup(descriptor))
+                server = await loop.create_server(self._create_protocol, sock=duplicate)
+                self.servers.append(server)
+
+    def _create_protocol(self) -> asyncio.Protocol:
+        protocol_class: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = protocol_class(
+            self.config, self.server_state, self.lifespan.state
+        )
+        return protocol
+
+    def stop(
+        self,
+        close_engine: Callable[[float], Coroutine[Any, Any, None]],
+        drain_seconds: float,
+    ) -> None:
+        """Accept nothing new and let answers end within `drain_seconds`; a second call ends now."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        seconds = 0 if self.force_exit else drain_seconds
+        self.closing = asyncio.create_task(close_engine(seconds))

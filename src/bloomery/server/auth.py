@@ -1,7 +1,7 @@
-"""Who may come in: API keys, and for a server on the loopback the Host a browser was led to.
+"""Authentication: API keys, and the Host header of servers bound to the loopback interface.
 
-Decided on the raw path of the connection and an exact table of routes, before anything of the request is looked at.
-What is not in the table as open needs a key.
+Both are decided on the raw path and headers and on an exact table of routes, before anything
+else of the request is read. A route that the table does not mark as public needs a key.
 """
 
 from __future__ import annotations
@@ -13,73 +13,96 @@ from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 
-from bloomery.server.errors import Refusal
+from bloomery.server.errors import HttpError
 
 
-class Keys:
+class ApiKeys:
+    """The keys this server accepts, held as SHA-256 digests."""
+
     def __init__(self, keys: Sequence[str]):
         self.digests = [sha256(key.encode()).digest() for key in keys]
 
-    def check(self, headers: Headers) -> str:
-        """A name for the key given, under which its prefixes are cached; empty where there is but one tenant.
+    def authenticate(self, headers: Headers) -> str:
+        """Check the request's key and return its tenant name, which salts its prefix cache.
 
-        Every key is compared, in constant time, and by digest, so that neither length nor position shows.
+        The name is empty if the server has one key or none: all requests are then one tenant.
+        Every key is compared by digest and in constant time, so that the time taken reveals
+        neither the length of a key nor its position.
         """
         if not self.digests:
             return ""
-        given = [_bearer(value) for value in headers.getlist("authorization")]
-        others = headers.getlist("x-api-key")
-        if len(given) > 1 or len(others) > 1:
-            raise _refusal("more than one key was sent: send one")
-        digests = [sha256(key.encode()).digest() for key in (*given, *others) if key]
-        matches = [
-            own for own in self.digests for other in digests if hmac.compare_digest(own, other)
+        bearer_keys = [_bearer_key(value) for value in headers.getlist("authorization")]
+        header_keys = headers.getlist("x-api-key")
+        if len(bearer_keys) > 1 or len(header_keys) > 1:
+            raise _authentication_error("more than one key was sent: send one")
+        sent_digests = [
+            sha256(key.encode()).digest() for key in (*bearer_keys, *header_keys) if key
         ]
+        matches = [
+            digest
+            for digest in self.digests
+            for sent in sent_digests
+            if hmac.compare_digest(digest, sent)
+        ]
+        if not sent_digests:
+            raise _authentication_error("an API key is needed")
         if not matches:
-            raise _refusal("the API key is not one of ours" if digests else "an API key is needed")
-        return matches[0].hex()[:16] if len(self.digests) > 1 else ""
+            raise _authentication_error("the API key is not one of ours")
+        if len(self.digests) == 1:
+            return ""
+        return matches[0].hex()[:16]
 
 
-def _bearer(value: str) -> str:
+def _bearer_key(value: str) -> str:
     scheme, _, key = value.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def _refusal(message: str) -> Refusal:
+def _authentication_error(message: str) -> HttpError:
     advice = f"{message}. Send it as Authorization: Bearer KEY or x-api-key: KEY"
-    return Refusal(401, advice, "invalid_api_key", "authentication", www_authenticate="Bearer")
+    return HttpError(401, advice, "invalid_api_key", "authentication", www_authenticate="Bearer")
 
 
-class Hosts:
-    """On the loopback only local names are answered, or a page elsewhere could have its own name lead here."""
+class AllowedHosts:
+    """The Host header check of a server bound to the loopback interface.
 
-    def __init__(self, bound: str, more: Sequence[str] = ()):
-        self.any = not is_loopback(bound)
-        self.names = {"localhost", bound.lower(), *(name.lower() for name in more)}
+    Such a server accepts local names only. Otherwise a web page could point its own domain name
+    at the loopback address and use the server through the visitor's browser (DNS rebinding).
+    """
+
+    def __init__(self, bound_host: str, more_names: Sequence[str] = ()):
+        self.accepts_any = not is_loopback(bound_host)
+        self.names = {"localhost", bound_host.lower(), *(name.lower() for name in more_names)}
 
     def check(self, headers: Headers) -> None:
-        given = headers.getlist("host")
-        if len(given) > 1:
-            raise Refusal(
+        values = headers.getlist("host")
+        if len(values) > 1:
+            raise HttpError(
                 400, "more than one Host was sent: send one", "wrong_host", connection="close"
             )
-        host = given[0].lower() if given else ""
-        if host.startswith("["):
-            name, _, port = host[1:].partition("]")
-            port = port.removeprefix(":")
-        else:
-            name, _, port = host.partition(":")
-        if self.any or (
-            (not port or port.isdecimal()) and (name in self.names or is_loopback(name))
-        ):
+        if self.accepts_any:
             return
-        raise Refusal(
+        name, port = _split_host(values[0].lower() if values else "")
+        valid_port = not port or port.isdecimal()
+        if valid_port and (name in self.names or is_loopback(name)):
+            return
+        raise HttpError(
             421, "this server answers to local names only, such as localhost", "wrong_host"
         )
 
 
+def _split_host(host: str) -> tuple[str, str]:
+    """Name and port of a Host header; an IPv6 address stands in brackets."""
+    if host.startswith("["):
+        name, _, port = host[1:].partition("]")
+        return name, port.removeprefix(":")
+    name, _, port = host.partition(":")
+    return name, port
+
+
 def is_loopback(host: str) -> bool:
-    if host.startswith("/") or host.lower() == "localhost":  # a Unix socket, or the name
+    """Whether a host to bind to or a Host name is local; a path is a Unix socket."""
+    if host.startswith("/") or host.lower() == "localhost":
         return True
     try:
         return ip_address(host.strip("[]")).is_loopback

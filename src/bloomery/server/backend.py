@@ -1,4 +1,4 @@
-"""What the server needs of an engine, wherever it runs. The server never asks how the tokens come about."""
+"""What the server needs from an engine, wherever the engine runs."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import Protocol
 from bloomery.messages import EngineCapacity, EngineRequest, EngineStats, EngineStatus, TokenOutput
 
 
-class Backend(Protocol):
+class InferenceBackend(Protocol):
+    """An engine as the server sees it. The server never asks how tokens are computed."""
+
     @property
     def status(self) -> EngineStatus: ...
 
     @property
     def capacity(self) -> EngineCapacity | None:
-        """None until it has been ready once."""
+        """None until the engine has been ready once."""
         ...
 
     @property
     def stats(self) -> EngineStats: ...
 
-    def observe(self, watcher: Callable[[EngineStats, EngineStats], None]) -> None:
-        """Have it told of every step: the figures before and after."""
+    def add_step_observer(self, observer: Callable[[EngineStats, EngineStats], None]) -> None:
+        """Call `watcher` after every step with the stats before and after it."""
         ...
 
     def stream(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
-        """News until every request has finished; aclose() aborts what is still open."""
+        """Outputs until every request has finished; aclose() aborts those still open."""
         ...
 
     def abort(self, id: str) -> bool:
-        """End one request of a stream; the others go on."""
+        """End one request of a stream; the others continue."""
         ...

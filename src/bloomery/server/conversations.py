@@ -1,36 +1,43 @@
-"""Conversations kept so that a next request may go on with one by its id; in memory, bounded, the oldest go first."""
+"""Conversations stored in memory, so that a request can continue one by its response id.
+
+The store is bounded in entries and characters. The least recently used conversation goes first.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-Message = Mapping[str, str]
-Key = tuple[str, str]  # whose it is, and its id: no key can read another's
+StoredMessage = Mapping[str, str]
+ConversationKey = tuple[str, str]  # (tenant, response id): no tenant can read another's
 
 
-class Conversations:
-    def __init__(self, count: int, characters: int):
-        self.count = count
-        self.characters = characters
-        self.held = 0
-        self.kept: OrderedDict[Key, tuple[Message, ...]] = OrderedDict()
+class ConversationStore:
+    def __init__(self, max_conversations: int, max_characters: int):
+        self.max_conversations = max_conversations
+        self.max_characters = max_characters
+        self.num_characters = 0
+        self.conversations: OrderedDict[ConversationKey, tuple[StoredMessage, ...]] = OrderedDict()
 
-    def get(self, key: Key) -> tuple[Message, ...] | None:
-        if key in self.kept:
-            self.kept.move_to_end(key)
-        return self.kept.get(key)
+    def get(self, key: ConversationKey) -> tuple[StoredMessage, ...] | None:
+        if key in self.conversations:
+            self.conversations.move_to_end(key)
+        return self.conversations.get(key)
 
-    def put(self, key: Key, messages: Sequence[Message]) -> None:
-        self.kept[key] = tuple(messages)
-        self.held += _size(messages)
-        while len(self.kept) > self.count or self.held > self.characters:
-            self.held -= _size(self.kept.popitem(last=False)[1])
+    def put(self, key: ConversationKey, messages: Sequence[StoredMessage]) -> None:
+        self.conversations[key] = tuple(messages)
+        self.num_characters += _count_characters(messages)
+        while (
+            len(self.conversations) > self.max_conversations
+            or self.num_characters > self.max_characters
+        ):
+            _, evicted = self.conversations.popitem(last=False)
+            self.num_characters -= _count_characters(evicted)
 
     def clear(self) -> None:
-        self.kept.clear()
-        self.held = 0
+        self.conversations.clear()
+        self.num_characters = 0
 
 
-def _size(messages: Sequence[Message]) -> int:
+def _count_characters(messages: Sequence[StoredMessage]) -> int:
     return sum(len(message["content"]) for message in messages)

@@ -1,7 +1,7 @@
-"""What a client is told when something goes wrong: one Problem, said in each API's own way.
+"""HTTP errors: one description of what went wrong, and its wording in each API.
 
-A message never carries what an exception of ours did not mean to say: no traceback, address or path. What went wrong
-inside is for the log, under the same request id.
+A message to a client never carries what an exception did not mean to publish: no traceback,
+address or path. Internal details go to the log under the same request id.
 """
 
 from __future__ import annotations
@@ -19,131 +19,150 @@ from bloomery.errors import (
     TemplateError,
 )
 
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
+_MEMORY_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 
 
-class Tgi(NamedTuple):
-    """How TGI words it."""
+class TgiWording(NamedTuple):
+    """How TGI words an error: its error_type, its own status if it differs, and a prefix."""
 
-    kind: str
-    status: int | None = None  # None: as everywhere
-    prefix: str = ""
+    error_type: str
+    status: int | None = None
+    message_prefix: str = ""
 
 
-PLAIN = Tgi("validation")  # no words of TGI's own
-VALIDATION = Tgi("validation", 422, "Input validation error: ")
-TEMPLATE = Tgi("template_error", 422, "Template error: ")
-GENERATION = Tgi("generation", 424, "Request failed during generation: ")
+TGI_DEFAULT = TgiWording("validation")
+TGI_VALIDATION = TgiWording("validation", 422, "Input validation error: ")
+TGI_TEMPLATE = TgiWording("template_error", 422, "Template error: ")
+TGI_GENERATION = TgiWording("generation", 424, "Request failed during generation: ")
+TGI_INTERNAL = TgiWording("internal")
 
 
 @dataclass(frozen=True)
-class Problem:
+class HttpErrorInfo:
+    """What a client is told about an error, before an API words it."""
+
     status: int
     message: str
     code: str | None = None
     param: str | None = None
-    tgi: Tgi = PLAIN
+    tgi: TgiWording = TGI_DEFAULT
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def kind(self) -> str:
+    def openai_type(self) -> str:
+        """The error type of OpenAI's API."""
         if self.status == 429:
             return "rate_limit_error"
-        return "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status < 500:
+            return "invalid_request_error"
+        return "server_error"
 
 
-class Refusal(BloomeryError):
-    """A request that is answered with a status of its own, whatever the API."""
+class HttpError(BloomeryError):
+    """An error with an HTTP status of its own, the same in every API."""
 
     def __init__(
         self,
         status: int,
         message: str,
         code: str | None = None,
-        tgi: str = "validation",
+        tgi_error_type: str = "validation",
         **headers: str,
     ):
         super().__init__(message)
-        said = {name.replace("_", "-"): value for name, value in headers.items()}
-        self.problem = Problem(status, message, code, tgi=Tgi(tgi), headers=said)
+        self.info = HttpErrorInfo(
+            status,
+            message,
+            code,
+            tgi=TgiWording(tgi_error_type),
+            headers={name.replace("_", "-"): value for name, value in headers.items()},
+        )
 
 
-class Malformed(Refusal):
-    """A body that is not JSON, or none at all."""
+class MalformedBodyError(HttpError):
+    """The body is empty or is not JSON."""
 
     def __init__(self, message: str):
         super().__init__(400, message, "invalid_json")
 
 
-class ClientGone(Exception):
-    """Nobody is left to answer."""
+class DeadlineExceeded(HttpError):
+    """The deadline of the request passed."""
 
-
-class Stalled(ClientGone):
-    """The client is there, but has stopped reading."""
-
-
-class Late(Refusal):
     def __init__(self) -> None:
-        super().__init__(
-            504,
-            "the request's time is up before its answer was complete",
-            "deadline_exceeded",
-            "timeout",
-        )
+        message = "the deadline passed before the answer was complete"
+        super().__init__(504, message, "deadline_exceeded", "timeout")
 
 
-def overloaded(seconds: int) -> Refusal:
-    return Refusal(429, "Model is overloaded", "overloaded", "overloaded", retry_after=str(seconds))
+class ClientDisconnected(Exception):
+    """The client has closed its connection, so there is no response to send."""
 
 
-def unavailable(message: str, seconds: int, **headers: str) -> Refusal:
-    return Refusal(503, message, "unavailable", "healthcheck", retry_after=str(seconds), **headers)
+class ClientStalled(ClientDisconnected):
+    """The client is still connected but has stopped reading."""
 
 
-def problem(error: BaseException) -> Problem:
-    match error:
-        case Refusal():
-            return error.problem
-        case PromptTooLong():
-            return Problem(400, str(error), "context_length_exceeded", error.field, VALIDATION)
-        case TemplateError():
-            return Problem(400, _ADDRESS.sub("...", str(error)), None, error.field, TEMPLATE)
-        case InvalidRequest():
-            return Problem(400, str(error), None, error.field, VALIDATION)
-        case RequestFailed():
-            return Problem(
-                500, "the model failed on this request", "generation_failed", tgi=GENERATION
-            )
-    return Problem(
-        500, "something went wrong inside the server", "internal_error", tgi=Tgi("internal")
+def overloaded_error(retry_after: int) -> HttpError:
+    """429 with the seconds after which a retry makes sense."""
+    return HttpError(
+        429, "Model is overloaded", "overloaded", "overloaded", retry_after=str(retry_after)
     )
 
 
-# ---- in each API's words ---------------------------------------------------------------------------
+def unavailable_error(message: str, retry_after: int, **headers: str) -> HttpError:
+    """503 with the seconds after which a retry makes sense."""
+    return HttpError(
+        503, message, "unavailable", "healthcheck", retry_after=str(retry_after), **headers
+    )
 
-Dialect = Callable[[Problem, str], tuple[int, Any]]  # problem, request id -> status, body
+
+def describe_error(error: BaseException) -> HttpErrorInfo:
+    """What a client is told about any exception of ours or of the interpreter's."""
+    match error:
+        case HttpError():
+            return error.info
+        case PromptTooLong():
+            return HttpErrorInfo(
+                400, str(error), "context_length_exceeded", error.field, TGI_VALIDATION
+            )
+        case TemplateError():
+            message = _MEMORY_ADDRESS.sub("...", str(error))
+            return HttpErrorInfo(400, message, None, error.field, TGI_TEMPLATE)
+        case InvalidRequest():
+            return HttpErrorInfo(400, str(error), None, error.field, TGI_VALIDATION)
+        case RequestFailed():
+            message = "the model failed on this request"
+            return HttpErrorInfo(500, message, "generation_failed", tgi=TGI_GENERATION)
+    message = "something went wrong inside the server"
+    return HttpErrorInfo(500, message, "internal_error", tgi=TGI_INTERNAL)
 
 
-def openai(problem: Problem, request_id: str) -> tuple[int, Any]:
-    said = {
-        "message": problem.message,
-        "type": problem.kind,
-        "param": problem.param,
-        "code": problem.code,
+# ---- the wording of each API ---------------------------------------------------------------
+
+# (error, request id) -> (status, JSON body)
+ErrorFormatter = Callable[[HttpErrorInfo, str], tuple[int, Any]]
+
+
+def format_openai_error(error: HttpErrorInfo, request_id: str) -> tuple[int, Any]:
+    content = {
+        "message": error.message,
+        "type": error.openai_type,
+        "param": error.param,
+        "code": error.code,
     }
-    return problem.status, {"error": said}
+    return error.status, {"error": content}
 
 
-def tgi(problem: Problem, request_id: str) -> tuple[int, Any]:
-    words = problem.tgi
-    return words.status or problem.status, {
-        "error": words.prefix + problem.message,
-        "error_type": words.kind,
+def format_tgi_error(error: HttpErrorInfo, request_id: str) -> tuple[int, Any]:
+    wording = error.tgi
+    body = {
+        "error": wording.message_prefix + error.message,
+        "error_type": wording.error_type,
     }
+    return wording.status or error.status, body
 
 
-_ANTHROPIC = {
+_ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -155,14 +174,18 @@ _ANTHROPIC = {
 }
 
 
-def anthropic(problem: Problem, request_id: str) -> tuple[int, Any]:
-    kind = _ANTHROPIC.get(problem.status, "invalid_request_error")
-    said = {"type": kind, "message": problem.message}
-    return problem.status, {"type": "error", "error": said, "request_id": request_id}
+def format_anthropic_error(error: HttpErrorInfo, request_id: str) -> tuple[int, Any]:
+    content = {
+        "type": _ANTHROPIC_TYPES.get(error.status, "invalid_request_error"),
+        "message": error.message,
+    }
+    return error.status, {"type": "error", "error": content, "request_id": request_id}
 
 
-def dialect_of(path: str) -> Dialect:
-    """Whose words to use where no route is found."""
+def error_formatter_for_path(path: str) -> ErrorFormatter:
+    """The wording to use for a path that has no route."""
     if path.startswith("/v1/messages"):
-        return anthropic
-    return openai if path.startswith("/v1/") else tgi
+        return format_anthropic_error
+    if path.startswith("/v1/"):
+        return format_openai_error
+    return format_tgi_error

@@ -1,244 +1,443 @@
-"""The one core: prompts and what is wanted of them in, pieces of answers out, whatever API asked.
+"""Generation for every API: prompts and sampling params in, pieces of answers out.
 
-A Job is what one HTTP request generates. It submits, detokenizes, times and counts; how an answer looks is the
-route's business.
+A GenerationJob is what one HTTP request generates. It submits requests to the engine, detokenizes,
+times and counts. How an answer looks is decided by the route's ResponseFormatter.
+
+The second half sends an answer as server-sent events. An event goes out as soon as it exists.
+Nothing is read from the engine while the socket is full, so a slow client costs a bounded buffer.
+A client that has stopped reading or has disconnected is dropped and its requests are aborted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-from starlette.types import ASGIApp
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bloomery.errors import InvalidRequest, RequestFailed
 from bloomery.messages import EngineRequest, TokenOutput
-from bloomery.sampling import SamplingParams, requests
-from bloomery.server.call import Call
-from bloomery.server.errors import Problem
-from bloomery.server.limits import Ticket
-from bloomery.server.service import Prompt
-from bloomery.server.streaming import Watch
-from bloomery.text.answer import Answer, Delta, Generation
+from bloomery.sampling import SamplingParams, build_requests
+from bloomery.server.errors import (
+    ClientDisconnected,
+    ClientStalled,
+    DeadlineExceeded,
+    HttpErrorInfo,
+)
+from bloomery.server.limits import AdmissionPermit
+from bloomery.server.schema import encode_json
+from bloomery.server.service import HttpCall, TokenizedPrompt
+from bloomery.text.outputs import CompletionState, CompletionDelta, RequestState
+
+DONE_EVENT = b"data: [DONE]\n\n"
+KEEPALIVE_COMMENT = b": keep-alive\n\n"
+EVENT_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 @dataclass(frozen=True)
-class Ask:
-    prompt: Prompt
+class GenerationInput:
+    prompt: TokenizedPrompt
     params: SamplingParams
 
 
-class Author(Protocol):
-    """How an API says an answer: whole, or as events for what it gains and for its end."""
+class ResponseFormatter(Protocol):
+    """How an API writes an answer: as one response, or as events."""
 
-    def whole(self) -> dict[str, Any]: ...
+    def full_response(self) -> dict[str, Any]: ...
 
-    def delta(self, index: int, delta: Delta) -> bytes: ...
+    def delta_events(self, prompt_index: int, delta: CompletionDelta) -> bytes: ...
 
-    def end(self) -> bytes: ...
+    def final_events(self) -> bytes: ...
 
 
-class Job:
-    def __init__(self, call: Call, ticket: Ticket, asks: Sequence[Ask]):
+class GenerationJob:
+    def __init__(self, call: HttpCall, permit: AdmissionPermit, inputs: Sequence[GenerationInput]):
         self.call = call
-        self.ticket = ticket
-        self.asks = asks
+        self.permit = permit
+        self.inputs = inputs
         self.timings = call.timings
-        self.generations = [self._generation(index, ask) for index, ask in enumerate(asks)]
-        call.params = asks[0].params
-        self.silent = (
-            False  # the prompt is all that is wanted; what must be generated to get it is not shown
-        )
-        self.cached = [0] * len(asks)  # prompt tokens found in the prefix cache
-        self.latest: dict[str, float] = {}  # when a request's last token came
+        self.generations = [self._start(index, given) for index, given in enumerate(inputs)]
+        call.sampling_params = inputs[0].params
+        # The prompt alone is wanted; the token generated to get at it is not shown.
+        self.hides_output = False
+        self.cached_tokens = [0] * len(inputs)  # prefix hit of each prompt
+        self.last_token_times: dict[str, float] = {}  # by engine request id
 
-    def _generation(self, index: int, ask: Ask) -> Generation:
+    def _start(self, index: int, given: GenerationInput) -> RequestState:
         service = self.call.service
         try:
-            made = requests(
-                ask.params,
-                ask.prompt.ids,
-                id=f"{self.call.unique}-{index}",
+            requests = build_requests(
+                given.params,
+                given.prompt.ids,
+                id=f"{self.call.unique_id}-{index}",
                 entropy=secrets.randbits(64),
-                vocab=service.capacity.vocab,
-                max_length=service.capacity.max_length,
+                vocab_size=service.capacity.vocab,
+                max_model_len=service.capacity.max_model_len,
                 eos_ids=service.tokenizer.eos_ids,
                 encode=lambda word: service.tokenizer.encode(word, add_special=False),
-                salt=self.call.salt,
-                tenant=self.call.salt,
+                cache_salt=self.call.tenant,
+                tenant=self.call.tenant,
             )
         except InvalidRequest as error:
-            if len(self.asks) > 1 and error.field == "prompt":
+            if len(self.inputs) > 1 and error.field == "prompt":
                 error.field = f"prompt[{index}]"
             raise
-        return Generation(made[0].id, ask.prompt.text, ask.params, made, service.tokenizer)
+        return RequestState(
+            requests[0].id, given.prompt.text, given.params, requests, service.tokenizer
+        )
 
-    @property
-    def every(self) -> list[Answer]:
-        """Those too that best_of will leave out."""
-        return [answer for generation in self.generations for answer in generation.answers.values()]
+    # ---- running ---------------------------------------------------------------------------
 
-    @property
-    def requests(self) -> list[EngineRequest]:
-        return [answer.request for answer in self.every]
-
-    # ---- running it ------------------------------------------------------------------------------
+    async def respond(
+        self,
+        formatter: ResponseFormatter,
+        stream: bool | None,
+        format_error: Callable[[HttpErrorInfo], bytes] | None = None,
+    ) -> ASGIApp:
+        """The answer as one JSON response or as an event stream, as the client asked for it."""
+        if stream:
+            return self.event_response(formatter, format_error=format_error)
+        await self.run()
+        return self.call.json_response(formatter.full_response())
 
     async def run(self) -> None:
-        """To the end, unless the client leaves before."""
-        async with Watch(self.call.receive, self.call.deadline), aclosing(self.deltas()) as deltas:
+        """Generate to the end, unless the client disconnects or the deadline passes."""
+        watch = DisconnectWatch(self.call.receive, self.call.deadline)
+        async with watch, aclosing(self.deltas()) as deltas:
             async for _ in deltas:
                 pass
 
-    async def answer(
-        self, author: Author, stream: bool | None, failed: Callable[[Problem], bytes] | None = None
-    ) -> ASGIApp:
-        """As the client asked for it; `failed` words an error after the first event."""
-        if stream:
-            return self.call.events(self.stream(author), failed=failed)
-        await self.run()
-        return self.call.json(author.whole())
+    def event_response(
+        self,
+        formatter: ResponseFormatter,
+        headers: Mapping[str, str] | None = None,
+        format_error: Callable[[HttpErrorInfo], bytes] | None = None,
+    ) -> EventStreamResponse:
+        """An event stream. `format_error` writes an error that comes after the first event.
 
-    async def stream(self, author: Author) -> AsyncGenerator[bytes, None]:
-        """An event a token; those that came together are written together, so that a server that lags catches up."""
+        By default such an error is an event with the body that the API has for any error.
+        """
+        call = self.call
+        limits = call.service.limits
+
+        def error_event(error: Exception) -> bytes:
+            info = call.record_failure(error)
+            if format_error is not None:
+                return format_error(info)
+            _, body = call.error_formatter(info, call.request_id)
+            return format_event(body)
+
+        return EventStreamResponse(
+            self.events(formatter),
+            error_event,
+            deadline=call.deadline,
+            keepalive_seconds=limits.keepalive_seconds,
+            stall_seconds=limits.stall_seconds,
+            headers=EVENT_STREAM_HEADERS | dict(headers or {}),
+        )
+
+    async def events(self, formatter: ResponseFormatter) -> AsyncGenerator[bytes, None]:
+        """One event a token; tokens that arrive together are written together."""
         data = b""
         async with aclosing(self.deltas()) as deltas:
-            async for index, delta, more in deltas:
-                data += author.delta(index, delta)
-                if data and not more:
+            async for index, delta, more_follows in deltas:
+                data += formatter.delta_events(index, delta)
+                if data and not more_follows:
                     yield data
                     data = b""
-        if data := data + author.end():
+        data += formatter.final_events()
+        if data:
             yield data
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, Delta, bool], None]:
-        """What each prompt's answers gain, token by token, and whether the next follows at once; closing it aborts what
-        is open."""
+    async def deltas(self) -> AsyncGenerator[tuple[int, CompletionDelta, bool], None]:
+        """(prompt index, delta, whether the next delta follows at once), token by token.
+
+        Closing the generator aborts the requests that are still open.
+        """
         service = self.call.service
-        made = self.requests
-        owners = {
-            name: index
+        prompt_index_of = {
+            request_id: index
             for index, generation in enumerate(self.generations)
-            for name in generation.answers
+            for request_id in generation.completions
         }
-        tokens = sum(len(request.prompt) for request in made)
-        self.ticket.wait(
-            tokens, service.waiting_tokens, service.prompt_rate, lambda: service.abort(made)
-        )
-        if (why := service.absent()) is not None:
-            raise why
-        self.timings.submitted = time.monotonic()
-        lengths = [(len(request.prompt), request.max_tokens) for request in made]
-        service.metrics.submit(self.timings, lengths, self.asks[0].params.n)
-        async with aclosing(service.backend.stream(made)) as stream:
-            async for news in stream:
-                index = owners[news.request]
+        self._submit()
+        async with aclosing(service.backend.stream(self.requests)) as outputs:
+            async for output in outputs:
+                index = prompt_index_of[output.request]
                 generation = self.generations[index]
-                if generation.answers[news.request].finish_reason is not None:
-                    continue  # its stop string was found, and this was under way
-                if news.finish in ("error", "abort", "deadline"):
-                    raise service.failure(news, self.ticket)
-                self._note(index, news)
-                end = news.position + len(news.ids)
-                for part in _singles(news):
-                    delta, cut = generation.take(part)
+                if generation.completions[output.request].finish_reason is not None:
+                    continue  # a stop string ended it while this output was on its way
+                if output.finish in ("error", "abort", "deadline"):
+                    raise service.error_for(output, self.permit)
+                self._record_output(index, output)
+                end = output.position + len(output.ids)
+                for part in _split_by_token(output):
+                    delta, must_abort = generation.add_output(part)
                     if delta is None:
                         break
-                    more = part.position + 1 < end and delta.finish_reason is None
-                    yield index, delta, more
-                    if delta.finish_reason is not None and self.finished:
-                        self._end()
+                    finished = delta.finish_reason is not None
+                    yield index, delta, part.position + 1 < end and not finished
+                    if finished and self.finished:
+                        self._record_finish()
                         return
-                    if cut:
-                        service.backend.abort(news.request)
-        raise RequestFailed("the engine's news ended before the answer did")
+                    if must_abort:
+                        service.backend.abort(output.request)
+        raise RequestFailed("the engine's output ended before the answer did")
 
-    def _note(self, index: int, news: TokenOutput) -> None:
+    def _submit(self) -> None:
+        """Count the prompts as waiting, and check that an engine is there to take them."""
+        service = self.call.service
+        requests = self.requests
+        self.permit.enqueue(
+            sum(len(request.prompt) for request in requests),
+            service.max_waiting_tokens,
+            service.prompt_rate,
+            lambda: service.abort(requests),
+        )
+        error = service.engine_error()
+        if error is not None:
+            raise error
+        self.timings.submitted = time.monotonic()
+        lengths = [(len(request.prompt), request.max_tokens) for request in requests]
+        service.metrics.observe_submit(self.timings, lengths, self.inputs[0].params.n)
+
+    def _record_output(self, index: int, output: TokenOutput) -> None:
         now = time.monotonic()
         metrics = self.call.service.metrics
         timings = self.timings
-        before = self.latest.get(news.request)
-        self.latest[news.request] = now
-        if before is None and news.request == next(iter(self.generations[index].answers)):
-            self.cached[index] = news.cached
-        if not timings.first:
-            timings.first = now
-            timings.queued = news.queued
-            self.ticket.begin()
-            metrics.first(timings, self.prompt_tokens, news.cached)
-        for i in range(len(news.ids)):
-            metrics.token(0.0 if i else before and now - before, now)
+        previous = self.last_token_times.get(output.request)
+        self.last_token_times[output.request] = now
+        first_request = next(iter(self.generations[index].completions))
+        if previous is None and output.request == first_request:
+            self.cached_tokens[index] = output.cached
+        if not timings.first_token:
+            timings.first_token = now
+            timings.queue_seconds = output.queued
+            self.permit.mark_started()
+            metrics.observe_first_token(timings, self.num_prompt_tokens, output.cached)
+        for i in range(len(output.ids)):
+            gap = previous and now - previous
+            metrics.observe_token(0.0 if i else gap, now)
 
-    def _end(self) -> None:
+    def _record_finish(self) -> None:
         timings = self.timings
-        timings.last = time.monotonic()
-        reasons = [answer.finish_reason or "" for answer in self.every]
-        self.call.service.metrics.finish(
-            timings, reasons, [len(answer.token_ids) for answer in self.every]
-        )
-        self.call.facts |= {
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": sum(self.cached),
-            "tokens": self.completion_tokens,
-            "queue": round(timings.queued, 4),
-            "first_token": round(timings.first - timings.arrived, 4),
-            "per_second": round(
-                self.completion_tokens / max(timings.last - timings.begun, 1e-6), 1
-            ),
+        timings.last_token = time.monotonic()
+        reasons = [answer.finish_reason or "" for answer in self.all_answers]
+        lengths = [len(answer.token_ids) for answer in self.all_answers]
+        self.call.service.metrics.observe_finish(timings, reasons, lengths)
+        inference_seconds = max(timings.last_token - timings.started, 1e-6)
+        self.call.log_fields |= {
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": sum(self.cached_tokens),
+            "tokens": self.num_output_tokens,
+            "queue": round(timings.queue_seconds, 4),
+            "ttft": round(timings.first_token - timings.arrived, 4),
+            "per_second": round(self.num_output_tokens / inference_seconds, 1),
             "finish": reasons[0],
         }
 
-    # ---- what became of it -----------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------
+
+    @property
+    def all_answers(self) -> list[CompletionState]:
+        """All generated sequences, including those that best_of will leave out."""
+        return [answer for generation in self.generations for answer in generation.completions.values()]
+
+    @property
+    def best_answers(self) -> list[CompletionState]:
+        """The answers to return: n of each prompt, one prompt after the other."""
+        return [answer for generation in self.generations for answer in generation.select_completions()]
+
+    @property
+    def requests(self) -> list[EngineRequest]:
+        return [answer.request for answer in self.all_answers]
 
     @property
     def finished(self) -> bool:
         return all(generation.finished for generation in self.generations)
 
     @property
-    def prompt_tokens(self) -> int:
-        """Each prompt once, however many answers it has."""
+    def num_prompt_tokens(self) -> int:
+        """Each prompt counts once, however many answers it has."""
         return sum(len(generation.prompt_ids) for generation in self.generations)
 
     @property
-    def completion_tokens(self) -> int:
-        return 0 if self.silent else sum(len(answer.token_ids) for answer in self.every)
+    def num_output_tokens(self) -> int:
+        if self.hides_output:
+            return 0
+        return sum(len(answer.token_ids) for answer in self.all_answers)
 
-    @property
-    def answers(self) -> list[Answer]:
-        """Those to return: n of each prompt, one prompt after the other."""
-        return [answer for generation in self.generations for answer in generation.best()]
-
-    def usage(self) -> dict[str, Any]:
-        """As OpenAI counts."""
-        prompt = self.prompt_tokens
-        completion = self.completion_tokens
+    def openai_usage(self) -> dict[str, Any]:
+        num_prompt = self.num_prompt_tokens
+        num_output = self.num_output_tokens
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached)},
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
         }
 
 
-def _singles(news: TokenOutput) -> Iterator[TokenOutput]:
-    """One a token, also where several come at once."""
-    last = len(news.ids) - 1
+def _split_by_token(output: TokenOutput) -> Iterator[TokenOutput]:
+    """One output for each token, where the engine sent several at once."""
+    last = len(output.ids) - 1
     if last <= 0:
-        yield news
+        yield output
         return
-    for i, id in enumerate(news.ids):
-        yield TokenOutput(  # by hand: dataclasses.replace takes many times as long, and a server that lags comes here often
-            news.request,
-            news.position + i,
-            (id,),
-            news.logprobs[i : i + 1],
-            () if i else news.prompt_logprobs,
-            news.cached,
-            news.finish if i == last else None,
-            news.error,
-            news.queued,
+    for i, token_id in enumerate(output.ids):
+        # Built by hand: dataclasses.replace takes many times as long, and a server that lags
+        # behind its engine splits many outputs.
+        yield TokenOutput(
+            output.request,
+            output.position + i,
+            (token_id,),
+            output.logprobs[i : i + 1],
+            () if i else output.prompt_logprobs,
+            output.cached,
+            output.finish if i == last else None,
+            output.error,
+            output.queued,
         )
+
+
+# ---- server-sent events --------------------------------------------------------------------
+
+
+def format_event(data: Any, name: str | None = None) -> bytes:
+    """One server-sent event with JSON data."""
+    event = b"data: " + encode_json(data) + b"\n\n"
+    if name is None:
+        return event
+    return b"event: " + name.encode() + b"\n" + event
+
+
+class DisconnectWatch:
+    """A context that cancels its body at the deadline, when the client disconnects, or by `end`.
+
+    It leaves with DeadlineExceeded, ClientDisconnected or the exception given to `end`.
+    """
+
+    def __init__(self, receive: Receive, deadline: float):
+        self._receive = receive
+        self._timeout = asyncio.timeout_at(deadline)
+        self._reason: Exception | None = None  # None: the deadline
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._listener = asyncio.create_task(self._wait_for_disconnect())
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._listener.cancel()
+        try:
+            await self._timeout.__aexit__(*error)
+        except TimeoutError:
+            raise self._reason or DeadlineExceeded() from None
+
+    def end(self, reason: Exception) -> None:
+        if not self._timeout.expired():
+            self._reason = reason
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.end(ClientDisconnected())
+
+
+class EventStreamResponse:
+    """An ASGI response that sends events as they come.
+
+    The response head is sent with the first event or keep-alive comment, so an earlier error can
+    still have a status of its own. A later error becomes an event, and the stream ends there.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        error_event: Callable[[Exception], bytes],
+        *,
+        deadline: float,
+        keepalive_seconds: float,
+        stall_seconds: float,
+        headers: Mapping[str, str],
+    ):
+        self.events = events
+        self.error_event = error_event
+        self.deadline = deadline
+        self.keepalive_seconds = keepalive_seconds
+        self.stall_seconds = stall_seconds
+        self.headers = MutableHeaders(dict(headers))
+        self.status_code = 200
+        self.started = False
+        self.is_sending = False
+        self.last_activity = 0.0  # when the last write began or ended
+        self.keepalive_task: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.send = send
+        self.loop = asyncio.get_running_loop()
+        self.last_activity = self.loop.time()
+        last_event = b""
+        watch = DisconnectWatch(receive, self.deadline)
+        try:
+            async with watch, aclosing(self.events) as events:
+                self._schedule_check(watch)
+                async for data in events:
+                    await self._write(data)
+        except ClientDisconnected:
+            raise
+        except Exception as error:
+            if not self.started:
+                raise
+            last_event = self.error_event(error)
+        finally:
+            self.timer.cancel()
+            if self.keepalive_task is not None:
+                self.keepalive_task.cancel()
+        try:
+            async with asyncio.timeout(self.stall_seconds):
+                await send({"type": "http.response.body", "body": last_event, "more_body": False})
+        except TimeoutError:
+            raise ClientStalled from None
+
+    async def _write(self, data: bytes) -> None:
+        if not self.started:
+            self.started = True
+            start = {"type": "http.response.start", "status": self.status_code}
+            await self.send({**start, "headers": self.headers.raw})
+        self.is_sending = True
+        self.last_activity = self.loop.time()
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+        self.is_sending = False
+        self.last_activity = self.loop.time()
+
+    def _schedule_check(self, watch: DisconnectWatch) -> None:
+        """Set the stream's only timer; one a stream is cheaper than one a token."""
+        now = self.loop.time()
+        patience = self.stall_seconds if self.is_sending else self.keepalive_seconds
+        due = min(
+            self.last_activity + patience, now + self.keepalive_seconds, now + self.stall_seconds
+        )
+        self.timer = self.loop.call_at(max(due, now + 0.001), self._check_activity, watch)
+
+    def _check_activity(self, watch: DisconnectWatch) -> None:
+        """Drop a client that has stopped reading; send a keep-alive on a silent stream."""
+        silent_seconds = self.loop.time() - self.last_activity
+        if self.is_sending and silent_seconds >= self.stall_seconds:
+            watch.end(ClientStalled())
+            return
+        if not self.is_sending and silent_seconds >= self.keepalive_seconds:
+            self.keepalive_task = self.loop.create_task(self._write(KEEPALIVE_COMMENT))
+            self.last_activity = self.loop.time()
+        self._schedule_check(watch)

@@ -1,7 +1,7 @@
-"""How much of everything a client may ask for, and the door that counts who is inside.
+"""Limits on what clients may ask for, and the admission control that enforces them.
 
-All numbers are here; `--limits name=value,...` changes them and /info tells them. What is counted is counted before
-work is done for it: a request that will be refused costs nothing but its parsing.
+All limits are fields of ServerLimits. `--limits name=value,...` changes them and /info reports
+them. Everything is counted before work is done for it, so a refused request costs only its parsing.
 """
 
 from __future__ import annotations
@@ -11,37 +11,45 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from mmap import PAGESIZE as PAGE
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from bloomery.config import ServerConfig
 from bloomery.errors import ConfigError, InvalidRequest
 from bloomery.sampling import SamplingParams
-from bloomery.server.errors import ClientGone, Refusal, overloaded
+from bloomery.server.errors import ClientDisconnected, HttpError, overloaded_error
+
+# Fields that may be lists of token ids: the context length bounds them, not the entries limit.
+TOKEN_ID_FIELDS = ("prompt", "input", "inputs", "tokens")
+
+# An ASGI extension of BoundedProtocol: {"abort": a function that drops the connection}
+ABORT_CONNECTION = "bloomery.abort_connection"
+
+HEADERS_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"content-length: 0\r\n"
+    b"connection: close\r\n\r\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServerLimits:
+    """The names and units are public: `--limits` and /info use them."""
+
     header_bytes: int = 64 << 10
     headers: int = 100
     body_bytes: int = 8 << 20
     tgi_body_bytes: int = 2 << 20
-    body_seconds: float = 30.0  # for a body to arrive; the same for the head before it
+    body_seconds: float = 30.0  # for the body to arrive; the request head has as long before it
     fields: int = 256  # of a body
-    entries: int = (
-        4096  # of a field of it, such as messages; token ids are bounded by the context instead
-    )
-    characters_per_token: int = (
-        16  # a text with more characters than this many a position of the context is too long
-    )
-    requests: int = 1024  # sequences asked for and not finished, of all keys
-    greed: int = 3  # where there are several keys, one may hold so many times what is still free
-    waiting_tokens: int | None = (
-        None  # prompt tokens of sequences not begun; None: 8 x context x sequences in a step
-    )
+    entries: int = 4096  # of one field, such as messages
+    characters_per_token: int = 16  # a prompt may have this many for each token of the context
+    requests: int = 1024  # unfinished sequences, of all keys together
+    greed: int = 3  # with several keys, one key may hold this many times the places still free
+    waiting_tokens: int | None = None  # prompt tokens queued; None: 8 x context x max_num_seqs
     fan_out: int = 128  # sequences of one request: n x prompts
     temperature: float = 2.0
     stop_strings: int = 4
@@ -49,87 +57,121 @@ class Limits:
     logprobs: int = 20
     logit_bias: int = 1024
     bad_words: int = 128
-    token_ids: int = 1024  # of stop_token_ids and allowed_token_ids
-    label_characters: int = 512  # of user and of a value of metadata
-    best_of: int = 2  # this and the next are TGI's
-    top_n_tokens: int = 5
-    queue_seconds: float = 60.0  # how long a request may wait to be begun
+    token_ids: int = 1024  # of stop_token_ids and of allowed_token_ids
+    label_characters: int = 512  # of user and of a metadata value
+    best_of: int = 2  # of TGI's API
+    top_n_tokens: int = 5  # of TGI's API
+    queue_seconds: float = 60.0  # a request may wait for its first step
     deadline_seconds: float = 600.0
-    stall_seconds: float = 60.0  # how long a client may not read
-    keepalive_seconds: float = 5.0  # between two signs of life on a silent stream
+    stall_seconds: float = 60.0  # a client may stop reading
+    keepalive_seconds: float = 5.0  # between two comments on a silent event stream
     idle_seconds: float = 75.0  # of a connection without a request
-    text_processes: int = 2  # for templates and long texts
-    template_seconds: float = 1.0  # of processor time, for a template
-    text_seconds: float = 10.0  # the same, for a text to tokenize
-    text_bytes: int = 1 << 30  # of memory, beside the tokenizer
-    memory_bytes: int = (
-        2 << 30
-    )  # of this process: at 80 % stores are emptied, at 90 nobody is let in, at 95 some go
-    step_seconds: float = (
-        30.0  # a step that takes longer, and twenty times longer than others, is a hang
-    )
+    text_processes: int = 2  # tokenizer workers, for chat templates and long texts
+    template_seconds: float = 1.0  # of processor time, for one chat template
+    text_seconds: float = 10.0  # of processor time, for one text to tokenize
+    text_bytes: int = 1 << 30  # of memory of a tokenizer worker, beyond the tokenizer itself
+    memory_bytes: int = 2 << 30  # of the API process; see the thresholds in service.py
+    step_seconds: float = 30.0  # a step that is longer, and 20 x longer than others, has hung
     restarts: int = 5  # of the engine within a minute
-    stored_responses: int = 1000  # conversations kept for previous_response_id
+    stored_responses: int = 1000  # conversations stored for previous_response_id
     stored_characters: int = 32 << 20
 
     @classmethod
-    def of(cls, text: str | None) -> Limits:
-        """As `--limits` has them: name=value, separated by commas."""
-        kinds = {
+    def parse(cls, text: str | None) -> ServerLimits:
+        """Limits from the value of `--limits`: name=value pairs, separated by commas."""
+        types = {
             field.name: float if isinstance(field.default, float) else int for field in fields(cls)
         }
-        found: dict[str, Any] = {}
-        for part in ServerConfig.items(text):
-            name, _, value = (word.strip() for word in part.partition("="))
-            if name not in kinds:
-                raise ConfigError(f"limits: there is no {name!r}; there are {', '.join(kinds)}")
+        values: dict[str, Any] = {}
+        for pair in ServerConfig.split_list(text):
+            name, _, value = (part.strip() for part in pair.partition("="))
+            if name not in types:
+                raise ConfigError(f"limits: there is no {name!r}; there are {', '.join(types)}")
             try:
-                found[name] = kinds[name](value)
+                values[name] = types[name](value)
             except ValueError:
                 raise ConfigError(f"limits: {name} must be a number, not {value!r}") from None
-            if not 0 < found[name] < 2**63:
+            if not 0 < values[name] < 2**63:
                 raise ConfigError(f"limits: {name} must be positive, not {value}")
-        return cls(**found)
+        return cls(**values)
 
 
-def check_headers(raw: Iterable[tuple[bytes, bytes]], limits: Limits) -> None:
-    sizes = [len(name) + len(value) for name, value in raw]
+# ---- the request head and body -------------------------------------------------------------
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 connection with limits on the request head, in bytes and in seconds.
+
+    The application counts headers too, but sees them only once they are complete, so a head that
+    never ends must be stopped here. This class also offers the application a way to abort the
+    connection: one whose client has stopped reading cannot be closed in order, because its last
+    bytes never leave.
+    """
+
+    max_head_bytes = ServerLimits().header_bytes
+    max_head_seconds = ServerLimits().body_seconds
+    head_bytes = -1  # of the head being read; -1 between two heads
+    head_timeout: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head_timeout()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_head_timeout()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.head_bytes = 0
+        if self.head_timeout is None:
+            self._start_head_timeout()
+
+    def on_headers_complete(self) -> None:
+        self.head_bytes = -1
+        self._cancel_head_timeout()
+        self.scope["extensions"] = {ABORT_CONNECTION: {"abort": self.transport.abort}}
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.head_bytes >= 0 and not self.transport.is_closing():
+            self.head_bytes += len(data)
+            if self.head_bytes > self.max_head_bytes:
+                self.transport.write(HEADERS_TOO_LARGE)
+                self.transport.close()
+
+    def _start_head_timeout(self) -> None:
+        self.head_timeout = self.loop.call_later(self.max_head_seconds, self.transport.abort)
+
+    def _cancel_head_timeout(self) -> None:
+        if self.head_timeout is not None:
+            self.head_timeout.cancel()
+            self.head_timeout = None
+
+
+def bounded_protocol(limits: ServerLimits) -> type[BoundedProtocol]:
+    """BoundedProtocol with a server's own limits; uvicorn takes a class."""
+
+    class ConfiguredProtocol(BoundedProtocol):
+        max_head_bytes = limits.header_bytes
+        max_head_seconds = limits.body_seconds
+
+    return ConfiguredProtocol
+
+
+def check_headers(headers: Iterable[tuple[bytes, bytes]], limits: ServerLimits) -> None:
+    """Bound the number of headers and their bytes."""
+    sizes = [len(name) + len(value) for name, value in headers]
     if len(sizes) > limits.headers or sum(sizes) > limits.header_bytes:
-        message = f"the headers are too many or too large: at most {limits.headers}, {limits.header_bytes} bytes in all"
-        raise Refusal(431, message, "headers_too_large", connection="close")
+        allowed = f"at most {limits.headers}, {limits.header_bytes} bytes in all"
+        message = f"the headers are too many or too large: {allowed}"
+        raise HttpError(431, message, "headers_too_large", connection="close")
 
 
-async def read_body(receive: Receive, headers: Headers, limit: int, seconds: float) -> bytes:
-    """The body of a JSON request, refused as early as it can be."""
-    media = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json" and not (
-        media.startswith("application/") and media.endswith("+json")
-    ):
-        raise Refusal(
-            415,
-            "send JSON, with the header Content-Type: application/json",
-            "unsupported_media_type",
-        )
-    if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise Refusal(
-            415,
-            "send the body as it is, without Content-Encoding",
-            "unsupported_encoding",
-            connection="close",
-        )
-    if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
-        raise Refusal(
-            415,
-            "send the body as it is, or in chunks: no other Transfer-Encoding is known",
-            "unsupported_encoding",
-            connection="close",
-        )
-    too_large = Refusal(
-        413, f"the body is over {limit} bytes", "body_too_large", connection="close"
-    )
-    length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit:
-        raise too_large
+async def receive_body(receive: Receive, headers: Headers, limit: int, seconds: float) -> bytes:
+    """Receive the body of a JSON request, refused as early as possible."""
+    _check_body_headers(headers, limit)
     parts: list[bytes] = []
     size = 0
     more = True
@@ -138,57 +180,88 @@ async def read_body(receive: Receive, headers: Headers, limit: int, seconds: flo
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise ClientGone
-                parts.append(message.get("body", b""))
-                size = size + len(parts[-1])
+                    raise ClientDisconnected
+                part = message.get("body", b"")
+                parts.append(part)
+                size += len(part)
                 more = message.get("more_body", False)
                 if size > limit:
-                    raise too_large
+                    raise _body_too_large(limit)
     except TimeoutError:
-        raise Refusal(
-            408, f"the body did not arrive within {seconds:.0f} s", "timeout", connection="close"
-        ) from None
+        text = f"the body did not arrive within {seconds:.0f} s"
+        raise HttpError(408, text, "timeout", connection="close") from None
     return b"".join(parts)
 
 
-IDS = ("prompt", "input", "inputs", "tokens")  # fields that may be lists of token ids
+def _check_body_headers(headers: Headers, limit: int) -> None:
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_json = media_type == "application/json" or (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    )
+    if not is_json:
+        message = "send JSON, with the header Content-Type: application/json"
+        raise HttpError(415, message, "unsupported_media_type")
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        message = "send the body as it is, without Content-Encoding"
+        raise HttpError(415, message, "unsupported_encoding", connection="close")
+    if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
+        message = "send the body as it is, or in chunks: no other Transfer-Encoding is known"
+        raise HttpError(415, message, "unsupported_encoding", connection="close")
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise _body_too_large(limit)
 
 
-def check_breadth(raw: dict[str, Any], limits: Limits) -> None:
-    """Before each entry is looked at: a body of many small things costs more than its bytes."""
+def _body_too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body is over {limit} bytes", "body_too_large", connection="close")
+
+
+def check_entry_counts(raw: dict[str, Any], limits: ServerLimits) -> None:
+    """Bound the fields of a body and the entries of each field before any entry is parsed.
+
+    A body of many small values costs far more to parse and check than its bytes suggest.
+    """
     if len(raw) > limits.fields:
         raise InvalidRequest(f"the body has {len(raw)} fields, at most {limits.fields} are allowed")
     for name, value in raw.items():
         if not isinstance(value, list | dict):
             continue
-        ids = name in IDS and not (value and isinstance(next(iter(value)), dict))
-        parts = (
-            [one.get("content") for one in value if isinstance(one, dict)]
-            if len(value) <= limits.entries
-            else []
-        )
-        count = max(
-            0 if ids else len(value), sum(len(part) for part in parts if isinstance(part, list))
-        )
+        count = _count_entries(name, value, limits.entries)
         if count > limits.entries:
             raise InvalidRequest(
                 f"{name[:64]} may have at most {limits.entries} entries, not {count}", name[:64]
             )
 
 
-# ---- what one request may ask for ------------------------------------------------------------------
+def _count_entries(name: str, value: list[Any] | dict[str, Any], max_entries: int) -> int:
+    """The entries of a field, or the content parts of all its messages if those are more."""
+    holds_objects = bool(value) and isinstance(next(iter(value)), dict)
+    holds_token_ids = name in TOKEN_ID_FIELDS and not holds_objects
+    num_entries = 0 if holds_token_ids else len(value)
+    num_parts = 0
+    if len(value) <= max_entries:
+        contents = (entry.get("content") for entry in value if isinstance(entry, dict))
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    return max(num_entries, num_parts)
 
 
-def narrow(params: SamplingParams, limits: Limits, hottest: float | None = None) -> SamplingParams:
-    """A server's ranges, within those SamplingParams has already checked."""
-    counts: tuple[tuple[str, float | None, float], ...] = (
-        ("temperature", params.temperature, limits.temperature if hottest is None else hottest),
+# ---- the values of one request -------------------------------------------------------------
+
+
+def check_sampling_limits(
+    params: SamplingParams, limits: ServerLimits, max_temperature: float | None = None
+) -> SamplingParams:
+    """Check a server's ranges, within those that SamplingParams has already checked."""
+    if max_temperature is None:
+        max_temperature = limits.temperature
+    numbers: tuple[tuple[str, float | None, float], ...] = (
+        ("temperature", params.temperature, max_temperature),
         ("logprobs", params.logprobs, limits.logprobs),
         ("prompt_logprobs", params.prompt_logprobs, limits.logprobs),
     )
-    for name, value, most in counts:
-        if value is not None and value > most:
-            raise InvalidRequest(f"{name} must be at most {most:g}, not {value:g}", field=name)
+    for name, value, maximum in numbers:
+        if value is not None and value > maximum:
+            raise InvalidRequest(f"{name} must be at most {maximum:g}, not {value:g}", field=name)
     lengths = (
         ("stop", len(params.stop_strings), limits.stop_strings),
         ("logit_bias", len(params.logit_bias or ()), limits.logit_bias),
@@ -196,107 +269,120 @@ def narrow(params: SamplingParams, limits: Limits, hottest: float | None = None)
         ("stop_token_ids", len(params.stop_token_ids or ()), limits.token_ids),
         ("allowed_token_ids", len(params.allowed_token_ids or ()), limits.token_ids),
     )
-    for name, count, most in lengths:
-        if count > most:
-            raise InvalidRequest(f"{name} may have at most {most} entries, not {count}", field=name)
+    for name, count, maximum in lengths:
+        if count > maximum:
+            message = f"{name} may have at most {maximum} entries, not {count}"
+            raise InvalidRequest(message, field=name)
     for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
         if any(len(text.encode("utf-8", "replace")) > limits.stop_bytes for text in texts):
-            raise InvalidRequest(
-                f"an entry of {name} may have at most {limits.stop_bytes} bytes", field=name
-            )
+            message = f"an entry of {name} may have at most {limits.stop_bytes} bytes"
+            raise InvalidRequest(message, field=name)
     return params
 
 
-def check_labels(user: str | None, metadata: dict[str, str] | None, limits: Limits) -> None:
-    most = limits.label_characters
-    if user is not None and len(user) > most:
-        raise InvalidRequest(f"user may have at most {most} characters", field="user")
-    if metadata and (
-        len(metadata) > 16 or any(len(k) > 64 or len(v) > most for k, v in metadata.items())
-    ):
-        message = f"metadata may have at most 16 entries, of names up to 64 and values up to {most} characters"
+def check_labels(user: str | None, metadata: dict[str, str] | None, limits: ServerLimits) -> None:
+    """Bound `user` and `metadata`, which are accepted and not used."""
+    maximum = limits.label_characters
+    if user is not None and len(user) > maximum:
+        raise InvalidRequest(f"user may have at most {maximum} characters", field="user")
+    if not metadata:
+        return
+    too_long = any(len(name) > 64 or len(value) > maximum for name, value in metadata.items())
+    if len(metadata) > 16 or too_long:
+        allowed = f"of names up to 64 and values up to {maximum} characters"
+        message = f"metadata may have at most 16 entries, {allowed}"
         raise InvalidRequest(message, field="metadata")
 
 
-# ---- the door --------------------------------------------------------------------------------------
+# ---- admission -----------------------------------------------------------------------------
 
 
-class Admission:
-    """Sequences inside, and the prompt tokens of those that have not begun. Nobody waits here: in, or 429.
+class AdmissionControl:
+    """Counts admitted sequences and the prompt tokens of those that still wait for a step.
 
-    Where there are several keys nobody fills the house: a key may hold `greed` times what would be left free, so one
-    alone leaves a quarter to a newcomer (greed 3), and two that want all get equal parts. All of it is a lone key's.
+    No request waits here: it is admitted or refused with 429. With several API keys no key can
+    take all places: a key may hold `per_key_share` times the places that would remain free. With
+    a share of 3 a single busy key leaves a quarter to newcomers, and two keys that want everything
+    get equal parts. `per_key_share` is None with a single key, which may take all places.
     """
 
-    def __init__(self, requests: int, greed: int | None = None):
-        self.requests = requests
-        self.greed = greed
-        self.inside = 0
-        self.waiting = 0
-        self.held: Counter[str] = Counter()  # by key
-        self.queue: dict[
-            Ticket, Callable[[], None]
-        ] = {}  # who waits to be begun, oldest first, and how to end it
+    def __init__(self, max_sequences: int, per_key_share: int | None = None):
+        self.max_sequences = max_sequences
+        self.per_key_share = per_key_share
+        self.num_admitted = 0
+        self.waiting_tokens = 0
+        self.admitted_by_key: Counter[str] = Counter()
+        # Permits of requests that wait for their first step, oldest first -> function to abort it
+        self.waiting_permits: dict[AdmissionPermit, Callable[[], None]] = {}
 
-    def fits(self, sequences: int, key: str = "") -> bool:
-        free = self.requests - self.inside - sequences
-        return free >= 0 and (
-            self.greed is None or self.held[key] + sequences <= self.greed * (free + 1)
-        )
+    def has_room(self, num_sequences: int, key: str = "") -> bool:
+        """Whether `key` may be admitted with so many more sequences."""
+        num_free = self.max_sequences - self.num_admitted - num_sequences
+        if num_free < 0:
+            return False
+        if self.per_key_share is None:
+            return True
+        return self.admitted_by_key[key] + num_sequences <= self.per_key_share * (num_free + 1)
 
-    def enter(self, sequences: int, rate: float, key: str = "") -> Ticket:
-        """`rate`: prompt tokens a second the engine takes in at present."""
-        if not self.fits(sequences, key):
-            raise overloaded(self.retry_after(rate))
-        self.inside += sequences
-        self.held[key] += sequences
-        return Ticket(self, sequences, key)
+    def admit(self, num_sequences: int, prompt_rate: float, key: str = "") -> AdmissionPermit:
+        """Take places, or raise 429. `prompt_rate`: prompt tokens a second the engine takes in."""
+        if not self.has_room(num_sequences, key):
+            raise overloaded_error(self.retry_after(prompt_rate))
+        self.num_admitted += num_sequences
+        self.admitted_by_key[key] += num_sequences
+        return AdmissionPermit(self, num_sequences, key)
 
-    def retry_after(self, rate: float) -> int:
-        """About when the backlog will be gone; jittered, so that those refused together do not return together."""
-        return round(min(max(self.waiting / max(rate, 1.0), 1.0), 30.0) * random.uniform(1.0, 1.3))
+    def retry_after(self, prompt_rate: float) -> int:
+        """Seconds until the prefill backlog is about gone.
 
-    def shed(self) -> None:
-        """Send away the newest quarter of those who wait to be begun, one at the least."""
-        for ticket in list(reversed(self.queue))[: len(self.queue) // 4 or 1]:
-            ticket.dropped = True
-            self.queue.pop(ticket)()
+        Jitter keeps clients that were refused together from returning together.
+        """
+        seconds = self.waiting_tokens / max(prompt_rate, 1.0)
+        return round(min(max(seconds, 1.0), 30.0) * random.uniform(1.0, 1.3))
+
+    def shed_load(self) -> None:
+        """Abort the newest quarter of the waiting requests, at least one."""
+        num_shed = len(self.waiting_permits) // 4 or 1
+        newest_first = list(reversed(self.waiting_permits))
+        for permit in newest_first[:num_shed]:
+            permit.was_shed = True
+            abort = self.waiting_permits.pop(permit)
+            abort()
 
 
-class Ticket:
-    def __init__(self, door: Admission, sequences: int, key: str):
-        self.door = door
-        self.sequences = sequences
+class AdmissionPermit:
+    """The places of one admitted request, held until `release`."""
+
+    def __init__(self, admission: AdmissionControl, num_sequences: int, key: str):
+        self.admission = admission
+        self.num_sequences = num_sequences
         self.key = key
-        self.tokens = 0
-        self.dropped = False  # sent away while it waited
+        self.waiting_tokens = 0
+        self.was_shed = False  # aborted by load shedding while it waited
 
-    def wait(self, tokens: int, most: int, rate: float, end: Callable[[], None]) -> None:
-        """From now on these prompt tokens wait to be computed, unless `end` is called to make room."""
-        if self.door.waiting and self.door.waiting + tokens > most:
-            raise overloaded(self.door.retry_after(rate))
-        self.tokens = tokens
-        self.door.waiting += tokens
-        self.door.queue[self] = end
+    def enqueue(
+        self, num_tokens: int, max_tokens: int, prompt_rate: float, abort: Callable[[], None]
+    ) -> None:
+        """Count prompt tokens as waiting for prefill; load shedding may call `abort`."""
+        admission = self.admission
+        if admission.waiting_tokens and admission.waiting_tokens + num_tokens > max_tokens:
+            raise overloaded_error(admission.retry_after(prompt_rate))
+        self.waiting_tokens = num_tokens
+        admission.waiting_tokens += num_tokens
+        admission.waiting_permits[self] = abort
 
-    def begin(self) -> None:
-        self.door.waiting -= self.tokens
-        self.tokens = 0
-        self.door.queue.pop(self, None)
+    def mark_started(self) -> None:
+        """The first step has been taken, so nothing waits any more."""
+        self.admission.waiting_tokens -= self.waiting_tokens
+        self.waiting_tokens = 0
+        self.admission.waiting_permits.pop(self, None)
 
-    def leave(self) -> None:
-        self.begin()
-        self.door.inside -= self.sequences
-        self.door.held[self.key] -= self.sequences
-        if not self.door.held[self.key]:
-            del self.door.held[self.key]
-        self.sequences = 0
-
-
-def resident() -> int:
-    """Bytes of memory this process holds; 0 where the system does not tell."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * PAGE
-    except OSError:
-        return 0
+    def release(self) -> None:
+        """Give the places back; calling it again does nothing."""
+        self.mark_started()
+        admission = self.admission
+        admission.num_admitted -= self.num_sequences
+        admission.admitted_by_key[self.key] -= self.num_sequences
+        if not admission.admitted_by_key[self.key]:
+            del admission.admitted_by_key[self.key]
+        self.num_sequences = 0

@@ -1,7 +1,8 @@
-"""The API described from what it is made of: the table of routes, the Structs they read, what handlers say they do."""
+"""The OpenAPI document, built from the route table, the body Structs and handler docstrings."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -10,35 +11,45 @@ from typing import Any
 import msgspec
 
 from bloomery import __version__
-from bloomery.sampling import NUMBERS, WHOLES
-from bloomery.server.call import EVENTS, JSON, Route
-from bloomery.server.errors import Dialect, anthropic, openai, tgi
-from bloomery.server.limits import Limits
-from bloomery.server.shapes import schema
+from bloomery.sampling import FLOAT_RANGES, INT_RANGES
+from bloomery.server.errors import (
+    ErrorFormatter,
+    format_anthropic_error,
+    format_openai_error,
+    format_tgi_error,
+)
+from bloomery.server.limits import ServerLimits
+from bloomery.server.service import EVENT_MEDIA, JSON_MEDIA, Route
+from bloomery.server.shapes import to_json_schema
 
+# Range of each number by field name, as JSON Schema keywords.
 RANGES: dict[str, dict[str, float]] = {
-    name: {"minimum": least, "maximum": most} for name, least, most, _ in (*NUMBERS, *WHOLES)
-} | {
-    "temperature": {"minimum": 0, "maximum": Limits().temperature},
     **{
-        name: {"minimum": 0, "maximum": Limits().logprobs}
-        for name in ("logprobs", "prompt_logprobs", "top_logprobs")
+        name: {"minimum": minimum, "maximum": maximum}
+        for name, minimum, maximum, _ in (*FLOAT_RANGES, *INT_RANGES)
     },
-    **{
-        name: {"minimum": 0}
-        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
-    },
+    "temperature": {"minimum": 0, "maximum": ServerLimits().temperature},
+    "logprobs": {"minimum": 0, "maximum": ServerLimits().logprobs},
+    "prompt_logprobs": {"minimum": 0, "maximum": ServerLimits().logprobs},
+    "top_logprobs": {"minimum": 0, "maximum": ServerLimits().logprobs},
+    "max_tokens": {"minimum": 0},
+    "max_completion_tokens": {"minimum": 0},
+    "max_output_tokens": {"minimum": 0},
 }
 TGI_RANGES: dict[str, dict[str, float]] = {
-    **{name: {"exclusiveMinimum": 0} for name in ("temperature", "repetition_penalty")},
-    **{name: {"exclusiveMinimum": 0, "exclusiveMaximum": 1} for name in ("top_p", "typical_p")},
-    **{name: {"minimum": 1} for name in ("top_k", "max_new_tokens", "truncate")},
+    "temperature": {"exclusiveMinimum": 0},
+    "repetition_penalty": {"exclusiveMinimum": 0},
+    "top_p": {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    "typical_p": {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    "top_k": {"minimum": 1},
+    "max_new_tokens": {"minimum": 1},
+    "truncate": {"minimum": 1},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "best_of": {"minimum": 1, "maximum": Limits().best_of},
-    "top_n_tokens": {"minimum": 0, "maximum": Limits().top_n_tokens},
+    "best_of": {"minimum": 1, "maximum": ServerLimits().best_of},
+    "top_n_tokens": {"minimum": 0, "maximum": ServerLimits().top_n_tokens},
     "seed": {"minimum": 0, "maximum": 2**64 - 1},
 }
-ERRORS: dict[str, dict[str, Any]] = {
+ERROR_SHAPES: dict[str, dict[str, Any]] = {
     "OpenAiError": {
         "error": {"message": "string", "type": "string", "param": "string?", "code": "string?"}
     },
@@ -49,24 +60,39 @@ ERRORS: dict[str, dict[str, Any]] = {
     },
     "TgiError": {"error": "string", "error_type": "string"},
 }
+ERROR_NAMES: dict[ErrorFormatter, str] = {
+    format_openai_error: "OpenAiError",
+    format_anthropic_error: "AnthropicError",
+    format_tgi_error: "TgiError",
+}
+EVENT_SHAPE = {"event?": "string", "data": "string"}  # of a stream; data is JSON or [DONE]
 
-EVENT = {"event?": "string", "data": "string"}  # of a stream: JSON, or [DONE]
-NAMES: dict[Dialect, str] = {openai: "OpenAiError", anthropic: "AnthropicError", tgi: "TgiError"}
+# Struct -> its published schema name, where they differ. Clients generate code from these names.
+PUBLISHED_NAMES = {
+    "ChatMessage": "Message",
+    "AnthropicMessage": "MessageIn",
+    "TgiParameters": "Parameters",
+}
 
 
-def document(routes: Sequence[Route], keyed: bool) -> dict[str, Any]:
-    bodies = list(dict.fromkeys(route.body for route in routes if route.body is not None))
-    references, schemas = msgspec.json.schema_components(
-        bodies, ref_template="#/components/schemas/{name}"
+def build_openapi_document(routes: Sequence[Route], needs_key: bool) -> dict[str, Any]:
+    """The document of all routes; `needs_key`: the server has API keys."""
+    body_types = list(
+        dict.fromkeys(route.body_type for route in routes if route.body_type is not None)
     )
-    reference = dict(zip(bodies, references, strict=True))
-    for name, found in schemas.items():
-        _narrow(found, TGI_RANGES if name == "Parameters" else RANGES)
-    schemas |= {name: schema(shape) for name, shape in ERRORS.items()}
+    references, schemas = msgspec.json.schema_components(
+        body_types, ref_template="#/components/schemas/{name}"
+    )
+    body_references = dict(zip(body_types, references, strict=True))
+    for name, body_schema in schemas.items():
+        _add_ranges(body_schema, TGI_RANGES if name == "TgiParameters" else RANGES)
+    schemas = _publish_names(schemas)
+    schemas |= {name: to_json_schema(shape) for name, shape in ERROR_SHAPES.items()}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, reference, keyed)
-    schemes = {"key": {"type": "http", "scheme": "bearer"}} if keyed else {}
+        operations = paths.setdefault(route.path, {})
+        operations[route.method.lower()] = _operation(route, body_references, needs_key)
+    security = {"key": {"type": "http", "scheme": "bearer"}} if needs_key else {}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -75,123 +101,150 @@ def document(routes: Sequence[Route], keyed: bool) -> dict[str, Any]:
             "description": "An inference server for open large language models",
         },
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": schemes},
+        "components": {"schemas": schemas, "securitySchemes": security},
     }
 
 
-def _operation(route: Route, reference: Mapping[Any, Any], keyed: bool) -> dict[str, Any]:
-    dialects = (
-        [tgi, openai] if isinstance(route.answer, tuple) else [route.dialect]
-    )  # several APIs share such a route
-    errors = [{"$ref": f"#/components/schemas/{NAMES[dialect]}"} for dialect in dialects]
+def _publish_names(schemas: dict[str, Any]) -> dict[str, Any]:
+    """Replace the Structs' names by the published ones in keys, titles and references."""
+    text = json.dumps(schemas)
+    for struct_name, published_name in PUBLISHED_NAMES.items():
+        text = text.replace(f'"{struct_name}"', f'"{published_name}"')
+        text = text.replace(f'schemas/{struct_name}"', f'schemas/{published_name}"')
+    renamed: dict[str, Any] = json.loads(text)
+    return renamed
+
+
+def _operation(route: Route, body_references: Mapping[Any, Any], needs_key: bool) -> dict[str, Any]:
+    error_schema = _error_schema(route)
+    content = {media: {"schema": _response_schema(route, media)} for media in route.media_types}
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method}{route.path}").strip("_").lower(),
-        "summary": route.about,
+        "summary": route.summary,
         "responses": {
-            "200": {
-                "description": "the answer",
-                "content": {
-                    media: {
-                        "schema": schema(
-                            route.answer
-                            if media in JSON
-                            else EVENT
-                            if media in EVENTS
-                            else "string"
-                        )
-                    }
-                    for media in route.media
-                },
-            },
+            "200": {"description": "the answer", "content": content},
             "default": {
                 "description": "what went wrong",
-                "content": {
-                    "application/json": {
-                        "schema": errors[0] if len(errors) == 1 else {"anyOf": errors}
-                    }
-                },
+                "content": {"application/json": {"schema": error_schema}},
             },
         },
     }
-    if route.body is not None:
+    if route.body_type is not None:
+        reference = body_references[route.body_type]
         operation["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": reference[route.body]}},
+            "content": {"application/json": {"schema": reference}},
         }
-    if named := re.search(r"\{(\w+)\}", route.path):
+    if parameter := re.search(r"\{(\w+)\}", route.path):
         operation["parameters"] = [
-            {"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": parameter[1], "in": "path", "required": True, "schema": {"type": "string"}}
         ]
-    if keyed and not route.open:
+    if needs_key and not route.public:
         operation["security"] = [{"key": []}]
     return operation
 
 
-def _narrow(struct: dict[str, Any], ranges: Mapping[str, Mapping[str, float]]) -> None:
-    """The range of each number that has one, and no more than that: fields nobody declared are welcome."""
-    for name, field in struct.get("properties", {}).items():
+def _response_schema(route: Route, media_type: str) -> dict[str, Any]:
+    if media_type in JSON_MEDIA:
+        return to_json_schema(route.response_shape)
+    if media_type in EVENT_MEDIA:
+        return to_json_schema(EVENT_SHAPE)
+    return {"type": "string"}
+
+
+def _error_schema(route: Route) -> dict[str, Any]:
+    """A route with a choice of responses serves several APIs, so its errors have two forms."""
+    formatters: list[ErrorFormatter] = [route.error_formatter]
+    if isinstance(route.response_shape, tuple):
+        formatters = [format_tgi_error, format_openai_error]
+    references = [
+        {"$ref": f"#/components/schemas/{ERROR_NAMES[formatter]}"} for formatter in formatters
+    ]
+    return references[0] if len(references) == 1 else {"anyOf": references}
+
+
+def _add_ranges(body_schema: dict[str, Any], ranges: Mapping[str, Mapping[str, float]]) -> None:
+    """Add the range of each number; undeclared fields stay allowed."""
+    for name, field in body_schema.get("properties", {}).items():
         for option in field.get("anyOf", [field]):
             if option.get("type") in ("integer", "number") and name in ranges:
                 option.update(ranges[name])
 
 
-# ---- for people --------------------------------------------------------------------------------------
+# ---- the documentation page ----------------------------------------------------------------
 
 STYLE = """
-:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
-summary{cursor:pointer;padding:.4rem 0}code{font-family:ui-monospace,monospace}b{display:inline-block;min-width:4rem}
-table{border-collapse:collapse;margin:.3rem 0 1rem 1rem}td{padding:.1rem 1rem .1rem 0;vertical-align:top}
+:root { color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+summary { cursor: pointer; padding: .4rem 0 }
+code { font-family: ui-monospace, monospace }
+b { display: inline-block; min-width: 4rem }
+table { border-collapse: collapse; margin: .3rem 0 1rem 1rem }
+td { padding: .1rem 1rem .1rem 0; vertical-align: top }
 """
 
 
-def page(document: Mapping[str, Any]) -> str:
-    """The document as one page that needs nothing else: each route unfolds to the fields it reads."""
+def render_docs_page(document: Mapping[str, Any]) -> str:
+    """The document as one self-contained HTML page; each route unfolds to its body's fields."""
     schemas = document["components"]["schemas"]
-    entries = [
-        _entry(path, method, operation, schemas)
+    operations = [
+        _render_operation(path, method, operation, schemas)
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
     ]
-    title = f"{document['info']['title']} {document['info']['version']}"
+    info = document["info"]
+    title = escape(f"{info['title']} {info['version']}")
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
-        f"<h1>{escape(title)}</h1><p>{escape(document['info']['description'])}. "
+        f"<h1>{title}</h1><p>{escape(info['description'])}. "
         f'For programs: <a href="openapi.json">openapi.json</a>.</p>'
-        f"{''.join(entries)}</body></html>"
+        f"{''.join(operations)}</body></html>"
     )
 
 
-def _entry(path: str, method: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+def _render_operation(
+    path: str, method: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]
+) -> str:
     head = f"<b>{method.upper()}</b> <code>{escape(path)}</code> {escape(operation['summary'])}"
     body = operation.get("requestBody")
     if body is None:
         return f"<p>{head}</p>"
-    schema = schemas[body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]
-    return f"<details><summary>{head}</summary>{_fields(schema, schemas)}</details>"
+    reference = body["content"]["application/json"]["schema"]["$ref"]
+    fields = _render_fields(schemas[reference.rpartition("/")[2]], schemas)
+    return f"<details><summary>{head}</summary>{fields}</details>"
 
 
-def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+def _render_fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     rows = []
     for name, field in schema.get("properties", {}).items():
-        needed = "required" if name in schema.get("required", ()) else ""
-        nested = [schemas[name] for name in _references(field)]
-        rows.append(f"<tr><td><code>{escape(name)}</code><td>{escape(_kind(field))}<td>{needed}")
-        rows += [f"<tr><td><td colspan=2>{_fields(inner, schemas)}" for inner in nested]
+        required = "required" if name in schema.get("required", ()) else ""
+        type_name = escape(_type_name(field))
+        rows.append(f"<tr><td><code>{escape(name)}</code><td>{type_name}<td>{required}")
+        for reference in _references(field):
+            nested = _render_fields(schemas[reference], schemas)
+            rows.append(f"<tr><td><td colspan=2>{nested}")
     return f"<table>{''.join(rows)}</table>"
 
 
 def _references(field: Mapping[str, Any]) -> list[str]:
-    options = field.get("anyOf", [field])
-    found = (option.get("$ref") or option.get("items", {}).get("$ref") for option in options)
-    return [reference.rpartition("/")[2] for reference in found if reference]
+    """Names of the schemas that a field or its list entries refer to."""
+    names = []
+    for option in field.get("anyOf", [field]):
+        reference = option.get("$ref") or option.get("items", {}).get("$ref")
+        if reference:
+            names.append(reference.rpartition("/")[2])
+    return names
 
 
-def _kind(field: Mapping[str, Any]) -> str:
+def _type_name(field: Mapping[str, Any]) -> str:
     if "anyOf" in field:
-        return " or ".join(kind for option in field["anyOf"] if (kind := _kind(option)) != "null")
+        names = [_type_name(option) for option in field["anyOf"]]
+        return " or ".join(name for name in names if name != "null")
     if "enum" in field:
         return " or ".join(map(str, field["enum"]))
     if field.get("type") == "array":
-        return f"list of {_kind(field['items'])}" if field.get("items") else "list"
-    return str(field.get("type") or ("object" if "$ref" in field else "anything"))
+        return f"list of {_type_name(field['items'])}" if field.get("items") else "list"
+    if "type" in field:
+        return str(field["type"])
+    return "object" if "$ref" in field else "anything"

@@ -1,7 +1,8 @@
-"""A request's JSON, read strictly: what a Struct declares and nothing that merely looks like it.
+"""JSON in and out: request bodies are read strictly into msgspec Structs.
 
-No NaN, no "3" for 3, no true for 1, no 1.0 for 1. An explicit null is an absent field. A field nobody declared is
-accepted and counted; one in a Struct's REFUSED is known, means something, and is not served: it is refused by name.
+Nothing is coerced: "3" is not 3, true is not 1, 1.0 is not 1, and NaN is refused. An explicit
+null is an absent field. A field that the Struct does not declare is accepted and counted. A field
+in UNSUPPORTED_FIELDS is known but not served: it is refused by name.
 """
 
 from __future__ import annotations
@@ -15,127 +16,134 @@ from typing import Any, ClassVar, Never, TypeVar
 import msgspec
 
 from bloomery.errors import InvalidRequest
-from bloomery.server.errors import Malformed
+from bloomery.server.errors import MalformedBodyError
 
-_MISMATCH = re.compile(r"Expected `(.+)`, got `(.+)`")
-_AT = re.compile(r" - at `\$\.?(.*)`$")
-_MISSING = re.compile(r"Object missing required field `(.+)`")
-_WORDS = {
+encode_json = msgspec.json.Encoder().encode
+
+_TYPE_MISMATCH = re.compile(r"Expected `(.+)`, got `(.+)`")
+_ERROR_PATH = re.compile(r" - at `\$\.?(.*)`$")
+_MISSING_FIELD = re.compile(r"Object missing required field `(.+)`")
+_TYPE_NAMES = {
     "int": "a whole number",
     "float": "a number",
     "str": "a string",
     "bool": "true or false",
     "array": "a list",
+    "list": "a list",
     "object": "an object",
+    "dict": "an object",
 }
-NOTHING: tuple[Any, ...] = (
-    None,
-    False,
-    [],
-    {},
-    "",
-)  # values of a refused field that ask for nothing
+# Values of an unsupported field that ask for nothing, so the field is not refused.
+EMPTY_VALUES: tuple[Any, ...] = (None, False, [], {}, "")
 
 
-class Body(msgspec.Struct, kw_only=True):
-    """What a route reads. REFUSED: known fields that are not served, each with the reason or the way out."""
+class RequestBody(msgspec.Struct, kw_only=True):
+    """The body of a POST route.
 
-    REFUSED: ClassVar[dict[str, str]] = {}
+    UNSUPPORTED_FIELDS maps known fields that are not served to the reason or the way out.
+    """
+
+    UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {}
 
 
-T = TypeVar("T", bound=Body)
+BodyType = TypeVar("BodyType", bound=RequestBody)
 
 
-def decode(body: bytes) -> dict[str, Any]:
-    """The body's JSON object; Malformed if it is no JSON, InvalidRequest if it is another kind of value."""
+def decode_json(body: bytes) -> dict[str, Any]:
+    """The body's JSON object.
+
+    Raises MalformedBodyError if it is not JSON and InvalidRequest if it is no object.
+    """
     if not body.strip():
-        raise Malformed("the body is empty: send a JSON object")
+        raise MalformedBodyError("the body is empty: send a JSON object")
     try:
-        raw = msgspec.json.decode(body)
+        value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        _explain(body, error)
-    if not isinstance(raw, dict):
-        raise InvalidRequest(f"the body must be a JSON object, not {_worded(type(raw).__name__)}")
-    return raw
+        _raise_decode_error(body, error)
+    if not isinstance(value, dict):
+        type_name = _describe_type(type(value).__name__)
+        raise InvalidRequest(f"the body must be a JSON object, not {type_name}")
+    return value
 
 
-def read(raw: dict[str, Any], kind: type[T]) -> tuple[T, int]:
-    """The object as a Struct, and how many of its fields nobody knows."""
-    for name, why in kind.REFUSED.items():
-        if raw.get(name) not in NOTHING:
-            raise InvalidRequest(f"{name} is not supported: {why}", field=name)
+def parse_body(raw: dict[str, Any], body_type: type[BodyType]) -> tuple[BodyType, int]:
+    """The object as a Struct, and the number of fields that the Struct does not declare."""
+    for name, reason in body_type.UNSUPPORTED_FIELDS.items():
+        if raw.get(name) not in EMPTY_VALUES:
+            raise InvalidRequest(f"{name} is not supported: {reason}", field=name)
     try:
-        made = msgspec.convert(raw, kind)
+        body = msgspec.convert(raw, body_type)
     except msgspec.ValidationError as error:
-        _refuse(str(error))
-    return made, _unknown(raw, made)
+        _raise_validation_error(str(error))
+    return body, _count_unknown_fields(raw, body)
 
 
-def _unknown(raw: dict[str, Any], made: msgspec.Struct) -> int:
-    refused = getattr(made, "REFUSED", ())
+def _count_unknown_fields(raw: dict[str, Any], struct: msgspec.Struct) -> int:
+    unsupported = getattr(struct, "UNSUPPORTED_FIELDS", ())
     count = 0
     for name, value in raw.items():
-        if name not in made.__struct_fields__:
-            count += name not in refused
+        if name not in struct.__struct_fields__:
+            count += name not in unsupported
         elif isinstance(value, dict | list):
-            count += sum(
-                _unknown(inner, struct) for inner, struct in _pairs(value, getattr(made, name))
-            )
+            nested = _nested_structs(value, getattr(struct, name))
+            count += sum(_count_unknown_fields(inner, parsed) for inner, parsed in nested)
     return count
 
 
-def _pairs(raw: Any, made: Any) -> Iterator[tuple[dict[str, Any], msgspec.Struct]]:
-    if isinstance(raw, list) and isinstance(made, list):
-        if made and isinstance(made[0], msgspec.Struct):
-            for one, two in zip(raw, made, strict=True):
-                yield from _pairs(one, two)
-    elif isinstance(raw, dict) and isinstance(made, msgspec.Struct):
-        yield raw, made
+def _nested_structs(raw: Any, parsed: Any) -> Iterator[tuple[dict[str, Any], msgspec.Struct]]:
+    """Each JSON object below a field with the Struct it was parsed into."""
+    if isinstance(raw, list) and isinstance(parsed, list):
+        if parsed and isinstance(parsed[0], msgspec.Struct):
+            for raw_entry, parsed_entry in zip(raw, parsed, strict=True):
+                yield from _nested_structs(raw_entry, parsed_entry)
+    elif isinstance(raw, dict) and isinstance(parsed, msgspec.Struct):
+        yield raw, parsed
 
 
-def _refuse(said: str) -> Never:
-    """msgspec's complaint in our words: `Expected `int | null`, got `str` - at `$.messages[0].n``."""
-    found = _AT.search(said)
-    field = found[1] if found else ""
-    said = said[: found.start()] if found else said
-    if missing := _MISSING.fullmatch(said):
+def _raise_validation_error(message: str) -> Never:
+    """Reword a msgspec error, such as "Expected `int | null`, got `str` - at `$.messages[0].n`"."""
+    path = _ERROR_PATH.search(message)
+    field = path[1] if path else ""
+    if path:
+        message = message[: path.start()]
+    if missing := _MISSING_FIELD.fullmatch(message):
         field = f"{field}.{missing[1]}" if field else missing[1]
         raise InvalidRequest(f"{field} is missing", field=field)
-    if mismatch := _MISMATCH.fullmatch(said):
-        expected = [_worded(name) for name in mismatch[1].split(" | ") if name != "null"]
-        raise InvalidRequest(
-            f"{field} must be {' or '.join(expected)}, not {_worded(mismatch[2])}", field=field
-        )
-    raise InvalidRequest(f"{field}: {said[:1].lower()}{said[1:][:200]}", field=field)
+    if mismatch := _TYPE_MISMATCH.fullmatch(message):
+        expected = [_describe_type(name) for name in mismatch[1].split(" | ") if name != "null"]
+        actual = _describe_type(mismatch[2])
+        raise InvalidRequest(f"{field} must be {' or '.join(expected)}, not {actual}", field=field)
+    raise InvalidRequest(f"{field}: {message[:1].lower()}{message[1:][:200]}", field=field)
 
 
-def _worded(name: str) -> str:
-    return _WORDS.get(
-        {"list": "array", "NoneType": "null", "dict": "object"}.get(name, name),
-        name.replace("NoneType", "null"),
-    )
+def _describe_type(name: str) -> str:
+    """A JSON, msgspec or Python type in a client's words."""
+    return _TYPE_NAMES.get(name, name.replace("NoneType", "null"))
 
 
-def _explain(body: bytes, error: Exception) -> Never:
-    """Numbers that JSON cannot write, or that are too large, are the field's fault; the rest is bad JSON."""
+def _raise_decode_error(body: bytes, error: Exception) -> Never:
+    """Blame the field for a number that is not finite or too large, and the JSON otherwise."""
     try:
-        raw = json.loads(body, parse_constant=float, parse_int=_whole)
-        field = next(_not_finite(raw, ""))[:64]
+        value = json.loads(body, parse_constant=float, parse_int=_parse_int)
+        field = next(_paths_of_infinite_numbers(value, ""))[:64]
     except (ValueError, RecursionError, StopIteration):
-        raise Malformed(f"the body is not valid JSON: {str(error)[:200]}") from None
-    raise InvalidRequest(
-        f"{field} must be a finite number of a sensible size", field=field
-    ) from None
+        message = f"the body is not valid JSON: {str(error)[:200]}"
+        raise MalformedBodyError(message) from None
+    message = f"{field} must be a finite number of a sensible size"
+    raise InvalidRequest(message, field=field) from None
 
 
-def _whole(digits: str) -> float:
+def _parse_int(digits: str) -> float:
+    """An integer that fits 64 bits; any longer one counts as infinite."""
     return float(digits) if len(digits) < 20 else math.inf
 
 
-def _not_finite(value: Any, path: str) -> Iterator[str]:
+def _paths_of_infinite_numbers(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, float) and not math.isfinite(value):
         yield path or "the body"
-    for name, inner in value.items() if isinstance(value, dict) else ():
-        yield from _not_finite(inner, f"{path}.{name}" if path else name)
-    for index, inner in enumerate(value) if isinstance(value, list) else ():
-        yield from _not_finite(inner, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _paths_of_infinite_numbers(inner, f"{path}.{name}" if path else name)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _paths_of_infinite_numbers(inner, f"{path}[{index}]")

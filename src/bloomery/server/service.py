@@ -1,138 +1,192 @@
-"""What all calls share: the engine, the tokenizer, the settings, the door and the figures.
+"""What all HTTP requests share, and one HTTP request on its way through the server.
 
-Text becomes token ids here, away from the event loop when it is long. Nothing here knows an API.
+InferenceService holds the engine, the tokenizer, the settings, admission and metrics, and turns
+text into token ids. HttpCall is one request; a Route says which handler takes it. Nothing here
+knows an API: what a body means is the business of the handlers in routes/.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
+from mmap import PAGESIZE
 from typing import Any
+from uuid import uuid4
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope
 
 from bloomery import __version__
 from bloomery.errors import InvalidRequest, PromptTooLong, RequestFailed
 from bloomery.messages import EngineCapacity, EngineRequest, TokenOutput
 from bloomery.sampling import SamplingParams
-from bloomery.server.backend import Backend
-from bloomery.server.conversations import Conversations
-from bloomery.server.errors import Late, Refusal, overloaded, unavailable
-from bloomery.server.limits import Admission, Limits, Ticket, resident
-from bloomery.server.metrics import Metrics
-from bloomery.text.apart import Apart, listed
+from bloomery.server.backend import InferenceBackend
+from bloomery.server.conversations import ConversationStore
+from bloomery.server.errors import (
+    ClientDisconnected,
+    DeadlineExceeded,
+    ErrorFormatter,
+    HttpError,
+    HttpErrorInfo,
+    describe_error,
+    overloaded_error,
+    unavailable_error,
+)
+from bloomery.server.limits import (
+    AdmissionControl,
+    AdmissionPermit,
+    ServerLimits,
+    check_entry_counts,
+    receive_body,
+)
+from bloomery.server.metrics import RequestTimings, ServerMetrics
+from bloomery.server.schema import BodyType, RequestBody, decode_json, encode_json, parse_body
 from bloomery.text.tokenizer import Tokenizer
+from bloomery.text.tokenizer_pool import TokenizerPool, encode_pieces
 
-# of this process's memory: drop what is kept, let nobody in, send some away
-EMPTY = 0.8
-FULL = 0.9
-DIRE = 0.95
-LONG = 1000  # characters: a longer text is tokenized apart; as many tokens become text there
-RESERVED = ("", "tgi", "dummy", "default")  # what clients send where they know of no model
-SAMPLING = {field.name for field in fields(SamplingParams)} - {"max_tokens"}
+log = logging.getLogger("bloomery.server")
+
+# Shares of `ServerLimits.memory_bytes` at which the server acts on its memory in use.
+CLEAR_CONVERSATIONS_AT = 0.8
+REFUSE_REQUESTS_AT = 0.9
+SHED_LOAD_AT = 0.95
+
+# A text of more characters, or a list of more token ids, goes to the tokenizer worker pool.
+MAX_INLINE_LENGTH = 1000
+
+# Model names that clients send when they know of no model.
+PLACEHOLDER_MODELS = ("", "tgi", "dummy", "default")
+DEFAULTED_FIELDS = {field.name for field in fields(SamplingParams)} - {"max_tokens"}
+
+JSON_MEDIA = ("application/json",)
+EVENT_MEDIA = ("text/event-stream",)
+JSON_OR_EVENTS = JSON_MEDIA + EVENT_MEDIA
+
+_SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    model: str  # the id it is served under
+class ServerSettings:
+    """What an operator decides about the HTTP server."""
+
+    model: str  # the name it is served under
     aliases: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()  # none: everybody may come in
-    host: str = "127.0.0.1"  # what the server is bound to
-    allowed_hosts: tuple[str, ...] = ()  # names it answers to besides the local ones
+    keys: tuple[str, ...] = ()  # API keys; without any, every request is accepted
+    host: str = "127.0.0.1"  # the address the server is bound to
+    allowed_hosts: tuple[str, ...] = ()  # Host names accepted besides the local ones
     cors_origins: tuple[str, ...] = ()
     open_metrics: bool = False  # /metrics without a key
     revision: str | None = None  # of the model
-    limits: Limits = field(default_factory=Limits)
-    warm: bool = False  # processes for text are started before they are needed
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    warm: bool = False  # start a tokenizer worker before the first request
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenizedPrompt:
     ids: Sequence[int]
-    text: str | None = None  # None: it was given as ids
+    text: str | None = None  # None: the client sent token ids
 
 
-class Service:
+class InferenceService:
+    """The state that all requests of one server share."""
+
     def __init__(
-        self, backend: Backend, tokenizer: Tokenizer, settings: Settings, routes: Sequence[Any] = ()
+        self,
+        backend: InferenceBackend,
+        tokenizer: Tokenizer,
+        settings: ServerSettings,
+        routes: Sequence[Route] = (),
     ):
+        limits = settings.limits
+        per_key_share = limits.greed if len(settings.keys) > 1 else None
         self.backend = backend
         self.tokenizer = tokenizer
         self.settings = settings
         self.routes = routes
-        self.limits = limits = settings.limits
-        self.metrics = Metrics(backend, settings.model)
-        self.door = Admission(limits.requests, limits.greed if len(settings.keys) > 1 else None)
-        # this process's memory, and the share of its limit last in use
-        self.measure = resident
-        self.pressure = 0.0
-        self.apart = Apart(
+        self.limits = limits
+        self.metrics = ServerMetrics(backend, settings.model)
+        self.admission = AdmissionControl(limits.requests, per_key_share)
+        self.measure_memory = resident_memory_bytes
+        self.memory_pressure = 0.0  # share of the memory limit in use at the last measurement
+        self.tokenizer_pool = TokenizerPool(
             tokenizer,
             limits.text_processes,
             limits.template_seconds,
             limits.text_seconds,
             limits.text_bytes,
         )
-        self.conversations = Conversations(limits.stored_responses, limits.stored_characters)
+        self.conversations = ConversationStore(limits.stored_responses, limits.stored_characters)
         self.fingerprint = f"bloomery-{__version__}"
         self.started = int(time.time())
-        self.defaults = {
-            name: value for name, value in tokenizer.defaults.items() if name in SAMPLING
+        self.sampling_defaults = {
+            name: value for name, value in tokenizer.sampling_defaults.items() if name in DEFAULTED_FIELDS
         }
 
-    # ---- may it be done ------------------------------------------------------------------------
+    # ---- capacity ----------------------------------------------------------------------------
 
     @property
     def capacity(self) -> EngineCapacity:
-        """Of an engine that has been ready once; until then there is nothing to check a request against."""
+        """Capacity of the engine; 503 before it has been ready once."""
         if self.backend.capacity is None:
-            raise unavailable("the model is being loaded", 5)
+            raise unavailable_error("the model is being loaded", 5)
         return self.backend.capacity
 
-    def absent(self) -> Refusal | None:
-        """Why there is no engine to answer and will be none for a while, if so."""
+    def engine_error(self) -> HttpError | None:
+        """Why no engine will answer for a while, or None if one answers now or soon."""
         match self.backend.status.state:
             case "ready" | "stalled" | "restarting":
                 return None
             case "loading":
-                return unavailable("the model is being loaded", 5)
+                return unavailable_error("the model is being loaded", 5)
             case "failed":
-                return unavailable("the engine has failed", 5)
-        return unavailable("the server is shutting down", 10, connection="close")
+                return unavailable_error("the engine has failed", 5)
+        return unavailable_error("the server is shutting down", 10, connection="close")
 
-    def knock(self, key: str = "", sequences: int = 1) -> None:
-        """Refuse who cannot be let in. Asked before a body is read: under overload this is all that a request costs."""
-        if (why := self.absent()) is not None:
-            raise why
-        if self.pressure > FULL or not self.door.fits(sequences, key):
-            if self.backend.status.state == "restarting":
-                raise unavailable("the engine is restarting and its queue is full", 5)
-            raise overloaded(self.door.retry_after(self.prompt_rate))
+    def check_capacity(self, key: str = "", num_sequences: int = 1) -> None:
+        """Refuse a request that cannot be admitted.
 
-    def admit(self, sequences: int, key: str = "") -> Ticket:
-        most = min(self.limits.fan_out, self.limits.requests)
-        if sequences > most:
-            raise InvalidRequest(
-                f"{sequences} answers (prompts x n) were asked for, at most {most} are allowed", "n"
-            )
-        self.knock(key, sequences)
-        return self.door.enter(sequences, self.prompt_rate, key)
+        This runs before the body is read, so under overload it is all that a request costs.
+        """
+        error = self.engine_error()
+        if error is not None:
+            raise error
+        has_memory = self.memory_pressure <= REFUSE_REQUESTS_AT
+        if has_memory and self.admission.has_room(num_sequences, key):
+            return
+        if self.backend.status.state == "restarting":
+            raise unavailable_error("the engine is restarting and its queue is full", 5)
+        raise overloaded_error(self.admission.retry_after(self.prompt_rate))
 
-    def relieve(self) -> None:
-        """What the memory in use asks for; looked at once a second."""
-        self.pressure = self.measure() / self.limits.memory_bytes
-        if self.pressure > EMPTY:
+    def admit(self, num_sequences: int, key: str = "") -> AdmissionPermit:
+        """Take places for so many sequences of one request."""
+        maximum = min(self.limits.fan_out, self.limits.requests)
+        if num_sequences > maximum:
+            asked = f"{num_sequences} answers (prompts x n) were asked for"
+            raise InvalidRequest(f"{asked}, at most {maximum} are allowed", "n")
+        self.check_capacity(key, num_sequences)
+        return self.admission.admit(num_sequences, self.prompt_rate, key)
+
+    def relieve_memory_pressure(self) -> None:
+        """Measure the process's memory and free some if needed; called once a second."""
+        self.memory_pressure = self.measure_memory() / self.limits.memory_bytes
+        if self.memory_pressure > CLEAR_CONVERSATIONS_AT:
             self.conversations.clear()
-        if self.pressure > DIRE:
-            self.door.shed()
+        if self.memory_pressure > SHED_LOAD_AT:
+            self.admission.shed_load()
 
-    def failure(self, news: TokenOutput, ticket: Ticket) -> Exception:
-        """What the client of a request that ended without its answer is told."""
-        if news.finish == "deadline":
-            return Late()
-        if ticket.dropped:
-            return overloaded(self.door.retry_after(self.prompt_rate))
-        return self.absent() or RequestFailed(news.error or "the engine gave the request up")
+    def error_for(self, output: TokenOutput, permit: AdmissionPermit) -> Exception:
+        """The error of a request that the engine ended without its answer."""
+        if output.finish == "deadline":
+            return DeadlineExceeded()
+        if permit.was_shed:
+            return overloaded_error(self.admission.retry_after(self.prompt_rate))
+        return self.engine_error() or RequestFailed(output.error or "the engine gave up on it")
 
     def abort(self, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
@@ -140,58 +194,196 @@ class Service:
 
     @property
     def prompt_rate(self) -> float:
-        return self.metrics.tokens_in.value(time.monotonic())
+        """Prompt tokens a second over the last seconds."""
+        return self.metrics.prompt_token_rate.value(time.monotonic())
 
     @property
-    def waiting_tokens(self) -> int:
-        return (
-            self.limits.waiting_tokens or 8 * self.capacity.max_length * self.capacity.max_num_seqs
-        )
+    def max_waiting_tokens(self) -> int:
+        """Prompt tokens that may wait for prefill."""
+        capacity = self.capacity
+        return self.limits.waiting_tokens or 8 * capacity.max_model_len * capacity.max_num_seqs
 
     def check_model(self, name: str | None) -> None:
         settings = self.settings
-        if name is None or name in (settings.model, *settings.aliases, *RESERVED):
+        if name is None or name in (settings.model, *settings.aliases, *PLACEHOLDER_MODELS):
             return
         message = f"the model {name[:64]!r} is not served here; GET /v1/models says which is"
-        raise Refusal(404, message, "model_not_found")
+        raise HttpError(404, message, "model_not_found")
 
-    # ---- text to ids ---------------------------------------------------------------------------
+    # ---- text and token ids ------------------------------------------------------------------
 
-    async def encode(self, text: str, add_special: bool = True, field: str = "prompt") -> Prompt:
-        """Here if it is short, in a process that can be killed if not."""
-        self.check_size(len(text), field)
-        if len(text) <= LONG:
-            await asyncio.sleep(0)  # between the texts of a long list others have their turn
-            return Prompt(self.tokenizer.encode(text, add_special), text)
-        return Prompt(await self.apart.encode(text, add_special, field), text)
+    async def tokenize(
+        self, text: str, add_special: bool = True, field: str = "prompt"
+    ) -> TokenizedPrompt:
+        """Token ids of a text: computed here if it is short, else in a tokenizer worker."""
+        self.check_prompt_characters(len(text), field)
+        if len(text) <= MAX_INLINE_LENGTH:
+            await asyncio.sleep(0)  # let other requests run between the texts of a long list
+            return TokenizedPrompt(self.tokenizer.encode(text, add_special), text)
+        return TokenizedPrompt(await self.tokenizer_pool.encode(text, add_special, field), text)
 
-    async def pieces(self, text: str, add_special: bool, last: int | None = None) -> bytes:
-        """A text's tokens and their places in it, as JSON."""
-        self.check_size(len(text), "inputs")
-        if len(text) <= LONG:
-            return listed(self.tokenizer.pieces(text, add_special), last)
-        return await self.apart.pieces(text, add_special, last)
+    async def tokenize_with_offsets(
+        self, text: str, add_special: bool, last: int | None = None
+    ) -> bytes:
+        """A text's tokens and their offsets as JSON; `last` keeps only so many from the end."""
+        self.check_prompt_characters(len(text), "inputs")
+        if len(text) <= MAX_INLINE_LENGTH:
+            return encode_pieces(self.tokenizer.encode_with_offsets(text, add_special), last)
+        return await self.tokenizer_pool.encode_with_offsets(text, add_special, last)
 
-    async def decode(self, ids: list[int]) -> str:
-        """Special tokens show."""
-        if len(ids) <= LONG:
+    async def detokenize(self, ids: list[int]) -> str:
+        """The text of token ids, special tokens included."""
+        if len(ids) <= MAX_INLINE_LENGTH:
             return self.tokenizer.decode(ids, skip_special=False)
-        return await self.apart.decode(ids)
+        return await self.tokenizer_pool.decode(ids)
 
-    async def conversation(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
-        """Messages as the model's chat template writes them down, tokenized."""
-        size = sum(len(str(message.get("content"))) for message in messages)
-        self.check_size(size, "messages")
-        text, ids = await self.apart.conversation(messages, options, self.most_characters)
-        return Prompt(ids, text)
+    async def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> TokenizedPrompt:
+        """Messages rendered by the model's chat template and tokenized, in a tokenizer worker."""
+        num_characters = sum(len(str(message.get("content"))) for message in messages)
+        self.check_prompt_characters(num_characters, "messages")
+        text, ids = await self.tokenizer_pool.render_chat(
+            messages, options, self.max_prompt_characters
+        )
+        return TokenizedPrompt(ids, text)
 
     @property
-    def most_characters(self) -> int:
-        """No vocabulary packs so many into the context."""
-        return self.limits.characters_per_token * self.capacity.max_length
+    def max_prompt_characters(self) -> int:
+        """More characters than this fit the context with no vocabulary."""
+        return self.limits.characters_per_token * self.capacity.max_model_len
 
-    def check_size(self, characters: int, field: str) -> None:
-        """Before it is tokenized."""
-        if characters > self.most_characters:
-            room = f"a context of {self.capacity.max_length} tokens holds at most {self.most_characters}"
-            raise PromptTooLong(f"the prompt has {characters} characters: {room}", field)
+    def check_prompt_characters(self, num_characters: int, field: str) -> None:
+        """Refuse a text that cannot fit the context before it is tokenized."""
+        maximum = self.max_prompt_characters
+        if num_characters > maximum:
+            room = f"a context of {self.capacity.max_model_len} tokens holds at most {maximum}"
+            raise PromptTooLong(f"the prompt has {num_characters} characters: {room}", field)
+
+
+def resident_memory_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not report it."""
+    try:
+        with open("/proc/self/statm") as file:
+            num_pages = int(file.read().split()[1])
+    except OSError:
+        return 0
+    return num_pages * PAGESIZE
+
+
+# ---- one request ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Route:
+    """An entry of the route table."""
+
+    path: str  # exact, or ending in one {parameter} that takes the rest of the path
+    handler: Callable[[HttpCall], Awaitable[ASGIApp]]
+    error_formatter: ErrorFormatter
+    body_type: type[RequestBody] | None = None  # of a POST; None: the route is a GET
+    public: bool = False  # needs no API key
+    generates: bool = False
+    quiet: bool = False  # a successful request is logged at debug level only
+    media_types: tuple[str, ...] = JSON_MEDIA
+    response_shape: Any = "object"  # see shapes.py
+
+    @property
+    def method(self) -> str:
+        return "GET" if self.body_type is None else "POST"
+
+    @property
+    def summary(self) -> str:
+        return " ".join((self.handler.__doc__ or "").split())
+
+
+@dataclass
+class HttpCall:
+    """One HTTP request: its connection, its route, and what is noted about it."""
+
+    service: InferenceService
+    route: Route
+    scope: Scope
+    receive: Receive
+    headers: Headers
+    request_id: str
+    tenant: str  # prefix cache hits are shared among requests of one tenant only
+    path_parameter: str = ""  # the value of {parameter} in the path
+    cleanup: ExitStack = field(default_factory=ExitStack)
+    log_fields: dict[str, Any] = field(default_factory=dict)  # counts and times, never text
+    sampling_params: SamplingParams | None = None  # of its first prompt, once known
+
+    def __post_init__(self) -> None:
+        self.error_formatter = self.route.error_formatter
+        self.timings = RequestTimings(time.monotonic())
+        self.unique_id = uuid4().hex
+        self.created = int(time.time())
+        self._json: dict[str, Any] | None = None
+
+    async def read_json(self) -> dict[str, Any]:
+        """The body's JSON object; it may be asked for more than once."""
+        if self._json is None:
+            limits = self.service.limits
+            is_openai_path = self.route.path.startswith("/v1/")
+            max_bytes = limits.body_bytes if is_openai_path else limits.tgi_body_bytes
+            data = await receive_body(self.receive, self.headers, max_bytes, limits.body_seconds)
+            raw = decode_json(data)
+            check_entry_counts(raw, limits)
+            self._json = raw
+        return self._json
+
+    async def read_body(self, body_type: type[BodyType]) -> BodyType:
+        return self.parse_body(await self.read_json(), body_type)
+
+    def parse_body(self, raw: dict[str, Any], body_type: type[BodyType]) -> BodyType:
+        """Parse a JSON object and count the fields that the body type does not declare."""
+        body, num_unknown = parse_body(raw, body_type)
+        if num_unknown:
+            self.service.metrics.unknown_fields[(self.route.path,)] += num_unknown
+        return body
+
+    @property
+    def deadline(self) -> float:
+        """On the event loop's clock. The client may shorten it, never lengthen it."""
+        seconds = self.service.limits.deadline_seconds
+        milliseconds = self.headers.get("x-request-deadline-ms")
+        if milliseconds is not None:
+            if not milliseconds.isdecimal() or not 0 < len(milliseconds) < 12:
+                raise InvalidRequest("X-Request-Deadline-Ms must be a whole number of milliseconds")
+            seconds = min(seconds, int(milliseconds) / 1000)
+        elapsed = time.monotonic() - self.timings.arrived
+        return asyncio.get_running_loop().time() + seconds - elapsed
+
+    def admit(self, num_sequences: int) -> AdmissionPermit:
+        """Take places until the call ends; handlers ask before any costly work."""
+        permit = self.service.admit(num_sequences, self.tenant)
+        self.cleanup.callback(permit.release)
+        return permit
+
+    def json_response(
+        self, content: Any, headers: Mapping[str, str] | None = None, status: int = 200
+    ) -> Response:
+        return Response(encode_json(content), status, headers, "application/json")
+
+    def record_failure(self, error: BaseException) -> HttpErrorInfo:
+        """Count a failure, log it if it is the server's fault, and describe it for the client."""
+        if isinstance(error, ClientDisconnected):
+            kind = "dropped"
+            info = HttpErrorInfo(499, "the client has left")
+        else:
+            info = describe_error(error)
+            kind = info.tgi.error_type.removesuffix("_error")
+        self.log_fields["error"] = kind
+        if self.route.generates:
+            self.service.metrics.failures[(kind,)] += 1
+        if info.status == 500:
+            expected = isinstance(error, RequestFailed)
+            traceback = None if expected else error
+            log.error("request %s failed: %s", self.request_id, error, exc_info=traceback)
+        return info
+
+
+def choose_request_id(headers: Headers) -> str:
+    """The client's own id if it is safe in a log and a header, else a new one."""
+    sent = headers.get("x-request-id", "")
+    return sent if _SAFE_REQUEST_ID.fullmatch(sent) else f"req_{uuid4().hex}"

@@ -1,8 +1,9 @@
-"""What the routes answer, for the API's description: one shape a kind of answer, as short as it can be written.
+"""Shapes of the routes' responses, for the OpenAPI document; each as short as it can be written.
 
-A dict is an object, whose keys are always there unless they end in "?", and a key may name several fields of one shape;
-a list of one is an array; a tuple is a choice; a string names a type, "?" behind it allows null. The answers themselves
-are written by the routes; a test holds every golden one against its shape.
+A dict is an object. Its keys are required unless they end in "?", and one key may name several
+fields of the same shape, separated by spaces. A list of one is an array. A tuple is a choice. A
+string names a JSON type, and "?" behind it allows null. The routes write the responses themselves;
+a test validates every golden response against its shape.
 """
 
 from __future__ import annotations
@@ -30,22 +31,29 @@ USAGE: Shape = {
     "prompt_tokens completion_tokens total_tokens": "integer",
     "prompt_tokens_details": {"cached_tokens": "integer"},
 }
-HEAD: Shape = {"id object": "string", "created": "integer", "model system_fingerprint": "string"}
-TOKEN: Shape = {"id": "integer", "text": "string", "logprob": "number", "special": "boolean"}
-SEQUENCE: Shape = {
+COMPLETION_HEAD: Shape = {
+    "id object": "string",
+    "created": "integer",
+    "model system_fingerprint": "string",
+}
+TGI_TOKEN: Shape = {"id": "integer", "text": "string", "logprob": "number", "special": "boolean"}
+TGI_SEQUENCE: Shape = {
     "finish_reason": "string",
     "generated_tokens": "integer",
     "seed": "integer?",
     "prefill": [{"id": "integer", "text": "string", "logprob": "number?"}],
-    "tokens": [TOKEN],
-    "top_tokens?": [[TOKEN]],
+    "tokens": [TGI_TOKEN],
+    "top_tokens?": [[TGI_TOKEN]],
 }
-GENERATED: Shape = {
+TGI_GENERATION: Shape = {
     "generated_text": "string",
-    "details?": {**SEQUENCE, "best_of_sequences?": [{"generated_text": "string", **SEQUENCE}]},
+    "details?": {
+        **TGI_SEQUENCE,
+        "best_of_sequences?": [{"generated_text": "string", **TGI_SEQUENCE}],
+    },
 }
-PIECES: Shape = [{"id": "integer", "text": "string", "start stop": "integer"}]
-CHAT_PIECES: Shape = {"tokenize_response": PIECES, "templated_text": "string"}
+TOKEN_OFFSETS: Shape = [{"id": "integer", "text": "string", "start stop": "integer"}]
+CHAT_TOKEN_OFFSETS: Shape = {"tokenize_response": TOKEN_OFFSETS, "templated_text": "string"}
 CHAT_CHOICE: Shape = {
     "index": "integer",
     "message": {"role": "string", "content refusal": "string?"},
@@ -53,14 +61,14 @@ CHAT_CHOICE: Shape = {
     "finish_reason": "string",
     "token_ids?": ["integer"],
 }
-CHAT: Shape = {
-    **HEAD,
+CHAT_COMPLETION: Shape = {
+    **COMPLETION_HEAD,
     "choices": [CHAT_CHOICE],
     "usage": USAGE,
     "prompt_logprobs?": PROMPT_LOGPROBS,
     "prompt_token_ids?": ["integer"],
 }
-COMPLETION_CHOICE: Shape = {
+TEXT_CHOICE: Shape = {
     "index": "integer",
     "text": "string",
     "logprobs": TEXT_LOGPROBS,
@@ -68,9 +76,9 @@ COMPLETION_CHOICE: Shape = {
     "token_ids? prompt_token_ids?": ["integer"],
     "prompt_logprobs?": PROMPT_LOGPROBS,
 }
-COMPLETION: Shape = {**HEAD, "choices": [COMPLETION_CHOICE], "usage": USAGE}
-INVOCATION: Shape = ([GENERATED], CHAT, COMPLETION)
-RESPONSE: Shape = {
+TEXT_COMPLETION: Shape = {**COMPLETION_HEAD, "choices": [TEXT_CHOICE], "usage": USAGE}
+INVOCATION: Shape = ([TGI_GENERATION], CHAT_COMPLETION, TEXT_COMPLETION)
+OPENAI_RESPONSE: Shape = {
     "id object": "string",
     "created_at": "integer",
     "status model": "string",
@@ -79,7 +87,7 @@ RESPONSE: Shape = {
     "previous_response_id": "string?",
     "incomplete_details": ({"reason": "string"}, "null"),
 }
-MESSAGE: Shape = {
+ANTHROPIC_MESSAGE: Shape = {
     "id type role model": "string",
     "content": [{"type text": "string"}],
     "stop_reason": "string",
@@ -98,32 +106,37 @@ MODEL: Shape = {
     "owned_by": "string",
     "max_model_len": "integer?",
 }
-MODELS: Shape = {"object": "string", "data": [MODEL]}
-TOKENS: Shape = {
+MODEL_LIST: Shape = {"object": "string", "data": [MODEL]}
+TOKEN_LIST: Shape = {
     "count max_model_len": "integer",
     "tokens": ["integer"],
     "token_strs": (["string"], "null"),
 }
-INFO: Shape = {
+SERVER_INFO: Shape = {
     "model_id": "string",
     "max_concurrent_requests": "integer",
     "max_total_tokens": "integer?",
     "version": "string",
 }
-READY: Shape = {"state model": "string", "progress": "number?", "detail": "string"}
+READINESS: Shape = {"state model": "string", "progress": "number?", "detail": "string"}
 
 
-def schema(shape: Shape) -> dict[str, Any]:
+def to_json_schema(shape: Shape) -> dict[str, Any]:
     """The shape as JSON Schema."""
     if isinstance(shape, dict):
         fields = {name: inner for names, inner in shape.items() for name in names.split()}
+        properties = {
+            name.removesuffix("?"): to_json_schema(inner) for name, inner in fields.items()
+        }
         return {
             "type": "object",
-            "properties": {name.removesuffix("?"): schema(inner) for name, inner in fields.items()},
+            "properties": properties,
             "required": [name for name in fields if not name.endswith("?")],
         }
     if isinstance(shape, list):
-        return {"type": "array", "items": schema(shape[0])}
+        return {"type": "array", "items": to_json_schema(shape[0])}
     if isinstance(shape, tuple):
-        return {"anyOf": [schema(inner) for inner in shape]}
-    return {"type": [shape[:-1], "null"] if shape.endswith("?") else shape}
+        return {"anyOf": [to_json_schema(inner) for inner in shape]}
+    if shape.endswith("?"):
+        return {"type": [shape[:-1], "null"]}
+    return {"type": shape}

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces, by the names of its GenAI conventions; only where they are asked for.
+"""OpenTelemetry traces under the names of its GenAI conventions; only where they are configured.
 
-A span is written when its request has ended, from the times that were taken anyway: a request is none the slower for
-being traced. Counts, times and settings go into it, never a word of prompt or answer.
+A span is written when its request has ended, from times that were taken anyway, so tracing does
+not slow a request down. Spans hold counts, times and settings, never text of a prompt or answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from bloomery import __version__
 from bloomery.errors import ConfigError
-from bloomery.server.call import Call
+from bloomery.server.service import HttpCall
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -20,109 +20,114 @@ OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/embeddings": "embeddings",
 }
-ASKED = {  # our name -> the convention's, after gen_ai.request.
-    **{name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")},
-    **{name: name for name in ("frequency_penalty", "presence_penalty")},
+# Field of SamplingParams -> its name after "gen_ai.request." in the convention.
+SAMPLING_ATTRIBUTES = {
+    "max_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "seed": "seed",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
     "n": "choice.count",
 }
 
 
-class Traces:
+class TraceRecorder:
     def __init__(self, provider: Any):
         """`provider`: an opentelemetry.sdk.trace.TracerProvider."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self.provider = provider
         self.tracer = provider.get_tracer("bloomery", __version__)
-        self.context = TraceContextTextMapPropagator()
+        self.propagator = TraceContextTextMapPropagator()
 
-    def record(self, call: Call, status: int) -> None:
-        """One span for the request, under its caller's if there is a traceparent, and one for each part of its life."""
+    def record(self, call: HttpCall, status: int) -> None:
+        """Write one span for the request and one for each of its phases.
+
+        The request's span is a child of the caller's span if there is a traceparent header.
+        """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        operation = OPERATIONS.get(call.route.path, "text_completion")
         ended = time.monotonic()
-        model = call.service.settings.model
-        offset = (
-            time.time_ns() - time.monotonic_ns()
-        )  # one for all, so that moments keep their order and distances
+        operation = OPERATIONS.get(call.route.path, "text_completion")
+        # One offset for all times, so that they keep their order and distances.
+        offset_ns = time.time_ns() - time.monotonic_ns()
 
-        def wall(moment: float) -> int:
-            """In nanoseconds since 1970."""
-            return offset + int(moment * 1e9)
+        def wall_clock_ns(moment: float) -> int:
+            return offset_ns + int(moment * 1e9)
 
-        parent = self.context.extract(
-            {name: call.headers.get(name, "") for name in ("traceparent", "tracestate")}
-        )
+        trace_headers = {name: call.headers.get(name, "") for name in ("traceparent", "tracestate")}
         span = self.tracer.start_span(
-            f"{operation} {model}",
-            parent,
+            f"{operation} {call.service.settings.model}",
+            self.propagator.extract(trace_headers),
             SpanKind.SERVER,
-            {"gen_ai.operation.name": operation, **attributes(call, status)},
-            start_time=wall(call.timings.arrived),
+            {"gen_ai.operation.name": operation, **span_attributes(call, status)},
+            start_time=wall_clock_ns(call.timings.arrived),
         )
         if status >= 400:
-            span.set_attribute("error.type", str(call.facts.get("error", status)))
+            span.set_attribute("error.type", str(call.log_fields.get("error", status)))
             span.set_status(Status(StatusCode.ERROR if status >= 500 else StatusCode.UNSET))
-        inside = set_span_in_context(span)
-        for name, begun, done in parts(call):
-            self.tracer.start_span(name, inside, start_time=wall(begun)).end(wall(done))
-        span.end(wall(ended))
+        context = set_span_in_context(span)
+        for name, start, end in request_phases(call):
+            phase = self.tracer.start_span(name, context, start_time=wall_clock_ns(start))
+            phase.end(wall_clock_ns(end))
+        span.end(wall_clock_ns(ended))
 
     def close(self) -> None:
-        """Send what is held back."""
+        """Send the spans that are still buffered."""
         self.provider.shutdown()
 
 
-def traces_to(endpoint: str, service: str) -> Traces:
-    """By OTLP over HTTP; sending is the affair of a thread of the library's."""
+def create_trace_recorder(endpoint: str, service_name: str) -> TraceRecorder:
+    """Send spans by OTLP over HTTP, from a thread of the library."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise ConfigError(
-            "otlp_endpoint needs OpenTelemetry: pip install 'bloomery[otel]'"
-        ) from None
+        message = "otlp_endpoint needs OpenTelemetry: pip install 'bloomery[otel]'"
+        raise ConfigError(message) from None
     url = endpoint.rstrip("/")
-    provider = TracerProvider(
-        resource=Resource.create({"service.name": service, "service.version": __version__})
-    )
-    exporter = OTLPSpanExporter(endpoint=url if url.endswith("/v1/traces") else f"{url}/v1/traces")
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Traces(provider)
+    if not url.endswith("/v1/traces"):
+        url = f"{url}/v1/traces"
+    resource = Resource.create({"service.name": service_name, "service.version": __version__})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+    return TraceRecorder(provider)
 
 
-def attributes(call: Call, status: int) -> dict[str, Any]:
-    facts = call.facts
+def span_attributes(call: HttpCall, status: int) -> dict[str, Any]:
+    """The attributes of a request's span; what is not known is left out."""
+    log_fields = call.log_fields
     settings = call.service.settings
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.provider.name": "bloomery",
         "gen_ai.request.model": settings.model,
         "gen_ai.response.model": settings.model,
-        "gen_ai.usage.input_tokens": facts.get("prompt_tokens"),
-        "gen_ai.usage.cache_read.input_tokens": facts.get("cached_tokens"),
-        "gen_ai.usage.output_tokens": facts.get("tokens"),
-        "gen_ai.response.finish_reasons": [facts["finish"]] if "finish" in facts else None,
-        "gen_ai.server.time_to_first_token": facts.get("first_token"),
+        "gen_ai.usage.input_tokens": log_fields.get("prompt_tokens"),
+        "gen_ai.usage.cache_read.input_tokens": log_fields.get("cached_tokens"),
+        "gen_ai.usage.output_tokens": log_fields.get("tokens"),
+        "gen_ai.server.time_to_first_token": log_fields.get("ttft"),
         "http.request.method": call.route.method,
         "http.route": call.route.path,
         "http.response.status_code": status,
         "server.address": settings.host,
-        "bloomery.request.id": call.id,
+        "bloomery.request.id": call.request_id,
     }
-    if call.params is not None:
-        found |= {
-            f"gen_ai.request.{name}": getattr(call.params, ours) for ours, name in ASKED.items()
-        }
-    return {name: value for name, value in found.items() if value is not None}
+    if "finish" in log_fields:
+        attributes["gen_ai.response.finish_reasons"] = [log_fields["finish"]]
+    if call.sampling_params is not None:
+        for field, name in SAMPLING_ATTRIBUTES.items():
+            attributes[f"gen_ai.request.{name}"] = getattr(call.sampling_params, field)
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
-def parts(call: Call) -> Iterator[tuple[str, float, float]]:
-    """Of a request that got as far as its first token."""
-    times = call.timings
-    if times.first and times.last:
-        yield "queue", times.submitted, times.begun
-        yield "prefill", times.begun, times.first
-        yield "decode", times.first, times.last
+def request_phases(call: HttpCall) -> Iterator[tuple[str, float, float]]:
+    """(name, start, end) of the phases of a request that was answered."""
+    timings = call.timings
+    if timings.first_token and timings.last_token:
+        yield "queue", timings.submitted, timings.started
+        yield "prefill", timings.started, timings.first_token
+        yield "decode", timings.first_token, timings.last_token

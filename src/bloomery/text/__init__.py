@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizers, text as it is generated, chat templates. No torch, no requests, no transport."""
+"""Text and token ids: tokenizers, detokenization and chat templates. No torch, no HTTP."""

@@ -1,8 +1,9 @@
-"""Messages to the text a chat model was trained to read, by the Jinja template that comes with the model.
+"""Renders chat messages into a prompt, with the Jinja chat template of the model.
 
-A template is a stranger's program: it runs in jinja2's immutable sandbox, sees plain values only, and its output and
-the operations that could blow up are bounded. `render_template` is a pure function of plain data, so that a caller
-can run it in a process it can kill: the sandbox does not bound time. Nothing here tokenizes.
+A template is untrusted code. It runs in jinja2's immutable sandbox, sees plain JSON values only,
+and the size of its output and of intermediate values is bounded. The sandbox does not bound time:
+`render_template` is a pure function of plain data, so that a caller can run it in a process that it
+can kill. Nothing here tokenizes.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from jinja2.utils import Namespace
 from bloomery.errors import TemplateError
 from bloomery.text.tokenizer import Tokenizer
 
-LIMIT = 10_000_000  # characters of a rendered conversation
-INT_BITS = 1 << 16  # of a number a template may compute
+MAX_CHARACTERS = 10_000_000  # of a rendered conversation
+MAX_INT_BITS = 1 << 16  # of an integer that a template computes
+UNBOUNDED = 1 << MAX_INT_BITS  # a size above every limit
 
 Message = Mapping[str, Any]
 
 
-def render(
+def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
@@ -41,31 +43,40 @@ def render(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> str:
-    """By the model's template, or the one named or written in `chat_template`; encode it with add_special=False.
+    """Render with the model's template, or with `chat_template`: a template's name or its source.
 
-    Options are those of render_template. The prompt for an answer is added unless the last message is to be continued.
+    Options are those of render_template. A generation prompt is added unless the last message is to
+    be continued. Encode the result with add_special=False.
     """
     if options.get("add_generation_prompt") is None:
         options["add_generation_prompt"] = not options.get("continue_final_message")
-    template = select(tokenizer.chat_templates, chat_template, bool(options.get("tools")))
+    template = select_template(tokenizer.chat_templates, chat_template, bool(options.get("tools")))
     variables = {**tokenizer.special_tokens, **(chat_template_kwargs or {})}
     return render_template(template, messages, variables=variables, **options)
 
 
-def select(templates: Mapping[str, str], wanted: str | None = None, tools: bool = False) -> str:
-    if wanted is not None:
-        return templates.get(wanted, wanted)
-    for name in ("tool_use", "default") if tools else ("default",):
-        if name in templates:
-            return templates[name]
+def select_template(
+    templates: Mapping[str, str], requested: str | None = None, has_tools: bool = False
+) -> str:
+    """Return the source of the requested template, of "tool_use" if there are tools, or "default".
+
+    `requested` may also be the source of a template itself.
+    """
+    if requested is not None:
+        return templates.get(requested, requested)
+    if has_tools and "tool_use" in templates:
+        return templates["tool_use"]
+    if "default" in templates:
+        return templates["default"]
     if templates:
+        names = ", ".join(sorted(templates))
         raise TemplateError(
-            f"the model has several chat templates and none by default: name one of {', '.join(sorted(templates))}",
+            f"the model has several chat templates and none by default: name one of {names}",
             "chat_template",
         )
     raise TemplateError(
-        "the model has no chat template, as base models do not: give one (chat_template), or send plain text "
-        "as a prompt",
+        "the model has no chat template, as base models do not: give one (chat_template), or send "
+        "plain text as a prompt",
         "chat_template",
     )
 
@@ -80,35 +91,37 @@ def render_template(
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
     now: datetime | None = None,
-    limit: int = LIMIT,
+    limit: int = MAX_CHARACTERS,
 ) -> str:
+    """Render messages with a template; `limit` is the largest output, in characters."""
     if not messages:
         raise TemplateError("a conversation needs at least one message", "messages")
     if add_generation_prompt and continue_final_message:
         raise TemplateError(
-            "continue_final_message goes on with the last message and add_generation_prompt begins a new one: "
-            "choose one",
+            "continue_final_message goes on with the last message and add_generation_prompt begins "
+            "a new one: choose one",
             "continue_final_message",
         )
-    chat = [_with_reasoning(message) for message in _plain(messages, "messages")]
-    if any(isinstance(message.get("content"), list) for message in chat) and not reads_parts(
-        template
-    ):
-        chat = [{**message, "content": _joined(message.get("content"))} for message in chat]
-    final = _mark_final(chat, template) if continue_final_message else ""
+    chat = [_with_reasoning(message) for message in _copy_json(messages, "messages")]
+    has_parts = any(isinstance(message.get("content"), list) for message in chat)
+    if has_parts and not accepts_content_parts(template):
+        chat = [{**message, "content": _join_parts(message.get("content"))} for message in chat]
+    final_text = _mark_final_message(chat, template) if continue_final_message else ""
     values = {
         "strftime_now": (now or datetime.now()).strftime,
-        **_plain(variables or {}, "chat_template_kwargs"),
+        **_copy_json(variables or {}, "chat_template_kwargs"),
         "messages": chat,
-        "tools": _plain(tools, "tools"),
-        "documents": _plain(documents, "documents"),
+        "tools": _copy_json(tools, "tools"),
+        "documents": _copy_json(documents, "documents"),
         "add_generation_prompt": add_generation_prompt,
     }
-    text = _run(template, values, limit)
-    return _cut_at_mark(text, final) if continue_final_message else text
+    text = _run_template(template, values, limit)
+    if continue_final_message:
+        return _cut_at_mark(text, final_text)
+    return text
 
 
-def _run(template: str, values: Mapping[str, Any], limit: int) -> str:
+def _run_template(template: str, values: Mapping[str, Any], limit: int) -> str:
     parts: list[str] = []
     size = 0
     try:
@@ -121,7 +134,7 @@ def _run(template: str, values: Mapping[str, Any], limit: int) -> str:
                 )
     except TemplateError:
         raise
-    except JinjaError as error:  # what the template itself has to say, or a name it does not find
+    except JinjaError as error:  # raised by the template itself, or an undefined name
         raise TemplateError(str(error.message or error), "messages") from error
     except Exception as error:
         raise TemplateError(
@@ -130,11 +143,11 @@ def _run(template: str, values: Mapping[str, Any], limit: int) -> str:
     return "".join(parts)
 
 
-# ---- what a template is given ------------------------------------------------------------------
+# ---- template inputs ---------------------------------------------------------------------------
 
 
-def _plain(value: Any, where: str) -> Any:
-    """A copy of JSON's types alone, whose methods the sandbox knows."""
+def _copy_json(value: Any, where: str) -> Any:
+    """Copy a value, refusing all but JSON types: the sandbox knows the methods of these."""
     match value:
         case None | bool():
             return value
@@ -145,25 +158,28 @@ def _plain(value: Any, where: str) -> Any:
         case float():
             return float.__float__(value)
         case Mapping():
-            return {_plain(name, where): _plain(item, where) for name, item in value.items()}
+            return {_copy_json(k, where): _copy_json(v, where) for k, v in value.items()}
         case list() | tuple():
-            return [_plain(item, where) for item in value]
+            return [_copy_json(item, where) for item in value]
     raise TemplateError(f"{where} must be plain JSON values, not {type(value).__name__}", where)
 
 
 def _with_reasoning(message: Any) -> dict[str, Any]:
-    """Templates read a message's reasoning under one of three names: whichever is given, all find it."""
+    """Copy a message's reasoning to the names under which templates look for it."""
     if not isinstance(message, dict):
         raise TemplateError(
             f"a message must be an object with role and content, not {type(message).__name__}",
             "messages",
         )
     names = ("reasoning_content", "thinking", "reasoning")
-    found = next((message[name] for name in names if message.get(name) is not None), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _joined(content: Any) -> Any:
+def _join_parts(content: Any) -> Any:
+    """Return the text of content given as a list of parts."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -176,8 +192,11 @@ def _joined(content: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def reads_parts(template: str) -> bool:
-    """Whether a template takes content given as a list of parts. Asked by trying: many print the list as it is."""
+def accepts_content_parts(template: str) -> bool:
+    """Return whether a template renders content given as a list of parts.
+
+    This is found by rendering a probe: many templates print the list itself.
+    """
     probe = "a4f1c9"
     message = {"role": "user", "content": [{"type": "text", "text": probe}]}
     values = {
@@ -187,10 +206,9 @@ def reads_parts(template: str) -> bool:
         "add_generation_prompt": True,
     }
     tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+    clock = {"strftime_now": datetime(2000, 1, 1).strftime}
     try:
-        text = _run(
-            template, {**values, **tokens, "strftime_now": datetime(2000, 1, 1).strftime}, LIMIT
-        )
+        text = _run_template(template, {**values, **tokens, **clock}, MAX_CHARACTERS)
     except TemplateError:
         return False
     return probe in text and f"'{probe}'" not in text and f'"{probe}"' not in text
@@ -198,16 +216,18 @@ def reads_parts(template: str) -> bool:
 
 # ---- continuing the last message ---------------------------------------------------------------
 
-_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # its space shows whether the template trimmed the message
+# The trailing space shows whether the template trimmed the message.
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
-def _mark_final(chat: list[dict[str, Any]], template: str) -> str:
-    """Mark the end of the last message's text, and say what that text is."""
+def _mark_final_message(chat: list[dict[str, Any]], template: str) -> str:
+    """Append the mark to the last message's text, and return that text without it."""
     content = chat[-1].get("content") if "content" in template else None
     if isinstance(content, str):
         chat[-1] = {**chat[-1], "content": content + _MARK}
         return content
-    for part in reversed(content if isinstance(content, list) else []):
+    parts = content if isinstance(content, list) else []
+    for part in reversed(parts):
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             text: str = part["text"]
             part["text"] += _MARK
@@ -217,22 +237,24 @@ def _mark_final(chat: list[dict[str, Any]], template: str) -> str:
     )
 
 
-def _cut_at_mark(text: str, final: str) -> str:
-    at = text.rfind(_MARK.strip())
-    if at < 0 or final.strip() not in text:
+def _cut_at_mark(text: str, final_text: str) -> str:
+    end = text.rfind(_MARK.strip())
+    if end < 0 or final_text.strip() not in text:
         raise TemplateError(
             "the chat template does not show the last message whole: it cannot be continued",
             "messages",
         )
-    return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
+    if text.startswith(_MARK, end):
+        return text[:end]
+    return text[:end].rstrip()
 
 
 # ---- the sandbox -------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)
-def compile_template(template: str, limit: int = LIMIT) -> Template:
-    environment = _Sandbox(limit)
+def compile_template(template: str, limit: int = MAX_CHARACTERS) -> Template:
+    environment = _TemplateSandbox(limit)
     try:
         return environment.from_string(template)
     except (TemplateSyntaxError, RecursionError) as error:
@@ -242,8 +264,8 @@ def compile_template(template: str, limit: int = LIMIT) -> Template:
         ) from error
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja as chat templates expect it, with the operators that make large values of small ones looked after."""
+class _TemplateSandbox(ImmutableSandboxedEnvironment):
+    """Jinja as chat templates expect it. Operators that could build huge values are bounded."""
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
@@ -255,17 +277,17 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.globals |= {
             "raise_exception": _raise_exception,
-            "dict": _Dict(),
-            "namespace": _Namespace,
+            "dict": _TemplateDict(),
+            "namespace": _TemplateNamespace,
         }
         self.filters |= {
             "tojson": _to_json,
-            "center": self._bounded(do_center),
-            "indent": self._bounded(do_indent),
+            "center": self._bound_filter(do_center),
+            "indent": self._bound_filter(do_indent),
         }
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if _size_after(operator, left, right) > self.limit:
+        if _result_size(operator, left, right) > self.limit:
             raise SecurityError(
                 f"the chat template's {operator!r} would make a value of more than {self.limit}"
             )
@@ -274,21 +296,21 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         text = getattr(obj, "__self__", None)
         if isinstance(text, str):  # center, ljust, rjust, zfill, expandtabs, format
-            width = (
-                self.limit + 1
-                if obj.__name__.startswith("format") and re.search(r"\d{6}", text)
-                else 0
-            )
-            self._check_widths(width, *args, *kwargs.values())
+            if obj.__name__.startswith("format") and re.search(r"\d{6}", text):
+                raise self._too_long()
+            self._check_widths(*args, *kwargs.values())
         return super().call(context, obj, *args, **kwargs)
 
     def _check_widths(self, *values: Any) -> None:
         if any(isinstance(value, int) and value > self.limit for value in values):
-            raise SecurityError(
-                f"the chat template asks for a text of more than {self.limit} characters"
-            )
+            raise self._too_long()
 
-    def _bounded(self, filter: Callable[..., str]) -> Callable[..., str]:
+    def _too_long(self) -> SecurityError:
+        return SecurityError(
+            f"the chat template asks for a text of more than {self.limit} characters"
+        )
+
+    def _bound_filter(self, filter: Callable[..., str]) -> Callable[..., str]:
         def bounded(*args: Any, **kwargs: Any) -> str:
             self._check_widths(*args, *kwargs.values())
             return filter(*args, **kwargs)
@@ -296,8 +318,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return bounded
 
 
-def _size_after(operator: str, left: Any, right: Any) -> int:
-    """About how large the result is, where it could be far larger than its operands."""
+def _result_size(operator: str, left: Any, right: Any) -> int:
+    """Estimate the size of a result that could be much larger than its operands; otherwise 0."""
     sized = (str, list, tuple)
     match operator:
         case "+" if isinstance(left, sized) and isinstance(right, sized):
@@ -307,16 +329,18 @@ def _size_after(operator: str, left: Any, right: Any) -> int:
         case "*" if isinstance(left, int) and isinstance(right, sized):
             return left * len(right)
         case "*" if isinstance(left, int) and isinstance(right, int):
-            return 0 if left.bit_length() + right.bit_length() <= INT_BITS else 1 << INT_BITS
+            num_bits = left.bit_length() + right.bit_length()
+            return UNBOUNDED if num_bits > MAX_INT_BITS else 0
         case "**" if isinstance(left, int) and isinstance(right, int):
-            return 0 if left.bit_length() * right <= INT_BITS else 1 << INT_BITS
+            num_bits = left.bit_length() * right
+            return UNBOUNDED if num_bits > MAX_INT_BITS else 0
         case "%" if isinstance(left, str):
-            return (
-                1 << INT_BITS
-                if re.search(r"%(\([^)]*\))?[-#0 +]*(\d{6}|\*|\d*\.(\d{6}|\*))", left)
-                else 0
-            )
+            return UNBOUNDED if _WIDE_FORMAT.search(left) else 0
     return 0
+
+
+# A width of six digits or more, or one taken from an argument.
+_WIDE_FORMAT = re.compile(r"%(\([^)]*\))?[-#0 +]*(\d{6}|\*|\d*\.(\d{6}|\*))")
 
 
 def _raise_exception(message: object) -> None:
@@ -330,14 +354,14 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own, without escapes for HTML."""
+    """Write JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} marks what the assistant wrote, for training; here it is its content."""
+    """{% generation %} marks the assistant's text for training; here it renders its content."""
 
     tags = {"generation"}
 
@@ -350,8 +374,8 @@ class _GenerationBlock(Extension):
         return caller()
 
 
-class _Dict:
-    """`dict` as a template may use it, without the type behind it."""
+class _TemplateDict:
+    """`dict` for templates, without access to the type itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -360,8 +384,8 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-class _Namespace(Namespace):
-    """Jinja's namespace, closed to the underscored names that lead into Python."""
+class _TemplateNamespace(Namespace):
+    """Jinja's namespace without names that begin with an underscore, which lead into Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`: a template may use that name
         self, *rest = args

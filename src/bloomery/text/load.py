@@ -1,17 +1,21 @@
-"""A model's tokenizer, wherever it was found: the one place that knows there are two kinds of artifact."""
+"""Loads the tokenizer of a model, from a Hugging Face folder or from a GGUF file."""
 
 from __future__ import annotations
 
 from bloomery.artifacts import gguf
-from bloomery.artifacts.locate import Artifact
-from bloomery.text.folder import from_folder
-from bloomery.text.gguf_vocab import from_gguf
+from bloomery.artifacts.locate import ModelArtifact
+from bloomery.text.gguf_tokenizer import build_gguf_tokenizer
+from bloomery.text.hf_tokenizer import load_hf_tokenizer
 from bloomery.text.tokenizer import Tokenizer
 
 
-def load_tokenizer(artifact: Artifact) -> Tokenizer:
+def load_tokenizer(artifact: ModelArtifact) -> Tokenizer:
     if artifact.kind == "folder":
-        return from_folder(artifact.path)
-    tokenizer = from_gguf(gguf.read(artifact.path).metadata)
-    tokenizer.defaults = {**dict(artifact.sampling), **tokenizer.defaults}
+        return load_hf_tokenizer(artifact.path)
+    tokenizer = build_gguf_tokenizer(gguf.read_gguf(artifact.path).metadata)
+    # What the file states takes precedence over what is known of the model.
+    tokenizer.sampling_defaults = {
+        **dict(artifact.sampling_defaults),
+        **tokenizer.sampling_defaults,
+    }
     return tokenizer

@@ -1,10 +1,11 @@
-"""Text to token ids and back.
+"""The tokenizer: text to token ids and back.
 
-Encoding is the `tokenizers` library's. Decoding is ours: every token has exact bytes, and a text is those bytes laid
-end to end and read as UTF-8. So a token's bytes are a fact that log-probabilities can report, and a stream decodes
-piece by piece to what the whole decodes to. Nothing here knows a file format; folder.py and gguf_vocab.py build this.
+The `tokenizers` library encodes. Decoding is done here: every token has exact bytes, and a text is
+the bytes of its tokens joined and read as UTF-8. So log-probabilities can report the bytes of a
+token, and a stream decodes token by token to the same text as all ids at once. Nothing here knows
+a file format; hf_tokenizer.py and gguf_tokenizer.py build a Tokenizer.
 
-Special tokens written in a text are recognised, as the reference does: `<|im_end|>` typed by a user is that token.
+Special tokens in a text are recognised, as in transformers: a typed `<|im_end|>` is that token.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from bloomery.errors import TokenizerError
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A token and the characters of the encoded text it stands for; one the tokenizer added stands for none."""
+class EncodedToken:
+    """A token and the characters text[start:stop] it encodes; an added BOS or EOS has none."""
 
     id: int
     text: str
@@ -32,90 +33,100 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Extras:
-    """What a checkpoint says beside its vocabulary."""
+class TokenizerConfig:
+    """What a checkpoint states beside its vocabulary."""
 
     bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()  # any of them ends an answer
-    special_tokens: Mapping[str, str] = field(
-        default_factory=dict
-    )  # bos_token, eos_token ... -> text
+    eos_ids: tuple[int, ...] = ()  # each of them ends a completion
+    # bos_token, eos_token ... -> text
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # "default" and others by name
-    defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # sampling it was meant for: temperature, top_k ...
+    # Recommended sampling params: temperature, top_k ...
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Tokenizer:
-    def __init__(self, backend: Backend, extras: Extras | None = None):
-        extras = extras or Extras()
-        backend.no_truncation()  # what a training run set up must not cut or pad prompts
+    """Encodes and decodes text, and knows the special tokens and chat templates of a model."""
+
+    def __init__(self, backend: Backend, config: TokenizerConfig | None = None):
+        config = config or TokenizerConfig()
+        backend.no_truncation()  # settings of a training run must not cut or pad prompts
         backend.no_padding()
         self.backend = backend
-        self.bos_id = extras.bos_id
-        self.eos_ids = extras.eos_ids
-        self.special_tokens = extras.special_tokens
-        self.chat_templates = extras.chat_templates
-        self.defaults = extras.defaults
+        self.bos_id = config.bos_id
+        self.eos_ids = config.eos_ids
+        self.special_tokens = config.special_tokens
+        self.chat_templates = config.chat_templates
+        self.sampling_defaults = config.sampling_defaults
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.vocab_size = max(
             backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1
         )
-        self.spelling = Spelling.of(backend)
-        self._bytes = _TokenBytes(backend, self.spelling)
+        self.decoder = TokenDecoder.from_backend(backend)
+        self._bytes = _TokenBytes(backend, self.decoder)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """`add_special` puts BOS and the like where the model expects them; a rendered chat template has its own."""
-        return self.backend.encode(_whole_characters(text), add_special_tokens=add_special).ids
+        """Return the token ids. `add_special` adds BOS and EOS as the model expects them.
 
-    def pieces(self, text: str, add_special: bool = True) -> list[Piece]:
-        text = _whole_characters(text)
+        A rendered chat template contains its own, so it is encoded without.
+        """
+        text = _replace_lone_surrogates(text)
+        return self.backend.encode(text, add_special_tokens=add_special).ids
+
+    def encode_with_offsets(self, text: str, add_special: bool = True) -> list[EncodedToken]:
+        text = _replace_lone_surrogates(text)
         encoding = self.backend.encode(text, add_special_tokens=add_special)
         return [
-            Piece(id, text[start:stop], start, stop)
+            EncodedToken(id, text[start:stop], start, stop)
             for id, (start, stop) in zip(encoding.ids, encoding.offsets)
         ]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        hidden = self.special_ids if skip_special else frozenset[int]()
+        skipped = self.special_ids if skip_special else frozenset[int]()
         token_bytes = self._bytes
-        parts = [data for id in ids if id not in hidden and (data := token_bytes[id])]
+        parts = [data for id in ids if id not in skipped and (data := token_bytes[id])]
         if parts:
-            parts[0] = self.spelling.opening(parts[0])
-        return self.spelling.mend(b"".join(parts).decode("utf-8", self.spelling.errors))
+            parts[0] = self.decoder.strip_leading_space(parts[0])
+        text = b"".join(parts).decode("utf-8", self.decoder.utf8_errors)
+        return self.decoder.replace_invalid_bytes(text)
 
     def token_bytes(self, id: int) -> bytes:
-        """A token's exact bytes; none for an id outside the vocabulary."""
+        """Return the exact bytes of a token; none for an id outside the vocabulary."""
         return self._bytes[id]
 
     def token_text(self, id: int) -> str:
-        """A token by itself; part of a character reads as U+FFFD."""
+        """Return the text of a single token; an incomplete character reads as U+FFFD."""
         return self._bytes[id].decode("utf-8", "replace")
 
     def token_name(self, id: int) -> str:
-        """The vocabulary's own spelling of a token, different for every id."""
-        return _name(self.backend, id) or f"<{id}>"
+        """Return the token as the vocabulary writes it, which is different for every id."""
+        return _token_name(self.backend, id) or f"<{id}>"
 
-    def id_of(self, name: str) -> int | None:
+    def token_to_id(self, name: str) -> int | None:
         return self.backend.token_to_id(name)
 
 
-def add_borders(backend: Backend, bos_id: int | None, eos_id: int | None) -> None:
-    """From now on BOS is put before an encoded text and EOS after it, as far as they are given."""
-    ids = {name: id for name, id in (("bos", bos_id), ("eos", eos_id)) if id is not None}
-    if ids:
-        backend.post_processor = processors.TemplateProcessing(
-            single=[name for name in ("bos", "$A", "eos") if name in {"$A", *ids}],
-            special_tokens=[
-                {"id": name, "ids": [id], "tokens": [_name(backend, id)]}
-                for name, id in ids.items()
-            ],
-        )
+def add_bos_and_eos(backend: Backend, bos_id: int | None, eos_id: int | None) -> None:
+    """Make the backend add BOS before an encoded text and EOS after it, as far as given."""
+    ids: dict[str, int] = {}
+    if bos_id is not None:
+        ids["bos"] = bos_id
+    if eos_id is not None:
+        ids["eos"] = eos_id
+    if not ids:
+        return
+    backend.post_processor = processors.TemplateProcessing(
+        single=[name for name in ("bos", "$A", "eos") if name in {"$A", *ids}],
+        special_tokens=[
+            {"id": name, "ids": [id], "tokens": [_token_name(backend, id)]}
+            for name, id in ids.items()
+        ],
+    )
 
 
-def _whole_characters(text: str) -> str:
-    """Half a surrogate pair, which JSON can express and UTF-8 cannot, becomes U+FFFD."""
+def _replace_lone_surrogates(text: str) -> str:
+    """Replace half a surrogate pair by U+FFFD: JSON can express it, UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -123,110 +134,135 @@ def _whole_characters(text: str) -> str:
     return text
 
 
-def _name(backend: Backend, id: int) -> str | None:
-    return backend.id_to_token(id) if 0 <= id < 1 << 32 else None
+def _token_name(backend: Backend, id: int) -> str | None:
+    if not 0 <= id < 1 << 32:
+        return None
+    return backend.id_to_token(id)
 
 
-# ---- how a vocabulary spells bytes -----------------------------------------------------------------
+# ---- from tokens to bytes ----------------------------------------------------------------------
+
+LeadingSpace = Literal["keep", "strip_one", "strip_all"]
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """What the `decoder` of a tokenizer.json does, said of one token at a time."""
+class TokenDecoder:
+    """The `decoder` of a tokenizer.json, applied to one token at a time."""
 
     byte_level: bool = False  # each character of a token stands for one byte
-    byte_tokens: bool = False  # <0x0A> is the byte 10
-    replaced: tuple[tuple[str, str], ...] = ()  # "▁" is a space
-    before: str = ""  # each token, where a vocabulary of words has no decoder
-    # spaces lost where a text opens: SentencePiece's dummy prefix, or all of the first token's
-    opens: Literal["kept", "one", "all"] = "kept"
+    byte_fallback: bool = False  # <0x0A> is the byte 10
+    replacements: tuple[tuple[str, str], ...] = ()  # "▁" is a space
+    token_prefix: str = ""  # a space, for a vocabulary of words without a decoder
+    # Spaces to remove at the start of a text: SentencePiece's dummy prefix, or all spaces of the
+    # first token.
+    leading_space: LeadingSpace = "keep"
 
     @staticmethod
-    def of(backend: Backend) -> Spelling:
+    def from_backend(backend: Backend) -> TokenDecoder:
         if backend.decoder is None:
-            return Spelling(before=" ", opens="one")
-        spelling = Spelling()
-        for step in _steps(json.loads(backend.decoder.__getstate__())):
-            spelling = spelling._with(step)
-        return spelling
+            return TokenDecoder(token_prefix=" ", leading_space="strip_one")
+        decoder = TokenDecoder()
+        for step in _flatten_steps(json.loads(backend.decoder.__getstate__())):
+            decoder = decoder._with_step(step)
+        return decoder
 
-    def _with(self, step: dict[str, Any]) -> Spelling:
+    def _with_step(self, step: dict[str, Any]) -> TokenDecoder:
         match step:
             case {"type": "Fuse"}:
                 return self
             case {"type": "ByteLevel"}:
                 return replace(self, byte_level=True)
             case {"type": "ByteFallback"}:
-                return replace(self, byte_tokens=True)
+                return replace(self, byte_fallback=True)
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-                return replace(self, replaced=(*self.replaced, (old, new)))
-            case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0}:
-                return replace(self, opens="one" if start else self.opens)
+                return self._with_replacement(old, new)
+            case {"type": "Strip", "content": " ", "start": 0, "stop": 0}:
+                return self
+            case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+                return replace(self, leading_space="strip_one")
+            case {"type": "Metaspace", "replacement": str(marker), "prepend_scheme": "never"}:
+                return replace(self._with_replacement(marker, " "), leading_space="keep")
             case {"type": "Metaspace", "replacement": str(marker)}:
-                opens: Literal["kept", "all"] = (
-                    "kept" if step.get("prepend_scheme") == "never" else "all"
-                )
-                return replace(self, replaced=(*self.replaced, (marker, " ")), opens=opens)
+                return replace(self._with_replacement(marker, " "), leading_space="strip_all")
         raise TokenizerError(
-            f"the tokenizer's decoder has the step {json.dumps(step)}, which we cannot follow exactly; "
-            "known are ByteLevel, ByteFallback, Replace, Strip, Fuse and Metaspace"
+            f"the tokenizer's decoder has the step {json.dumps(step)}, which we cannot follow "
+            "exactly; known are ByteLevel, ByteFallback, Replace, Strip, Fuse and Metaspace"
         )
 
+    def _with_replacement(self, old: str, new: str) -> TokenDecoder:
+        return replace(self, replacements=(*self.replacements, (old, new)))
+
     @property
-    def errors(self) -> str:
-        """How bytes that are no UTF-8 are read: a broken run as one mark, or byte by byte as SentencePiece does."""
-        return "surrogateescape" if self.byte_tokens else "replace"
+    def utf8_errors(self) -> str:
+        """The error handler for invalid UTF-8.
 
-    def mend(self, text: str) -> str:
-        return _ESCAPED.sub("\ufffd", text) if self.byte_tokens else text
+        SentencePiece shows one U+FFFD per invalid byte, byte-level BPE one per invalid run.
+        """
+        return "surrogateescape" if self.byte_fallback else "replace"
 
-    def opening(self, data: bytes) -> bytes:
-        """The bytes of a token that is the first of a text."""
-        if self.opens == "kept":
-            return data
-        return data.removeprefix(b" ") if self.opens == "one" else data.replace(b" ", b"")
+    def replace_invalid_bytes(self, text: str) -> str:
+        """Replace the bytes that "surrogateescape" has kept by U+FFFD."""
+        if not self.byte_fallback:
+            return text
+        return _ESCAPED_BYTE.sub("\ufffd", text)
 
-    def spell(self, name: str) -> bytes:
-        for old, new in self.replaced:
+    def strip_leading_space(self, data: bytes) -> bytes:
+        """Return the bytes of a token that is the first of a text."""
+        if self.leading_space == "strip_one":
+            return data.removeprefix(b" ")
+        if self.leading_space == "strip_all":
+            return data.replace(b" ", b"")
+        return data
+
+    def token_to_bytes(self, name: str) -> bytes:
+        """Return the bytes of a token, given as the vocabulary writes it."""
+        for old, new in self.replacements:
             name = name.replace(old, new)
-        if self.byte_tokens and (found := _BYTE_TOKEN.fullmatch(name)):
-            return bytes.fromhex(found[1])
-        if self.byte_level and all(character in _BYTE_OF for character in name):
-            return bytes(_BYTE_OF[character] for character in name)
-        return (self.before + name).encode()
+        if self.byte_fallback:
+            byte_token = _BYTE_TOKEN.fullmatch(name)
+            if byte_token:
+                return bytes.fromhex(byte_token[1])
+        if self.byte_level and all(character in _BYTE_OF_CHARACTER for character in name):
+            return bytes(_BYTE_OF_CHARACTER[character] for character in name)
+        return (self.token_prefix + name).encode()
 
 
-def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+def _flatten_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     if decoder["type"] != "Sequence":
         return [decoder]
-    return [step for inner in decoder["decoders"] for step in _steps(inner)]
+    return [step for inner in decoder["decoders"] for step in _flatten_steps(inner)]
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte: itself where it is one, otherwise the next from U+0100 on."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {
-        chr(0x100 + i): byte for i, byte in enumerate(others)
-    }
+    """Return GPT-2's printable character of each byte.
+
+    A printable byte is its own character; the others are numbered from U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    for i, byte in enumerate(others):
+        alphabet[chr(0x100 + i)] = byte
+    return alphabet
 
 
-_BYTE_OF = byte_alphabet()
+_BYTE_OF_CHARACTER = byte_alphabet()
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-_ESCAPED = re.compile("[\udc80-\udcff]")
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Filled as tokens are met: a vocabulary of 262,144 costs nothing at the start."""
+    """The bytes of each token, computed on first use: a large vocabulary costs no start-up time."""
 
-    def __init__(self, backend: Backend, spelling: Spelling):
+    def __init__(self, backend: Backend, decoder: TokenDecoder):
         super().__init__()
         self.backend = backend
-        self.spelling = spelling
+        self.decoder = decoder
 
     def __missing__(self, id: int) -> bytes:
-        name = _name(self.backend, id)
+        name = _token_name(self.backend, id)
         if name is None:
-            return b""  # not kept: ids that do not exist must not grow the table
-        self[id] = data = self.spelling.spell(name)
+            return b""  # not stored: ids outside the vocabulary must not grow the table
+        data = self.decoder.token_to_bytes(name)
+        self[id] = data
         return data

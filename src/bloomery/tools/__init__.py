@@ -1,4 +1,4 @@
-"""What operators and developers run beside the server: plan, simulate, profile, bench, plot, quantize.
+"""Tools for operators and developers: plan, simulate, profile, bench, plot, quantize.
 
-The core never imports this package; only the command line does.
+The core must not import this package. Only the command line does.
 """

@@ -1,7 +1,7 @@
-"""`bloomery profile MODEL`: where a step's time goes, by torch's profiler; and, apart from it, how long steps take.
+"""`bloomery profile MODEL`: where a step's time goes, by torch's profiler, and how long steps take.
 
-A profile gives insight and no measurement: times in it are not published. `--record` measures the same engine with no
-profiler in sight, steps of many sizes, as `bloomery plan --simulate TRACE --calibration FILE` wants them.
+Times under a profiler are too long to publish. `--record` measures steps of many sizes on the same
+engine without a profiler, in the format of `bloomery plan --simulate TRACE --calibration FILE`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,25 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from bloomery.config import at_least, destination
-from bloomery.engine.executor import Announced
-from bloomery.engine.loop import Loop
+from bloomery.config import at_least, output_file
+from bloomery.engine.loop import EngineLoop
 from bloomery.errors import ConfigError
 from bloomery.messages import EngineCapacity, EngineRequest, ResolvedSampling, ScheduledStep
-from bloomery.roofline import work
+from bloomery.roofline import count_step_work
 
 GREEDY = ResolvedSampling(temperature=0.0)
+NUM_WARMUP_STEPS = 3
+NUM_PREFILLS = 3  # measurements of each prompt length
+NUM_DECODES = 8  # measured decode steps of each batch
+SPARE_TOKENS = 16  # output tokens beyond the measured steps, so that no sequence ends meanwhile
+PROMPT_LENGTHS = (16, 64, 256, 1024, 4096)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DECODE_CONTEXTS = (32, 512)
+
+Clock = Callable[[], float]
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=at_least(1),
@@ -41,70 +49,75 @@ def flags(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         default=128,
         metavar="N",
-        help="their prompts (default 128)",
+        help="tokens of each prompt (default 128)",
     )
     parser.add_argument(
         "--trace",
-        type=destination,
+        type=output_file,
         default=Path("trace.json"),
         metavar="FILE",
-        help="for chrome://tracing",
+        help="where to write the trace, for chrome://tracing",
     )
     parser.add_argument(
         "--record",
-        type=destination,
+        type=output_file,
         metavar="FILE",
-        help="no profiler: measured steps, as JSON lines",
+        help="no profiler: write measured steps as JSON lines",
     )
 
 
-def run(llm: Any, args: argparse.Namespace) -> int:
-    stack = llm.front.stack
-    loop = stack.loop
-    capacity = stack.capacity
+def run_profile(llm: Any, args: argparse.Namespace) -> int:
+    loop = llm.loop
+    capacity = llm.capacity
     if args.record:
-        rows = list(recorded(loop, capacity))
+        rows = list(measure_steps(loop, capacity))
         args.record.write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{len(rows)} sizes of step in {args.record}")
         return 0
-    unroll(getattr(stack.executor, "worker", None))
-    print(profile(loop, capacity, args.batch, args.prompt_tokens, args.steps, args.trace))
+    disable_cpu_trace(getattr(llm.executor, "worker", None))
+    print(profile_steps(loop, capacity, args.batch, args.prompt_tokens, args.steps, args.trace))
     print(
-        f"\nThe trace is in {args.trace}. Under a profiler everything is slower: never publish times from here."
+        f"\nThe trace is in {args.trace}. Under a profiler everything is slower: "
+        "never publish times from here."
     )
     return 0
 
 
-def start(loop: Loop, capacity: EngineCapacity, batch: int, prompt: int, output: int) -> list[str]:
-    """Put a batch into the engine, and run until everybody has a first token."""
-    if batch > capacity.max_num_seqs or prompt + output > capacity.max_length:
+def start_batch(
+    loop: EngineLoop, capacity: EngineCapacity, batch: int, prompt_len: int, output_len: int
+) -> list[str]:
+    """Add a batch of requests and step until each has its first token. Returns their ids."""
+    length = prompt_len + output_len
+    if batch > capacity.max_num_seqs or length > capacity.max_model_len:
         raise ConfigError(
-            f"{batch} sequences of {prompt + output} tokens: this engine takes {capacity.max_num_seqs} of at most "
-            f"{capacity.max_length}"
+            f"{batch} sequences of {length} tokens: this engine takes {capacity.max_num_seqs} of "
+            f"at most {capacity.max_model_len}"
         )
-    names = [f"profile {i}" for i in range(batch)]
-    for i, name in enumerate(names):
-        ids = tuple((37 * i + 11 * k) % (capacity.vocab - 20) + 10 for k in range(prompt))
-        loop.add(
-            EngineRequest(
-                name, ids, GREEDY, output, salt=f"{name}, sequence {loop.scheduler.next_id}"
-            )
-        )  # no prefix hits
-    without = set(names)
-    while without:
-        without -= {news.request for news in loop.step() if news.ids}
-    return names
+    request_ids = [f"profile {i}" for i in range(batch)]
+    for i, request_id in enumerate(request_ids):
+        prompt = tuple(
+            (37 * i + 11 * position) % (capacity.vocab - 20) + 10 for position in range(prompt_len)
+        )
+        salt = f"{request_id}, sequence {loop.scheduler.next_id}"  # prevents prefix hits
+        loop.add(EngineRequest(request_id, prompt, GREEDY, output_len, cache_salt=salt))
+    prefilling = set(request_ids)
+    while prefilling:
+        prefilling -= {output.request for output in loop.step() if output.ids}
+    return request_ids
 
 
-def stop(loop: Loop, names: list[str]) -> None:
-    for name in names:
-        loop.abort(name)
+def stop_batch(loop: EngineLoop, request_ids: list[str]) -> None:
+    for request_id in request_ids:
+        loop.abort(request_id)
     while loop.busy:
         loop.step()
 
 
-class Named:
-    """Native functions that a profiler sees by name."""
+# ---- profile -------------------------------------------------------------------------------------
+
+
+class ProfiledLibrary:
+    """A library of CPU kernels whose calls a profiler sees by name."""
 
     def __init__(self, library: Any):
         self.library = library
@@ -113,115 +126,139 @@ class Named:
         from torch.profiler import record_function
 
         function = getattr(self.library, name)
+        if not name.startswith("native_"):
+            return function
 
-        def told(*arguments: Any) -> Any:
+        def call_profiled(*arguments: Any) -> Any:
             with record_function(name):
                 return function(*arguments)
 
-        return told if name.startswith("native_") else function
+        return call_profiled
 
 
-def unroll(worker: Any) -> None:
-    """On a CPU a recorded step is one call, of which a profiler sees nothing: from now on its operations are done one
-    after another, each by name. `worker` is None where it lives in other processes."""
-    from bloomery.native.team import team
-    from bloomery.runtime.replay import Plainly, Recorded
+def disable_cpu_trace(worker: Any) -> None:
+    """Run a CPU's operations one by one instead of replaying a recorded trace.
 
-    if worker is not None and isinstance(worker.decode.runs, Recorded):
-        worker.decode.runs = Plainly()
-        team().call = cast(Any, Named(team().call))
+    A profiler would see a replayed step as a single call. `worker` is None when it lives in
+    another process.
+    """
+    from bloomery.runtime.runner import EagerRunner
+
+    if worker is not None and worker.cpu_traced:
+        worker.runner.work_runner = EagerRunner()
+        worker.pool.library = cast(Any, ProfiledLibrary(worker.pool.library))
 
 
-def profile(
-    loop: Loop, capacity: EngineCapacity, batch: int, prompt: int, steps: int, trace: Path
+def profile_steps(
+    loop: EngineLoop,
+    capacity: EngineCapacity,
+    batch: int,
+    prompt_len: int,
+    num_steps: int,
+    trace: Path,
 ) -> str:
-    """The kernel table of so many decode steps; the trace goes to a file."""
+    """Profile decode steps, write the trace to a file, and return the table of kernels."""
     import torch
     from torch.profiler import ProfilerActivity
 
-    names = start(loop, capacity, batch, prompt, steps + 16)
-    cuda = torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-    for _ in range(3):
+    request_ids = start_batch(loop, capacity, batch, prompt_len, num_steps + SPARE_TOKENS)
+    has_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU]
+    if has_gpu:
+        activities.append(ProfilerActivity.CUDA)
+    for _ in range(NUM_WARMUP_STEPS):
         loop.step()
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
-        for _ in range(steps):
+        for _ in range(num_steps):
             loop.step()
-        if cuda:
+        if has_gpu:
             torch.cuda.synchronize()
-    stop(loop, names)
+    stop_batch(loop, request_ids)
     profiler.export_chrome_trace(str(trace))
-    order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+    order = "self_cuda_time_total" if has_gpu else "self_cpu_time_total"
     return str(profiler.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
 
 
-# ---- steps measured ----------------------------------------------------------------------------------
+# ---- measured steps ------------------------------------------------------------------------------
 
 
-PROMPTS = (16, 64, 256, 1024, 4096)
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-Clock = Callable[[], float]
-
-
-def recorded(
-    loop: Loop,
+def measure_steps(
+    loop: EngineLoop,
     capacity: EngineCapacity,
-    prompts: Sequence[int] = PROMPTS,
-    batches: Sequence[int] = BATCHES,
+    prompt_lengths: Sequence[int] = PROMPT_LENGTHS,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
     clock: Clock = time.perf_counter,
-    repeat: int = 8,
 ) -> Iterator[dict[str, float]]:
-    """Prompts alone and batches decoding, each size once; the median of several like steps."""
-    steps: deque[ScheduledStep] = deque()  # handed to the executor, oldest first
-    ours = Loop(loop.scheduler, Announced(loop.executor, steps.append), loop.depth)
-    longest = capacity.max_length - repeat - 8
-    for length in sorted(
-        {min(length, longest, capacity.max_num_batched_tokens) for length in prompts}
-    ):
-        times = []
-        for _ in range(3):
-            steps.clear()
-            begun = clock()
-            names = start(ours, capacity, 1, length, 1)
-            times.append(clock() - begun)
-            step = steps[0]
-            stop(ours, names)
-        yield {**work(step.requests)._asdict(), "seconds": statistics.median(times)}
-    room = capacity.blocks * capacity.block_size
-    for batch in (n for n in batches if n <= capacity.max_num_seqs):
-        for length in (32, 512):
-            short = (
-                batch * length <= 4 * capacity.max_num_batched_tokens
-            )  # minutes of prompts teach nothing
-            if (
-                short
-                and length + 16 <= longest
-                and batch * (length + repeat + 16 + capacity.block_size) <= room
-            ):
-                yield decoding(ours, steps, capacity, batch, length, clock, repeat)
+    """Yield the median time of prefill steps of one prompt and of decode steps of batches.
+
+    Each entry holds the counts of StepWork and "seconds".
+    """
+    submitted: deque[ScheduledStep] = deque()  # oldest first
+    recording_loop = EngineLoop(
+        loop.scheduler, loop.executor, loop.max_in_flight, on_submit=submitted.append
+    )
+    max_prompt = capacity.max_model_len - NUM_DECODES - 8
+    max_prefill = min(max_prompt, capacity.max_num_batched_tokens)
+    for length in sorted({min(length, max_prefill) for length in prompt_lengths}):
+        yield measure_prefill(recording_loop, submitted, capacity, length, clock)
+    num_positions = capacity.blocks * capacity.block_size
+    for batch in batch_sizes:
+        if batch > capacity.max_num_seqs:
+            continue
+        for length in DECODE_CONTEXTS:
+            sequence_positions = length + NUM_DECODES + SPARE_TOKENS + capacity.block_size
+            # A batch whose prefill takes more than a few steps would take minutes on a CPU.
+            is_quick = batch * length <= 4 * capacity.max_num_batched_tokens
+            fits = length + SPARE_TOKENS <= max_prompt
+            if is_quick and fits and batch * sequence_positions <= num_positions:
+                yield measure_decode(recording_loop, submitted, capacity, batch, length, clock)
 
 
-def decoding(
-    loop: Loop,
-    steps: deque[ScheduledStep],
+def measure_prefill(
+    loop: EngineLoop,
+    submitted: deque[ScheduledStep],
+    capacity: EngineCapacity,
+    length: int,
+    clock: Clock,
+) -> dict[str, float]:
+    """The median time of the prefill of one prompt."""
+    times = []
+    for _ in range(NUM_PREFILLS):
+        submitted.clear()
+        start = clock()
+        request_ids = start_batch(loop, capacity, 1, length, 1)
+        times.append(clock() - start)
+        step = submitted[0]
+        stop_batch(loop, request_ids)
+    return describe_step(step, times)
+
+
+def measure_decode(
+    loop: EngineLoop,
+    submitted: deque[ScheduledStep],
     capacity: EngineCapacity,
     batch: int,
     length: int,
     clock: Clock,
-    repeat: int,
 ) -> dict[str, float]:
-    names = start(loop, capacity, batch, length, repeat + 16)
+    """The median time of consecutive decode steps of one batch."""
+    request_ids = start_batch(loop, capacity, batch, length, NUM_DECODES + SPARE_TOKENS)
     loop.step()
-    while len(steps) > len(loop.flight):
-        steps.popleft()
+    while len(submitted) > len(loop.in_flight):
+        submitted.popleft()  # keep those that the measured steps will wait for
     times = []
     last = clock()
-    for _ in range(repeat):
+    for _ in range(NUM_DECODES):
         loop.step()
         now = clock()
         times.append(now - last)
         last = now
-    step = steps[repeat // 2]
-    stop(loop, names)
-    steps.clear()
-    return {**work(step.requests)._asdict(), "seconds": statistics.median(times)}
+    step = submitted[NUM_DECODES // 2]
+    stop_batch(loop, request_ids)
+    submitted.clear()
+    return describe_step(step, times)
+
+
+def describe_step(step: ScheduledStep, times: Sequence[float]) -> dict[str, float]:
+    work = count_step_work(step.requests)
+    return {**work._asdict(), "seconds": statistics.median(times)}

@@ -1,4 +1,7 @@
-"""`bloomery quantize`: a checkpoint in, one of fewer bits out. Torch is imported once there is work to do."""
+"""`bloomery quantize`: its flags, and the calibration text for GPTQ.
+
+Imports torch only when there is work to do.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ import logging
 import sys
 from pathlib import Path
 
-from bloomery.artifacts.locate import Artifact, locate
-from bloomery.config import device
-from bloomery.describe import description, native_dtype
+from bloomery.artifacts.locate import ModelArtifact, locate_model
+from bloomery.config import resolve_device
+from bloomery.describe import checkpoint_dtype, describe_model
 from bloomery.errors import ConfigError
 from bloomery.text.load import load_tokenizer
 
 FORMATS = ("gptq", "int4", "int8", "fp8", "nf4")
-# What only some formats have a use for, and what it is unless told.
-GPTQ = {
+# Flags that only some formats use, and their defaults.
+GPTQ_DEFAULTS = {
     "calibration": None,
     "bits": 4,
     "act_order": False,
@@ -23,70 +26,86 @@ GPTQ = {
     "samples": 128,
     "length": 1024,
 }
-GROUPED = {"group": 128}
-FINEST = 16  # columns of the smallest group that kernels read
-LITTLE = 16_384  # tokens of calibration below which a word is said
+GROUP_DEFAULTS = {"group": 128}
+MIN_GROUP_SIZE = 16  # columns; kernels read no smaller groups
+FEW_CALIBRATION_TOKENS = 16_384  # with fewer there is a warning
 
 
-def flags(to: argparse.ArgumentParser) -> None:
-    to.add_argument(
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "model", metavar="MODEL", help="folder or Hub id of a checkpoint in full precision"
     )
-    to.add_argument(
-        "out", metavar="OUT", help="folder to write; one left unfinished is gone on with"
+    parser.add_argument(
+        "out", metavar="OUT", help="folder to write; an unfinished one is continued"
     )
-    to.add_argument("--format", required=True, choices=FORMATS)
-    to.add_argument("--calibration", metavar="FILE", help="gptq: text like that the model will see")
-    to.add_argument("--bits", type=int, choices=(2, 3, 4, 8), help="gptq; default 4")
-    to.add_argument(
-        "--group", type=int, metavar="N", help="gptq, int4: columns a scale, -1 a row; default 128"
+    parser.add_argument("--format", required=True, choices=FORMATS)
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="gptq: text like that the model will see"
     )
-    to.add_argument(
-        "--act-order", action="store_true", help="gptq: columns with the largest inputs first"
+    parser.add_argument("--bits", type=int, choices=(2, 3, 4, 8), help="gptq; default 4")
+    parser.add_argument(
+        "--group",
+        type=int,
+        metavar="N",
+        help="gptq, int4: columns that share a scale, -1 for a whole row; default 128",
     )
-    to.add_argument("--damping", type=float, metavar="X", help="gptq; default 0.01")
-    to.add_argument(
+    parser.add_argument(
+        "--act-order",
+        action="store_true",
+        help="gptq: quantize columns with the largest inputs first",
+    )
+    parser.add_argument("--damping", type=float, metavar="X", help="gptq; default 0.01")
+    parser.add_argument(
         "--samples", type=int, metavar="N", help="gptq: pieces of the text; default 128"
     )
-    to.add_argument("--length", type=int, metavar="N", help="gptq: tokens of a piece; default 1024")
-    to.add_argument(
+    parser.add_argument(
+        "--length", type=int, metavar="N", help="gptq: tokens of a piece; default 1024"
+    )
+    parser.add_argument(
         "--device", default="auto", help="cpu, cuda, cuda:1; auto: a GPU if there is one"
     )
-    to.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a Hub model")
-    to.set_defaults(**GPTQ, **GROUPED)
+    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a Hub model")
+    parser.set_defaults(**GPTQ_DEFAULTS, **GROUP_DEFAULTS)
 
 
-def run(args: argparse.Namespace) -> int:
-    check(args)
-    artifact = locate(args.model, args.revision)
+def run_command(args: argparse.Namespace) -> int:
+    check_flags(args)
+    artifact = locate_model(args.model, args.revision)
     if artifact.kind != "folder":
         raise ConfigError(
-            f"{args.model}: is packed already; quantize takes a folder of safetensors in full precision"
+            f"{args.model}: is packed already; quantize takes a folder of safetensors in full "
+            "precision"
         )
-    found = description(artifact)
-    if found.quantization is not None:
+    quantization = describe_model(artifact).quantization
+    if quantization is not None:
         raise ConfigError(
-            f"{args.model}: is packed by {found.quantization.method} already; take it in full precision"
+            f"{args.model}: is packed by {quantization.method} already; take it in full precision"
         )
-    return _run(args, artifact, calibration(args, artifact) if args.format == "gptq" else [])
+    samples = read_samples(args, artifact) if args.format == "gptq" else []
+    return write_quantized(args, artifact, samples)
 
 
-def check(args: argparse.Namespace) -> None:
-    for formats, options in ((("gptq",), GPTQ), (("gptq", "int4"), GROUPED)):
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that the format does not use, and for values out of range."""
+    for formats, defaults in ((("gptq",), GPTQ_DEFAULTS), (("gptq", "int4"), GROUP_DEFAULTS)):
+        if args.format in formats:
+            continue
         unused = [
             f"--{name.replace('_', '-')}"
-            for name, usual in options.items()
-            if getattr(args, name) != usual
+            for name, default in defaults.items()
+            if getattr(args, name) != default
         ]
-        if unused and args.format not in formats:
+        if unused:
             raise ConfigError(
-                f"{', '.join(unused)}: for {' and '.join(formats)}; {args.format} has no such choice"
+                f"{', '.join(unused)}: for {' and '.join(formats)}; "
+                f"{args.format} has no such choice"
             )
     if args.format == "gptq" and args.calibration is None:
         raise ConfigError("gptq needs --calibration: a file with text like that the model will see")
-    if args.group != -1 and args.group < FINEST:
+    if args.group != -1 and args.group < MIN_GROUP_SIZE:
         raise ConfigError(
-            f"--group must be -1, which is a whole row, or at least {FINEST}, not {args.group}"
+            f"--group must be -1, which is a whole row, or at least {MIN_GROUP_SIZE}, "
+            f"not {args.group}"
         )
     for name in ("samples", "length"):
         if getattr(args, name) < 1:
@@ -95,8 +114,8 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--damping must be above 0 and at most 1, not {args.damping}")
 
 
-def calibration(args: argparse.Namespace, artifact: Artifact) -> list[list[int]]:
-    """Pieces of the text, as token ids."""
+def read_samples(args: argparse.Namespace, artifact: ModelArtifact) -> list[list[int]]:
+    """Read the calibration text and cut it into samples of token ids."""
     try:
         text = Path(args.calibration).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -107,45 +126,50 @@ def calibration(args: argparse.Namespace, artifact: Artifact) -> list[list[int]]
         raise ConfigError(
             f"--calibration {args.calibration}: is empty; give text like that the model will see"
         )
-    ids = load_tokenizer(artifact).encode(text)
-    length = min(args.length, description(artifact).model.context)
-    samples = [list(ids[at : at + length]) for at in range(0, len(ids), length)][: args.samples]
-    if (count := sum(map(len, samples))) < LITTLE:
+    token_ids = load_tokenizer(artifact).encode(text)
+    length = min(args.length, describe_model(artifact).model.context)
+    starts = range(0, len(token_ids), length)
+    samples = [list(token_ids[start : start + length]) for start in starts][: args.samples]
+    num_tokens = sum(map(len, samples))
+    if num_tokens < FEW_CALIBRATION_TOKENS:
         logging.warning(
             "%s: %d tokens are little to calibrate with; some 100,000 are better",
             args.calibration,
-            count,
+            num_tokens,
         )
     return samples
 
 
-def _run(args: argparse.Namespace, artifact: Artifact, samples: list[list[int]]) -> int:
+def write_quantized(
+    args: argparse.Namespace, artifact: ModelArtifact, samples: list[list[int]]
+) -> int:
+    """Quantize the checkpoint with a progress bar."""
     from safetensors import SafetensorError
 
-    from bloomery.tools.quantize_checkpoint import Wish, convert
-    from bloomery.runtime.device import check as exists
-    from bloomery.runtime.progress import bar
+    from bloomery.runtime.device import check_device
+    from bloomery.runtime.progress import progress_bar
+    from bloomery.tools.quantize_checkpoint import QuantizeOptions, quantize_checkpoint
 
-    where = str(exists(device(args.device)))
-    dtype = "float32" if where == "cpu" else native_dtype(artifact)
-    wish = Wish(args.format, args.bits, args.group, args.act_order, args.damping)
-    done = 0
-    count = len(description(artifact).model.layers) + 1
-
-    with bar("layers", count, True) as draw:
+    device = str(check_device(resolve_device(args.device)))
+    dtype = "float32" if device == "cpu" else checkpoint_dtype(artifact)
+    options = QuantizeOptions(args.format, args.bits, args.group, args.act_order, args.damping)
+    num_shards = len(describe_model(artifact).model.layers) + 1
+    num_written = 0
+    with progress_bar("layers", num_shards, True) as advance_bar:
 
         def advance() -> None:
-            nonlocal done
-            done += 1
-            draw()
+            nonlocal num_written
+            num_written += 1
+            advance_bar()
             if not sys.stderr.isatty():
-                logging.info("%d of %d shards are written", done, count)
+                logging.info("%d of %d shards are written", num_written, num_shards)
 
         try:
-            convert(artifact, Path(args.out), wish, samples, dtype, where, advance)
+            quantize_checkpoint(artifact, Path(args.out), options, samples, dtype, device, advance)
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"{args.out}: cannot be written: {error}; with that mended, the same command goes on where it stopped"
+                f"{args.out}: cannot be written: {error}; when that is fixed, the same command "
+                "continues where it stopped"
             ) from None
     logging.info("%s: written; run it with: bloomery serve %s", args.out, args.out)
     return 0

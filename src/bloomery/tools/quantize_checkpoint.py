@@ -1,8 +1,9 @@
-"""A checkpoint written again in fewer bits, a layer at a time: one shard a layer, each complete or not there.
+"""Writes a checkpoint again in fewer bits per weight, one layer and one shard at a time.
 
-An interruption costs the layer it happened in: the same command goes on with the next one. GPTQ wants to know what
-reaches each product; calibration text runs through the layers as they are finished, from the shards just written, so a
-conversion that was resumed is the same as one that was not.
+A shard is either complete or absent. After an interruption the same command continues with the
+first layer that has no shard. GPTQ needs the inputs of every linear layer: calibration text runs
+through each finished layer, loaded from the shard just written, so that a resumed conversion gives
+the same result as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
+from math import ceil
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,335 +21,377 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from bloomery.artifacts.files import strict_json
-from bloomery.artifacts.locate import Artifact
-from bloomery.artifacts.safetensors import read_header
-from bloomery.attention.base import AttentionMetadata, cache_shape
-from bloomery.attention.choose import choose
-from bloomery.describe import description
+from bloomery.artifacts.files import parse_strict_json
+from bloomery.artifacts.locate import ModelArtifact
+from bloomery.artifacts.safetensors import read_safetensors_header
+from bloomery.attention.base import AttentionMetadata, kv_cache_shape
+from bloomery.attention.select import select_backend
+from bloomery.describe import describe_model
 from bloomery.errors import ConfigError
-from bloomery.families import as_stored
-from bloomery.kernels.gemv import After, Norm
+from bloomery.families import resolve_name_prefix
+from bloomery.fusion import Epilogue, NormPrologue
 from bloomery.models.checkpoint import FileSource
 from bloomery.models.decoder import Decoder
-from bloomery.models.weights import Weights
-from bloomery.parallel.groups import ALONE
-from bloomery.quant.base import Format, Product, Ready, Tensors
-from bloomery.quant.dense import Dense, DenseFormat, DenseReady
-from bloomery.quant.gptq import Gptq
-from bloomery.quant.solve import solve
-from bloomery.quant.write import WRITERS, Written, configuration, gptq_tensors, misfit
-from bloomery.spec import Model, Names
+from bloomery.models.weights import ModelWeights
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.parallel.groups import SINGLE_RANK
+from bloomery.quant.base import CheckpointTensors, LinearSpec, PreparedWeight, WeightFormat
+from bloomery.quant.dense import DenseFormat, DenseMatrix, DenseWeight
+from bloomery.quant.gptq import GptqFormat
+from bloomery.spec import ModelSpec, TensorNames
+from bloomery.tools.checkpoint_writers import (
+    TENSOR_WRITERS,
+    StoredTensors,
+    build_quantization_config,
+    find_misfit,
+    gptq_tensors,
+)
+from bloomery.tools.gptq_solver import solve_gptq
 
-BLOCK = 16  # positions a block of the calibration's cache holds
-STATE = "unfinished.json"
-BESIDE = (
-    "*.json",
-    "*.txt",
-    "*.model",
-    "*.jinja",
-    "*.tiktoken",
-    "LICENSE*",
-)  # what goes with the weights
-META = torch.device("meta")
-GROUPS = (128, 64, 32, 16, -1)  # to propose, the usual first
+KV_BLOCK_SIZE = 16  # tokens in a block of the KV cache that calibration uses
+STATE_FILE = "unfinished.json"
+# Files that are copied next to the weights.
+COPIED_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
+META_DEVICE = torch.device("meta")
+PROPOSED_GROUP_SIZES = (128, 64, 32, 16, -1)
 
 
 @dataclass(frozen=True)
-class Wish:
-    form: str  # gptq, int4, int8, fp8 or nf4
-    bits: int = 4  # of gptq
-    group: int = 128  # of gptq and int4; -1: a whole row
-    act_order: bool = False
-    damping: float = 0.01
+class QuantizeOptions:
+    """The target format."""
+
+    format: str  # gptq, int4, int8, fp8 or nf4
+    bits: int = 4  # gptq only
+    group_size: int = 128  # gptq and int4 only; -1: a whole row
+    act_order: bool = False  # gptq only
+    damping: float = 0.01  # gptq only
 
 
-def convert(
-    artifact: Artifact,
+def quantize_checkpoint(
+    artifact: ModelArtifact,
     out: Path,
-    wish: Wish,
+    options: QuantizeOptions,
     samples: Sequence[Sequence[int]],
     dtype: str = "float32",
     device: str = "cpu",
     advance: Callable[[], None] = lambda: None,
 ) -> None:
-    """`samples`: calibration for gptq, as token ids. `advance` is called after each shard: a layer, or all the rest."""
-    found = description(artifact)
+    """Quantize the linear layers of a checkpoint and write it to the folder `out`.
+
+    `samples` is calibration text for gptq, as token ids. `advance` is called after each shard: one
+    per layer, and one for all other tensors.
+    """
+    model_info = describe_model(artifact)
     source = FileSource.safetensors(artifact.path)
-    names = as_stored(found.names, source.names())
-    texts = [torch.tensor(sample) for sample in samples]
-    job = Job(found.model, names, source, wish, getattr(torch, dtype), torch.device(device), texts)
-    count = len(found.model.layers)
-    shards = [out / f"model-{i + 1:05}-of-{count + 1:05}.safetensors" for i in range(count + 1)]
-    layers = [job.products(i) for i in range(count)]
-    check(wish, [product for products in layers for product in products if not product.precise])
-    begin(out, wish, samples, source)
-    whole = [names.head] if names.head else []
-    for i, (shard, products) in enumerate(zip(shards[:-1], layers, strict=True)):
-        prefix = names.layer.format(i=i)
-        whole += [product.name for product in products if product.precise]
+    names = resolve_name_prefix(model_info.names, source.names())
+    quantizer = LayerQuantizer(
+        model_info.model,
+        names,
+        source,
+        options,
+        getattr(torch, dtype),
+        torch.device(device),
+        [torch.tensor(sample) for sample in samples],
+    )
+    num_layers = len(model_info.model.layers)
+    num_shards = num_layers + 1
+    shards = [
+        out / f"model-{number:05}-of-{num_shards:05}.safetensors"
+        for number in range(1, num_shards + 1)
+    ]
+    linears_by_layer = [quantizer.list_linears(layer) for layer in range(num_layers)]
+    check_shapes(
+        options,
+        [linear for linears in linears_by_layer for linear in linears if not linear.unquantized],
+    )
+    start_or_resume(out, options, samples, source)
+    unquantized = [names.head] if names.head else []
+    for layer, linears in enumerate(linears_by_layer):
+        unquantized += [linear.name for linear in linears if linear.unquantized]
+        shard = shards[layer]
         if not shard.exists():
-            rounded = [product for product in products if not product.precise]
-            replaced = {f"{product.name}.weight" for product in rounded}
+            quantized = [linear for linear in linears if not linear.unquantized]
+            replaced = {f"{linear.name}.weight" for linear in quantized}
+            prefix = names.layer.format(i=layer)
             others = [
                 name for name in source.names() if name.startswith(prefix) and name not in replaced
             ]
-            save(shard, job.packed(i, rounded) | raw(source, others))
-        job.pass_on(i, shard)
+            tensors = quantizer.quantize_layer(layer, quantized) | read_tensors(source, others)
+            write_shard(shard, tensors)
+        quantizer.advance_samples(layer, shard)
         advance()
-    inside = tuple(names.layer.format(i=i) for i in range(count))
-    save(shards[-1], raw(source, [name for name in source.names() if not name.startswith(inside)]))
-    finish(
-        artifact.path,
-        out,
-        shards,
-        configuration(wish.form, wish.group, wish.bits, wish.act_order, whole),
+    layer_prefixes = tuple(names.layer.format(i=layer) for layer in range(num_layers))
+    outer = [name for name in source.names() if not name.startswith(layer_prefixes)]
+    write_shard(shards[-1], read_tensors(source, outer))
+    quantization_config = build_quantization_config(
+        options.format, options.group_size, options.bits, options.act_order, unquantized
     )
+    finish_folder(artifact.path, out, shards, quantization_config)
     advance()
 
 
-def check(wish: Wish, products: Sequence[Product]) -> None:
-    """All of them, before hours have been spent on some."""
+def check_shapes(options: QuantizeOptions, linears: Sequence[LinearSpec]) -> None:
+    """Check that the format can hold every weight, before any time is spent."""
 
-    def reasons(group: int) -> Iterator[str]:
-        for product in products:
-            if reason := misfit(wish.form, product.shape, group, wish.bits):
-                yield f"{product.name}: {reason}"
+    def find_misfits(group_size: int) -> Iterator[str]:
+        for linear in linears:
+            if reason := find_misfit(options.format, linear.shape, group_size, options.bits):
+                yield f"{linear.name}: {reason}"
 
-    if wrong := next(reasons(wish.group), None):
-        fitting = [group for group in GROUPS if next(reasons(group), None) is None]
-        remedy = (
-            f"try --group {fitting[0]}"
-            if fitting
-            else "choose --format int8 or fp8, which take any size"
-        )
-        raise ConfigError(f"{wrong}; {remedy}")
+    first_misfit = next(find_misfits(options.group_size), None)
+    if first_misfit is None:
+        return
+    remedy = "choose --format int8 or fp8, which take any size"
+    for group_size in PROPOSED_GROUP_SIZES:
+        if next(find_misfits(group_size), None) is None:
+            remedy = f"try --group {group_size}"
+            break
+    raise ConfigError(f"{first_misfit}; {remedy}")
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def begin(out: Path, wish: Wish, samples: Sequence[Sequence[int]], source: FileSource) -> None:
-    """A new folder, or one that the same conversion left unfinished."""
-    files = [
-        (file, file.stat())
-        for file in sorted({entry.file.resolve() for entry in source.entries.values()})
-    ]
-    model = [(str(file), found.st_size, found.st_mtime_ns) for file, found in files]
+def start_or_resume(
+    out: Path, options: QuantizeOptions, samples: Sequence[Sequence[int]], source: FileSource
+) -> None:
+    """Create the folder, or check that the same conversion left it unfinished."""
+    weight_files = sorted({entry.file.resolve() for entry in source.entries.values()})
+    file_stats = [(file, file.stat()) for file in weight_files]
     state = {
-        **asdict(wish),
-        "model": digest(model),
+        **asdict(options),
+        "model": digest([(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in file_stats]),
         "calibration": digest([list(sample) for sample in samples]),
     }
-    if out.exists() and any(out.iterdir()):
-        if (
-            not (out / STATE).is_file()
-            or strict_json((out / STATE).read_bytes(), str(out / STATE)) != state
-        ):
-            raise ConfigError(
-                f"{out}: is not empty, and not what this conversion left unfinished; name another folder"
-            )
+    state_file = out / STATE_FILE
+    if not out.exists() or not any(out.iterdir()):
+        out.mkdir(parents=True, exist_ok=True)
+        partial = out / "state.part"
+        partial.write_text(json.dumps(state))
+        partial.replace(state_file)
         return
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "state.part").write_text(json.dumps(state))
-    (out / "state.part").replace(out / STATE)
+    if (
+        not state_file.is_file()
+        or parse_strict_json(state_file.read_bytes(), str(state_file)) != state
+    ):
+        raise ConfigError(
+            f"{out}: is not empty, and not what this conversion left unfinished; "
+            "name another folder"
+        )
 
 
 def digest(data: Any) -> str:
     return blake2b(json.dumps(data).encode(), digest_size=8).hexdigest()
 
 
-def raw(source: FileSource, names: Sequence[str]) -> Written:
-    """As the files have them."""
-    found: Written = {}
+def read_tensors(source: FileSource, names: Sequence[str]) -> StoredTensors:
+    """Read tensors unchanged from the checkpoint's files."""
+    tensors: StoredTensors = {}
     for name in names:
         with safe_open(source.entries[name].file, "pt") as file:
-            found[name] = file.get_tensor(name)
-    return found
+            tensors[name] = file.get_tensor(name)
+    return tensors
 
 
-def save(shard: Path, tensors: Written) -> None:
-    """Complete or not there."""
-    unfinished = shard.with_suffix(".part")
-    save_file(
-        {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
-        unfinished,
-        {"format": "pt"},
-    )
-    unfinished.replace(shard)
+def write_shard(shard: Path, tensors: StoredTensors) -> None:
+    """Write a shard and rename it into place, so that it is complete or absent."""
+    partial = shard.with_suffix(".part")
+    on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_cpu, partial, {"format": "pt"})
+    partial.replace(shard)
 
 
-def finish(
-    origin: Path, out: Path, shards: Sequence[Path], quantization: Mapping[str, Any]
+def finish_folder(
+    origin: Path, out: Path, shards: Sequence[Path], quantization_config: Mapping[str, Any]
 ) -> None:
-    headers = {shard.name: read_header(shard) for shard in shards}
-    places = {tensor: shard for shard, header in headers.items() for tensor in header}
-    total = sum(entry.end - entry.start for header in headers.values() for entry in header.values())
-    listing = {"metadata": {"total_size": total}, "weight_map": places}
-    for pattern in BESIDE:
+    """Write index and config.json, copy the tokenizer, and remove the state file."""
+    weight_map = {}
+    total_size = 0
+    for shard in shards:
+        for name, entry in read_safetensors_header(shard).items():
+            weight_map[name] = shard.name
+            total_size += entry.end - entry.start
+    for pattern in COPIED_FILES:
         for file in origin.glob(pattern):
             if file.is_file() and not file.name.endswith(".safetensors.index.json"):
                 shutil.copyfile(file, out / file.name)
-    (out / "model.safetensors.index.json").write_text(json.dumps(listing, indent=1))
-    config = strict_json((origin / "config.json").read_bytes(), str(origin / "config.json"))
-    (out / "config.json").write_text(
-        json.dumps({**config, "quantization_config": quantization}, indent=1)
-    )
-    (out / STATE).unlink()
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    config_file = origin / "config.json"
+    config = parse_strict_json(config_file.read_bytes(), str(config_file))
+    config = {**config, "quantization_config": quantization_config}
+    (out / "config.json").write_text(json.dumps(config, indent=1))
+    (out / STATE_FILE).unlink()
 
 
-# ---- a layer at a time ---------------------------------------------------------------------------
+# ---- recording the inputs of linear layers -------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watching(DenseReady):
-    """A product that remembers what went into it."""
+class RecordingLinear(DenseWeight):
+    """A dense weight that sums up the outer products of its inputs, for GPTQ."""
 
-    products: tuple[Product, ...]
+    linears: tuple[LinearSpec, ...]
     hessian: torch.Tensor  # [in, in] float32: the sum of x xT
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         self.hessian.addmm_(x.float().T, x.float())
         return super().linear(x, bias)
 
-    def phrase(
-        self, x: torch.Tensor, bias: torch.Tensor | None, before: Norm | None, after: After
+    def fused_linear(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        prologue: NormPrologue | None,
+        epilogue: Epilogue,
     ) -> torch.Tensor | None:
         return None
 
 
 @dataclass(frozen=True)
-class Noted(Dense):
-    """A dense matrix that knows of which products it was made."""
+class TracedMatrix(DenseMatrix):
+    """A dense matrix that knows which linear layers it was concatenated from."""
 
-    products: tuple[Product, ...]
-    watched: list[Watching] | None  # where to put what it becomes
+    linears: tuple[LinearSpec, ...]
+    recorders: list[RecordingLinear] | None  # receives the prepared weight; None: not recorded
 
     def cat(self, others: Sequence[Self]) -> Self:
-        return replace(
-            super().cat(others), products=sum((other.products for other in others), self.products)
-        )
+        linears = self.linears
+        for other in others:
+            linears += other.linears
+        return replace(super().cat(others), linears=linears)
 
-    def prepare(self, dtype: torch.dtype, device: torch.device) -> Ready:
-        if device == META:
-            return DenseReady(torch.empty(self.shape, dtype=dtype, device=device))
-        if self.watched is None:
-            return super().prepare(dtype, device)
-        hessian = torch.zeros(self.shape[1], self.shape[1], device=device)
-        self.watched.append(
-            Watching(self.dense(dtype, device), products=self.products, hessian=hessian)
+    def prepare(
+        self, dtype: torch.dtype, device: torch.device, pool: ThreadPool | None = None
+    ) -> PreparedWeight:
+        if device == META_DEVICE:
+            return DenseWeight(torch.empty(self.shape, dtype=dtype, device=device))
+        if self.recorders is None:
+            return super().prepare(dtype, device, pool)
+        num_inputs = self.shape[1]
+        recorder = RecordingLinear(
+            self.load_dense(dtype, device),
+            linears=self.linears,
+            hessian=torch.zeros(num_inputs, num_inputs, device=device),
         )
-        return self.watched[-1]
+        self.recorders.append(recorder)
+        return recorder
 
 
 @dataclass(frozen=True)
-class Noting:
-    """Full precision; keeps a list of what was asked for. `experts` stands in the names of those nobody watches."""
+class RecordingFormat:
+    """A full-precision format that lists the linear layers it loads and records their inputs.
+
+    Weights whose names contain `experts` are not recorded.
+    """
 
     experts: str = ""
-    products: list[Product] = field(default_factory=list)
-    watched: list[Watching] = field(default_factory=list)
+    linears: list[LinearSpec] = field(default_factory=list)
+    recorders: list[RecordingLinear] = field(default_factory=list)
 
-    def matrix(self, tensors: Tensors, product: Product) -> Noted:
-        self.products.append(product)
-        watched = (
-            None
-            if product.precise or (self.experts and self.experts in product.name)
-            else self.watched
-        )
-        weight = DenseFormat().matrix(tensors, product).weight
-        return Noted(weight, (product,), watched if product.inside else None)
+    def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> TracedMatrix:
+        self.linears.append(linear)
+        is_expert = bool(self.experts) and self.experts in linear.name
+        is_recorded = linear.in_decoder_layer and not linear.unquantized and not is_expert
+        weight = DenseFormat().open_matrix(tensors, linear).weight
+        return TracedMatrix(weight, (linear,), self.recorders if is_recorded else None)
 
 
 @dataclass(frozen=True)
-class Job:
-    model: Model
-    names: Names
+class LayerQuantizer:
+    """Quantizes one layer at a time and carries the calibration samples through the layers."""
+
+    model: ModelSpec
+    names: TensorNames
     source: FileSource
-    wish: Wish
+    options: QuantizeOptions
     dtype: torch.dtype
     device: torch.device
-    samples: list[torch.Tensor]
-    states: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # of a sample, as the next layer gets it
+    samples: list[torch.Tensor]  # token ids
+    # Hidden states by sample: the inputs of the next layer.
+    hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def decoder(self, i: int, source: FileSource, form: Format, device: torch.device) -> Decoder:
-        weights = Weights(source, self.names, self.dtype, device, form)
-        return Decoder(self.model, weights, ALONE, range(i, i + 1))
+    def load_layer(
+        self, layer: int, source: FileSource, weight_format: WeightFormat, device: torch.device
+    ) -> Decoder:
+        weights = ModelWeights(source, self.names, self.dtype, device, weight_format)
+        return Decoder(self.model, weights, SINGLE_RANK, range(layer, layer + 1))
 
-    def products(self, i: int) -> list[Product]:
-        noting = Noting()
-        self.decoder(i, self.source, noting, META)
-        return [product for product in noting.products if product.inside]
+    def list_linears(self, layer: int) -> list[LinearSpec]:
+        """The linear layers inside a decoder layer. Loads no weights."""
+        recording = RecordingFormat()
+        self.load_layer(layer, self.source, recording, META_DEVICE)
+        return [linear for linear in recording.linears if linear.in_decoder_layer]
 
-    def packed(self, i: int, products: Sequence[Product]) -> Written:
-        hessians = self._hessians(i) if self.wish.form == "gptq" else {}
-        tensors: Written = {}
-        for product in products:
-            weight = DenseFormat().matrix(self.source, product).dense(torch.float32, self.device)
-            for part, tensor in self._packed(product, weight, hessians.get(product.name)).items():
-                tensors[f"{product.name}.{part}"] = tensor
+    def quantize_layer(self, layer: int, linears: Sequence[LinearSpec]) -> StoredTensors:
+        hessians = self._compute_hessians(layer) if self.options.format == "gptq" else {}
+        tensors: StoredTensors = {}
+        for linear in linears:
+            matrix = DenseFormat().open_matrix(self.source, linear)
+            weight = matrix.load_dense(torch.float32, self.device)
+            parts = self._quantize_weight(weight, hessians.get(linear.name))
+            for part, tensor in parts.items():
+                tensors[f"{linear.name}.{part}"] = tensor
         return tensors
 
-    def _packed(
-        self, product: Product, weight: torch.Tensor, hessian: torch.Tensor | None
-    ) -> Written:
-        wish = self.wish
-        width = product.shape[1]
-        group = width if wish.group == -1 else wish.group
-        if wish.form != "gptq":
-            return WRITERS[wish.form](weight, group)
-        # Experts see too little of any text: as if each of their inputs mattered alike.
-        seen = torch.eye(width, device=weight.device) if hessian is None else hessian
-        return gptq_tensors(
-            solve(weight, seen, wish.bits, group, wish.act_order, wish.damping), wish.bits
+    def _quantize_weight(self, weight: torch.Tensor, hessian: torch.Tensor | None) -> StoredTensors:
+        """Quantize one weight [out, in] to the tensors that are stored."""
+        options = self.options
+        num_inputs = weight.shape[1]
+        group_size = num_inputs if options.group_size == -1 else options.group_size
+        if options.format != "gptq":
+            return TENSOR_WRITERS[options.format](weight, group_size)
+        if hessian is None:
+            # Experts see too few tokens of any text: weigh all their inputs alike.
+            hessian = torch.eye(num_inputs, device=weight.device)
+        result = solve_gptq(
+            weight, hessian, options.bits, group_size, options.act_order, options.damping
         )
+        return gptq_tensors(result, options.bits)
 
     @torch.inference_mode()
-    def _hessians(self, i: int) -> dict[str, torch.Tensor]:
-        noting = Noting(self.names.experts.partition("{e}")[0])
-        decoder = self.decoder(i, self.source, noting, self.device)
-        for number in range(len(self.samples)):
-            self._run(decoder, number)
+    def _compute_hessians(self, layer: int) -> dict[str, torch.Tensor]:
+        """Run all samples through the layer; returns the Hessian by name of the linear layer."""
+        recording = RecordingFormat(experts=self.names.experts.partition("{e}")[0])
+        decoder = self.load_layer(layer, self.source, recording, self.device)
+        for index in range(len(self.samples)):
+            self._run_sample(decoder, index)
         return {
-            product.name: watching.hessian
-            for watching in noting.watched
-            for product in watching.products
+            linear.name: recorder.hessian
+            for recorder in recording.recorders
+            for linear in recorder.linears
         }
 
     @torch.inference_mode()
-    def pass_on(self, i: int, shard: Path) -> None:
-        """Each sample through the finished layer."""
-        if self.wish.form != "gptq" or i + 1 == len(self.model.layers):
+    def advance_samples(self, layer: int, shard: Path) -> None:
+        """Run all samples through the finished layer, for gptq and unless it is the last one."""
+        if self.options.format != "gptq" or layer + 1 == len(self.model.layers):
             return
-        decoder = self.decoder(i, self.source.over(shard), Gptq(1), self.device)
-        for number in range(len(self.samples)):
-            self.states[number] = self._run(decoder, number)
+        decoder = self.load_layer(layer, self.source.over(shard), GptqFormat(1), self.device)
+        for index in range(len(self.samples)):
+            self.hidden_states[index] = self._run_sample(decoder, index)
 
-    def _run(self, decoder: Decoder, number: int) -> torch.Tensor:
-        tokens = self.samples[number].to(self.device)
-        count = len(tokens)
-        kind = torch.int64 if self.device.type == "cpu" else torch.int32
-        every = torch.arange(count, dtype=kind, device=self.device)
-        blocks = -(-count // BLOCK)
-        starts, ends = (
-            torch.tensor(part, dtype=kind, device=self.device) for part in ([0, count], [count])
+    def _run_sample(self, decoder: Decoder, index: int) -> torch.Tensor:
+        """Prefill one sample through a single layer; returns hidden states [tokens, hidden]."""
+        token_ids = self.samples[index].to(self.device)
+        num_tokens = len(token_ids)
+        num_blocks = ceil(num_tokens / KV_BLOCK_SIZE)
+        index_dtype = torch.int64 if self.device.type == "cpu" else torch.int32
+        positions = torch.arange(num_tokens, dtype=index_dtype, device=self.device)
+        metadata = AttentionMetadata.from_host(
+            [num_tokens], [num_tokens], [range(num_blocks)], KV_BLOCK_SIZE, self.device
         )
-        step = AttentionMetadata(
-            (count,),
-            (count,),
-            int(count == 1),
-            starts,
-            ends,
-            every,
-            every,
-            every[None, :blocks],
-            BLOCK,
+        attention = decoder.spec.layers[0].attention
+        shape = kv_cache_shape(attention, num_blocks, KV_BLOCK_SIZE)
+        kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        backend = select_backend([attention], self.dtype, self.device)
+        decoder.build_rope_cache(num_tokens)
+        return decoder(
+            token_ids,
+            positions,
+            positions,  # slot mapping: the only sequence starts at slot 0
+            [kv_cache],
+            backend,
+            backend.prepare(metadata),
+            hidden=self.hidden_states.get(index),
         )
-        spec = decoder.spec.layers[0].attention
-        cache = torch.zeros(cache_shape(spec, blocks, BLOCK), dtype=self.dtype, device=self.device)
-        backend = choose([spec], self.dtype, self.device)
-        decoder.reach(count)
-        hidden = self.states.get(number)
-        return decoder(tokens, every, every, [cache], backend, backend.plan(step), hidden=hidden)

@@ -1,7 +1,8 @@
-"""What a fleet would do before it exists: the real scheduler, policy and loop, in virtual time.
+"""Simulates a fleet of engines on a trace: real scheduler, policy and loop, in virtual time.
 
-A composition root. Only the device is imagined: a step takes as long as roofline.py expects, after calibration on
-measured steps if there are any. Everything else (blocks, prefix cache, preemption, steps in flight) is the engine's.
+Only the device is simulated. A step takes as long as roofline.py expects, after calibration on
+measured steps if there are any. Blocks, prefix cache, preemption, routing and steps in flight are
+those of the engine.
 """
 
 from __future__ import annotations
@@ -18,31 +19,39 @@ from typing import Any
 
 import numpy as np
 
-from bloomery.tools.bench.load import Arrival, read
-from bloomery.tools.bench.summary import Record, Targets, summarise, table
-from bloomery.config import Config, Plan, resolve
-from bloomery.engine.blocks import Blocks
-from bloomery.engine.loop import Loop
-from bloomery.engine.policy import policy_for
-from bloomery.engine.scheduler import Scheduler
+from bloomery.config import EngineConfig, EnginePlan, resolve_plan
+from bloomery.engine.build import build_engine
+from bloomery.engine.routing import PrefixAffinityRouter
 from bloomery.errors import ConfigError, InvalidRequest, PromptTooLong
+from bloomery.hardware import StepCalibration
 from bloomery.messages import (
     EngineCapacity,
     EngineRequest,
-    SampledTokens,
     ResolvedSampling,
+    SampledTokens,
     ScheduledStep,
     StepOutput,
 )
-from bloomery.tools.plan.forecast import Placed
-from bloomery.roofline import Calibration, Roofline, work
+from bloomery.roofline import Roofline, count_step_work
+from bloomery.tools.bench.summary import (
+    GoodputTargets,
+    RequestRecord,
+    format_table,
+    summarize_records,
+)
+from bloomery.tools.bench.workload import RequestArrival, read_trace
+from bloomery.tools.plan.estimate import PlacedModel
 
 GREEDY = ResolvedSampling(temperature=0.0)
-ANSWER = 7  # the token every answer is made of
+OUTPUT_TOKEN = 7  # every simulated output consists of this token id
+
+FloatArray = np.ndarray[Any, Any]
 
 
 @dataclass
-class Clock:
+class VirtualClock:
+    """A clock that moves only when it is set. Calling it returns the time in seconds."""
+
     now: float = 0.0
 
     def __call__(self) -> float:
@@ -50,244 +59,285 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
-    """A step's result, and when it is there."""
+class SimulatedResult:
+    """The result of a step. Asking for it moves the clock to the end of the step."""
 
-    clock: Clock
-    at: float
+    clock: VirtualClock
+    end: float
     output: StepOutput
 
     def result(self) -> StepOutput:
-        self.clock.now = max(self.clock.now, self.at)
+        self.clock.now = max(self.clock.now, self.end)
         return self.output
 
 
-class Imagined:
-    """An executor whose device only knows how long things take. Stages of a pipeline hold one step each."""
+class SimulatedExecutor:
+    """An executor that computes nothing but how long a step takes.
 
-    def __init__(self, roofline: Roofline, clock: Clock):
+    With pipeline parallelism, each stage holds one step at a time.
+    """
+
+    def __init__(self, roofline: Roofline, clock: VirtualClock):
         self.roofline = roofline
         self.clock = clock
         self.stages = roofline.pp
-        self.free = self.busy = 0.0
-        self.steps = 0
+        self.free_time = 0.0  # when the first stage can take the next step
+        self.busy_seconds = 0.0
+        self.num_steps = 0
 
     def start(self, plan: Any) -> EngineCapacity:
-        raise NotImplementedError("an imagined device has nothing to load")
+        raise NotImplementedError("a simulated device has nothing to load")
 
-    def submit(self, step: ScheduledStep) -> Due:
-        spent = self.roofline.expected(*work(step.requests))
-        begun = max(self.clock.now, self.free)
-        self.free = begun + spent / self.stages
-        self.busy += spent / self.stages
-        self.steps += 1
-        drawn = tuple(
-            [SampledTokens(item.sequence, (ANSWER,)) for item in step.chunks if item.samples]
+    def submit(self, step: ScheduledStep) -> SimulatedResult:
+        seconds = self.roofline.expected_seconds(*count_step_work(step.requests))
+        begin = max(self.clock.now, self.free_time)
+        stage_seconds = seconds / self.stages
+        self.free_time = begin + stage_seconds
+        self.busy_seconds += stage_seconds
+        self.num_steps += 1
+        samples = [
+            SampledTokens(chunk.sequence, (OUTPUT_TOKEN,)) for chunk in step.chunks if chunk.samples
+        ]
+        decoded = (OUTPUT_TOKEN,) * len(step.decodes)
+        return SimulatedResult(
+            self.clock, begin + seconds, StepOutput(tuple(samples), None, decoded)
         )
-        output = StepOutput(drawn, None, (ANSWER,) * len(step.decodes))
-        return Due(self.clock, begun + spent, output)
 
-    def spare(self) -> int:
+    def capture_next_graph(self) -> int:
         return 0
 
     def close(self) -> None:
         pass
 
 
-class Replica:
-    def __init__(self, settings: Plan, capacity: EngineCapacity, roofline: Roofline):
-        self.clock = Clock()
-        self.executor = Imagined(roofline, self.clock)
-        self.blocks = Blocks(capacity.blocks, capacity.block_size, settings.prefix_cache)
-        policy = policy_for(settings, capacity)
-        stages = capacity.stages
-        self.scheduler = Scheduler(
-            self.blocks, capacity.max_num_batched_tokens, capacity.max_num_seqs, policy, stages
-        )
-        self.loop = Loop(self.scheduler, self.executor, max(settings.depth, stages), self.clock)
-        self.longest = min(capacity.max_length, capacity.blocks * capacity.block_size)
-        self.load = 0  # tokens promised and not out yet
+class SimulatedReplica:
+    """One engine with its own clock."""
+
+    def __init__(self, settings: EnginePlan, capacity: EngineCapacity, roofline: Roofline):
+        self.clock = VirtualClock()
+        self.executor = SimulatedExecutor(roofline, self.clock)
+        # Every pipeline stage needs a step of its own to be busy.
+        steps_in_flight = max(settings.steps_in_flight, capacity.stages)
+        plan = replace(settings, steps_in_flight=steps_in_flight)
+        self.loop = build_engine(plan, self.executor, capacity, self.clock)
+        self.scheduler = self.loop.scheduler
+        self.block_pool = self.scheduler.block_pool
+        self.max_len = min(capacity.max_model_len, capacity.blocks * capacity.block_size)
+        self.num_open = 0  # requests that have not ended
 
 
-class Fleet:
-    """Replicas, who goes to which, and what became of everybody."""
+class SimulatedFleet:
+    """Replicas of one engine behind a router."""
 
-    def __init__(self, placed: Placed, config: Config | None = None):
+    def __init__(self, placed: PlacedModel, config: EngineConfig | None = None):
         layout = placed.layout
-        longest = placed.longest()
-        if not longest:
+        max_context = placed.max_context()
+        if not max_context:
             raise ConfigError(
-                f"the model does not fit {layout.devices} x {placed.machine.title}; see `bloomery plan`"
+                f"the model does not fit {layout.devices} x {placed.hardware.title}; "
+                "see `bloomery plan`"
             )
-        device = "cpu" if placed.machine.cpu else "cuda"
-        settings = resolve(
-            config or Config(),
+        settings = resolve_plan(
+            config or EngineConfig(),
             name="",
             path="",
             kind="",
             dtype="bfloat16",
-            device=device,
-            context=longest,
+            device="cpu" if placed.hardware.is_cpu else "cuda",
+            context=max_context,
         )
-        size = settings.block_size
-        most = -(-settings.max_length // size) * settings.max_num_seqs
-        capacity = EngineCapacity(
-            blocks=min(int(placed.room // placed.sequence_bytes(size)), most),
-            block_size=size,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_length=settings.max_length,
-            vocab=placed.model.vocab,
-            stages=layout.pp,
-            expected=placed.roofline.usual(),
-        )
+        capacity = compute_replica_capacity(placed, settings)
         self.replicas = [
-            Replica(settings, capacity, placed.roofline) for _ in range(layout.replicas)
+            SimulatedReplica(settings, capacity, placed.roofline) for _ in range(layout.replicas)
         ]
-        self.homes: dict[str, int] = {}  # session -> replica that has its prefix
-        self.said: dict[
-            str, tuple[int, ...]
-        ] = {}  # session -> tokens of its last request and of the answer
+        self.router = PrefixAffinityRouter(len(self.replicas))
+        # By session: the tokens of its last prompt and output.
+        self.session_tokens: dict[str, tuple[int, ...]] = {}
 
-    def route(self, arrival: Arrival) -> Replica:
-        """To the replica that knows the session unless it is far busier than the idlest; otherwise to the idlest."""
-        idlest = min(range(len(self.replicas)), key=lambda i: self.replicas[i].load)
-        home = self.homes.get(arrival.session, idlest) if arrival.prefix else idlest
-        if self.replicas[home].load > 2 * self.replicas[idlest].load + 8192:
-            home = idlest
-        if arrival.session:
-            self.homes[arrival.session] = home
-        return self.replicas[home]
+    def route(self, request: EngineRequest) -> SimulatedReplica:
+        """Choose the replica by the rule that the server uses for its replicas."""
+        loads = {number: replica.num_open for number, replica in enumerate(self.replicas)}
+        return self.replicas[self.router.choose(request, loads)]
 
-    def run(self, arrivals: Sequence[Arrival]) -> list[Record]:
-        """Everybody's record, in the order of `arrivals`."""
-        records = [Record(0.0, arrival.prompt) for arrival in arrivals]
-        later: dict[str, deque[int]] = defaultdict(deque)
-        coming: list[tuple[float, int]] = []
-        known: set[str] = set()  # sessions: who is the first of one follows nobody
-        for i, arrival in enumerate(arrivals):
-            if arrival.arrival is not None or arrival.session not in known:
-                heapq.heappush(
-                    coming, (arrival.after if arrival.arrival is None else arrival.arrival, i)
-                )
-            else:
-                later[arrival.session].append(i)
-            known.add(arrival.session)
+    def run(self, arrivals: Sequence[RequestArrival]) -> list[RequestRecord]:
+        """Serve all requests and return their records, in the order of `arrivals`."""
+        records = [RequestRecord(0.0, arrival.prompt) for arrival in arrivals]
+        queue = ArrivalQueue(arrivals)
         while True:
             busy = [replica for replica in self.replicas if replica.loop.busy]
-            next_up = min(busy, key=lambda replica: replica.clock.now) if busy else None
-            patience = next_up.loop.patience() if next_up else 0.0
-            if coming and (next_up is None or coming[0][0] <= next_up.clock.now + patience):
-                at, i = heapq.heappop(coming)
-                if not self._enter(arrivals[i], records[i], at, i):
-                    self._follow(arrivals, i, at, later, coming)
-            elif next_up is not None:
-                next_up.clock.now += patience
-                for i in self._advance(next_up, records):
-                    self._follow(arrivals, i, next_up.clock.now, later, coming)
+            replica = min(busy, key=lambda replica: replica.clock.now, default=None)
+            if replica is None:
+                if not queue.pending:
+                    return records
+                window_end = queue.next_time
             else:
-                return records
+                window_end = replica.clock.now + replica.loop.compute_batching_window()
+            if queue.pending and queue.next_time <= window_end:
+                time, index = queue.pop()
+                if not self._submit(arrivals[index], records[index], time, index):
+                    queue.release_next_of_session(index, time)
+            elif replica is not None:
+                replica.clock.now = window_end
+                for index in self._run_step(replica, records):
+                    queue.release_next_of_session(index, replica.clock.now)
 
-    def _enter(self, arrival: Arrival, record: Record, at: float, i: int) -> bool:
-        replica = self.route(arrival)
-        replica.clock.now = max(replica.clock.now, at)
-        record.sent = at
-        output = min(
-            arrival.output, replica.longest - arrival.prompt
-        )  # as a server cuts an answer short
+    def _submit(
+        self, arrival: RequestArrival, record: RequestRecord, time: float, index: int
+    ) -> bool:
+        """Submit a request. Returns False if it was refused."""
+        record.sent = time
+        max_len = self.replicas[0].max_len
+        max_tokens = min(arrival.output, max_len - arrival.prompt)  # as a server limits it
         try:
-            if output < 1:
+            if max_tokens < 1:
                 raise PromptTooLong(
-                    f"a prompt of {arrival.prompt} tokens leaves no room in {replica.longest}"
+                    f"a prompt of {arrival.prompt} tokens leaves no room in {max_len}"
                 )
-            replica.loop.add(
-                EngineRequest(
-                    str(i), self._prompt(arrival, i), GREEDY, output, priority=arrival.priority
-                )
+            prompt = self._prompt_tokens(arrival, index)
+            request = EngineRequest(
+                str(index), prompt, GREEDY, max_tokens, priority=arrival.priority
             )
-        except InvalidRequest as refusal:
-            record.error = str(refusal)
-            record.done = at
+            replica = self.route(request)
+            replica.clock.now = max(replica.clock.now, time)
+            replica.loop.add(request)
+        except InvalidRequest as error:
+            record.error = str(error)
+            record.done = time
             return False
-        replica.load += arrival.prompt + output
+        replica.num_open += 1
         return True
 
-    def _prompt(self, arrival: Arrival, i: int) -> tuple[int, ...]:
-        """Token ids that begin like the session's last exchange for `prefix` tokens, and like nobody else's after."""
-        known = self.said.get(arrival.session, ())[: min(arrival.prefix, arrival.prompt - 1)]
-        prompt = known + (i + ANSWER + 1,) * (arrival.prompt - len(known))
+    def _prompt_tokens(self, arrival: RequestArrival, index: int) -> tuple[int, ...]:
+        """Create a prompt whose first `prefix` tokens repeat the session's last exchange.
+
+        The other tokens differ from those of every other request.
+        """
+        prefix_len = min(arrival.prefix, arrival.prompt - 1)
+        prefix = self.session_tokens.get(arrival.session, ())[:prefix_len]
+        unique_token = index + OUTPUT_TOKEN + 1
+        prompt = prefix + (unique_token,) * (arrival.prompt - len(prefix))
         if arrival.session:
-            self.said[arrival.session] = prompt + (ANSWER,) * arrival.output
+            self.session_tokens[arrival.session] = prompt + (OUTPUT_TOKEN,) * arrival.output
         return prompt
 
     @staticmethod
-    def _advance(replica: Replica, records: Sequence[Record]) -> list[int]:
-        """One step of a replica; who is done."""
+    def _run_step(replica: SimulatedReplica, records: Sequence[RequestRecord]) -> list[int]:
+        """Run one step of a replica and return the requests that have ended."""
         ended = []
-        for news in replica.loop.step():
-            i = int(news.request)
-            record = records[i]
-            if news.ids:
-                record.tokens += len(news.ids)
-                record.stamps.append(replica.clock.now)
-            if news.finish:
-                record.done = replica.clock.now
-                record.error = news.error
-                replica.load -= record.prompt + record.tokens
-                ended.append(i)
+        now = replica.clock
+        for output in replica.loop.step():
+            index = int(output.request)
+            record = records[index]
+            if output.ids:
+                record.tokens += len(output.ids)
+                record.stamps.append(now())
+            if output.finish:
+                record.done = now()
+                record.error = output.error
+                replica.num_open -= 1
+                ended.append(index)
         return ended
 
-    @staticmethod
-    def _follow(
-        arrivals: Sequence[Arrival],
-        i: int,
-        now: float,
-        later: dict[str, deque[int]],
-        coming: list[tuple[float, int]],
-    ) -> None:
-        """The session's next request, once the former is answered."""
-        waiting = later.get(arrivals[i].session)
-        if waiting:
-            following = waiting.popleft()
-            heapq.heappush(coming, (now + arrivals[following].after, following))
+
+def compute_replica_capacity(placed: PlacedModel, settings: EnginePlan) -> EngineCapacity:
+    """Return what one engine of the fleet can hold."""
+    block_size = settings.block_size
+    blocks_that_fit = int(placed.free_kv_bytes // placed.kv_bytes_per_sequence(block_size))
+    blocks_per_sequence = -(-settings.max_model_len // block_size)
+    return EngineCapacity(
+        blocks=min(blocks_that_fit, blocks_per_sequence * settings.max_num_seqs),
+        block_size=block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        vocab=placed.model.vocab,
+        stages=placed.layout.pp,
+        expected_steps=placed.roofline.reference_steps(),
+    )
 
 
-# ---- calibration -----------------------------------------------------------------------------------
+class ArrivalQueue:
+    """Requests of a trace in order of time.
+
+    A request without an arrival time follows the previous one of its session.
+    """
+
+    def __init__(self, arrivals: Sequence[RequestArrival]):
+        self.arrivals = arrivals
+        self.pending: list[tuple[float, int]] = []  # heap of (time, index)
+        self.later: dict[str, deque[int]] = defaultdict(deque)  # by session
+        known_sessions: set[str] = set()
+        for index, arrival in enumerate(arrivals):
+            if arrival.arrival is not None:
+                heapq.heappush(self.pending, (arrival.arrival, index))
+            elif arrival.session not in known_sessions:
+                # The first request of a session follows none.
+                heapq.heappush(self.pending, (arrival.after, index))
+            else:
+                self.later[arrival.session].append(index)
+            known_sessions.add(arrival.session)
+
+    @property
+    def next_time(self) -> float:
+        return self.pending[0][0]
+
+    def pop(self) -> tuple[float, int]:
+        return heapq.heappop(self.pending)
+
+    def release_next_of_session(self, index: int, now: float) -> None:
+        """Schedule the request that follows request `index`, which has just ended."""
+        later = self.later.get(self.arrivals[index].session)
+        if later:
+            following = later.popleft()
+            heapq.heappush(self.pending, (now + self.arrivals[following].after, following))
+
+
+# ---- calibration -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
+    """A measured step. The field names are the keys of a calibration file."""
+
     tokens: int
-    attended: int
-    sampled: int
+    attended: int  # keys that all its sequences attend to
+    sampled: int  # sequences that sample a token
     seconds: float
-    pairs: int | None = None
+    pairs: int | None = None  # query-key pairs, for prefill chunks
 
     @property
     def work(self) -> tuple[int, int, int, int | None]:
+        """The arguments of Roofline.expected_seconds."""
         return self.tokens, self.attended, self.sampled, self.pairs
 
 
-def read_steps(path: Path) -> list[Measured]:
+def read_steps(path: Path) -> list[MeasuredStep]:
+    """Read a calibration file: one JSON object per line."""
     try:
-        return [
-            Measured(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()
-        ]
+        lines = path.read_text().splitlines()
+        return [MeasuredStep(**json.loads(line)) for line in lines if line.strip()]
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path}: {error}; a line is tokens, attended, sampled, seconds and, of chunks, pairs"
+            f"{path}: {error}; each line needs tokens, attended, sampled and seconds, "
+            "and for prefill chunks pairs"
         ) from None
 
 
-def calibrate(roofline: Roofline, steps: Sequence[Measured]) -> Calibration:
-    """Four constants by least squares on the relative error: a step, its floors' slowdown, a sequence, and how much
-    better the device computes than it reads (the one that is not linear: the best of a row of values)."""
+def calibrate(roofline: Roofline, steps: Sequence[MeasuredStep]) -> StepCalibration:
+    """Fit four constants of the roofline to measured steps, by least squares on relative errors.
+
+    Three are linear: seconds per step, slowdown of the floors, seconds per sequence. The fourth is
+    the ratio of compute to memory efficiency: the best of 41 values from 0.2 to 5.
+    """
     if len(steps) < 4:
         raise ConfigError(
             f"{len(steps)} measured steps are too few to calibrate on; give more, of several sizes"
         )
-    found = [_fitted(copy(roofline), steps, float(ratio)) for ratio in np.geomspace(0.2, 5, 41)]
-    best = min((one for one in found if one is not None), key=lambda one: one[0], default=None)
+    best: tuple[float, StepCalibration] | None = None
+    for ratio in np.geomspace(0.2, 5, 41):
+        fit = _fit_calibration(copy(roofline), steps, float(ratio))
+        if fit is not None and (best is None or fit[0] < best[0]):
+            best = fit
     if best is None:
         raise ConfigError(
             "the measured steps do not grow with their work; measure steps of several sizes"
@@ -295,77 +345,102 @@ def calibrate(roofline: Roofline, steps: Sequence[Measured]) -> Calibration:
     return best[1]
 
 
-def _fitted(
-    trial: Roofline, steps: Sequence[Measured], ratio: float
-) -> tuple[float, Calibration] | None:
-    """The best constants for one ratio of compute to memory, and their error."""
-    before = trial.calibration
+def _fit_calibration(
+    trial: Roofline, steps: Sequence[MeasuredStep], compute_ratio: float
+) -> tuple[float, StepCalibration] | None:
+    """Return the squared error and the best constants for one ratio of compute to memory.
+
+    Returns None if the steps do not grow with their work. Changes the calibration of `trial`.
+    """
+    original = trial.calibration
     trial.calibration = replace(
-        before, memory=1.0, compute=ratio, launch=0.0, step=0.0, eager=0.0, mixed=0.0, sequence=0.0
+        original,
+        memory_efficiency=1.0,
+        compute_efficiency=compute_ratio,
+        kernel_gap_seconds=0.0,
+        step_overhead_seconds=0.0,
+        eager_launch_seconds=0.0,
+        mixed_seconds_per_layer=0.0,
+        sequence_seconds_per_layer=0.0,
     )
-    seconds = np.array([s.seconds for s in steps])
-    floors = [trial.expected(*s.work) for s in steps]
-    columns = (
-        np.stack([np.ones(len(steps)), floors, [s.sampled for s in steps]], 1) / seconds[:, None]
-    )
-    step, slow, sequence = map(float, prices := _no_negatives(columns))
-    if slow <= 0:
+    seconds = np.array([step.seconds for step in steps])
+    ones = np.ones(len(steps))
+    floors = [trial.expected_seconds(*step.work) for step in steps]
+    num_sampled = [step.sampled for step in steps]
+    columns = np.stack([ones, floors, num_sampled], 1) / seconds[:, None]
+    coefficients = _non_negative_least_squares(columns)
+    step_seconds, slowdown, sequence_seconds = map(float, coefficients)
+    if slowdown <= 0:
         return None
-    each = sequence / len(trial.model.layers)
-    found = replace(
-        before, memory=1 / slow, compute=ratio / slow, launch=0.0, step=step, sequence=each
+    calibration = replace(
+        original,
+        memory_efficiency=1 / slowdown,
+        compute_efficiency=compute_ratio / slowdown,
+        kernel_gap_seconds=0.0,
+        step_overhead_seconds=step_seconds,
+        sequence_seconds_per_layer=sequence_seconds / len(trial.model.layers),
     )
-    return float(np.square(columns @ prices - 1).sum()), found
+    squared_error = float(np.square(columns @ coefficients - 1).sum())
+    return squared_error, calibration
 
 
-def _no_negatives(columns: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Least squares for a target of ones with no price below zero: drop the worst until none is."""
+def _non_negative_least_squares(columns: FloatArray) -> FloatArray:
+    """Fit a target of ones without negative coefficients.
+
+    Drops the column with the most negative coefficient until none is negative.
+    """
     used = list(range(columns.shape[1]))
+    coefficients = np.zeros(columns.shape[1])
     while used:
-        found, *_ = np.linalg.lstsq(columns[:, used], np.ones(len(columns)), rcond=None)
-        if (found >= 0).all():
+        solution, *_ = np.linalg.lstsq(columns[:, used], np.ones(len(columns)), rcond=None)
+        if (solution >= 0).all():
+            coefficients[used] = solution
             break
-        del used[int(found.argmin())]
-    prices = np.zeros(columns.shape[1])
-    if used:
-        prices[used] = found
-    return prices
+        del used[int(solution.argmin())]
+    return coefficients
 
 
-# ---- the command -----------------------------------------------------------------------------------
+# ---- the command -------------------------------------------------------------------------------
 
 
-def simulated(
-    placed: Placed, arrivals: Sequence[Arrival], config: Config, targets: Targets
+def simulate_trace(
+    placed: PlacedModel,
+    arrivals: Sequence[RequestArrival],
+    config: EngineConfig,
+    targets: GoodputTargets,
 ) -> dict[str, Any]:
-    fleet = Fleet(placed, config)
-    result = summarise(fleet.run(arrivals), targets)
+    """Simulate a trace and return a summary like that of `bloomery bench`."""
+    fleet = SimulatedFleet(placed, config)
+    summary = summarize_records(fleet.run(arrivals), targets)
     span = max(replica.clock.now for replica in fleet.replicas) or 1.0
     executors = [replica.executor for replica in fleet.replicas]
-    result["steps"] = sum(executor.steps for executor in executors)
-    result["device_busy"] = round(
-        sum(executor.busy for executor in executors) / span / len(executors), 4
-    )
-    result["preemptions"] = sum(replica.scheduler.preemptions for replica in fleet.replicas)
-    return result
+    busy_seconds = sum(executor.busy_seconds for executor in executors)
+    summary["steps"] = sum(executor.num_steps for executor in executors)
+    summary["device_busy"] = round(busy_seconds / span / len(executors), 4)
+    summary["preemptions"] = sum(replica.scheduler.num_preemptions for replica in fleet.replicas)
+    return summary
 
 
-def run(placed: Placed, trace: Path, calibration: Path | None, as_json: bool) -> int:
+def run_simulation(
+    placed: PlacedModel, trace: Path, calibration: Path | None, as_json: bool
+) -> int:
+    """Simulate a trace with both policies and print the results. Returns the exit status."""
     if calibration is not None:
         placed.roofline.calibration = calibrate(placed.roofline, read_steps(calibration))
-    arrivals = read(trace)
-    policies = ("fair", "fcfs")
+    arrivals = read_trace(trace)
     results = {
-        policy: simulated(placed, arrivals, Config(policy=policy), Targets()) for policy in policies
+        policy: simulate_trace(placed, arrivals, EngineConfig(policy=policy), GoodputTargets())
+        for policy in ("fair", "fcfs")
     }
     if as_json:
         print(json.dumps(results, indent=1))
         return 0
     print(
-        f"{len(arrivals):,} requests of {trace.name} on {placed.layout}, {placed.machine.title}, in virtual time\n"
+        f"{len(arrivals):,} requests of {trace.name} on {placed.layout}, "
+        f"{placed.hardware.title}, in virtual time\n"
     )
-    print(table(results))
+    print(format_table(results))
     for policy, result in results.items():
-        for why, count in result["errors"].items():
-            print(f"{policy}: {count} x {why}", file=sys.stderr)
+        for reason, count in result["errors"].items():
+            print(f"{policy}: {count} x {reason}", file=sys.stderr)
     return 0

@@ -1,4 +1,4 @@
-"""langchain-openai: conversations, streams, batches, completions, embeddings."""
+"""langchain-openai: chat, streams, batches, completions, embeddings."""
 
 import sys
 
@@ -16,6 +16,6 @@ text = OpenAI(**common, temperature=0, max_tokens=4)
 assert "Paris" in text.invoke("The capital of France is")
 assert len(text.generate(["One", "Two"]).generations) == 2
 embeddings = OpenAIEmbeddings(**common, check_embedding_ctx_length=False)
-one, two = embeddings.embed_documents(["a cat", "a dog"])
-assert len(one) == len(two) == len(embeddings.embed_query("a cow"))
+first, second = embeddings.embed_documents(["a cat", "a dog"])
+assert len(first) == len(second) == len(embeddings.embed_query("a cow"))
 print("langchain-openai: all as expected")

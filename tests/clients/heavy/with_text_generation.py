@@ -1,6 +1,6 @@
-"""text-generation 0.7.0, TGI's own client: sync and async, whole, streamed, with details, conversations, errors.
+"""text-generation 0.7.0, TGI's own client: sync and async, streamed, details, chat, errors.
 
-Its chat(stream=True) works with no server that sends [DONE]: it reads that as JSON.
+Its chat(stream=True) fails with any server that sends [DONE], because it reads that as JSON.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from text_generation.errors import ValidationError
 
 URL = sys.argv[1]
 PROMPT = "The capital of France is"
-ASKED = [{"role": "user", "content": "What is iron made from?"}]
+MESSAGES = [{"role": "user", "content": "What is iron made from?"}]
 
 client = Client(URL, timeout=60)
 answer = client.generate(
@@ -31,21 +31,16 @@ answer = client.generate(
 )
 assert answer.details.generated_tokens == 4 and answer.details.seed == 1, answer
 assert answer.details.prefill[0].logprob is None and len(answer.details.top_tokens[0]) == 2
-whole = client.generate(PROMPT, max_new_tokens=6).generated_text
-assert whole.startswith(" Paris"), whole
-*_, last = events = list(client.generate_stream(PROMPT, max_new_tokens=6))
-assert "".join(event.token.text for event in events) == whole == last.generated_text
+full = client.generate(PROMPT, max_new_tokens=6).generated_text
+assert full.startswith(" Paris"), full
+events = list(client.generate_stream(PROMPT, max_new_tokens=6))
+last = events[-1]
+assert "".join(event.token.text for event in events) == full == last.generated_text
 assert last.details.generated_tokens == 6
-assert (
-    len(
-        client.generate(
-            PROMPT, max_new_tokens=2, best_of=2, do_sample=True
-        ).details.best_of_sequences
-    )
-    == 1
-)
+best = client.generate(PROMPT, max_new_tokens=2, best_of=2, do_sample=True)
+assert len(best.details.best_of_sequences) == 1
 chat = client.chat(
-    messages=ASKED, max_tokens=6, temperature=0.5, logprobs=True, top_logprobs=1, seed=1
+    messages=MESSAGES, max_tokens=6, temperature=0.5, logprobs=True, top_logprobs=1, seed=1
 )
 assert chat.choices[0].message.content and chat.usage["completion_tokens"] == 6, chat
 try:
@@ -56,16 +51,18 @@ else:
     raise AssertionError("an empty prompt was answered")
 
 
-async def concurrently() -> None:
-    other = AsyncClient(URL, timeout=60)
-    one, two = await asyncio.gather(
-        other.generate(PROMPT, max_new_tokens=6),
-        other.chat(messages=ASKED, max_tokens=4, temperature=0.5),
+async def check_async_client() -> None:
+    async_client = AsyncClient(URL, timeout=60)
+    generated, chat = await asyncio.gather(
+        async_client.generate(PROMPT, max_new_tokens=6),
+        async_client.chat(messages=MESSAGES, max_tokens=4, temperature=0.5),
     )
-    assert one.generated_text == whole and two.choices[0].message.content
-    said = [event.token.text async for event in other.generate_stream(PROMPT, max_new_tokens=6)]
-    assert "".join(said) == whole
+    assert generated.generated_text == full and chat.choices[0].message.content
+    tokens = [
+        event.token.text async for event in async_client.generate_stream(PROMPT, max_new_tokens=6)
+    ]
+    assert "".join(tokens) == full
 
 
-asyncio.run(concurrently())
+asyncio.run(check_async_client())
 print("text-generation: all as expected")

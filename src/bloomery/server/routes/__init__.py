@@ -1,10 +1,10 @@
-"""Every endpoint, in one table: what is not here does not exist, what is not open here needs a key."""
+"""The table of all endpoints. A path that is not here does not exist."""
 
 from __future__ import annotations
 
-from bloomery.server.call import Route
 from bloomery.server.routes import (
     chat,
+    clouds,
     completions,
     embeddings,
     generate,
@@ -15,13 +15,14 @@ from bloomery.server.routes import (
     status,
     tokens,
 )
-from bloomery.server.service import Settings
+from bloomery.server.service import Route, ServerSettings
 
 
-def table(settings: Settings) -> tuple[Route, ...]:
+def build_routes(settings: ServerSettings) -> tuple[Route, ...]:
     return (
         *page.ROUTES,
         *generate.ROUTES,
+        *clouds.ROUTES,
         *chat.ROUTES,
         *completions.ROUTES,
         *responses.ROUTES,
@@ -29,5 +30,5 @@ def table(settings: Settings) -> tuple[Route, ...]:
         *embeddings.ROUTES,
         *models.ROUTES,
         *tokens.ROUTES,
-        *status.routes(settings.open_metrics),
+        *status.build_status_routes(settings.open_metrics),
     )

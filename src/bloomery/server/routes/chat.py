@@ -10,28 +10,27 @@ from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import BOTH, Call, Route
-from bloomery.server.errors import openai
-from bloomery.server.generation import Ask, Job
+from bloomery.server.errors import format_openai_error
+from bloomery.server.generation import GenerationInput, GenerationJob
 from bloomery.server.routes.openai import (
-    TOOLS,
-    Envelope,
+    NO_TOOLS,
+    CompletionEnvelope,
     GenerationBody,
-    chat_logprobs,
-    check_tools,
-    finish_reason,
-    prompt_logprobs,
-    sampling,
+    check_tool_choice,
+    format_chat_logprobs,
+    format_prompt_logprobs,
+    openai_finish_reason,
+    openai_sampling_params,
 )
-from bloomery.server.service import Prompt
-from bloomery.server.shapes import CHAT
-from bloomery.text.answer import Answer, Delta
+from bloomery.server.service import JSON_OR_EVENTS, HttpCall, Route, TokenizedPrompt
+from bloomery.server.shapes import CHAT_COMPLETION
+from bloomery.text.outputs import CompletionState, CompletionDelta
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Scalar = str | int | float | bool | None
 
 
-class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Role
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
@@ -40,7 +39,7 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    messages: list[Message]
+    messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -51,154 +50,167 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Scalar] | None = None
 
 
-async def chat_completions(call: Call) -> ASGIApp:
+async def chat_completions(call: HttpCall) -> ASGIApp:
     """Answer a conversation."""
-    body = await call.read(ChatBody)
-    params = wishes(call, body)
-    ticket = call.admit(params.children)
-    job = Job(call, ticket, [Ask(await prompt(call, body), params)])
-    return await job.answer(Chat(job, body), body.stream)
+    body = await call.read_body(ChatBody)
+    params = chat_sampling_params(call, body)
+    permit = call.admit(params.num_sequences)
+    prompt = await tokenize_chat(call, body)
+    job = GenerationJob(call, permit, [GenerationInput(prompt, params)])
+    return await job.respond(ChatFormatter(job, body), body.stream)
 
 
-def wishes(call: Call, body: ChatBody) -> SamplingParams:
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= call.service.limits.logprobs:
-        raise InvalidRequest(
-            f"top_logprobs must be from 0 to {call.service.limits.logprobs}", "top_logprobs"
-        )
-    check_tools(body.tool_choice)
+def chat_sampling_params(call: HttpCall, body: ChatBody) -> SamplingParams:
+    max_logprobs = call.service.limits.logprobs
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
+        if not 0 <= body.top_logprobs <= max_logprobs:
+            raise InvalidRequest(f"top_logprobs must be from 0 to {max_logprobs}", "top_logprobs")
+    check_tool_choice(body.tool_choice)
     if set(body.modalities or ()) - {"text"}:
         raise InvalidRequest("modalities may be text only", "modalities")
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return sampling(
-        call, body, max_tokens=most, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs
+    max_tokens = body.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = body.max_tokens
+    return openai_sampling_params(
+        call,
+        body,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
-async def prompt(call: Call, body: ChatBody) -> Prompt:
-    return await call.service.conversation(
-        conversation(body.messages, call.service.tokenizer.chat_templates),
+async def tokenize_chat(call: HttpCall, body: ChatBody) -> TokenizedPrompt:
+    messages = to_template_messages(body.messages, call.service.tokenizer.chat_templates)
+    return await call.service.apply_chat_template(
+        messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=body.chat_template_kwargs,
     )
 
 
-def conversation(messages: Sequence[Message], templates: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Messages as templates know them: text only, and a developer's as a system's where they know no developer."""
+def to_template_messages(
+    messages: Sequence[ChatMessage], templates: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: text only.
+
+    The role "developer" becomes "system" for templates that do not know it.
+    """
     if not messages:
         raise InvalidRequest("messages is empty: a conversation needs at least one", "messages")
-    knows = any("developer" in template for template in templates.values())
-    plain = []
+    knows_developer = any("developer" in template for template in templates.values())
+    template_messages = []
     for index, message in enumerate(messages):
-        where = f"messages[{index}]"
+        path = f"messages[{index}]"
         if message.tool_calls or message.role in ("tool", "function"):
-            raise InvalidRequest(f"{where} is about a tool: {TOOLS}", f"{where}.role")
+            raise InvalidRequest(f"{path} is about a tool: {NO_TOOLS}", f"{path}.role")
         if message.content is None:
-            raise InvalidRequest(f"{where}.content is missing", f"{where}.content")
+            raise InvalidRequest(f"{path}.content is missing", f"{path}.content")
         if isinstance(message.content, list):
-            check_parts(message.content, f"{where}.content")
-        role = "system" if message.role == "developer" and not knows else message.role
-        plain.append({**msgspec.to_builtins(message), "role": role})
-    return plain
+            check_text_parts(message.content, f"{path}.content")
+        is_system = message.role == "developer" and not knows_developer
+        role = "system" if is_system else message.role
+        template_messages.append({**msgspec.to_builtins(message), "role": role})
+    return template_messages
 
 
-def check_parts(
-    parts: Sequence[Mapping[str, Any]], where: str, kinds: Sequence[str] = ("text",)
+def check_text_parts(
+    parts: Sequence[Mapping[str, Any]], path: str, part_types: Sequence[str] = ("text",)
 ) -> None:
+    """Refuse content parts that are not text."""
     for index, part in enumerate(parts):
-        if part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            at = f"{where}[{index}]"
-            kind = str(part.get("type"))[:64]
-            raise InvalidRequest(
-                f"{at} is of type {kind!r}: the model reads text only", f"{at}.type"
-            )
+        if part.get("type") not in part_types or not isinstance(part.get("text"), str):
+            part_path = f"{path}[{index}]"
+            part_type = str(part.get("type"))[:64]
+            message = f"{part_path} is of type {part_type!r}: the model reads text only"
+            raise InvalidRequest(message, f"{part_path}.type")
 
 
-class Chat:
-    """The answer as OpenAI writes it: a role first, then content, then the reason it ended."""
+class ChatFormatter:
+    """Writes an answer as OpenAI does: the role first, then content, then the finish reason."""
 
-    def __init__(self, job: Job, body: ChatBody):
+    def __init__(self, job: GenerationJob, body: ChatBody):
+        object_name = "chat.completion.chunk" if body.stream else "chat.completion"
         self.job = job
         self.body = body
         self.tokenizer = job.call.service.tokenizer
-        self.envelope = Envelope(
-            job, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion"
+        self.envelope = CompletionEnvelope(job, body, "chatcmpl", object_name)
+        # Tokens that add no text yet get no chunk, unless a chunk would show something else.
+        self.skips_empty_text = not (
+            body.logprobs or body.return_token_ids or self.envelope.continuous_usage
         )
-        self.silent = not (body.logprobs or body.return_token_ids or self.envelope.always)
-        self.begun: set[int] = set()
+        self.started_choices: set[int] = set()
 
-    def whole(self) -> dict[str, Any]:
-        scores = self.body.prompt_logprobs
-        more = self._prompt_ids()
+    def full_response(self) -> dict[str, Any]:
+        more = self._prompt_token_ids()
+        num_top = self.body.prompt_logprobs
+        if num_top is not None:
+            entries = self.job.generations[0].prompt_logprobs
+            more["prompt_logprobs"] = format_prompt_logprobs(self.tokenizer, entries, num_top)
         choices = []
-        if scores is not None:
-            known = self.job.generations[0].prompt_logprobs
-            more["prompt_logprobs"] = prompt_logprobs(self.tokenizer, known, scores)
-        for index, answer in enumerate(self.job.answers):
+        for index, answer in enumerate(self.job.best_answers):
             message = {"role": "assistant", "content": answer.text, "refusal": None}
             choices.append(self._choice(index, {"message": message}, answer, answer.finish_reason))
-        return self.envelope.whole(choices, **more)
+        return self.envelope.full_response(choices, **more)
 
-    def delta(self, index: int, delta: Delta) -> bytes:
-        said = b""
-        if delta.index not in self.begun:
-            more = {} if self.begun else self._prompt_ids()
-            self.begun.add(delta.index)
+    def delta_events(self, prompt_index: int, delta: CompletionDelta) -> bytes:
+        index = delta.index
+        events = b""
+        if index not in self.started_choices:
+            more = {} if self.started_choices else self._prompt_token_ids()
+            self.started_choices.add(index)
             opening = {"delta": {"role": "assistant", "content": "", "refusal": None}}
-            said = self.envelope.chunk(self._choice(delta.index, opening), **more)
-        if delta.text or not self.silent:
-            said += self.envelope.chunk(
-                self._choice(delta.index, {"delta": {"content": delta.text}}, delta)
-            )
+            events = self.envelope.chunk_event(self._choice(index, opening), **more)
+        if delta.text or not self.skips_empty_text:
+            choice = self._choice(index, {"delta": {"content": delta.text}}, delta)
+            events += self.envelope.chunk_event(choice)
         if delta.finish_reason is not None:
-            said += self.envelope.chunk(
-                self._choice(delta.index, {"delta": {}}, None, delta.finish_reason)
-            )
-        return said
+            choice = self._choice(index, {"delta": {}}, None, delta.finish_reason)
+            events += self.envelope.chunk_event(choice)
+        return events
+
+    def final_events(self) -> bytes:
+        return self.envelope.final_events()
 
     def _choice(
         self,
         index: int,
-        part: dict[str, Any],
-        gained: Answer | Delta | None = None,
-        reason: str | None = None,
+        content: dict[str, Any],
+        tokens: CompletionState | CompletionDelta | None = None,
+        finish_reason: str | None = None,
     ) -> dict[str, Any]:
+        """One choice; `tokens` provides its log-probabilities and token ids."""
         logprobs = None
-        ids = {}
-        if gained is not None and self.body.logprobs:
-            logprobs = chat_logprobs(self.tokenizer, gained.logprobs, self.body.top_logprobs or 0)
-        if gained is not None and self.body.return_token_ids:
-            ids = {"token_ids": gained.token_ids}
-        return {
+        if tokens is not None and self.body.logprobs:
+            num_top = self.body.top_logprobs or 0
+            logprobs = format_chat_logprobs(self.tokenizer, tokens.logprobs, num_top)
+        choice = {
             "index": index,
-            **part,
+            **content,
             "logprobs": logprobs,
-            "finish_reason": finish_reason(reason),
-            **ids,
+            "finish_reason": openai_finish_reason(finish_reason),
         }
+        if tokens is not None and self.body.return_token_ids:
+            choice["token_ids"] = tokens.token_ids
+        return choice
 
-    def _prompt_ids(self) -> dict[str, Any]:
-        return (
-            {"prompt_token_ids": self.job.generations[0].prompt_ids}
-            if self.body.return_token_ids
-            else {}
-        )
-
-    def end(self) -> bytes:
-        return self.envelope.end()
+    def _prompt_token_ids(self) -> dict[str, Any]:
+        if not self.body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self.job.generations[0].prompt_ids}
 
 
 ROUTES = (
     Route(
         "/v1/chat/completions",
         chat_completions,
-        openai,
+        format_openai_error,
         ChatBody,
         generates=True,
-        media=BOTH,
-        answer=CHAT,
+        media_types=JSON_OR_EVENTS,
+        response_shape=CHAT_COMPLETION,
     ),
 )

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/completions: text or token ids, one prompt or many, with echo and log-probabilities."""
+"""OpenAI's /v1/completions: text or token ids, one prompt or many, with echo and logprobs."""
 
 from __future__ import annotations
 
@@ -10,28 +10,36 @@ from starlette.types import ASGIApp
 from bloomery.errors import InvalidRequest
 from bloomery.messages import TokenLogprob
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import BOTH, Call, Route
-from bloomery.server.errors import openai
-from bloomery.server.generation import Ask, Job
+from bloomery.server.errors import format_openai_error
+from bloomery.server.generation import GenerationInput, GenerationJob
 from bloomery.server.routes.openai import (
-    Envelope,
+    CompletionEnvelope,
     GenerationBody,
-    finish_reason,
-    prompt_logprobs,
-    sampling,
-    value,
+    clamp_logprob,
+    format_prompt_logprobs,
+    openai_finish_reason,
+    openai_sampling_params,
 )
-from bloomery.server.service import Prompt, Service
-from bloomery.server.shapes import COMPLETION
-from bloomery.text.answer import Delta
+from bloomery.server.service import (
+    JSON_OR_EVENTS,
+    HttpCall,
+    InferenceService,
+    Route,
+    TokenizedPrompt,
+)
+from bloomery.server.shapes import TEXT_COMPLETION
+from bloomery.text.outputs import CompletionDelta
 from bloomery.text.tokenizer import Tokenizer
 
-WORDS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+PROMPT_TYPES = (
+    "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+)
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    REFUSED: ClassVar[dict[str, str]] = {
-        **GenerationBody.REFUSED,
+    UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {
+        **GenerationBody.UNSUPPORTED_FIELDS,
         "suffix": "this server completes text, it does not fill gaps; leave it out",
     }
     prompt: str | list[Any]
@@ -41,170 +49,178 @@ class CompletionBody(GenerationBody, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-async def completions(call: Call) -> ASGIApp:
+async def completions(call: HttpCall) -> ASGIApp:
     """Complete a prompt, or several."""
-    body = await call.read(CompletionBody)
-    params = wishes(call, body)
-    prompts = several(body.prompt)
-    ticket = call.admit(len(prompts) * params.children)
-    asks = [
-        Ask(await ids_of(call.service, prompt, body.add_special_tokens), params)
-        for prompt in prompts
-    ]
-    job = Job(call, ticket, asks)
-    job.silent = body.max_tokens == 0
-    return await job.answer(Completion(job, body), body.stream)
+    body = await call.read_body(CompletionBody)
+    params = completion_sampling_params(call, body)
+    prompts = split_prompts(body.prompt)
+    permit = call.admit(len(prompts) * params.num_sequences)
+    inputs = []
+    for prompt in prompts:
+        tokenized = await tokenize_prompt(call.service, prompt, body.add_special_tokens)
+        inputs.append(GenerationInput(tokenized, params))
+    job = GenerationJob(call, permit, inputs)
+    job.hides_output = body.max_tokens == 0
+    return await job.respond(CompletionFormatter(job, body), body.stream)
 
 
-def wishes(call: Call, body: CompletionBody) -> SamplingParams:
+def completion_sampling_params(call: HttpCall, body: CompletionBody) -> SamplingParams:
     if body.stream and (body.best_of or 1) > (body.n or 1):
-        raise InvalidRequest(
-            "best_of is chosen from whole answers and cannot be streamed", "best_of"
-        )
+        message = "best_of is chosen from whole answers and cannot be streamed"
+        raise InvalidRequest(message, "best_of")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens must be at least 1, or 0 with echo: true", "max_tokens")
-    most = (
-        16
-        if body.max_tokens is None
-        else max(body.max_tokens, 1)
-        if body.max_tokens >= 0
-        else body.max_tokens
-    )
-    prompt = [
-        count
-        for count in (body.logprobs if body.echo else None, body.prompt_logprobs)
-        if count is not None
-    ]
-    return sampling(
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0:
+        max_tokens = 1  # the prompt is wanted alone, but a step must sample a token
+    echoed_logprobs = body.logprobs if body.echo else None
+    counts = [num for num in (echoed_logprobs, body.prompt_logprobs) if num is not None]
+    return openai_sampling_params(
         call,
         body,
-        max_tokens=most,
+        max_tokens=max_tokens,
         logprobs=body.logprobs,
-        prompt_logprobs=max(prompt, default=None),
+        prompt_logprobs=max(counts, default=None),
     )
 
 
-def several(prompt: str | list[Any], field: str = "prompt") -> list[str | list[Any]]:
+def split_prompts(prompt: str | list[Any], field: str = "prompt") -> list[str | list[Any]]:
+    """The prompts of a request; a list of numbers is one prompt of token ids."""
     if isinstance(prompt, str) or (prompt and not isinstance(prompt[0], str | list)):
         return [prompt]
-    kind = type(prompt[0]) if prompt else None
-    if kind is None or not all(isinstance(one, kind) for one in prompt):
-        raise InvalidRequest(f"{field} {WORDS}", field)
+    first_type = type(prompt[0]) if prompt else None
+    if first_type is None or not all(isinstance(entry, first_type) for entry in prompt):
+        raise InvalidRequest(f"{field} {PROMPT_TYPES}", field)
     return prompt
 
 
-async def ids_of(
-    service: Service, prompt: str | list[Any], add_special: bool | None, field: str = "prompt"
-) -> Prompt:
+async def tokenize_prompt(
+    service: InferenceService,
+    prompt: str | list[Any],
+    add_special: bool | None,
+    field: str = "prompt",
+) -> TokenizedPrompt:
     if isinstance(prompt, str):
-        return await service.encode(prompt, add_special is not False, field)
-    service.check_size(len(prompt), field)
-    return Prompt(prompt)
+        return await service.tokenize(prompt, add_special is not False, field)
+    service.check_prompt_characters(len(prompt), field)
+    return TokenizedPrompt(prompt)
 
 
-class Completion:
-    """The answer as OpenAI writes it, with the prompt before it where echo asks for that."""
+class CompletionFormatter:
+    """Writes an answer as OpenAI does, with the prompt before it if `echo` asks for it."""
 
-    def __init__(self, job: Job, body: CompletionBody):
+    def __init__(self, job: GenerationJob, body: CompletionBody):
         self.job = job
         self.body = body
         self.tokenizer = job.call.service.tokenizer
-        self.envelope = Envelope(job, body, "cmpl", "text_completion")
-        self.quiet = (
-            body.logprobs is None and not body.return_token_ids and not self.envelope.always
+        self.envelope = CompletionEnvelope(job, body, "cmpl", "text_completion")
+        # Tokens that add no text yet get no chunk, unless a chunk would show something else.
+        self.skips_empty_text = (
+            body.logprobs is None
+            and not body.return_token_ids
+            and not self.envelope.continuous_usage
         )
-        self.offsets: dict[int, int] = {}  # characters so far, by choice; present once it has begun
+        # Characters written so far, by choice; a choice that has not started has no entry.
+        self.text_offsets: dict[int, int] = {}
 
-    def whole(self) -> dict[str, Any]:
+    def full_response(self) -> dict[str, Any]:
         choices = []
-        for index, answer in enumerate(self.job.answers):
-            number = index // (self.body.n or 1)
-            scores = self.body.prompt_logprobs
-            gained = Delta(
+        num_top = self.body.prompt_logprobs
+        for index, answer in enumerate(self.job.best_answers):
+            prompt_index = index // (self.body.n or 1)
+            delta = CompletionDelta(
                 index,
                 answer.text,
                 tuple(answer.token_ids),
                 tuple(answer.logprobs),
                 answer.finish_reason,
             )
-            choice = self._choice(number, index, gained)
-            if scores is not None:
-                known = self.job.generations[number].prompt_logprobs
-                choice["prompt_logprobs"] = prompt_logprobs(self.tokenizer, known, scores)
+            choice = self._choice(prompt_index, index, delta)
+            if num_top is not None:
+                entries = self.job.generations[prompt_index].prompt_logprobs
+                choice["prompt_logprobs"] = format_prompt_logprobs(self.tokenizer, entries, num_top)
             choices.append(choice)
-        return self.envelope.whole(choices)
+        return self.envelope.full_response(choices)
 
-    def delta(self, index: int, delta: Delta) -> bytes:
-        choice = index * (self.body.n or 1) + delta.index
-        begins = self.body.echo and choice not in self.offsets
-        if not delta.text and not begins and self.quiet and delta.finish_reason is None:
+    def delta_events(self, prompt_index: int, delta: CompletionDelta) -> bytes:
+        index = prompt_index * (self.body.n or 1) + delta.index
+        echoes_now = self.body.echo and index not in self.text_offsets
+        shows_text = delta.text or echoes_now or not self.skips_empty_text
+        if not shows_text and delta.finish_reason is None:
             return b""
-        return self.envelope.chunk(self._choice(index, choice, delta))
+        return self.envelope.chunk_event(self._choice(prompt_index, index, delta))
 
-    def end(self) -> bytes:
-        return self.envelope.end()
+    def final_events(self) -> bytes:
+        return self.envelope.final_events()
 
-    def _choice(self, number: int, index: int, gained: Delta) -> dict[str, Any]:
-        """What a choice gains: all of it, or one chunk."""
-        if self.job.silent:
-            gained = Delta(gained.index, "", (), (), gained.finish_reason and "length")
-        first = index not in self.offsets
-        generation = self.job.generations[number]
-        prompt = generation.prompt_ids
-        echoed = prompt if first and self.body.echo else ()
-        self.offsets.setdefault(index, 0)
-        text = self._echo(number, prompt) + gained.text if echoed else gained.text
+    def _choice(self, prompt_index: int, index: int, delta: CompletionDelta) -> dict[str, Any]:
+        """One choice of a full response or of a chunk; `delta` is what it gains."""
+        if self.job.hides_output:
+            delta = CompletionDelta(delta.index, "", (), (), delta.finish_reason and "length")
+        generation = self.job.generations[prompt_index]
+        is_first = index not in self.text_offsets
+        self.text_offsets.setdefault(index, 0)
+        echoed_ids = generation.prompt_ids if is_first and self.body.echo else ()
+        text = delta.text
+        if echoed_ids:
+            text = self._prompt_text(prompt_index) + text
         logprobs = None
-        ids = {}
         if self.body.logprobs is not None:
-            before = generation.prompt_logprobs if echoed else ()
-            logprobs = self._logprobs(index, echoed, [*before, *gained.logprobs])
+            echoed_logprobs = generation.prompt_logprobs if echoed_ids else ()
+            logprobs = self._logprobs(index, echoed_ids, [*echoed_logprobs, *delta.logprobs])
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": openai_finish_reason(delta.finish_reason),
+        }
         if self.body.return_token_ids:
-            ids = {"token_ids": gained.token_ids, **({"prompt_token_ids": prompt} if first else {})}
-        reason = finish_reason(gained.finish_reason)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **ids}
+            choice["token_ids"] = delta.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = generation.prompt_ids
+        return choice
 
-    def _echo(self, number: int, prompt: Sequence[int]) -> str:
-        text = self.job.asks[number].prompt.text
-        whole = self.body.truncate_prompt_tokens is None
-        return (
-            text
-            if text is not None and whole
-            else self.tokenizer.decode(prompt, skip_special=False)
-        )
+    def _prompt_text(self, prompt_index: int) -> str:
+        """The prompt as the client wrote it, or its token ids as text if it was cut or sent so."""
+        text = self.job.inputs[prompt_index].prompt.text
+        if text is not None and self.body.truncate_prompt_tokens is None:
+            return text
+        prompt_ids = self.job.generations[prompt_index].prompt_ids
+        return self.tokenizer.decode(prompt_ids, skip_special=False)
 
     def _logprobs(
-        self, index: int, echoed: Sequence[int], entries: Sequence[TokenLogprob]
+        self, index: int, echoed_ids: Sequence[int], entries: Sequence[TokenLogprob]
     ) -> dict[str, Any]:
-        top = self.body.logprobs or 0
-        tokens = [
-            spelled(self.tokenizer, id) for id in (*echoed[:1], *(entry.token for entry in entries))
-        ]
+        first_ids = echoed_ids[:1]  # the first token of a prompt has no log-probability
+        token_ids = (*first_ids, *(entry.token for entry in entries))
+        tokens = [token_label(self.tokenizer, token_id) for token_id in token_ids]
         offsets = []
         for token in tokens:
-            offsets.append(self.offsets[index])
-            self.offsets[index] += len(token)
-        nothing = [None] * len(echoed[:1])  # the first token of a prompt has no probability
+            offsets.append(self.text_offsets[index])
+            self.text_offsets[index] += len(token)
+        nulls = [None] * len(first_ids)
+        num_top = self.body.logprobs or 0
+        top_logprobs = None
+        if num_top:
+            top_logprobs = [*nulls, *(self._top_logprobs(entry, num_top) for entry in entries)]
         return {
             "tokens": tokens,
-            "token_logprobs": [*nothing, *(value(entry.logprob) for entry in entries)],
-            "top_logprobs": [*nothing, *(self._best(entry, top) for entry in entries)]
-            if top
-            else None,
+            "token_logprobs": [*nulls, *(clamp_logprob(entry.logprob) for entry in entries)],
+            "top_logprobs": top_logprobs,
             "text_offset": offsets,
         }
 
-    def _best(self, entry: TokenLogprob, top: int) -> dict[str, float]:
-        """The best ones, and the token's own; of two tokens that read alike the likelier one."""
-        best: dict[str, float] = {}
-        for token, logprob in (*entry.top[:top], (entry.token, entry.logprob)):
-            best.setdefault(spelled(self.tokenizer, token), value(logprob))
-        return best
+    def _top_logprobs(self, entry: TokenLogprob, num_top: int) -> dict[str, float]:
+        """The best tokens and the sampled one; of two with the same label the likelier one."""
+        logprobs: dict[str, float] = {}
+        for token_id, logprob in (*entry.top[:num_top], (entry.token, entry.logprob)):
+            logprobs.setdefault(token_label(self.tokenizer, token_id), clamp_logprob(logprob))
+        return logprobs
 
 
-def spelled(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text, or where it is part of a character its bytes, so that no two parts look alike."""
-    data = tokenizer.token_bytes(token)
+def token_label(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token's text, or its bytes if it is part of a character, so that labels stay unique."""
+    data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -215,10 +231,10 @@ ROUTES = (
     Route(
         "/v1/completions",
         completions,
-        openai,
+        format_openai_error,
         CompletionBody,
         generates=True,
-        media=BOTH,
-        answer=COMPLETION,
+        media_types=JSON_OR_EVENTS,
+        response_shape=TEXT_COMPLETION,
     ),
 )

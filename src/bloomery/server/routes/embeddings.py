@@ -1,4 +1,4 @@
-"""OpenAI's /v1/embeddings: texts or token ids as vectors of length 1, pooled from the served model's hidden states."""
+"""OpenAI's /v1/embeddings: texts or token ids as unit vectors, pooled from hidden states."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any, ClassVar, Literal
 from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest
-from bloomery.messages import PoolingType, EngineRequest
-from bloomery.sampling import embedding_request
-from bloomery.server.call import Call, Route
-from bloomery.server.errors import openai
-from bloomery.server.limits import Ticket, check_labels
-from bloomery.server.routes.completions import ids_of, several
-from bloomery.server.schema import Body
+from bloomery.messages import EngineRequest, PoolingType
+from bloomery.sampling import build_embedding_request
+from bloomery.server.errors import format_openai_error
+from bloomery.server.generation import DisconnectWatch
+from bloomery.server.limits import AdmissionPermit, check_labels
+from bloomery.server.routes.completions import split_prompts, tokenize_prompt
+from bloomery.server.schema import RequestBody
+from bloomery.server.service import HttpCall, Route
 from bloomery.server.shapes import EMBEDDINGS
-from bloomery.server.streaming import Watch
 
-MOST = 2048  # inputs of a request, as OpenAI allows
+MAX_INPUTS = 2048  # of one request, as OpenAI allows
 
 
-class EmbeddingBody(Body, kw_only=True):
-    REFUSED: ClassVar[dict[str, str]] = {
+class EmbeddingBody(RequestBody, kw_only=True):
+    UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {
         "dimensions": "the embeddings of this model are not made to be shortened; leave it out"
     }
     input: str | list[Any]
@@ -38,89 +38,102 @@ class EmbeddingBody(Body, kw_only=True):
     user: str | None = None
 
 
-async def embeddings(call: Call) -> ASGIApp:
-    """Turn texts into vectors; pooling is mean (of all positions, the default) or last (the last token's)."""
-    body = await call.read(EmbeddingBody)
-    call.service.check_model(body.model)
-    check_labels(body.user, None, call.service.limits)
-    inputs = several(body.input, "input")
-    if len(inputs) > MOST:
-        raise InvalidRequest(f"input may have at most {MOST} entries, not {len(inputs)}", "input")
-    together = min(
-        len(inputs), call.service.limits.fan_out
-    )  # more than these go one batch after the other
-    ticket = call.admit(together)
+async def embeddings(call: HttpCall) -> ASGIApp:
+    """Turn texts into vectors; pooling is mean (of all positions, the default) or last (the last
+    token's)."""
+    body = await call.read_body(EmbeddingBody)
     service = call.service
-    found = dict[str, Sequence[float]]()
-    async with Watch(call.receive, call.deadline):
-        made = [
-            await request(call, index, text, body, len(inputs)) for index, text in enumerate(inputs)
+    service.check_model(body.model)
+    check_labels(body.user, None, service.limits)
+    inputs = split_prompts(body.input, "input")
+    if len(inputs) > MAX_INPUTS:
+        message = f"input may have at most {MAX_INPUTS} entries, not {len(inputs)}"
+        raise InvalidRequest(message, "input")
+    batch_size = min(len(inputs), service.limits.fan_out)
+    permit = call.admit(batch_size)
+    vectors: dict[str, Sequence[float]] = {}  # by request id
+    async with DisconnectWatch(call.receive, call.deadline):
+        requests = [
+            await _embedding_request(call, body, index, entry, len(inputs))
+            for index, entry in enumerate(inputs)
         ]
-        tokens = sum(len(one.prompt) for one in made)
-        ticket.wait(
-            tokens, service.waiting_tokens, service.prompt_rate, lambda: service.abort(made)
+        num_tokens = sum(len(request.prompt) for request in requests)
+        permit.enqueue(
+            num_tokens,
+            service.max_waiting_tokens,
+            service.prompt_rate,
+            lambda: service.abort(requests),
         )
-        for first in range(0, len(made), together):
-            found |= await collected(call, ticket, made[first : first + together])
-    call.timings.last = time.monotonic()
-    call.service.metrics.embed(call.timings, tokens)
-    call.facts |= {"prompt_tokens": tokens, "inputs": len(made)}
-    data = [
+        for start in range(0, len(requests), batch_size):
+            batch = requests[start : start + batch_size]
+            vectors |= await _collect_vectors(call, permit, batch)
+    call.timings.last_token = time.monotonic()
+    service.metrics.observe_embedding(call.timings, num_tokens)
+    call.log_fields |= {"prompt_tokens": num_tokens, "inputs": len(requests)}
+    data = []
+    for index, request in enumerate(requests):
+        vector = encode_vector(vectors[request.id], body.encoding_format)
+        data.append({"object": "embedding", "index": index, "embedding": vector})
+    return call.json_response(
         {
-            "object": "embedding",
-            "index": index,
-            "embedding": written(found[one.id], body.encoding_format),
+            "object": "list",
+            "data": data,
+            "model": service.settings.model,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
-        for index, one in enumerate(made)
-    ]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return call.json(
-        {"object": "list", "data": data, "model": call.service.settings.model, "usage": usage}
     )
 
 
-async def request(
-    call: Call, index: int, text: str | list[Any], body: EmbeddingBody, count: int
+async def _embedding_request(
+    call: HttpCall, body: EmbeddingBody, index: int, entry: str | list[Any], num_inputs: int
 ) -> EngineRequest:
     service = call.service
     try:
-        prompt = await ids_of(service, text, body.add_special_tokens, "input")
-        return embedding_request(
+        prompt = await tokenize_prompt(service, entry, body.add_special_tokens, "input")
+        return build_embedding_request(
             prompt.ids,
             body.pooling or "mean",
-            id=f"{call.unique}-{index}",
-            vocab=service.capacity.vocab,
-            max_length=service.capacity.max_length,
-            salt=call.salt,
-            tenant=call.salt,
+            id=f"{call.unique_id}-{index}",
+            vocab_size=service.capacity.vocab,
+            max_model_len=service.capacity.max_model_len,
+            cache_salt=call.tenant,
+            tenant=call.tenant,
         )
     except InvalidRequest as error:
-        if count > 1:
+        if num_inputs > 1:
             error.field = f"input[{index}]"
         raise
 
 
-async def collected(
-    call: Call, ticket: Ticket, made: Sequence[EngineRequest]
+async def _collect_vectors(
+    call: HttpCall, permit: AdmissionPermit, requests: Sequence[EngineRequest]
 ) -> dict[str, Sequence[float]]:
-    found: dict[str, Sequence[float]] = {}
-    async with aclosing(call.service.backend.stream(made)) as stream:
-        async for news in stream:
-            if not news.embedding:
-                raise call.service.failure(news, ticket)
-            found[news.request] = news.embedding
-    return found
+    vectors: dict[str, Sequence[float]] = {}
+    async with aclosing(call.service.backend.stream(requests)) as outputs:
+        async for output in outputs:
+            if not output.embedding:
+                raise call.service.error_for(output, permit)
+            vectors[output.request] = output.embedding
+    return vectors
 
 
-def written(vector: Sequence[float], format: str | None) -> list[float] | str:
-    if format != "base64":
+def encode_vector(vector: Sequence[float], encoding_format: str | None) -> list[float] | str:
+    """A list of numbers, or little-endian float32 in base64."""
+    if encoding_format != "base64":
         return list(vector)
-    packed = array("f", vector)  # float32, the least significant byte first
+    packed = array("f", vector)
     if sys.byteorder == "big":
         packed.byteswap()
     return b64encode(packed.tobytes()).decode()
 
 
 ROUTES = (
-    Route("/v1/embeddings", embeddings, openai, EmbeddingBody, generates=True, answer=EMBEDDINGS),
+    Route(
+        "/v1/embeddings",
+        embeddings,
+        format_openai_error,
+        EmbeddingBody,
+        generates=True,
+        response_shape=EMBEDDINGS,
+    ),
 )

@@ -1,7 +1,8 @@
-"""TGI's own API: /generate, /generate_stream, and / which is both; and the clouds' names for them.
+"""TGI's own API: /generate, /generate_stream, and / for both.
 
-Parameters, checks and their wording are TGI's. Two things differ and are meant to: log-probabilities are the model's
-own, before temperature and penalties, and a stop sequence is found also where a token goes on after it.
+Parameters, checks and their wording are TGI's. Two differences are intended: log-probabilities are
+the model's own, before temperature and penalties, and a stop sequence is also found where a token
+goes on after it.
 """
 
 from __future__ import annotations
@@ -16,20 +17,34 @@ from starlette.types import ASGIApp
 from bloomery.errors import InvalidRequest
 from bloomery.messages import TokenLogprob
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import BOTH, EVENTS, Call, Route
-from bloomery.server.errors import openai, tgi
-from bloomery.server.generation import Ask, Job
-from bloomery.server.limits import Limits, narrow
-from bloomery.server.routes import chat, completions
-from bloomery.server.schema import Body
-from bloomery.server.service import Prompt
-from bloomery.server.shapes import GENERATED, INVOCATION
-from bloomery.server.streaming import event
-from bloomery.text.answer import Answer, Delta
-from bloomery.text.detokenizer import Detokenizer
+from bloomery.server.errors import format_tgi_error
+from bloomery.server.generation import GenerationInput, GenerationJob, format_event
+from bloomery.server.limits import ServerLimits, check_sampling_limits
+from bloomery.server.schema import RequestBody
+from bloomery.server.service import (
+    EVENT_MEDIA,
+    JSON_OR_EVENTS,
+    HttpCall,
+    Route,
+    TokenizedPrompt,
+)
+from bloomery.server.shapes import TGI_GENERATION
+from bloomery.text.outputs import CompletionDelta, CompletionState, Detokenizer
+
+# Parameters that have the same name and meaning in SamplingParams.
+COMMON_FIELDS = (
+    "top_k",
+    "top_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "seed",
+    "priority",
+    "deadline_ms",
+)
 
 
-class Parameters(msgspec.Struct, kw_only=True):
+class TgiParameters(msgspec.Struct, kw_only=True):
     best_of: int | None = None
     temperature: float | None = None
     repetition_penalty: float | None = None
@@ -54,163 +69,108 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     @property
     def samples(self) -> bool:
-        return bool(self.do_sample) or any(
-            wish is not None for wish in (self.temperature, self.top_k, self.top_p, self.typical_p)
-        )
+        """Whether TGI samples instead of decoding greedily."""
+        options = (self.temperature, self.top_k, self.top_p, self.typical_p)
+        return bool(self.do_sample) or any(option is not None for option in options)
 
 
-class GenerateBody(Body, kw_only=True):
+class GenerateBody(RequestBody, kw_only=True):
     inputs: str
-    parameters: Parameters | None = None
+    parameters: TgiParameters | None = None
     stream: bool | None = None
 
 
-class VertexBody(Body, kw_only=True):
-    instances: list[dict[str, Any]]
+# ---- handlers ------------------------------------------------------------------------------
 
 
-class InvocationBody(Body, kw_only=True):
-    """One of the bodies of /generate, /v1/chat/completions and /v1/completions."""
-
-    inputs: str | None = None
-    messages: list[chat.Message] | None = None
-    prompt: str | list[Any] | None = None
-
-
-# ---- the routes ------------------------------------------------------------------------------------
-
-
-async def generate(call: Call) -> ASGIApp:
+async def generate(call: HttpCall) -> ASGIApp:
     """Complete a text."""
-    return await whole(call, await call.read(GenerateBody))
+    return await _full_response(call, await call.read_body(GenerateBody))
 
 
-async def generate_stream(call: Call) -> ASGIApp:
+async def generate_stream(call: HttpCall) -> ASGIApp:
     """Complete a text, an event a token."""
-    return await streamed(call, await call.read(GenerateBody))
+    return await _stream_response(call, await call.read_body(GenerateBody))
 
 
-async def compatible(call: Call) -> ASGIApp:
+async def generate_or_stream(call: HttpCall) -> ASGIApp:
     """Complete a text; with stream: true as events, otherwise as a list of one."""
-    body = await call.read(GenerateBody)
-    return await (streamed(call, body) if body.stream else whole(call, body, as_list=True))
+    body = await call.read_body(GenerateBody)
+    if body.stream:
+        return await _stream_response(call, body)
+    return await _full_response(call, body, as_list=True)
 
 
-async def invocations(call: Call) -> ASGIApp:
-    """SageMaker's route: what is in the body decides whether it is a text, a conversation or a completion."""
-    raw = await call.object()
-    if raw.get("inputs") is not None:
-        return await compatible(call)
-    call.dialect = openai
-    if raw.get("messages") is not None:
-        return await chat.chat_completions(call)
-    if raw.get("prompt") is not None:
-        return await completions.completions(call)
-    call.dialect = tgi
-    raise InvalidRequest("one of inputs, messages or prompt is needed", "inputs")
-
-
-async def vertex(call: Call) -> ASGIApp:
-    """Vertex AI's route: several texts or conversations at once."""
-    body = await call.read(VertexBody)
-    if not body.instances:
-        raise InvalidRequest("`instances` cannot be empty", "instances")
-    ticket = call.admit(len(body.instances))
-    job = Job(call, ticket, [await instance(call, raw) for raw in body.instances])
+async def _full_response(call: HttpCall, body: GenerateBody, as_list: bool = False) -> ASGIApp:
+    job = await _create_job(call, body, stream=False)
     await job.run()
-    return call.json({"predictions": [answer.text for answer in job.answers]})
+    formatter = TgiFormatter(job, body)
+    best = formatter.ranked_answers()[0]
+    headers = _compute_headers(job, body) | _timing_headers(job, len(best.token_ids))
+    response = formatter.full_response()
+    return call.json_response([response] if as_list else response, headers)
 
 
-async def instance(call: Call, raw: dict[str, Any]) -> Ask:
-    if raw.get("messages") is not None:
-        body = call.convert(raw, chat.ChatBody)
-        params = chat.wishes(call, body)
-        prompt = await chat.prompt(call, body)
-    else:
-        given = call.convert(raw, GenerateBody)
-        if given.parameters is not None and given.parameters.do_sample is None:
-            given.parameters.do_sample = True
-        params = wishes(call, given, stream=False)
-        prompt = await tokenized(call, given, params)
-    if params.children > 1:
-        raise InvalidRequest("an instance has one answer: leave out n and best_of")
-    return Ask(prompt, params)
+async def _stream_response(call: HttpCall, body: GenerateBody) -> ASGIApp:
+    job = await _create_job(call, body, stream=True)
+    return job.event_response(TgiFormatter(job, body), _compute_headers(job, body))
 
 
-async def whole(call: Call, body: GenerateBody, as_list: bool = False) -> ASGIApp:
-    job = await prepared(call, body, stream=False)
-    await job.run()
-    text = Text(job, body)
-    headers = origin(job, body) | account(job, len(text.ranked()[0].token_ids))
-    return call.json([text.whole()] if as_list else text.whole(), headers)
+async def _create_job(call: HttpCall, body: GenerateBody, stream: bool) -> GenerationJob:
+    params = tgi_sampling_params(call, body, stream)
+    permit = call.admit(params.num_sequences)
+    prompt = await tokenize_inputs(call, body, params)
+    return GenerationJob(call, permit, [GenerationInput(prompt, params)])
 
 
-async def streamed(call: Call, body: GenerateBody) -> ASGIApp:
-    job = await prepared(call, body, stream=True)
-    return call.events(job.stream(Text(job, body)), origin(job, body))
-
-
-async def prepared(call: Call, body: GenerateBody, stream: bool) -> Job:
-    params = wishes(call, body, stream)
-    ticket = call.admit(params.children)
-    return Job(call, ticket, [Ask(await tokenized(call, body, params), params)])
-
-
-def origin(job: Job, body: GenerateBody) -> dict[str, str]:
+def _compute_headers(job: GenerationJob, body: GenerateBody) -> dict[str, str]:
     device = job.call.service.capacity.device.partition(":")[0]
     return {"x-compute-type": device, "x-compute-characters": str(len(body.inputs))}
 
 
-def account(job: Job, tokens: int) -> dict[str, str]:
-    """What an answer of so many tokens took: seconds in all, milliseconds in part."""
+def _timing_headers(job: GenerationJob, num_tokens: int) -> dict[str, str]:
+    """TGI's timing headers: x-compute-time in seconds, the others in milliseconds."""
     timings = job.timings
-    total = timings.last - timings.arrived
-    inference = timings.last - timings.begun
-    parts = {
+    total = timings.last_token - timings.arrived
+    inference = timings.last_token - timings.started
+    seconds = {
         "total-time": total,
         "validation-time": timings.submitted - timings.arrived,
-        "queue-time": timings.queued,
+        "queue-time": timings.queue_seconds,
         "inference-time": inference,
-        "time-per-token": inference / max(tokens, 1),
+        "time-per-token": inference / max(num_tokens, 1),
     }
-    return {
-        "x-compute-time": f"{total:.6f}",
-        **{f"x-{name}": str(int(max(seconds, 0.0) * 1000)) for name, seconds in parts.items()},
-        "x-prompt-tokens": str(job.prompt_tokens),
-        "x-generated-tokens": str(tokens),
-    }
+    headers = {"x-compute-time": f"{total:.6f}"}
+    for name, value in seconds.items():
+        headers[f"x-{name}"] = str(int(max(value, 0.0) * 1000))
+    headers["x-prompt-tokens"] = str(job.num_prompt_tokens)
+    headers["x-generated-tokens"] = str(num_tokens)
+    return headers
 
 
-# ---- what may be asked -----------------------------------------------------------------------------
+# ---- parameters ----------------------------------------------------------------------------
 
 
-def wishes(call: Call, body: GenerateBody, stream: bool) -> SamplingParams:
-    """TGI's parameters as ours; without any, TGI samples."""
-    given = body.parameters or Parameters(do_sample=True)
+def tgi_sampling_params(call: HttpCall, body: GenerateBody, stream: bool) -> SamplingParams:
+    """TGI's parameters as SamplingParams; without any, TGI samples."""
+    given = body.parameters or TgiParameters(do_sample=True)
     limits = call.service.limits
-    for field, message in complaints(given, limits, stream, call.service.capacity.max_length):
+    context_len = call.service.capacity.max_model_len
+    for field, message in _parameter_errors(given, limits, stream, context_len):
         raise InvalidRequest(message, field)
     if not body.inputs:
         raise InvalidRequest("`inputs` cannot be empty", "inputs")
-    said: dict[str, Any] = {
-        name: found
-        for name in (
-            "top_k",
-            "top_p",
-            "typical_p",
-            "repetition_penalty",
-            "frequency_penalty",
-            "seed",
-            "priority",
-            "deadline_ms",
-        )
-        if (found := getattr(given, name)) is not None
-    }
+    temperature = 0.0
+    if given.samples:
+        temperature = 1.0 if given.temperature is None else given.temperature
+    values: dict[str, Any] = {}
+    for name in COMMON_FIELDS:
+        value = getattr(given, name)
+        if value is not None:
+            values[name] = value
     params = SamplingParams(
         n=given.best_of or 1,
-        temperature=(1.0 if given.temperature is None else given.temperature)
-        if given.samples
-        else 0.0,
+        temperature=temperature,
         stop=given.stop or None,
         include_stop_str_in_output=True,
         max_tokens=given.max_new_tokens,
@@ -218,202 +178,226 @@ def wishes(call: Call, body: GenerateBody, stream: bool) -> SamplingParams:
         watermark=bool(given.watermark),
         logprobs=given.top_n_tokens or 0,
         prompt_logprobs=0 if given.decoder_input_details else None,
-        **said,
+        **values,
     )
-    return narrow(params, limits, hottest=math.inf)
+    return check_sampling_limits(params, limits, max_temperature=math.inf)
 
 
-def complaints(
-    given: Parameters, limits: Limits, stream: bool, context: int
+def _parameter_errors(
+    given: TgiParameters, limits: ServerLimits, stream: bool, context_len: int
 ) -> Iterator[tuple[str, str]]:
-    """What TGI would say, in the order it would say it: a field and the words."""
+    """(field, message) of everything TGI would refuse, in TGI's order and wording."""
     best_of = 1 if given.best_of is None else given.best_of
     if stream and best_of != 1:
         yield "best_of", "`best_of` != 1 is not supported when streaming tokens"
     if stream and given.decoder_input_details:
-        yield (
-            "decoder_input_details",
-            "`decoder_input_details` == true is not supported when streaming tokens",
-        )
+        message = "`decoder_input_details` == true is not supported when streaming tokens"
+        yield "decoder_input_details", message
     if not 0 < best_of <= limits.best_of:
         yield "best_of", f"`best_of` must be > 0 and <= {limits.best_of}. Given: {best_of}"
     if best_of > 1 and not given.samples:
         yield "best_of", "you must use sampling when `best_of` is > 1"
     for name in ("temperature", "repetition_penalty"):
-        if _at_most_0(getattr(given, name)):
+        if _is_not_positive(getattr(given, name)):
             yield name, f"`{name}` must be strictly positive"
     if not -2 <= (given.frequency_penalty or 0) <= 2:
         yield "frequency_penalty", "`frequency_penalty` must be >= -2.0 and <= 2.0"
     for name in ("top_p", "typical_p"):
-        if (share := getattr(given, name)) is not None and not 0.0 < share < 1.0:
+        value = getattr(given, name)
+        if value is not None and not 0.0 < value < 1.0:
             yield name, f"`{name}` must be > 0.0 and < 1.0"
     for name in ("top_k", "max_new_tokens"):
-        if _at_most_0(getattr(given, name)):
+        if _is_not_positive(getattr(given, name)):
             yield name, f"`{name}` must be strictly positive"
-    if (stops := len(given.stop or ())) > limits.stop_strings:
-        yield "stop", f"`stop` supports up to {limits.stop_strings} stop sequences. Given: {stops}"
+    num_stops = len(given.stop or ())
+    if num_stops > limits.stop_strings:
+        supported = f"`stop` supports up to {limits.stop_strings} stop sequences"
+        yield "stop", f"{supported}. Given: {num_stops}"
     if best_of > 1 and given.seed is not None:
         yield "seed", "`seed` must not be set when `best_of` > 1"
-    if not 0 <= (top := given.top_n_tokens or 0) <= limits.top_n_tokens:
-        yield (
-            "top_n_tokens",
-            f"`top_n_tokens` must be >= 0 and <= {limits.top_n_tokens}. Given: {top}",
-        )
-    if given.truncate is not None and not 0 < given.truncate < context:
-        yield (
-            "truncate",
-            f"`truncate` must be strictly positive and less than {context - 1}. Given: {given.truncate}",
-        )
+    num_top = given.top_n_tokens or 0
+    if not 0 <= num_top <= limits.top_n_tokens:
+        message = f"`top_n_tokens` must be >= 0 and <= {limits.top_n_tokens}. Given: {num_top}"
+        yield "top_n_tokens", message
+    if given.truncate is not None and not 0 < given.truncate < context_len:
+        message = f"`truncate` must be strictly positive and less than {context_len - 1}"
+        yield "truncate", f"{message}. Given: {given.truncate}"
     if given.grammar is not None:
         yield "grammar", "grammar is not supported"
     if given.adapter_id is not None:
         yield "adapter_id", "`adapter_id` is not supported: this server has no adapters"
 
 
-def _at_most_0(given: float | None) -> bool:
-    return given is not None and given <= 0
+def _is_not_positive(value: float | None) -> bool:
+    return value is not None and value <= 0
 
 
-async def tokenized(call: Call, body: GenerateBody, params: SamplingParams) -> Prompt:
-    """The text's ids, if they and the answer fit; TGI refuses what does not, where OpenAI cuts the answer short."""
-    prompt = await call.service.encode(body.inputs, field="inputs")
-    context = call.service.capacity.max_length
-    length = min(len(prompt.ids), params.truncate_prompt_tokens or len(prompt.ids))
-    most = params.max_tokens or 0
-    if length + most > context:
-        message = f"`inputs` tokens + `max_new_tokens` must be <= {context}. "
-        raise InvalidRequest(
-            f"{message}Given: {length} `inputs` tokens and {most} `max_new_tokens`", "inputs"
-        )
-    if length > context - 1:
-        raise InvalidRequest(
-            f"`inputs` must have less than {context - 1} tokens. Given: {length}", "inputs"
-        )
+async def tokenize_inputs(
+    call: HttpCall, body: GenerateBody, params: SamplingParams
+) -> TokenizedPrompt:
+    """The prompt, if it and the answer fit the context.
+
+    TGI refuses a request that does not fit, where OpenAI cuts the answer short.
+    """
+    prompt = await call.service.tokenize(body.inputs, field="inputs")
+    context_len = call.service.capacity.max_model_len
+    length = len(prompt.ids)
+    if params.truncate_prompt_tokens:
+        length = min(length, params.truncate_prompt_tokens)
+    max_tokens = params.max_tokens or 0
+    if length + max_tokens > context_len:
+        rule = f"`inputs` tokens + `max_new_tokens` must be <= {context_len}"
+        given = f"{length} `inputs` tokens and {max_tokens} `max_new_tokens`"
+        raise InvalidRequest(f"{rule}. Given: {given}", "inputs")
+    if length > context_len - 1:
+        message = f"`inputs` must have less than {context_len - 1} tokens. Given: {length}"
+        raise InvalidRequest(message, "inputs")
     return prompt
 
 
-# ---- the answer ------------------------------------------------------------------------------------
+# ---- the answer ----------------------------------------------------------------------------
 
 
-UNFINISHED = {"generated_text": None, "details": None}
+class TgiFormatter:
+    """Writes an answer as TGI does: with details on request, or as an event a token."""
 
-
-class Text:
-    """The answer as TGI writes it: whole, with details on request, or an event a token numbered from 1."""
-
-    def __init__(self, job: Job, body: GenerateBody):
+    def __init__(self, job: GenerationJob, body: GenerateBody):
         self.job = job
         self.inputs = body.inputs
-        self.given = body.parameters or Parameters(do_sample=True)
+        self.given = body.parameters or TgiParameters(do_sample=True)
         self.tokenizer = job.call.service.tokenizer
-        self.index = 0
-        self.spelling = self._spelling()
+        self.num_events = 0
+        self.detokenizer = self._create_detokenizer()
 
-    def _spelling(self) -> Detokenizer:
-        """Tokens read one by one; unlike the text, with special ones and nothing held back."""
+    def _create_detokenizer(self) -> Detokenizer:
+        """For the text of single tokens: it shows special tokens and holds nothing back."""
         return Detokenizer(self.tokenizer, self.job.requests[0].prompt, skip_special=False)
 
-    def ranked(self) -> list[Answer]:
-        """By mean log-probability, the best first."""
-        return sorted(
-            self.job.answers,
-            key=lambda answer: -answer.cumulative_logprob / max(len(answer.logprobs), 1),
-        )
+    def ranked_answers(self) -> list[CompletionState]:
+        """The answers by mean log-probability, the best first."""
 
-    def whole(self) -> dict[str, Any]:
-        best, *others = self.ranked()
-        said: dict[str, Any] = {"generated_text": self._text(best)}
+        def mean_logprob(answer: CompletionState) -> float:
+            return answer.cumulative_logprob / max(len(answer.logprobs), 1)
+
+        return sorted(self.job.best_answers, key=lambda answer: -mean_logprob(answer))
+
+    def full_response(self) -> dict[str, Any]:
+        best, *others = self.ranked_answers()
+        response: dict[str, Any] = {"generated_text": self._text(best)}
         if self.given.details or self.given.decoder_input_details:
-            said["details"] = self._details(best)
+            details = self._details(best)
+            response["details"] = details
             if others:
-                said["details"]["best_of_sequences"] = [
+                details["best_of_sequences"] = [
                     {"generated_text": self._text(answer), **self._details(answer)}
                     for answer in others
                 ]
-        return said
+        return response
 
-    def delta(self, index: int, delta: Delta) -> bytes:
-        said = b""
+    def delta_events(self, prompt_index: int, delta: CompletionDelta) -> bytes:
+        events = b""
         for entry in delta.logprobs:
-            self.index += 1
-            token = self._token(entry.token, self.spelling.push(entry.token), entry.logprob)
-            one: dict[str, Any] = {"index": self.index, "token": token}
+            self.num_events += 1
+            text = self.detokenizer.push(entry.token)
+            content: dict[str, Any] = {
+                "index": self.num_events,
+                "token": self._token(entry.token, text, entry.logprob),
+            }
             if self.given.top_n_tokens:
-                one["top_tokens"] = self._top(entry)
-            said += event({**one, **(UNFINISHED if delta.finish_reason is None else self._last())})
-        return said
+                content["top_tokens"] = self._top_tokens(entry)
+            content |= self._final_fields(is_last=delta.finish_reason is not None)
+            events += format_event(content)
+        return events
 
-    def end(self) -> bytes:
+    def final_events(self) -> bytes:
         return b""
 
-    def _last(self) -> dict[str, Any]:
-        answer = self.job.answers[0]
-        details = (
-            {**self._ending(answer), "input_length": self.job.prompt_tokens}
-            if self.given.details
-            else None
-        )
+    def _final_fields(self, is_last: bool) -> dict[str, Any]:
+        """The text and its details in the last event; null in the others."""
+        if not is_last:
+            return {"generated_text": None, "details": None}
+        answer = self.job.best_answers[0]
+        details = None
+        if self.given.details:
+            details = self._finish_fields(answer) | {"input_length": self.job.num_prompt_tokens}
         return {"generated_text": self._text(answer), "details": details}
 
-    def _text(self, answer: Answer) -> str:
-        return (self.inputs if self.given.return_full_text else "") + answer.text
+    def _text(self, answer: CompletionState) -> str:
+        return self.inputs + answer.text if self.given.return_full_text else answer.text
 
-    def _ending(self, answer: Answer) -> dict[str, Any]:
-        reason = "eos_token" if answer.stop_reason is None else "stop_sequence"
+    def _finish_fields(self, answer: CompletionState) -> dict[str, Any]:
         if answer.finish_reason == "length":
             reason = "length"
+        elif answer.stop_reason is None:
+            reason = "eos_token"
+        else:
+            reason = "stop_sequence"
         seed = answer.request.sampling.seed if self.given.samples else None
         return {"finish_reason": reason, "generated_tokens": len(answer.token_ids), "seed": seed}
 
-    def _details(self, answer: Answer) -> dict[str, Any]:
-        spelling = self._spelling()
+    def _details(self, answer: CompletionState) -> dict[str, Any]:
+        detokenizer = self._create_detokenizer()
         tokens = [
-            self._token(entry.token, spelling.push(entry.token), entry.logprob)
+            self._token(entry.token, detokenizer.push(entry.token), entry.logprob)
             for entry in answer.logprobs
         ]
-        said = {**self._ending(answer), "prefill": self._prefill(), "tokens": tokens}
+        details = self._finish_fields(answer)
+        details |= {"prefill": self._prefill_tokens(), "tokens": tokens}
         if self.given.top_n_tokens:
-            said["top_tokens"] = [self._top(entry) for entry in answer.logprobs]
-        return said
+            details["top_tokens"] = [self._top_tokens(entry) for entry in answer.logprobs]
+        return details
 
-    def _prefill(self) -> list[dict[str, Any]]:
+    def _prefill_tokens(self) -> list[dict[str, Any]]:
+        """The prompt's tokens; its first has no log-probability."""
         if not self.given.decoder_input_details:
             return []
-        known: Sequence[float | None] = [
-            None,
-            *(entry.logprob for entry in self.job.generations[0].prompt_logprobs),
-        ]
+        entries = self.job.generations[0].prompt_logprobs
+        logprobs: Sequence[float | None] = [None, *(entry.logprob for entry in entries)]
         prompt = self.job.requests[0].prompt
         return [
-            {"id": id, "text": self.tokenizer.token_text(id), "logprob": logprob}
-            for id, logprob in zip(prompt, known, strict=True)
+            {"id": token_id, "text": self.tokenizer.token_text(token_id), "logprob": logprob}
+            for token_id, logprob in zip(prompt, logprobs, strict=True)
         ]
 
-    def _token(self, id: int, text: str, logprob: float) -> dict[str, Any]:
+    def _token(self, token_id: int, text: str, logprob: float) -> dict[str, Any]:
         return {
-            "id": id,
+            "id": token_id,
             "text": text,
             "logprob": logprob,
-            "special": id in self.tokenizer.special_ids,
+            "special": token_id in self.tokenizer.special_ids,
         }
 
-    def _top(self, entry: TokenLogprob) -> list[dict[str, Any]]:
-        best = entry.top[: self.given.top_n_tokens]
-        return [self._token(id, self.tokenizer.token_text(id), logprob) for id, logprob in best]
+    def _top_tokens(self, entry: TokenLogprob) -> list[dict[str, Any]]:
+        return [
+            self._token(token_id, self.tokenizer.token_text(token_id), logprob)
+            for token_id, logprob in entry.top[: self.given.top_n_tokens]
+        ]
 
 
 ROUTES = (
-    Route("/", compatible, tgi, GenerateBody, generates=True, media=BOTH, answer=[GENERATED]),
-    Route("/generate", generate, tgi, GenerateBody, generates=True, answer=GENERATED),
-    Route("/generate_stream", generate_stream, tgi, GenerateBody, generates=True, media=EVENTS),
     Route(
-        "/invocations",
-        invocations,
-        tgi,
-        InvocationBody,
+        "/",
+        generate_or_stream,
+        format_tgi_error,
+        GenerateBody,
         generates=True,
-        media=BOTH,
-        answer=INVOCATION,
+        media_types=JSON_OR_EVENTS,
+        response_shape=[TGI_GENERATION],
     ),
-    Route("/vertex", vertex, tgi, VertexBody, generates=True, answer={"predictions": ["string"]}),
+    Route(
+        "/generate",
+        generate,
+        format_tgi_error,
+        GenerateBody,
+        generates=True,
+        response_shape=TGI_GENERATION,
+    ),
+    Route(
+        "/generate_stream",
+        generate_stream,
+        format_tgi_error,
+        GenerateBody,
+        generates=True,
+        media_types=EVENT_MEDIA,
+    ),
 )

@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages and /v1/messages/count_tokens: text, whole or streamed."""
+"""Anthropic's /v1/messages and /v1/messages/count_tokens: text, in one response or streamed."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import BOTH, Call, Route
-from bloomery.server.errors import Problem, anthropic
-from bloomery.server.generation import Ask, Job
-from bloomery.server.routes.chat import check_parts
-from bloomery.server.routes.openai import TOOLS, wished
-from bloomery.server.schema import Body
-from bloomery.server.service import Prompt
-from bloomery.server.shapes import MESSAGE
-from bloomery.server.streaming import event
-from bloomery.text.answer import Answer, Delta
+from bloomery.server.errors import HttpErrorInfo, format_anthropic_error
+from bloomery.server.generation import GenerationInput, GenerationJob, format_event
+from bloomery.server.routes.chat import check_text_parts
+from bloomery.server.routes.openai import NO_TOOLS, merge_sampling_params
+from bloomery.server.schema import RequestBody
+from bloomery.server.service import JSON_OR_EVENTS, HttpCall, Route, TokenizedPrompt
+from bloomery.server.shapes import ANTHROPIC_MESSAGE
+from bloomery.text.outputs import CompletionState, CompletionDelta
 
-Content = str | list[dict[str, Any]]
+MessageContent = str | list[dict[str, Any]]
 
 
-class MessageIn(msgspec.Struct, kw_only=True):
+class AnthropicMessage(msgspec.Struct, kw_only=True):
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: MessageContent
 
 
-class CountBody(Body, kw_only=True):
-    REFUSED: ClassVar[dict[str, str]] = {"tools": TOOLS, "mcp_servers": TOOLS}
-    messages: list[MessageIn]
+class CountBody(RequestBody, kw_only=True):
+    UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {"tools": NO_TOOLS, "mcp_servers": NO_TOOLS}
+    messages: list[AnthropicMessage]
     model: str | None = None
-    system: Content | None = None
+    system: MessageContent | None = None
     tool_choice: dict[str, Any] | None = None
 
 
@@ -46,131 +44,141 @@ class MessagesBody(CountBody, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-async def messages(call: Call) -> ASGIApp:
+async def messages(call: HttpCall) -> ASGIApp:
     """Answer a conversation."""
-    body = await call.read(MessagesBody)
-    params = wishes(call, body)
-    ticket = call.admit(1)
-    job = Job(call, ticket, [Ask(await prompt(call, body), params)])
-    message = Message(job)
-    return await job.answer(message, body.stream, message.failed)
+    body = await call.read_body(MessagesBody)
+    params = message_sampling_params(call, body)
+    permit = call.admit(1)
+    prompt = await tokenize_messages(call, body)
+    job = GenerationJob(call, permit, [GenerationInput(prompt, params)])
+    formatter = MessageFormatter(job)
+    return await job.respond(formatter, body.stream, formatter.error_event)
 
 
-async def count_tokens(call: Call) -> ASGIApp:
+async def count_tokens(call: HttpCall) -> ASGIApp:
     """How many tokens a conversation has."""
-    body = await call.read(CountBody)
+    body = await call.read_body(CountBody)
     call.service.check_model(body.model)
     call.admit(1)
-    return call.json({"input_tokens": len((await prompt(call, body)).ids)})
+    prompt = await tokenize_messages(call, body)
+    return call.json_response({"input_tokens": len(prompt.ids)})
 
 
-def wishes(call: Call, body: MessagesBody) -> SamplingParams:
+def message_sampling_params(call: HttpCall, body: MessagesBody) -> SamplingParams:
     call.service.check_model(body.model)
     if body.temperature is not None and not 0 <= body.temperature <= 1:
         raise InvalidRequest("temperature must be from 0 to 1", "temperature")
-    fields = ("temperature", "top_k", "top_p")
-    return wished(call, body, fields, max_tokens=body.max_tokens, stop=body.stop_sequences or None)
+    return merge_sampling_params(
+        call,
+        body,
+        ("temperature", "top_k", "top_p"),
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences or None,
+    )
 
 
-async def prompt(call: Call, body: CountBody) -> Prompt:
-    """A last message of the assistant's is one to be continued."""
+async def tokenize_messages(call: HttpCall, body: CountBody) -> TokenizedPrompt:
+    """The conversation's prompt; a last message of the assistant is continued."""
     if not body.messages:
         raise InvalidRequest("messages is empty: a conversation needs at least one", "messages")
-    plain = (
-        []
-        if body.system is None
-        else [{"role": "system", "content": joined(body.system, "system")}]
-    )
-    plain += [
-        {"role": message.role, "content": joined(message.content, f"messages[{index}].content")}
-        for index, message in enumerate(body.messages)
-    ]
-    return await call.service.conversation(
-        plain, continue_final_message=plain[-1]["role"] == "assistant"
+    template_messages = []
+    if body.system is not None:
+        content = join_text_parts(body.system, "system")
+        template_messages.append({"role": "system", "content": content})
+    for index, message in enumerate(body.messages):
+        content = join_text_parts(message.content, f"messages[{index}].content")
+        template_messages.append({"role": message.role, "content": content})
+    continues = template_messages[-1]["role"] == "assistant"
+    return await call.service.apply_chat_template(
+        template_messages, continue_final_message=continues
     )
 
 
-def joined(content: Content, where: str) -> str:
+def join_text_parts(content: MessageContent, path: str) -> str:
     if isinstance(content, str):
         return content
-    check_parts(content, where)
+    check_text_parts(content, path)
     return "\n".join(part["text"] for part in content)
 
 
-class Message:
-    """The answer as Anthropic writes it: one block of text."""
+class MessageFormatter:
+    """Writes an answer as Anthropic does: one message with one block of text."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: GenerationJob):
         self.job = job
-        self.begun = False
+        self.started = False
 
     @property
-    def answer(self) -> Answer:
-        return self.job.answers[0]
+    def answer(self) -> CompletionState:
+        return self.job.best_answers[0]
 
-    def whole(self) -> dict[str, Any]:
-        text = {"type": "text", "text": self.answer.text}
-        return {**self._head(), "content": [text], **self._ending(), "usage": self._usage()}
+    def full_response(self) -> dict[str, Any]:
+        text_block = {"type": "text", "text": self.answer.text}
+        return {
+            **self._head(),
+            "content": [text_block],
+            **self._stop_fields(),
+            "usage": self._usage(),
+        }
 
-    def delta(self, index: int, delta: Delta) -> bytes:
-        said = b"" if self.begun else self._begin()
-        self.begun = True
+    def delta_events(self, prompt_index: int, delta: CompletionDelta) -> bytes:
+        events = b"" if self.started else self._opening_events()
+        self.started = True
         if delta.text:
-            said += self._event(
-                "content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text}
-            )
-        return said
+            text_delta = {"type": "text_delta", "text": delta.text}
+            events += self._event("content_block_delta", index=0, delta=text_delta)
+        return events
 
-    def end(self) -> bytes:
-        said = self._event("content_block_stop", index=0)
-        said += self._event("message_delta", delta=self._ending(), usage=self._usage())
-        return said + self._event("message_stop")
+    def final_events(self) -> bytes:
+        events = self._event("content_block_stop", index=0)
+        events += self._event("message_delta", delta=self._stop_fields(), usage=self._usage())
+        return events + self._event("message_stop")
 
-    def failed(self, problem: Problem) -> bytes:
-        return event(anthropic(problem, self.job.call.id)[1], "error")
+    def error_event(self, error: HttpErrorInfo) -> bytes:
+        _, body = format_anthropic_error(error, self.job.call.request_id)
+        return format_event(body, "error")
 
-    def _begin(self) -> bytes:
-        empty = {
+    def _opening_events(self) -> bytes:
+        message = {
+            **self._head(),
+            "content": [],
             "stop_reason": None,
             "stop_sequence": None,
             "usage": {**self._usage(), "output_tokens": 0},
         }
-        said = self._event("message_start", message={**self._head(), "content": [], **empty})
-        said += self._event(
-            "content_block_start", index=0, content_block={"type": "text", "text": ""}
-        )
-        return said + self._event("ping")
+        empty_block = {"type": "text", "text": ""}
+        events = self._event("message_start", message=message)
+        events += self._event("content_block_start", index=0, content_block=empty_block)
+        return events + self._event("ping")
 
-    def _event(self, kind: str, **data: Any) -> bytes:
-        return event({"type": kind, **data}, kind)
+    def _event(self, event_type: str, **data: Any) -> bytes:
+        return format_event({"type": event_type, **data}, event_type)
 
     def _head(self) -> dict[str, Any]:
         call = self.job.call
         return {
-            "id": f"msg_{call.unique}",
+            "id": f"msg_{call.unique_id}",
             "type": "message",
             "role": "assistant",
             "model": call.service.settings.model,
         }
 
-    def _ending(self) -> dict[str, Any]:
+    def _stop_fields(self) -> dict[str, Any]:
         answer = self.answer
         if answer.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        found = answer.stop_reason if isinstance(answer.stop_reason, str) else None
-        return {
-            "stop_reason": "end_turn" if found is None else "stop_sequence",
-            "stop_sequence": found,
-        }
+        if isinstance(answer.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
-        """Anthropic counts what was found in a cache apart."""
-        cached = sum(self.job.cached)
+        """Anthropic does not count cached prompt tokens as input tokens."""
+        num_cached = sum(self.job.cached_tokens)
         return {
-            "input_tokens": self.job.prompt_tokens - cached,
+            "input_tokens": self.job.num_prompt_tokens - num_cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": self.job.completion_tokens,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": self.job.num_output_tokens,
         }
 
 
@@ -178,17 +186,17 @@ ROUTES = (
     Route(
         "/v1/messages",
         messages,
-        anthropic,
+        format_anthropic_error,
         MessagesBody,
         generates=True,
-        media=BOTH,
-        answer=MESSAGE,
+        media_types=JSON_OR_EVENTS,
+        response_shape=ANTHROPIC_MESSAGE,
     ),
     Route(
         "/v1/messages/count_tokens",
         count_tokens,
-        anthropic,
+        format_anthropic_error,
         CountBody,
-        answer={"input_tokens": "integer"},
+        response_shape={"input_tokens": "integer"},
     ),
 )

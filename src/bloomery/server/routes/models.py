@@ -1,4 +1,4 @@
-"""OpenAI's /v1/models: the model, under each of its names."""
+"""OpenAI's /v1/models: the model under each of its names."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from bloomery.server.call import Call, Route
-from bloomery.server.errors import openai
-from bloomery.server.shapes import MODEL, MODELS
+from bloomery.server.errors import format_openai_error
+from bloomery.server.service import HttpCall, Route
+from bloomery.server.shapes import MODEL, MODEL_LIST
 
 
-async def models(call: Call) -> ASGIApp:
+async def models(call: HttpCall) -> ASGIApp:
     """The models served here."""
     settings = call.service.settings
-    return call.json(
-        {
-            "object": "list",
-            "data": [about(call, name) for name in (settings.model, *settings.aliases)],
-        }
+    names = (settings.model, *settings.aliases)
+    return call.json_response(
+        {"object": "list", "data": [describe_model(call, name) for name in names]}
     )
 
 
-async def model(call: Call) -> ASGIApp:
+async def model(call: HttpCall) -> ASGIApp:
     """One of them."""
-    call.service.check_model(call.parameter)
-    return call.json(about(call, call.parameter or call.service.settings.model))
+    name = call.path_parameter
+    call.service.check_model(name)
+    return call.json_response(describe_model(call, name or call.service.settings.model))
 
 
-def about(call: Call, name: str) -> dict[str, Any]:
+def describe_model(call: HttpCall, name: str) -> dict[str, Any]:
     capacity = call.service.backend.capacity
     return {
         "id": name,
@@ -36,11 +35,11 @@ def about(call: Call, name: str) -> dict[str, Any]:
         "created": call.service.started,
         "owned_by": "bloomery",
         "root": call.service.settings.model,
-        "max_model_len": capacity and capacity.max_length,
+        "max_model_len": capacity and capacity.max_model_len,
     }
 
 
 ROUTES = (
-    Route("/v1/models", models, openai, answer=MODELS),
-    Route("/v1/models/{model}", model, openai, answer=MODEL),
+    Route("/v1/models", models, format_openai_error, response_shape=MODEL_LIST),
+    Route("/v1/models/{model}", model, format_openai_error, response_shape=MODEL),
 )

@@ -1,6 +1,6 @@
-"""What OpenAI's routes have in common: the fields that steer sampling, log-probabilities, names and finish reasons.
+"""What OpenAI's routes share: sampling fields, log-probabilities, envelopes and finish reasons.
 
-By OpenAI's own rules; fields beyond them are those people know from vLLM.
+Fields beyond OpenAI's own are those that people know from vLLM.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import msgspec
 from bloomery.errors import InvalidRequest
 from bloomery.messages import TokenLogprob
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import Call
-from bloomery.server.generation import Job
-from bloomery.server.limits import check_labels, narrow
-from bloomery.server.schema import Body
-from bloomery.server.streaming import DONE, event
+from bloomery.server.generation import DONE_EVENT, GenerationJob, format_event
+from bloomery.server.limits import check_labels, check_sampling_limits
+from bloomery.server.schema import RequestBody
+from bloomery.server.service import HttpCall
 from bloomery.text.tokenizer import Tokenizer
 
-TOOLS = "this server does not call tools yet; leave it out"
-GRAMMAR = "this server does not constrain its output yet; leave it out"
-ELSEWHERE = "this server generates text only; leave it out"
-APART = {
+NO_TOOLS = "this server does not call tools yet; leave it out"
+NO_GRAMMAR = "this server does not constrain its output yet; leave it out"
+TEXT_ONLY = "this server generates text only; leave it out"
+
+# SamplingParams fields that a body sets under the same name. Each route reads the others itself.
+COMMON_FIELDS = {field.name for field in fields(SamplingParams)} - {
     "max_tokens",
     "logprobs",
     "prompt_logprobs",
     "logit_bias",
-}  # read by each route in its own way
-FIELDS = {field.name for field in fields(SamplingParams)} - APART
+}
+MIN_LOGPROB = -9999.0  # what OpenAI writes for any smaller log-probability
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -38,23 +39,23 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(Body, kw_only=True):
+class GenerationBody(RequestBody, kw_only=True):
     """Fields of every OpenAI route that generates."""
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("tools", "functions", "function_call"), TOOLS),
-        **dict.fromkeys(
-            (
-                "guided_json",
-                "guided_regex",
-                "guided_choice",
-                "guided_grammar",
-                "structured_outputs",
-                "grammar",
-            ),
-            GRAMMAR,
-        ),
-        **dict.fromkeys(("audio", "prediction", "web_search_options", "prompt_embeds"), ELSEWHERE),
+    UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {
+        "tools": NO_TOOLS,
+        "functions": NO_TOOLS,
+        "function_call": NO_TOOLS,
+        "guided_json": NO_GRAMMAR,
+        "guided_regex": NO_GRAMMAR,
+        "guided_choice": NO_GRAMMAR,
+        "guided_grammar": NO_GRAMMAR,
+        "structured_outputs": NO_GRAMMAR,
+        "grammar": NO_GRAMMAR,
+        "audio": TEXT_ONLY,
+        "prediction": TEXT_ONLY,
+        "web_search_options": TEXT_ONLY,
+        "prompt_embeds": TEXT_ONLY,
         "adapter_id": "this server has no adapters; leave it out",
         "chat_template": "the model's own template is used; leave it out",
         "logits_processors": "this server runs no code of its clients; leave it out",
@@ -92,130 +93,138 @@ class GenerationBody(Body, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-def sampling(call: Call, body: GenerationBody, **more: Any) -> SamplingParams:
-    """The checkpoint's defaults, what the body says, and what the route makes of the rest; within the limits."""
+def openai_sampling_params(
+    call: HttpCall, body: GenerationBody, **route_values: Any
+) -> SamplingParams:
+    """Check the common fields and combine them with the values that the route computed."""
     call.service.check_model(body.model)
     check_labels(body.user, body.metadata, call.service.limits)
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise InvalidRequest(
-            f"response_format {str(kind)[:64]!r} is not supported: {GRAMMAR}", "response_format"
-        )
+    format_type = (body.response_format or {}).get("type", "text")
+    if format_type != "text":
+        message = f"response_format {str(format_type)[:64]!r} is not supported: {NO_GRAMMAR}"
+        raise InvalidRequest(message, "response_format")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options may be given only with stream: true", "stream_options")
     if body.stream and body.prompt_logprobs is not None:
-        raise InvalidRequest(
-            "prompt_logprobs cannot be streamed: leave out one of the two", "prompt_logprobs"
-        )
+        message = "prompt_logprobs cannot be streamed: leave out one of the two"
+        raise InvalidRequest(message, "prompt_logprobs")
     if body.logit_bias:
-        more["logit_bias"] = {_token_id(name): bias for name, bias in body.logit_bias.items()}
-    return wished(call, body, FIELDS, **more)
+        route_values["logit_bias"] = {
+            _parse_token_id(name): bias for name, bias in body.logit_bias.items()
+        }
+    return merge_sampling_params(call, body, COMMON_FIELDS, **route_values)
 
 
-def wished(call: Call, body: Body, fields: Iterable[str], **more: Any) -> SamplingParams:
-    """The checkpoint's defaults under those fields of the body that are there, and under `more`."""
-    said = {name: value for name in fields if (value := getattr(body, name, None)) is not None}
-    return narrow(SamplingParams(**{**call.service.defaults, **said, **more}), call.service.limits)
+def merge_sampling_params(
+    call: HttpCall, body: RequestBody, fields: Iterable[str], **route_values: Any
+) -> SamplingParams:
+    """The checkpoint's defaults, overridden by fields of the body and by `route_values`."""
+    values = dict(call.service.sampling_defaults)
+    for name in fields:
+        value = getattr(body, name, None)
+        if value is not None:
+            values[name] = value
+    values |= route_values
+    return check_sampling_limits(SamplingParams(**values), call.service.limits)
 
 
-def check_tools(choice: Any) -> None:
+def check_tool_choice(choice: Any) -> None:
     if choice not in (None, "none", "auto"):
-        raise InvalidRequest(f"tool_choice is not supported: {TOOLS}", "tool_choice")
+        raise InvalidRequest(f"tool_choice is not supported: {NO_TOOLS}", "tool_choice")
 
 
-def _token_id(name: str) -> int:
+def _parse_token_id(name: str) -> int:
     if not name.isascii() or not name.isdecimal() or len(name) > 10:
-        raise InvalidRequest(
-            f"logit_bias is keyed by token ids, and {name[:64]!r} is none", "logit_bias"
-        )
+        message = f"logit_bias is keyed by token ids, and {name[:64]!r} is none"
+        raise InvalidRequest(message, "logit_bias")
     return int(name)
 
 
-class Envelope:
-    """What frames an answer, whole or in chunks."""
+class CompletionEnvelope:
+    """The fields around an answer's choices, in a full response or in chunks."""
 
-    def __init__(self, job: Job, body: GenerationBody, id: str, kind: str):
+    def __init__(self, job: GenerationJob, body: GenerationBody, id_prefix: str, object_name: str):
         call = job.call
+        options = body.stream_options or StreamOptions()
         self.job = job
-        self.body = body
         self.head = {
-            "id": f"{id}-{call.unique}",
-            "object": kind,
+            "id": f"{id_prefix}-{call.unique_id}",
+            "object": object_name,
             "created": call.created,
             "model": call.service.settings.model,
         }
         self.tail = {"system_fingerprint": call.service.fingerprint}
-        options = body.stream_options or StreamOptions()
-        self.counts = bool(options.include_usage)
-        self.always = bool(options.continuous_usage_stats)
+        self.include_usage = bool(options.include_usage)
+        self.continuous_usage = bool(options.continuous_usage_stats)
 
-    def whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {**self.head, "choices": choices, "usage": self.job.usage(), **self.tail, **more}
+    def full_response(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        usage = self.job.openai_usage()
+        return {**self.head, "choices": choices, "usage": usage, **self.tail, **more}
 
-    def chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
-        usage = (
-            {"usage": self.job.usage() if self.always else None}
-            if self.counts or self.always
-            else {}
-        )
-        return event({**self.head, **self.tail, "choices": [choice], **usage, **more})
+    def chunk_event(self, choice: dict[str, Any], **more: Any) -> bytes:
+        chunk = {**self.head, **self.tail, "choices": [choice]}
+        if self.continuous_usage:
+            chunk["usage"] = self.job.openai_usage()
+        elif self.include_usage:
+            chunk["usage"] = None
+        return format_event({**chunk, **more})
 
-    def end(self) -> bytes:
-        usage = (
-            {**self.head, **self.tail, "choices": [], "usage": self.job.usage()}
-            if self.counts
-            else None
-        )
-        return (event(usage) if usage else b"") + DONE
+    def final_events(self) -> bytes:
+        if not self.include_usage:
+            return DONE_EVENT
+        usage = {**self.head, **self.tail, "choices": [], "usage": self.job.openai_usage()}
+        return format_event(usage) + DONE_EVENT
 
 
-def finish_reason(reason: str | None) -> str | None:
-    return "length" if reason == "length" else reason and "stop"
+def openai_finish_reason(reason: str | None) -> str | None:
+    """OpenAI's API knows "length" and "stop"."""
+    if reason is None or reason == "length":
+        return reason
+    return "stop"
 
 
-def value(logprob: float) -> float:
-    """What OpenAI writes for a probability too small to matter."""
-    return max(logprob, -9999.0)
+def clamp_logprob(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)
 
 
-def chat_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], top: int
+def format_chat_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], num_top: int
 ) -> dict[str, Any]:
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        spelled = tokenizer.token_bytes(token)
+    """Log-probabilities of tokens as the chat API writes them."""
+
+    def format_token(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
         return {
-            "token": spelled.decode("utf-8", "replace"),
-            "logprob": value(logprob),
-            "bytes": list(spelled),
+            "token": data.decode("utf-8", "replace"),
+            "logprob": clamp_logprob(logprob),
+            "bytes": list(data),
         }
 
-    content = [
-        {
-            **one(entry.token, entry.logprob),
-            "top_logprobs": [one(*pair) for pair in entry.top[:top]],
-        }
-        for entry in entries
-    ]
+    content = []
+    for entry in entries:
+        top = [format_token(token_id, logprob) for token_id, logprob in entry.top[:num_top]]
+        content.append({**format_token(entry.token, entry.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], top: int
+def format_prompt_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], num_top: int
 ) -> list[dict[str, Any] | None]:
-    """As vLLM writes them: by token id, nothing for the first."""
+    """As vLLM writes them: keyed by token id, and null for the first token of the prompt."""
 
-    def one(entry: TokenLogprob) -> dict[str, Any]:
+    def format_entry(entry: TokenLogprob) -> dict[str, Any]:
         ranked = {
-            token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top[:top], 1)
+            token_id: (logprob, rank)
+            for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)
         }
         ranked.setdefault(entry.token, (entry.logprob, entry.rank))
         return {
-            str(token): {
-                "logprob": value(logprob),
+            str(token_id): {
+                "logprob": clamp_logprob(logprob),
                 "rank": rank,
-                "decoded_token": tokenizer.token_text(token),
+                "decoded_token": tokenizer.token_text(token_id),
             }
-            for token, (logprob, rank) in ranked.items()
+            for token_id, (logprob, rank) in ranked.items()
         }
 
-    return [None, *map(one, entries)]
+    return [None, *map(format_entry, entries)]

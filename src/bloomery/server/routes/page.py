@@ -1,6 +1,6 @@
-"""The web page and the API's description: files that lie in web/, and what openapi.py writes.
+"""The web page, served from the files in web/, and the API's documentation.
 
-No page here needs anything from elsewhere, and a strict policy forbids it to try.
+No page needs anything from another server, and a strict content security policy forbids it.
 """
 
 from __future__ import annotations
@@ -9,82 +9,99 @@ import gzip
 from functools import lru_cache
 from mimetypes import guess_type
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from bloomery.server import openapi
-from bloomery.server.call import Call, Route
-from bloomery.server.errors import Refusal, tgi
+from bloomery.server.errors import HttpError, format_tgi_error
+from bloomery.server.openapi import build_openapi_document, render_docs_page
 from bloomery.server.routes import status
+from bloomery.server.service import HttpCall, Route
 
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; font-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
 )
-GUARDS = {
-    "content-security-policy": POLICY,
+DOCS_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
+)
+SECURITY_HEADERS = {
+    "content-security-policy": PAGE_POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-FOREVER = "public, max-age=31536000, immutable"  # an asset's name holds a hash of what is in it
-WEB = Path(__file__).parent.parent / "web"
+# An asset's file name holds a hash of its content, so it can be cached forever.
+CACHE_FOREVER = "public, max-age=31536000, immutable"
+WEB_FOLDER = Path(__file__).parent.parent / "web"
 
 
-async def root(call: Call) -> ASGIApp:
+class WebFile(NamedTuple):
+    data: bytes
+    gzipped: bytes
+    media_type: str
+
+
+async def root(call: HttpCall) -> ASGIApp:
     """The web page for a browser, TGI's health check for everybody else."""
     if "text/html" not in call.headers.get("accept", ""):
         return await status.health(call)
-    return served(call, "index.html", "no-cache")
+    return _file_response(call, "index.html", "no-cache")
 
 
-async def asset(call: Call) -> ASGIApp:
+async def asset(call: HttpCall) -> ASGIApp:
     """A file of the web page."""
-    return served(call, f"assets/{call.parameter}", FOREVER)
+    return _file_response(call, f"assets/{call.path_parameter}", CACHE_FOREVER)
 
 
-def served(call: Call, name: str, caching: str) -> Response:
-    found = contents().get(name)
-    if found is None:
-        raise Refusal(404, "there is no such file", "not_found")
-    plain, packed, media = found
-    headers = {**GUARDS, "cache-control": caching, "vary": "accept-encoding"}
-    if "gzip" in call.headers.get("accept-encoding", "") and len(packed) < len(plain):
-        return Response(packed, headers={**headers, "content-encoding": "gzip"}, media_type=media)
-    return Response(plain, headers=headers, media_type=media)
+def _file_response(call: HttpCall, name: str, cache_control: str) -> Response:
+    file = load_web_files().get(name)
+    if file is None:
+        raise HttpError(404, "there is no such file", "not_found")
+    headers = {**SECURITY_HEADERS, "cache-control": cache_control, "vary": "accept-encoding"}
+    accepts_gzip = "gzip" in call.headers.get("accept-encoding", "")
+    if accepts_gzip and len(file.gzipped) < len(file.data):
+        headers["content-encoding"] = "gzip"
+        return Response(file.gzipped, headers=headers, media_type=file.media_type)
+    return Response(file.data, headers=headers, media_type=file.media_type)
 
 
 @lru_cache(maxsize=1)
-def contents() -> dict[str, tuple[bytes, bytes, str]]:
-    """The page's files by path: as they are, compressed, their type. Read once; no path of a client's is opened."""
-    found: dict[str, tuple[bytes, bytes, str]] = {}
-    for path in (path for path in WEB.rglob("*") if path.is_file()):
+def load_web_files() -> dict[str, WebFile]:
+    """The page's files by relative path, read once; no path from a client is ever opened."""
+    files: dict[str, WebFile] = {}
+    for path in WEB_FOLDER.rglob("*"):
+        if not path.is_file():
+            continue
         data = path.read_bytes()
-        media = guess_type(path.name)[0] or "text/plain"
-        found[path.relative_to(WEB).as_posix()] = data, gzip.compress(data, mtime=0), media
-    return found
+        media_type = guess_type(path.name)[0] or "text/plain"
+        name = path.relative_to(WEB_FOLDER).as_posix()
+        files[name] = WebFile(data, gzip.compress(data, mtime=0), media_type)
+    return files
 
 
-async def document(call: Call) -> ASGIApp:
+def _openapi_document(call: HttpCall) -> dict[str, Any]:
+    service = call.service
+    return build_openapi_document(service.routes, needs_key=service.settings.keys != ())
+
+
+async def openapi_document(call: HttpCall) -> ASGIApp:
     """This API, described in OpenAPI 3.1."""
-    return call.json(openapi.document(call.service.routes, call.service.settings.keys != ()))
+    return call.json_response(_openapi_document(call))
 
 
-async def docs(call: Call) -> ASGIApp:
+async def docs(call: HttpCall) -> ASGIApp:
     """This API, described for people."""
-    text = openapi.page(openapi.document(call.service.routes, call.service.settings.keys != ()))
-    policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
-    )
-    return Response(
-        text, headers={**GUARDS, "content-security-policy": policy}, media_type="text/html"
-    )
+    headers = {**SECURITY_HEADERS, "content-security-policy": DOCS_POLICY}
+    html = render_docs_page(_openapi_document(call))
+    return Response(html, headers=headers, media_type="text/html")
 
 
 ROUTES = (
-    Route("/", root, tgi, open=True, quiet=True, media=()),
-    Route("/assets/{file}", asset, tgi, open=True, quiet=True, media=("*/*",)),
-    Route("/docs", docs, tgi, quiet=True, media=("text/html",)),
-    Route("/openapi.json", document, tgi, quiet=True),
-    Route("/api-doc/openapi.json", document, tgi, quiet=True),
+    Route("/", root, format_tgi_error, public=True, quiet=True, media_types=()),
+    Route("/assets/{file}", asset, format_tgi_error, public=True, quiet=True, media_types=("*/*",)),
+    Route("/docs", docs, format_tgi_error, quiet=True, media_types=("text/html",)),
+    Route("/openapi.json", openapi_document, format_tgi_error, quiet=True),
+    Route("/api-doc/openapi.json", openapi_document, format_tgi_error, quiet=True),
 )

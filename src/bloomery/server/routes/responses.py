@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: text, whole or as its typed events, and conversations that go on by an id."""
+"""OpenAI's /v1/responses: text, in one response or as typed events; conversations go on by id."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from starlette.types import ASGIApp
 
 from bloomery.errors import InvalidRequest
 from bloomery.sampling import SamplingParams
-from bloomery.server.call import BOTH, Call, Route
-from bloomery.server.errors import Problem, openai
-from bloomery.server.generation import Ask, Job
+from bloomery.server.errors import HttpErrorInfo, format_openai_error
+from bloomery.server.generation import GenerationInput, GenerationJob, format_event
 from bloomery.server.limits import check_labels
-from bloomery.server.routes.chat import Message as ChatMessage
-from bloomery.server.routes.chat import check_parts, conversation
-from bloomery.server.routes.openai import ELSEWHERE, GRAMMAR, TOOLS, check_tools, wished
-from bloomery.server.schema import Body
-from bloomery.server.shapes import RESPONSE
-from bloomery.server.streaming import event
-from bloomery.text.answer import Answer, Delta
+from bloomery.server.routes.chat import ChatMessage, check_text_parts, to_template_messages
+from bloomery.server.routes.openai import (
+    NO_GRAMMAR,
+    NO_TOOLS,
+    TEXT_ONLY,
+    check_tool_choice,
+    merge_sampling_params,
+)
+from bloomery.server.schema import RequestBody
+from bloomery.server.service import JSON_OR_EVENTS, HttpCall, Route
+from bloomery.server.shapes import OPENAI_RESPONSE
+from bloomery.text.outputs import CompletionState, CompletionDelta
 
-TEXTS = ("input_text", "output_text", "text")
-ROLES = ("system", "developer", "user", "assistant")
+TEXT_PART_TYPES = ("input_text", "output_text", "text")
+INPUT_ROLES = ("system", "developer", "user", "assistant")
 
 
-class ResponseBody(Body, kw_only=True):
-    REFUSED: ClassVar[dict[str, str]] = {
-        "tools": TOOLS,
+class ResponseBody(RequestBody, kw_only=True):
+    UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {
+        "tools": NO_TOOLS,
         "background": "answers are given at once; leave it out",
         "conversation": "use previous_response_id",
-        "prompt": ELSEWHERE,
+        "prompt": TEXT_ONLY,
     }
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -49,32 +53,32 @@ class ResponseBody(Body, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-async def responses(call: Call) -> ASGIApp:
+async def responses(call: HttpCall) -> ASGIApp:
     """Answer a conversation, or go on with one."""
-    body = await call.read(ResponseBody)
-    params = wishes(call, body)
-    ticket = call.admit(1)
-    said = messages(call, body)
-    opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    known = conversation(
-        [ChatMessage(**message) for message in opening + said],
-        call.service.tokenizer.chat_templates,
-    )
-    job = Job(call, ticket, [Ask(await call.service.conversation(known), params)])
-    response = Response(job, body, said)
-    return await job.answer(response, body.stream, response.failed)
+    body = await call.read_body(ResponseBody)
+    params = response_sampling_params(call, body)
+    permit = call.admit(1)
+    conversation = collect_conversation(call, body)
+    chat_messages = [ChatMessage(**message) for message in conversation]
+    if body.instructions:
+        chat_messages.insert(0, ChatMessage(role="system", content=body.instructions))
+    template_messages = to_template_messages(chat_messages, call.service.tokenizer.chat_templates)
+    prompt = await call.service.apply_chat_template(template_messages)
+    job = GenerationJob(call, permit, [GenerationInput(prompt, params)])
+    formatter = ResponseObjectFormatter(job, body, conversation)
+    return await job.respond(formatter, body.stream, formatter.error_event)
 
 
-def wishes(call: Call, body: ResponseBody) -> SamplingParams:
+def response_sampling_params(call: HttpCall, body: ResponseBody) -> SamplingParams:
     call.service.check_model(body.model)
     check_labels(body.user, body.metadata, call.service.limits)
-    kind = ((body.text or {}).get("format") or {}).get("type", "text")
-    if kind != "text":
-        raise InvalidRequest(
-            f"text.format {str(kind)[:64]!r} is not supported: {GRAMMAR}", "text.format"
-        )
-    check_tools(body.tool_choice)
-    return wished(
+    text_format = (body.text or {}).get("format") or {}
+    format_type = text_format.get("type", "text")
+    if format_type != "text":
+        message = f"text.format {str(format_type)[:64]!r} is not supported: {NO_GRAMMAR}"
+        raise InvalidRequest(message, "text.format")
+    check_tool_choice(body.tool_choice)
+    return merge_sampling_params(
         call,
         body,
         ("temperature", "top_p", "priority", "deadline_ms"),
@@ -82,107 +86,111 @@ def wishes(call: Call, body: ResponseBody) -> SamplingParams:
     )
 
 
-def messages(call: Call, body: ResponseBody) -> list[dict[str, Any]]:
-    """What was said before, and what is said now, as plain messages."""
-    before: list[dict[str, Any]] = []
-    if body.previous_response_id is not None:
-        found = call.service.conversations.get((call.salt, body.previous_response_id))
-        if found is None:
-            message = (
-                f"the response {body.previous_response_id[:64]!r} is not, or no longer, known here"
-            )
+def collect_conversation(call: HttpCall, body: ResponseBody) -> list[dict[str, Any]]:
+    """The messages of the previous response, if one is named, and those of this request."""
+    previous: list[dict[str, Any]] = []
+    response_id = body.previous_response_id
+    if response_id is not None:
+        stored = call.service.conversations.get((call.tenant, response_id))
+        if stored is None:
+            message = f"the response {response_id[:64]!r} is not, or no longer, known here"
             raise InvalidRequest(message, "previous_response_id")
-        before = [dict(message) for message in found]
+        previous = [dict(message) for message in stored]
     if isinstance(body.input, str):
-        return [*before, {"role": "user", "content": body.input}]
-    return before + [_message(item, f"input[{index}]") for index, item in enumerate(body.input)]
+        return [*previous, {"role": "user", "content": body.input}]
+    new_messages = [
+        _parse_message(item, f"input[{index}]") for index, item in enumerate(body.input)
+    ]
+    return previous + new_messages
 
 
-def _message(item: Mapping[str, Any], where: str) -> dict[str, str]:
-    if item.get("type", "message") != "message" or item.get("role") not in ROLES:
-        raise InvalidRequest(f"{where} must be a message of {', '.join(ROLES)}", where)
+def _parse_message(item: Mapping[str, Any], path: str) -> dict[str, str]:
+    if item.get("type", "message") != "message" or item.get("role") not in INPUT_ROLES:
+        raise InvalidRequest(f"{path} must be a message of {', '.join(INPUT_ROLES)}", path)
     content = item.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        check_parts(content, f"{where}.content", TEXTS)
+        check_text_parts(content, f"{path}.content", TEXT_PART_TYPES)
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise InvalidRequest(
-            f"{where}.content must be a string or a list of text parts", f"{where}.content"
-        )
+        message = f"{path}.content must be a string or a list of text parts"
+        raise InvalidRequest(message, f"{path}.content")
     return {"role": item["role"], "content": content}
 
 
-class Response:
-    """The answer as a response with one message, and every event on the way to it."""
+class ResponseObjectFormatter:
+    """Writes an answer as a response with one message, and the typed events on the way to it."""
 
-    def __init__(self, job: Job, body: ResponseBody, said: list[dict[str, Any]]):
+    def __init__(self, job: GenerationJob, body: ResponseBody, conversation: list[dict[str, Any]]):
         self.job = job
         self.body = body
-        self.said = said
-        self.id = f"resp_{job.call.unique}"
-        self.item = f"msg_{job.call.unique}"
-        self.number = -1
-        self.begun = False
+        self.conversation = conversation
+        self.response_id = f"resp_{job.call.unique_id}"
+        self.message_id = f"msg_{job.call.unique_id}"
+        self.sequence_number = -1  # of the last event
+        self.started = False
 
     @property
-    def answer(self) -> Answer:
-        return self.job.answers[0]
+    def answer(self) -> CompletionState:
+        return self.job.best_answers[0]
 
-    def whole(self) -> dict[str, Any]:
-        """The whole response, remembered unless the client asked not to."""
+    def full_response(self) -> dict[str, Any]:
+        """The response, also stored unless the client asked not to store it."""
         if self.body.store is not False:
-            answer = {"role": "assistant", "content": self.answer.text}
-            self.job.call.service.conversations.put(
-                (self.job.call.salt, self.id), [*self.said, answer]
-            )
-        cut = self.answer.finish_reason == "length"
-        details = {"reason": "max_output_tokens"} if cut else None
-        return self._whole(
-            "incomplete" if cut else "completed",
-            [self._message("completed")],
-            details,
-            self._usage(),
+            self._store_conversation()
+        was_cut = self.answer.finish_reason == "length"
+        return self._response(
+            status="incomplete" if was_cut else "completed",
+            output=[self._message("completed")],
+            incomplete_details={"reason": "max_output_tokens"} if was_cut else None,
+            usage=self._usage(),
         )
 
-    def delta(self, index: int, delta: Delta) -> bytes:
-        said = b"" if self.begun else self._begin()
-        self.begun = True
+    def delta_events(self, prompt_index: int, delta: CompletionDelta) -> bytes:
+        events = b"" if self.started else self._opening_events()
+        self.started = True
         if delta.text:
-            said += self._event(
-                "response.output_text.delta", **self._place(), delta=delta.text, logprobs=[]
+            events += self._event(
+                "response.output_text.delta", **self._location(), delta=delta.text, logprobs=[]
             )
-        return said
+        return events
 
-    def end(self) -> bytes:
+    def final_events(self) -> bytes:
         text = self.answer.text
-        whole = self.whole()
-        said = self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
-        said += self._event("response.content_part.done", **self._place(), part=self._part(text))
-        said += self._event(
+        response = self.full_response()
+        location = self._location()
+        events = self._event("response.output_text.done", **location, text=text, logprobs=[])
+        events += self._event("response.content_part.done", **location, part=self._part(text))
+        events += self._event(
             "response.output_item.done", output_index=0, item=self._message("completed")
         )
-        return said + self._event(f"response.{whole['status']}", response=whole)
+        return events + self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, problem: Problem) -> bytes:
-        return self._event("error", code=problem.code, message=problem.message, param=problem.param)
+    def error_event(self, error: HttpErrorInfo) -> bytes:
+        return self._event("error", code=error.code, message=error.message, param=error.param)
 
-    def _begin(self) -> bytes:
-        started = self._whole("in_progress", [], None, None)
-        said = self._event("response.created", response=started)
-        said += self._event("response.in_progress", response=started)
-        said += self._event(
-            "response.output_item.added", output_index=0, item=self._message("in_progress")
-        )
-        return said + self._event(
-            "response.content_part.added", **self._place(), part=self._part("")
-        )
+    def _store_conversation(self) -> None:
+        call = self.job.call
+        answer = {"role": "assistant", "content": self.answer.text}
+        key = (call.tenant, self.response_id)
+        call.service.conversations.put(key, [*self.conversation, answer])
 
-    def _event(self, kind: str, **data: Any) -> bytes:
-        self.number += 1
-        return event({"type": kind, "sequence_number": self.number, **data}, kind)
+    def _opening_events(self) -> bytes:
+        response = self._response("in_progress", [], None, None)
+        message = self._message("in_progress")
+        part = self._part("")
+        events = self._event("response.created", response=response)
+        events += self._event("response.in_progress", response=response)
+        events += self._event("response.output_item.added", output_index=0, item=message)
+        return events + self._event("response.content_part.added", **self._location(), part=part)
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self.item, "output_index": 0, "content_index": 0}
+    def _event(self, event_type: str, **data: Any) -> bytes:
+        self.sequence_number += 1
+        content = {"type": event_type, "sequence_number": self.sequence_number, **data}
+        return format_event(content, event_type)
+
+    def _location(self) -> dict[str, Any]:
+        """Where in the response the text stands."""
+        return {"item_id": self.message_id, "output_index": 0, "content_index": 0}
 
     def _part(self, text: str) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -191,34 +199,36 @@ class Response:
         content = [] if status == "in_progress" else [self._part(self.answer.text)]
         return {
             "type": "message",
-            "id": self.item,
+            "id": self.message_id,
             "status": status,
             "role": "assistant",
             "content": content,
         }
 
     def _usage(self) -> dict[str, Any]:
-        counts = self.job.usage()
+        usage = self.job.openai_usage()
         return {
-            "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": counts["prompt_tokens_details"],
-            "output_tokens": counts["completion_tokens"],
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": counts["total_tokens"],
+            "total_tokens": usage["total_tokens"],
         }
 
-    def _whole(self, status: str, output: list[Any], incomplete: Any, usage: Any) -> dict[str, Any]:
+    def _response(
+        self, status: str, output: list[Any], incomplete_details: Any, usage: Any
+    ) -> dict[str, Any]:
         call = self.job.call
         body = self.body
-        params = self.job.asks[0].params
+        params = self.job.inputs[0].params
         return {
-            "id": self.id,
+            "id": self.response_id,
             "object": "response",
             "created_at": call.created,
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": incomplete,
+            "incomplete_details": incomplete_details,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -243,10 +253,10 @@ ROUTES = (
     Route(
         "/v1/responses",
         responses,
-        openai,
+        format_openai_error,
         ResponseBody,
         generates=True,
-        media=BOTH,
-        answer=RESPONSE,
+        media_types=JSON_OR_EVENTS,
+        response_shape=OPENAI_RESPONSE,
     ),
 )

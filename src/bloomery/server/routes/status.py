@@ -1,4 +1,7 @@
-"""How the server is, for probes, dashboards and the web page. What a route says is so: ready means it would answer."""
+"""The server's state, for probes, dashboards and the web page.
+
+Probes report what a request would meet: "ready" means that it would be answered.
+"""
 
 from __future__ import annotations
 
@@ -9,94 +12,100 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from bloomery import __version__
-from bloomery.config import profiler
-from bloomery.server.call import Call, Route
-from bloomery.server.errors import tgi
-from bloomery.server.shapes import INFO, READY
+from bloomery.config import active_profiler
+from bloomery.server.errors import format_tgi_error
+from bloomery.server.service import HttpCall, Route
+from bloomery.server.shapes import READINESS, SERVER_INFO
 
 
-async def health(call: Call) -> ASGIApp:
+async def health(call: HttpCall) -> ASGIApp:
     """TGI's health check: 200 and nothing else if requests would be answered, else 503."""
     if call.service.backend.status.state == "ready":
         return Response(b"")
-    return call.json({"error": "unhealthy", "error_type": "healthcheck"}, {"retry-after": "5"}, 503)
+    content = {"error": "unhealthy", "error_type": "healthcheck"}
+    return call.json_response(content, {"retry-after": "5"}, 503)
 
 
-async def ready(call: Call) -> ASGIApp:
+async def ready(call: HttpCall) -> ASGIApp:
     """What the server is doing: loading (and how far), ready, restarting, draining, failed."""
+    settings = call.service.settings
     status = call.service.backend.status
-    left = call.service.backend.stats.unprepared
-    detail = status.detail or (
-        f"{left} captures to go; until then some steps are slower" if left else ""
-    )
-    if call.service.settings.keys and status.state not in ("loading", "ready"):
-        detail = ""  # what went wrong may name files, and who asks has shown no key
-    about = {
+    is_ready = status.state == "ready"
+    num_captures = call.service.backend.stats.pending_captures
+    detail = status.detail
+    if not detail and num_captures:
+        detail = f"{num_captures} captures to go; until then some steps are slower"
+    if settings.keys and status.state not in ("loading", "ready"):
+        detail = ""  # an engine error may name files, and this route needs no key
+    content = {
         "state": status.state,
-        "model": call.service.settings.model,
-        "progress": 1.0 if status.state == "ready" else status.progress,
+        "model": settings.model,
+        "progress": 1.0 if is_ready else status.progress,
         "detail": detail,
     }
-    return call.json(about, status=200 if status.state == "ready" else 503)
+    return call.json_response(content, status=200 if is_ready else 503)
 
 
-async def live(call: Call) -> ASGIApp:
+async def live(call: HttpCall) -> ASGIApp:
     """That the server's own process is up and takes requests."""
-    return call.json({"live": True})
+    return call.json_response({"live": True})
 
 
-async def info(call: Call) -> ASGIApp:
+async def info(call: HttpCall) -> ASGIApp:
     """The model and the limits of this server."""
-    service = call.service
+    settings = call.service.settings
     capacity = call.service.backend.capacity
-    limits = service.limits
-    return call.json(
-        {
-            "model_id": service.settings.model,
-            "model_sha": service.settings.revision,
-            "model_pipeline_tag": "text-generation",
-            "max_concurrent_requests": limits.requests,
-            "max_best_of": limits.best_of,
-            "max_stop_sequences": limits.stop_strings,
-            "max_input_tokens": capacity and capacity.max_length - 1,
-            "max_total_tokens": capacity and capacity.max_length,
-            "validation_workers": 2,
-            "max_client_batch_size": limits.fan_out,
-            "router": "bloomery",
-            "version": __version__,
-            "sha": None,
-            "docker_label": None,
-            "limits": asdict(limits),
-            **(
-                {"profiling": under} if (under := profiler()) else {}
-            ),  # so that nobody publishes its figures
-        }
-    )
+    limits = call.service.limits
+    content = {
+        "model_id": settings.model,
+        "model_sha": settings.revision,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": limits.requests,
+        "max_best_of": limits.best_of,
+        "max_stop_sequences": limits.stop_strings,
+        "max_input_tokens": capacity and capacity.max_model_len - 1,
+        "max_total_tokens": capacity and capacity.max_model_len,
+        "validation_workers": 2,
+        "max_client_batch_size": limits.fan_out,
+        "router": "bloomery",
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+        "limits": asdict(limits),
+    }
+    profiler = active_profiler()
+    if profiler:
+        content["profiling"] = profiler  # a warning: timings under a profiler are not valid
+    return call.json_response(content)
 
 
-async def version(call: Call) -> ASGIApp:
+async def version(call: HttpCall) -> ASGIApp:
     """This server's version."""
-    return call.json({"version": __version__})
+    return call.json_response({"version": __version__})
 
 
-async def stats(call: Call) -> ASGIApp:
+async def stats(call: HttpCall) -> ASGIApp:
     """A sample for the web page's dashboard."""
-    return call.json(call.service.metrics.page())
+    return call.json_response(call.service.metrics.dashboard_sample())
 
 
-async def metrics(call: Call) -> ASGIApp:
+async def metrics(call: HttpCall) -> ASGIApp:
     """All figures, for Prometheus."""
-    return Response(call.service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(call.service.metrics.prometheus_text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def routes(open_metrics: bool) -> tuple[Route, ...]:
+def build_status_routes(open_metrics: bool) -> tuple[Route, ...]:
+    """`open_metrics`: /metrics needs no API key."""
+    tgi = format_tgi_error
     return (
-        Route("/health", health, tgi, open=True, quiet=True, media=()),
-        Route("/ping", health, tgi, open=True, quiet=True, media=()),
-        Route("/ready", ready, tgi, open=True, quiet=True, answer=READY),
-        Route("/live", live, tgi, open=True, quiet=True, answer={"live": "boolean"}),
-        Route("/info", info, tgi, answer=INFO),
-        Route("/version", version, tgi, answer={"version": "string"}),
+        Route("/health", health, tgi, public=True, quiet=True, media_types=()),
+        Route("/ping", health, tgi, public=True, quiet=True, media_types=()),
+        Route("/ready", ready, tgi, public=True, quiet=True, response_shape=READINESS),
+        Route("/live", live, tgi, public=True, quiet=True, response_shape={"live": "boolean"}),
+        Route("/info", info, tgi, response_shape=SERVER_INFO),
+        Route("/version", version, tgi, response_shape={"version": "string"}),
         Route("/stats", stats, tgi, quiet=True),
-        Route("/metrics", metrics, tgi, open=open_metrics, quiet=True, media=("text/plain",)),
+        Route(
+            "/metrics", metrics, tgi, public=open_metrics, quiet=True, media_types=("text/plain",)
+        ),
     )

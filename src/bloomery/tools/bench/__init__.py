@@ -1,1 +1,1 @@
-"""Load on a server and what became of it: who arrives when, how long each waited, one page to read."""
+"""`bloomery bench URL`: a load generator for OpenAI- and TGI-compatible servers."""

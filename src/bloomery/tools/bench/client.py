@@ -1,7 +1,7 @@
-"""A light HTTP client for many streams at once: one protocol object a connection, time stamps where bytes arrive.
+"""A light HTTP client for many concurrent streams, which stamps the time when bytes arrive.
 
-Speaks OpenAI's chat and completions routes and TGI's generate_stream. A request's clock starts when it is written to a
-connection that is already open, so that connecting is never counted as waiting.
+Speaks OpenAI's chat and completions routes and TGI's generate_stream. A request's clock starts when
+it is written to an open connection, so connecting does not count as latency.
 """
 
 from __future__ import annotations
@@ -17,111 +17,128 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from bloomery.tools.bench.summary import Record
 from bloomery.errors import ConfigError
+from bloomery.tools.bench.summary import RequestRecord
 
-APIS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "tgi": "/generate_stream"}
-SILENCE = 600.0  # seconds without a byte after which a request counts as lost
+API_PATHS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "tgi": "/generate_stream",
+}
+SILENCE_SECONDS = 600.0  # without a byte for so long, a request counts as failed
+
+# ---- events of a stream --------------------------------------------------------------------------
 
 
-class Delta(msgspec.Struct):
+class EventDelta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
 
 
-class Choice(msgspec.Struct):
-    delta: Delta | None = None
+class EventChoice(msgspec.Struct):
+    delta: EventDelta | None = None
     text: str | None = None
 
 
-class Usage(msgspec.Struct):
+class EventUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
-class Token(msgspec.Struct):
+class EventToken(msgspec.Struct):
     text: str = ""
 
 
-class Details(msgspec.Struct):
+class EventDetails(msgspec.Struct):
     generated_tokens: int = 0
 
 
-class Event(msgspec.Struct):
-    """What any of the dialects may put into one event; everything else is skipped unread."""
+class StreamEvent(msgspec.Struct):
+    """The fields of one server-sent event, in any of the APIs. Other fields are skipped."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    token: Token | None = None
-    details: Details | None = None
+    choices: list[EventChoice] = []
+    usage: EventUsage | None = None
+    token: EventToken | None = None
+    details: EventDetails | None = None
     error: Any = None
 
     def text(self) -> str:
         if self.token is not None:
             return self.token.text
-        for choice in self.choices:
-            if choice.delta is not None:
-                return choice.delta.content or choice.delta.reasoning_content or ""
-            return choice.text or ""
-        return ""
+        if not self.choices:
+            return ""
+        choice = self.choices[0]
+        if choice.delta is not None:
+            return choice.delta.content or choice.delta.reasoning_content or ""
+        return choice.text or ""
 
 
-DECODER = msgspec.json.Decoder(Event)
+EVENT_DECODER = msgspec.json.Decoder(StreamEvent)
 
 
-class Exchange:
-    """One request and its answer, event by event."""
+class BenchExchange:
+    """One request and its response, decoded event by event into a record."""
 
-    def __init__(self, record: Record, events: bool = True):
+    def __init__(self, record: RequestRecord, is_stream: bool = True):
         self.record = record
-        self.events = events
-        self.status = 0
-        self.rest = b""
-        self.said: list[str] = []
-        self.counted = 0  # tokens as the server counts them
+        self.is_stream = is_stream
+        self.status = 0  # HTTP status; 0: no response yet
+        self.buffer = b""  # an incomplete line of a stream, or the whole body
+        self.pieces: list[str] = []
+        self.num_tokens = 0  # as the server counts them
 
     def feed(self, now: float, data: bytes) -> None:
-        if self.status != 200 or not self.events:
-            self.rest += data
+        """Take in bytes of the body that arrived at `now`."""
+        self.buffer += data
+        if self.status != 200 or not self.is_stream:
             return
-        *lines, self.rest = (self.rest + data).split(b"\n")
+        *lines, self.buffer = self.buffer.split(b"\n")
         for line in lines:
-            if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-                self.take(now, data)
+            if not line.startswith(b"data:"):
+                continue
+            event = line.removeprefix(b"data:").strip()
+            if event != b"[DONE]":
+                self.take_event(now, event)
 
-    def take(self, now: float, data: bytes) -> None:
+    def take_event(self, now: float, data: bytes) -> None:
         try:
-            event = DECODER.decode(data)
+            event = EVENT_DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.record.error = f"an event that is not understood: {error}"
             return
         if event.error:
             self.record.error = str(event.error)[:200]
         if event.usage is not None:
-            self.counted = event.usage.completion_tokens
+            self.num_tokens = event.usage.completion_tokens
             self.record.prompt = event.usage.prompt_tokens or self.record.prompt
         if event.details is not None:
-            self.counted = event.details.generated_tokens
+            self.num_tokens = event.details.generated_tokens
         if text := event.text():
             self.record.stamps.append(now)
-            self.said.append(text)
+            self.pieces.append(text)
 
     def close(self, now: float, error: str | None = None) -> None:
         record = self.record
         if self.status not in (0, 200):
-            error = f"HTTP {self.status}: {self.rest[:160].decode(errors='replace').strip()}"
+            body = self.buffer[:160].decode(errors="replace").strip()
+            error = f"HTTP {self.status}: {body}"
         record.error = record.error or error
         record.done = now
-        record.tokens = self.counted or len(record.stamps)
+        record.tokens = self.num_tokens or len(record.stamps)
 
 
-class Connection(asyncio.Protocol):
+# ---- connections ---------------------------------------------------------------------------------
+
+
+class BenchConnection(asyncio.Protocol):
+    """One connection, which carries one exchange at a time. The on_* methods are httptools'."""
+
     def __init__(self) -> None:
-        self.exchange: Exchange | None = None
+        self.exchange: BenchExchange | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.transport: asyncio.Transport | None = None
         self.parser = httptools.HttpResponseParser(self)
-        self.now = 0.0
+        self.now = 0.0  # when the last bytes arrived
         self.reusable = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -150,15 +167,18 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.now = perf_counter()
         self.reusable = False
-        self.finish(f"the connection was lost{f': {error}' if error else ''}")
+        reason = f": {error}" if error else ""
+        self.finish(f"the connection was lost{reason}")
 
     def finish(self, error: str | None) -> None:
+        """End the current exchange and wake the task that waits for it."""
         if self.exchange and self.waiter and not self.waiter.done():
             self.exchange.close(self.now, error)
             self.waiter.set_result(None)
         self.parser = httptools.HttpResponseParser(self)
 
-    async def exchange_over(self, request: bytes, exchange: Exchange) -> None:
+    async def run_exchange(self, request: bytes, exchange: BenchExchange) -> None:
+        """Send a request and wait until its response is complete or has failed."""
         self.exchange = exchange
         self.waiter = asyncio.get_running_loop().create_future()
         exchange.record.sent = perf_counter()
@@ -166,14 +186,15 @@ class Connection(asyncio.Protocol):
             self.connection_lost(None)
         else:
             self.transport.write(request)
-        seen = -1
+        last_pieces = -1
         while not self.waiter.done():
-            await asyncio.wait((self.waiter,), timeout=SILENCE)
-            if not self.waiter.done() and len(exchange.record.stamps) == seen:
+            await asyncio.wait((self.waiter,), timeout=SILENCE_SECONDS)
+            num_pieces = len(exchange.record.stamps)
+            if not self.waiter.done() and num_pieces == last_pieces:
                 self.now = perf_counter()
-                self.finish(f"nothing came for {SILENCE:.0f} s")
+                self.finish(f"nothing came for {SILENCE_SECONDS:.0f} s")
                 self.abort()
-            seen = len(exchange.record.stamps)
+            last_pieces = num_pieces
         self.exchange = None
 
     def abort(self) -> None:
@@ -183,48 +204,58 @@ class Connection(asyncio.Protocol):
 
 
 @dataclass(frozen=True)
-class Target:
-    """Where requests go and how they are written."""
+class BenchTarget:
+    """A server and its API: where requests go and how they are written."""
 
     url: str
     api: str
     model: str
-    key: str | None = None
+    api_key: str | None = None
     ignore_eos: bool = True
     temperature: float = 0.0
 
-    def body(self, messages: Sequence[tuple[str, str]], output: int, priority: int = 0) -> bytes:
+    def encode_request(
+        self, messages: Sequence[tuple[str, str]], max_tokens: int, priority: int = 0
+    ) -> bytes:
+        """The JSON body of a streaming request. Messages are pairs of role and text."""
         if self.api == "tgi":
-            asked = "\n".join(text for _, text in messages)
-            parameters: dict[str, Any] = {"max_new_tokens": output, "details": True}
-            if priority:
-                parameters["priority"] = priority
-            return msgspec.json.encode({"inputs": asked, "parameters": parameters})
-        common = {
+            return self._encode_tgi_request(messages, max_tokens, priority)
+        body: dict[str, Any] = {
             "model": self.model,
             "stream": True,
-            "max_tokens": output,
+            "max_tokens": max_tokens,
             "temperature": self.temperature,
             "stream_options": {"include_usage": True},
         }
         if self.ignore_eos:
-            common["ignore_eos"] = True
+            body["ignore_eos"] = True
         if priority:
-            common["priority"] = priority
+            body["priority"] = priority
         if self.api == "chat":
-            common["messages"] = [{"role": role, "content": text} for role, text in messages]
+            body["messages"] = [{"role": role, "content": text} for role, text in messages]
         else:
-            common["prompt"] = "\n".join(text for _, text in messages)
-        return msgspec.json.encode(common)
+            body["prompt"] = "\n".join(text for _, text in messages)
+        return msgspec.json.encode(body)
+
+    def _encode_tgi_request(
+        self, messages: Sequence[tuple[str, str]], max_tokens: int, priority: int
+    ) -> bytes:
+        prompt = "\n".join(text for _, text in messages)
+        parameters: dict[str, Any] = {"max_new_tokens": max_tokens, "details": True}
+        if priority:
+            parameters["priority"] = priority
+        return msgspec.json.encode({"inputs": prompt, "parameters": parameters})
 
 
-class Client:
-    def __init__(self, target: Target):
+class BenchClient:
+    """Sends requests to one server over connections that it keeps open."""
+
+    def __init__(self, target: BenchTarget):
         self.target = target
         try:
             parts = urlsplit(target.url)
             port = parts.port
-        except ValueError:  # not a port, or a bracket too few
+        except ValueError:  # the port is not a number, or a bracket is missing
             parts = urlsplit("")
             port = None
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -232,60 +263,76 @@ class Client:
                 f"{target.url!r} is not the URL of a server; wanted: http://host:port"
             )
         self.host = parts.hostname
-        self.base = parts.path.rstrip("/")
+        self.base_path = parts.path.rstrip("/")
         self.port = port or (443 if parts.scheme == "https" else 80)
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self.name = parts.netloc
-        self.idle: list[Connection] = []
+        self.host_header = parts.netloc
+        self.idle_connections: list[BenchConnection] = []
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> BenchConnection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, self.host, self.port, ssl=self.tls)
+        _, connection = await loop.create_connection(
+            BenchConnection, self.host, self.port, ssl=self.tls
+        )
         return connection
 
-    def written(self, method: str, path: str, body: bytes = b"") -> bytes:
-        lines = [f"{method} {self.base}{path} HTTP/1.1", f"host: {self.name}", "accept: */*"]
-        if self.target.key:
-            lines.append(f"authorization: Bearer {self.target.key}")
+    def format_request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        lines = [
+            f"{method} {self.base_path}{path} HTTP/1.1",
+            f"host: {self.host_header}",
+            "accept: */*",
+        ]
+        if self.target.api_key:
+            lines.append(f"authorization: Bearer {self.target.api_key}")
         if body:
             lines += ["content-type: application/json", f"content-length: {len(body)}"]
         return "\r\n".join([*lines, "", ""]).encode() + body
 
     async def send(
-        self, messages: Sequence[tuple[str, str]], output: int, record: Record, priority: int = 0
+        self,
+        messages: Sequence[tuple[str, str]],
+        max_tokens: int,
+        record: RequestRecord,
+        priority: int = 0,
     ) -> str:
-        """The answer's text; how it went is in the record. A kept connection that proves dead is replaced once."""
-        path = APIS[self.target.api]
-        written = self.written("POST", path, self.target.body(messages, output, priority))
-        for fresh in (False, True):
+        """Send a request, fill its record, and return the answer's text.
+
+        An idle connection that the server has closed is replaced once.
+        """
+        path = API_PATHS[self.target.api]
+        body = self.target.encode_request(messages, max_tokens, priority)
+        request = self.format_request("POST", path, body)
+        for is_retry in (False, True):
+            reused = bool(self.idle_connections) and not is_retry
             try:
-                kept = bool(self.idle) and not fresh
-                connection = self.idle.pop() if kept else await self.connect()
+                connection = self.idle_connections.pop() if reused else await self.connect()
             except OSError as error:
-                record.sent = record.done = perf_counter()
+                record.sent = perf_counter()
+                record.done = record.sent
                 record.error = f"no connection: {error}"
                 return ""
-            exchange = Exchange(record)
-            await connection.exchange_over(written, exchange)
+            exchange = BenchExchange(record)
+            await connection.run_exchange(request, exchange)
             if connection.reusable:
-                self.idle.append(connection)
-            if not (kept and exchange.status == 0 and record.error):
+                self.idle_connections.append(connection)
+            was_closed = reused and exchange.status == 0 and record.error
+            if not was_closed:
                 break
             record.error = None
-        return "".join(exchange.said)
+        return "".join(exchange.pieces)
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """A small answer, whole: its status (0: nobody there) and body."""
+        """GET a small resource: its status (0: no connection) and body."""
         try:
             connection = await self.connect()
         except OSError:
             return 0, b""
-        exchange = Exchange(Record(0.0), events=False)
-        await connection.exchange_over(self.written("GET", path), exchange)
+        exchange = BenchExchange(RequestRecord(0.0), is_stream=False)
+        await connection.run_exchange(self.format_request("GET", path), exchange)
         connection.abort()
-        return exchange.status, exchange.rest
+        return exchange.status, exchange.buffer
 
     def close(self) -> None:
-        for connection in self.idle:
+        for connection in self.idle_connections:
             connection.abort()
-        self.idle.clear()
+        self.idle_connections.clear()

@@ -1,8 +1,9 @@
-"""What a run came to: percentiles, perception bands, goodput. The one definition of each, for real and virtual time.
+"""Latency metrics of a run: percentiles, perception bands, goodput. For real and virtual time.
 
-Time to first token: from sending the request to the first piece of text. Between tokens: the gap of two consecutive
-pieces. Per token: from the first piece to the last over the tokens in between. End to end: to the last byte.
-Throughput: all output tokens of answered requests over the time from the first request to the last byte.
+TTFT (time to first token): from sending the request to the first piece of text. ITL (inter-token
+latency): the gap between two consecutive pieces. TPOT (time per output token): from the first piece
+to the last, divided by the tokens in between. End-to-end latency: to the last byte. Throughput: all
+output tokens of answered requests over the time from the first request to the last byte.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+# How people perceive a delay: the name, and the most seconds of each band.
 BANDS: Sequence[tuple[str, float]] = (
     ("instant", 0.1),
     ("fast", 1.0),
@@ -20,16 +23,25 @@ BANDS: Sequence[tuple[str, float]] = (
     ("too long", float("inf")),
 )
 PERCENTS = (50, 90, 99)
+MAX_ERROR_KINDS = 8
+# The latency metrics of a summary: key, label.
+LATENCY_METRICS = (
+    ("ttft_ms", "first token (TTFT)"),
+    ("itl_ms", "between tokens (ITL)"),
+    ("tpot_ms", "per token (TPOT)"),
+    ("e2e_latency_ms", "end to end"),
+)
+LABEL_WIDTH = 30  # columns
 
 
 @dataclass(slots=True)
-class Record:
-    """One request, on whatever clock."""
+class RequestRecord:
+    """One request and its answer. All times are seconds on one clock."""
 
     sent: float
-    prompt: int = 0
-    tokens: int = 0
-    stamps: array[float] = field(default_factory=lambda: array("d"))  # when each piece of text came
+    prompt: int = 0  # tokens
+    tokens: int = 0  # of the output
+    stamps: array[float] = field(default_factory=lambda: array("d"))  # arrival of each piece
     done: float = 0.0
     error: str | None = None
 
@@ -38,133 +50,144 @@ class Record:
         return self.error is None and len(self.stamps) > 0
 
     @property
-    def first(self) -> float:
+    def ttft(self) -> float:
         return self.stamps[0] - self.sent
 
     @property
-    def per_token(self) -> float:
-        return (self.stamps[-1] - self.stamps[0]) / (self.tokens - 1) if self.tokens > 1 else 0.0
+    def tpot(self) -> float:
+        if self.tokens <= 1:
+            return 0.0
+        return (self.stamps[-1] - self.stamps[0]) / (self.tokens - 1)
 
-    def gaps(self) -> list[float]:
-        return [b - a for a, b in zip(self.stamps, self.stamps[1:])]
+    @property
+    def e2e_latency(self) -> float:
+        return self.done - self.sent
+
+    def inter_token_latencies(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.stamps)]
 
 
 @dataclass(frozen=True)
-class Targets:
-    """What makes a request count as well served, in seconds."""
+class GoodputTargets:
+    """The latencies, in seconds, within which a request counts towards goodput."""
 
-    first: float = 1.0
-    per_token: float = 0.1
+    ttft: float = 1.0
+    tpot: float = 0.1
 
-    def met(self, record: Record) -> bool:
-        return record.answered and record.first <= self.first and record.per_token <= self.per_token
+    def are_met(self, record: RequestRecord) -> bool:
+        return record.answered and record.ttft <= self.ttft and record.tpot <= self.tpot
 
 
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Of sorted values, between the two nearest in proportion."""
-    if not values:
+def percentile(ordered: Sequence[float], percent: float) -> float | None:
+    """A percentile of sorted values, interpolated linearly between the two nearest."""
+    if not ordered:
         return None
-    place = (len(values) - 1) * percent / 100
+    place = (len(ordered) - 1) * percent / 100
     low = int(place)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (place - low)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def spread(seconds: Iterable[float]) -> dict[str, Any]:
-    """Milliseconds by percentile."""
+def latency_percentiles(seconds: Iterable[float]) -> dict[str, Any]:
+    """Percentiles, mean and maximum in milliseconds, and the number of values."""
     ordered = sorted(seconds)
-    found: dict[str, Any] = {f"p{p}": _ms(percentile(ordered, p)) for p in PERCENTS}
     mean = sum(ordered) / len(ordered) if ordered else None
-    return {
-        **found,
-        "mean": _ms(mean),
-        "max": _ms(ordered[-1] if ordered else None),
-        "n": len(ordered),
+    maximum = ordered[-1] if ordered else None
+    result: dict[str, Any] = {f"p{p}": _to_ms(percentile(ordered, p)) for p in PERCENTS}
+    result["mean"] = _to_ms(mean)
+    result["max"] = _to_ms(maximum)
+    result["n"] = len(ordered)
+    return result
+
+
+def _to_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
+
+
+def count_bands(seconds: Iterable[float]) -> dict[str, int]:
+    """How many values fall into each perception band."""
+    counts = Counter(_band_of(value) for value in seconds)
+    return {name: counts[name] for name, _ in BANDS}
+
+
+def _band_of(seconds: float) -> str:
+    return next(name for name, limit in BANDS if seconds <= limit)
+
+
+def summarize_records(records: Sequence[RequestRecord], targets: GoodputTargets) -> dict[str, Any]:
+    """All metrics of a run, as `bloomery bench --json` writes them."""
+    answered = [record for record in records if record.answered]
+    failed = [record for record in records if not record.answered]
+    errors = Counter(record.error or "no text came" for record in failed)
+    first_sent = min((record.sent for record in records), default=0.0)
+    last_done = max((record.done for record in records), default=0.0)
+    wall_seconds = last_done - first_sent
+    num_tokens = sum(record.tokens for record in answered)
+    num_pieces = sum(len(record.stamps) for record in answered)
+    num_good = sum(targets.are_met(record) for record in records)
+    latencies = {
+        "ttft_ms": [record.ttft for record in answered],
+        "itl_ms": [gap for record in answered for gap in record.inter_token_latencies()],
+        "tpot_ms": [record.tpot for record in answered if record.tokens > 1],
+        "e2e_latency_ms": [record.e2e_latency for record in answered],
     }
-
-
-def _ms(value: float | None) -> float | None:
-    return None if value is None else round(value * 1e3, 3)
-
-
-def bands(seconds: Iterable[float]) -> dict[str, int]:
-    """How many felt instant, fast, slow, too long."""
-    count = Counter(next(name for name, most in BANDS if value <= most) for value in seconds)
-    return {name: count[name] for name, _ in BANDS}
-
-
-def summarise(records: Sequence[Record], targets: Targets) -> dict[str, Any]:
-    good = [record for record in records if record.answered]
-    failed = Counter(record.error or "no text came" for record in records if not record.answered)
-    wall = max((r.done for r in records), default=0.0) - min((r.sent for r in records), default=0.0)
-    tokens = sum(record.tokens for record in good)
-    met = sum(map(targets.met, records))
-    pieces = sum(len(record.stamps) for record in good)
     return {
         "requests": len(records),
-        "answered": len(good),
-        "errors": dict(failed.most_common(8)),
-        "seconds": round(wall, 4),
-        "output_tokens": tokens,
-        "tokens_per_second": round(tokens / wall, 3) if wall else None,
-        "requests_per_second": round(len(good) / wall, 3) if wall else None,
-        "tokens_per_piece": round(tokens / pieces, 3) if pieces else None,
-        "first_token_ms": spread(record.first for record in good),
-        "between_tokens_ms": spread(gap for record in good for gap in record.gaps()),
-        "per_token_ms": spread(record.per_token for record in good if record.tokens > 1),
-        "end_to_end_ms": spread(record.done - record.sent for record in good),
-        "first_token_bands": bands(record.first for record in good),
-        "end_to_end_bands": bands(record.done - record.sent for record in good),
+        "answered": len(answered),
+        "errors": dict(errors.most_common(MAX_ERROR_KINDS)),
+        "seconds": round(wall_seconds, 4),
+        "output_tokens": num_tokens,
+        "tokens_per_second": _ratio(num_tokens, wall_seconds),
+        "requests_per_second": _ratio(len(answered), wall_seconds),
+        "tokens_per_piece": _ratio(num_tokens, num_pieces),
+        **{key: latency_percentiles(seconds) for key, seconds in latencies.items()},
+        "ttft_bands": count_bands(latencies["ttft_ms"]),
+        "e2e_latency_bands": count_bands(latencies["e2e_latency_ms"]),
         "goodput": {
-            "first_token_ms": targets.first * 1e3,
-            "per_token_ms": targets.per_token * 1e3,
-            "share": round(met / len(records), 4) if records else None,
-            "requests_per_second": round(met / wall, 3) if wall else None,
+            "ttft_ms": targets.ttft * 1e3,
+            "tpot_ms": targets.tpot * 1e3,
+            "share": _ratio(num_good, len(records), digits=4),
+            "requests_per_second": _ratio(num_good, wall_seconds),
         },
     }
 
 
-def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Runs side by side, a column each."""
+def _ratio(count: float, total: float, digits: int = 3) -> float | None:
+    return round(count / total, digits) if total else None
 
-    def cell(value: Any) -> str:
-        if value is None:
-            return "-"
-        return (
-            f"{value:,.1f}"
-            if isinstance(value, float)
-            else f"{value:,}"
-            if isinstance(value, int)
-            else str(value)
-        )
 
-    rows: list[tuple[str, list[str]]] = []
-
-    def add(label: str, *keys: str) -> None:
-        found = []
-        for result in results.values():
-            value: Any = result
-            for key in keys:
-                value = value.get(key) if isinstance(value, Mapping) else None
-            found.append(cell(value))
-        rows.append((label, found))
-
-    add("requests", "requests")
-    add("answered", "answered")
-    add("tokens/s", "tokens_per_second")
-    add("requests/s", "requests_per_second")
-    for label, key in (
-        ("first token, ms", "first_token_ms"),
-        ("between tokens, ms", "between_tokens_ms"),
-        ("end to end, ms", "end_to_end_ms"),
-    ):
-        for percent in PERCENTS:
-            add(f"{label} p{percent}", key, f"p{percent}")
-    for name, _ in BANDS:
-        add(f"first token {name}", "first_token_bands", name)
-    add("goodput, requests/s", "goodput", "requests_per_second")
+def format_table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Summaries side by side, one column for each run."""
+    rows: list[tuple[str, tuple[str, ...]]] = [
+        ("requests", ("requests",)),
+        ("answered", ("answered",)),
+        ("tokens/s", ("tokens_per_second",)),
+        ("requests/s", ("requests_per_second",)),
+    ]
+    for key, label in LATENCY_METRICS:
+        rows += [(f"{label}, ms p{percent}", (key, f"p{percent}")) for percent in PERCENTS]
+    rows += [(f"first token {name}", ("ttft_bands", name)) for name, _ in BANDS]
+    rows.append(("goodput, requests/s", ("goodput", "requests_per_second")))
     width = max(14, *(len(name) + 2 for name in results))
-    head = f"{'':26}" + "".join(f"{name:>{width}}" for name in results)
-    return "\n".join(
-        [head, *(f"{label:26}" + "".join(f"{c:>{width}}" for c in cells) for label, cells in rows)]
-    )
+    lines = [" " * LABEL_WIDTH + "".join(f"{name:>{width}}" for name in results)]
+    for label, keys in rows:
+        cells = [_format_cell(_look_up(result, keys)) for result in results.values()]
+        lines.append(f"{label:{LABEL_WIDTH}}" + "".join(f"{cell:>{width}}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _look_up(result: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    value: Any = result
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _format_cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.1f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)

@@ -1,1 +1,1 @@
-"""`bloomery plan MODEL`: what fits where, how fast it could be and should be, before a weight is read."""
+"""`bloomery plan MODEL`: where a model fits and how fast it runs, before a weight is read."""

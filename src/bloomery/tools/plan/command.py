@@ -1,15 +1,17 @@
-"""The flags of `bloomery plan`; light, so that `bloomery --help` is quick."""
+"""The flags of `bloomery plan`. Imports little, so that `bloomery --help` is quick."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from bloomery.config import at_least, destination
-from bloomery.roofline import MACHINES, PRECISIONS
+from bloomery.config import at_least, output_file
+from bloomery.hardware import HARDWARE_SPECS
+from bloomery.roofline import PRECISIONS
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    count = at_least(1)
     parser.add_argument(
         "model",
         nargs="?",
@@ -20,52 +22,62 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help=f"a machine of the table instead of this one: {', '.join(MACHINES)}",
+        help=f"hardware to plan for; default: this machine; known: {', '.join(HARDWARE_SPECS)}",
     )
     parser.add_argument(
-        "--precision", "--quantize", choices=PRECISIONS, help="of the weights; default: as stored"
+        "--precision",
+        "--quantization",
+        choices=PRECISIONS,
+        help="precision of the weights; default: as stored",
     )
     parser.add_argument(
-        "--kv",
-        "--kv-dtype",
+        "--kv-cache-dtype",
         choices=("bf16", "fp8", "int8", "fp32"),
-        help="precision of keys and values; default: bf16, on a CPU fp32 unless weights have fewer bits than 16",
+        help="precision of the KV cache; default: bf16, on a CPU fp32 unless weights have "
+        "fewer than 16 bits",
     )
     parser.add_argument(
-        "--context",
-        type=at_least(1),
-        default=1024,
-        metavar="N",
-        help="tokens of a sequence (default 1024)",
+        "--context", type=count, default=1024, metavar="N", help="tokens of a sequence (1024)"
     )
     parser.add_argument("--goal", choices=("latency", "throughput"), default="latency")
-    count = at_least(1)
     parser.add_argument(
         "--devices",
         type=count,
         metavar="N",
-        help="how many there are; default: the fewest that hold it",
+        help="number of devices; default: the fewest that hold the model",
     )
     parser.add_argument(
-        "--tp", type=count, metavar="N", help="tensor parallel; default: as the goal advises"
+        "--tp",
+        "--tensor-parallel-size",
+        dest="tensor_parallel_size",
+        type=count,
+        metavar="N",
+        help="tensor parallel ranks; default: what is best for the goal",
     )
-    parser.add_argument("--pp", type=count, metavar="N", help="pipeline parallel")
+    parser.add_argument(
+        "--pp",
+        "--pipeline-parallel-size",
+        dest="pipeline_parallel_size",
+        type=count,
+        metavar="N",
+        help="pipeline stages; default: what is best for the goal",
+    )
     parser.add_argument("--replicas", type=count, metavar="N")
     parser.add_argument(
         "--price",
         type=at_least(0.0),
         metavar="X",
-        help="of one device for an hour, for the cost of a million tokens",
+        help="price of one device for an hour, to compute the cost of a million tokens",
     )
-    parser.add_argument("--json", action="store_true", help="everything, for a program")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--plot",
-        type=destination,
+        type=output_file,
         metavar="FILE",
-        help="latency against throughput, as .svg or .png",
+        help="write a plot of latency over throughput, as .svg or .png",
     )
     parser.add_argument(
-        "--measure", action="store_true", help="measure this machine in seconds, and remember it"
+        "--measure", action="store_true", help="first measure this machine, in seconds, and save it"
     )
     parser.add_argument(
         "--simulate",
@@ -78,7 +90,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    from bloomery.tools.plan.answer import answer
+def run_command(args: argparse.Namespace) -> int:
+    from bloomery.tools.plan.planner import run_plan
 
-    return answer(args)
+    return run_plan(args)

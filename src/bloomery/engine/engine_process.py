@@ -1,0 +1,254 @@
+"""The engine as a process: receive messages, run a step, send outputs, all in one thread.
+
+The process keeps no state that its client cannot restore, and it handles no failures: any failure
+beyond a single request ends the process, and the client starts another one. The process knows
+neither which executor it drives nor what the client does with the outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from bloomery.config import EnginePlan
+from bloomery.engine.build import build_engine
+from bloomery.engine.executor import Executor, LoadProgress
+from bloomery.engine.loop import UtilizationMonitor
+from bloomery.errors import BloomeryError
+from bloomery.ipc import (
+    ENGINE_CODEC,
+    EngineHello,
+    EngineMessage,
+    ProtocolError,
+    die_with_parent,
+    open_inherited_channel,
+    create_progress_reporter,
+)
+from bloomery.messages import (
+    AbortRequest,
+    AdmittedRequests,
+    EngineCapacity,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    EngineStatus,
+    ScheduledStep,
+    TokenOutput,
+)
+
+log = logging.getLogger("bloomery.engine")
+
+HEARTBEAT_SECONDS = 0.5  # between two outputs of an idle engine
+
+
+def run_engine_process(
+    descriptor: int, create_executor: Callable[[EnginePlan, LoadProgress], Executor]
+) -> int:
+    """Serve the client at the inherited socket `descriptor` until the client is gone.
+
+    The first message must be EngineHello. Its plan is loaded, and then steps run. Returns the exit
+    status of the process.
+    """
+    die_with_parent()
+    channel = open_inherited_channel(descriptor, ENGINE_CODEC)
+    with contextlib.ExitStack() as cleanup:
+        try:
+            messages: list[EngineMessage] = []
+            while not messages:  # the first frame may arrive in parts
+                messages = channel.receive(None)
+            hello, *early_messages = messages
+            if not isinstance(hello, EngineHello):
+                raise ProtocolError(f"expected EngineHello, got {type(hello).__name__}")
+            try:
+                executor = create_executor(hello.plan, create_progress_reporter(channel.send))
+                cleanup.callback(executor.close)
+                # The connection closes before the executor, so the client need not wait for that.
+                cleanup.callback(channel.connection.close)
+                capacity = executor.start(hello.plan)
+            except BloomeryError as error:  # another attempt would fail, too
+                channel.send(EngineStatus("failed", detail=str(error)))
+                return 1
+            EngineProcess(channel, hello, executor, capacity).run(early_messages)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return 0
+        except ProtocolError as error:
+            log.error("the engine ends on a malformed frame: %s", error)
+        except Exception:
+            log.exception("the engine ends on an error")
+        return 1
+
+
+class ClientChannel(Protocol):
+    """The part of a channel to the client that the engine process uses."""
+
+    def send(self, message: EngineMessage) -> None: ...
+    def receive(self, timeout_seconds: float | None) -> list[EngineMessage]: ...
+
+
+class StepSize(NamedTuple):
+    """What one submitted step computes."""
+
+    sequences: int
+    positions: int
+    has_prefill: bool
+
+
+class EngineProcess:
+    """The engine loop, driven by messages of the client, with the statistics it reports."""
+
+    def __init__(
+        self,
+        channel: ClientChannel,
+        hello: EngineHello,
+        executor: Executor,
+        capacity: EngineCapacity,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.channel = channel
+        self.epoch = hello.epoch
+        self.capacity = capacity
+        self.clock = clock
+        self.loop = build_engine(hello.plan, executor, capacity, clock, self.on_submit)
+        self.scheduler = self.loop.scheduler
+        self.block_pool = self.scheduler.block_pool
+        self.stats = EngineStats(kv_blocks=capacity.blocks)
+        self.utilization = UtilizationMonitor()
+        self.submitted_steps = 0
+        self.step_sizes: deque[StepSize] = deque()  # of the steps in flight, oldest first
+        self.last_output_time = 0.0
+        self.ready_time = clock()
+        self.has_graphs = False  # the executor captures CUDA graphs in the background
+
+    def run(self, early_messages: list[EngineMessage]) -> None:
+        """Report the capacity, then run until the client is gone or a step fails."""
+        self.channel.send(self.capacity)
+        self.handle_messages(early_messages)
+        while True:
+            self.run_once()
+
+    def run_once(self) -> None:
+        """Handle what has arrived, run one step, and send its outputs."""
+        was_busy = self.loop.busy
+        begin = self.clock()
+        self.receive_messages()
+        self.capture_graphs()
+        if not was_busy:
+            begin = self.clock()  # waiting for the first request is no part of the step
+        outputs = self.loop.step()
+        now = self.clock()
+        completed_steps = self.submitted_steps - len(self.loop.in_flight)
+        has_progress = completed_steps > self.stats.steps
+        if has_progress:
+            self.count_steps(completed_steps, now - begin)
+        if has_progress or outputs or now - self.last_output_time >= HEARTBEAT_SECONDS:
+            self.last_output_time = now
+            self.send_outputs(tuple(outputs))
+
+    def receive_messages(self) -> None:
+        """Handle messages until the batching window closes.
+
+        A request that arrives early in the window does not start the next step early.
+        """
+        if self.loop.busy or self.loop.pending_captures:
+            wait_seconds = self.loop.compute_batching_window()
+        else:
+            wait_seconds = HEARTBEAT_SECONDS
+        while messages := self.channel.receive(wait_seconds):
+            self.handle_messages(messages)
+            wait_seconds = self.loop.compute_batching_window()
+            if not wait_seconds:
+                return
+
+    def capture_graphs(self) -> None:
+        """Capture one CUDA graph in the background, if any is missing."""
+        if not self.loop.pending_captures:
+            return
+        self.has_graphs = self.has_graphs or self.loop.pending_captures > 1
+        self.loop.capture_in_background()
+        if not self.loop.pending_captures and self.has_graphs:
+            seconds = self.clock() - self.ready_time
+            log.info("all CUDA graphs are captured, %.1f s after the engine was ready", seconds)
+
+    def count_steps(self, completed_steps: int, seconds: float) -> None:
+        """Add the steps that have completed since the last call to the statistics."""
+        new_steps = completed_steps - self.stats.steps
+        sizes = [self.step_sizes.popleft() for _ in range(new_steps)]
+        self.stats = replace(
+            self.stats,
+            steps=completed_steps,
+            step_seconds=self.stats.step_seconds + seconds,
+            sequences=self.stats.sequences + sum(size.sequences for size in sizes),
+            positions=self.stats.positions + sum(size.positions for size in sizes),
+            prefill_steps=self.stats.prefill_steps + sum(size.has_prefill for size in sizes),
+        )
+
+    def handle_messages(self, messages: list[EngineMessage]) -> None:
+        for message in messages:
+            if isinstance(message, EngineRequest):
+                self.add_request(message)
+            elif isinstance(message, AbortRequest):
+                self.loop.abort(message.id)
+            else:
+                raise ProtocolError(f"an engine takes no {type(message).__name__}")
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Add a request, or send its refusal. A request with an id in use is ignored."""
+        if request.id in self.scheduler.by_request:
+            return
+        try:
+            self.loop.add(request)
+        except BloomeryError as error:
+            self.refuse_request(request, str(error))
+        except Exception:
+            log.exception("a request could not be added")
+            self.refuse_request(request, "the engine could not take this request")
+        else:
+            if not request.emitted:
+                tokens_in = self.stats.tokens_in + len(request.prompt)
+                self.stats = replace(self.stats, tokens_in=tokens_in)
+
+    def refuse_request(self, request: EngineRequest, reason: str) -> None:
+        position = len(request.emitted)
+        refusal = TokenOutput(request.id, position, finish="error", error=reason)
+        self.send_outputs((refusal,))
+
+    def on_submit(self, step: ScheduledStep) -> None:
+        """Count a step and report the requests it admits, before it can crash this process."""
+        self.submitted_steps += 1
+        decodes = len(step.decodes)
+        chunk_positions = sum(chunk.count for chunk in step.chunks)
+        has_prefill = any(chunk.new_request is not None or chunk.count > 1 for chunk in step.chunks)
+        size = StepSize(decodes + len(step.chunks), decodes + chunk_positions, has_prefill)
+        self.step_sizes.append(size)
+        admitted_ids = []
+        prefix_queried = self.stats.prefix_queried
+        prefix_hit = self.stats.prefix_hit
+        for chunk in step.chunks:
+            if chunk.new_request is not None:
+                admitted_ids.append(self.scheduler.running[chunk.sequence].request.id)
+                prefix_queried += len(chunk.new_request.tokens)
+                prefix_hit += chunk.start
+        if admitted_ids:
+            self.channel.send(AdmittedRequests(self.epoch, tuple(admitted_ids)))
+            self.stats = replace(self.stats, prefix_queried=prefix_queried, prefix_hit=prefix_hit)
+
+    def send_outputs(self, outputs: tuple[TokenOutput, ...]) -> None:
+        """Send outputs with the current statistics. Without outputs this is a heartbeat."""
+        self.stats = replace(
+            self.stats,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_used=self.block_pool.num_blocks - self.block_pool.num_free_blocks,
+            tokens_out=self.stats.tokens_out + sum(len(output.ids) for output in outputs),
+            preemptions=self.scheduler.num_preemptions,
+            scheduling_overhead_seconds=self.scheduler.policy.overhead_seconds,
+            timing=self.loop.timing,
+            pending_captures=self.loop.pending_captures,
+            roofline_share=self.utilization.observe(self.loop.timing, self.clock()),
+        )
+        self.channel.send(EngineOutput(self.epoch, self.stats, outputs))

@@ -1,0 +1,189 @@
+"""The executor for tensor parallel ranks and pipeline stages as processes of this machine.
+
+Every step is sent to all ranks, and the driver rank returns its output. A rank that disappears or
+reports a failure ends all of them; the owner of the executor starts another. Ranks live no longer
+than their owner, since they exit when the sockets close. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bloomery.config import EnginePlan
+from bloomery.engine.executor import LoadProgress
+from bloomery.errors import ConfigError
+from bloomery.executors.rank_group import (
+    DeferredResult,
+    PipelineTokens,
+    RankLostError,
+    combine_capacities,
+    find_driver_rank,
+)
+from bloomery.ipc import (
+    ENGINE_CODEC,
+    BlockingChannel,
+    EngineMessage,
+    RankJoin,
+    RankStep,
+    describe_exit,
+    spawn_child,
+)
+from bloomery.messages import EngineCapacity, EngineStatus, ScheduledStep, StepOutput
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+EXIT_SECONDS = 5.0  # a rank may take to exit after its connection is closed
+
+
+class RankProcess:
+    """One rank as its owner sees it."""
+
+    def __init__(self, rank: int):
+        command = [sys.executable, "-m", "bloomery.executors.rank_worker"]
+        # A rank that dies with its parent ends even if it hangs. To Linux the parent is the thread
+        # that spawns the rank, and only the main thread lives as long as the process.
+        if threading.current_thread() is threading.main_thread():
+            command.append("die-with-parent")
+        self.rank = rank
+        self.process, connection = spawn_child(command)
+        self.channel = BlockingChannel(connection, ENGINE_CODEC)
+
+    def send(self, frame: bytes) -> None:
+        try:
+            self.channel.connection.sendall(frame)
+        except ConnectionError:
+            raise self._lost() from None
+
+    def receive(self) -> list[EngineMessage]:
+        """Return the messages that have arrived, without waiting."""
+        try:
+            return self.channel.receive(0)
+        except (EOFError, ConnectionError):
+            raise self._lost() from None
+
+    def _lost(self) -> RankLostError:
+        return RankLostError(f"rank {self.rank} {describe_exit(self.process.wait())}")
+
+    def wait_or_kill(self) -> None:
+        """Reap the process, whose connection is closed."""
+        try:
+            self.process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class MultiprocessExecutor:
+    def __init__(self, report: LoadProgress | None = None):
+        self.report = report
+        self.ranks: list[RankProcess] = []
+        self.outputs: deque[StepOutput] = deque()
+        self.rendezvous_folder: Path | None = None
+        self.pipeline_tokens = PipelineTokens()
+        self.poll = select.poll()
+
+    def start(self, plan: EnginePlan) -> EngineCapacity:
+        """Load the model on all ranks; running ranks are reused if their number is right."""
+        self.pipeline_tokens = PipelineTokens(plan.pipeline_parallel_size)
+        num_ranks = plan.tensor_parallel_size * plan.pipeline_parallel_size
+        with self._close_on_error():
+            if len(self.ranks) != num_ranks:
+                self._spawn_ranks(num_ranks)
+            # mkdtemp creates a folder that no other user can read.
+            self.rendezvous_folder = Path(tempfile.mkdtemp(prefix="bloomery-"))
+            rendezvous = f"{self.rendezvous_folder}/rendezvous"
+            for rank in self.ranks:
+                join = RankJoin(plan, rank.rank, rendezvous, LOOPBACK)
+                rank.send(ENGINE_CODEC.encode(join))
+            capacities = self._wait_loaded()
+        if plan.device != "cuda":
+            # NCCL reads the rendezvous file again when two ranks first communicate.
+            self._remove_rendezvous()
+        driver = find_driver_rank(plan.tensor_parallel_size, plan.pipeline_parallel_size)
+        return combine_capacities(capacities, driver)
+
+    def _spawn_ranks(self, num_ranks: int) -> None:
+        self.close()
+        for number in range(num_ranks):
+            rank = RankProcess(number)
+            self.ranks.append(rank)
+            self.poll.register(rank.channel.connection, select.POLLIN)
+
+    @contextmanager
+    def _close_on_error(self) -> Iterator[None]:
+        """Any failure of one rank ends all of them."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_loaded(self) -> list[EngineCapacity]:
+        """Wait until every rank has loaded, and report the progress; return capacities by rank."""
+        fractions = [0.0] * len(self.ranks)
+        capacities: dict[int, EngineCapacity] = {}
+        while len(capacities) < len(self.ranks):
+            for rank, message in self._receive():
+                if isinstance(message, EngineCapacity):
+                    capacities[rank] = message
+                elif isinstance(message, EngineStatus):
+                    fractions[rank] = message.progress
+                    if self.report is not None:  # each rank reads its part of the whole
+                        self.report(message.detail, int(sum(fractions) * 1000), 1000)
+        return [capacities[rank] for rank in sorted(capacities)]
+
+    def capture_next_graph(self) -> int:
+        """Ranks capture all CUDA graphs while they load."""
+        return 0
+
+    def submit(self, step: ScheduledStep) -> DeferredResult:
+        rank_step = RankStep(step, self.pipeline_tokens.select_last_tokens(step))
+        frame = ENGINE_CODEC.encode(rank_step)
+        with self._close_on_error():
+            for rank in self.ranks:
+                rank.send(frame)
+        return DeferredResult(self._next_output)
+
+    def _next_output(self) -> StepOutput:
+        with self._close_on_error():
+            while not self.outputs:
+                for _, message in self._receive():
+                    if isinstance(message, StepOutput):
+                        self.pipeline_tokens.record(message)
+                        self.outputs.append(message)
+        return self.outputs.popleft()
+
+    def _receive(self) -> list[tuple[int, EngineMessage]]:
+        """Wait for messages and return them with their ranks; a failed or lost rank raises."""
+        readable = {descriptor for descriptor, _ in self.poll.poll()}
+        messages = []
+        for rank in self.ranks:
+            if rank.channel.connection.fileno() in readable:
+                for message in rank.receive():
+                    if isinstance(message, EngineStatus) and message.state == "failed":
+                        raise ConfigError(message.detail)
+                    messages.append((rank.rank, message))
+        return messages
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            self.poll.unregister(rank.channel.connection)
+            rank.channel.connection.close()
+        for rank in self.ranks:
+            rank.wait_or_kill()
+        self.ranks = []
+        self.outputs.clear()
+        self._remove_rendezvous()
+
+    def _remove_rendezvous(self) -> None:
+        if self.rendezvous_folder is not None:
+            shutil.rmtree(self.rendezvous_folder, ignore_errors=True)
+            self.rendezvous_folder = None

@@ -1,0 +1,83 @@
+"""What every executor of several ranks needs.
+
+It adds up the capacities of the ranks, and carries sampled tokens from the last pipeline stage to
+the other stages. This module knows no processes and no Ray.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from bloomery.errors import BloomeryError
+from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
+
+
+class RankLostError(BloomeryError):
+    """A rank is gone; the others cannot continue without it."""
+
+
+@dataclass(frozen=True)
+class DeferredResult:
+    """A pending step whose result is fetched when it is asked for, in the order of submission."""
+
+    result: Callable[[], StepOutput]
+
+
+class PipelineTokens:
+    """Last sampled tokens by sequence, for pipeline stages that do not sample.
+
+    A token travels with the next step that needs it. No step of a sequence starts before the
+    executor knows the token of the sequence's previous step, so no step waits for this.
+    """
+
+    def __init__(self, num_stages: int = 1) -> None:
+        self.is_needed = num_stages > 1
+        # None while a sequence has only the tokens it started with.
+        self.last_token: dict[int, int | None] = {}
+        self.decodes_in_flight: deque[tuple[int, ...]] = deque()  # sequences, by step in flight
+
+    def record(self, output: StepOutput) -> None:
+        """Note the tokens of the oldest step in flight."""
+        if not self.is_needed:
+            return
+        samples = [
+            (sample.sequence, sample.tokens[-1]) for sample in output.samples if sample.tokens
+        ]
+        decodes = zip(self.decodes_in_flight.popleft(), output.tokens)
+        for sequence, token in (*samples, *decodes):
+            if sequence in self.last_token:  # the others have ended meanwhile
+                self.last_token[sequence] = token
+
+    def select_last_tokens(self, step: ScheduledStep) -> tuple[tuple[int, int], ...]:
+        """Return (sequence, last token) for the step; new sequences bring their own tokens."""
+        if not self.is_needed:
+            return ()
+        for sequence in step.finished:
+            self.last_token.pop(sequence, None)
+        self.decodes_in_flight.append(step.decodes)
+        for chunk in step.chunks:
+            if chunk.new_request is not None:
+                self.last_token[chunk.sequence] = None
+        sequences = (*step.decodes, *(chunk.sequence for chunk in step.chunks))
+        last_tokens = ((sequence, self.last_token[sequence]) for sequence in sequences)
+        return tuple((sequence, token) for sequence, token in last_tokens if token is not None)
+
+
+def find_driver_rank(tensor_parallel_size: int, pipeline_parallel_size: int) -> int:
+    """The rank that returns the tokens: the first one of the last pipeline stage."""
+    return tensor_parallel_size * (pipeline_parallel_size - 1)
+
+
+def combine_capacities(capacities: list[EngineCapacity], driver: int) -> EngineCapacity:
+    """Add up what all ranks hold; everything else is as the driver rank reports it."""
+    reported = capacities[driver]
+    all_notes = (note for capacity in capacities for note in capacity.notes)
+    return replace(
+        reported,
+        weights_bytes=sum(capacity.weights_bytes for capacity in capacities),
+        kv_bytes=sum(capacity.kv_bytes for capacity in capacities),
+        notes=tuple(dict.fromkeys(all_notes)),
+        device=f"{len(capacities)} x {reported.device.partition(':')[0]}",
+    )

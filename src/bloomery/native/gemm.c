@@ -1,0 +1,597 @@
+// Matrix products: weights of few bits (or float32) times rows of activations of eight bits.
+//
+// A matrix is stored in panels of eight rows, one block of 32 columns after the other. Inside a
+// block the codes are interleaved: four columns of row 0, the same four of row 1, and so on. One
+// vector instruction then multiplies four columns of eight rows, and each lane sums one row.
+// Activations are rounded to eight bits with one scale a block. Integer sums of a block are exact,
+// and blocks are added in float32 in one order, whatever the number of rows: the result of a row
+// does not depend on the other rows of the batch.
+//
+// A weight is d * code + m. Of each block of eight rows:
+//   codes    4 bits: 128 bytes, byte 32 j + 4 row + i = column 4 j + i, and column 16 + 4 j + i in
+//                    the high half
+//            8 bits: 256 bytes, byte 32 j + 4 row + i = column 4 j + i, signed
+//   scales   SYMMETRIC  d[8] float16; m = -8 d for codes of 4 bits, else 0
+//            AFFINE     d[8], m[8] float16
+//            SUPER      scale[8], minimum[8] unsigned bytes; d = D * scale, m = -M * minimum
+//            HALF_BLOCK scale[2][8] signed bytes, one for 16 columns; d = D * scale
+//   Before each eight blocks of SUPER lie D[8], M[8], of HALF_BLOCK D[8], all float16.
+#include "native.h"
+
+#include <math.h>
+#include <stdlib.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+typedef enum { SYMMETRIC, AFFINE, SUPER, HALF_BLOCK } Scales;
+typedef enum {
+    Q4,
+    Q4_AFFINE,
+    Q4_SUPER,
+    Q8,
+    Q8_AFFINE,
+    Q8_SUPER,
+    Q8_HALF_BLOCK,
+    NUM_KINDS,
+    F32 = 16
+} Kind;
+
+static inline int bits_of(Kind kind) { return kind < Q8 ? 4 : 8; }
+
+static inline Scales scales_of(Kind kind) {
+    static const Scales of[NUM_KINDS] = {SYMMETRIC, AFFINE, SUPER,     SYMMETRIC,
+                                         AFFINE,    SUPER,  HALF_BLOCK};
+    return of[kind];
+}
+
+static inline long block_bytes(Kind kind) {
+    return bits_of(kind) * 32 + (scales_of(kind) == AFFINE ? 32 : 16);
+}
+static inline long super_bytes(Kind kind) {
+    return scales_of(kind) == SUPER ? 32 : scales_of(kind) == HALF_BLOCK ? 16 : 0;
+}
+
+static inline long panel_bytes(Kind kind, long columns) {
+    return columns / BLOCK * block_bytes(kind) + columns / (8 * BLOCK) * super_bytes(kind);
+}
+
+typedef struct {
+    const uint8_t *data;
+    long rows;
+    int kind;
+} Segment;
+
+typedef struct {
+    long rows, columns, panels;
+    int segments;
+    Segment segment[];
+} Matrix;
+
+// Takes the data, heights and kinds of the segments, from top to bottom. The data must outlive the
+// matrix.
+Matrix *matrix_create(long rows, long columns, int segments, const uint8_t *const *data,
+                      const int64_t *heights, const int64_t *kinds) {
+    Matrix *m = malloc(sizeof(Matrix) + segments * sizeof(Segment));
+    if (!m) abort();
+    *m = (Matrix){rows, columns, 0, segments};
+    for (int i = 0; i < segments; i++) {
+        m->segment[i] = (Segment){data[i], heights[i], (int)kinds[i]};
+        m->panels += (heights[i] + PANEL - 1) / PANEL;
+    }
+    return m;
+}
+
+void matrix_free(Matrix *m) { free(m); }
+
+// ---- bytes -------------------------------------------------------------------------------------
+
+typedef uint8_t u8x8 __attribute__((vector_size(8)));
+typedef int8_t s8x8 __attribute__((vector_size(8)));
+
+static inline f32x8 bytes8(const uint8_t *at) {
+    u8x8 x;
+    memcpy(&x, at, 8);
+    return __builtin_convertvector(x, f32x8);
+}
+
+static inline f32x8 signed8(const uint8_t *at) {
+    s8x8 x;
+    memcpy(&x, at, 8);
+    return __builtin_convertvector(x, f32x8);
+}
+
+// ---- activations -------------------------------------------------------------------------------
+// Activations rounded to int8: values [rows][columns], then scales [rows][blocks], then sums
+// [rows][blocks]. A sum is scale * (sum of the block's values): the factor of the offset m.
+
+typedef struct {
+    const int8_t *values;
+    const float *scales, *sums;
+    long columns, blocks;
+} QuantizedRows;
+
+static size_t quantized_bytes(long rows, long columns) {
+    return rows * (columns + columns / BLOCK * 2 * sizeof(float));
+}
+
+static QuantizedRows quantized_rows_at(const char *space, long rows, long columns) {
+    long blocks = columns / BLOCK;
+    const float *scales = (const float *)(space + rows * columns);
+    return (QuantizedRows){(const int8_t *)space, scales, scales + rows * blocks, columns, blocks};
+}
+
+static void quantize_row(const float *x, const QuantizedRows *to, long row) {
+    int8_t *values = (int8_t *)to->values + row * to->columns;
+    float *scales = (float *)to->scales + row * to->blocks,
+          *sums = (float *)to->sums + row * to->blocks;
+    const f32x8 magic =
+        broadcast8(12582912.0f);  // 1.5 * 2**23: adding it rounds to the nearest integer
+    for (long b = 0; b < to->blocks; b++, x += BLOCK, values += BLOCK) {
+        f32x8 v[4], top = broadcast8(0);
+        for (int i = 0; i < 4; i++) v[i] = load8(x + 8 * i), top = max8(top, abs8(v[i]));
+        float scale = reduce_max8(top) / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
+        i32x8 total = {0};
+        for (int i = 0; i < 4; i++) {
+            f32x8 t = v[i] * broadcast8(inverse) + magic;
+            i32x8 q = (i32x8)t - 0x4B400000;
+            total += q;
+            s8x8 small = __builtin_convertvector(q, s8x8);
+            memcpy(values + 8 * i, &small, 8);
+        }
+        int sum = 0;
+        for (int i = 0; i < 8; i++) sum += total[i];
+        scales[b] = scale;
+        sums[b] = scale * (float)sum;
+    }
+}
+
+// ---- one panel times up to TILE rows -----------------------------------------------------------
+
+#define TILE 6
+
+#if defined(__AVX2__)
+typedef __m256i Ints;  // eight sums
+
+// Computes the sum now: otherwise compilers delay the additions until registers run out.
+#define force_now(x) __asm__("" : "+x"(x))
+
+static inline Ints broadcast_columns(const int8_t *at) {
+    int32_t x;
+    memcpy(&x, at, 4);
+    return _mm256_set1_epi32(x);
+}
+
+// Multiplies the 32 columns of a 4-bit block with `count` rows; the codes are unpacked once for all
+// rows. The sums of products stay below 8 * 2 * 15 * 127, so they fit in 16 bits.
+INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count, Ints *sum) {
+    const __m256i low = _mm256_set1_epi8(15);
+    for (int r = 0; r < count; r++) sum[r] = _mm256_setzero_si256();
+    for (int j = 0; j < 4; j++) {
+        __m256i both = _mm256_loadu_si256((const __m256i *)(w + 32 * j));
+        __m256i first = _mm256_and_si256(both, low),
+                second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+        for (int r = 0; r < count; r++) {
+            __m256i a = broadcast_columns(x[r] + 4 * j), b = broadcast_columns(x[r] + 16 + 4 * j);
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+            sum[r] = _mm256_dpbusd_epi32(_mm256_dpbusd_epi32(sum[r], first, a), second, b);
+#else
+            __m256i products =
+                _mm256_add_epi16(_mm256_maddubs_epi16(first, a), _mm256_maddubs_epi16(second, b));
+            sum[r] = _mm256_add_epi16(sum[r], products);
+#endif
+            force_now(sum[r]);
+        }
+    }
+#if !(defined(__AVX512VNNI__) && defined(__AVX512VL__))
+    for (int r = 0; r < count; r++) sum[r] = _mm256_madd_epi16(sum[r], _mm256_set1_epi16(1));
+#endif
+}
+
+// Multiplies 16 columns of 8 bits with `count` rows. The instruction takes an unsigned first
+// factor, so the signs move to the second.
+INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, const int count,
+                      Ints *sum) {
+    const __m256i one = _mm256_set1_epi16(1);
+    for (int r = 0; r < count; r++) sum[r] = _mm256_setzero_si256();
+    for (int j = 0; j < 4; j++) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(w + 32 * j)), size = _mm256_abs_epi8(a);
+        for (int r = 0; r < count; r++) {
+            __m256i products = _mm256_maddubs_epi16(
+                size, _mm256_sign_epi8(broadcast_columns(x[r] + column + 4 * j), a));
+            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(products, one));
+            force_now(sum[r]);
+        }
+    }
+}
+
+static inline f32x8 to_floats(Ints x) { return (f32x8)_mm256_cvtepi32_ps(x); }
+static inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+
+#else  // portable loops, which the compiler vectorizes
+typedef i32x8 Ints;
+
+#if defined(__ARM_FEATURE_DOTPROD)
+static inline Ints dot_four(Ints sum, const int8_t *w, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    int32_t *at = (int32_t *)&sum;
+    vst1q_s32(at, vdotq_s32(vld1q_s32(at), vld1q_s8(w), b));
+    vst1q_s32(at + 4, vdotq_s32(vld1q_s32(at + 4), vld1q_s8(w + 16), b));
+    return sum;
+}
+#else
+static inline Ints dot_four(Ints sum, const int8_t *w, const int8_t *x) {
+    for (int row = 0; row < 8; row++)
+        for (int i = 0; i < 4; i++) sum[row] += w[4 * row + i] * x[i];
+    return sum;
+}
+#endif
+
+INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count, Ints *sum) {
+    for (int r = 0; r < count; r++) sum[r] = (Ints){0};
+    for (int j = 0; j < 4; j++) {
+        int8_t first[32], second[32];
+        for (int i = 0; i < 32; i++) first[i] = w[32 * j + i] & 15, second[i] = w[32 * j + i] >> 4;
+        for (int r = 0; r < count; r++)
+            sum[r] = dot_four(dot_four(sum[r], first, x[r] + 4 * j), second, x[r] + 16 + 4 * j);
+    }
+}
+
+INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, const int count,
+                      Ints *sum) {
+    for (int r = 0; r < count; r++) {
+        sum[r] = (Ints){0};
+        for (int j = 0; j < 4; j++)
+            sum[r] = dot_four(sum[r], (const int8_t *)w + 32 * j, x[r] + column + 4 * j);
+    }
+}
+
+static inline f32x8 to_floats(Ints x) { return __builtin_convertvector(x, f32x8); }
+static inline Ints add_ints(Ints a, Ints b) { return a + b; }
+#endif
+
+// Multiplies one panel with `count` rows. `kind` and `count` are constants at each call, so the
+// compiler specialises the loops.
+INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const QuantizedRows *x, long row,
+                                const int count, f32x8 *out) {
+    const Scales scales = scales_of(kind);
+    const long code_bytes = bits_of(kind) * 32, step = block_bytes(kind);
+    const int8_t *q[TILE];
+    f32x8 sum[TILE], super = broadcast8(0), lowest = broadcast8(0);
+    for (int r = 0; r < count; r++)
+        q[r] = x->values + (row + r) * x->columns, sum[r] = broadcast8(0);
+    const float *scale = x->scales + row * x->blocks, *total = x->sums + row * x->blocks;
+    for (long b = 0; b < x->blocks; b++, w += step) {
+        f32x8 d, m = broadcast8(0), d2 = broadcast8(0);
+        if ((scales == SUPER || scales == HALF_BLOCK) && b % 8 == 0) {
+            super = load_half8(w);
+            if (scales == SUPER) lowest = -load_half8(w + 16);
+            w += super_bytes(kind);
+        }
+        const uint8_t *s = w + code_bytes;
+        if (scales == SYMMETRIC) d = load_half8(s), m = d * broadcast8(-8);
+        else if (scales == AFFINE) d = load_half8(s), m = load_half8(s + 16);
+        else if (scales == SUPER) d = super * bytes8(s), m = lowest * bytes8(s + 8);
+        else d = super * signed8(s), d2 = super * signed8(s + 8);
+        Ints low[TILE], high[TILE];
+        if (bits_of(kind) == 4) {
+            dots_4bit(w, q, count, low);
+        } else {
+            dots_8bit(w, q, 0, count, low);
+            dots_8bit(w + 128, q, 16, count, high);
+        }
+        for (int r = 0; r < count; r++, q[r - 1] += BLOCK) {
+            f32x8 one = broadcast8(scale[r * x->blocks + b]);
+            if (scales == HALF_BLOCK)
+                sum[r] += (d * one) * to_floats(low[r]) + (d2 * one) * to_floats(high[r]);
+            else
+                sum[r] +=
+                    (d * one) * to_floats(bits_of(kind) == 4 ? low[r] : add_ints(low[r], high[r]));
+        }
+        if (scales == AFFINE || scales == SUPER || kind == Q4)
+            for (int r = 0; r < count; r++) sum[r] += m * broadcast8(total[r * x->blocks + b]);
+    }
+    for (int r = 0; r < count; r++) out[r] = sum[r];
+}
+
+INLINE void multiply_panel_kind(const uint8_t *w, const Kind kind, const QuantizedRows *x, long row,
+                                int count, f32x8 *out) {
+    switch (count) {
+        case 1: multiply_panel_rows(w, kind, x, row, 1, out); break;
+        case 2: multiply_panel_rows(w, kind, x, row, 2, out); break;
+        case 3: multiply_panel_rows(w, kind, x, row, 3, out); break;
+        case 4: multiply_panel_rows(w, kind, x, row, 4, out); break;
+        case 5: multiply_panel_rows(w, kind, x, row, 5, out); break;
+        default: multiply_panel_rows(w, kind, x, row, 6, out);
+    }
+}
+
+static void multiply_panel(const uint8_t *w, Kind kind, const QuantizedRows *x, long row, int count,
+                           f32x8 *out) {
+    switch (kind) {
+        case Q4: multiply_panel_kind(w, Q4, x, row, count, out); break;
+        case Q4_AFFINE: multiply_panel_kind(w, Q4_AFFINE, x, row, count, out); break;
+        case Q4_SUPER: multiply_panel_kind(w, Q4_SUPER, x, row, count, out); break;
+        case Q8: multiply_panel_kind(w, Q8, x, row, count, out); break;
+        case Q8_AFFINE: multiply_panel_kind(w, Q8_AFFINE, x, row, count, out); break;
+        case Q8_SUPER: multiply_panel_kind(w, Q8_SUPER, x, row, count, out); break;
+        default: multiply_panel_kind(w, Q8_HALF_BLOCK, x, row, count, out);
+    }
+}
+
+// ---- full precision ----------------------------------------------------------------------------
+
+// Multiplies `height` (at most 4) rows of float32 weights with `count` (at most 3) rows of
+// activations: the weights are read once.
+INLINE void multiply_dense_rows(const float *w, long columns, const int height, const float *x,
+                                const int count, float out[3][4]) {
+    f32x8 sum[3][4];
+    for (int r = 0; r < count; r++)
+        for (int o = 0; o < height; o++) sum[r][o] = broadcast8(0);
+    long k = 0;
+    for (; k + LANES <= columns; k += LANES) {
+        f32x8 v[4];
+        for (int o = 0; o < height; o++) v[o] = load8(w + o * columns + k);
+        for (int r = 0; r < count; r++) {
+            f32x8 u = load8(x + r * columns + k);
+            for (int o = 0; o < height; o++) sum[r][o] += u * v[o];
+        }
+    }
+    for (int r = 0; r < count; r++)
+        for (int o = 0; o < height; o++) {
+            float total = reduce_sum8(sum[r][o]);
+            for (long j = k; j < columns; j++) total += w[o * columns + j] * x[r * columns + j];
+            out[r][o] = total;
+        }
+}
+
+// Multiplies eight rows of weights (fewer at the end) with up to TILE rows, like multiply_panel.
+static void multiply_dense_panel(const float *w, long columns, long height, const float *x,
+                                 int count, f32x8 *out) {
+    for (int r = 0; r < count; r += 3) {
+        int rows = count - r < 3 ? count - r : 3;
+        for (long o = 0; o < height; o += 4) {
+            float part[3][4] = {{0}};
+            const float *at = w + o * columns, *from = x + r * columns;
+            if (height - o < 4)
+                for (long i = 0; i < height - o; i++)
+                    for (int j = 0; j < rows; j++) {
+                        float one[3][4];
+                        multiply_dense_rows(at + i * columns, columns, 1, from + j * columns, 1,
+                                            one);
+                        part[j][i] = one[0][0];
+                    }
+            else if (rows == 1) multiply_dense_rows(at, columns, 4, from, 1, part);
+            else if (rows == 2) multiply_dense_rows(at, columns, 4, from, 2, part);
+            else multiply_dense_rows(at, columns, 4, from, 3, part);
+            for (int j = 0; j < rows; j++)
+                for (int i = 0; i < 4; i++) out[r + j][o + i] = part[j][i];
+        }
+    }
+}
+
+// ---- linear: norm, product, bias, then a residual or an activation -----------------------------
+
+typedef enum { NO_EPILOGUE, RESIDUAL, ACTIVATE, GATED_ACTIVATE } Epilogue;
+
+typedef struct {
+    const Matrix *matrix;
+    const float *x, *bias, *residual;
+    float *out;
+    long rows;
+    Norm norm;
+    float scale;
+    int epilogue, activation;
+    bool prepared;  // the operation before has normed and rounded the rows
+} Linear;
+
+#define ROW_CHUNK 96    // rows of activations that stay in a core's cache while panels stream by
+#define REDUNDANT 4096  // up to so many values every thread prepares for itself, without a barrier
+
+static void prepare_row(const Linear *a, const char *space, long row, float *normed) {
+    long columns = a->matrix->columns;
+    const float *x = a->x + row * columns;
+    bool dense = a->matrix->segment[0].kind == F32;
+    float *to = dense ? (float *)space + row * columns : normed;
+    if (a->norm.kind) norm_row(x, to, columns, &a->norm), x = to;
+    else if (dense) memcpy(to, x, columns * sizeof(float));
+    if (!dense) {
+        QuantizedRows quantized = quantized_rows_at(space, a->rows, columns);
+        quantize_row(x, &quantized, row);
+    }
+}
+
+static size_t prepared_bytes(const Linear *a) {
+    long columns = a->matrix->columns;
+    return a->matrix->segment[0].kind == F32 ? a->rows * columns * sizeof(float)
+                                             : quantized_bytes(a->rows, columns);
+}
+
+static void prepare_kernel(const void *arguments, const ThreadContext *ctx) {
+    const Linear *a = arguments;
+    long first, end;
+    while (next_chunk(ctx, a->rows, chunk_size(ctx, a->rows, 4), &first, &end))
+        for (long row = first; row < end; row++)
+            prepare_row(a, ctx->shared, row, (float *)ctx->scratch);
+}
+
+typedef struct {
+    const Segment *segment;
+    const uint8_t *data;
+    long row;     // its first row in the matrix
+    long height;  // its number of rows: 8 except at the end of a segment
+} PanelView;
+
+static PanelView panel_at(const Matrix *m, long index) {
+    long row = 0;
+    const Segment *s = m->segment;
+    while (index >= (s->rows + PANEL - 1) / PANEL)
+        index -= (s->rows + PANEL - 1) / PANEL, row += s->rows, s++;
+    long step = s->kind == F32 ? PANEL * m->columns * (long)sizeof(float)
+                               : panel_bytes(s->kind, m->columns);
+    long height = s->rows - index * PANEL;
+    return (PanelView){s, s->data + index * step, row + index * PANEL,
+                       height < PANEL ? height : PANEL};
+}
+
+static void multiply(const Linear *a, const PanelView *p, const char *space, long row, int count,
+                     f32x8 *out) {
+    long columns = a->matrix->columns;
+    if (p->segment->kind == F32) {
+        multiply_dense_panel((const float *)p->data, columns, p->height,
+                             (const float *)space + row * columns, count, out);
+    } else {
+        QuantizedRows x = quantized_rows_at(space, a->rows, columns);
+        multiply_panel(p->data, p->segment->kind, &x, row, count, out);
+    }
+    if (a->bias) {
+        f32x8 bias = broadcast8(0);
+        memcpy(&bias, a->bias + p->row, p->height * sizeof(float));
+        for (int r = 0; r < count; r++) out[r] += bias;
+    }
+}
+
+static void apply_epilogue(const Linear *a, const PanelView *p, long row, int count,
+                           const f32x8 *y) {
+    for (int r = 0; r < count; r++) {
+        long at = (row + r) * a->matrix->rows + p->row;
+        f32x8 result = y[r];
+        if (a->epilogue == ACTIVATE) result = activate8(result, a->activation);
+        if (p->height == PANEL) {
+            if (a->epilogue == RESIDUAL)
+                result = load8(a->residual + at) + broadcast8(a->scale) * result;
+            store8(a->out + at, result);
+        } else {
+            for (long i = 0; i < p->height; i++)
+                a->out[at + i] = a->epilogue == RESIDUAL
+                                     ? a->residual[at + i] + a->scale * result[i]
+                                     : result[i];
+        }
+    }
+}
+
+static void linear_kernel(const void *arguments, const ThreadContext *ctx) {
+    const Linear *a = arguments;
+    const Matrix *m = a->matrix;
+    const char *space = ctx->shared;
+    if (!a->prepared) {
+        space = ctx->scratch;
+        for (long row = 0; row < a->rows; row++)
+            prepare_row(a, space, row,
+                        (float *)(ctx->scratch + (prepared_bytes(a) + 63) / 64 * 64));
+    }
+    long panels = a->epilogue == GATED_ACTIVATE ? m->panels / 2 : m->panels, width = m->rows / 2;
+    long chunks = (a->rows + ROW_CHUNK - 1) / ROW_CHUNK, first, end;
+    long step = chunk_size(ctx, panels, chunks > 1 ? 2 : 6);
+    long pieces = (panels + step - 1) / step;
+    while (next_chunk(ctx, pieces * chunks, 1, &first, &end)) {
+        long from = first % pieces * step, to = from + step < panels ? from + step : panels;
+        long top = first / pieces * ROW_CHUNK,
+             bottom = top + ROW_CHUNK < a->rows ? top + ROW_CHUNK : a->rows;
+        for (long i = from; i < to; i++) {
+            PanelView left = panel_at(m, i), right;
+            if (a->epilogue == GATED_ACTIVATE) right = panel_at(m, i + panels);
+            for (long row = top; row < bottom; row += TILE) {
+                int count = bottom - row < TILE ? (int)(bottom - row) : TILE;
+                f32x8 y[TILE], z[TILE];
+                multiply(a, &left, space, row, count, y);
+                if (a->epilogue != GATED_ACTIVATE) {
+                    apply_epilogue(a, &left, row, count, y);
+                    continue;
+                }
+                multiply(a, &right, space, row, count, z);
+                for (int r = 0; r < count; r++)
+                    store8(a->out + (row + r) * width + left.row,
+                           activate8(y[r], a->activation) * z[r]);
+            }
+        }
+    }
+}
+
+// x [rows, columns] -> out [rows, matrix rows]. With a gated activation the first half of the
+// matrix rows gates the second, and out has half as many columns.
+void native_linear(ThreadPool *pool, const Matrix *matrix, const float *x, long rows,
+                   const float *bias, int norm, float eps, const float *norm_weight,
+                   const float *norm_bias, int epilogue, int activation, const float *residual,
+                   float scale, float *out) {
+    Linear a = {
+        matrix, x,        bias,       residual, out, rows, {norm, eps, norm_weight, norm_bias},
+        scale,  epilogue, activation, false};
+    double work = (double)rows * matrix->columns, product = work * matrix->rows / 32;
+    a.prepared = pool_num_threads(pool) > 1 && work > REDUNDANT;
+    size_t normed_bytes = matrix->columns * sizeof(float) + 64;
+    if (a.prepared) {
+        reserve_shared(pool, prepared_bytes(&a));
+        reserve_scratch(pool, normed_bytes);
+        issue_pair(pool, prepare_kernel, work, linear_kernel, product, &a, sizeof a);
+    } else {
+        reserve_scratch(pool, prepared_bytes(&a) + 64 + normed_bytes);
+        issue(pool, linear_kernel, &a, sizeof a, product);
+    }
+}
+
+// ---- rows of a matrix as float32: an embedding -------------------------------------------------
+
+static void dequantize_row(const Matrix *m, long row, float *out) {
+    const Segment *s = m->segment;
+    while (row >= s->rows) row -= s->rows, s++;
+    if (s->kind == F32) {
+        memcpy(out, (const float *)s->data + row * m->columns, m->columns * sizeof(float));
+        return;
+    }
+    const Kind kind = s->kind;
+    const Scales scales = scales_of(kind);
+    const uint8_t *w = s->data + row / PANEL * panel_bytes(kind, m->columns);
+    int lane = row % PANEL;
+    float super = 0, lowest = 0;
+    for (long b = 0; b < m->columns / BLOCK; b++, w += block_bytes(kind)) {
+        if (super_bytes(kind) && b % 8 == 0) {
+            super = load_half8(w)[lane];
+            if (scales == SUPER) lowest = -load_half8(w + 16)[lane];
+            w += super_bytes(kind);
+        }
+        const uint8_t *at = w + bits_of(kind) * 32;
+        for (int i = 0; i < BLOCK; i++) {
+            float d, least = 0;
+            if (scales == SUPER) d = super * at[lane], least = lowest * at[8 + lane];
+            else if (scales == HALF_BLOCK) d = super * (int8_t)at[i / 16 * 8 + lane];
+            else d = load_half8(at)[lane], least = scales == AFFINE ? load_half8(at + 16)[lane] : 0;
+            int j = i % 16 / 4 * 32 + lane * 4 + i % 4;
+            int q =
+                bits_of(kind) == 4 ? (i < 16 ? w[j] & 15 : w[j] >> 4) : (int8_t)w[i / 16 * 128 + j];
+            *out++ = scales == AFFINE || scales == SUPER ? d * q + least
+                     : bits_of(kind) == 4                ? d * (q - 8)
+                                                         : d * q;
+        }
+    }
+}
+
+typedef struct {
+    const Matrix *matrix;
+    const int64_t *ids;
+    long count;
+    float scale, *out;
+} Gather;
+
+static void gather_kernel(const void *arguments, const ThreadContext *ctx) {
+    const Gather *a = arguments;
+    long first, end, columns = a->matrix->columns;
+    while (next_chunk(ctx, a->count, 1, &first, &end)) {
+        float *row = a->out + first * columns;
+        long id = a->ids[first] < 0 || a->ids[first] >= a->matrix->rows ? 0 : a->ids[first];
+        dequantize_row(a->matrix, id, row);
+        if (a->scale != 1)
+            for (long i = 0; i < columns; i++) row[i] *= a->scale;
+    }
+}
+
+void native_gather(ThreadPool *pool, const Matrix *matrix, const int64_t *ids, long count,
+                   float scale, float *out) {
+    Gather a = {matrix, ids, count, scale, out};
+    issue(pool, gather_kernel, &a, sizeof a, (double)count * matrix->columns);
+}

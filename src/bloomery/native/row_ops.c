@@ -1,0 +1,309 @@
+// Operations on rows of activations between the linear layers: norms, elementwise operations, rope
+// with the KV cache update, and the inputs and outputs of a decode step.
+#include "kv_cache.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+// ---- norms -------------------------------------------------------------------------------------
+
+void norm_row(const float *x, float *y, long n, const Norm *norm) {
+    f32x8 total = broadcast8(0);
+    float mean = 0, tail = 0;
+    long k;
+    if (norm->kind == 2) {
+        for (k = 0; k + LANES <= n; k += LANES) total += load8(x + k);
+        for (; k < n; k++) tail += x[k];
+        mean = (reduce_sum8(total) + tail) / (float)n, total = broadcast8(0), tail = 0;
+    }
+    for (k = 0; k + LANES <= n; k += LANES) {
+        f32x8 v = load8(x + k) - broadcast8(mean);
+        total += v * v;
+    }
+    for (; k < n; k++) tail += (x[k] - mean) * (x[k] - mean);
+    float root = 1.0f / sqrtf((reduce_sum8(total) + tail) / (float)n + norm->eps);
+    for (k = 0; k + LANES <= n; k += LANES) {
+        f32x8 v = (load8(x + k) - broadcast8(mean)) * broadcast8(root);
+        if (norm->weight) v *= load8(norm->weight + k);
+        if (norm->bias) v += load8(norm->bias + k);
+        store8(y + k, v);
+    }
+    for (; k < n; k++) {
+        float v = (x[k] - mean) * root;
+        if (norm->weight) v *= norm->weight[k];
+        if (norm->bias) v += norm->bias[k];
+        y[k] = v;
+    }
+}
+
+typedef struct {
+    const float *x;
+    float *out;
+    long rows, columns, groups;  // row r uses row r % groups of the weights: one for each head
+    Norm norm;
+} NormRows;
+
+static void norm_kernel(const void *arguments, const ThreadContext *ctx) {
+    const NormRows *a = arguments;
+    long first, end;
+    while (next_chunk(ctx, a->rows, chunk_size(ctx, a->rows, 4), &first, &end))
+        for (long row = first; row < end; row++) {
+            Norm norm = a->norm;
+            if (norm.weight) norm.weight += row % a->groups * a->columns;
+            if (norm.bias) norm.bias += row % a->groups * a->columns;
+            norm_row(a->x + row * a->columns, a->out + row * a->columns, a->columns, &norm);
+        }
+}
+
+void native_norm(ThreadPool *pool, const float *x, long rows, long columns, int kind, float eps,
+                 const float *weight, const float *bias, long groups, float *out) {
+    NormRows a = {x, out, rows, columns, groups, {kind, eps, weight, bias}};
+    issue(pool, norm_kernel, &a, sizeof a, (double)rows * columns / 2);
+}
+
+// ---- elementwise operations --------------------------------------------------------------------
+
+// x + number * y, x * y, x * number, x + number, tanh(x), activation(x), activation(gate) * up
+typedef enum {
+    ADD_SCALED,
+    MULTIPLY,
+    MULTIPLY_NUMBER,
+    ADD_NUMBER,
+    TANH,
+    ACTIVATE,
+    GATED_ACTIVATE
+} ElementwiseOp;
+
+typedef struct {
+    const float *x, *y;
+    float *out, number;
+    long count, width;  // gated: a row of x is gate | up, each of this width
+    int op, activation;
+} Elementwise;
+
+static inline f32x8 apply_op(const Elementwise *a, f32x8 x, f32x8 y) {
+    f32x8 number = broadcast8(a->number);
+    switch ((ElementwiseOp)a->op) {
+        case ADD_SCALED: return x + number * y;
+        case MULTIPLY: return x * y;
+        case MULTIPLY_NUMBER: return x * number;
+        case ADD_NUMBER: return x + number;
+        case TANH: return tanh8(x);
+        case ACTIVATE: return activate8(x, a->activation);
+        default: return activate8(x, a->activation) * y;
+    }
+}
+
+#define SPAN 2048  // elements that a thread takes at once
+
+static void elementwise_kernel(const void *arguments, const ThreadContext *ctx) {
+    const Elementwise *a = arguments;
+    long first, end, spans = (a->count + SPAN - 1) / SPAN;
+    while (next_chunk(ctx, spans, chunk_size(ctx, spans, 4), &first, &end)) {
+        long stop = end * SPAN < a->count ? end * SPAN : a->count;
+        for (long i = first * SPAN; i < stop;) {
+            // Both operands are contiguous up to `ends`.
+            long ends = a->op == GATED_ACTIVATE ? (i / a->width + 1) * a->width : stop;
+            ends = ends < stop ? ends : stop;
+            const float *x = a->x + i, *y = a->y ? a->y + i : x;
+            if (a->op == GATED_ACTIVATE)
+                x = a->x + i / a->width * a->width * 2 + i % a->width, y = x + a->width;
+            long n = ends - i, k = 0;
+            for (; k + LANES <= n; k += LANES)
+                store8(a->out + i + k, apply_op(a, load8(x + k), load8(y + k)));
+            if (k < n) {
+                f32x8 u = broadcast8(0), v = broadcast8(0), w;
+                memcpy(&u, x + k, (n - k) * sizeof(float)),
+                    memcpy(&v, y + k, (n - k) * sizeof(float));
+                w = apply_op(a, u, v);
+                memcpy(a->out + i + k, &w, (n - k) * sizeof(float));
+            }
+            i = ends;
+        }
+    }
+}
+
+void native_elementwise(ThreadPool *pool, int op, const float *x, const float *y, long count,
+                        long width, float number, int activation, float *out) {
+    Elementwise a = {x, y, out, number, count, width, op, activation};
+    issue(pool, elementwise_kernel, &a, sizeof a, (double)count / (op >= TANH ? 1 : 4));
+}
+
+typedef struct {
+    char *to;
+    const char *from;
+    long bytes;
+} Copy;
+
+static void copy_kernel(const void *arguments, const ThreadContext *ctx) {
+    const Copy *a = arguments;
+    long first, end;
+    while (next_chunk(ctx, a->bytes, 1 << 16, &first, &end))
+        memcpy(a->to + first, a->from + first, end - first);
+}
+
+void native_copy(ThreadPool *pool, void *to, const void *from, long bytes) {
+    Copy a = {to, from, bytes};
+    issue(pool, copy_kernel, &a, sizeof a, bytes / 16.0);
+}
+
+typedef struct {
+    const int64_t *x;
+    int64_t *out;
+    long count, number;
+} AddInteger;
+
+static void add_integer_kernel(const void *arguments, const ThreadContext *ctx) {
+    const AddInteger *a = arguments;
+    long first, end;
+    while (next_chunk(ctx, a->count, a->count, &first, &end))
+        for (long i = first; i < end; i++) a->out[i] = a->x[i] + a->number;
+}
+
+void native_add_integer(ThreadPool *pool, const int64_t *x, long count, long number, int64_t *out) {
+    AddInteger a = {x, out, count, number};
+    issue(pool, add_integer_kernel, &a, sizeof a, count);
+}
+
+// ---- rope on q and k, k and v into the KV cache ------------------------------------------------
+
+typedef struct {
+    const float *qkv, *cos, *sin, *q_weight, *k_weight;
+    const int64_t *positions, *slot_mapping;
+    float *q;
+    KvCache cache;
+    long tokens;
+    int heads, kv_heads, head_dim, rope_dim, norm;
+    float eps, clip;
+    bool interleaved, per_head;  // per_head: every head has its own row of norm weights
+} RopeCache;
+
+static inline void rotate_pair(float *u, float *v, float cos, float sin) {
+    float x = *u, y = *v;
+    *u = x * cos - y * sin;
+    *v = x * sin + y * cos;
+}
+
+static void transform_head(const RopeCache *a, long token, int head, float *head_out) {
+    int dim = a->head_dim, half = a->rope_dim / 2;
+    const float *x = a->qkv + (token * (a->heads + 2 * a->kv_heads) + head) * dim;
+    if (a->clip > 0)
+        for (int d = 0; d < dim; d++)
+            head_out[d] = x[d] > a->clip ? a->clip : x[d] < -a->clip ? -a->clip : x[d];
+    else memcpy(head_out, x, dim * sizeof(float));
+    if (head < a->heads + a->kv_heads) {
+        if (a->norm) {
+            const float *weight = head < a->heads ? a->q_weight : a->k_weight;
+            if (weight && a->per_head) weight += (head < a->heads ? head : head - a->heads) * dim;
+            Norm norm = {a->norm, a->eps, weight, NULL};
+            norm_row(head_out, head_out, dim, &norm);
+        }
+        if (a->rope_dim) {
+            long row = a->positions ? a->positions[token] : token;
+            const float *cos = a->cos + row * half, *sin = a->sin + row * half;
+            if (a->interleaved)
+                for (int d = 0; d < half; d++)
+                    rotate_pair(head_out + 2 * d, head_out + 2 * d + 1, cos[d], sin[d]);
+            else
+                for (int d = 0; d < half; d++)
+                    rotate_pair(head_out + d, head_out + d + half, cos[d], sin[d]);
+        }
+    }
+}
+
+static void rope_cache_kernel(const void *arguments, const ThreadContext *ctx) {
+    const RopeCache *a = arguments;
+    long total_heads = a->heads + 2 * a->kv_heads, first, end;
+    while (next_chunk(ctx, a->tokens * total_heads, chunk_size(ctx, a->tokens * total_heads, 2),
+                      &first, &end))
+        for (long i = first; i < end; i++) {
+            long token = i / total_heads;
+            int head = (int)(i % total_heads), key = head - a->heads;
+            if (key < 0) {
+                transform_head(a, token, head, a->q + (token * a->heads + head) * a->head_dim);
+                continue;
+            }
+            float transformed[a->head_dim];
+            transform_head(a, token, head, transformed);
+            long index = cache_index(&a->cache, a->slot_mapping[token], key % a->kv_heads,
+                                     key >= a->kv_heads);
+            store_head(&a->cache, index, transformed);
+        }
+}
+
+void native_rope_cache(ThreadPool *pool, const float *qkv, long tokens, int heads, int kv_heads,
+                       int head_dim, const float *cos, const float *sin, int rope_dim,
+                       const int64_t *positions, int interleaved, int norm, const float *q_weight,
+                       const float *k_weight, int per_head, float eps, float clip,
+                       const int64_t *slot_mapping, float *q, void *cache, long value_offset,
+                       int cache_kind) {
+    RopeCache a = {qkv,          cos,      sin,
+                   q_weight,     k_weight, positions,
+                   slot_mapping, q,        {cache, value_offset, kv_heads, head_dim, cache_kind},
+                   tokens,       heads,    kv_heads,
+                   head_dim,     rope_dim, norm,
+                   eps,          clip,     interleaved,
+                   per_head};
+    issue(pool, rope_cache_kernel, &a, sizeof a,
+          (double)tokens * (heads + 2 * kv_heads) * head_dim);
+}
+
+// ---- decode steps: the inputs of the next position, and the sampled tokens ---------------------
+
+typedef struct {
+    const int32_t *rows;
+    const int64_t *last_tokens, *positions, *block_tables;
+    int64_t *ids, *positions_out, *slot_mapping, *seq_lens, *blocks;
+    long count, width, block_size;
+} DecodeInputs;
+
+static void decode_inputs_kernel(const void *arguments, const ThreadContext *ctx) {
+    const DecodeInputs *a = arguments;
+    long first, end;
+    while (next_chunk(ctx, a->count, a->count, &first, &end))
+        for (long i = first; i < end; i++) {
+            long row = a->rows[i], position = a->positions[row];
+            long block = position / a->block_size;
+            const int64_t *table = a->block_tables + row * a->width;
+            a->ids[i] = a->last_tokens[row];
+            a->positions_out[i] = position;
+            a->seq_lens[i] = position + 1;
+            a->slot_mapping[i] = table[block] * a->block_size + position % a->block_size;
+            memcpy(a->blocks + i * a->width, table, (block + 1) * sizeof(int64_t));
+        }
+}
+
+void native_decode_inputs(ThreadPool *pool, const int32_t *rows, long count,
+                          const int64_t *last_tokens, const int64_t *positions,
+                          const int64_t *block_tables, long width, long block_size, int64_t *ids,
+                          int64_t *positions_out, int64_t *slot_mapping, int64_t *seq_lens,
+                          int64_t *blocks) {
+    DecodeInputs a = {rows,         last_tokens, positions, block_tables, ids,   positions_out,
+                      slot_mapping, seq_lens,    blocks,    count,        width, block_size};
+    issue(pool, decode_inputs_kernel, &a, sizeof a, 10.0 * count);
+}
+
+typedef struct {
+    const int32_t *rows;
+    const int64_t *tokens;
+    int64_t *last_tokens, *positions;
+    long count, padding_row;
+} AdvanceRows;
+
+static void advance_kernel(const void *arguments, const ThreadContext *ctx) {
+    const AdvanceRows *a = arguments;
+    long first, end;
+    while (next_chunk(ctx, a->count, a->count, &first, &end))
+        for (long i = first; i < end; i++) {
+            long row = a->rows[i];
+            if (row == a->padding_row) continue;
+            a->last_tokens[row] = a->tokens[i];
+            a->positions[row]++;
+        }
+}
+
+void native_advance(ThreadPool *pool, const int32_t *rows, long count, const int64_t *tokens,
+                    int64_t *last_tokens, int64_t *positions, long padding_row) {
+    AdvanceRows a = {rows, tokens, last_tokens, positions, count, padding_row};
+    issue(pool, advance_kernel, &a, sizeof a, 10.0 * count);
+}

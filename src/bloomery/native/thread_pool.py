@@ -1,0 +1,244 @@
+"""The thread pool of the native CPU kernels: it owns the threads and the memory they work in.
+
+A worker creates one pool and passes it to the model, the attention backend and the sampler. Where
+the pool is None (on a GPU, or without a C compiler) every operation runs in torch instead. The
+operations themselves are in ops.py; this module knows no tensor shapes and no model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from bisect import insort
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import TypeVar
+
+import torch
+
+from bloomery.native.build import build_library
+
+T = TypeVar("T")
+ALIGNMENT = 64  # bytes
+WEIGHT_CHUNK = 64 << 20  # bytes allocated at once for weights; untouched pages cost nothing
+HUGE_PAGE = 2 << 20  # bytes
+
+C_TYPES = {
+    "p": ctypes.c_void_p,
+    "l": ctypes.c_long,
+    "i": ctypes.c_int,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+}
+
+# The argument types of each C function, and the type of its result.
+C_FUNCTIONS: Mapping[str, tuple[str, str | None]] = {
+    "pool_create": ("i", "p"),
+    "pool_destroy": ("p", None),
+    "pool_num_threads": ("p", "i"),
+    "advise_huge_pages": ("pl", None),
+    "trace_begin": ("", None),
+    "trace_end": ("", "p"),
+    "trace_run": ("pp", "i"),
+    "trace_length": ("p", "l"),
+    "trace_free": ("p", None),
+    "matrix_create": ("llippp", "p"),
+    "matrix_free": ("p", None),
+    "native_packed_bytes": ("ill", "l"),
+    "native_pack": ("piplllp", None),
+    "native_linear": ("ppplpifppiipfp", None),
+    "native_gather": ("ppplfp", None),
+    "native_norm": ("ppllifpplp", None),
+    "native_elementwise": ("pippllfip", None),
+    "native_copy": ("pppl", None),
+    "native_add_integer": ("ppllp", None),
+    "native_rope_cache": ("ppliiippipiippiffpppli", None),
+    "native_attention": ("pppliiiiplllpllpffpldp", None),
+    "native_decode_inputs": ("pplpppllppppp", None),
+    "native_advance": ("pplpppl", None),
+    "native_sample": ("ppllppplppp", None),
+    "shm_open_segment": ("iiill", "p"),
+    "shm_close_segment": ("p", None),
+    "native_all_reduce": ("ppplip", "i"),
+    "native_all_gather": ("ppplllp", "i"),
+    "native_send": ("pppl", "i"),
+    "native_receive": ("pppl", "i"),
+    "native_local_vocab_rows": ("pplllp", None),
+    "native_zero_foreign_rows": ("ppllllp", None),
+}
+
+
+class ThreadPool:
+    """Threads for native kernels.
+
+    Any Python thread may issue operations; they run one after another.
+    """
+
+    def __init__(self, num_threads: int, library: ctypes.CDLL | None = None):
+        """Build or load the C library and start the threads.
+
+        The pool may have fewer threads than asked for; the calling thread is one of them.
+        Raises NativeBuildError where there is no compiler or it fails.
+        """
+        self.library = load_library(str(build_library())) if library is None else library
+        self.handle: int = self.library.pool_create(num_threads)
+        self.num_threads: int = self.library.pool_num_threads(self.handle)
+        self._destroy = weakref.finalize(self, self.library.pool_destroy, self.handle)
+        self._destroy.atexit = False  # other threads may still compute while the process exits
+        self._weight_memory = torch.empty(0, dtype=torch.uint8)  # the rest of the last chunk
+        self._recording = TraceRecording()
+
+    def close(self) -> None:
+        """End the threads. No operation and no trace may run on the pool afterwards."""
+        self._destroy()
+
+    @property
+    def arena(self) -> TraceArena | None:
+        """The memory for results while the calling thread records a trace; else None."""
+        return self._recording.arena
+
+    def accepts(self, *tensors: torch.Tensor | None) -> bool:
+        """Whether native kernels can read these tensors: float32, on the CPU, contiguous."""
+        return all(
+            x is None or (x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous())
+            for x in tensors
+        )
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Allocate the result of an operation; in the arena while a trace is recorded."""
+        arena = self.arena
+        if arena is None:
+            return torch.empty(shape, dtype=dtype)
+        return arena.allocate(prod(shape), dtype).view(shape)
+
+    def allocate_weights(self, size: int) -> torch.Tensor:
+        """Allocate bytes for weights on huge pages: every step reads them from end to end."""
+        size = -(-size // ALIGNMENT) * ALIGNMENT
+        if size > len(self._weight_memory):
+            chunk = torch.empty(max(size, WEIGHT_CHUNK) + HUGE_PAGE, dtype=torch.uint8)
+            self._weight_memory = chunk[-chunk.data_ptr() % HUGE_PAGE :]
+            aligned = self._weight_memory
+            self.library.advise_huge_pages(aligned.data_ptr(), len(aligned))
+        allocated = self._weight_memory[:size]
+        self._weight_memory = self._weight_memory[size:]
+        return allocated
+
+    def record(self, work: Callable[[], None], arena: TraceArena) -> OpTrace:
+        """Run `work` with its native operations recorded instead of executed.
+
+        Results live in the arena. Torch operations still execute: record_trace catches those.
+        """
+        recording = self._recording
+        recording.arena = arena
+        recording.references = [arena]
+        self.library.trace_begin()
+        try:
+            work()
+        except BaseException:
+            self.library.trace_free(self.library.trace_end())
+            raise
+        finally:
+            references = recording.references
+            recording.arena = None
+            recording.references = []
+        return OpTrace(self, self.library.trace_end(), references)
+
+    def keep_alive(self, thing: T) -> T:
+        """Let the trace that is being recorded hold an object whose memory an operation uses."""
+        if self.arena is not None:
+            self._recording.references.append(thing)
+        return thing
+
+
+class TraceRecording(threading.local):
+    """The trace that a thread records. Other threads compute eagerly meanwhile."""
+
+    arena: TraceArena | None = None
+
+    def __init__(self) -> None:
+        self.references: list[object] = []
+
+
+class OpTrace:
+    """A recorded sequence of native operations on fixed addresses.
+
+    The tensors it reads and writes must outlive it, except those in `references`.
+    """
+
+    def __init__(self, pool: ThreadPool, handle: int, references: list[object]):
+        self.pool = pool
+        self.library = pool.library
+        self.handle = handle
+        self.references = references
+
+    def __len__(self) -> int:
+        return self.library.trace_length(self.handle)
+
+    def replay(self) -> None:
+        raise_if_rank_lost(self.library.trace_run(self.pool.handle, self.handle))
+
+    def __del__(self) -> None:
+        self.library.trace_free(self.handle)
+
+
+class TraceArena:
+    """Memory for the results of recorded traces. All traces share it, for they never run at once.
+
+    While a trace is recorded its tensors come and go as in an eager run, and memory without a
+    reference is handed out again. A trace of hundreds of operations thus needs no more memory than
+    the few results that are alive at one time.
+    """
+
+    def __init__(self, size: int):
+        self.memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)  # untouched pages are free
+        first = -self.memory.data_ptr() % ALIGNMENT
+        self.free_ranges = [(first, first + size)]  # sorted byte ranges
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of `count` elements; its memory is free again when its last view is gone."""
+        size = max(1, -(-count * dtype.itemsize // ALIGNMENT)) * ALIGNMENT
+        fitting = (i for i, (start, end) in enumerate(self.free_ranges) if end - start >= size)
+        index = next(fitting, None)
+        if index is None:
+            raise MemoryError(
+                f"a recorded step needs more than {len(self.memory)} bytes for its results"
+            )
+        start, end = self.free_ranges.pop(index)
+        if end - start > size:
+            self.free_ranges.insert(index, (start + size, end))
+        # A tensor made from the buffer holds it; the buffer goes with the last such tensor.
+        buffer = (ctypes.c_uint8 * size).from_address(self.memory.data_ptr() + start)
+        weakref.finalize(buffer, self._release, start, start + size).atexit = False
+        return torch.frombuffer(buffer, dtype=dtype, count=count)
+
+    def _release(self, start: int, end: int) -> None:
+        insort(self.free_ranges, (start, end))
+        merged = [self.free_ranges[0]]
+        for next_start, next_end in self.free_ranges[1:]:
+            last_start, last_end = merged[-1]
+            if next_start == last_end:
+                merged[-1] = (last_start, next_end)
+            else:
+                merged.append((next_start, next_end))
+        self.free_ranges = merged
+
+
+def load_library(path: str) -> ctypes.CDLL:
+    """Load the compiled kernels and declare the types of their functions."""
+    library = ctypes.CDLL(path)
+    for name, (arguments, result) in C_FUNCTIONS.items():
+        function = getattr(library, name)
+        function.argtypes = [C_TYPES[letter] for letter in arguments]
+        function.restype = None if result is None else C_TYPES[result]
+    return library
+
+
+def raise_if_rank_lost(lost_rank: int) -> None:
+    """Check the result of a function that waits for other processes: 0, or a dead rank plus 1."""
+    if lost_rank:
+        raise ConnectionError(f"rank {lost_rank - 1}, which shares memory with this one, has died")
+
+
+def data_pointer(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

@@ -1,0 +1,217 @@
+"""Measures the memory that steps take besides weights and KV cache, by running the largest step.
+
+The step is the largest in every respect. It has max_num_batched_tokens positions, in prompts of
+max_model_len. One chunk ends the longest sequence. max_num_seqs tokens are sampled, with every
+sampling option, and one prompt is scored. Tensors that live as long as the worker are allocated
+here too, so that they are counted. The inputs are zeros and the results are discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from bloomery.attention.base import AttentionBackend, AttentionMetadata
+from bloomery.config import EnginePlan
+from bloomery.messages import NewRequestData, ResolvedSampling
+from bloomery.models.decoder import Decoder
+from bloomery.runtime.kv_cache import allocate_kv_cache
+from bloomery.runtime.sampler import FusedSampler, Sampler
+from bloomery.spec import AttentionSpec
+
+LOGITS_CHUNK = 64  # prompt positions whose logits are held at once
+CHUNK_MULTIPLE = 256  # positions; a chunk of a long prompt starts at a multiple of this
+NUM_LOGPROBS = 20  # top tokens whose log-probabilities are returned
+COSTLY_SAMPLING = ResolvedSampling(
+    temperature=0.9,
+    top_k=0,
+    top_p=0.95,
+    min_p=0.01,
+    typical_p=0.95,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    presence_penalty=0.1,
+    logprobs=NUM_LOGPROBS,
+)
+
+
+@torch.inference_mode()
+def measure_activation_memory(
+    decoder: Decoder,
+    backend: AttentionBackend,
+    plan: EnginePlan,
+    kv_cache_dtype: torch.dtype,
+    captured_tokens: int = 0,
+) -> int:
+    """Return the bytes of the largest step plus those of the largest CUDA graph.
+
+    The graph has `captured_tokens` positions. It has its own memory, so both are added.
+    """
+    num_bytes = LargestStep(decoder, backend, plan, kv_cache_dtype).measure(captured_tokens)
+    if decoder.device.type == "cuda":
+        torch.cuda.empty_cache()  # returns the memory of the measurement's own KV cache
+    return num_bytes
+
+
+class LargestStep:
+    """The largest step that the plan allows, over a KV cache of its own."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: AttentionBackend,
+        plan: EnginePlan,
+        kv_cache_dtype: torch.dtype,
+    ):
+        self.decoder = decoder
+        self.backend = backend
+        self.plan = plan
+        self.device = decoder.device
+        self.num_tokens = min(plan.max_num_batched_tokens, plan.max_num_seqs * plan.max_model_len)
+        prompt_lens = self.split_into_prompts(self.num_tokens)
+        self.num_blocks = sum(-(-prompt_len // plan.block_size) for prompt_len in prompt_lens)
+        self.caches = allocate_kv_cache(
+            decoder.spec, self.num_blocks, plan.block_size, kv_cache_dtype, self.device
+        )
+
+    def measure(self, captured_tokens: int) -> int:
+        """Return the bytes of the largest step, of a long context, and of the largest CUDA graph."""
+        graph_bytes = 0
+        if captured_tokens:
+            graph_bytes = self.peak_bytes(
+                self.run_captured_step, min(captured_tokens, self.num_tokens)
+            )
+        step_bytes = self.peak_bytes(self.run_step, self.num_tokens)
+        return step_bytes + self.measure_context() + graph_bytes
+
+    def split_into_prompts(self, num_tokens: int) -> list[int]:
+        """Split a number of tokens into as few prompts as possible; the shortest comes first."""
+        num_longest, remainder = divmod(num_tokens, self.plan.max_model_len)
+        longest = [self.plan.max_model_len] * num_longest
+        return [remainder, *longest] if remainder else longest
+
+    def measure_context(self) -> int:
+        """Return the extra bytes of a chunk at the end of the longest sequence over one at its start."""
+        max_len = self.plan.max_model_len
+        chunk_len = min(self.num_tokens, max(max_len // 2, 1))
+        chunk_len += (max_len - chunk_len) % CHUNK_MULTIPLE
+        layers = zip(self.decoder.spec.layers, self.caches, strict=True)
+        cache_by_spec = {layer.attention: cache for layer, cache in layers}
+
+        def max_peak(seq_len: int) -> int:
+            return max(
+                self.peak_bytes(self.run_attention, spec, cache, chunk_len, seq_len)
+                for spec, cache in cache_by_spec.items()
+            )
+
+        at_start = max_peak(chunk_len)
+        at_end = max_peak(max_len)
+        return max(at_end - at_start, 0)
+
+    def peak_bytes(self, work: Callable[..., object], *arguments: Any) -> int:
+        """Return the bytes that the allocator reserves on the GPU for this work; 0 on a CPU."""
+        if self.device.type == "cpu":
+            work(*arguments)
+            return 0
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_reserved(self.device)
+        work(*arguments)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_reserved(self.device) - before
+        torch.cuda.empty_cache()
+        return peak
+
+    def build_metadata(
+        self, query_lens: list[int], seq_len: int | None = None
+    ) -> AttentionMetadata:
+        """Lay out chunks of `query_lens` that end at `seq_len`; without it they are whole prompts.
+
+        Block tables of sequences longer than the KV cache repeat its blocks.
+        """
+        block_size = self.plan.block_size
+        seq_lens = [seq_len or query_len for query_len in query_lens]
+        blocks_per_seq = [-(-length // block_size) for length in seq_lens]
+        first_blocks = [0, *accumulate(blocks_per_seq)]
+        table_width = max(blocks_per_seq)
+        block_tables = [
+            [(first + i) % self.num_blocks for i in range(table_width)]
+            for first in first_blocks[:-1]
+        ]
+        return AttentionMetadata.from_host(
+            query_lens, seq_lens, block_tables, block_size, self.device
+        )
+
+    def run_attention(
+        self, spec: AttentionSpec, cache: torch.Tensor, query_len: int, seq_len: int
+    ) -> None:
+        """Run one layer's attention over a chunk that ends at `seq_len`."""
+        shape = query_len, spec.num_heads, spec.head_dim
+        q = torch.zeros(shape, dtype=self.decoder.dtype, device=self.device)
+        plan = self.backend.prepare(self.build_metadata([query_len], seq_len))
+        self.backend.attend(q, cache, spec, plan)
+
+    def run_model(self, num_tokens: int) -> torch.Tensor:
+        """Return the hidden states of `num_tokens` prompt positions."""
+        decoder = self.decoder
+        metadata = self.build_metadata(self.split_into_prompts(num_tokens))
+        token_ids = metadata.positions % decoder.spec.vocab
+        received = None
+        if not decoder.is_first_stage:
+            shape = num_tokens, decoder.spec.hidden
+            received = torch.zeros(shape, dtype=decoder.dtype, device=self.device)
+        return decoder(
+            token_ids,
+            metadata.positions,
+            metadata.slot_mapping,
+            self.caches,
+            self.backend,
+            self.backend.prepare(metadata),
+            None,
+            received,
+        )
+
+    def run_captured_step(self, num_tokens: int) -> None:
+        """Run a captured step without its fused sampling, which takes no more memory."""
+        hidden = self.run_model(num_tokens)
+        if self.decoder.is_last_stage:
+            self.decoder.logits(hidden[: self.plan.max_num_seqs])
+
+    def run_step(self, num_tokens: int) -> tuple[object, ...]:
+        """Run every feature that requests may ask for, each in its most expensive form.
+
+        Returns the tensors that must stay alive until the step ends.
+        """
+        if not self.decoder.is_last_stage:
+            return (self.run_model(num_tokens),)
+        max_num_seqs = self.plan.max_num_seqs
+        max_len = self.plan.max_model_len
+        vocab_size = self.decoder.spec.vocab
+        captured_logits = torch.zeros(
+            max_num_seqs, vocab_size, dtype=torch.float32, device=self.device
+        )
+        sampler = Sampler(
+            max_num_seqs + 1, vocab_size, self.device, self.plan.deterministic, max_len
+        )
+        fused_sampler = FusedSampler(sampler)
+        for row in range(max_num_seqs):
+            num_prompt_tokens = max_len - 1 if row == max_num_seqs - 1 else 1
+            sampling = COSTLY_SAMPLING
+            if row == 0 and max_num_seqs > 1:
+                # One greedy row makes the sampler copy the other rows out of the batch.
+                sampling = ResolvedSampling(temperature=0.0)
+            prompt = (0,) * num_prompt_tokens
+            sampler.admit(row, NewRequestData(prompt, num_prompt_tokens, sampling, ()))
+        hidden = self.run_model(num_tokens)
+        hidden.float().sum(0)  # an embedding
+        num_logits = max(max_num_seqs, LOGITS_CHUNK)
+        indices = torch.arange(num_logits, device=self.device) % len(hidden)
+        logits = self.decoder.logits(hidden[indices])
+        sampling_jobs = [(row, max_len - 1, ()) for row in range(max_num_seqs)]
+        sampler.sample(logits[:max_num_seqs], sampling_jobs)
+        prompt_logits = logits[:LOGITS_CHUNK]
+        sampler.prompt_logprobs(prompt_logits, [0] * len(prompt_logits), NUM_LOGPROBS)
+        return hidden, captured_logits, fused_sampler

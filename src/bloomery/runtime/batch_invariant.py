@@ -1,0 +1,134 @@
+"""The forward pass of deterministic mode: every pass over the same number of positions.
+
+Libraries and kernels choose their algorithms by shape, so the last bits of a token's logits depend
+on how many other tokens are in its step. `BatchInvariantForward` always uses the same shape:
+positions go through the model in tiles of a fixed size, and each position is a sequence of its own
+that attends over its own length. The last tile is filled with padding. A result may then not
+depend on its place in a tile; `find_batch_invariant_tile` checks that before the first step.
+
+A request therefore gets the same tokens alone and in any batch, with chunked prefill of any chunk
+size, after a prefix hit, after a preemption and after a replay, in every weight format.
+
+Nothing here knows requests, rows or sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from bloomery.attention.base import AttentionMetadata, index_dtype
+from bloomery.parallel.groups import DeviceMesh
+from bloomery.runtime.runner import ModelForward
+
+# Positions. Larger tiles waste arithmetic on few requests, smaller ones re-read the weights.
+CPU_TILE_SIZE = 16
+GPU_TILE_SIZE = 128
+
+
+@dataclass(frozen=True)
+class BatchInvariantForward:
+    """A forward pass in tiles of exactly `tile_size` positions."""
+
+    forward: ModelForward
+    max_blocks_per_seq: int
+    null_block: int
+    tile_size: int
+
+    def hidden_states(
+        self,
+        token_ids: torch.Tensor,
+        metadata: AttentionMetadata,
+        output_indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        num_tokens = len(token_ids)
+        device = token_ids.device
+        if num_tokens <= self.tile_size:
+            order = torch.arange(num_tokens, device=device)
+        else:
+            # Sorting by position keeps a token's keys out of later tiles, even if they lie in a
+            # shared block that another sequence fills in this step.
+            order = metadata.positions.argsort(stable=True)
+        token = torch.arange(num_tokens, dtype=metadata.query_start_loc.dtype, device=device)
+        sequence = torch.searchsorted(metadata.query_start_loc[1:], token, right=True)
+        missing_blocks = self.max_blocks_per_seq - metadata.block_tables.shape[1]
+        block_tables = F.pad(metadata.block_tables, (0, missing_blocks), value=self.null_block)
+        outputs = []
+        for part in order.split(self.tile_size):
+            tile = self._make_tile(
+                metadata.positions[part],
+                metadata.slot_mapping[part],
+                block_tables[sequence[part]],
+                metadata.block_size,
+            )
+            padded_ids = self._pad_tile(token_ids[part], 0)
+            hidden = self.forward.hidden_states(padded_ids, tile)
+            outputs.append(hidden[: len(part)])
+        hidden = outputs[0]
+        if len(outputs) > 1:
+            shape = num_tokens, hidden.shape[1]
+            hidden = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+            hidden.index_copy_(0, order, torch.cat(outputs))
+        return hidden if output_indices is None else hidden[output_indices]
+
+    def compute_logits(self, hidden: torch.Tensor, as_float32: bool = True) -> torch.Tensor:
+        parts = []
+        for part in hidden.split(self.tile_size):
+            logits = self.forward.compute_logits(self._pad_tile(part, 0), as_float32)
+            parts.append(logits[: len(part)])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def is_place_invariant(self, vocab_size: int, block_size: int) -> bool:
+        """Whether equal inputs give equal results wherever in a tile they stand."""
+        device = self.forward.caches[0].device
+        dtype = index_dtype(device)
+        zeros = torch.zeros(self.tile_size, dtype=dtype, device=device)
+        block_tables = torch.full(
+            (self.tile_size, self.max_blocks_per_seq), self.null_block, dtype=dtype, device=device
+        )
+        null_slots = zeros + self.null_block * block_size
+        tile = self._make_tile(zeros, null_slots, block_tables, block_size)
+        hidden = self.forward.hidden_states(zeros + vocab_size // 2, tile)
+        results = [hidden]
+        if self.forward.decoder.is_last_stage:
+            results.append(self.forward.compute_logits(hidden))
+        return all(bool((result == result[:1]).all()) for result in results)
+
+    def _make_tile(
+        self,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        block_tables: torch.Tensor,
+        block_size: int,
+    ) -> AttentionMetadata:
+        """The layout of one tile: at most `tile_size` positions, filled up with padding."""
+        return AttentionMetadata.from_single_positions(
+            self._pad_tile(positions, 0),
+            self._pad_tile(slot_mapping, self.null_block * block_size),
+            self._pad_tile(block_tables, self.null_block),
+            block_size,
+        )
+
+    def _pad_tile(self, values: torch.Tensor, fill: int) -> torch.Tensor:
+        """Pad values [n, ...] with `fill` to [tile_size, ...]."""
+        missing = self.tile_size - len(values)
+        padding = (0, 0) * (values.dim() - 1) + (0, missing)
+        return F.pad(values, padding, value=fill)
+
+
+def find_batch_invariant_tile(
+    forward: ModelForward,
+    max_blocks_per_seq: int,
+    null_block: int,
+    block_size: int,
+    mesh: DeviceMesh,
+) -> BatchInvariantForward:
+    """Use full tiles if results are place invariant on every rank, else tiles of one position."""
+    on_cpu = forward.caches[0].device.type == "cpu"
+    tile_size = CPU_TILE_SIZE if on_cpu else GPU_TILE_SIZE
+    tiled = BatchInvariantForward(forward, max_blocks_per_seq, null_block, tile_size)
+    if mesh.min_over_ranks(tiled.is_place_invariant(forward.decoder.spec.vocab, block_size)):
+        return tiled
+    return BatchInvariantForward(forward, max_blocks_per_seq, null_block, 1)

@@ -1,0 +1,440 @@
+"""Turns generated token ids into request outputs: incremental detokenization and stop strings.
+
+A RequestState collects the completions of one prompt; a CompletionState collects one sequence (n
+and best_of make several). Offline use and the server share them. Nothing here knows the engine: the
+caller passes TokenOutput in, and aborts the engine's request when add_output says so.
+
+The text is exact: the deltas add up to what the tokenizer decodes from all ids at once, at a
+constant cost per token. A delta never contains a part of a character.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from bloomery.messages import (
+    EngineRequest,
+    FinishReason,
+    TokenLogprob,
+    TokenOutput,
+    lightweight_message,
+)
+from bloomery.sampling import SamplingParams, select_best
+from bloomery.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of one token, with its rank (1 is the most likely) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    # The stop string or stop token id that ended it; None for an end-of-sequence token.
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its generated sequences."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@lightweight_message
+class CompletionDelta:
+    """What one completion gained. The last delta has a finish reason."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+# ---- output assembly ---------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class CompletionState:
+    """One sequence while it is generated."""
+
+    index: int
+    request: EngineRequest
+    eos_ids: Sequence[int]
+    stream: TextStream | None  # None: token ids only, no text
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def add_output(self, output: TokenOutput) -> CompletionDelta:
+        """Add tokens and return the delta. Tokens after a stop string are dropped."""
+        token_ids = output.ids
+        text = ""
+        if self.stream is not None:
+            num_consumed = self.stream.num_consumed
+            text = self.stream.push(token_ids)
+            if self.stream.stopped is not None:
+                token_ids = token_ids[: self.stream.num_consumed - num_consumed]
+                self.finish_reason = "stop"
+                self.stop_reason = self.stream.stopped
+        self.token_ids += token_ids
+        logprobs = output.logprobs[: len(token_ids)]
+        self.logprobs += logprobs
+        if self.finish_reason is None and output.finish is not None:
+            self._finish(output.finish)
+            if self.stream is not None:
+                text += self.stream.finish()
+        return CompletionDelta(
+            self.index,
+            text,
+            tuple(token_ids),
+            logprobs,
+            self.finish_reason,
+            self.stop_reason,
+        )
+
+    def append_token_ids(self, output: TokenOutput) -> bool:
+        """Add tokens without making a delta, if nothing but ids must be recorded.
+
+        Returns False, and does nothing, if the output needs add_output: the first and the last one,
+        one with log-probabilities, and any output of a completion that has text.
+        """
+        needs_add_output = (
+            output.finish
+            or output.logprobs
+            or not output.position
+            or self.stream
+            or self.finish_reason
+        )
+        if needs_add_output:
+            return False
+        self.token_ids += output.ids
+        return True
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        if reason == "stop" and self.token_ids[-1] not in self.eos_ids:
+            self.stop_reason = self.token_ids[-1]
+
+    @property
+    def text(self) -> str:
+        if self.stream is None:
+            return ""
+        return self.stream.text
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(entry.logprob for entry in self.logprobs)
+
+
+class RequestState:
+    """All completions of one prompt while they are generated, by the engine's request id."""
+
+    def __init__(
+        self,
+        id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        requests: Sequence[EngineRequest],
+        tokenizer: Tokenizer | None,
+    ):
+        self.id = id
+        self.prompt = prompt
+        self.params = params
+        self.tokenizer = tokenizer
+        self.prompt_ids = requests[0].prompt
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        eos_ids = tokenizer.eos_ids if tokenizer else ()
+        self.completions = {
+            request.id: CompletionState(i, request, eos_ids, self._open_stream(request))
+            for i, request in enumerate(requests)
+        }
+
+    def _open_stream(self, request: EngineRequest) -> TextStream | None:
+        if self.tokenizer is None or not self.params.detokenize:
+            return None
+        return TextStream(
+            self.tokenizer,
+            prompt=request.prompt,
+            stop=self.params.stop_strings,
+            skip_special=self.params.skip_special_tokens,
+            include_stop=self.params.include_stop_str_in_output,
+            min_tokens=self.params.min_tokens,
+        )
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.completions.values())
+
+    def add_output(self, output: TokenOutput) -> tuple[CompletionDelta | None, bool]:
+        """Return the delta, and whether the engine must abort the request (a stop string).
+
+        The delta is None if the completion has already finished.
+        """
+        completion = self.completions[output.request]
+        if completion.finish_reason is not None:
+            return None, False
+        self.num_cached_tokens = max(self.num_cached_tokens, output.cached)
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        delta = completion.add_output(output)
+        must_abort = delta.finish_reason is not None and output.finish is None
+        return delta, must_abort
+
+    def select_completions(self) -> list[CompletionState]:
+        """Return n completions: all of them, or the most likely if best_of made more."""
+        completions = list(self.completions.values())
+        if len(completions) == self.params.n:
+            return completions
+        logprobs = [completion.cumulative_logprob for completion in completions]
+        return [completions[i] for i in select_best(logprobs, self.params.n)]
+
+    def output(self) -> RequestOutput:
+        """Return the output so far, as the offline API shows it."""
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if self.params.prompt_logprobs is not None:
+            # The first token of a prompt has no log-probability.
+            prompt_logprobs = [None, *map(self._describe_logprobs, self.prompt_logprobs)]
+        outputs = [
+            self._completion_output(index, completion)
+            for index, completion in enumerate(self.select_completions())
+        ]
+        return RequestOutput(
+            self.id,
+            self.prompt,
+            list(self.prompt_ids),
+            outputs,
+            prompt_logprobs,
+            self.finished,
+            self.num_cached_tokens,
+        )
+
+    def _completion_output(self, index: int, completion: CompletionState) -> CompletionOutput:
+        logprobs: list[dict[int, Logprob]] | None = None
+        if self.params.logprobs is not None:
+            logprobs = [self._describe_logprobs(entry) for entry in completion.logprobs]
+        return CompletionOutput(
+            index,
+            completion.text,
+            completion.token_ids,
+            completion.finish_reason,
+            completion.stop_reason,
+            completion.cumulative_logprob if completion.logprobs else None,
+            logprobs,
+        )
+
+    def _describe_logprobs(self, entry: TokenLogprob) -> dict[int, Logprob]:
+        """Return the most likely tokens by rank, and the sampled token."""
+        logprobs = {
+            token: Logprob(value, rank, self._token_text(token))
+            for rank, (token, value) in enumerate(entry.top, 1)
+        }
+        if entry.token not in logprobs:
+            text = self._token_text(entry.token)
+            logprobs[entry.token] = Logprob(entry.logprob, entry.rank, text)
+        return logprobs
+
+    def _token_text(self, token: int) -> str:
+        return self.tokenizer.token_text(token) if self.tokenizer else ""
+
+
+# ---- incremental detokenization ----------------------------------------------------------------
+
+
+class TextStream:
+    """The text of a completion: push token ids as they arrive, then call finish once.
+
+    `stopped` is the stop string that ended the text. `num_consumed` counts the ids up to and
+    including the one that completed it: token ids and log-probabilities are cut there. Stop strings
+    are ignored within the first `min_tokens` ids.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        *,
+        skip_special: bool = True,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ):
+        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special)
+        self._matcher = StopStringMatcher(stop, include_stop)
+        self._min_tokens = min_tokens
+        # A stop string that is a special token is left out of the text, so it is matched by id.
+        ids = {tokenizer.token_to_id(string): string for string in stop} if skip_special else {}
+        self._stop_ids = {id: stop for id, stop in ids.items() if id in tokenizer.special_ids}
+        self._parts: list[str] = []
+        self.num_consumed = 0
+
+    @property
+    def stopped(self) -> str | None:
+        return self._matcher.matched
+
+    @property
+    def text(self) -> str:
+        """All text returned so far."""
+        return "".join(self._parts)
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Add token ids and return the text that is certain now."""
+        parts = []
+        for id in ids:
+            if self.stopped is not None:
+                break
+            self.num_consumed += 1
+            armed = self.num_consumed > self._min_tokens
+            text = self._detokenizer.push(id)
+            parts.append(self._matcher.push(text, armed))
+            if armed and self.stopped is None and id in self._stop_ids:
+                parts.append(self._stop_at_token(self._stop_ids[id]))
+        return self._record("".join(parts))
+
+    def finish(self) -> str:
+        """Return the rest: an incomplete character, and text held back for a stop string."""
+        if self.stopped is not None:
+            return ""
+        armed = self.num_consumed > self._min_tokens
+        last = self._matcher.push(self._detokenizer.finish(), armed)
+        return self._record(last + self._matcher.finish())
+
+    def _stop_at_token(self, stop: str) -> str:
+        rest = self._matcher.finish() + self._detokenizer.finish()
+        self._matcher.matched = stop
+        if self._matcher.include:
+            return rest + stop
+        return rest
+
+    def _record(self, text: str) -> str:
+        if text:
+            self._parts.append(text)
+        return text
+
+
+class Detokenizer:
+    """Decodes token ids one by one. The bytes of an incomplete character wait for the rest."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True):
+        decoder = tokenizer.decoder
+        self._token_bytes = tokenizer.token_bytes
+        self._strip_leading_space = decoder.strip_leading_space
+        self._replace_invalid_bytes = decoder.replace_invalid_bytes
+        self._skipped_ids = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(decoder.utf8_errors)
+        prompt_end = self._last_bytes(prompt)
+        self._started = bool(prompt_end)
+        self._utf8.decode(prompt_end)
+        # If the prompt ends within a character, its bytes belong to the prompt's text. They are
+        # shown here only if the completion turns them into a valid character.
+        incomplete, _ = self._utf8.getstate()
+        self._prompt_rest = self._replace_invalid_bytes(
+            incomplete.decode("utf-8", decoder.utf8_errors)
+        )
+
+    def _last_bytes(self, prompt: Sequence[int]) -> bytes:
+        """Return the end of the prompt's bytes, long enough for one incomplete character."""
+        end = b""
+        for id in reversed(prompt):
+            if id not in self._skipped_ids:
+                end = self._token_bytes(id) + end
+            if len(end) > 3:
+                break
+        return end
+
+    def push(self, id: int) -> str:
+        """Add a token and return the characters that are complete now."""
+        if id in self._skipped_ids:
+            return ""
+        data = self._token_bytes(id)
+        if not data:
+            return ""
+        if not self._started:
+            self._started = True
+            data = self._strip_leading_space(data)
+        return self._without_prompt_rest(self._utf8.decode(data))
+
+    def finish(self) -> str:
+        """Return replacement characters for the bytes that never became a character."""
+        return self._without_prompt_rest(self._utf8.decode(b"", True))
+
+    def _without_prompt_rest(self, text: str) -> str:
+        text = self._replace_invalid_bytes(text)
+        if text and self._prompt_rest:
+            text = text.removeprefix(self._prompt_rest)
+            self._prompt_rest = ""
+        return text
+
+
+class StopStringMatcher:
+    """Finds stop strings in a stream, and holds back text that may be the start of one.
+
+    The stop string that is complete first wins; of two that end at the same character, the longer.
+    """
+
+    def __init__(self, stops: Iterable[str], include: bool = False):
+        self.include = include
+        self.matched: str | None = None
+        # Longest first, so that min() prefers the longer of two that end together.
+        self._stops = sorted(filter(None, stops), key=len, reverse=True)
+        self._first_character = re.compile("|".join(re.escape(stop[0]) for stop in self._stops))
+        self._held_back = ""
+
+    def push(self, text: str, armed: bool = True) -> str:
+        """Return the text that can be shown. Unless `armed`, a complete stop string is text."""
+        num_held = len(self._held_back)
+        text = self._held_back + text
+        if not self._stops or self._first_character.search(text) is None:
+            return text
+        if armed:
+            starts = {
+                stop: text.find(stop, max(num_held - len(stop) + 1, 0)) for stop in self._stops
+            }
+            ends = {stop: start + len(stop) for stop, start in starts.items() if start >= 0}
+            if ends:
+                matched = min(ends, key=ends.__getitem__)
+                self.matched = matched
+                self._held_back = ""
+                end = ends[matched] if self.include else starts[matched]
+                return text[:end]
+        self._held_back = self._possible_start(text)
+        return text[: len(text) - len(self._held_back)]
+
+    def _possible_start(self, text: str) -> str:
+        """Return the longest end of `text` that is the start of a stop string."""
+        longest = len(self._stops[0])
+        for match in self._first_character.finditer(text, max(len(text) - longest + 1, 0)):
+            end = text[match.start() :]
+            if any(len(end) < len(stop) and stop.startswith(end) for stop in self._stops):
+                return end
+        return ""
+
+    def finish(self) -> str:
+        """Return the text held back: no stop string can complete it any more."""
+        held_back = self._held_back
+        self._held_back = ""
+        return held_back

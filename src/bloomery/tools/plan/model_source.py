@@ -1,0 +1,168 @@
+"""The model that is planned: its shape and how its weights are stored.
+
+Reads only descriptions: config.json, or the header of a .gguf file. No weights, no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from bloomery.artifacts.files import parse_strict_json
+from bloomery.artifacts.gguf import GgufTensor, read_gguf
+from bloomery.artifacts.locate import locate_model
+from bloomery.describe import checkpoint_dtype, describe_model
+from bloomery.families import describe_config
+from bloomery.roofline import (
+    DOUBLE_QUANTIZED_BITS,
+    LIBRARY_PRECISIONS,
+    PRECISIONS,
+    WeightPrecision,
+)
+from bloomery.spec import ModelSpec
+
+# Bits per value, and the format whose measured rate applies.
+FormatCost = tuple[float, str]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model's name, shape and stored precision."""
+
+    name: str
+    model: ModelSpec
+    stored: WeightPrecision  # as the checkpoint stores weights; a GGUF's blocks as GPUs hold them
+    stored_on_cpu: WeightPrecision | None = None  # a GGUF's blocks as our CPU kernels hold them
+
+    def loaded_precision(self, cpu: bool) -> WeightPrecision:
+        """The precision in which the engine holds the weights. A CPU has no 16-bit arithmetic."""
+        if cpu and self.stored_on_cpu is not None:
+            return self.stored_on_cpu
+        if not cpu or self.stored.outer_bits != 16:
+            return self.stored
+        if self.stored.bits == 16:
+            return PRECISIONS["fp32"]
+        return replace(self.stored, outer_bits=32)
+
+
+def read_model_source(name: str | None, revision: str | None = None) -> ModelSource:
+    """Read a folder, a Hub id (only its configuration is fetched), a .gguf file or a config.json.
+
+    None is the embedded model.
+    """
+    if name is not None and name.endswith(".json") and Path(name).is_file():
+        config = parse_strict_json(Path(name).read_bytes(), name)
+        dtype = str(config.get("torch_dtype"))
+        model = describe_config(config).model
+        return ModelSource(Path(name).stem, model, _stated_precision(config, dtype))
+    artifact = locate_model(name, revision, weights=False)
+    model = describe_model(artifact).model
+    if artifact.kind == "gguf":
+        tensors = list(read_gguf(artifact.path).tensors.values())
+        on_gpu = _gguf_precision(tensors, GPU_GGUF_FORMATS, cpu=False)
+        on_cpu = _gguf_precision(tensors, CPU_GGUF_FORMATS, cpu=True)
+        return ModelSource(artifact.name, model, on_gpu, on_cpu)
+    path = artifact.path / "config.json"
+    config = parse_strict_json(path.read_bytes(), str(path))
+    dtype = checkpoint_dtype(artifact, True)
+    return ModelSource(artifact.name, model, _stated_precision(config, dtype))
+
+
+def _stated_precision(config: dict[str, Any], dtype: str) -> WeightPrecision:
+    """The precision that config.json states; of quantized checkpoints by their bits."""
+    settings: dict[str, Any] = config.get("quantization_config") or {}
+    method = str(settings.get("quant_method", ""))
+    if method == "compressed-tensors":
+        groups: list[dict[str, Any]] = list((settings.get("config_groups") or {}).values())
+        settings = (groups[0].get("weights") or {}) if groups else {}
+    if method == "mxfp4":
+        return WeightPrecision("mxfp4", 4 + 8 / 32, compute_format="nf4")
+    if "fp8" in method or settings.get("type") == "float":
+        return WeightPrecision("fp8", 8, compute_format="fp8")
+    if settings.get("load_in_4bit"):
+        if settings.get("bnb_4bit_use_double_quant"):
+            return WeightPrecision("nf4", DOUBLE_QUANTIZED_BITS, compute_format="nf4")
+        return LIBRARY_PRECISIONS["nf4"]
+    bits = settings.get("bits") or settings.get("num_bits")
+    if bits == 8 or settings.get("load_in_8bit"):
+        return LIBRARY_PRECISIONS["int8"]
+    if isinstance(bits, int):
+        return _integer_precision(bits, settings.get("group_size") or 0)
+    return PRECISIONS["fp32" if dtype.endswith("float32") else "bf16"]
+
+
+def _integer_precision(bits: int, group_size: int) -> WeightPrecision:
+    """Integers of 2 to 7 bits. Kernels read no fewer than 4 bits per value."""
+    held_bits = max(bits, 4)
+    group_bits = (16 + bits) / group_size if group_size > 0 else 0
+    return WeightPrecision(f"int{bits}", held_bits + group_bits, compute_format=f"int{held_bits}")
+
+
+FULL_PRECISION_TYPES = ("F64", "F32", "F16", "BF16")
+# GGUF types that our CPU kernels read. Other blocks are rounded to 8 bits, and full-precision
+# tensors become fp32.
+CPU_GGUF_FORMATS: Mapping[str, FormatCost] = {
+    "Q4_0": (4.5, "int4"),
+    "Q4_1": (5, "int4"),
+    "Q4_K": (4.625, "Q4_K"),
+    "Q8_0": (8.5, "int8"),
+    "Q5_0": (8.5, "int8"),
+    "Q5_1": (9, "int8"),
+    "Q5_K": (8.625, "Q6_K"),
+    "Q6_K": (8.5625, "Q6_K"),
+}
+# The same for GPU kernels: codes of 4 or 8 bits, and a scale (and a zero, if any) of 16 bits each
+# for 16 or 32 values.
+GPU_GGUF_FORMATS: Mapping[str, FormatCost] = {
+    "Q4_0": (4.5, "int4"),
+    "Q4_1": (5, "int4"),
+    "Q4_K": (5, "int4"),
+    "IQ4_NL": (4.5, "int4"),
+    "IQ4_XS": (4.5, "int4"),
+    "Q8_0": (8.5, "int8"),
+    "Q5_0": (8.5, "int8"),
+    "Q5_1": (9, "int8"),
+    "Q5_K": (9, "int8"),
+    "Q6_K": (9, "int8"),
+    "Q3_K": (9, "int8"),
+    "Q2_K": (10, "int8"),
+}
+
+
+def _gguf_precision(
+    tensors: Sequence[GgufTensor], formats: Mapping[str, FormatCost], cpu: bool
+) -> WeightPrecision:
+    """The mean bits per value of the layers' matrices, and of embedding and head."""
+    total_bits = {"layers": 0.0, "outer": 0.0}
+    num_values = Counter[str]()
+    bytes_by_type = Counter[str]()
+    values_by_format = Counter[str]()
+    for tensor in tensors:
+        if len(tensor.shape) < 2:
+            continue
+        part = "layers" if tensor.name.startswith("blk.") else "outer"
+        values = prod(tensor.shape)
+        bits, compute_format = formats.get(tensor.type, _other_format(tensor.type, cpu))
+        total_bits[part] += values * bits
+        num_values[part] += values
+        bytes_by_type[tensor.type] += tensor.nbytes
+        if part == "layers":
+            values_by_format[compute_format] += values
+    bits, outer_bits = (total_bits[part] / max(num_values[part], 1) for part in ("layers", "outer"))
+    most_common_type = bytes_by_type.most_common(1)[0][0]
+    shares = {name: values / num_values["layers"] for name, values in values_by_format.items()}
+    compute_format = "int4" if bits < 6 else "int8"
+    return WeightPrecision(most_common_type, bits, outer_bits, compute_format, shares)
+
+
+def _other_format(tensor_type: str, cpu: bool) -> FormatCost:
+    """How tensors are held for which there is no packed format."""
+    if not cpu:
+        return 16, "bf16"
+    if tensor_type in FULL_PRECISION_TYPES:
+        return 32, "fp32"
+    return 8.5, "int8"

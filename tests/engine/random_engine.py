@@ -1,0 +1,159 @@
+"""One random engine, checked to the end (RandomEngine).
+
+A seed determines sizes, policy, arrivals, drafts, aborts and the number of steps in flight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import replace
+from random import Random
+
+from bloomery.engine.block_pool import BlockPool
+from bloomery.engine.chunk_planner import LatencyTargets
+from bloomery.engine.loop import EngineLoop
+from bloomery.engine.policy import FairPolicy, FcfsPolicy, Policy
+from bloomery.engine.scheduler import Scheduler
+from bloomery.messages import EngineRequest, ResolvedSampling
+from tests.engine.fake_executor import VOCAB, FakeExecutor, next_token, reference_tokens
+
+
+def random_tokens(rng: Random, count: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def random_requests(rng: Random, block_pool: BlockPool, num_drafts: int) -> deque[EngineRequest]:
+    """Create requests whose prompts share a few prefixes. Some are replayed in mid-output."""
+    capacity = block_pool.num_blocks * block_pool.block_size
+    prefixes = [
+        random_tokens(rng, rng.randrange(1, block_pool.block_size * 4 + 2)) for _ in range(3)
+    ]
+    requests: deque[EngineRequest] = deque()
+    for number in range(rng.randrange(3, 14)):
+        prompt = rng.choice(prefixes) + random_tokens(rng, rng.randrange(0, 6))
+        request = EngineRequest(
+            str(number),
+            tuple(prompt),
+            ResolvedSampling(min_tokens=rng.choice([0, 0, 4])),
+            rng.randrange(2, 12),
+            stop_ids=rng.choice([(), (3,), (1, 3)]),
+            cache_salt=rng.choice(["", "", "other"]),
+            priority=rng.choice([0, 0, -1, 2]),
+            tenant=rng.choice(["", "guest"]),
+        )
+        if rng.random() < 0.1:
+            first = reference_tokens(request)[len(prompt)]
+            if first not in request.stop_ids:
+                request = replace(request, emitted=(first,), cache_salt="")
+        if len(prompt) + request.max_tokens + num_drafts <= capacity:
+            requests.append(request)
+    return requests
+
+
+class RandomEngine:
+    """An engine with a fake executor, and the requests it must answer correctly."""
+
+    def __init__(self, seed: int):
+        rng = Random(seed)
+        self.rng = rng
+        num_blocks = rng.choice([12, 24, 60])
+        block_size = rng.choice([1, 2, 4, 8])
+        self.block_pool = BlockPool(num_blocks, block_size, prefix_cache=rng.random() < 0.9)
+        max_tokens = rng.choice([3, 8, 40])
+        max_num_seqs = rng.choice([1, 3, 8])
+        targets = LatencyTargets(short_request_seconds=rng.choice([1e-3, 0.02, 0.1]))
+        policies: list[Policy] = [FcfsPolicy(), FairPolicy(max_num_seqs, num_blocks, targets)]
+        policy = rng.choice(policies)
+        self.scheduler = Scheduler(self.block_pool, max_tokens, max_num_seqs, policy)
+        self.executor = FakeExecutor(block_size, compact_output=seed % 2 == 0)
+        self.time = 0.0
+        self.loop = EngineLoop(self.scheduler, self.executor, rng.choice([1, 2, 3]), self.clock)
+        self.num_drafts = rng.choice([0, 0, 1, 3])
+        self.abort_probability = rng.choice([0.0, 0.0, 0.1])
+        self.arrivals = random_requests(rng, self.block_pool, self.num_drafts)
+        self.expected = {request.id: reference_tokens(request) for request in self.arrivals}
+        self.received = {
+            request.id: [*request.prompt, *request.emitted] for request in self.arrivals
+        }
+        self.prompt_lens = {request.id: len(request.prompt) for request in self.arrivals}
+        self.unfinished: set[str] = set()
+        self.aborted: set[str] = set()
+        self.events: Counter[str] = Counter()
+
+    def clock(self) -> float:
+        self.time += self.rng.choice([0.0, 0.001, 0.02])
+        return self.time
+
+    def run(self) -> Counter[str]:
+        """Answer all requests and return how often each event occurred."""
+        num_idle = 0
+        while self.arrivals or self.loop.busy:
+            while self.arrivals and self.rng.random() < 0.5:
+                request = self.arrivals.popleft()
+                self.unfinished.add(request.id)
+                self.loop.add(request)
+            if self.unfinished and self.rng.random() < self.abort_probability:
+                self.abort(self.rng.choice(sorted(self.unfinished)))
+            steps_before = self.executor.num_steps
+            self.step()
+            made_progress = self.executor.num_steps > steps_before or self.loop.in_flight
+            num_idle = 0 if made_progress else num_idle + 1
+            assert num_idle < 50, "the engine is stuck"
+        self.check_result()
+        return self.events
+
+    def step(self) -> None:
+        for output in self.loop.step():
+            request_id = output.request
+            received = self.received[request_id]
+            assert request_id in self.unfinished, "output of a request that has ended"
+            num_output = len(received) - self.prompt_lens[request_id]
+            assert output.position == num_output, "a gap or a repeat"
+            received += output.ids
+            self.events["accepted drafts"] += len(output.ids) - 1
+            self.events["prefix hits"] += output.cached > 0
+            if output.finish:
+                self.unfinished.remove(request_id)
+        self.propose_drafts()
+
+    def propose_drafts(self) -> None:
+        """Propose drafts. Each token is right with a probability of at least 0.7."""
+        for sequence in self.scheduler.running.values():
+            if not self.num_drafts or sequence.num_pending:
+                continue
+            tokens = list(sequence.tokens)
+            sequence.drafts.clear()
+            num_missing = sequence.request.max_tokens - sequence.num_output_tokens
+            for _ in range(min(self.num_drafts, num_missing - 1)):
+                is_right = self.rng.random() < 0.7
+                tokens.append(next_token(tokens) if is_right else self.rng.randrange(VOCAB))
+                sequence.drafts.append(tokens[-1])
+
+    def abort(self, request_id: str) -> None:
+        assert self.loop.abort(request_id)
+        assert not self.loop.abort(request_id)
+        self.unfinished.remove(request_id)
+        self.aborted.add(request_id)
+        self.events["aborts"] += 1
+
+    def check_result(self) -> None:
+        for request_id, expected in self.expected.items():
+            received = self.received[request_id]
+            if request_id in self.aborted:
+                expected = expected[: len(received)]
+            assert received == expected, request_id
+        self.events["preemptions"] += self.scheduler.num_preemptions
+        self.events["partial chunks"] += self.executor.num_partial_chunks
+        assert not self.scheduler.in_flight
+        assert not self.scheduler.by_request
+        check_block_pool(self.block_pool)
+        assert self.block_pool.num_free_blocks == self.block_pool.num_blocks, "blocks leaked"
+
+
+def check_block_pool(pool: BlockPool) -> None:
+    """Check what must hold for a block pool at any moment."""
+    assert all(count >= 0 for count in pool.ref_counts)
+    unreferenced = {block for block, count in enumerate(pool.ref_counts) if count == 0}
+    assert set(pool.free_blocks) == unreferenced
+    assert {block: key for key, block in pool.published.items()} == pool.key_of
+    assert set(pool.serial_of) == set(pool.key_of)

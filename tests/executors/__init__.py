@@ -1,0 +1,1 @@
+"""Tests of bloomery.executors: ranks as processes and as Ray actors."""

@@ -1,0 +1,111 @@
+"""A linear layer gives the same result whether or not its weights fuse norm and epilogue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bloomery.fusion import (
+    ActivationEpilogue,
+    Epilogue,
+    NormPrologue,
+    QkTransform,
+    QkvEpilogue,
+    ResidualEpilogue,
+)
+from bloomery.kernels.gemv import fused_linear_reference
+from bloomery.layers.linear import AddResidual, LinearLayer, materialize
+
+HIDDEN = 16
+
+
+@dataclass(frozen=True)
+class FusingWeight:
+    """Weights that fuse everything, a product without epilogue only, or nothing."""
+
+    weight: torch.Tensor
+    fuses: str  # "all", "product" or "nothing"
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.weight[rows]
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, self.weight, bias)
+
+    def fused_linear(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        prologue: NormPrologue | None,
+        epilogue: Epilogue,
+    ) -> torch.Tensor | None:
+        if self.fuses == "nothing" or (self.fuses == "product" and epilogue is not None):
+            return None
+        return fused_linear_reference(x, self.weight, bias, prologue, epilogue)
+
+
+class CountingGroup:
+    """Two tensor parallel ranks with equal parts."""
+
+    rank = 0
+    size = 2
+
+    def __init__(self) -> None:
+        self.num_sums = 0
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_sums += 1
+        return 2 * x
+
+    def all_gather(self, x: torch.Tensor, total_width: int) -> torch.Tensor:
+        raise AssertionError("a linear layer joins nothing")
+
+
+@pytest.mark.parametrize("fuses", ["all", "product", "nothing"])
+@pytest.mark.parametrize("kind", ["none", "residual", "activation", "gated", "qkv"])
+def test_fused_and_separate_operations_agree(kind: str, fuses: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, HIDDEN)
+    weight = torch.randn(2 * HIDDEN, HIDDEN)
+    bias = torch.randn(2 * HIDDEN)
+    norm = NormPrologue("rms", torch.randn(HIDDEN), None, 1e-5)
+    residual = torch.randn(3, 2 * HIDDEN)
+    kv_cache = torch.zeros(2, 8, 1, 8)
+    expected_cache = torch.zeros(2, 8, 1, 8)
+    slot_mapping = torch.tensor([5, 0, 2])
+    layer_epilogues = {
+        "none": None,
+        "residual": AddResidual(residual, 0.5),
+        "activation": ActivationEpilogue("silu", gated=False),
+        "gated": ActivationEpilogue("silu", gated=True),
+        "qkv": QkvEpilogue(kv_cache, slot_mapping, QkTransform()),
+    }
+    epilogues: dict[str, Epilogue] = {
+        **layer_epilogues,
+        "residual": ResidualEpilogue(residual, 0.5),
+        "qkv": QkvEpilogue(expected_cache, slot_mapping, QkTransform()),
+    }
+    expected = fused_linear_reference(x, weight, bias, norm, epilogues[kind])
+    layer = LinearLayer(FusingWeight(weight, fuses), bias)
+    actual = materialize(layer(x, norm, layer_epilogues[kind]))
+    assert torch.allclose(actual, expected, atol=1e-6)
+    assert torch.allclose(kv_cache, expected_cache, atol=1e-6)
+
+
+def test_results_are_summed_over_the_ranks_before_the_epilogue() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, HIDDEN)
+    weight = torch.randn(HIDDEN, HIDDEN)
+    residual = torch.randn(3, HIDDEN)
+    group = CountingGroup()
+    layer = LinearLayer(FusingWeight(weight, "all"), None, group)
+    actual = materialize(layer(x, None, AddResidual(residual)))
+    assert torch.allclose(actual, residual + 2 * F.linear(x, weight), atol=1e-6)
+    assert group.num_sums == 1

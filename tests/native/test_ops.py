@@ -1,0 +1,406 @@
+"""Every native operation gives what its torch reference gives, for random shapes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.artifacts.gguf import GGML_BLOCKS
+from bloomery.attention.base import AttentionMetadata
+from bloomery.attention.cpu_paged import CpuPagedAttention
+from bloomery.attention.torch_paged import TorchPagedAttention
+from bloomery.fusion import (
+    ActivationEpilogue,
+    NormPrologue,
+    QkTransform,
+    QkvEpilogue,
+    ResidualEpilogue,
+)
+from bloomery.kernels.activation import ACTIVATIONS, gated_activation_reference
+from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
+from bloomery.kernels.quantized_kv_cache import kv_cache_nbytes, read_kv_cache, view_kv_cache
+from bloomery.kernels.rope_cache import (
+    apply_rope_and_cache_reference,
+    write_kv_cache,
+)
+from bloomery.kernels.rows import advance_reference, gather_decode_reference
+from bloomery.kernels.sampling_reference import (
+    SamplingTensors,
+    sample_tokens_reference,
+    seed_words,
+)
+from bloomery.layers.linear import add_scaled, split_qkv
+from bloomery.native import ops
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.spec import AlibiSpec, AttentionSpec
+
+FEW_EXAMPLES = settings(max_examples=15, deadline=None)
+SIZES = st.integers(1, 40)
+SEEDS = st.integers(0, 99)
+KV_CACHE_DTYPES = tuple(ops.KV_CACHE_KINDS)
+# The rounding unit of each KV cache dtype, relative to the largest value.
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.int8: 2e-2}
+
+
+def random_normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_blocks(
+    kind: str, rows: int, columns: int, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random blocks of a GGUF type, and their values according to the gguf package."""
+    type_number = GGMLQuantizationType[kind]
+    if kind.endswith("_K"):
+        raw = random_k_blocks(kind, rows, columns, seed)
+    else:
+        raw = quantize(random_normal(seed, rows, columns).numpy(), type_number)
+    return torch.from_numpy(raw), torch.from_numpy(dequantize(raw, type_number))
+
+
+def random_k_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Random bits with scales of a plausible size: the package cannot quantize to these types."""
+    block_values, block_bytes = GGML_BLOCKS[kind]
+    num_blocks = columns // block_values
+    shape = (rows, num_blocks, block_bytes)
+    raw = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    scale_offsets = (208,) if kind == "Q6_K" else (0, 2)
+    for offset in scale_offsets:
+        scales = np.random.default_rng(seed).uniform(0.001, 0.1, (rows, num_blocks, 1))
+        raw[..., offset : offset + 2] = scales.astype(np.float16).view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def build_kv_cache(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A KV cache of a dtype that holds values [2, slots, kv heads, head dim]."""
+    shape = tuple(values.shape)
+    memory = torch.zeros(kv_cache_nbytes(shape, dtype), dtype=torch.uint8)
+    kv_cache = view_kv_cache(memory, shape, dtype)
+    write_kv_cache(values[0], values[1], kv_cache, torch.arange(shape[1]))
+    return kv_cache
+
+
+def round_activations(x: torch.Tensor) -> torch.Tensor:
+    """Activations rounded to eight bits, as the kernels round them."""
+    blocks = x.unflatten(-1, (-1, 32))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, (blocks / scale).round() * scale, 0).flatten(-2)
+
+
+def avoid_rounding_ties(x: torch.Tensor) -> torch.Tensor:
+    """Move values that lie between two codes: compilers differ in how such a value is rounded."""
+    blocks = x.unflatten(-1, (-1, 32))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    codes = blocks / scale
+    is_tie = (codes - codes.floor() - 0.5).abs() < 1e-3
+    return torch.where(is_tie, blocks + 0.01 * scale, blocks).flatten(-2)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-3) -> None:
+    """Compare relative to the largest value: one activation rounded the other way changes a sum."""
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max() + 1e-5
+
+
+# ---- linear layers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ops.PACKED_TYPES)
+@FEW_EXAMPLES
+@given(rows=SIZES, width=st.integers(1, 3), tokens=st.integers(1, 9), seed=SEEDS)
+def test_products_of_packed_blocks(
+    pool: ThreadPool, kind: str, rows: int, width: int, tokens: int, seed: int
+) -> None:
+    columns = 256 * width if kind.endswith("_K") else 32 * width
+    raw, values = random_blocks(kind, rows, columns, seed)
+    segment = ops.pack_segment(pool, kind, raw, columns)
+    matrix = ops.NativeMatrix(pool, columns, [segment])
+    assert torch.equal(ops.gather_rows(pool, matrix, torch.arange(rows)), values)
+    x = avoid_rounding_ties(random_normal(seed + 1, tokens, columns))
+    y = ops.linear(pool, matrix, x)
+    exact = F.linear(round_activations(x).double(), values.double())
+    tolerance = 1e-4 * float(values.abs().max()) * columns**0.5
+    assert torch.allclose(y.double(), exact, rtol=1e-4, atol=tolerance)
+    one_by_one = torch.cat([ops.linear(pool, matrix, row[None]) for row in x])
+    assert torch.equal(y, one_by_one)  # a row does not depend on the other rows
+
+
+@FEW_EXAMPLES
+@given(rows=SIZES, columns=st.integers(1, 90), tokens=st.integers(1, 9), seed=SEEDS)
+def test_products_of_float32_weights(
+    pool: ThreadPool, rows: int, columns: int, tokens: int, seed: int
+) -> None:
+    weight = random_normal(seed, rows, columns)
+    x = random_normal(seed + 1, tokens, columns)
+    matrix = ops.NativeMatrix.from_dense(pool, weight)
+    assert_close(ops.linear(pool, matrix, x), F.linear(x, weight))
+
+
+@FEW_EXAMPLES
+@given(
+    half=st.integers(1, 20),
+    tokens=st.sampled_from([1, 2, 7, 70]),
+    columns=st.sampled_from([32, 160]),
+    kind=st.sampled_from(["rms", "layer"]),
+    activation=st.sampled_from(list(ACTIVATIONS)),
+    seed=SEEDS,
+)
+def test_linear_with_prologue_and_epilogue(
+    pool: ThreadPool,
+    half: int,
+    tokens: int,
+    columns: int,
+    kind: Literal["rms", "layer"],
+    activation: str,
+    seed: int,
+) -> None:
+    """Over a matrix of two types, with a segment for each."""
+    rows = 8 * half
+    first_raw, first_values = random_blocks("Q4_1", rows, columns, seed)
+    second_raw, second_values = random_blocks("Q8_0", rows, columns, seed + 1)
+    first = ops.pack_segment(pool, "Q4_1", first_raw, columns)
+    second = ops.pack_segment(pool, "Q8_0", second_raw, columns)
+    matrix = ops.NativeMatrix(pool, columns, [first, second])
+    x = random_normal(seed + 2, tokens, columns)
+    bias = random_normal(seed + 3, 2 * rows)
+    norm_weight = random_normal(seed + 4, columns)
+    norm_bias = random_normal(seed + 5, columns) if kind == "layer" else None
+    if kind == "rms":
+        normed = rms_norm_reference(x, norm_weight, 1e-5)
+    else:
+        normed = layer_norm_reference(x, norm_weight, norm_bias, 1e-5)
+    y = F.linear(round_activations(normed), torch.cat([first_values, second_values]), bias)
+    norm = NormPrologue(kind, norm_weight, norm_bias, 1e-5)
+    assert matrix.halves_align
+    assert_close(ops.linear(pool, matrix, x, bias, norm), y)
+    activated = ops.linear(pool, matrix, x, bias, norm, ActivationEpilogue(activation, False))
+    assert_close(activated, ACTIVATIONS[activation](y))
+    gated = ops.linear(pool, matrix, x, bias, norm, ActivationEpilogue(activation, True))
+    assert_close(gated, gated_activation_reference(y, activation))
+    residual = random_normal(seed + 6, tokens, 2 * rows)
+    added = ops.linear(pool, matrix, x, bias, norm, ResidualEpilogue(residual, 0.5))
+    assert_close(added, residual + 0.5 * y)
+
+
+# ---- rows of activations -------------------------------------------------------------------------
+
+
+@FEW_EXAMPLES
+@given(rows=SIZES, columns=st.integers(1, 70), heads=st.integers(1, 3), seed=SEEDS)
+def test_norms(pool: ThreadPool, rows: int, columns: int, heads: int, seed: int) -> None:
+    x = random_normal(seed, rows, columns)
+    weight = random_normal(seed + 1, columns)
+    bias = random_normal(seed + 2, columns)
+    rms = ops.normalize(pool, x, "rms", weight, None, 1e-5)
+    assert_close(rms, rms_norm_reference(x, weight, 1e-5), 1e-5)
+    layer = ops.normalize(pool, x, "layer", weight, bias, 1e-5)
+    assert_close(layer, layer_norm_reference(x, weight, bias, 1e-5), 1e-5)
+    weight_per_head = random_normal(seed, heads, columns)
+    x = random_normal(seed, rows, heads, columns)
+    per_head = ops.normalize(pool, x, "rms", weight_per_head, None, 1e-5)
+    assert_close(per_head, rms_norm_reference(x, weight_per_head, 1e-5), 1e-5)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 70), (5, 4098)])
+def test_elementwise_operations(pool: ThreadPool, name: str, shape: tuple[int, int]) -> None:
+    x = 4 * random_normal(0, *shape)
+    y = random_normal(1, *shape)
+    activated = ops.elementwise(pool, ops.ACTIVATION, x, activation=name)
+    assert_close(activated, ACTIVATIONS[name](x), 1e-6)
+    gated = ops.elementwise(pool, ops.GATED_ACTIVATION, x, activation=name)
+    assert_close(gated, gated_activation_reference(x, name), 1e-6)
+    assert_close(ops.elementwise(pool, ops.ADD_SCALED, x, y, 0.5), x + 0.5 * y, 1e-6)
+    assert_close(add_scaled(x, y, 0.5, pool), torch.add(x, y, alpha=0.5), 1e-6)
+    assert_close(ops.elementwise(pool, ops.MULTIPLY, x, y), x * y, 1e-6)
+    assert_close(ops.elementwise(pool, ops.MULTIPLY_NUMBER, x, number=3.0), x * 3, 1e-6)
+    assert_close(ops.elementwise(pool, ops.ADD_NUMBER, x, number=3.0), x + 3, 1e-6)
+    assert_close(ops.elementwise(pool, ops.TANH, x), x.tanh(), 1e-6)
+
+
+# ---- rope and KV cache ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("norm", [None, "rms", "layer"])
+@pytest.mark.parametrize("rope_dim", [0, 4, 16])
+def test_rope_and_kv_cache(
+    pool: ThreadPool,
+    interleaved: bool,
+    norm: Literal["rms", "layer"] | None,
+    rope_dim: int,
+) -> None:
+    heads = 5
+    kv_heads = 2
+    dim = 16
+    tokens = 9
+    qkv = random_normal(0, tokens, (heads + 2 * kv_heads) * dim)
+    angles = None
+    if rope_dim:
+        angles = (random_normal(1, 64, rope_dim // 2), random_normal(2, 64, rope_dim // 2))
+    positions = torch.randint(64, (tokens,))
+    slot_mapping = torch.randperm(40)[:tokens]
+    for weights in (
+        (random_normal(3, dim), random_normal(4, dim)),
+        (random_normal(3, heads, dim), random_normal(4, kv_heads, dim)),
+        None,
+    ):
+        norm_weights = weights if norm else None
+        transform = QkTransform(angles, positions, interleaved, norm, norm_weights, 1e-5, 1.5)
+        for dtype in KV_CACHE_DTYPES:
+            kv_cache = build_kv_cache(torch.zeros(2, 40, kv_heads, dim), dtype)
+            expected_cache = build_kv_cache(torch.zeros(2, 40, kv_heads, dim), dtype)
+            q = split_qkv(qkv, QkvEpilogue(kv_cache, slot_mapping, transform), pool)
+            expected_q = apply_rope_and_cache_reference(
+                qkv, expected_cache, slot_mapping, transform
+            )
+            assert_close(q, expected_q, 1e-5)
+            keys, values = read_kv_cache(kv_cache, slot_mapping, torch.float32)
+            expected_keys, expected_values = read_kv_cache(
+                expected_cache, slot_mapping, torch.float32
+            )
+            assert_close(keys, expected_keys, ROUNDING[dtype])
+            assert_close(values, expected_values, ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_nan_and_infinity_change_only_their_own_head(pool: ThreadPool, dtype: torch.dtype) -> None:
+    """Other slots stay untouched, and the largest float16 values do not overflow."""
+    qkv = random_normal(0, 3, 4 * 16)
+    slot_mapping = torch.tensor([5, 0, 2])
+    qkv[0, 32] = float("nan")
+    qkv[1, 36] = float("inf")
+    qkv[2, 32:48] = 1e30
+    kv_cache = build_kv_cache(torch.zeros(2, 8, 1, 16), dtype)
+    split_qkv(qkv, QkvEpilogue(kv_cache, slot_mapping, QkTransform()), pool)
+    keys, values = read_kv_cache(kv_cache, torch.arange(8), torch.float32)
+    assert_close(values[slot_mapping], qkv[:, 48:].view(3, 1, 16), ROUNDING[dtype])
+    assert not keys[[1, 3, 4, 6, 7]].any() and not values[[1, 3, 4, 6, 7]].any()
+    assert dtype == torch.int8 or keys[2].eq(65504).all()
+
+
+@given(st.floats(width=32))
+@settings(max_examples=200, deadline=None)
+def test_float16_rounds_as_torch_does(pool: ThreadPool, x: float) -> None:
+    kv_cache = build_kv_cache(torch.zeros(2, 1, 1, 8), torch.float16)
+    qkv = torch.full((1, 24), x)
+    split_qkv(qkv, QkvEpilogue(kv_cache, torch.tensor([0]), QkTransform()), pool)
+    expected = torch.full((8,), x).clamp(-65504, 65504).half()
+    stored = kv_cache[0, 0, 0]
+    assert torch.equal(stored.view(torch.int16), expected.view(torch.int16)) or x != x
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+ATTENTION_SPECS = {
+    "plain": AttentionSpec(4, 2, 64),
+    "one kv head": AttentionSpec(6, 1, 128),
+    "narrow": AttentionSpec(3, 3, 40),
+    "alibi": AttentionSpec(6, 3, 16, position=AlibiSpec()),
+    "window": AttentionSpec(4, 4, 32, window=20),
+    "softcap": AttentionSpec(2, 1, 256, softcap=3.0, scale=0.2),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION_SPECS)
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
+@settings(max_examples=8, deadline=None)
+@given(
+    sequences=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 150)), min_size=1, max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_paged_attention(
+    pool: ThreadPool, name: str, dtype: torch.dtype, sequences: list[tuple[int, int]], seed: int
+) -> None:
+    """Each sequence has (new positions, cached positions); decodes come first."""
+    spec = ATTENTION_SPECS[name]
+    block_size = 16
+    sequences = sorted(sequences, key=lambda sequence: sequence[0] > 1)
+    query_lens = tuple(new for new, _ in sequences)
+    seq_lens = tuple(new + cached for new, cached in sequences)
+    max_blocks = max(-(-seq_len // block_size) for seq_len in seq_lens)
+    num_blocks = max_blocks * len(sequences)
+    blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
+    values = random_normal(seed, 2, num_blocks * block_size, spec.num_kv_heads, spec.head_dim)
+    kv_cache = build_kv_cache(values, dtype)
+    metadata = AttentionMetadata.from_host(
+        query_lens,
+        seq_lens,
+        blocks.view(len(sequences), max_blocks).tolist(),
+        block_size,
+        torch.device("cpu"),
+    )
+    q = random_normal(seed + 1, sum(query_lens), spec.num_heads, spec.head_dim)
+    native = CpuPagedAttention(pool)
+    reference = TorchPagedAttention(fused=False)
+    expected = reference.attend(q, kv_cache, spec, reference.prepare(metadata))
+    actual = native.attend(q, kv_cache, spec, native.prepare(metadata))
+    assert_close(actual, expected, 1e-5)
+
+
+# ---- decode steps --------------------------------------------------------------------------------
+
+
+def test_decode_inputs_and_advanced_rows(pool: ThreadPool) -> None:
+    rows = torch.tensor([2, 0, 3], dtype=torch.int32)  # row 3 is the padding row
+    last_tokens = torch.tensor([5, 6, 7, 8])
+    positions = torch.tensor([17, 3, 40, 0])
+    block_tables = torch.arange(12).view(4, 3)
+    actual = ops.gather_decode_inputs(pool, rows, last_tokens, positions, block_tables, 16)
+    expected = gather_decode_reference(rows, last_tokens, positions, block_tables, 16)
+    for actual_vector, expected_vector in zip(actual[:4], expected[:4]):
+        assert torch.equal(actual_vector, expected_vector)
+    for slot, position in enumerate(expected.positions.tolist()):
+        num_blocks = position // 16 + 1
+        actual_blocks = actual[4][slot, :num_blocks]
+        assert torch.equal(actual_blocks, expected.block_tables[slot, :num_blocks])
+    tokens = torch.tensor([1, 2, 3])
+    expected_tokens = last_tokens.clone()
+    expected_positions = positions.clone()
+    ops.advance_rows(pool, rows, tokens, last_tokens, positions)
+    advance_reference(rows, tokens, expected.seq_lens, expected_tokens, expected_positions)
+    assert torch.equal(last_tokens, expected_tokens)
+    assert torch.equal(positions, expected_positions)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    top_k=st.sampled_from([0, 1, 5, 400]),
+    seed=st.integers(0, 2**40),
+    spread=st.sampled_from([0.0, 1.0, 8.0]),
+)
+def test_sampled_tokens(
+    pool: ThreadPool,
+    temperature: float,
+    top_p: float,
+    min_p: float,
+    top_k: int,
+    seed: int,
+    spread: float,
+) -> None:
+    num_rows = 6
+    vocab = 1003
+    logits = random_normal(seed % 1000, num_rows, vocab) * spread
+    logits = (logits * 4).round() / 4  # many ties
+    rows = torch.arange(num_rows, dtype=torch.int32)
+    positions = torch.arange(num_rows) * 7
+    params = torch.tensor([[temperature, top_p, min_p, 1.0]] * num_rows, dtype=torch.float64)
+    top_ks = torch.full((num_rows,), top_k)
+    seeds = torch.tensor([seed_words(seed + row) for row in range(num_rows)], dtype=torch.int32)
+    sampling = SamplingTensors(*params.unbind(1)[:3], top_ks, seeds)
+    expected = sample_tokens_reference(logits, rows, positions, sampling).tokens
+    actual = ops.sample_tokens(pool, logits, rows, positions, params, 4, top_ks, seeds)
+    # float32 against float64: a row may differ where masses or noisy logits agree to six digits.
+    num_different = int((actual != expected).sum())
+    assert num_different <= (1 if temperature else 0)

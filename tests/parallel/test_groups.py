@@ -1,0 +1,169 @@
+"""What ranks communicate, and what each rank reads from the checkpoint.
+
+A layer takes at most two all-reduces, and one if attention and MLP run in parallel. A rank reads no
+more bytes than it keeps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from bloomery.artifacts.locate import locate_model
+from bloomery.attention.base import AttentionMetadata, kv_cache_shape
+from bloomery.attention.torch_paged import TorchPagedAttention
+from bloomery.describe import describe_model
+from bloomery.families import resolve_name_prefix
+from bloomery.hardware import find_hardware
+from bloomery.layout import TensorParallelLayout
+from bloomery.models.checkpoint import open_source
+from bloomery.models.decoder import Decoder
+from bloomery.models.weights import ModelWeights
+from bloomery.parallel.groups import SINGLE_RANK, DeviceMesh, StagePipe
+from bloomery.roofline import Roofline
+from tests.parity.cases import CASES, ParityCase, make_checkpoint
+from tests.parity.gguf_writer import write_gguf
+
+CPU = torch.device("cpu")
+# The everyday run takes the first case of each family.
+FIRST_OF_FAMILY = {case.name.partition("-")[0]: case for case in reversed(CASES)}
+CASE_PARAMS = [
+    case if case in FIRST_OF_FAMILY.values() else pytest.param(case, marks=pytest.mark.slow)
+    for case in CASES
+]
+
+
+class MessageCountingGroup:
+    """A group whose other ranks do not exist: it counts messages and returns plausible shapes."""
+
+    def __init__(self, size: int):
+        self.rank = 0
+        self.size = size
+        self.num_all_reduces = 0
+        self.num_all_gathers = 0
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_all_reduces += 1
+        return x
+
+    def all_gather(self, x: torch.Tensor, total_width: int) -> torch.Tensor:
+        self.num_all_gathers += 1
+        return torch.cat([x] * self.size, -1)[:, :total_width]
+
+
+class LoadedPart(NamedTuple):
+    decoder: Decoder
+    bytes_read: int
+    bytes_stored: int  # of the whole checkpoint
+
+
+def load_part(model: Path, group: MessageCountingGroup, layers: range | None = None) -> LoadedPart:
+    """Load one rank's part of a model."""
+    artifact = locate_model(str(model))
+    description = describe_model(artifact)
+    source = open_source(artifact)
+    reads: list[int] = []
+    source.advance = reads.append
+    names = resolve_name_prefix(description.names, source.names())
+    layout = TensorParallelLayout(group.rank, group.size)
+    weights = ModelWeights(source, names, torch.float32, CPU, layout=layout)
+    decoder = Decoder(description.model, weights, group, layers)
+    return LoadedPart(decoder, sum(reads), source.nbytes)
+
+
+@torch.inference_mode()
+def run_forward(decoder: Decoder) -> None:
+    """Compute four positions of one sequence."""
+    decoder.build_rope_cache(16)
+    backend = TorchPagedAttention()
+    num_tokens = 4
+    kv_caches = [
+        torch.zeros(kv_cache_shape(layer.attention, 1, 16)) for layer in decoder.spec.layers
+    ]
+    positions = torch.arange(num_tokens)
+    metadata = AttentionMetadata.from_host([num_tokens], [num_tokens], [[0]], 16, CPU)
+    plan = backend.prepare(metadata)
+    decoder.logits(decoder(positions, positions, positions, kv_caches, backend, plan))
+
+
+@pytest.mark.parametrize("case", CASE_PARAMS, ids=lambda case: case.name)
+def test_two_all_reduces_per_layer_and_one_where_blocks_are_parallel(
+    case: ParityCase, tmp_path: Path
+) -> None:
+    make_checkpoint(case, tmp_path)
+    group = MessageCountingGroup(2)
+    decoder = load_part(tmp_path, group).decoder
+    run_forward(decoder)
+    in_layers = sum(1 if layer.parallel else 2 for layer in decoder.spec.layers)
+    in_embedding = 1
+    assert group.num_all_reduces == in_embedding + in_layers
+    assert group.num_all_gathers == 1
+    roofline = Roofline(decoder.full_spec, find_hardware("h200"), tp=2)
+    num_messages = group.num_all_reduces + group.num_all_gathers
+    assert roofline.count_messages(4, 4)[0] == num_messages
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "mixtral", "falcon-40b", "gpt2", "llama.gguf"])
+def test_a_tensor_parallel_rank_reads_only_its_shard(name: str, tmp_path: Path) -> None:
+    stem = name.partition(".")[0]
+    case = next(case for case in CASES if case.name == stem)
+    checkpoint = make_checkpoint(case, tmp_path, times=4)  # wider than quantized blocks
+    model = tmp_path
+    if name.endswith(".gguf"):
+        model = tmp_path / name
+        write_gguf(checkpoint, model, GGMLQuantizationType.Q8_0)
+    complete = load_part(model, MessageCountingGroup(1))
+    assert complete.bytes_read <= complete.bytes_stored
+    half = load_part(model, MessageCountingGroup(2))
+    # Every rank reads norms, biases and routers, which are small.
+    replicated_share = 0.15
+    assert half.bytes_read >= complete.bytes_read / 2
+    assert half.bytes_read <= complete.bytes_read * (0.5 + replicated_share)
+
+
+def test_a_pipeline_stage_reads_only_its_layers(tmp_path: Path) -> None:
+    make_checkpoint(next(case for case in CASES if case.name == "llama"), tmp_path)
+    complete = load_part(tmp_path, MessageCountingGroup(1))
+    num_layers = len(complete.decoder.spec.layers)
+    stages = [
+        load_part(tmp_path, MessageCountingGroup(1), layers).bytes_read
+        for layers in (range(1), range(1, num_layers))
+    ]
+    assert sum(stages) == complete.bytes_read
+    assert min(stages) > complete.bytes_read / (2 * num_layers)
+
+
+def test_a_single_rank_communicates_nothing() -> None:
+    x = torch.randn(3, 4)
+    mesh = DeviceMesh()
+    assert mesh.group is SINGLE_RANK
+    assert mesh.group.all_reduce(x) is x
+    assert mesh.group.all_gather(x, 4) is x
+    assert mesh.min_over_ranks(7) == 7
+    assert mesh.create_stage_pipe(4, torch.float32) is None
+    assert mesh.is_driver
+
+
+def test_only_the_first_rank_of_the_last_stage_is_the_driver() -> None:
+    meshes = [
+        DeviceMesh(group, stage, num_stages=2)
+        for stage in range(2)
+        for group in (rank_of_group(0), rank_of_group(1))
+    ]
+    assert [mesh.is_driver for mesh in meshes] == [False, False, True, False]
+
+
+def rank_of_group(rank: int) -> MessageCountingGroup:
+    group = MessageCountingGroup(2)
+    group.rank = rank
+    return group
+
+
+def test_the_first_stage_receives_nothing_and_the_last_one_sends_nothing() -> None:
+    pipe = StagePipe(None, None, 4, torch.float32)
+    assert pipe.receive(3) is None
+    pipe.send(torch.zeros(3, 4))

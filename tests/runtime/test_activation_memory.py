@@ -1,0 +1,135 @@
+"""The step that memory is reserved for is as large as a step can be, and a possible step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bloomery.artifacts.locate import locate_model
+from bloomery.attention.base import AttentionMetadata
+from bloomery.attention.torch_paged import TorchPagedAttention
+from bloomery.messages import NewRequestData, ResolvedSampling
+from bloomery.models.load import load_model
+from bloomery.runtime import sampler as sampler_module
+from bloomery.runtime.activation_memory import LargestStep, measure_activation_memory
+from bloomery.runtime.sampler import Sampler
+from tests.parity.cases import CASES, make_checkpoint
+from tests.parity.serve import build_plan
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+
+
+class SpyAttention(TorchPagedAttention):
+    """Notes the layout of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[AttentionMetadata] = []
+
+    def prepare(self, metadata: AttentionMetadata) -> Any:
+        self.steps.append(metadata)
+        return super().prepare(metadata)
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "mixtral", "gemma2"])
+@pytest.mark.parametrize(
+    ("max_tokens", "max_num_seqs", "max_len"),
+    [(64, 4, 40), (16, 8, 40), (100, 2, 30), (33, 3, 16)],
+)
+def test_the_measured_step_is_as_large_as_the_limits_allow(
+    name: str,
+    max_tokens: int,
+    max_num_seqs: int,
+    max_len: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
+    decoder = load_model(locate_model(str(tmp_path)), "auto", torch.float32, CPU).decoder
+    limits = replace(
+        build_plan(tmp_path, max_len),
+        max_num_batched_tokens=max_tokens,
+        max_num_seqs=max_num_seqs,
+        block_size=BLOCK_SIZE,
+    )
+    decoder.build_rope_cache(max_len)
+    sampled: list[tuple[int, int]] = []
+    original_sample = Sampler.sample
+
+    def spy_sample(
+        self: Sampler, logits: torch.Tensor, wanted: Sequence[tuple[int, int, Sequence[int]]]
+    ) -> Any:
+        sampled.append((len(logits), max(position for _, position, _ in wanted)))
+        return original_sample(self, logits, wanted)
+
+    monkeypatch.setattr(Sampler, "sample", spy_sample)
+    backend = SpyAttention()
+    num_bytes = measure_activation_memory(
+        decoder, backend, limits, torch.float32, captured_tokens=8
+    )
+    assert num_bytes == 0  # on a CPU nothing is reserved
+    query_lens = [step.host_query_lens for step in backend.steps]
+    seq_lens = [step.host_seq_lens for step in backend.steps]
+    assert max(map(sum, query_lens)) >= min(max_tokens, max_num_seqs * max_len)
+    assert max(lengths[0] for lengths in seq_lens) == max_len
+    assert sampled == [(max_num_seqs, max_len - 1)]
+    for step in backend.steps:
+        check_layout(step, max_len)
+    largest = LargestStep(decoder, TorchPagedAttention(), limits, torch.float32)
+    prompts = largest.split_into_prompts(largest.num_tokens)
+    slots = largest.build_metadata(prompts).slot_mapping.tolist()
+    # Prompts of one step do not share a slot.
+    assert len(set(slots)) == len(slots) == largest.num_tokens
+
+
+def check_layout(step: AttentionMetadata, max_len: int) -> None:
+    """Positions and slots are those that the lengths and block tables say."""
+    query_lens = step.host_query_lens
+    seq_lens = step.host_seq_lens
+    assert list(query_lens) == sorted(query_lens)
+    assert all(seq_len <= max_len for seq_len in seq_lens)
+    token = 0
+    for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        for position in range(seq_len - query_len, seq_len):
+            block = int(step.block_tables[i, position // BLOCK_SIZE])
+            slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+            assert int(step.positions[token]) == position
+            assert int(step.slot_mapping[token]) == slot
+            token += 1
+    assert token == len(step.positions) == int(step.query_start_loc[-1])
+
+
+def test_sampling_in_chunks_gives_the_same_tokens_and_logprobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vocab_size = 60
+    num_rows = 23
+    variants = [
+        ResolvedSampling(),
+        ResolvedSampling(0.0),
+        ResolvedSampling(0.8, top_p=0.7),
+        ResolvedSampling(1.2, top_k=9, logprobs=4),
+        ResolvedSampling(0.9, typical_p=0.6, logprobs=2),
+        ResolvedSampling(0.7, top_p=0.9, repetition_penalty=1.3),
+    ]
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+
+    def sample_all() -> object:
+        sampler = Sampler(num_rows, vocab_size)
+        for row in range(num_rows):
+            tokens = tuple(range(row % 7 + 1))
+            sampling = replace(variants[row % len(variants)], seed=row)
+            sampler.admit(row, NewRequestData(tokens, len(tokens), sampling, ()))
+        output = sampler.sample(logits, [(row, row % 7 + 1, ()) for row in range(num_rows)])
+        return output.collect(), sampler.prompt_logprobs(logits, list(range(num_rows)), 3)
+
+    at_once = sample_all()
+    for rows_at_once in (1, 2, 5):
+        monkeypatch.setattr(sampler_module, "MAX_CHUNK_LOGITS", rows_at_once * vocab_size)
+        assert sample_all() == at_once

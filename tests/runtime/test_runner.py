@@ -1,0 +1,271 @@
+"""The model runner: padded steps, CUDA graphs and their background capture change no token.
+
+The engine runs on the CPU. Attention of self-feeding steps is computed by interpreted kernels.
+Requests of many lengths arrive while others run, so that steps have several prefill chunks, some
+that end their prompt and some that do not, and batch slots that are padding. A CPU has no CUDA
+graphs: here a captured graph is the work itself, to be run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import transformers as tf
+
+from bloomery.attention.triton_paged import TritonPagedAttention
+from bloomery.engine.loop import EngineLoop
+from bloomery.executors.local import LocalExecutor
+from bloomery.kernels import paged_decode, paged_prefill
+from bloomery.kernels.launch import triton_interpreted
+from bloomery.messages import EngineRequest, ResolvedSampling
+from bloomery.runtime.rows import BatchOrder, PlacedRequest
+from bloomery.runtime.runner import CudaGraphRunner, GraphPool, ModelForward, ModelRunner
+from bloomery.runtime.sampler import FusedSampler
+from bloomery.runtime.step_batch import (
+    NUM_PREFILL_SLOTS,
+    SHORT_DECODE_POSITIONS,
+    CaptureSizes,
+    decode_batch_sizes,
+    decode_shape,
+    mixed_shape,
+)
+from bloomery.runtime.worker import Worker
+from tests.parity.cases import CASES, ParityCase, make_checkpoint
+from tests.parity.serve import build_engine_loop, build_plan
+
+VOCAB = 211
+MAX_LEN = 64
+MODEL_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tf.LlamaConfig(**MODEL_SIZES),
+    "gemma2": lambda: tf.Gemma2Config(
+        **MODEL_SIZES, head_dim=8, sliding_window=9, attn_logit_softcapping=20.0
+    ),
+    "mixtral": lambda: tf.MixtralConfig(**MODEL_SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4),
+}
+EXACT = CaptureSizes()
+PADDED = CaptureSizes(decodes=(2, 4), mixed_decodes=(2, 4), mixed_tokens=(8, 16))
+
+
+class SpyModelRunner(ModelRunner):
+    """Notes the steps it runs; `short_decodes` lets decodes go through the prefill kernel."""
+
+    def __init__(self, *arguments: Any, short_decodes: bool):
+        super().__init__(*arguments)
+        self.short_decodes = short_decodes
+        self.mixed_runs = list[tuple[int, tuple[bool, ...]]]()
+        self.num_decode_runs = 0
+
+    def run_decodes(self, order: BatchOrder) -> None:
+        self.num_decode_runs += 1
+        super().run_decodes(order)
+
+    def run_mixed(
+        self, order: BatchOrder, chunks: Sequence[PlacedRequest], max_position: int
+    ) -> Any:
+        samples = tuple(scheduled.samples for scheduled, _ in chunks)
+        self.mixed_runs.append((len(order.rows), samples))
+        position = max_position if self.short_decodes else SHORT_DECODE_POSITIONS
+        return super().run_mixed(order, chunks, position)
+
+
+def use_self_feeding_steps(
+    worker: Worker, sizes: CaptureSizes, short_decodes: bool
+) -> SpyModelRunner:
+    """Let the worker run its decode and mixed steps as a GPU does."""
+    backend = TritonPagedAttention(
+        decode_tiling=paged_decode.PagedDecodeTiling(16, 4, 2, splits=2, max_unsplit_tiles=1),
+        prefill_tiling=paged_prefill.PagedPrefillTiling(32, 16, 4, 2, 2, 1),
+    )
+    runner = SpyModelRunner(
+        ModelForward(worker.decoder, backend, worker.caches),
+        worker.rows,
+        worker.plan.block_size,
+        FusedSampler(worker.sampler, NUM_PREFILL_SLOTS),
+        VOCAB,
+        short_decodes=short_decodes,
+    )
+    runner.sizes = sizes
+    worker.runner = runner
+    worker.cpu_traced = True  # so that decode steps feed themselves too
+    return runner
+
+
+def serve(loop: EngineLoop, requests: list[tuple[int, EngineRequest]]) -> dict[str, list[int]]:
+    """Tokens of (arrival step, request) pairs."""
+    tokens: dict[str, list[int]] = {request.id: [] for _, request in requests}
+    last_arrival = max(arrival for arrival, _ in requests)
+    step = 0
+    while loop.busy or step <= last_arrival:
+        for arrival, request in requests:
+            if arrival == step:
+                loop.add(request)
+        for output in loop.step():
+            tokens[output.request] += output.ids
+        step += 1
+    return tokens
+
+
+def make_arrivals(random: Random) -> list[tuple[int, EngineRequest]]:
+    """Greedy and sampled requests, some that want log-probabilities, at different steps."""
+    arrivals = []
+    for number in range(7):
+        prompt_len = random.choice((1, 5, 17))
+        prompt = tuple(random.randrange(3, VOCAB) for _ in range(prompt_len))
+        sampling = ResolvedSampling(
+            temperature=random.choice((0.0, 1.0)),
+            top_k=random.choice((0, 5)),
+            seed=number,
+            logprobs=2 if number == 4 else None,
+            prompt_logprobs=1 if number == 6 else None,
+        )
+        arrival = random.randrange(6)
+        request = EngineRequest(str(number), prompt, sampling, random.randint(2, 5))
+        arrivals.append((arrival, request))
+    return arrivals
+
+
+@pytest.mark.skipif(
+    not triton_interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
+)
+# Interpreted kernels divide by zero for padding rows.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("name", "sizes", "steps_in_flight", "short_decodes"),
+    [
+        ("llama", EXACT, 1, False),
+        ("llama", PADDED, 2, True),
+        ("llama", PADDED, 2, False),
+        ("gemma2", PADDED, 1, True),
+        ("mixtral", PADDED, 2, False),
+        ("bloom", PADDED, 2, True),
+    ],
+)
+def test_self_feeding_steps_give_the_tokens_of_host_built_steps(
+    name: str, sizes: CaptureSizes, steps_in_flight: int, short_decodes: bool, tmp_path: Path
+) -> None:
+    make_checkpoint(ParityCase(name, MODELS[name]), tmp_path)
+    options = {
+        "max_num_batched_tokens": 12,
+        "max_num_seqs": 4,
+        "block_size": 4,
+        "kv_cache_gib": 0.01,
+        "prefix_cache": False,
+    }
+    settings = build_plan(
+        tmp_path, MAX_LEN, steps_in_flight=steps_in_flight, cpu_kernels=False, **options
+    )
+    host_built = build_engine_loop(settings)
+    self_feeding = build_engine_loop(settings)
+    worker = self_feeding.executor.worker  # type: ignore[attr-defined]
+    runner = use_self_feeding_steps(worker, sizes, short_decodes)
+    arrivals = make_arrivals(Random(6))
+    assert serve(self_feeding, arrivals) == serve(host_built, arrivals)
+    num_decodes, chunks = zip(*runner.mixed_runs, strict=True)
+    assert runner.num_decode_runs > 1
+    assert max(num_decodes) > 1 and max(map(len, chunks)) > 1
+    assert any(all(samples) for samples in chunks)
+    assert any(not all(samples) for samples in chunks)
+
+
+@dataclass
+class RepeatedWork:
+    """Stands in for a CUDA graph."""
+
+    work: Callable[[], None]
+
+    def replay(self) -> None:
+        self.work()
+
+
+class CountingGraphPool(GraphPool):
+    """Counts captures, and captures nothing."""
+
+    def __init__(self) -> None:
+        self.pending = []
+        self.num_captured = 0
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        self.num_captured += 1
+        return RepeatedWork(work)
+
+
+def test_a_shape_is_captured_after_its_second_run() -> None:
+    pool = CountingGraphPool()
+    runs = []
+    graph_runner = CudaGraphRunner(pool)
+    for turn in range(4):
+        graph_runner.run(mixed_shape(8, 64, False), lambda: runs.append(8))
+        assert len(runs) == turn + 1
+        assert pool.num_captured == (1 if turn > 1 else 0)  # not within the run itself
+        pool.capture_pending()
+        assert pool.num_captured == (1 if turn > 0 else 0)
+    graph_runner.run(mixed_shape(16, 64, False), lambda: runs.append(16))
+    pool.capture_pending()
+    assert pool.num_captured == 1 and not pool.pending
+
+
+def test_capturing_ahead_runs_the_work_once() -> None:
+    pool = CountingGraphPool()
+    runs = []
+    graph_runner = CudaGraphRunner(pool)
+    for _ in range(2):
+        graph_runner.capture(decode_shape(8), lambda: runs.append(0))
+    assert runs == [0] and pool.num_captured == 1
+    graph_runner.run(decode_shape(8), lambda: runs.append(1))
+    assert runs == [0, 0]  # the captured work ran, not the given one
+
+
+def generate(loop: EngineLoop, capture: bool) -> dict[str, list[int]]:
+    """Tokens of four requests; with `capture` a graph is captured after every step."""
+    tokens: dict[str, list[int]] = {}
+    for i, prompt_len in enumerate((3, 9, 5, 7)):
+        sampling = ResolvedSampling(0.9, top_p=0.9, seed=i)
+        if i % 2:
+            sampling = ResolvedSampling(0.0)
+        prompt = tuple(range(4, 4 + prompt_len))
+        loop.add(EngineRequest(str(i), prompt, sampling, 12 + 4 * i))
+        tokens[str(i)] = []
+    while loop.busy:
+        loop.next_capture_time = 0.0  # no rest between captures
+        if capture:
+            loop.capture_in_background()
+        for output in loop.step():
+            tokens[output.request] += output.ids
+    return tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+def test_background_graph_capture_changes_no_tokens(name: str, tmp_path: Path) -> None:
+    """Running a step over padding leaves rows, batch slots and KV cache of requests unchanged."""
+    make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
+    settings = build_plan(tmp_path, 64, max_num_seqs=6)
+    expected = generate(build_engine_loop(settings), capture=False)
+    loop = build_engine_loop(settings)
+    assert isinstance(loop.executor, LocalExecutor) and loop.executor.worker is not None
+    worker = loop.executor.worker
+    if not worker.cpu_traced:
+        pytest.skip("without the CPU kernels a CPU has no self-feeding steps")
+    pool = CountingGraphPool()
+    worker.runner.use_cuda_graphs(CudaGraphRunner(pool))
+    worker.capture_progress = worker.runner.capture_graphs()
+    assert generate(loop, capture=True) == expected
+    assert pool.num_captured == len(decode_batch_sizes(6)) and loop.pending_captures == 0
+    assert generate(loop, capture=True) == expected

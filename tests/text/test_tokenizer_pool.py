@@ -1,0 +1,129 @@
+"""Tokenizer workers: the same results as in this process, and an end to tasks that have none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from bloomery.errors import InvalidRequest, TemplateError
+from bloomery.text.chat import render_chat
+from bloomery.text.tokenizer import EncodedToken, Tokenizer, TokenizerConfig
+from bloomery.text.tokenizer_pool import TokenizerPool
+from tests.server.scripted_engine import CHAT_TEMPLATE, load_test_tokenizer
+
+HELLO = [{"role": "user", "content": "Iron, fire and 火🔥"}]
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+MEMORY_HUNGRY = (
+    "{% set x = ['a' * 900000] %}"
+    "{% for i in range(99999) %}{% set _ = x.append(x[0] + i|string) %}{% endfor %}"
+)
+SANDBOX_ESCAPES = (
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__ }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ raise_exception.__globals__ }}",
+)
+
+
+def tokenizer_with_template(template: str) -> Tokenizer:
+    base = load_test_tokenizer()
+    extras = TokenizerConfig(base.bos_id, base.eos_ids, base.special_tokens, {"default": template})
+    return Tokenizer(base.backend, replace(extras))
+
+
+@asynccontextmanager
+async def tokenizer_pool(
+    template: str = CHAT_TEMPLATE, **limits: Any
+) -> AsyncIterator[TokenizerPool]:
+    pool = TokenizerPool(tokenizer_with_template(template), **{"processes": 1, **limits})
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def test_workers_return_what_the_tokenizer_returns_here() -> None:
+    async def main() -> None:
+        tokenizer = load_test_tokenizer()
+        text = "The smith and the iron. " * 300
+        async with tokenizer_pool() as pool:
+            assert await pool.encode(text, True) == tokenizer.encode(text)
+            for last in (None, 3):
+                encoded = await pool.encode_with_offsets(text, False, last)
+                pieces = msgspec.json.decode(encoded, type=list[EncodedToken])
+                assert pieces == tokenizer.encode_with_offsets(text, False)[-(last or 0) :]
+            ids = tokenizer.encode(text, True)
+            assert await pool.decode(ids) == tokenizer.decode(ids, skip_special=False)
+            options = {"add_generation_prompt": True}
+            rendered, ids = await pool.render_chat(HELLO, options, 10_000)
+            assert rendered == render_chat(tokenizer, HELLO)
+            assert ids == tokenizer.encode(rendered, add_special=False)
+            pid = pool.idle_workers[0].process.pid
+            with pytest.raises(TemplateError, match="the first word is not the assistant's"):
+                await pool.render_chat([{"role": "assistant", "content": "x"}], {}, 10_000)
+            with pytest.raises(TemplateError, match="more than 5 characters"):
+                await pool.render_chat(HELLO, {}, 5)
+            pids = [worker.process.pid for worker in pool.idle_workers]
+            assert pids == [pid], "a refused task does not replace its worker"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("template", "limits"),
+    [(ENDLESS, {}), (MEMORY_HUNGRY, {"memory": 200 << 20})],
+    ids=["time", "memory"],
+)
+def test_a_task_over_its_limit_is_ended(template: str, limits: dict[str, int]) -> None:
+    async def main() -> None:
+        async with tokenizer_pool(template, template_seconds=0.5, **limits) as pool:
+            with pytest.raises(TemplateError):
+                await pool.render_chat(HELLO, {}, 10_000_000)
+            expected = load_test_tokenizer().encode("a b")
+            assert await pool.encode("a b", True) == expected, "another worker takes over"
+
+    asyncio.run(main())
+
+
+def test_a_worker_killed_while_idle_is_replaced() -> None:
+    async def main() -> None:
+        async with tokenizer_pool() as pool:
+            await pool.encode("a", True)
+            pid = pool.idle_workers[0].process.pid
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            expected = load_test_tokenizer().encode("a")
+            assert await pool.encode("a", True) == expected, "the next task is not to blame"
+
+    asyncio.run(main())
+
+
+def test_a_worker_killed_during_a_task_fails_that_task() -> None:
+    async def main() -> None:
+        async with tokenizer_pool() as pool:
+            await pool.encode("a", True)
+            pid = pool.idle_workers[0].process.pid
+            os.kill(pid, signal.SIGSTOP)
+            task = asyncio.create_task(pool.encode("a", True))
+            await asyncio.sleep(0.1)
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(InvalidRequest, match="takes too long"):
+                await task
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("template", SANDBOX_ESCAPES)
+def test_templates_do_not_escape_the_sandbox(template: str) -> None:
+    """The template fails, or the forbidden attribute renders as nothing."""
+    with suppress(TemplateError):
+        assert render_chat(tokenizer_with_template(template), HELLO) == ""

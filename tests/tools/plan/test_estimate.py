@@ -1,0 +1,145 @@
+"""Estimates: expected times against measured ones, what fits, and the choice of a layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bloomery.hardware import HARDWARE_SPECS, find_hardware
+from bloomery.roofline import PRECISIONS
+from bloomery.runtime.kv_cache import kv_block_bytes
+from bloomery.tools.plan.estimate import (
+    DeviceLayout,
+    PlacedModel,
+    PlanEstimate,
+    PlanOptions,
+    device_layouts,
+)
+from bloomery.tools.plan.model_source import read_model_source
+from bloomery.tools.plan.report import give_advice
+from tests.tools.plan.conftest import PlanRunner
+from tests.tools.plan.measured_steps import compare_row, place_shape, read_log_rows, shape_path
+
+BF16 = PRECISIONS["bf16"]
+
+# Model, precision, batch, milliseconds per step over a whole run, from benchmarks/LOG.md.
+MEASURED_MS = [
+    ("llama-8b", "bf16", 1, 4.031),
+    ("llama-8b", "bf16", 8, 4.791),
+    ("llama-8b", "bf16", 64, 6.260),
+    ("llama-8b", "int4", 1, 1.795),
+    ("llama-1b", "bf16", 1, 0.849),
+    ("llama-1b", "bf16", 64, 1.499),
+    ("octocoder", "bf16", 1, 8.020),
+    ("octocoder", "int8", 1, 4.476),
+    ("octocoder", "int8", 8, 6.999),
+    ("octocoder", "int8", 64, 8.597),
+    ("octocoder", "int4", 1, 2.822),
+    ("octocoder", "int4", 8, 6.029),
+    ("octocoder", "int4", 64, 7.967),
+]
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, precision, batch, ms", MEASURED_MS)
+def test_expected_decode_times_are_near_measured_ones(
+    name: str, precision: str, batch: int, ms: float
+) -> None:
+    placed = place_shape(name, "h200", precision)
+    assert placed.decode_seconds(batch, 256) * 1e3 == pytest.approx(ms, rel=0.15)
+
+
+def test_every_run_of_the_log_is_near_its_expected_time() -> None:
+    rows = list(read_log_rows())
+    assert len(rows) > 20
+    assert {row.precision for row in rows} >= {"bf16", "int8", "int4"}
+    for row in rows:
+        assert abs(compare_row(row, "h200").relative_error) < 0.15, row
+
+
+def test_tensor_parallelism_cuts_latency_and_pipelines_do_not() -> None:
+    source = read_model_source(shape_path("bloom-176b"))
+    hardware = find_hardware("a100-80")
+    plan = PlanEstimate(source, PlanOptions(hardware, BF16, devices=8))
+    seconds = {str(placed.layout): placed.decode_seconds(1, 1024) for placed in plan.fitting}
+    assert seconds["PP 8"] > 2 * seconds["TP 4 x PP 2"] > 2 * seconds["TP 8"]
+    pipeline = PlanEstimate(source, PlanOptions(hardware, BF16, layout=DeviceLayout(1, 8)))
+    assert any("PP 8 is good for throughput" in sentence for sentence in give_advice(pipeline))
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "bloom-176b", "octocoder"])
+@pytest.mark.parametrize("hardware_name", ["h200", "a100-40", "l4"])
+def test_the_largest_batch_fits_and_a_larger_one_does_not(name: str, hardware_name: str) -> None:
+    model = read_model_source(shape_path(name)).model
+    hardware = HARDWARE_SPECS[hardware_name]
+    for layout in device_layouts(model, 8):
+        placed = PlacedModel(model, hardware, BF16, 16, layout)
+        max_batch = placed.max_batch_size(1024)
+        sequence_bytes = placed.kv_bytes_per_sequence(1024)
+        if max_batch > 0:
+            assert max_batch * sequence_bytes <= placed.free_kv_bytes
+            assert placed.free_kv_bytes < (max_batch + 1) * sequence_bytes
+        longest = placed.max_context()
+        assert longest == model.context or placed.max_batch_size(longest + 1) == 0
+        users = placed.max_users(1024) // layout.replicas
+        assert users <= max_batch
+        if users:
+            assert placed.decode_seconds(users, 1024) <= 0.1
+
+
+def test_a_sliding_window_frees_no_memory(tmp_path: Path, plan_json: PlanRunner) -> None:
+    """The engine keeps every position of every layer, so as many sequences fit as without one."""
+    config = json.loads(Path(shape_path("llama-8b")).read_text())
+    path = tmp_path / "windowed.json"
+    path.write_text(json.dumps({**config, "model_type": "mistral"}))
+    model = read_model_source(str(path)).model
+    assert model.layers[0].attention.window == 4096
+    placed = PlacedModel(model, find_hardware("h200"), BF16, 16, DeviceLayout())
+    num_blocks = 32768 // 64
+    engine_bytes = num_blocks * kv_block_bytes(model, 64, torch.bfloat16)
+    assert placed.kv_bytes_per_sequence(32768) == engine_bytes
+    flags = ("--gpu", "h200", "--context", "32768")
+    windowed = plan_json(str(path), *flags)
+    unlimited = plan_json(shape_path("llama-8b"), *flags)
+    assert windowed["largest_batch"] == unlimited["largest_batch"]
+    assert windowed["rows"][-1]["floor_ms"] < unlimited["rows"][-1]["floor_ms"], (
+        "a window is faster, because less is read"
+    )
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+def test_goals_choose_different_layouts_where_links_are_slow() -> None:
+    source = read_model_source(shape_path("llama-8b"))
+    options = PlanOptions(find_hardware("l4"), BF16, goal="latency", devices=8)
+    latency = PlanEstimate(source, options)
+    options = PlanOptions(find_hardware("l4"), BF16, goal="throughput", devices=8)
+    throughput = PlanEstimate(source, options)
+    assert latency.chosen.layout.tp > throughput.chosen.layout.tp
+    assert latency.chosen.layout.devices == throughput.chosen.layout.devices == 8
+    best = throughput.throughput(throughput.chosen)
+    assert best >= latency.throughput(latency.chosen)
+
+
+def test_replicas_are_preferred_when_a_pipeline_is_hardly_faster() -> None:
+    source = read_model_source(shape_path("llama-8b"))
+    options = PlanOptions(find_hardware("h200"), BF16, goal="throughput", devices=4)
+    plan = PlanEstimate(source, options)
+    assert plan.chosen.layout == DeviceLayout(1, 1, 4)
+    best = max(map(plan.throughput, plan.fitting))
+    assert 0.95 * best <= plan.throughput(plan.chosen) < best
+    assert not any("PP" in sentence for sentence in give_advice(plan))
+
+
+def test_devices_beyond_one_copy_of_the_model_are_replicas(plan_json: PlanRunner) -> None:
+    flags = ("--gpu", "h200", "--devices", "8", "--tp", "4")
+    plan = plan_json(shape_path("llama-8b"), *flags)
+    assert plan["layout"] == {"tp": 4, "pp": 1, "replicas": 2}
