@@ -37,12 +37,15 @@ $(VENV)/.browser:
 serve: $(VENV)/.run
 	@$(BIN)/bloomery serve
 
+# Tests start many Python processes, so compiled modules are kept whatever the caller sets.
+# With worksteal each of the two workers runs neighbouring tests, so that they share fixtures.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.dev $(VENV)/.browser
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m browser tests/e2e/test_page.py
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: $(VENV)/.dev

@@ -1,4 +1,4 @@
-"""Checks deterministic mode, and measures what it costs.
+"""Checks deterministic mode, and measures its cost in time.
 
     PYTHONPATH=src python3 benchmarks/deterministic.py check --shape llama-1b [--prompts 48]
     PYTHONPATH=src python3 benchmarks/deterministic.py check --model PATH --device cpu
@@ -7,9 +7,9 @@
 
 Models have random weights of a shape, or come from --model (a path, or "embedded").
 
-check: every prompt alone is the reference. Then the prompts run in batches of 7, all at once, in
-chunks, behind prefix hits, and with a KV cache so small that requests are preempted. Tokens and the
-best five log-probabilities must be equal to the last bit.
+check: the reference is every prompt alone. Then the prompts run in batches of 7, all together, with
+chunked prefill, with prefix hits, and with a KV cache so small that requests are preempted. Tokens
+and the best five log-probabilities must be equal to the last bit.
 cost: the same work with and without deterministic mode, in seconds, and the ratio; best of two.
 """
 
@@ -122,7 +122,7 @@ def check(args: argparse.Namespace) -> int:
         tokens_differ = sum(result[0] != reference[0] for result, reference in pairs)
         num_wrong += differ
         row = {
-            "way": name,
+            "case": name,
             "requests": len(results),
             "differ": differ,
             "tokens_differ": tokens_differ,
@@ -138,7 +138,7 @@ def check(args: argparse.Namespace) -> int:
     print(json.dumps(setup), flush=True)
     compare("alone again", generate_batches(llm, 1))
     compare("batches of 7", generate_batches(llm, 7))
-    compare("all at once", generate(llm, prompts, params))
+    compare("all together", generate(llm, prompts, params))
     del llm
     warm = make_llm(args, deterministic=True, enable_prefix_caching=True, max_num_batched_tokens=61)
     compare("chunks of 61", generate(warm, prompts, params))
@@ -161,8 +161,8 @@ def check(args: argparse.Namespace) -> int:
     del small
     passed = num_wrong == 0
     plain = make_llm(args, enable_prefix_caching=False)
-    compare("without the mode, all at once", generate(plain, prompts, params))
-    print("the last line is for comparison; all others must have 0 that differ")
+    compare("not deterministic, all together", generate(plain, prompts, params))
+    print("the last line is for comparison; in all others 'differ' must be 0")
     return 0 if passed else 1
 
 

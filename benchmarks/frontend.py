@@ -1,11 +1,11 @@
-"""The HTTP front end alone: HTTP, text and streaming before an engine whose model costs nothing.
+"""Measures the HTTP front end alone: an engine without a model answers in fixed time.
 
     python benchmarks/frontend.py              # three results, with a verdict if there is a target
     python benchmarks/frontend.py --streams 200 --seconds 10
     python benchmarks/frontend.py --profile    # also where the server process spends its time
 
-Server and engine are processes of their own, as in `bloomery serve`; this process is the load. On
-two cores the three of them share what there is, so the results are lower bounds.
+Server and engine are processes of their own, as in `bloomery serve`; this process is the client.
+On two cores the three processes compete, so the results are lower bounds.
 """
 
 from __future__ import annotations
@@ -141,6 +141,8 @@ def run_api_process(port: int, step_seconds: float, profile: bool) -> int:
 
 @dataclass
 class StreamResult:
+    """What one stream delivered; times are seconds."""
+
     num_tokens: int = 0
     ttft: float = 0.0
     longest_silence: float = 0.0  # seconds
@@ -298,12 +300,12 @@ def read_cpu_seconds(pid: int) -> float:
     return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
 
 
-def verdict(reached: bool) -> str:
+def format_verdict(reached: bool) -> str:
     return "reached" if reached else "MISSED"
 
 
 async def measure_short_requests(arguments: argparse.Namespace) -> bool:
-    """Print request throughput and TTFT; whether the TTFT target is reached."""
+    """Print request throughput and TTFT. Returns whether the TTFT target is reached."""
     async with running_server(0.0, arguments.profile) as (port, cpu_seconds):
         seconds = arguments.seconds / 2
         cpu_before = cpu_seconds()
@@ -319,14 +321,14 @@ async def measure_short_requests(arguments: argparse.Namespace) -> bool:
     print(
         f"TTFT: {by_http * 1e3:.2f} ms by HTTP, {by_client * 1e3:.2f} ms without: "
         f"HTTP adds {added * 1e3:.2f} ms; "
-        f"target {MAX_ADDED_TTFT_SECONDS * 1e3:.0f} ms: {verdict(reached)}",
+        f"target {MAX_ADDED_TTFT_SECONDS * 1e3:.0f} ms: {format_verdict(reached)}",
         flush=True,
     )
     return reached
 
 
 async def measure_many_streams(arguments: argparse.Namespace) -> bool:
-    """Print errors and silences of many streams; whether their target is reached."""
+    """Print errors and silences of many streams. Returns whether their target is reached."""
     step_seconds = arguments.step_seconds
     async with running_server(step_seconds, arguments.profile) as (port, cpu_seconds):
         cpu_before = cpu_seconds()
@@ -341,7 +343,8 @@ async def measure_many_streams(arguments: argparse.Namespace) -> bool:
         f"{arguments.streams} streams of {1 / step_seconds:.0f} tokens/s "
         f"for {arguments.seconds:.0f} s: {len(errors)} errors, longest silence {silence:.2f} s, "
         f"{cpu_us:.0f} us of CPU a token, median TTFT {ttft:.2f} s; "
-        f"target no error and no silence over {MAX_SILENCE_SECONDS:.0f} s: {verdict(reached)}"
+        f"target no error and no silence over {MAX_SILENCE_SECONDS:.0f} s: "
+        f"{format_verdict(reached)}"
     )
     for error in sorted(set(errors))[:5]:
         print(f"  {error}")

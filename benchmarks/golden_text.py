@@ -57,24 +57,24 @@ def find_published(path: Path, tokens: list[str]) -> Path | None:
     """The vocabulary with published encodings: this one, or another with the same tokens."""
     if Path(f"{path}.out").exists():
         return path
-    others = [Path(str(out).removesuffix(".out")) for out in sorted(path.parent.glob("*.out"))]
-    return next(
-        (other for other in others if gguf.read(other).metadata["tokenizer.ggml.tokens"] == tokens),
-        None,
-    )
+    for encodings in sorted(path.parent.glob("*.out")):
+        candidate = Path(str(encodings).removesuffix(".out"))
+        if gguf.read_gguf(candidate).metadata["tokenizer.ggml.tokens"] == tokens:
+            return candidate
+    return None
 
 
 def check_vocabulary(path: Path) -> bool:
     name = path.stem.removeprefix("ggml-vocab-")
-    metadata = gguf.read(path).metadata
+    metadata = gguf.read_gguf(path).metadata
     kind = metadata["tokenizer.ggml.model"]
     pre_tokenizer = metadata.get("tokenizer.ggml.pre", "-")
     source = find_published(path, metadata["tokenizer.ggml.tokens"])
     if kind in OUT_OF_SCOPE or source is None:
-        why = "no published encodings"
+        reason = "no published encodings"
         if kind in OUT_OF_SCOPE:
-            why = f"kind {kind} is not supported"
-        print(f"{name:16} {kind:8} {pre_tokenizer:16} {why}")
+            reason = f"kind {kind} is not supported"
+        print(f"{name:16} {kind:8} {pre_tokenizer:16} {reason}")
         return True
     start = time.perf_counter()
     tokenizer = build_gguf_tokenizer(metadata)
@@ -88,13 +88,13 @@ def check_vocabulary(path: Path) -> bool:
     print(f"{name:16} {kind:8} {pre_tokenizer:16} {count}   built in {seconds:.2f} s{note}")
     for text, ids in wrong:
         actual = tokenizer.encode(text, add_special=False)
-        print(f"    {text[:60]!r}: {ids[:12]} expected, {actual[:12]} found")
+        print(f"    {text[:60]!r}: {ids[:12]} expected, {actual[:12]} encoded")
     return not wrong
 
 
 def extract_cases(path: Path) -> dict[str, Any]:
     """The cases of a vocabulary, and the part of it that they use."""
-    metadata = gguf.read(path).metadata
+    metadata = gguf.read_gguf(path).metadata
     tokenizer = build_gguf_tokenizer(metadata)
     cases = golden_cases(path)
     names = metadata["tokenizer.ggml.tokens"]
@@ -107,7 +107,7 @@ def extract_cases(path: Path) -> dict[str, Any]:
     def rank(left: str, right: str) -> float | None:
         if merges:
             return ranks.get((left, right))
-        return -scores[tokenizer.id_of(left + right) or 0] if left + right in known else None
+        return -scores[tokenizer.token_to_id(left + right) or 0] if left + right in known else None
 
     characters = {"▁", *"".join(text for text, _ in cases)} | byte_alphabet().keys()
     used_ids = {id for _, ids in cases for id in ids} | {
@@ -116,7 +116,9 @@ def extract_cases(path: Path) -> dict[str, Any]:
     used_ids |= {id for id, kind in enumerate(types) if kind in (2, 6) and "PAD" not in names[id]}
     used_merges = [pair for id in sorted(used_ids) for pair in find_merges(names[id], rank)]
     used_ids |= {
-        tokenizer.id_of(part) for left, right in used_merges for part in (left, right, left + right)
+        tokenizer.token_to_id(part)
+        for left, right in used_merges
+        for part in (left, right, left + right)
     } - {None}
     order = sorted(used_ids)
     small = {
@@ -128,9 +130,9 @@ def extract_cases(path: Path) -> dict[str, Any]:
     small["tokenizer.ggml.tokens"] = [names[id] for id in order]
     small["tokenizer.ggml.token_type"] = [types[id] for id in order]
     if merges:
-        kept_merges = set(used_merges)
+        merges_to_write = set(used_merges)
         small["tokenizer.ggml.merges"] = [
-            " ".join(merge) for merge in merges if merge in kept_merges
+            " ".join(merge) for merge in merges if merge in merges_to_write
         ]
     else:
         small["tokenizer.ggml.scores"] = [scores[id] for id in order]
@@ -170,6 +172,8 @@ def find_merges(name: str, rank: Any) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class TemplateCase:
+    """One conversation to render with every chat template."""
+
     name: str
     messages: list[dict[str, Any]]
     options: dict[str, Any] = field(default_factory=dict)
@@ -231,7 +235,7 @@ CASES = (
     TemplateCase("tool call", [SYSTEM, USER, CALL, RESULT], {"tools": [TOOL, TOOL]}),
     TemplateCase("documents", [USER], {"documents": [DOCUMENT, DOCUMENT]}),
     TemplateCase("parts", [PARTS, ANSWER, PARTS]),
-    TemplateCase("wrong roles", [ANSWER, ANSWER, {"role": "nobody", "content": "x"}]),
+    TemplateCase("wrong roles", [ANSWER, ANSWER, {"role": "unknown", "content": "x"}]),
 )
 
 
@@ -262,7 +266,7 @@ def compare_template(template: str, case: TemplateCase) -> tuple[str, str]:
         return "both refuse", ""
     if expected == actual:
         return "same", ""
-    return "different", f"expected {expected}\n      found {actual}"
+    return "different", f"expected {expected}\n      actual {actual}"
 
 
 def check_template(path: Path) -> bool:
@@ -312,7 +316,7 @@ def main() -> int:
         supported = [
             path
             for path in paths
-            if gguf.read(path).metadata["tokenizer.ggml.model"] not in OUT_OF_SCOPE
+            if gguf.read_gguf(path).metadata["tokenizer.ggml.model"] not in OUT_OF_SCOPE
         ]
         extracted = {
             path.stem.removeprefix("ggml-vocab-"): extract_cases(path) for path in supported

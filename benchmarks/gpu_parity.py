@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:. python3 benchmarks/gpu_parity.py [WORD] [--times 16]
 
-WORD keeps the cases that have it in their name. --times makes their models so many times as wide,
-which gives head dimensions of 64 to 256 and products of the sizes that have kernels of their own.
+WORD selects the cases whose name contains it. --times N makes their models N times as wide, which
+gives head dimensions of 64 to 256 and matrices of the sizes that have specialised kernels.
 
 float32: greedy tokens of ten prompts of several lengths, four at a time, so that prompts arrive
 while other requests decode. They must equal transformers' tokens with CUDA graphs, without, and
@@ -33,7 +33,7 @@ ENGINE_VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def check_case(name: str, times: int) -> tuple[str, float, float]:
-    """Run one case; returns what differs, and both largest differences in bfloat16."""
+    """Run one case; returns the differences, and both largest errors in bfloat16."""
     import torch
     import transformers
 
@@ -82,10 +82,10 @@ def check_case(name: str, times: int) -> tuple[str, float, float]:
         entries = zip(output.prompt_logprobs[1:], prompts[0][1:], strict=True)
         ours = torch.tensor([entry[token].logprob for entry, token in entries])
         exact = prompt_logprobs(model, prompts[0])
-        theirs = prompt_logprobs(model.bfloat16(), prompts[0])
+        reference = prompt_logprobs(model.bfloat16(), prompts[0])
     our_error = float((ours - exact).abs().max())
-    their_error = float((theirs - exact).abs().max())
-    return ", ".join(problems), our_error, their_error
+    reference_error = float((reference - exact).abs().max())
+    return ", ".join(problems), our_error, reference_error
 
 
 def count_mixed_graphs(llm: Any) -> int:
@@ -129,19 +129,19 @@ def main() -> int:
     args = parser.parse_args()
     names = [case.name for case in CASES if args.word in case.name]
     num_failed = 0
-    print(f"{'case':26}{'float32, greedy':>28}{'bf16, ours':>12}{'theirs':>9}")
+    print(f"{'case':26}{'float32, greedy':>28}{'bf16, ours':>12}{'reference':>11}")
     with ProcessPoolExecutor(NUM_PROCESSES, get_context("spawn")) as pool:
         futures = {name: pool.submit(check_case, name, args.times) for name in names}
         for name, future in futures.items():
             try:
-                problems, ours, theirs = future.result()
+                problems, our_error, reference_error = future.result()
             except Exception as error:
                 num_failed += 1
                 print(f"{name:26}{type(error).__name__}: {str(error)[:120]}", flush=True)
                 continue
             num_failed += bool(problems)
             verdict = f"differs: {problems}" if problems else "equal"
-            print(f"{name:26}{verdict:>28}{ours:12.4f}{theirs:9.4f}", flush=True)
+            print(f"{name:26}{verdict:>28}{our_error:12.4f}{reference_error:11.4f}", flush=True)
     print(f"{len(names)} cases, {num_failed} failed")
     return bool(num_failed)
 

@@ -1,11 +1,11 @@
-"""Check, time and tune the small kernels and the attention kernels on one GPU.
+"""Checks, times and tunes the small kernels and the attention kernels on one GPU.
 
     PYTHONPATH=src python3 benchmarks/kernels.py check   compare each kernel with its reference
     PYTHONPATH=src python3 benchmarks/kernels.py bench   times, and the share of the roofline floor
     PYTHONPATH=src python3 benchmarks/kernels.py tune    launch parameters of attention
 
-A further argument selects the cases that have it in their name. A check passes if the relative
-error is below a limit by type (tests/kernels/oracles.py). Outputs are full of NaN beforehand, and
+A further argument selects the cases whose name contains it. A check passes if the relative error is
+below the limit of its type (tests/kernels/oracles.py). Outputs are filled with NaN beforehand, and
 the KV cache holds NaN wherever no sequence has a position. Times are medians of replays of one CUDA
 graph of many calls, over copies of the KV cache that do not fit into the L2 cache. The floor is
 bytes at HBM_BYTES_PER_SECOND or operations at PEAK_FLOPS, both measured on an H200.
@@ -51,7 +51,7 @@ from tests.kernels.oracles import (
 
 HBM_BYTES_PER_SECOND = 4.25e12
 PEAK_FLOPS = 781e12  # bf16 operations per second
-NUM_PROCESSES = 12  # kernels are compiled in so many processes
+NUM_PROCESSES = 12  # that compile kernels in parallel
 BLOCK_SIZE = 64
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ATTENTION_SPECS = {
@@ -74,6 +74,8 @@ class KernelCheck(NamedTuple):
 
 
 class CheckResult(NamedTuple):
+    """The outcome of a KernelCheck."""
+
     name: str
     error: float
     limit: float
@@ -244,8 +246,8 @@ def run_checks(name_filter: str) -> int:
         results += part
     errors_by_kind: dict[str, list[float]] = {}
     for result in results:
-        words = result.name.split()
-        errors_by_kind.setdefault(f"{words[0]} {words[-1]}", []).append(result.error)
+        name_parts = result.name.split()
+        errors_by_kind.setdefault(f"{name_parts[0]} {name_parts[-1]}", []).append(result.error)
     for kind, errors in sorted(errors_by_kind.items()):
         print(f"{kind:30s} {len(errors):4d} checks, worst {max(errors):.1e}")
     failed = [result for result in results if not result.error < result.limit]
@@ -269,7 +271,7 @@ def run_in_processes(call: Callable, *arguments: object) -> list:
 
 
 def capture_graph(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Capture one call, after a call that compiles what it needs."""
+    """Capture one call, after another call that compiles its kernels."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -279,7 +281,7 @@ def capture_graph(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGrap
 
 
 def measure_microseconds(step: Callable[[], object], calls: int) -> float:
-    """Return the time of one of the `calls` that a step makes: the median of 9 graph replays."""
+    """Return the time of one of the `calls` of a step: the median of 9 graph replays."""
     graph, _ = capture_graph(step)
     graph.replay()
     times = []
@@ -296,7 +298,7 @@ def measure_microseconds(step: Callable[[], object], calls: int) -> float:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step of several calls to time, and what one call moves and computes at least."""
+    """A step of several calls to time, and the bytes and operations that one call needs."""
 
     step: Callable[[], object]
     calls: int
@@ -365,10 +367,13 @@ def time_rope_and_cache(tokens: int, spec: AttentionSpec, norm_kind: str | None)
     slot_mapping = torch.randperm(slots, device="cuda")[:tokens].int()
     angles = torch.rand(tokens, spec.head_dim // 2, device="cuda")
     weight = torch.ones(spec.head_dim, device="cuda")
+    weights = None
+    if norm_kind:
+        weights = (weight, weight)
     transform = QkTransform(
         (angles.cos(), angles.sin()),
         norm=norm_kind,
-        weights=(weight, weight) if norm_kind else None,
+        weights=weights,
         eps=1e-5,
     )
     width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
@@ -422,8 +427,10 @@ def all_timed_steps() -> NamedSteps:
 
 def attention_steps() -> NamedSteps:
     for (name, spec), (batch_size, seq_len) in product(ATTENTION_SPECS.items(), DECODE_SHAPES):
-        small = batch_size == 1 and seq_len < 2048
-        for early in (False, True) if small else (False,):
+        early_options = [False]
+        if batch_size == 1 and seq_len < 2048:
+            early_options.append(True)
+        for early in early_options:
             backend = TritonPagedAttention(early_decode=early)
             make_case = partial(decode_case, spec, batch_size, seq_len)
             yield (
@@ -431,7 +438,10 @@ def attention_steps() -> NamedSteps:
                 partial(build_step, time_decode, make_case, backend),
             )
     for (name, spec), seq_len in product(ATTENTION_SPECS.items(), (2048, 8192, 16384)):
-        for library_min_len in (None, 1) if spec.position is None else (None,):
+        min_lens: list[int | None] = [None]
+        if spec.position is None:
+            min_lens.append(1)  # every prefill goes to the library
+        for library_min_len in min_lens:
             backend = TritonPagedAttention(library_min_len=library_min_len)
             make_case = partial(prefill_case, spec, seq_len, seq_len)
             yield (
@@ -482,7 +492,7 @@ def run_benchmarks(name_filter: str) -> None:
         host_time = measure_host_microseconds(timed)
         print(
             f"{name:48s} {time_us:9.2f} us {rate} {share:6.1%} of the floor; "
-            f"{host_time:5.0f} us of host a call",
+            f"{host_time:5.0f} us of host time per call",
             flush=True,
         )
         del timed
@@ -492,7 +502,7 @@ def run_benchmarks(name_filter: str) -> None:
 
 
 def measure_host_microseconds(timed: TimedStep) -> float:
-    """Return the time of Python to launch one call, without waiting for the device."""
+    """Return the host time to launch one call, without waiting for the device."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     timed.step()
@@ -502,7 +512,7 @@ def measure_host_microseconds(timed: TimedStep) -> float:
 
 
 def print_first_library_calls() -> None:
-    """Print what the attention library costs the first time it meets a length."""
+    """Print the time of the attention library's first and later calls of a length."""
     spec = AttentionSpec(32, 8, 128)
     backend = TritonPagedAttention()
     for seq_len in (8192, 8192, 8448, 8300, 12032, 12032, 16000):
@@ -550,7 +560,9 @@ def decode_tilings(spec: AttentionSpec, batch_size: int, seq_len: int) -> list[P
     ]
     splits = {max(1, usual.splits // 2), usual.splits, min(64, usual.splits * 2)}
     head_groups = {usual.head_groups, 1, -(-heads // kv_heads // 16)}
-    max_unsplit_tiles = (1, 2, 4) if batch_size == 1 and seq_len <= 256 else (2,)
+    max_unsplit_tiles = [2]
+    if batch_size == 1 and seq_len <= 256:
+        max_unsplit_tiles = [1, 2, 4]
     tilings = [
         PagedDecodeTiling(*shape, *division)
         for shape, *division in product(tiles_warps_stages, splits, head_groups, max_unsplit_tiles)

@@ -1,13 +1,13 @@
 """Compares the embedded model with llama.cpp on this machine: two HTTP servers in one run.
 
     python benchmarks/laptop.py                     # every row
-    python benchmarks/laptop.py --rows decode,start # some: decode, prefill, server, start
+    python benchmarks/laptop.py --rows decode,start # of: decode, prefill, server, start
     python benchmarks/laptop.py agreement           # native kernels against float32: top-1 and KL
 
 llama.cpp comes as a wheel (xllamacpp) into a virtual environment in the user's cache. It serves the
 embedded file unchanged (Q4_1), and the same weights requantized to Q4_0 and Q8_0, with which it is
-fastest. Rounds of all servers alternate, so that other programs disturb all of them alike: compare
-the ratios.
+fastest. Rounds of all servers alternate, so that other programs disturb all of them equally:
+compare the ratios.
 
 Definitions:
   decode   one stream, 32 tokens in, 128 out: tokens per second between the first and last chunk
@@ -58,8 +58,8 @@ TARGETS = {
     "memory after all rows, MB": (900, 600, None),
 }
 HIGHER_IS_BETTER = ("decode", "prefill", "server")
-WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman")
-WORDS += ("life", "child", "world", "school", "state", "family", "student", "group")
+PROMPT_WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman")
+PROMPT_WORDS += ("life", "child", "world", "school", "state", "family", "student", "group")
 LLAMA_CPP_SERVER = """
 import sys, time, xllamacpp as x
 p = x.CommonParams()
@@ -81,6 +81,8 @@ while True:
 
 @dataclass
 class BenchmarkServer:
+    """A server process and its measurements by row."""
+
     name: str
     command: list[str]
     port: int
@@ -198,12 +200,14 @@ def requantize(path: Path, kind: str) -> Path:
 
 
 class ServerNotReady(Exception):
-    pass
+    """The server answered with another status than 200."""
 
 
 @dataclass(frozen=True)
 class StreamTiming:
-    sent: float  # seconds of the clock, as the others
+    """When a streamed request was sent and answered, in seconds of the clock."""
+
+    sent: float
     first_byte: float  # of text
     last_byte: float
     tokens: int
@@ -292,16 +296,16 @@ def measure_prefill(server: BenchmarkServer, rng: random.Random) -> None:
 
 def measure_burst(server: BenchmarkServer, rng: random.Random) -> None:
     for streams in (1, 4, 16, 32):
-        texts = [" ".join(rng.choice(WORDS) for _ in range(100)) for _ in range(streams)]
+        texts = [" ".join(rng.choice(PROMPT_WORDS) for _ in range(100)) for _ in range(streams)]
         timings = run_requests(
             server, f"server {streams}", [stream_chat(server.port, text, 64) for text in texts]
         )
-        seconds = max(each.last_byte for each in timings) - min(each.sent for each in timings)
-        server.record(f"server {streams}", sum(each.tokens for each in timings) / seconds)
-        server.record(
-            f"TTFT of {streams}, s",
-            statistics.median(each.first_byte - each.sent for each in timings),
-        )
+        first_sent = min(timing.sent for timing in timings)
+        seconds = max(timing.last_byte for timing in timings) - first_sent
+        num_tokens = sum(timing.tokens for timing in timings)
+        server.record(f"server {streams}", num_tokens / seconds)
+        ttft = statistics.median(timing.first_byte - timing.sent for timing in timings)
+        server.record(f"TTFT of {streams}, s", ttft)
         if streams == 16:
             server.record("memory after 16 chats, MB", server.memory_megabytes())
 
@@ -309,14 +313,14 @@ def measure_burst(server: BenchmarkServer, rng: random.Random) -> None:
 ROWS = {"decode": measure_decode, "prefill": measure_prefill, "server": measure_burst}
 
 
-def print_table(ours: BenchmarkServer, others: list[BenchmarkServer]) -> None:
-    names = "".join(f"{server.name:>16}" for server in (ours, *others))
+def print_table(ours: BenchmarkServer, rivals: list[BenchmarkServer]) -> None:
+    names = "".join(f"{server.name:>16}" for server in (ours, *rivals))
     print(f"\n{'':26}{names}{'of best':>9}{'required':>16}{'goal':>7}")
     for row in sorted(ours.measurements, key=lambda row: row.startswith("cpu")):
-        medians = [statistics.median(server.measurements[row]) for server in (ours, *others)]
+        medians = [statistics.median(server.measurements[row]) for server in (ours, *rivals)]
         higher_is_better = row.startswith(HIGHER_IS_BETTER)
         fraction = float("nan")
-        if others:
+        if rivals:
             best = max(medians[1:]) if higher_is_better else min(medians[1:])
             fraction = medians[0] / best
         digits = 1 if higher_is_better or max(medians) > 100 else 2
@@ -366,9 +370,9 @@ def compare(rows: list[str], rounds: int, threads: int, kinds: list[str]) -> Non
         str(threads),
     ]
     ours = BenchmarkServer("bloomery", command, 8700)
-    others = llama_cpp_servers(threads, kinds)
+    rivals = llama_cpp_servers(threads, kinds)
     try:
-        for server in (ours, *others):
+        for server in (ours, *rivals):
             if "start" in rows:
                 server.start()  # compiles bytecode and kernels
             for _ in range(rounds if "start" in rows else 1):
@@ -380,19 +384,19 @@ def compare(rows: list[str], rounds: int, threads: int, kinds: list[str]) -> Non
         rng = random.Random(7)
         for number in range(rounds + 1):
             for row in (row for row in rows if row in ROWS):
-                for server in (ours, *others):
+                for server in (ours, *rivals):
                     ROWS[row](server, rng)
             if number == 0:  # the first round warms up
-                for server in (ours, *others):
+                for server in (ours, *rivals):
                     server.measurements = {
                         row: values for row, values in server.measurements.items() if "start" in row
                     }
-        for server in (ours, *others):
+        for server in (ours, *rivals):
             server.record("memory after all rows, MB", server.memory_megabytes())
     finally:
-        for server in (ours, *others):
+        for server in (ours, *rivals):
             server.stop()
-    print_table(ours, others)
+    print_table(ours, rivals)
 
 
 # ---- agreement -----------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""ITL of running streams while long prompts arrive: does chunked prefill keep it near the target?
+"""ITL of decode streams while long prompts arrive: does chunked prefill keep it near the target?
 
     PYTHONPATH=src python3 benchmarks/long_prompts.py llama-8b   # a GPU: 64 streams, 8,000 tokens
     PYTHONPATH=src python3 benchmarks/long_prompts.py embedded   # two CPU cores: 4 streams, 600
 
-First one stream runs alone, which gives the batch-1 step that the target ITL is derived from. Then
-streams run in a closed loop. Once they all decode, long prompts (16 tokens out) arrive one after
-the other. Prints the ITL of the streams before and while prompts arrive, the target ITL, and the
-TTFT of the prompts.
+First one stream runs alone. The target ITL is derived from its batch-1 steps. Then streams run in a
+closed loop. Once they all decode, long prompts (16 output tokens) arrive one after the other. The
+script prints the ITL of the streams before and while prompts arrive, the target ITL, and the TTFT
+of the prompts.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from tests.engine.virtual_device import percentile
 
 
 class PromptLoad(NamedTuple):
+    """The number of decode streams, and the length of the long prompts."""
+
     num_streams: int
     prompt_tokens: int
 
@@ -41,6 +43,7 @@ CPU_LOAD = PromptLoad(4, 600)
 
 
 def create_engine(args: argparse.Namespace) -> AsyncLLM:
+    """Create an engine with random weights of a shape, or with the embedded model."""
     options = parse_pairs(args.option)
     model = None
     if args.shape != "embedded":
@@ -55,12 +58,12 @@ def create_engine(args: argparse.Namespace) -> AsyncLLM:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the phases one after the other and return the figures."""
+    """Run all phases and return the figures."""
     engine = create_engine(args)
     load = CPU_LOAD if args.shape == "embedded" else GPU_LOAD
     rng = random.Random(1)
     vocab = engine.capacity.vocab
-    gaps: dict[str, list[float]] = {"alone": [], "before": [], "during": []}
+    itls: dict[str, list[float]] = {"alone": [], "before": [], "during": []}
     phase = "warm-up"
 
     async def request(num_prompt: int, num_output: int, is_stream: bool) -> float:
@@ -76,8 +79,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             now = time.perf_counter()
             if not ttft:
                 ttft = now - begin
-            elif is_stream and phase in gaps:
-                gaps[phase].append(now - last)
+            elif is_stream and phase in itls:
+                itls[phase].append(now - last)
             last = now
         return ttft
 
@@ -109,14 +112,14 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": load.prompt_tokens,
         "prompts": len(prompt_ttfts),
     }
-    for name, values in gaps.items():
+    for name, values in itls.items():
         figures[f"itl_ms_{name}"] = {
             f"p{percent}": round(1e3 * percentile(values, percent / 100), 2)
             for percent in (50, 90, 99)
         }
     if args.policy == "fair":
         targets = LatencyTargets(inter_token_seconds=engine.plan.target_inter_token_seconds)
-        target_ms = 1e3 * targets.compute_inter_token_target(percentile(gaps["alone"], 0.5))
+        target_ms = 1e3 * targets.compute_inter_token_target(percentile(itls["alone"], 0.5))
         figures["target_itl_ms"] = round(target_ms, 2)
         figures["itl_p99_over_target"] = round(figures["itl_ms_during"]["p99"] / target_ms, 2)
     figures["prompt_ttft_s"] = round(percentile(prompt_ttfts, 0.5), 3)
@@ -130,7 +133,7 @@ def main() -> None:
     )
     parser.add_argument("shape", choices=[*SHAPES, "embedded"])
     parser.add_argument("--policy", choices=("fair", "fcfs"), default="fair")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each phase")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each phase")
     parser.add_argument(
         "--option", action="append", default=[], help="NAME=VALUE for AsyncLLM(...)"
     )

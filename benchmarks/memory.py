@@ -53,6 +53,8 @@ RequestSpec = tuple[int, int, dict[str, Any]]
 
 
 class MemoryBenchmark:
+    """An engine with random weights, whose KV cache takes all the memory it may have."""
+
     def __init__(
         self, shape: dict[str, Any], options: dict[str, Any], gpu_memory_utilization: float
     ):
@@ -80,7 +82,8 @@ class MemoryBenchmark:
         )
         start = time.perf_counter()
         self.plan, _ = build_engine_plan(config)
-        self.capacity = capacity = self.executor.start(self.plan)
+        capacity = self.executor.start(self.plan)
+        self.capacity = capacity
         self.ready_seconds = time.perf_counter() - start
         block_pool = BlockPool(capacity.blocks, capacity.block_size, False)
         scheduler = Scheduler(block_pool, capacity.max_num_batched_tokens, capacity.max_num_seqs)
@@ -89,7 +92,7 @@ class MemoryBenchmark:
     def peak_share(self) -> float:
         """Peak share of the device's memory in use.
 
-        That is the allocator's peak and what CUDA and other processes hold beside it.
+        It is the allocator's peak, plus the memory that CUDA and other processes hold.
         """
         cuda = self.torch.cuda
         free, total = cuda.mem_get_info()

@@ -1,17 +1,18 @@
-"""Short requests among long ones, through AsyncLLM: the fair policy beside fcfs.
+"""Latency of short requests among long ones, through AsyncLLM, with the fair and fcfs policies.
 
     PYTHONPATH=src python3 benchmarks/mixed_latency.py llama-8b --plot mixed.svg   # a GPU
     PYTHONPATH=src python3 benchmarks/mixed_latency.py embedded --plot mixed.svg   # two CPU cores
     PYTHONPATH=src python3 benchmarks/mixed_latency.py virtual                     # no GPU
 
-Long requests run in a closed loop (2,000 tokens in, 512 out, 256 at once). Short ones (32 in, 16
-out) arrive at random, 5 a second. The embedded model gets a smaller load. Weights are random. Each
-policy runs in a process of its own, one after the other, because an engine keeps its memory. The
-plot shows the latency of every short request and the ITL of the long ones.
+Long requests run in a closed loop (2,000 prompt tokens, 512 output tokens, 256 requests at once).
+Short requests (32 prompt tokens, 16 output tokens) arrive at random, 5 per second. The embedded
+model gets a smaller load. Weights are random. Each policy runs in its own process, one after the
+other, because an engine keeps its memory. The plot shows the latency of every short request and the
+ITL of the long ones.
 
-`virtual` is the GPU's load on the real API, engine process, loop and scheduler, in real time, with
-an executor that only waits as long as an H200 would (tests/engine/virtual_device.py). It shows what
-the host does to the figures, and nothing about a GPU.
+`virtual` runs the GPU's load in real time through the real API, engine process, loop and scheduler,
+with an executor that only waits as long as an H200 would (tests/engine/virtual_device.py). It shows
+the influence of the host on the figures, and nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from tests.engine.virtual_device import (
     percentile,
 )
 
-# A model so small that a KV cache for all requests is nothing. It never runs.
+# A model that is never run. It is so small that the KV cache of all requests needs little memory.
 TINY_SHAPE = SHAPES["llama-1b"] | {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -75,21 +76,21 @@ VIRTUAL_OPTIONS = {
     "steps_in_flight": 2,
 }
 ENGINE_FLAG = "--engine-process"  # this script is then the engine process of `virtual`
-# On an H200, for the 8B shape.
-TARGETS = {"short_p99_x": 4.0, "long_tok_s": 4636, "long_gap_p99": 0.065}
+# For the 8B shape on an H200. Latencies are seconds; short_p99_x is a multiple of the solo time.
+TARGETS = {"short_p99_x": 4.0, "long_tok_s": 4636, "long_itl_p99": 0.065}
 COLUMNS = (
     "short_p50",
     "short_p99",
     "short_p99_x",
     "long_tok_s",
-    "long_gap_p50",
-    "long_gap_p99",
+    "long_itl_p50",
+    "long_itl_p99",
     "overhead",
 )
 
 
 class WaitingExecutor:
-    """An executor in real time: results come when a virtual device would be done."""
+    """An executor in real time. A result is returned when a virtual device would be done."""
 
     def __init__(self, device: VirtualDevice = H200, seed: int = 0):
         self.device = device
@@ -119,8 +120,10 @@ class WaitingExecutor:
 
 @dataclass(frozen=True)
 class DelayedResult:
+    """A pending step. Reading its result sleeps until the step would have ended."""
+
     output: StepOutput
-    end: float
+    end: float  # seconds on the monotonic clock
 
     def result(self) -> StepOutput:
         time.sleep(max(self.end - time.monotonic(), 0.0))
@@ -134,6 +137,7 @@ class VirtualLLM(AsyncLLM):
 
 
 def create_engine(shape: str, policy: str, options: dict[str, Any]) -> AsyncLLM:
+    """Create an engine with random weights of a shape, or with the embedded model."""
     model = None
     if shape != "embedded":
         folder = Path(tempfile.mkdtemp()) / shape
@@ -152,6 +156,8 @@ def create_engine(shape: str, policy: str, options: dict[str, Any]) -> AsyncLLM:
 
 
 class RequestTimes(NamedTuple):
+    """The times of one request, in seconds."""
+
     ttft: float
     total: float
     num_tokens: int
@@ -169,10 +175,10 @@ class MixedLoadRun:
         self.begin = 0.0
         self.short: list[RequestTimes] = []
         self.long: list[RequestTimes] = []
-        self.long_gaps: list[float] = []
+        self.long_itls: list[float] = []
 
     async def run(self) -> dict[str, Any]:
-        """Return the figures of the load, without those that only the engine knows."""
+        """Run the load and return the figures that its requests give."""
         short_tokens = self.load.short_tokens
         for _ in range(3):
             await self.request(short_tokens)
@@ -198,9 +204,9 @@ class MixedLoadRun:
             "short_p99_x": percentile(latencies, 0.99) / solo_seconds,
             "short_ttft_p99": percentile([times.ttft for times in self.short], 0.99),
             "long_tok_s": long_tokens / wall_seconds,
-            "long_gap_p50": percentile(self.long_gaps, 0.5),
-            "long_gap_p99": percentile(self.long_gaps, 0.99),
-            "long_gap_max": max(self.long_gaps),
+            "long_itl_p50": percentile(self.long_itls, 0.5),
+            "long_itl_p99": percentile(self.long_itls, 0.99),
+            "long_itl_max": max(self.long_itls),
             "long_ttft_p99": percentile([times.ttft for times in self.long], 0.99),
         }
 
@@ -209,9 +215,12 @@ class MixedLoadRun:
         return time.perf_counter() >= self.begin + self.seconds
 
     async def request(
-        self, num_tokens: tuple[int, int], gaps: list[float] | None = None
+        self, num_tokens: tuple[int, int], itls: list[float] | None = None
     ) -> RequestTimes:
-        """Send one request of (prompt, output) tokens and wait for its end."""
+        """Send one request of (prompt, output) tokens and wait for its end.
+
+        Its inter-token latencies are appended to `itls`.
+        """
         num_prompt, num_output = num_tokens
         prompt = [self.rng.randrange(10, self.vocab - 10) for _ in range(num_prompt)]
         params = SamplingParams(
@@ -226,14 +235,14 @@ class MixedLoadRun:
             num_received += len(piece.token_ids)
             if not ttft:
                 ttft = now - begin
-            elif gaps is not None:
-                gaps.append(now - last)
+            elif itls is not None:
+                itls.append(now - last)
             last = now
         return RequestTimes(ttft, last - begin, num_received)
 
     async def repeat_long(self) -> None:
         while not self.is_over:
-            self.long.append(await self.request(self.load.long_tokens, self.long_gaps))
+            self.long.append(await self.request(self.load.long_tokens, self.long_itls))
 
     async def run_short(self) -> None:
         self.short.append(await self.request(self.load.short_tokens))
@@ -257,17 +266,17 @@ async def measure_policy(
     for name, value in figures.items():
         if isinstance(value, float):
             figures[name] = round(value, 4)
-    gaps = sorted(run.long_gaps)
+    itls = sorted(run.long_itls)
     points = {
         "short": sorted(times.total for times in run.short),
-        "gaps": gaps[:: max(len(gaps) // 2000, 1)],
+        "itls": itls[:: max(len(itls) // 2000, 1)],
     }
     engine.close()
     return {"figures": figures, "points": points}
 
 
 def plot_runs(runs: dict[str, dict[str, Any]], solo_seconds: float) -> str:
-    """Draw both distributions: the share of requests or gaps that took no longer."""
+    """Draw the cumulative distributions of short latencies and of long ITLs as an SVG."""
 
     def cumulative(values: list[float]) -> list[tuple[float, float]]:
         return [(1000 * value, 100 * (i + 1) / len(values)) for i, value in enumerate(values)]
@@ -275,10 +284,10 @@ def plot_runs(runs: dict[str, dict[str, Any]], solo_seconds: float) -> str:
     solo_ms = 1000 * solo_seconds
     short = [ChartSeries(name, cumulative(run["points"]["short"])) for name, run in runs.items()]
     short.append(ChartSeries("alone", [(solo_ms, 0.0), (solo_ms, 100.0)], dashed=True))
-    gaps = [ChartSeries(name, cumulative(run["points"]["gaps"])) for name, run in runs.items()]
+    itls = [ChartSeries(name, cumulative(run["points"]["itls"])) for name, run in runs.items()]
     return stack_charts(
-        draw_chart("Short requests, whole answer", "ms", "% done within", short, log_x=True),
-        draw_chart("Long requests, ITL", "ms", "% within", gaps, log_x=True),
+        draw_chart("Short requests, end to end", "ms", "% done within", short, log_x=True),
+        draw_chart("Long requests, ITL", "ms", "% within", itls, log_x=True),
     )
 
 
@@ -295,6 +304,7 @@ def stack_charts(*charts: str) -> str:
 
 
 def print_comparison(runs: dict[str, dict[str, Any]], shape: str) -> None:
+    """Print one row per policy, and the throughput of fair relative to fcfs."""
     print(f"\n{'':12}" + "".join(f"{column:>14}" for column in COLUMNS))
     for name, run in runs.items():
         print(f"{name:12}" + "".join(f"{run['figures'][column]:14.4g}" for column in COLUMNS))
@@ -319,6 +329,7 @@ def run_in_subprocess(policy: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_pairs(pairs: list[str]) -> dict[str, Any]:
+    """Parse NAME=VALUE options."""
     split = (pair.split("=", 1) for pair in pairs)
     return {name: parse_value(value) for name, value in split}
 
@@ -328,14 +339,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shape", choices=[*SHAPES, "embedded", "virtual"])
-    parser.add_argument("--policy", choices=("fair", "fcfs"), action="append")
-    parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--longs", type=int, help="long requests at once")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument(
+        "--policy", choices=("fair", "fcfs"), action="append", help="default: both policies"
+    )
+    parser.add_argument("--seconds", type=float, default=40.0, help="duration of the load")
+    parser.add_argument("--longs", type=int, help="number of long requests at once")
+    parser.add_argument("--plot", type=Path, help="write the plot to this SVG file")
     parser.add_argument(
         "--option", action="append", default=[], help="NAME=VALUE for AsyncLLM(...)"
     )
-    # The figures of one policy, for the process that started this one.
+    # A child process writes the figures of one policy to this file.
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.output:

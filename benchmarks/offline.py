@@ -102,7 +102,7 @@ class OfflineWorkload(NamedTuple):
 
 
 class DeviceRates(NamedTuple):
-    """What this GPU reaches: bytes per second of a copy, operations per second of a matmul."""
+    """Measured rates of this GPU: bytes per second of a copy, operations per second of a matmul."""
 
     copy: float
     matmul: float
@@ -132,7 +132,9 @@ def build_workload(name: str, vocab_size: int) -> OfflineWorkload:
         return OfflineWorkload(prompts, [rng.randint(100, 1024) for _ in range(count)])
     if kind == "prefill":
         return OfflineWorkload([random_ids(int(numbers[0]))], [1])
-    raise SystemExit(f"unknown work {name!r}: fixed:BATCH:IN:OUT, mixed:N or prefill:N")
+    raise SystemExit(
+        f"unknown workload {name!r}: expected fixed:BATCH:IN:OUT, mixed:N or prefill:N"
+    )
 
 
 def time_on_gpu(work: Callable[[], object], repeat: int = 10) -> float:
@@ -163,8 +165,11 @@ def measure_rates() -> DeviceRates:
 
 
 def floor_seconds(llm: Any, workload: OfflineWorkload, rates: DeviceRates) -> float:
-    """The least seconds: the operations of all prompts, then for every decode step one pass over
-    the weights and the KV cache of the running sequences."""
+    """The least seconds of a workload.
+
+    They are the operations of all prompts, then for every decode step one pass over the weights
+    and the KV cache of the running sequences.
+    """
     from bloomery.roofline import count_parameters, kv_bytes_per_token
 
     decoder = llm.executor.worker.decoder

@@ -1,10 +1,10 @@
-"""Kernels for packed (quantized) weights on one GPU: correctness, speed and tilings.
+"""Checks, times and tunes the kernels for packed (quantized) weights on one GPU.
 
     PYTHONPATH=src python3 benchmarks/packed.py check   every kernel and format against float64
     PYTHONPATH=src python3 benchmarks/packed.py bench   linear layers by format and batch size
     PYTHONPATH=src python3 benchmarks/packed.py tune    the fastest tilings of GEMV and GEMM
 
-A word after the verb selects the cases that have it in their name. Times are medians of replays of
+A further argument selects the cases whose name contains it. Times are medians of replays of
 one CUDA graph, over more weights than the L2 cache holds. The floor is the bytes of codes and
 scales at HBM_BYTES_PER_SECOND, which was measured on an H200. Weights are random.
 """
@@ -365,7 +365,7 @@ def bench_decode_steps(selected: str) -> None:
 
 
 def kernels_to_time(format_name: str, tokens: int) -> list[str]:
-    """The kernels that might be fastest for this format and number of tokens."""
+    """Return the kernels that might be fastest for this format and number of tokens."""
     kernels = []
     if tokens <= 4:
         kernels.append("gemv")
@@ -428,7 +428,7 @@ def bench_linears(selected: str) -> None:
         dense = dense_us[model, tokens]
         print(
             f"linear {model:9s} {format_name:5s} {tokens:5d} {kernel:10s}"
-            f" {time_us:8.1f} us a layer; bf16 {dense:8.1f}, {dense / time_us:.2f} x",
+            f" {time_us:8.1f} us per layer; bf16 {dense:8.1f}, {dense / time_us:.2f} x",
             flush=True,
         )
 
@@ -517,7 +517,7 @@ def make_gemv_run(
 
 
 def candidate_gemv_tilings(model: str, layer: str, format_name: str) -> list[PackedGemvTiling]:
-    """The tilings to try: few chunks past the end of a row, and no useless prefetch."""
+    """Return the tilings to try: few chunks past the end of a row, and no useless prefetch."""
     _, columns, _, epilogue = MODEL_SHAPES[model].linear_shapes()[layer]
     bits = 8 if format_name in ("int8", "fp8") else 4
     row_chunks = columns * bits // 128
@@ -666,9 +666,9 @@ def tune_gemm(jobs: list[GemmJob]) -> None:
 
 
 def main() -> int:
-    """Run the verb of the command line."""
-    verb, selected = (*sys.argv[1:], "", "")[:2]
-    match verb:
+    """Run the command of the command line."""
+    command, selected = (*sys.argv[1:], "", "")[:2]
+    match command:
         case "check":
             return check(selected)
         case "bench":

@@ -1,13 +1,13 @@
-"""Load time of each quantization format, relative to loading without quantization.
+"""Measures the load time of each quantization format, relative to loading without quantization.
 
     PYTHONPATH=src:. python3 benchmarks/packed_load.py [SHAPE] [--formats int8 int4 fp8 nf4]
         [--rounds 2] [--checkpoint-dir FOLDER]
 
-Every load runs in its own process, and the formats take turns. Weights are random and made on the
-device, so that quantization shows and no disk hides it. With --checkpoint-dir a bfloat16 checkpoint
-of random weights is written there once and read each time, as a user's would be. Seconds are of
-loading alone: a first matrix compiles the kernels beforehand. The fastest round counts. The exit
-code is the number of formats that take more than MAX_SLOWDOWN times as long.
+Every load runs in its own process, and the formats alternate. Weights are random and made on the
+device, so that the disk does not hide the time of quantization. With --checkpoint-dir a bfloat16
+checkpoint of random weights is written there once and read each time, as a user's would be. Seconds
+are those of loading only: a first matrix compiles the kernels beforehand. The fastest round counts.
+The exit code is the number of formats that take more than MAX_SLOWDOWN times as long.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_SLOWDOWN = 1.5
 
 
 class LoadResult(NamedTuple):
-    """What one load took."""
+    """Time and memory of one load."""
 
     seconds: float
     weights_gib: float

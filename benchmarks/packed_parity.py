@@ -1,13 +1,13 @@
-"""Quantized checkpoints on the CPU and on the GPU: the same tokens and logprobs?
+"""Compares the tokens and logprobs of quantized checkpoints on the CPU and on the GPU.
 
     PYTHONPATH=src:. python3 benchmarks/packed_parity.py [--width 4] [--only int4 fp8]
 
-`bloomery quantize` writes a random Llama, WIDTH times as wide as the tests' own, in each format.
-Both devices serve it in float32: greedy tokens of eight prompts, and the logprobs of the prompts'
-tokens. Both read the same codes. What differs is the order of sums and, in fp8, that the GPU
-quantizes the inputs of larger GEMMs to 8 bits as well (W8A8), which is how the format is meant.
-There tokens may differ, and logprobs by up to MAX_FP8_DIFFERENCE: with the same rounding on a CPU
-the logprobs of this model move by up to 0.51, because random weights amplify every error.
+`bloomery quantize` writes a random Llama, WIDTH times as wide as in the tests, in each format. Both
+devices serve it in float32: greedy tokens of eight prompts, and the logprobs of the prompts'
+tokens. Both read the same codes. They differ in the order of sums. For fp8 the GPU also quantizes
+the inputs of larger GEMMs to 8 bits (W8A8), as the format intends. There tokens may differ, and
+logprobs by up to MAX_FP8_DIFFERENCE: with the same rounding on a CPU the logprobs of this model
+change by up to 0.51, because random weights amplify every error.
 
 The native CPU kernels are off, because they quantize the inputs of every GEMM in another way.
 """
@@ -29,7 +29,7 @@ NUM_TOKENS = 24  # generated per prompt
 
 
 class ParityResult(NamedTuple):
-    """How a format compares on the two devices."""
+    """The comparison of a format on the two devices."""
 
     num_equal: int  # prompts with equal tokens
     num_prompts: int

@@ -157,8 +157,9 @@ def run_message_rank(rank: int, address: str) -> None:
         groups = {"shared memory": group, "torch": group.fallback}
     for num_rows in (1, 16, 512):
         x = torch.zeros(num_rows, SHAPE["hidden_size"])
-        for name, each in groups.items():
-            microseconds = 1e6 * median_seconds(lambda each=each, x=x: each.all_reduce(x))
+        for name, candidate in groups.items():
+            seconds = median_seconds(lambda candidate=candidate, x=x: candidate.all_reduce(x))
+            microseconds = 1e6 * seconds
             if rank == 0:
                 kib = x.nbytes / 1024
                 print(f"all-reduce of {kib:.0f} KiB through {name}: {microseconds:.0f} us")
@@ -230,8 +231,11 @@ def compare_layouts(folder: Path, weights: str, args: argparse.Namespace) -> Non
                 )
     for engine in engines.values():
         engine.executor.close()
-    wall = {key: median(each.wall for each in times) for key, times in samples.items()}
-    cpu = {key: median(each.busiest_rank_cpu for each in times) for key, times in samples.items()}
+    wall = {}
+    cpu = {}
+    for key, token_times in samples.items():
+        wall[key] = median(token_time.wall for token_time in token_times)
+        cpu[key] = median(token_time.busiest_rank_cpu for token_time in token_times)
     print_table(f"{weights}, by the clock", wall, args.streams)
     print_table(f"{weights}, CPU time of the busiest rank", cpu, args.streams)
 
@@ -246,7 +250,9 @@ def print_table(title: str, seconds: dict[tuple[str, int], float], num_streams: 
     def format_speedup(name: str, kind: str, count: int) -> str:
         speedup = seconds["one rank", count] / seconds[name, count]
         target = TARGET_SPEEDUPS.get((name, kind))
-        return f"{speedup:.2f}" + (f" (target {target})" if target else "")
+        if target is None:
+            return f"{speedup:.2f}"
+        return f"{speedup:.2f} (target {target})"
 
     for name in LAYOUTS:
         milliseconds = 1000 * seconds[name, 1]

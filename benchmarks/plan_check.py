@@ -220,8 +220,8 @@ def check_this_machine(
         f"{source.name}, {hardware.title}, {threads} threads: "
         f"reads {measurement.bandwidth / 1e9:.1f} GB/s, GFLOP/s: {rates}"
     )
-    if measurement.doubt:
-        print(f"doubtful: {measurement.doubt}")
+    if measurement.warning:
+        print(f"warning: {measurement.warning}")
     hardware = with_measured_rates(
         hardware, {"bandwidth": measurement.bandwidth, "rates": measurement.rates}
     )

@@ -1,10 +1,10 @@
-"""GEMV, sampling and mixture-of-experts kernels on one GPU: correctness, speed and tilings.
+"""Checks, times and tunes GEMV, sampling and mixture-of-experts kernels on one GPU.
 
     PYTHONPATH=src python3 benchmarks/products.py check   every kernel against its reference
     PYTHONPATH=src python3 benchmarks/products.py bench   times next to the libraries' and the floor
     PYTHONPATH=src python3 benchmarks/products.py tune    the fastest GEMV tilings in a decode step
 
-A word after the verb selects the cases that have it in their name. Times are medians of replays of
+A further argument selects the cases whose name contains it. Times are medians of replays of
 one CUDA graph, over more weights than the L2 cache holds. A decode step here is all linear layers
 of a model for one token, without attention. Its floor is the bytes of the weights at
 HBM_BYTES_PER_SECOND, which was measured on an H200.
@@ -142,7 +142,10 @@ def experts_checks() -> Iterator[Check]:
     for (name, dtype), tokens in product(DTYPES.items(), (1, 3, 17, 200, 3000)):
         for model, (num_experts, top_k, intermediate_size, hidden_size) in shapes.items():
             sizes = (num_experts, top_k, min(intermediate_size, 1536), min(hidden_size, 2048))
-            for method in ("gemv", "grouped") if tokens <= 17 else ("grouped",):
+            methods = ["grouped"]
+            if tokens <= 17:
+                methods.append("gemv")
+            for method in methods:
                 shape = (tokens, *sizes, method, dtype, "cuda")
                 call = partial(check_experts, *shape)
                 limit = LINEAR_ERROR_LIMITS[dtype]
@@ -184,8 +187,8 @@ def run_checks(make_checks: Callable[[], Iterator[Check]], selected: str) -> int
     results = [result for part in parts for result in part]
     errors_by_kind: dict[str, list[float]] = {}
     for name, error, _, _ in results:
-        words = name.split()
-        errors_by_kind.setdefault(f"{words[0]} {words[-1]}", []).append(error)
+        name_parts = name.split()
+        errors_by_kind.setdefault(f"{name_parts[0]} {name_parts[-1]}", []).append(error)
     for kind, errors in sorted(errors_by_kind.items()):
         print(f"{kind:30s} {len(errors):4d} checks, largest error {max(errors):.1e}")
     failures = [result for result in results if not result[1] < result[2]]
@@ -255,7 +258,7 @@ class DecodeStepLinears:
 
 
 def make_rope_transform(shape: ModelShape) -> QkTransform:
-    """The rope of one token, or none if the model has no rope."""
+    """Return the rope of one token; an empty transform if the model has no rope."""
     if not shape.rope:
         return QkTransform()
     angles = torch.ones(1, shape.head_dim // 2, device="cuda")
@@ -263,7 +266,7 @@ def make_rope_transform(shape: ModelShape) -> QkTransform:
 
 
 def num_copies(nbytes: int) -> int:
-    """How many matrices of this size to cycle through so that the L2 cache does not help."""
+    """Return how many matrices of this size to cycle through so that the L2 cache does not help."""
     return max(2, min(64, (3 << 29) // nbytes))
 
 
@@ -274,13 +277,15 @@ def bench_gemv(selected: str) -> None:
             label = f"gemv {model} {name}"
             if selected in label:
                 bias = shape.bias and name != "head"
-                token_counts = (1, 2, 4) if name in ("o", "down", "head") else (1,)
+                token_counts = [1]
+                if name in ("o", "down", "head"):
+                    token_counts += [2, 4]
                 bench_linear(label, linear_shape, bias, token_counts)
                 torch.cuda.empty_cache()
 
 
 def bench_linear(
-    label: str, shape: tuple[int, int, str, str], bias: bool, token_counts: tuple[int, ...]
+    label: str, shape: tuple[int, int, str, str], bias: bool, token_counts: list[int]
 ) -> None:
     """Time one linear layer over copies of its weights."""
     rows, columns, *_ = shape
@@ -516,17 +521,17 @@ CANDIDATE_TILINGS = [
 
 
 def candidate_tilings(rows: int, columns: int, epilogue: str) -> list[GemvTiling]:
-    """The tilings to try, the one in use first."""
+    """Return the tilings to try, the one in use first."""
     paired = epilogue.startswith(("qkv", "gate"))
     current = gemv.select_gemv_tiling(rows, columns, paired, 2)
     candidates = [
         GemvTiling(max(1, outputs // 2) if paired else outputs, block_k, warps)
         for outputs, block_k, warps in CANDIDATE_TILINGS
     ]
-    others = [
+    alternatives = [
         tiling for tiling in candidates if tiling != current and columns % tiling.block_k == 0
     ]
-    return [current, *others]
+    return [current, *alternatives]
 
 
 def compile_gemv_part(part: int, jobs: list[tuple[str, str, GemvTiling | None]]) -> None:
@@ -534,8 +539,10 @@ def compile_gemv_part(part: int, jobs: list[tuple[str, str, GemvTiling | None]])
     for model, name, tiling in jobs[part::NUM_PROCESSES]:
         shape = MODEL_SHAPES[model]
         linear_shape = shape.linear_shapes()[name]
-        several = tiling is None and name in ("o", "down", "head")
-        for tokens in (1, 2, 4) if several else (1,):
+        token_counts = [1]
+        if tiling is None and name in ("o", "down", "head"):
+            token_counts += [2, 4]
+        for tokens in token_counts:
             bias = shape.bias and name != "head"
             case = LinearCase.make(*linear_shape, bias, BF16, "cuda")
             x = torch.randn(tokens, linear_shape[1], device="cuda").bfloat16()
@@ -609,9 +616,9 @@ def tune_model(model: str, layers: dict[str, list[GemvTiling]]) -> None:
 
 
 def main() -> int:
-    """Run the verb of the command line."""
-    verb, selected = (*sys.argv[1:], "", "")[:2]
-    match verb:
+    """Run the command of the command line."""
+    command, selected = (*sys.argv[1:], "", "")[:2]
+    match command:
         case "check":
             return check(selected)
         case "bench":

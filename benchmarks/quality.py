@@ -1,4 +1,4 @@
-"""Measures what quantization costs in quality: every format against full precision, on real text.
+"""Measures the quality of every quantization format compared with full precision, on real text.
 
     PYTHONPATH=src:. python3 benchmarks/quality.py [MODEL] [--tokens 1024] [--packed FOLDER]
         [--plot docs/quality.svg]
@@ -43,7 +43,7 @@ TOPICS = (
     "function",
     "yieldexpr",
 )
-SKIPPED = 16  # first positions, which have too little context
+NUM_SKIPPED = 16  # first positions, which have too little context
 
 
 def encode_text(num_tokens: int, encode: Callable[[str], list[int]]) -> list[int]:
@@ -52,21 +52,21 @@ def encode_text(num_tokens: int, encode: Callable[[str], list[int]]) -> list[int
 
 
 def load_decoder(artifact: ModelArtifact, format_name: str) -> tuple[Decoder, int]:
-    found = describe_model(artifact)
+    model_info = describe_model(artifact)
     source = open_source(artifact)
     weights = ModelWeights(
         source,
-        resolve_name_prefix(found.names, source.names()),
+        resolve_name_prefix(model_info.names, source.names()),
         torch.float32,
         CPU,
-        select_format(found.quantization, format_name),
+        select_format(model_info.quantization, format_name),
     )
-    return Decoder(found.model, weights), weights.bytes
+    return Decoder(model_info.model, weights), weights.loaded_bytes
 
 
 def token_logprobs(decoder: Decoder, ids: list[int]) -> torch.Tensor:
     """Log-probabilities [positions, vocab], from one pass over all positions."""
-    return decoder_logits(decoder, ids, len(ids))[SKIPPED:].log_softmax(-1)
+    return decoder_logits(decoder, ids, len(ids))[NUM_SKIPPED:].log_softmax(-1)
 
 
 def main() -> None:
@@ -92,11 +92,10 @@ def main() -> None:
     decoder, size = load_decoder(artifact, "auto")
     num_weights = size * 8 / 32
     full = token_logprobs(decoder, ids)
-    target = torch.tensor(ids[SKIPPED + 1 :])
+    target = torch.tensor(ids[NUM_SKIPPED + 1 :])
     print(f"{artifact.name}: {len(ids)} tokens, {num_weights / 1e6:.0f} million weights\n")
-    print(
-        "| format | bits a weight | MB | perplexity | KL | same top-1 |\n|---|---|---|---|---|---|"
-    )
+    print("| format | bits per weight | MB | perplexity | KL | same top-1 |")
+    print("|---|---|---|---|---|---|")
     points = []
     variants = [(name, artifact, name) for name in args.formats if name != "none"]
     variants += [(Path(folder).name, locate_model(folder), "auto") for folder in args.packed]

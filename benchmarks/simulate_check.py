@@ -1,12 +1,13 @@
-"""The simulator beside the engine: one trace in real time through AsyncLLM, then in virtual time.
+"""Compares the simulator with the engine: the same traces in real time and in virtual time.
 
     PYTHONPATH=src python3 benchmarks/simulate_check.py llama-8b --gpu h200 mixed:256 poisson:12
     PYTHONPATH=src python3 benchmarks/simulate_check.py embedded poisson:1 --lengths 32:16 -n 20
 
-First the engine serves each trace. Then steps of many sizes are measured in this process, and the
-simulator is calibrated on them. Then each trace is simulated. mixed:N is N clients in a closed loop
-(2,000 in, 512 out, three requests for every two of them) and short requests (32 in, 16 out) at 5 a
-second. Targets: throughput within 10 %, p99 of the TTFT within 20 %.
+First the engine (AsyncLLM) serves each trace in real time. Then this process measures steps of many
+sizes and calibrates the simulator on them. Then each trace is simulated. The trace mixed:N has N
+clients in a closed loop (2,000 prompt tokens, 512 output tokens, 1.5 N requests in all) and short
+requests (32 prompt tokens, 16 output tokens) at 5 per second. Targets: throughput within 10 %, p99
+of the TTFT within 20 %.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ SHAPES = Path(__file__).parent / "shapes"
 
 
 def create_trace(pattern: str, args: argparse.Namespace) -> list[RequestArrival]:
+    """Create the arrivals of mixed:N, or of a pattern of `bloomery bench`."""
     kind, _, number = pattern.partition(":")
     if kind != "mixed":
         return generate_arrivals(pattern, args.requests, parse_lengths(args.lengths), 1)
@@ -70,8 +72,8 @@ async def serve_trace(
         )
         record.sent = time.perf_counter()
         async for piece in llm.stream({"prompt_token_ids": prompt}, params):
-            record.stamps.append(time.perf_counter())
-            record.tokens += len(piece.token_ids)
+            record.piece_times.append(time.perf_counter())
+            record.output_tokens += len(piece.token_ids)
         record.done = time.perf_counter()
 
     async def serve_session(indices: list[int]) -> None:
@@ -85,7 +87,7 @@ async def serve_trace(
 def measure_engine_steps(model: str | None, options: dict[str, Any]) -> list[MeasuredStep]:
     """Measure steps of many sizes in this process.
 
-    LLM uses the fcfs policy; the fair one would split the steps.
+    LLM uses the fcfs policy. The fair policy would split the steps.
     """
     llm = LLM(model, **options)
     steps = [MeasuredStep(**row) for row in measure_steps(llm.loop, llm.capacity)]
@@ -96,8 +98,9 @@ def measure_engine_steps(model: str | None, options: dict[str, Any]) -> list[Mea
 async def serve_traces(
     engine: AsyncLLM, traces: list[list[RequestArrival]]
 ) -> list[list[RequestRecord]]:
+    """Serve the traces one after the other, after a warm-up."""
     vocab = engine.capacity.vocab
-    await serve_trace(engine, [RequestArrival(0.0, 32, 8)] * 4, vocab)  # warm-up
+    await serve_trace(engine, [RequestArrival(0.0, 32, 8)] * 4, vocab)
     return [await serve_trace(engine, arrivals, vocab) for arrivals in traces]
 
 
@@ -119,7 +122,7 @@ def print_comparison(
 
 
 def place_model(model: str | None, gpu: str | None) -> PlacedModel:
-    """Place the model on this machine, or on the GPU of that name."""
+    """Place the model on this machine, or on the GPU of the given name."""
     source = read_model_source(model)
     hardware = find_hardware(gpu) if gpu else detect_hardware(resolve_device("auto"))
     precision = source.stored
@@ -137,10 +140,10 @@ def main() -> None:
     )
     parser.add_argument("shape", help="a file of benchmarks/shapes, or embedded")
     parser.add_argument("traces", nargs="+", help="mixed:N, or a pattern of `bloomery bench`")
-    parser.add_argument("--gpu", help="name in the hardware table; default: what the driver says")
-    parser.add_argument("--lengths", default="sharegpt")
-    parser.add_argument("-n", "--requests", type=int, default=300)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--gpu", help="name in the hardware table (default: detected)")
+    parser.add_argument("--lengths", default="sharegpt", help="as for `bloomery bench`")
+    parser.add_argument("-n", "--requests", type=int, default=300, help="requests of a trace")
+    parser.add_argument("--threads", type=int, help="CPU threads of the engine")
     args = parser.parse_args()
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,

@@ -1,11 +1,11 @@
-"""Loading weights from disk to the device: by the weight stream, by mapping, and reading alone.
+"""Measures loading of weights from disk: by the weight stream, by mapping, and reading alone.
 
     PYTHONPATH=src python3 benchmarks/weight_streaming.py [--gib 4] [--device cuda]
 
-Writes a checkpoint with the matrices of an 8B model and loads it in every way: with the file in the
-page cache (warm, best of three, mapped once) and without (cold, once, after the system was told to
-drop it). `read alone` uses as many threads and buffers as the stream, but no device. Before that,
-the bytes that the stream delivers are compared with those of the file.
+Writes a checkpoint with the matrices of an 8B model, checks that the stream delivers the bytes of
+the file, and loads it by each method: with the file in the page cache (warm, best of three, mapped
+once) and without (cold, once, after the system was told to drop it). `read alone` uses as many
+threads and buffers as the stream, but no device.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def load_streamed(
     half: str = "",
     quantization: str = "",
 ) -> int:
-    """Load every matrix; with `half`, what one of two tensor parallel ranks takes of it.
+    """Load every matrix, or with `half` the half that one of two tensor parallel ranks holds.
 
     `half` is "rows" or "columns".
     """
@@ -162,15 +162,15 @@ def check_bytes(source: FileSource, device: torch.device) -> None:
 
 def measure(source: FileSource, file: Path, device: torch.device) -> None:
     size = file.stat().st_size
-    ways: tuple[tuple[str, Callable[[], object]], ...] = (
+    loaders: tuple[tuple[str, Callable[[], object]], ...] = (
         ("read alone, one thread", partial(read_alone, file, 1, CHUNK_BYTES)),
         ("read alone", partial(read_alone, file, NUM_READERS, CHUNK_BYTES)),
         ("mapped", partial(load_mapped, source, device)),
         ("stream", partial(load_streamed, source, device)),
     )
-    for name, load in ways:
+    for name, load in loaders:
         print_rate(name, size, device, load, cold_file=file)
-    for name, load in reversed(ways):
+    for name, load in reversed(loaders):
         print_rate(name, size, device, load)
     for num_readers, chunk_bytes in READER_SETTINGS:
         name = f"stream, {num_readers} readers x 2 x {chunk_bytes >> 20} MiB"

@@ -2,6 +2,7 @@
 
 Triton's interpreter runs our kernels on a CPU, and gguf reads files for transformers. Both spend
 most of their time on work without effect. Every kernel, operation and memory access runs as before.
+A release of these libraries that lacks the replaced functions is used as it is.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def speed_up_libraries() -> None:
 
 def speed_up_interpreter() -> None:
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or isinstance(interpreter._patch_lang, PatchedLanguage):
+    replaced = ("_patch_lang", "_get_np_dtype", "interpreter_builder", "tl")
+    if interpreter is None or not all(hasattr(interpreter, name) for name in replaced):
+        return
+    if isinstance(interpreter._patch_lang, PatchedLanguage):
         return
     languages = [interpreter.tl, interpreter.tl.core]
     interpreter._patch_lang = PatchedLanguage(interpreter._patch_lang, languages)
@@ -98,14 +102,16 @@ def speed_up_interpreter() -> None:
 
 def speed_up_gguf() -> None:
     gguf: Any = sys.modules.get("gguf")
-    if gguf is None or hasattr(gguf.get_tensor_name_map, "cache_info"):
+    if gguf is None or not hasattr(gguf.GGUFReader, "_get"):
+        return
+    if hasattr(gguf.get_tensor_name_map, "cache_info"):
         return
 
     # transformers asks for the same map, of thousands of names, once for every module of a model.
     gguf.get_tensor_name_map = lru_cache(maxsize=None)(gguf.get_tensor_name_map)
 
     class PlainArrayReader(gguf.GGUFReader):
-        """Reads fields as plain arrays: a slice of numpy.memmap costs ten times as much."""
+        """Reads fields as plain arrays: slices of numpy.memmap are slow."""
 
         def _get(self, *arguments: Any, **options: Any) -> Any:
             if type(self.data) is not ndarray:

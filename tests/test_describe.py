@@ -19,12 +19,12 @@ from bloomery.errors import UnsupportedModel
 
 def write_checkpoint(path: Path, **config: object) -> ModelArtifact:
     (path / "config.json").write_text(json.dumps(config))
-    halves = {
+    tensors = {
         "a": torch.zeros(100).half(),
         "b": torch.zeros(10),
         "c": torch.zeros(1000, dtype=torch.int32),
     }
-    save_file(halves, path / "model.safetensors")
+    save_file(tensors, path / "model.safetensors")
     return ModelArtifact("x", "folder", path, "local folder")
 
 

@@ -35,24 +35,24 @@ LEAF_VALUES = {
 }
 
 
-def values_of(annotation: Any) -> st.SearchStrategy[Any]:
-    """Any value of an annotated type."""
+def strategy_for(annotation: Any) -> st.SearchStrategy[Any]:
+    """Return a strategy for any value of an annotated type."""
     arguments = typing.get_args(annotation)
     if dataclasses.is_dataclass(annotation):
         hints = typing.get_type_hints(annotation)
-        return st.builds(annotation, **{name: values_of(hint) for name, hint in hints.items()})
+        return st.builds(annotation, **{name: strategy_for(hint) for name, hint in hints.items()})
     if typing.get_origin(annotation) is typing.Literal:
         return st.sampled_from(arguments)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return st.one_of(map(values_of, arguments))
+        return st.one_of(map(strategy_for, arguments))
     if typing.get_origin(annotation) is tuple and arguments[-1] is Ellipsis:
-        return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
+        return st.lists(strategy_for(arguments[0]), max_size=3).map(tuple)
     if typing.get_origin(annotation) is tuple:
-        return st.tuples(*map(values_of, arguments))
+        return st.tuples(*map(strategy_for, arguments))
     return LEAF_VALUES[annotation]
 
 
-messages = st.one_of(map(values_of, MESSAGE_TYPES))
+messages = st.one_of(map(strategy_for, MESSAGE_TYPES))
 
 
 def encode(message: EngineMessage) -> bytes:
@@ -64,6 +64,7 @@ def decode_all(data: bytes) -> list[EngineMessage]:
 
 
 def split(data: bytes, sizes: list[int]) -> list[bytes]:
+    """Split data into pieces of these sizes, and the rest."""
     pieces = []
     for size in sizes:
         pieces.append(data[:size])
@@ -101,11 +102,11 @@ def test_noise_raises_nothing_but_protocol_errors(noise: bytes) -> None:
         decode_all(noise)
 
 
-def frame(message_type: type[EngineMessage], body: bytes) -> bytes:
+def create_frame(message_type: type[EngineMessage], body: bytes) -> bytes:
     return FRAME_HEADER.pack(len(body), MESSAGE_TYPES.index(message_type)) + body
 
 
-def body(message: EngineMessage) -> bytes:
+def encode_body(message: EngineMessage) -> bytes:
     return encode(message)[FRAME_HEADER.size :]
 
 
@@ -119,17 +120,17 @@ REQUEST = EngineRequest("a", (1, 2), ResolvedSampling(), 3)
         (FRAME_HEADER.pack(3, len(MESSAGE_TYPES)), f"type {len(MESSAGE_TYPES)}, 3 bytes"),
         (b"GET / HTTP/1.1\r\n\r\n", "bad frame header"),
         (
-            frame(EngineRequest, body(AbortRequest("a"))),
+            create_frame(EngineRequest, encode_body(AbortRequest("a"))),
             "EngineRequest of 6 bytes: .*required field `prompt`",
         ),
-        (frame(EngineRequest, body(REQUEST)[:-1]), "EngineRequest .* truncated"),
+        (create_frame(EngineRequest, encode_body(REQUEST)[:-1]), "EngineRequest .* truncated"),
         (
-            frame(EngineRequest, body(REQUEST).replace(b"\x01\x02", b"\xc3\x02")),
+            create_frame(EngineRequest, encode_body(REQUEST).replace(b"\x01\x02", b"\xc3\x02")),
             r"Expected `int`, got `bool`",
         ),
-        (frame(AbortRequest, body(AbortRequest("a")) + b"\x00"), "trailing"),
-        (frame(AbortRequest, b"\x81\xa2id\xa1\xff"), "AbortRequest of 6 bytes: .*utf-8"),
-        (frame(AbortRequest, b"\x81\xa1x" + b"\x91" * 100_000), "recursion"),
+        (create_frame(AbortRequest, encode_body(AbortRequest("a")) + b"\x00"), "trailing"),
+        (create_frame(AbortRequest, b"\x81\xa2id\xa1\xff"), "AbortRequest of 6 bytes: .*utf-8"),
+        (create_frame(AbortRequest, b"\x81\xa1x" + b"\x91" * 100_000), "recursion"),
     ],
 )
 def test_a_malformed_frame_is_refused_with_a_reason(data: bytes, error: str) -> None:

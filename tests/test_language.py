@@ -1,9 +1,9 @@
-"""The words of the code base: the field's own words, unique class names, documented modules.
+"""Readable names and files: words of the field, unique class names, documented modules.
 
-Someone who knows other inference servers should find each thing by the word they already use. This
-test keeps words out that only their author would search for. It looks at the names that our code
-defines (modules, classes, functions, parameters, variables, attributes), not at the names of
-libraries that it uses.
+An engineer with experience of other inference servers should find each thing by the usual word.
+This test rejects words that only their author would search for. It checks the names that our code
+defines (modules, classes, functions, parameters, variables, attributes), not the names of libraries
+that it uses.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def test_a_deployment_by_variables() -> None:
         UNRELATED="x",
     )
     assert warnings == [
-        "--max-input-length has no meaning here: a prompt may fill --max-total-tokens but for one"
+        "--max-input-length has no meaning here: "
+        "a prompt may have one token less than --max-total-tokens"
     ]
     config = EngineConfig(values["model"], **build_fields(values, EngineConfig))
     assert (config.model, config.tensor_parallel_size, config.quantization, config.dtype) == (

@@ -71,13 +71,13 @@ def test_query_heads_have_their_kv_head_on_their_rank(
 
 def test_alibi_slopes_are_those_of_the_models_heads() -> None:
     spec = TensorParallelLayout(1, 2).attention(AttentionSpec(6, 6, 16, AlibiSpec()))
-    assert spec.num_heads == 3 and spec.position == AlibiSpec(first=3, heads=6)
+    assert spec.num_heads == 3 and spec.position == AlibiSpec(first_head=3, total_heads=6)
 
 
 def test_an_impossible_split_is_refused_with_the_sizes_that_would_work() -> None:
     with pytest.raises(
         ConfigError,
-        match="tp 4 does not divide the model's 6 heads over 2 key heads; 1, 2, 6 would",
+        match="tp 4 does not divide the model's 6 heads over 2 KV heads; 1, 2, 6 would",
     ):
         check_parallel_sizes(build_model(heads=6, kv_heads=2), 4, 1)
     with pytest.raises(

@@ -241,9 +241,8 @@ def test_max_tokens_is_cut_to_the_context():
 def test_truncation_keeps_the_end_of_the_prompt():
     assert requests_for(SamplingParams(truncate_prompt_tokens=2))[0].prompt == (2, 3)
     assert requests_for(SamplingParams(truncate_prompt_tokens=10))[0].prompt == (1, 2, 3)
-    assert requests_for(SamplingParams(truncate_prompt_tokens=49), list(range(100)))[
-        0
-    ].prompt == tuple(range(51, 100))
+    (request,) = requests_for(SamplingParams(truncate_prompt_tokens=49), list(range(100)))
+    assert request.prompt == tuple(range(51, 100))
     with pytest.raises(PromptTooLong):
         requests_for(SamplingParams(truncate_prompt_tokens=50), list(range(100)))
 
@@ -270,10 +269,8 @@ def encode_letters(text: str) -> list[int]:
 
 
 def test_bad_words_are_encoded_with_and_without_a_space():
-    words = requests_for(SamplingParams(bad_words=["ab", " c"]), encode=encode_letters)[
-        0
-    ].sampling.bad_words
-    assert words == ((65, 66), (0, 65, 66), (67,), (0, 67))
+    (request,) = requests_for(SamplingParams(bad_words=["ab", " c"]), encode=encode_letters)
+    assert request.sampling.bad_words == ((65, 66), (0, 65, 66), (67,), (0, 67))
     params = SamplingParams(bad_words=["a"])
     assert requests_for(params, encode=lambda text: [7])[0].sampling.bad_words == ((7,),)
     assert requests_for(params, encode=lambda text: [7, 100])[0].sampling.bad_words == ()

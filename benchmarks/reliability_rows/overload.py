@@ -30,6 +30,7 @@ from benchmarks.reliability_rows.servers import (
     open_silent_connection,
     processor_seconds,
     rank_pids,
+    read_result,
     run_embedded_model,
     run_fake_server,
     run_server_command,
@@ -116,14 +117,13 @@ def check_overload(args: argparse.Namespace) -> bool:
     num_tokens = int(1.3 * 10 * (ramp_seconds + ALONE_SECONDS + args.seconds))
 
     async def run_load(port: int) -> tuple[dict[str, Any], list[RequestAttempt], float]:
-        output = await start_stream_crowd(port, args.admitted, num_tokens, ramp_seconds)
+        crowd = await start_stream_crowd(port, args.admitted, num_tokens, ramp_seconds)
         await asyncio.sleep(ALONE_SECONDS)
         begin = time.monotonic()
         num_refused = args.streams - args.admitted
         delays = [random.uniform(0, args.seconds) for _ in range(num_refused)]
         attempts = await asyncio.to_thread(attempt_requests, port, delays)
-        crowd = json.loads(await output.readline())
-        return crowd, attempts, begin
+        return await read_result(crowd), attempts, begin
 
     options = (
         f"--max-num-seqs {args.admitted} --max-num-batched-tokens 8192 --policy fcfs"
@@ -237,14 +237,14 @@ def check_idlers(args: argparse.Namespace) -> bool:
     idle_bodies = [unread_body] * 50 + [None] * 50
 
     async def run_load(port: int) -> tuple[dict[str, Any], float]:
-        output = await start_stream_crowd(port, 100, num_tokens, 1.0)
+        crowd = await start_stream_crowd(port, 100, num_tokens, 1.0)
         await asyncio.sleep(alone_seconds)
         idle_connections = [open_silent_connection(port, body) for body in idle_bodies]
         begin = time.monotonic()
         await asyncio.sleep(args.seconds)
         for connection in idle_connections:
             connection.close()
-        return json.loads(await output.readline()), begin
+        return await read_result(crowd), begin
 
     options = "--max-num-seqs 256 --policy fcfs --limits stall_seconds=600"
     with run_fake_server("--instant --delay 0.05 --blocks 100000", options) as server:
@@ -315,8 +315,7 @@ def check_isolation(args: argparse.Namespace) -> bool:
                 flood = await start_load("flood", port, args.seconds + warm_up_seconds, 50)
                 last_event = time.monotonic()
         assert flood is not None
-        output, _ = await flood.communicate()
-        return gaps_alone, gaps_flooded, json.loads(output)
+        return gaps_alone, gaps_flooded, await read_result(flood)
 
     engine = "--scripted --delay 0.05 --blocks 100000 --context 65536"
     with run_fake_server(engine, "--limits requests=256") as server:

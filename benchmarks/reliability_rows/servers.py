@@ -138,15 +138,22 @@ async def start_load(module: str, *arguments: float) -> asyncio.subprocess.Proce
 
 async def start_stream_crowd(
     port: int, num_streams: int, num_tokens: int, ramp_seconds: float
-) -> asyncio.StreamReader:
+) -> asyncio.subprocess.Process:
     """Start streams in another process (tests/chaos/stream_load.py); return when all have started.
 
-    The next line of the returned output comes when all streams have ended.
+    The process ends when all streams have ended.
     """
     process = await start_load("stream_load", port, num_streams, num_tokens, ramp_seconds)
     assert process.stdout is not None
     await process.stdout.readline()
-    return process.stdout
+    return process
+
+
+async def read_result(load: asyncio.subprocess.Process) -> dict[str, Any]:
+    """Wait until a load generator has ended; return the figures that it prints."""
+    output, _ = await load.communicate()
+    figures: dict[str, Any] = json.loads(output)
+    return figures
 
 
 def events_per_second(event_counts: list[tuple[float, int]], begin: float, end: float) -> float:

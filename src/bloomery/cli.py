@@ -31,7 +31,7 @@ from bloomery.sampling import SamplingParams
 
 CHAT_HELP = """\
   /reset          forget the conversation
-  /system TEXT    set the system prompt and start anew
+  /system TEXT    set the system prompt and start a new conversation
   /help           this list
   Ctrl-C stops an answer, Ctrl-D ends the chat."""
 # Control characters other than newline and tab. They are dropped from the model's output, which
@@ -120,7 +120,10 @@ def add_profile_command(subparsers: Subparsers, name: str) -> None:
 
 
 def tool_command(module_name: str, help_text: str) -> Callable[[Subparsers, str], None]:
-    """A command whose module in bloomery.tools has its own `add_flags` and `run_command`."""
+    """Return the function that adds a command of bloomery.tools.
+
+    The command's module has its own `add_flags` and `run_command`.
+    """
 
     def add_tool_command(subparsers: Subparsers, name: str) -> None:
         module = import_module(module_name)
@@ -169,7 +172,10 @@ def add_model_command(
 
 
 def add_option_flag(group: Any, field: dataclasses.Field[Any]) -> None:
-    """Add the flag of one configuration field. Its default is None, so that variables count."""
+    """Add the flag of one configuration field.
+
+    Its default is None, so that an environment variable applies where the flag is not given.
+    """
     flags = [flag_name(field)]
     if field.metadata["alias"]:
         flags.append(field.metadata["alias"])
@@ -235,8 +241,8 @@ def build_config(args: argparse.Namespace, config_class: ConfigClass = EngineCon
 
 def build_sampling_params(args: argparse.Namespace, default: SamplingParams) -> SamplingParams:
     """Replace the fields of `default` for which a flag was given."""
-    given = {name: getattr(args, name) for name in SAMPLING_FIELDS}
-    changes = {name: value for name, value in given.items() if value is not None}
+    flag_values = {name: getattr(args, name) for name in SAMPLING_FIELDS}
+    changes = {name: value for name, value in flag_values.items() if value is not None}
     return dataclasses.replace(default, **changes)
 
 
@@ -254,12 +260,14 @@ def load_llm(args: argparse.Namespace, **more_options: Any) -> Any:
 
 
 def run_serve(args: argparse.Namespace) -> int:
+    """Serve the model over HTTP until the process is told to stop."""
     from bloomery.serve_main import prestart_engine_and_serve
 
     return prestart_engine_and_serve(build_config(args), build_config(args, ServerConfig))
 
 
 def run_generate(args: argparse.Namespace) -> int:
+    """Complete one prompt, from a flag or from standard input, and stream the text."""
     prompt: Any = sys.stdin.read() if args.prompt is None else args.prompt
     llm = load_llm(args)
     if args.chat:
@@ -277,9 +285,10 @@ def run_profile(args: argparse.Namespace) -> int:
 
 
 def run_chat(args: argparse.Namespace) -> int:
+    """Chat in the terminal until the input ends. Lines that begin with / are commands."""
     llm = load_llm(args)
     params = build_sampling_params(args, llm.default_params)
-    print(f"{llm.plan.name}. Type a message; /help lists what else you can do.")
+    print(f"{llm.plan.name}. Type a message; /help lists the commands.")
     system_prompt = args.system
     messages = start_conversation(system_prompt)
     for line in read_lines():
@@ -303,7 +312,7 @@ def start_conversation(system_prompt: str | None) -> list[dict[str, str]]:
 
 
 def read_lines() -> Iterator[str]:
-    """Yield what the user types, with line editing and history where the terminal has them."""
+    """Yield the lines that the user types, with line editing and history in a terminal."""
     prompt = "\n> " if sys.stdin.isatty() else ""
     if prompt:
         import readline  # noqa: F401  importing it gives input() editing and history
@@ -353,6 +362,7 @@ def answer_message(
 
 
 def write_text(text: str) -> None:
+    """Write the model's output to the terminal, without control characters."""
     sys.stdout.write(CONTROL_CHARACTERS.sub("", text))
     sys.stdout.flush()
 

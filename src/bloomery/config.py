@@ -1,4 +1,4 @@
-"""Configuration: what the user asked for (EngineConfig) and what will run (EnginePlan).
+"""Configuration: the user's options (EngineConfig) and the resolved plan (EnginePlan).
 
 Command-line flags, BLOOMERY_* environment variables and keyword arguments of the offline `LLM` are
 all derived from the dataclass fields below, so an option is declared once. `resolve_plan` replaces
@@ -273,7 +273,8 @@ class ServerConfig:
     def api_keys(self) -> tuple[str, ...]:
         """The accepted API keys.
 
-        An entry @FILE stands for the words of that file, which keeps keys out of process lists.
+        An entry @FILE stands for the keys in that file, separated by white space. This keeps keys
+        out of process lists.
         """
         keys: list[str] = []
         for entry in self.split_list(self.api_key):
@@ -323,8 +324,8 @@ def parse_option(field: dataclasses.Field[Any], text: str, name: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        wanted = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{name} must be {wanted}, not {text!r}") from None
+        expected = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{name} must be {expected}, not {text!r}") from None
 
 
 # ---- environment ---------------------------------------------------------------------------------
@@ -340,7 +341,7 @@ def read_environment(
     """
     environ = os.environ if environ is None else environ
     all_fields = _fields_by_variable(EngineConfig, ServerConfig)
-    wanted_fields = _fields_by_variable(of)
+    requested_fields = _fields_by_variable(of)
     values: dict[str, Any] = {}
     warnings = []
     for variable in sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX)):
@@ -348,8 +349,8 @@ def read_environment(
             closest = difflib.get_close_matches(variable, all_fields, 1)
             suggestion = f"; did you mean {closest[0]}?" if closest else ""
             warnings.append(f"{variable} has no meaning{suggestion}")
-        elif variable in wanted_fields:
-            field = wanted_fields[variable]
+        elif variable in requested_fields:
+            field = requested_fields[variable]
             values[field.name] = parse_option(field, environ[variable], variable)
     return values, warnings
 
@@ -376,7 +377,7 @@ def bind_network_interface(name: str) -> None:
 
 
 def active_profiler(environ: Mapping[str, str] | None = None) -> str | None:
-    """Name the profiler or tracer that slows this process down, or None."""
+    """The name of the profiler or tracer that slows this process down, or None."""
     if sys.getprofile() is not None or sys.gettrace() is not None:
         return "sys.setprofile or sys.settrace"
     monitoring = getattr(sys, "monitoring", None)  # Python 3.12 and later; cProfile uses it
@@ -401,8 +402,9 @@ def at_least(minimum: int | float) -> Callable[[str], Any]:
         except ValueError:
             value = -inf
         if not minimum <= value < inf:
-            wanted = "a whole number" if number_type is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted} from {minimum:g} upwards")
+            expected = "a whole number" if number_type is int else "a number"
+            message = f"{text!r} is not {expected} of at least {minimum:g}"
+            raise argparse.ArgumentTypeError(message)
         return value
 
     return parse_number
@@ -472,7 +474,8 @@ def _thread_siblings(cpu: int) -> str:
 def default_batch_limits(cpu: bool) -> tuple[int, int]:
     """Defaults of max_num_batched_tokens and max_num_seqs.
 
-    272 sequences on a GPU are 256 and a reserve that the fair policy gives to short requests.
+    On a GPU, 272 sequences are 256 and a reserve of 16 that the fair policy keeps for short
+    requests.
     """
     if cpu:
         return 512, 64
@@ -484,7 +487,7 @@ def default_batch_limits(cpu: bool) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What will run, with every default resolved. Printed at start and sent to the workers."""
+    """The resolved configuration of one engine. Printed at start and sent to the workers."""
 
     name: str  # of the model
     path: str  # checkpoint folder or .gguf file
@@ -536,13 +539,13 @@ def resolve_plan(
     cpu = device == "cpu"
     if config.max_model_len is not None and config.max_model_len > context:
         raise ConfigError(
-            f"max_model_len {config.max_model_len} is beyond the {context} positions {name} "
-            f"was made for; ask for at most {context}"
+            f"max_model_len {config.max_model_len} is more than the {context} positions that "
+            f"{name} supports; ask for at most {context}"
         )
     if config.dtype != "auto":
         dtype = config.dtype
     elif cpu:
-        dtype = "float32"  # CPUs without bf16 arithmetic only lose speed with narrower types
+        dtype = "float32"  # CPUs without bf16 arithmetic are slower with narrower types
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     default_num_tokens, default_num_seqs = default_batch_limits(cpu)
     default_block_size = 16 if cpu else 64

@@ -1,7 +1,7 @@
 """Describes a model and resolves the engine plan, before any weight is read.
 
-No torch: the API server runs this. The engine process receives the plan and reports if it does not
-work there.
+No torch, because the API server runs this. The engine process receives the plan and reports an
+error if it cannot run it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def describe_model(artifact: ModelArtifact) -> ModelDescription:
 
 
 def describe_gguf_file(file: gguf.GgufFile) -> ModelDescription:
+    """Describe the model of a GGUF file whose header has been read."""
+
     def read_vector(name: str) -> list[float]:
         """Read the divisors of rope frequencies, which are always F32."""
         tensor = file.tensors[name]
@@ -87,7 +89,7 @@ def build_engine_plan(config: EngineConfig) -> tuple[EnginePlan, ModelArtifact]:
     if quantization is not None and config.quantization != "auto" and not dummy:
         raise ConfigError(
             f"quantization {config.quantization!r}: {artifact.name} is packed by "
-            f"{quantization.method} already; leave quantization out, or take the checkpoint in "
+            f"{quantization.method} already; leave quantization out, or use the checkpoint in "
             "full precision"
         )
     layout.check_parallel_sizes(model, config.tensor_parallel_size, config.pipeline_parallel_size)

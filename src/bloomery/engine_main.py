@@ -1,10 +1,9 @@
-"""The main module of the engine process: joins the engine with the executor of its plan.
+"""The main module of the engine process: runs the engine with the executor of its plan.
 
     python -m bloomery.engine_main [cpu] [human|json] DESCRIPTOR
 
-The plan arrives over the inherited socket DESCRIPTOR. With `cpu`, the worker will run in this
-process on a CPU: everything it needs is imported before the plan arrives. The log format is `human`
-unless `json` is given.
+The plan arrives over the inherited socket DESCRIPTOR. With `cpu`, the process imports everything
+that a local CPU worker needs before the plan arrives. The log format is `human` by default.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from pathlib import Path
 
 
 def preload_cpu_worker() -> None:
-    """Import what a CPU worker needs: torch above all, which takes most of the start-up time."""
-    gc.disable()  # imported objects stay, so collecting garbage meanwhile would find little
+    """Import the modules of a CPU worker. The import of torch takes most of the start-up time."""
+    gc.disable()  # imports create little garbage, and collecting it would only take time
     linking = threading.Thread(target=link_torch_library)
     linking.start()
     from bloomery.ipc import die_with_parent
 
     die_with_parent()
-    # While torch's library is linked, import what does without it.
+    # While torch's library is linked, import modules that do not need it.
     import_module("numpy")
     import_module("bloomery.describe")
     linking.join()
@@ -41,13 +40,15 @@ def preload_cpu_worker() -> None:
 def link_torch_library() -> None:
     """Link torch's CPU library ahead of `import torch`.
 
-    Linking takes a third of the import and holds no lock of Python, so another thread can do it.
+    Linking takes a third of the time of the import. It does not hold Python's global lock, so
+    another thread can do it meanwhile.
     """
     torch_spec = find_spec("torch")
     if torch_spec is None or torch_spec.origin is None:
         return
     library = Path(torch_spec.origin).parent / "lib" / "libtorch_cpu.so"
-    with contextlib.suppress(OSError):  # another build of torch links its library when imported
+    # A build of torch without this file links its library when it is imported.
+    with contextlib.suppress(OSError):
         ctypes.CDLL(str(library))
 
 

@@ -1,8 +1,8 @@
-"""What a linear layer may fuse around its matrix product: a norm before it, an epilogue behind it.
+"""What a linear layer may fuse with its matrix product: a norm before it, an epilogue after it.
 
-These are plain descriptions. Layers build them, and a weight format hands them to a kernel that
-does all of it in one pass; where there is no such kernel, the layer runs the parts one by one. This
-module knows torch only: no kernel, no weight format and no model.
+These are descriptions without behaviour. Layers build them, and a weight format passes them to a
+kernel that does everything in one pass. If there is no such kernel, the layer runs the parts one by
+one. This module imports only torch: no kernel, no weight format and no model.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class NormPrologue(NamedTuple):
 
 
 class ResidualEpilogue(NamedTuple):
-    """tensor + scale * y, where y is the product."""
+    """Returns tensor + scale * y, where y is the product."""
 
     tensor: torch.Tensor
     scale: float = 1.0
 
 
 class ActivationEpilogue(NamedTuple):
-    """name(y), or name(gate) * up where the rows of the weights are gate | up."""
+    """Returns name(y), or name(gate) * up if the rows of the weights are gate | up."""
 
     name: str
     gated: bool
@@ -40,7 +40,7 @@ class ActivationEpilogue(NamedTuple):
 
 @dataclass(frozen=True)
 class QkTransform:
-    """How q and k change between the QKV projection and the attention.
+    """How q, k and v change between the QKV projection and the attention.
 
     First q, k and v are clipped to [-clip, clip], then each head of q and k is normed, then rope is
     applied.
@@ -57,9 +57,9 @@ class QkTransform:
 
 
 class QkvEpilogue(NamedTuple):
-    """The rows of the weights are q | k | v.
+    """Applies rope to q and k, writes k and v to the KV cache, and returns q.
 
-    q and k get rope, k and v go to the KV cache, q is the result.
+    The rows of the weights are q | k | v.
     """
 
     kv_cache: torch.Tensor  # [2, slots, kv heads, head dim]

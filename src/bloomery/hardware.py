@@ -1,7 +1,7 @@
-"""Hardware: the table of known devices, and which of them this machine has.
+"""Hardware: the table of known devices, and the detection of this machine's device.
 
 A HardwareSpec holds the memory, bandwidth and arithmetic rates of one device, and the constants
-(StepCalibration) by which Bloomery's own code falls short of them. roofline.py computes step times
+(StepCalibration) that tell how much slower Bloomery's own code is. roofline.py computes step times
 from it. Rates come from data sheets unless `bloomery plan --measure` measured this machine, which
 saves them in the user's cache folder.
 
@@ -36,7 +36,7 @@ PACKED_EFFICIENCY: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class StepCalibration:
-    """What our own code adds to the roofline floor. Constants fitted to steps measured on an H200.
+    """Overheads of our code above the roofline floor, fitted to steps measured on an H200.
 
     Pairs hold one value for steps of a single token and one for all larger steps.
     """
@@ -87,7 +87,7 @@ class HardwareSpec:
         while used_format + kernel not in self.rates:
             if used_format not in WIDER_FORMATS:
                 raise ConfigError(
-                    f"machine {self.name!r}: no rate for {number_format}; "
+                    f"hardware {self.name!r}: no rate for {number_format}; "
                     f"known: {', '.join(self.rates)}"
                 )
             used_format = WIDER_FORMATS[used_format]
@@ -129,15 +129,15 @@ CPU_CALIBRATION = StepCalibration(
     logits_reads_per_sample=1.0,
 )
 # Rates of a CPU relative to fp32, measured on an AMD Zen 3. Q4_K and Q6_K are GGUF's own formats of
-# 4 and 8 bits. "attend" is attention of single queries (decode), "prompt" of many (prefill).
+# 4 and 8 bits. Decode attention has single queries, prefill attention has many.
 CPU_RATE_RATIOS = {
     "fp32": 1.0,
     "int4": 2.0,
     "Q4_K": 1.4,
     "int8": 1.3,
     "Q6_K": 1.2,
-    "attend": 0.2,
-    "prompt": 0.35,
+    "decode attention": 0.2,
+    "prefill attention": 0.35,
     "fp32" + FEW_ROWS: 0.4,
     "fp32" + SINGLE_ROW: 0.07,
     "int4" + SINGLE_ROW: 0.38,
@@ -219,14 +219,14 @@ HARDWARE_SPECS: Mapping[str, HardwareSpec] = {spec.name: spec for spec in _ALL_S
 
 
 def find_hardware(name: str) -> HardwareSpec:
-    """The table's row of this name, or the first whose name begins so."""
-    wanted = name.lower()
-    if wanted in HARDWARE_SPECS:
-        return HARDWARE_SPECS[wanted]
+    """The device of this name in the table, or the first whose name begins with it."""
+    lower_name = name.lower()
+    if lower_name in HARDWARE_SPECS:
+        return HARDWARE_SPECS[lower_name]
     for spec in HARDWARE_SPECS.values():
-        if spec.name.startswith(wanted):
+        if spec.name.startswith(lower_name):
             return spec
-    raise ConfigError(f"no machine is called {name!r}; known: {', '.join(HARDWARE_SPECS)}")
+    raise ConfigError(f"unknown hardware {name!r}; known: {', '.join(HARDWARE_SPECS)}")
 
 
 # ---- this machine --------------------------------------------------------------------------------

@@ -43,11 +43,10 @@ from bloomery.messages import (
 MessageT = TypeVar("MessageT")
 
 FRAME_HEADER = struct.Struct(">IB")  # length of the body in bytes, number of the message type
-# Limit of one body in bytes. The largest prompt with its log-probabilities stays far below.
+# Limit of one body in bytes, 256 MiB. The largest prompt with its log-probabilities needs far less.
 MAX_BODY_BYTES = 1 << 28
 RECEIVE_BYTES = 1 << 18  # most bytes that one recv() call reads
-# Seconds that a child which has closed its connection may take to exit, so its status can be
-# reported.
+# Seconds to wait for the exit status of a child that has closed its connection.
 EXIT_STATUS_SECONDS = 0.5
 PROGRESS_INTERVAL_SECONDS = 0.1  # between two load reports of one process
 ENGINE_COMMAND = (sys.executable, "-m", "bloomery.engine_main")
@@ -63,7 +62,7 @@ class ProtocolError(BloomeryError):
 
 @dataclass(frozen=True, slots=True)
 class EngineHello:
-    """The client's first message to an engine: what to load, and how many engines came before."""
+    """The client's first message to an engine: the plan to load, and the engine's number."""
 
     epoch: int
     plan: EnginePlan
@@ -71,7 +70,7 @@ class EngineHello:
 
 @dataclass(frozen=True, slots=True)
 class RankJoin:
-    """An executor's first message to a rank: what to load, its rank, and where all ranks meet."""
+    """An executor's first message to a rank: the plan to load, its rank and the rendezvous."""
 
     plan: EnginePlan
     rank: int
@@ -83,7 +82,7 @@ class RankJoin:
 class RankStep:
     """One step for all ranks.
 
-    `last_tokens` holds (sequence, token) where the token was sampled by another pipeline stage.
+    `last_tokens` holds (sequence, token) for tokens that another pipeline stage has sampled.
     """
 
     step: ScheduledStep
@@ -112,11 +111,14 @@ class MessageCodec(Generic[MessageT]):
 
     def __init__(self, *message_types: type[MessageT]):
         self.message_types = message_types
-        self.type_numbers = {kind: number for number, kind in enumerate(message_types)}
+        self.type_numbers = {
+            message_type: number for number, message_type in enumerate(message_types)
+        }
         self.encoder = msgspec.msgpack.Encoder()
-        self.decoders = [msgspec.msgpack.Decoder(kind) for kind in message_types]
+        self.decoders = [msgspec.msgpack.Decoder(message_type) for message_type in message_types]
 
     def encode(self, message: MessageT, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+        """Return the frame of a message. Raises ProtocolError if its body is too long."""
         body = self.encoder.encode(message)
         if len(body) > max_bytes:
             raise ProtocolError(
@@ -125,6 +127,7 @@ class MessageCodec(Generic[MessageT]):
         return FRAME_HEADER.pack(len(body), self.type_numbers[type(message)]) + body
 
     def decode(self, type_number: int, body: bytes) -> MessageT:
+        """Return the message. Raises ProtocolError if the body does not fit its type."""
         try:
             return self.decoders[type_number].decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -200,7 +203,7 @@ class BlockingChannel(Generic[MessageT]):
             except BlockingIOError:
                 return messages
             if not data and messages:
-                return messages  # the next call finds the end again
+                return messages  # the next call reads the end of the stream again and raises
             if not data:
                 raise EOFError("the other end has closed the connection")
             messages += self.decoder.feed(data)
@@ -248,13 +251,14 @@ class ChildHandle(NamedTuple):
     connection: socket.socket
 
     def kill(self) -> None:
+        """Close the connection, kill the process and reap it."""
         self.connection.close()
         self.process.kill()
         self.process.wait()
 
 
 def spawn_child(command: Sequence[str], inherited_fds: Sequence[int] = ()) -> ChildHandle:
-    """Start `command`; its last argument is the descriptor of its end of the socket pair."""
+    """Start `command` and append the descriptor of the child's end of a socket pair to it."""
     parent_end, child_end = socket.socketpair()
     with child_end:
         try:
@@ -274,18 +278,19 @@ def spawn_child(command: Sequence[str], inherited_fds: Sequence[int] = ()) -> Ch
 
 
 def build_engine_command(log_format: str, preload_cpu: bool = False) -> tuple[str, ...]:
-    """The command line of an engine process; the descriptor of its connection follows.
+    """Return the command line of an engine process, for `spawn_child`.
 
-    With `preload_cpu` the process imports all that a CPU worker needs before it gets its plan.
+    With `preload_cpu` the process imports everything a CPU worker needs before it gets its plan.
     """
-    preload = ("cpu",) if preload_cpu else ()
-    return (*ENGINE_COMMAND, *preload, log_format)
+    if preload_cpu:
+        return (*ENGINE_COMMAND, "cpu", log_format)
+    return (*ENGINE_COMMAND, log_format)
 
 
 class ChildConnection(asyncio.Protocol, Generic[MessageT]):
-    """One child process as its asyncio parent sees it: the process and its connection.
+    """A child process and its connection, for a parent that uses asyncio.
 
-    It knows neither the meaning of a message nor what to do when the child dies.
+    This class knows neither the meaning of a message nor what to do when the child dies.
     """
 
     def __init__(
@@ -331,7 +336,7 @@ class ChildConnection(asyncio.Protocol, Generic[MessageT]):
             self.lost.set_result(None)
 
     async def terminate(self, grace_seconds: float = 0.0) -> None:
-        """End and reap the child; with `grace_seconds` it gets SIGTERM and that long to exit."""
+        """End and reap the child. With `grace_seconds` it gets SIGTERM and that time to exit."""
         if self.process is not None:
             if grace_seconds:
                 self.process.terminate()
@@ -354,7 +359,7 @@ class ChildConnection(asyncio.Protocol, Generic[MessageT]):
 
 
 def describe_exit(status: int) -> str:
-    """Say how a process ended, from the return code that `Popen.wait` gives."""
+    """Describe how a process ended, from the return code of `Popen.wait`."""
     if status < 0:
         return f"was killed by signal {-status}"
     return f"exited with status {status}"
@@ -366,17 +371,17 @@ def describe_exit(status: int) -> str:
 def open_inherited_channel(
     descriptor: int, codec: MessageCodec[MessageT]
 ) -> BlockingChannel[MessageT]:
-    """The child's channel to its parent; children of this child do not inherit it."""
+    """Open the child's channel to its parent. Children of this child do not inherit it."""
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     return BlockingChannel(connection, codec)
 
 
 def die_with_parent() -> None:
-    """Exit on SIGTERM, ignore Ctrl-C, and get killed when the parent dies, even within a step.
+    """Exit on SIGTERM, ignore Ctrl-C, and have the kernel kill this process with its parent.
 
-    To Linux a parent is a thread: call this only in a child whose parent thread lives as long as
-    the parent process.
+    Linux takes the thread that spawned the process for its parent. Call this only in a child whose
+    parent thread lives as long as the parent process.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
@@ -384,7 +389,9 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def create_progress_reporter(send: Callable[[EngineStatus], None]) -> Callable[[str, int, int], None]:
+def create_progress_reporter(
+    send: Callable[[EngineStatus], None],
+) -> Callable[[str, int, int], None]:
     """Return a function that reports load progress to the parent, at a limited rate."""
     last_sent = 0.0
 

@@ -48,8 +48,8 @@ class TgiFlag:
     """One flag of TGI's launcher."""
 
     name: str
-    option: str = ""  # Bloomery's option, or limits.NAME; empty: it has no meaning here
-    why: str = ""  # why it has no meaning, or not all of it
+    option: str = ""  # Bloomery's option, or limits.NAME; empty: no meaning here
+    why: str = ""  # the reason why the flag, or a part of its values, has no meaning
     switch: bool = False  # takes no value
     short: str = ""
     variable: bool = True  # also read from the environment
@@ -78,8 +78,8 @@ TGI_FLAGS = (
     TgiFlag("max-best-of", LIMIT_PREFIX + "best_of"),
     TgiFlag("max-stop-sequences", LIMIT_PREFIX + "stop_strings"),
     TgiFlag("max-top-n-tokens", LIMIT_PREFIX + "top_n_tokens"),
-    TgiFlag("max-input-tokens", why="a prompt may fill --max-total-tokens but for one"),
-    TgiFlag("max-input-length", why="a prompt may fill --max-total-tokens but for one"),
+    TgiFlag("max-input-tokens", why="a prompt may have one token less than --max-total-tokens"),
+    TgiFlag("max-input-length", why="a prompt may have one token less than --max-total-tokens"),
     TgiFlag("max-total-tokens", "max_model_len"),
     TgiFlag("waiting-served-ratio", why=CHUNKED_PREFILL),
     TgiFlag("max-batch-prefill-tokens", "max_num_batched_tokens"),
@@ -132,7 +132,8 @@ TGI_FLAGS = (
     ),
     TgiFlag("graceful-termination-timeout", "drain_seconds"),
 )
-DEFAULTS = {"host": "0.0.0.0", "port": "3000"}  # TGI's, on which deployments rely
+# TGI's defaults, on which deployments rely.
+DEFAULTS = {"host": "0.0.0.0", "port": "3000"}
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ VALUE_TRANSLATORS: Mapping[str, Callable[[str], str]] = {
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="text-generation-launcher",
-        description="Start Bloomery by text-generation-inference's flags and variables. Without "
+        description="Start Bloomery with text-generation-inference's flags and variables. Without "
         "--model-id: the embedded SmolLM2-135M-Instruct. `bloomery serve --help` has Bloomery's "
         "own flags.",
         epilog="Each flag is also a variable: --max-total-tokens is MAX_TOTAL_TOKENS.",
@@ -198,7 +199,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def flag_help(flag: TgiFlag) -> str:
-    """What the flag becomes here, and why it has no meaning."""
+    """Bloomery's option for the flag, or the reason why it has no meaning here."""
     target = "no meaning here"
     if flag.option:
         option = flag.option.replace(LIMIT_PREFIX, "limits ").replace("_", "-")
@@ -207,9 +208,9 @@ def flag_help(flag: TgiFlag) -> str:
 
 
 def read_flags(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> dict[TgiFlag, str]:
-    """The values that were given. Flags take precedence over variables."""
+    """The texts of all flags that are set. Flags take precedence over variables."""
     args = build_parser().parse_args(arguments)
-    given = {}
+    flag_values = {}
     for flag in TGI_FLAGS:
         value = getattr(args, flag.field)
         if value is None and flag.variable:
@@ -217,19 +218,19 @@ def read_flags(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> d
         if isinstance(value, list):
             value = ",".join(value)
         if value is not None and value != "":
-            given[flag] = value
-    return given
+            flag_values[flag] = value
+    return flag_values
 
 
 def translate_flags(
-    given: Mapping[TgiFlag, str], known_options: Iterable[str]
+    flag_values: Mapping[TgiFlag, str], known_options: Iterable[str]
 ) -> tuple[dict[str, str], list[str]]:
     """Translate to values of Bloomery's options, as text, and warnings about the rest."""
     values = dict[str, str]()
     limits = list[str]()
     warnings = list[str]()
     known_options = {*known_options, "model"}
-    for flag, text in given.items():
+    for flag, text in flag_values.items():
         if flag.option.startswith(LIMIT_PREFIX):
             limits.append(f"{flag.option.removeprefix(LIMIT_PREFIX)}={text}")
         elif flag.option in known_options:
@@ -244,7 +245,7 @@ def translate_flags(
 
 
 def build_fields(values: dict[str, str], config_class: ConfigClass) -> dict[str, Any]:
-    """The fields of a configuration class.
+    """The values of a configuration class's fields.
 
     TGI's flags take precedence over BLOOMERY_* variables, and these over TGI's defaults.
     """
@@ -261,20 +262,22 @@ def build_server_config(values: dict[str, str]) -> ServerConfig:
     fields = build_fields(values, ServerConfig)
     if not is_local_host(fields["host"]) and not fields.get("api_key"):
         raise ConfigError(
-            f"it would listen on {fields['host']}, as text-generation-inference does, where other "
-            "machines can reach it, and there is no API key. Set API_KEY (or --api-key) and let "
-            "clients send it as Authorization: Bearer KEY; or say HOSTNAME=127.0.0.1 (--hostname) "
-            "to serve this machine only, for instance behind a proxy"
+            f"the server would listen on {fields['host']}, as text-generation-inference does, "
+            "where other machines can reach it, and there is no API key. Set API_KEY (or "
+            "--api-key) and let clients send it as Authorization: Bearer KEY; or set "
+            "HOSTNAME=127.0.0.1 (--hostname) to serve this machine only, for instance behind a "
+            "proxy"
         )
     return ServerConfig(**fields)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Translate the flags, warn about those without meaning, and run the server."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        given = read_flags(arguments, process_environment())
+        flag_values = read_flags(arguments, process_environment())
         known_options = [field.name for field in option_fields(EngineConfig, ServerConfig)]
-        values, warnings = translate_flags(given, known_options)
+        values, warnings = translate_flags(flag_values, known_options)
         _, environment_warnings = read_environment()
         for warning in (*warnings, *environment_warnings):
             log.warning(warning)

@@ -1,8 +1,8 @@
-"""How tensor parallel ranks and pipeline stages divide a model: all of the arithmetic, no messages.
+"""How tensor parallel ranks and pipeline stages divide a model; this module does no communication.
 
 A rank's part of a spec is again a spec: fewer heads, narrower MLPs, fewer layers. Attention, KV
-caches and kernels see nothing else. Inner dimensions need not divide evenly, heads must. This
-module has no torch.
+caches and kernels see only that spec. Heads must divide evenly, inner dimensions need not. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from bloomery.errors import ConfigError
 from bloomery.spec import AlibiSpec, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 Range = tuple[int, int]
-# Quantized formats store values in blocks of these sizes; a block can often not be split.
+# Quantized formats store values in blocks of these sizes; most kernels cannot split a block.
 BLOCK_SIZES = (256, 128, 64, 32)
-MAX_IMBALANCE = 1.05  # how much more than an even share a rank may get to keep blocks intact
+MAX_IMBALANCE = 1.05  # largest part over an even part that is accepted to keep blocks intact
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,28 @@ class TensorParallelLayout:
     # ---- specs ----
 
     def layer(self, spec: LayerSpec) -> LayerSpec:
-        """This rank's part of a layer."""
+        """Return this rank's part of a layer."""
         if self.size == 1:
             return spec
         return replace(spec, attention=self.attention(spec.attention), mlp=self.mlp(spec.mlp))
 
     def attention(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return this rank's part of an attention block."""
         if self.size == 1:
             return spec
         (first, end), (kv_first, kv_end) = self.heads(spec)
         position = spec.position
         if isinstance(position, AlibiSpec):
-            position = replace(position, first=first, heads=spec.num_heads)
+            position = replace(position, first_head=first, total_heads=spec.num_heads)
         return replace(
             spec, num_heads=end - first, num_kv_heads=kv_end - kv_first, position=position
         )
 
     def mlp(self, spec: MlpSpec | MoeSpec) -> MlpSpec | MoeSpec:
-        """Every rank has a part of every expert, so no rank has more work than another."""
+        """Return this rank's part of an MLP, or of every expert of an MoE block.
+
+        Every rank has a part of every expert, so all ranks have the same work.
+        """
         if isinstance(spec, MoeSpec):
             shared = spec.shared and self._narrow_mlp(spec.shared)
             return replace(spec, mlp=self._narrow_mlp(spec.mlp), shared=shared)
@@ -73,7 +77,10 @@ class TensorParallelLayout:
     # ---- dimensions ----
 
     def heads(self, spec: AttentionSpec) -> tuple[Range, Range]:
-        """This rank's query heads and KV heads. Ranks that share a KV head each hold a copy."""
+        """Return this rank's query heads and KV heads.
+
+        Ranks that share a KV head each hold a copy.
+        """
         num_heads = spec.num_heads // self.size
         heads = (self.rank * num_heads, (self.rank + 1) * num_heads)
         kv_first = self.rank * spec.num_kv_heads // self.size
@@ -81,7 +88,7 @@ class TensorParallelLayout:
         return heads, (kv_first, max(kv_end, kv_first + 1))
 
     def split_dimension(self, size: int) -> Range:
-        """This rank's range of an inner dimension.
+        """Return this rank's range of an inner dimension.
 
         The range consists of the largest blocks that split it nearly evenly, else of the smallest.
         """
@@ -98,19 +105,21 @@ class TensorParallelLayout:
         return start, min(end, size)
 
     def vocab_range(self, vocab: int) -> Range:
-        """This rank's token ids: equally many for each rank, except the last ones."""
+        """Return this rank's token ids: the same number for each rank, except the last ones."""
         width = self.vocab_shard_size(vocab)
         return min(self.rank * width, vocab), min((self.rank + 1) * width, vocab)
 
     def vocab_shard_size(self, vocab: int) -> int:
+        """Return the largest number of token ids that a rank holds."""
         return -(-vocab // self.size)
 
     # ---- weights ----
 
     def qkv(self, spec: AttentionSpec) -> WeightShard:
-        """The rows of q | k | v.
+        """Return the shard of the QKV projection: rows of q | k | v.
 
-        A norm over all heads needs all of q and k on every rank: cheaper than another all-reduce.
+        With a norm over all heads every rank computes all of q and k, which is cheaper than another
+        all-reduce.
         """
         if self.size == 1:
             return UNSHARDED
@@ -127,22 +136,26 @@ class TensorParallelLayout:
         )
 
     def out(self, spec: AttentionSpec) -> WeightShard:
+        """Return the shard of the output projection: the columns of this rank's heads."""
         (first, end), _ = self.heads(spec)
         return self._split_inputs((first * spec.head_dim, end * spec.head_dim))
 
     def up(self, spec: MlpSpec) -> WeightShard:
-        """The rows of up, or of gate | up."""
+        """Return the shard of the up projection: rows of up, or of gate | up."""
         if self.size == 1:
             return UNSHARDED
         start, end = self.split_dimension(spec.size)
-        offsets = (0, spec.size) if spec.gated else (0,)
+        offsets = [0]
+        if spec.gated:
+            offsets.append(spec.size)
         return WeightShard(rows=tuple((offset + start, offset + end) for offset in offsets))
 
     def down(self, spec: MlpSpec) -> WeightShard:
+        """Return the shard of the down projection: columns of the inner dimension."""
         return self._split_inputs(self.split_dimension(spec.size))
 
     def table(self, vocab: int) -> WeightShard:
-        """The rows of the embedding or of the logits head."""
+        """Return the shard of the embedding or of the logits head: rows of token ids."""
         if self.size == 1:
             return UNSHARDED
         return WeightShard(rows=(self.vocab_range(vocab),))
@@ -162,7 +175,7 @@ def norms_all_heads(spec: AttentionSpec) -> bool:
 
 
 def check_parallel_sizes(model: ModelSpec, tp: int, pp: int) -> None:
-    """Raise ConfigError if the model cannot be split so; the message says what would work."""
+    """Raise ConfigError if the model cannot be split so; the message names sizes that work."""
     num_layers = len(model.layers)
     if pp > num_layers:
         raise ConfigError(
@@ -176,9 +189,7 @@ def check_parallel_sizes(model: ModelSpec, tp: int, pp: int) -> None:
         sizes = [
             str(size) for size in range(1, most_heads + 1) if supports_tensor_parallel(model, size)
         ]
-        model_heads = " and ".join(
-            f"{heads} heads over {kv} key heads" for heads, kv in head_counts
-        )
+        model_heads = " and ".join(f"{heads} heads over {kv} KV heads" for heads, kv in head_counts)
         raise ConfigError(
             f"tp {tp} does not divide the model's {model_heads}; {', '.join(sizes)} would work"
         )
@@ -200,7 +211,7 @@ def supports_tensor_parallel(model: ModelSpec, size: int) -> bool:
 
 
 def split_stages(layer_costs: Sequence[float], head_cost: float, num_stages: int) -> list[range]:
-    """The layers of each pipeline stage, such that the slowest stage is as fast as possible.
+    """Return the layers of each pipeline stage, so that the slowest stage is as fast as possible.
 
     The last stage also computes the head.
     """

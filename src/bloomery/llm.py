@@ -49,7 +49,7 @@ ParamsT = ParamSpec("ParamsT")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 ChatMessage = Mapping[str, Any]
 
-CAPTURE_POLL_SECONDS = 0.02  # between two looks at the number of CUDA graphs still to capture
+CAPTURE_POLL_SECONDS = 0.02  # between two checks for pending CUDA graph captures
 
 
 # ---- shared by LLM and AsyncLLM ------------------------------------------------------------------
@@ -132,6 +132,7 @@ class RequestBuilder:
 def build_engine_config(
     model: str | None, enable_prefix_caching: bool, options: Mapping[str, Any]
 ) -> EngineConfig:
+    """Build the config; an unknown option raises ConfigError."""
     try:
         return EngineConfig(model, prefix_cache=enable_prefix_caching, **options)
     except TypeError as error:
@@ -142,12 +143,12 @@ def read_default_params(tokenizer: Tokenizer | None) -> SamplingParams:
     """Return the sampling params that the checkpoint's generation_config asks for."""
     defaults: Mapping[str, Any] = tokenizer.sampling_defaults if tokenizer else {}
     known = {field.name for field in fields(SamplingParams)}
-    given = {name: value for name, value in defaults.items() if name in known}
-    return SamplingParams(**{"max_tokens": None, **given})
+    known_defaults = {name: value for name, value in defaults.items() if name in known}
+    return SamplingParams(**{"max_tokens": None, **known_defaults})
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one or several prompts as a list; a string, a dict and a list of ids are one."""
+    """Return one or several prompts as a list; a string, dict or list of ids is one prompt."""
     if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -189,6 +190,8 @@ class OpenCompletion(NamedTuple):
 
 
 class StepSummary(NamedTuple):
+    """The result of one engine step, for the progress bar."""
+
     finished: set[str]  # ids of the requests that finished in the step
     num_tokens: int
 
@@ -211,7 +214,7 @@ class LLM:
         bars while it loads. `options` are the fields of EngineConfig.
         """
         if options.get("policy", "auto") == "auto":
-            # All prompts are there from the beginning and no user waits for a single one.
+            # All prompts arrive at once, and no user waits for a single one.
             options["policy"] = "fcfs"
         config = build_engine_config(model, enable_prefix_caching, options)
         self.plan, artifact = build_engine_plan(config)
@@ -271,7 +274,7 @@ class LLM:
         finally:
             for request in requests:
                 self._remove(request)
-        return [request.output() for request in requests]
+        return [request.build_output() for request in requests]
 
     def chat(
         self,
@@ -297,9 +300,9 @@ class LLM:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], pooling: PoolingType = "mean"
     ) -> list[list[float]]:
-        """Return one vector of length 1 per prompt.
+        """Return one vector of unit norm per prompt.
 
-        It is the mean of the prompt's final hidden states, or the one of its last token.
+        It is the mean of the final hidden states, or the final hidden state of the last token.
         """
         builder = self.request_builder
         requests = [builder.build_embedding(prompt, pooling) for prompt in list_prompts(prompts)]
@@ -376,7 +379,7 @@ class LLM:
 
 
 def capture_all_graphs(executor: Executor, progress: bool) -> None:
-    """Capture all CUDA graphs now. A server does that in the background; offline, none is late."""
+    """Capture all CUDA graphs before the first request. A server captures in the background."""
     from bloomery.runtime.progress import progress_bar
 
     pending = executor.capture_next_graph()
@@ -543,7 +546,7 @@ class AsyncLLM:
             while not request.finished:
                 output = await outputs.get()
                 if request.completions[output.request].finish_reason is not None:
-                    continue  # a stop string ended it while this output was on its way
+                    continue  # a stop string ended this completion before the output arrived
                 if output.finish == "error":
                     raise RequestFailed(output.error or "the engine could not finish this request")
                 delta, must_abort = request.add_output(output)
@@ -575,7 +578,7 @@ class AsyncLLM:
             capacity = await ready
             while self._has_pending_captures():
                 await asyncio.sleep(CAPTURE_POLL_SECONDS)
-            await self.client.ready()  # it may have crashed during a capture
+            await self.client.ready()  # the engine may have crashed during a capture
         except BloomeryError as error:
             raise BloomeryError(self.client.status.detail or str(error)) from None
         return capacity

@@ -49,8 +49,9 @@ class ResolvedSampling:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
     min_tokens: int = 0  # stop token ids are masked until there are this many output tokens
     watermark: tuple[float, float] | None = None  # (gamma, delta)
-    logprobs: int | None = None  # None: none; n: the sampled token's and those of the top n
-    prompt_logprobs: int | None = None
+    # n: return the log-probabilities of the sampled token and of the n most likely ones.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for every prompt token
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,14 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """Tells an engine to end a request."""
+    """Asks an engine to end a request."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequestData:
-    """What a worker must know about a sequence. Sent with its first step after each admission."""
+    """What a worker must know about a sequence, sent with the first step after each admission."""
 
     tokens: tuple[int, ...]
     prompt_len: int
@@ -96,7 +97,7 @@ class ScheduledRequest:
     sequence: int  # id of the sequence
     start: int  # first position to compute
     count: int  # positions to compute, without drafts
-    blocks: tuple[int, ...]  # the whole block table in the first step, later only new blocks
+    blocks: tuple[int, ...]  # in the first step the full block table, later only new blocks
     new_request: NewRequestData | None
     drafts: tuple[int, ...]  # proposed tokens to verify (speculative decoding)
     samples: bool  # whether the step samples a token for this sequence
@@ -187,7 +188,7 @@ class TokenOutput:
     cached: int = 0  # prompt tokens that were a prefix hit
     finish: FinishReason | None = None
     error: str | None = None
-    queued: float = 0.0  # seconds from arrival to the first step; 0 where no queue is kept
+    queued: float = 0.0  # seconds from arrival to the first step; set by the client
     embedding: tuple[float, ...] = ()  # of length 1; the only output of an embedding request
 
 
@@ -205,7 +206,7 @@ class EngineCapacity:
     kv_bytes: int = 0
     device: str = "cpu"
     notes: tuple[str, ...] = field(default=())  # for the operator, one line each
-    # Pipeline stages. As many groups of sequences take turns; no sequence is in two steps at once.
+    # Pipeline stages. As many groups of sequences alternate, so that every stage has a step.
     stages: int = 1
     # Expected times of typical steps: (tokens, keys of decodes, query-key pairs of prefill,
     # seconds). The first is a step of one token. Empty: unknown. See engine/step_time.py.
@@ -214,11 +215,11 @@ class EngineCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """The state of an engine and, while it loads, its progress."""
+    """The state of an engine, and its progress while it loads."""
 
     state: EngineState
     progress: float = 0.0  # 0 to 1
-    detail: str = ""
+    detail: str = ""  # what is being loaded, or why the engine is in this state
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,14 +243,14 @@ class EngineStats:
     prefill_steps: int = 0  # steps that contained prefill
     scheduling_overhead_seconds: float = 0.0  # time long requests lost for short ones
     timing: StepTiming = StepTiming()
-    # Hardware limit over the time taken, in the last seconds. Not a sum.
+    # The utilization: hardware limit over the time taken, in the last seconds. Not a sum.
     roofline_share: float | None = None
     pending_captures: int = 0  # CUDA graphs not captured yet; their steps run eagerly until then
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequests:
-    """Sent before the first step of these requests, so that a crash can be attributed to them."""
+    """Names requests right before their first step, so that a crash can be attributed to them."""
 
     epoch: int
     requests: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Roofline model: how long a step takes at least, and how long it should take with our code.
+"""Roofline model: the least time of a step, and the time it should take with our code.
 
-A step is described by four counts (StepWork). Its floor is what the hardware cannot beat: for each
-kernel the larger of bytes over bandwidth and operations over rate. The expected time is the floor
-plus the overheads of StepCalibration, which were fitted to measured steps.
+A step is described by four counts (StepWork). Its floor is the time that the hardware cannot beat:
+for each kernel the larger of bytes over bandwidth and operations over rate. The expected time is
+the floor plus the overheads of StepCalibration, which were fitted to measured steps.
 
 Pure arithmetic over a model spec and a HardwareSpec: no torch, no files, no clock.
 """
@@ -71,21 +71,24 @@ def _matrix_sizes(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
     out = q_size * hidden
     if isinstance(mlp, MlpSpec):
         return qkv, out, *_mlp_sizes(mlp, hidden)
-    router = hidden * (mlp.experts + mlp.shared_gate)
+    router = hidden * (mlp.num_experts + mlp.shared_gate)
     shared_expert = _mlp_sizes(mlp.shared, hidden) if mlp.shared else ()
     return qkv, out, router, *shared_expert
 
 
 def _mlp_sizes(mlp: MlpSpec, hidden: int) -> tuple[int, int]:
+    """Parameters of the input projections (up, and gate if there is one) and of the output."""
     up = hidden * mlp.size
     down = mlp.size * hidden
-    return 2 * up if mlp.gated else up, down
+    if mlp.gated:
+        return 2 * up, down
+    return up, down
 
 
 def _experts_size(layer: LayerSpec, hidden: int) -> int:
     if not isinstance(layer.mlp, MoeSpec):
         return 0
-    return layer.mlp.experts * sum(_mlp_sizes(layer.mlp.mlp, hidden))
+    return layer.mlp.num_experts * sum(_mlp_sizes(layer.mlp.mlp, hidden))
 
 
 def _norm_size(norm: NormSpec | None, size: int) -> int:
@@ -119,7 +122,8 @@ def _vector_size(layer: LayerSpec, hidden: int) -> int:
             sizes = (attention.head_dim, attention.head_dim)
         total += sum(_norm_size(attention.qk_norm, size) for size in sizes)
     if isinstance(mlp, MlpSpec) and mlp.bias:
-        total += (2 * mlp.size if mlp.gated else mlp.size) + hidden
+        num_inputs = 2 if mlp.gated else 1
+        total += num_inputs * mlp.size + hidden
     return total
 
 
@@ -187,8 +191,8 @@ def _by_name(*precisions: WeightPrecision) -> Mapping[str, WeightPrecision]:
 # bitsandbytes' double quantization: blocks of 64 with an 8-bit maximum, and an fp32 scale for 256
 # of these maxima.
 DOUBLE_QUANTIZED_BITS = 4 + 8 / 64 + 32 / (64 * 256)
-# What `--quantization` makes of a checkpoint. Embedding and head take 8 bits, because errors there
-# cost most. Groups of 128 (or 64) share a scale and a zero of 16 bits each.
+# Precisions of the formats of `--quantization`. Embedding and head take 8 bits, because errors
+# there cost most. Groups of 128 (or 64) share a scale and a zero of 16 bits each.
 PRECISIONS: Mapping[str, WeightPrecision] = _by_name(
     WeightPrecision("fp32", 32, 32, "fp32"),
     WeightPrecision("bf16", 16),
@@ -200,9 +204,9 @@ PRECISIONS: Mapping[str, WeightPrecision] = _by_name(
     WeightPrecision("nf4", DOUBLE_QUANTIZED_BITS, 8, "nf4"),
     WeightPrecision("fp4", DOUBLE_QUANTIZED_BITS, 8, "nf4"),
 )
-# What bitsandbytes holds, which has no fused kernels. Embedding and head keep 16 bits. A matrix is
-# dequantized before it is multiplied: int8 to 16 bits; nf4 (blocks of 64 with an fp32 maximum) to
-# 16 and then to 32 bits.
+# Precisions of bitsandbytes, which has no fused kernels. Embedding and head keep 16 bits. A matrix
+# is dequantized before it is multiplied: int8 to 16 bits; nf4 (blocks of 64 with an fp32 maximum)
+# to 16 and then to 32 bits.
 LIBRARY_PRECISIONS: Mapping[str, WeightPrecision] = _by_name(
     WeightPrecision("bf16", 16),
     WeightPrecision("int8", 8, compute_format="int8", unpacked_bits=16),
@@ -211,6 +215,7 @@ LIBRARY_PRECISIONS: Mapping[str, WeightPrecision] = _by_name(
 
 
 def weights_bytes(model: ModelSpec, precision: WeightPrecision) -> float:
+    """Bytes of all weights at a precision."""
     counts = count_parameters(model)
     inner = counts.matrices + counts.experts
     outer = counts.total - inner - counts.vectors
@@ -267,7 +272,7 @@ def count_step_work(chunks: Iterable[SequenceChunk]) -> StepWork:
 
 @dataclass(frozen=True)
 class StepFloor:
-    """The least time of one step, and what it is made of, summed over all devices."""
+    """The least time of one step, and its bytes and operations, summed over all devices."""
 
     seconds: float
     bytes: float
@@ -311,8 +316,8 @@ class Roofline:
     """Step times of one model on one kind of hardware, precomputed to a few multiplications.
 
     The methods take the counts of StepWork one by one. `pairs` defaults to `attended`, which is
-    right for steps that only decode. With pipeline stages the seconds are those of one step's way
-    through all stages, while other steps follow it.
+    right for steps that only decode. With pipeline stages the seconds are the time in which one
+    step passes all stages; other steps may follow it.
     """
 
     def __init__(
@@ -349,7 +354,7 @@ class Roofline:
         self.weight_bytes = precision.bits / 8
 
     def _sum_layers(self, kv_bits: float) -> None:
-        """Sum what depends on windows and experts over the layers that are alike."""
+        """Sum KV cache bytes, attention operations and expert values over layers that are alike."""
         # (experts, experts per token) -> values of one expert
         self.expert_values: dict[tuple[int, int], int] = {}
         # window (0: none) -> bytes of one KV cache position. KV heads that cannot be split are
@@ -361,7 +366,7 @@ class Roofline:
             attention = layer.attention
             mlp = layer.mlp
             if isinstance(mlp, MoeSpec):
-                routing = (mlp.experts, mlp.top_k)
+                routing = (mlp.num_experts, mlp.top_k)
                 expert = sum(_mlp_sizes(mlp.mlp, self.model.hidden))
                 self.expert_values[routing] = self.expert_values.get(routing, 0) + expert
             window = attention.window or 0
@@ -395,8 +400,8 @@ class Roofline:
         self.logits_read = 4 * self.model.vocab / self.bandwidth
         # Unpacking a matrix reads it packed and writes and reads it in 16 bits.
         self.unpack_ratio = 1 + 16 / precision.bits
-        decode_rate = self._attention_rate("attend", wide_format)
-        prefill_rate = self._attention_rate("prompt", wide_format)
+        decode_rate = self._attention_rate("decode attention", wide_format)
+        prefill_rate = self._attention_rate("prefill attention", wide_format)
         self.attention = tuple(
             AttentionCost(
                 window,
@@ -415,7 +420,7 @@ class Roofline:
     def _matmul_cost(
         self, values: int, size: float, shares: Mapping[str, float], packed: str | None
     ) -> MatmulCost:
-        """Cost of matrices with so many values, of `size` bytes in all."""
+        """Cost of a group of matrices that has `values` values in `size` bytes."""
         hardware = self.hardware
         operations = 2 * values / self.tp
         read = size / self.bandwidth
@@ -600,7 +605,7 @@ class Roofline:
 
 
 def _packed_format(bits: float, compute_format: str | None) -> str | None:
-    """How weights of so many bits are packed; None when they are not."""
+    """The packed format of weights with `bits` per value; None when they are not packed."""
     if bits >= 16:
         return None
     if compute_format in PACKED_EFFICIENCY:

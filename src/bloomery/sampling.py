@@ -1,8 +1,8 @@
-"""SamplingParams: what a user may ask of a generation; and the engine requests made from them.
+"""SamplingParams: the options of one generation, and the engine requests built from them.
 
-Every value is checked here once, with messages in the user's words. Code beyond this file takes a
-ResolvedSampling as valid. Servers narrow the ranges further. This file must not know HTTP,
-tokenizers or tensors.
+Every value is checked here once, with messages in the user's words. All other code trusts a
+ResolvedSampling. Servers narrow the ranges further. This file must not know HTTP, tokenizers or
+tensors.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SamplingParams:
     """Options of one generation, under the names known from vLLM and OpenAI."""
 
     n: int = 1
-    best_of: int | None = None  # generate so many, return the n with the best cumulative logprob
+    best_of: int | None = None  # generate this many and return the n best by cumulative logprob
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -110,21 +110,21 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
-    min_tokens: int = 0  # no end of sequence, stop id or stop string before so many tokens
+    min_tokens: int = 0  # until then no end of sequence, stop id or stop string
     max_tokens: int | None = 16
     ignore_eos: bool = False
-    logprobs: int | None = None  # of each token and of so many best ones, before any processor
+    logprobs: int | None = None  # top tokens to report, before any logits processor
     prompt_logprobs: int | None = None
     bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
     watermark: bool = False
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
-    truncate_prompt_tokens: int | None = None  # keep only so many tokens of the prompt's end
+    truncate_prompt_tokens: int | None = None  # keep this many tokens of the prompt's end
     detokenize: bool = True
     skip_special_tokens: bool = True
-    priority: int = 0  # lower is earlier: one less is worth ten seconds of waiting
-    deadline_ms: int | None = None  # from arrival; the request ends then, even in the queue
+    priority: int = 0  # lower runs earlier; a difference of 1 equals 10 s of waiting
+    deadline_ms: int | None = None  # after arrival, when the request ends, even if still queued
 
     def __post_init__(self) -> None:
         for name, minimum, maximum, rule in FLOAT_RANGES:
@@ -148,6 +148,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
         if isinstance(self.stop, str):
             return (self.stop,)
         return tuple(self.stop or ())
@@ -158,19 +159,19 @@ class SamplingParams:
         return self.best_of or self.n
 
     def _check_stop_and_bad_words(self) -> None:
-        is_list = isinstance(self.stop, str | list | tuple | None)
-        if not is_list or not all(map(_is_nonempty_text, self.stop_strings)):
+        is_valid_type = isinstance(self.stop, str | list | tuple | None)
+        if not is_valid_type or not all(map(_is_nonempty_text, self.stop_strings)):
             rule = "a string or a list of strings, none of them empty"
             _raise_invalid("stop", self.stop, rule)
-        is_list = isinstance(self.bad_words, list | tuple | None)
-        if not is_list or not all(map(_is_nonempty_text, self.bad_words or ())):
+        is_valid_type = isinstance(self.bad_words, list | tuple | None)
+        if not is_valid_type or not all(map(_is_nonempty_text, self.bad_words or ())):
             _raise_invalid("bad_words", self.bad_words, "a list of strings, none of them empty")
 
     def _check_token_ids(self) -> None:
         for name in ("stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
-            is_list = isinstance(value, list | tuple | None)
-            if not is_list or not all(map(_is_int, value or ())):
+            is_valid_type = isinstance(value, list | tuple | None)
+            if not is_valid_type or not all(map(_is_int, value or ())):
                 _raise_invalid(name, value, "a list of token ids (int), or None")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             rule = "None (all tokens) or a list with at least one token id"
@@ -317,7 +318,7 @@ def select_best(cumulative_logprobs: Sequence[float], n: int) -> list[int]:
 def _fit_prompt(
     params: SamplingParams, prompt: Sequence[int], vocab_size: int, max_model_len: int
 ) -> tuple[int, ...]:
-    """The prompt, truncated if asked for, if it leaves room for one token."""
+    """Truncate the prompt if `params` say so, and check that it leaves room for one token."""
     if not len(prompt):
         raise InvalidRequest("the prompt has no tokens: give at least one", field="prompt")
     if params.truncate_prompt_tokens is not None:
@@ -383,18 +384,20 @@ def _encode_bad_words(
 
 
 def _check_choice_remains(sampling: ResolvedSampling, stop_ids: tuple[int, ...]) -> None:
-    """At least one token must be allowed at the first position."""
+    """Check that at least one token is allowed at the first position."""
     excluded = {ids[0] for ids in sampling.bad_words if len(ids) == 1}
     if sampling.min_tokens:
         excluded.update(stop_ids)
     if sampling.allowed_token_ids and excluded.issuperset(sampling.allowed_token_ids):
-        reason = "by bad_words or, with min_tokens, by being a stop id"
-        message = f"every one of allowed_token_ids is ruled out {reason}"
-        raise InvalidRequest(f"{message}: allow at least one more token", field="allowed_token_ids")
+        message = (
+            "all allowed_token_ids are excluded, by bad_words or, with min_tokens, as stop ids: "
+            "allow at least one more token"
+        )
+        raise InvalidRequest(message, field="allowed_token_ids")
 
 
 def _check_ids_in_vocab(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    # These checks in C are fast for long prompts; the loop below finds the culprit.
+    # These checks in C are fast for long prompts; the loop below finds the invalid id.
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return
     for index, token_id in enumerate(ids):
@@ -421,7 +424,7 @@ def _raise_invalid(name: str, value: Any, rule: str, advice: str = "") -> Never:
 
 
 def _short_repr(value: Any) -> str:
-    """A value as an error message may repeat it: short, whatever a client sent."""
+    """The repr of a client's value for an error message, at most 64 characters long."""
     try:
         text = repr(value)
     except ValueError:  # Python does not print integers of thousands of digits

@@ -38,8 +38,9 @@ log = logging.getLogger("bloomery")
 
 # Seconds that uvicorn may take to close connections after the drain time is over.
 SHUTDOWN_GRACE_SECONDS = 5
-# Thresholds of the garbage collector. Disconnected clients leave reference cycles behind, and a
-# collection is short because everything older is frozen.
+# Thresholds of the garbage collector, in objects of each generation. Disconnected clients leave
+# reference cycles, so it must run; a collection is short because older objects are frozen. The
+# measurements are in benchmarks/LOG.md.
 GC_THRESHOLDS = (10_000, 4, 2)
 
 
@@ -55,7 +56,7 @@ def serve(
     for noisy_logger in ("uvicorn", "uvicorn.error", "asyncio"):
         logging.getLogger(noisy_logger).setLevel(logging.WARNING)
     plan, artifact = build_engine_plan(config)
-    settings = build_settings(server_config, artifact)
+    settings = build_server_settings(server_config, artifact)
     log_plan(plan, artifact.origin)
     limits = settings.limits
     timeouts = replace(
@@ -77,7 +78,8 @@ def serve(
     return runner.run(run_server(client, build_app, server_config, limits))
 
 
-def build_settings(server_config: ServerConfig, artifact: ModelArtifact) -> ServerSettings:
+def build_server_settings(server_config: ServerConfig, artifact: ModelArtifact) -> ServerSettings:
+    """Build the settings of the HTTP app. The first served model name is the main one."""
     model_names = server_config.split_list(server_config.served_model_name) or (artifact.name,)
     model = model_names[0]
     return ServerSettings(
@@ -109,7 +111,8 @@ def create_engine_client(
         return EngineClient(plan, command, timeouts, prestarted=prestarted)
     replica_plans = [plan_for_replica(plan, i, num_replicas) for i in range(num_replicas)]
     command = build_engine_command(log_format)
-    return ReplicaSet([EngineClient(each, command, timeouts) for each in replica_plans])
+    clients = [EngineClient(replica_plan, command, timeouts) for replica_plan in replica_plans]
+    return ReplicaSet(clients)
 
 
 async def run_server(
@@ -145,8 +148,8 @@ async def run_server(
         )
     )
     event_loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        event_loop.add_signal_handler(number, server.stop, client.close, drain_seconds)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        event_loop.add_signal_handler(signal_number, server.stop, client.close, drain_seconds)
     url = f"http://{server_config.host}:{server_config.port}"
     startup = asyncio.create_task(report_startup(client, url))
     failure = asyncio.create_task(client.wait_failed())
@@ -198,8 +201,8 @@ async def report_startup(client: EngineClient | ReplicaSet, url: str) -> None:
 def freeze_garbage_collector() -> None:
     """Exclude everything that exists by now from garbage collection.
 
-    These objects stay until the end. To scan them would stall the event loop while a thousand
-    streams are open.
+    These objects live until the process ends. Scanning them would stall the event loop and all
+    open streams.
     """
     gc.collect()
     gc.freeze()

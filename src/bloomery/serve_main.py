@@ -12,7 +12,7 @@ from bloomery.logs import resolve_log_format
 
 
 def prestart_engine_and_serve(config: EngineConfig, server_config: ServerConfig) -> int:
-    """Serve until the end; return the exit status."""
+    """Start the engine process if possible, then serve; return the exit status."""
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     is_single_worker = num_ranks * server_config.replicas == 1 and config.executor == "auto"
     prestarted = None
@@ -24,5 +24,5 @@ def prestart_engine_and_serve(config: EngineConfig, server_config: ServerConfig)
 
         return serve(config, server_config, prestarted)
     finally:
-        if prestarted is not None:  # serve() did not take it over, or it has ended already
+        if prestarted is not None:  # serve() has not taken it over, or has already ended it
             prestarted.kill()

@@ -37,43 +37,43 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """NTK-aware scaling: theta grows with the length once it exceeds `original` positions."""
+    """NTK-aware scaling: theta grows with the length beyond `original_context`."""
 
     factor: float
-    original: int
+    original_context: int
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Low frequencies are divided by `factor`, high ones kept, with a smooth ramp in between."""
+    """Low frequencies are divided by `factor`, high ones are kept, with a ramp in between."""
 
     factor: float
-    low: float
-    high: float
-    original: int
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Only low frequencies are interpolated; cos and sin are multiplied by `attention`."""
+    """Only low frequencies are interpolated; cos and sin are multiplied by `attention_factor`."""
 
     factor: float
-    original: int
+    original_context: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention: float = 1.0
+    attention_factor: float = 1.0
     truncate: bool = True
 
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """One divisor per frequency: `short` within the original context, `long` beyond it."""
+    """A divisor per frequency: `short_factor` within the original context, else `long_factor`."""
 
-    short: tuple[float, ...]
-    long: tuple[float, ...]
-    original: int
-    short_attention: float = 1.0
-    long_attention: float = 1.0
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_context: int
+    short_attention_factor: float = 1.0
+    long_attention_factor: float = 1.0
 
 
 RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
@@ -96,8 +96,8 @@ class AlibiSpec:
     scale: float = 1.0  # Falcon scales its slopes together with the scores
     max_bias: float = 8.0
     # With tensor parallelism: the first head of this rank and the number of heads of the model.
-    first: int = 0
-    heads: int = 0  # 0: this rank has all heads
+    first_head: int = 0
+    total_heads: int = 0  # 0: this rank has all heads
 
 
 # ---- the blocks of a layer ---------------------------------------------------------------------
@@ -137,7 +137,7 @@ class MlpSpec:
 class MoeSpec:
     """A mixture of experts: each token uses `top_k` of them."""
 
-    experts: int
+    num_experts: int
     top_k: int
     mlp: MlpSpec
     renormalize: bool = True
@@ -244,9 +244,9 @@ class TensorNames:
 
 @dataclass(frozen=True)
 class CheckpointQuantization:
-    """The method that quantized a checkpoint. Its tensors tell which weights, and how."""
+    """The method that quantized a checkpoint. Tensor names show which weights are quantized."""
 
     method: Literal["bitsandbytes", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4"]
     zero_point_offset: int = 0  # added to GPTQ's zero points: 1 in the first version of the format
-    # Tensors that every quantized weight must have, because without them it would be misread.
+    # Tensors that every quantized weight must have; without them its values would be wrong.
     required_tensors: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Locating models on the Hub, against a fake Hub; each locate-up runs in a process of its own."""
+"""Locating models on the Hub, against a fake Hub; each lookup runs in its own process."""
 
 from __future__ import annotations
 
@@ -229,8 +229,8 @@ def test_gguf_repository(hub, locate):
     }
     ambiguous = locate(hub)
     assert "name one: org/model:m-Q4_K_M.gguf, org/model:m-Q8_0.gguf" in ambiguous["message"]
-    for given in ("org/model:m-Q8_0.gguf", "org/model:q8_0"):
-        located = locate(hub, model=given)
+    for model in ("org/model:m-Q8_0.gguf", "org/model:q8_0"):
+        located = locate(hub, model=model)
         assert located["kind"] == "gguf" and Path(located["path"]).read_bytes() == b"eight"
     assert hub.downloaded_files() == {"config.json", "m-Q8_0.gguf"}
     assert locate(hub, {"HF_HUB_OFFLINE": "1"}, model="org/model:q8_0")["path"] == located["path"]
@@ -249,12 +249,12 @@ def test_without_weights_only_the_header_of_a_gguf_file_is_downloaded(hub, locat
     writer.close()
     hub.commits[NEW] = {"m.gguf": (tmp_path / "m.gguf").read_bytes()}
     assert locate(hub, weights=False)["kind"] == "gguf"
-    asked = [
+    ranges = [
         headers.get("range")
         for verb, path, headers in hub.requests
         if verb == "GET" and path.endswith("m.gguf")
     ]
-    assert asked == ["bytes=0-4194303", "bytes=4194304-8388607"]
+    assert ranges == ["bytes=0-4194303", "bytes=4194304-8388607"]
 
 
 def test_invalid_repository_name_is_refused(hub, locate):

@@ -24,7 +24,7 @@ def write_file(path, header, data=b"", length=None):
 
 
 def write_shards(folder, parts, index_name="model.safetensors.index.json"):
-    """Write tensors as write_shards with their index; `parts` is a list of dicts."""
+    """Write tensors as shards with their index; `parts` is a list of dicts."""
     weight_map = {}
     for i, tensors in enumerate(parts, 1):
         name = f"model-{i:05}-of-{len(parts):05}.safetensors"
@@ -177,11 +177,12 @@ def test_missing_shard_is_refused(tmp_path):
 
 def test_swapped_shards_are_refused(tmp_path):
     write_two_shards(tmp_path)
-    a, b, c = (
-        tmp_path / name
-        for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "c")
-    )
-    a.rename(c), b.rename(a), c.rename(b)
+    first = tmp_path / "model-00001-of-00002.safetensors"
+    second = tmp_path / "model-00002-of-00002.safetensors"
+    temporary = tmp_path / "temporary"
+    first.rename(temporary)
+    second.rename(first)
+    temporary.rename(second)
     with pytest.raises(
         CheckpointError,
         match=r"tensor 'a\.\w+' should be in model-00001.*it is in model-00002.*swapped",

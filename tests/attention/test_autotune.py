@@ -1,4 +1,4 @@
-"""Which prefills go to the attention library: made-up times, the cache file, and real layouts."""
+"""The choice of prefills for the attention library: fake times, the cache file, real layouts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ CPU = torch.device("cpu")
 def fake_times(
     ratios: dict[int, float], measured: list[int] | None = None
 ) -> Callable[[int], tuple[float, float]]:
-    """Times as if the library took so many times as long as our kernel, by default just as long.
+    """Return a fake measurement: the library takes `ratio` times as long as our kernel.
 
-    Measured prompt lengths are appended to `measured`.
+    `ratios` has the ratio of each prompt length, 1 by default. Measured prompt lengths are appended
+    to `measured`.
     """
 
     def measure_step(prompt_len: int) -> tuple[float, float]:
@@ -53,19 +54,19 @@ def fake_times(
         (dict.fromkeys(PROMPT_LENS, 0.5), PROMPT_LENS[0]),
         ({8192: 0.8, 4096: 0.9, 2048: 0.95}, 2048),
         ({8192: 0.8, 4096: 1 / (1 + MIN_GAIN) + 1e-3}, 8192),
-        ({8192: 1.1, 4096: 0.5}, None),  # it loses at the longest, so shorter wins do not count
+        ({8192: 1.1, 4096: 0.5}, None),  # slower at the longest: shorter lengths do not count
         ({8192: 0.8, 4096: 1.2, 2048: 0.5}, 8192),
         ({8192: inf}, None),
     ],
 )
-def test_the_threshold_is_the_smallest_length_from_which_the_library_wins(
+def test_the_threshold_is_the_smallest_length_from_which_the_library_is_faster(
     ratios: dict[int, float], min_len: int | None
 ) -> None:
     measured: list[int] = []
     threshold, seconds = find_library_min_len(fake_times(ratios, measured))
     assert threshold == min_len
     assert list(seconds) == measured == sorted(measured, reverse=True)
-    # Nothing is measured below the first length at which the library loses.
+    # Nothing is measured below the first length at which the library is slower.
     num_needed = [None, *reversed(PROMPT_LENS)].index(min_len) + 1
     assert min_len == PROMPT_LENS[0] or len(measured) == num_needed
 
@@ -135,7 +136,7 @@ def test_an_error_counts_against_the_library(
 @pytest.mark.parametrize("kv_cache_dtype", [torch.float16, torch.int8])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_timed_work_is_attention(kv_cache_dtype: torch.dtype) -> None:
-    """Two prompts as they would be timed: both ways give the reference's result."""
+    """Kernel and library give the reference's result for two prompts as they are timed."""
     torch.manual_seed(0)
     bench = PrefillBench(AttentionSpec(2, 1, 64), torch.float16, kv_cache_dtype, CPU)
     metadata, q, cache = bench.make_inputs(128, 2)

@@ -1,6 +1,6 @@
-"""Every attention backend against the definition of attention, over random steps.
+"""Every attention backend compared with the definition of attention, over random steps.
 
-The definition knows no block tables: it keeps the keys and values of each sequence in a list and
+The definition has no block tables: it stores the keys and values of each sequence in a list and
 computes one query at a time.
 """
 
@@ -84,7 +84,7 @@ def pad_tables(random: Random, tables: list[list[int]]) -> list[list[int]]:
 def test_backend_equals_the_definition(
     spec: AttentionSpec, backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_paged, "MAX_SCORES", 64)  # so that queries go in many slices
+    monkeypatch.setattr(torch_paged, "MAX_SCORES", 64)  # so that there are many slices of queries
     random = Random(0)
     torch.manual_seed(0)
     cache = torch.randn(kv_cache_shape(spec, NUM_BLOCKS, BLOCK_SIZE))
@@ -131,7 +131,7 @@ def test_backend_equals_the_definition(
 @pytest.mark.parametrize(
     ("query_lens", "num_cached", "num_long"),
     [([40], 0, 1), ([1, 40, 20, 33, 50], 10, 2), ([1, 20, 40], 256, 1)],
-    ids=["alone", "among others", "behind a chunk"],
+    ids=["alone", "among others", "after a chunk"],
 )
 def test_the_library_gives_the_results_of_our_kernel(
     query_lens: list[int], num_cached: int, num_long: int
@@ -166,7 +166,7 @@ def test_a_backend_says_why_it_does_not_support_a_layer() -> None:
 
 
 def test_backends_report_their_capabilities() -> None:
-    """Only one path of the worker fits each backend: graphs on a GPU, traces on a CPU."""
+    """Each backend fits one step path of the worker: graphs on a GPU, traces on a CPU."""
     assert TritonPagedAttention().capabilities().device_side_metadata
     assert not TritonPagedAttention().capabilities().cpu_traceable
     cpu = CpuPagedAttention(None).capabilities()  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def test_backends_report_their_capabilities() -> None:
 
 
 class TensorSizeRecorder(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the size of every tensor that torch makes."""
+    """Records the size of every tensor that torch creates."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from tests.engine.fake_executor import reference_tokens
 from tests.waiting import WAIT_SECONDS, wait_until, wait_until_async
 
 MANY_RESTARTS = EngineTimeouts(max_restarts=10**6, restart_delay_seconds=0.0)
-SHORT_TIMEOUTS = EngineTimeouts(step_seconds=2.0, first_step_seconds=2.0)
+SHORT_TIMEOUTS = EngineTimeouts(step_seconds=3.0, first_step_seconds=3.0)
 
 
 def random_requests(random: Random, count: int, max_tokens: int) -> list[EngineRequest]:
@@ -154,7 +154,7 @@ def test_a_stopped_engine_is_replaced_busy_or_idle() -> None:
         assert client.epoch == 2
         os.kill(client.pid or 0, signal.SIGSTOP)
         assert await wait_until_async(lambda: client.epoch == 3)
-        assert "made no progress for 2 seconds" in client.status.detail
+        assert "made no progress for 3 seconds" in client.status.detail
         await client.ready()
         await client.close()
 

@@ -63,7 +63,7 @@ def test_after_a_signal_answers_may_end_for_a_while(tmp_path: Path) -> None:
         return ""
 
     async def main(port: int) -> None:
-        short_body = LONG_COMPLETION | {"max_tokens": 12}
+        short_body = LONG_COMPLETION | {"max_tokens": 20}
         short = asyncio.create_task(read_completion(port, short_body, started[1].set))
         long = asyncio.create_task(read_long(port))
         for event in started:
@@ -72,7 +72,7 @@ def test_after_a_signal_answers_may_end_for_a_while(tmp_path: Path) -> None:
         assert await short
         assert await long == "the server is shutting down"  # an event, not a cut connection
 
-    options = ("--engine", "--instant --delay 0.05", "--drain-seconds", "2.5")
+    options = ("--engine", "--instant --delay 0.05", "--drain-seconds", "4")
     with run_server(tmp_path, *options) as server:
         pids = server.children("engine") + server.children("tokenizer_pool")
         asyncio.run(main(server.port))

@@ -146,9 +146,9 @@ def batched_outputs(llm: LLM) -> list[RequestOutput]:
 
 
 def check_equal_outputs(expected: list[RequestOutput], outputs: list[RequestOutput]) -> None:
-    for want, got in zip(expected, outputs, strict=True):
-        assert want.outputs[0].token_ids == got.outputs[0].token_ids
-        assert token_logprobs(want) == pytest.approx(token_logprobs(got), abs=1e-4)
+    for reference, output in zip(expected, outputs, strict=True):
+        assert reference.outputs[0].token_ids == output.outputs[0].token_ids
+        assert token_logprobs(reference) == pytest.approx(token_logprobs(output), abs=1e-4)
 
 
 def test_prefix_hits_do_not_change_the_tokens(
@@ -234,7 +234,7 @@ def test_a_stop_string_ends_the_text_and_the_request(llm: LLM) -> None:
     assert not llm.loop.busy
 
 
-def test_n_best_of_and_seeds(llm: LLM) -> None:
+def test_a_seed_fixes_all_n_completions_and_best_of_returns_the_likeliest(llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=11, max_tokens=8)
     first = generate(llm, ["Hello"], params)[0]
     second = generate(llm, ["Hello", "Goodbye"], params)[0]
@@ -272,13 +272,13 @@ def test_prompt_logprobs_do_not_depend_on_the_prefix_cache_or_chunked_prefill(ll
 
 def test_default_params_come_from_the_checkpoint(llm: LLM) -> None:
     assert llm.tokenizer is not None
-    own = llm.tokenizer.sampling_defaults
+    original_defaults = llm.tokenizer.sampling_defaults
     assert llm.default_params == SamplingParams(temperature=0.2, top_p=0.9, max_tokens=None)
     try:
         llm.tokenizer.sampling_defaults = {"top_k": 7, "max_tokens": 3, "unknown": 1}
         assert llm.default_params == SamplingParams(top_k=7, max_tokens=3)
     finally:
-        llm.tokenizer.sampling_defaults = own
+        llm.tokenizer.sampling_defaults = original_defaults
 
 
 def test_no_prompts_give_no_outputs(llm: LLM) -> None:

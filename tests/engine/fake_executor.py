@@ -25,6 +25,7 @@ VOCAB = 7
 
 
 def next_token(prefix: list[int]) -> int:
+    """Return the token that the "model" generates after `prefix`."""
     return crc32(bytes(prefix)) % VOCAB
 
 
@@ -43,7 +44,7 @@ def reference_tokens(request: EngineRequest) -> list[int]:
 
 @dataclass
 class ExecutorRow:
-    """What the executor knows about one sequence."""
+    """The executor's state of one sequence."""
 
     tokens: list[int]
     num_computed: int
@@ -55,7 +56,7 @@ class FakeExecutor:
     """Writes all positions of a step before it reads any, as each layer of a real model does."""
 
     def __init__(self, block_size: int, compact_output: bool = False):
-        """`compact_output`: return the tokens of decodes as plain numbers."""
+        """`compact_output` returns the tokens of decodes as plain numbers (StepOutput.tokens)."""
         self.block_size = block_size
         self.compact_output = compact_output
         # The KV cache by block: the position and the token that each slot of the block holds.
@@ -153,5 +154,5 @@ class FakeExecutor:
         return cached_tokens
 
     def empty_block(self) -> list[int]:
-        """Slots that were never written hold a position and a token that no sequence has."""
+        """Return a block that was never written: no sequence has position -1 or token -1."""
         return [-1] * self.block_size

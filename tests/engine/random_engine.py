@@ -1,4 +1,4 @@
-"""One random engine, checked to the end (RandomEngine).
+"""An engine with random parameters whose outputs are all checked (RandomEngine).
 
 A seed determines sizes, policy, arrivals, drafts, aborts and the number of steps in flight.
 """
@@ -23,7 +23,7 @@ def random_tokens(rng: Random, count: int) -> list[int]:
 
 
 def random_requests(rng: Random, block_pool: BlockPool, num_drafts: int) -> deque[EngineRequest]:
-    """Create requests whose prompts share a few prefixes. Some are replayed in mid-output."""
+    """Create requests whose prompts share a few prefixes. Some already have an output token."""
     capacity = block_pool.num_blocks * block_pool.block_size
     prefixes = [
         random_tokens(rng, rng.randrange(1, block_pool.block_size * 4 + 2)) for _ in range(3)
@@ -96,8 +96,8 @@ class RandomEngine:
                 self.abort(self.rng.choice(sorted(self.unfinished)))
             steps_before = self.executor.num_steps
             self.step()
-            made_progress = self.executor.num_steps > steps_before or self.loop.in_flight
-            num_idle = 0 if made_progress else num_idle + 1
+            has_progress = self.executor.num_steps > steps_before or self.loop.in_flight
+            num_idle = 0 if has_progress else num_idle + 1
             assert num_idle < 50, "the engine is stuck"
         self.check_result()
         return self.events
@@ -151,7 +151,7 @@ class RandomEngine:
 
 
 def check_block_pool(pool: BlockPool) -> None:
-    """Check what must hold for a block pool at any moment."""
+    """Assert the invariants of a block pool, which hold at any moment."""
     assert all(count >= 0 for count in pool.ref_counts)
     unreferenced = {block for block, count in enumerate(pool.ref_counts) if count == 0}
     assert set(pool.free_blocks) == unreferenced

@@ -51,7 +51,7 @@ async def collect(client: EngineClient, *requests: EngineRequest) -> dict[str, l
 
 
 def join_tokens(outputs: list[TokenOutput]) -> list[int]:
-    """All token ids; asserts that they have no gap and no duplicate and that they end once."""
+    """Return all token ids. Asserts that no token is missing or repeated and the end comes once."""
     ids: list[int] = []
     for output in outputs:
         assert output.position == len(ids)
@@ -62,7 +62,7 @@ def join_tokens(outputs: list[TokenOutput]) -> list[int]:
 
 
 async def wait_idle(client: EngineClient) -> EngineStats:
-    """The statistics once the engine has nothing left to do."""
+    """Wait until the engine has no requests and holds no blocks. Returns its statistics."""
     while client.stats.running or client.stats.waiting or client.stats.kv_used:
         await asyncio.sleep(0.01)
     return client.stats
@@ -87,11 +87,13 @@ async def run_client_lifecycle() -> None:
     early = asyncio.create_task(collect(client, create_request("early", 1, 2)))
     assert (await client.ready()).blocks == BLOCKS and client.status.state == "ready"
     assert progress == [part / 5 for part in range(5)]
-    one = create_request("one", 1, 2)
-    two = create_request("two", 3, max_tokens=20)
-    three = create_request("three", 4, 5, 6, max_tokens=3)
-    outputs = await collect(client, one, two, three)
-    for request in (one, two, three):
+    requests = [
+        create_request("first", 1, 2),
+        create_request("second", 3, max_tokens=20),
+        create_request("third", 4, 5, 6, max_tokens=3),
+    ]
+    outputs = await collect(client, *requests)
+    for request in requests:
         assert [*request.prompt, *join_tokens(outputs[request.id])] == reference_tokens(request)
         assert outputs[request.id][-1].finish == "length"
         assert outputs[request.id][0].queued >= 0
@@ -106,7 +108,7 @@ async def run_client_lifecycle() -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(pid or 0, 0)
     with pytest.raises(RequestFailed, match="takes no more requests"):
-        await collect(client, one)
+        await collect(client, requests[0])
     with pytest.raises(BloomeryError, match="not available: closed"):
         await client.ready()
 
@@ -132,7 +134,7 @@ def test_leaving_a_stream_aborts_its_open_requests() -> None:
                         break
             assert not client.journal.entries
             async for _ in client.stream([create_request("a", 1, max_tokens=1000)]):
-                break  # without closing: the event loop does it
+                break  # the event loop closes the stream
             await asyncio.sleep(0.1)
             task = asyncio.create_task(collect(client, create_request("c", 1, max_tokens=1000)))
             await asyncio.sleep(0.1)
@@ -141,7 +143,7 @@ def test_leaving_a_stream_aborts_its_open_requests() -> None:
                 await task
             stats = await wait_idle(client)
             assert not client.journal.entries
-            assert 2 < stats.tokens_out < 1000, "one request ran to its end"
+            assert 2 < stats.tokens_out < 1000, "an aborted request ran to its end"
 
     asyncio.run(main())
 
@@ -227,7 +229,7 @@ def test_an_engine_that_ignores_sigterm_is_killed() -> None:
         async with running_client(timeouts=EngineTimeouts(shutdown_seconds=0.2)) as client:
             await client.ready()
             pid = client.pid
-            os.kill(pid or 0, signal.SIGSTOP)  # it cannot handle any signal
+            os.kill(pid or 0, signal.SIGSTOP)  # a stopped process handles no signal
             await asyncio.wait_for(client.close(), WAIT_SECONDS)
             with pytest.raises(ProcessLookupError):
                 os.kill(pid or 0, 0)
@@ -275,7 +277,7 @@ def test_the_number_of_restarts_is_limited(command: tuple[str, ...], reason: str
     asyncio.run(main())
 
 
-def test_a_thousand_small_requests_at_once() -> None:
+def test_a_thousand_requests_at_once_are_all_answered() -> None:
     async def main() -> None:
         limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
         async with running_client("--instant", **limits) as client:
@@ -284,7 +286,7 @@ def test_a_thousand_small_requests_at_once() -> None:
                 for number in range(1000)
             ]
             await client.ready()
-            os.kill(client.pid or 0, signal.SIGSTOP)  # until all have been sent
+            os.kill(client.pid or 0, signal.SIGSTOP)  # until all requests have been sent
             readers = [asyncio.create_task(collect(client, request)) for request in requests]
             entries = client.journal.entries
             assert await wait_until_async(lambda: all(entry.sent for entry in entries.values()))

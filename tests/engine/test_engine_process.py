@@ -1,4 +1,4 @@
-"""The engine process as its client sees it: a real child, driven message by message."""
+"""The engine process: a real child process, driven message by message in place of a client."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class EngineDriver:
         return self.received.pop(0)
 
     def load(self) -> list[EngineMessage]:
-        """Load the plan; return the messages up to the capacity."""
+        """Load the plan and return all messages up to the capacity."""
         self.send(EngineHello(EPOCH, fake_plan()))
         messages = [self.receive()]
         while not isinstance(messages[-1], EngineCapacity):
@@ -68,7 +68,7 @@ class EngineDriver:
                 yield message
 
     def run(self, *requests: EngineRequest) -> dict[str, list[TokenOutput]]:
-        """Send requests; return all their outputs."""
+        """Send requests and return all their outputs."""
         self.send(*requests)
         collected: dict[str, list[TokenOutput]] = {request.id: [] for request in requests}
         for engine_output in self.outputs():
@@ -95,8 +95,8 @@ def create_request(request_id: str, *prompt: int, max_tokens: int = 12) -> Engin
     return EngineRequest(request_id, prompt, ResolvedSampling(), max_tokens)
 
 
-def all_tokens(request: EngineRequest, outputs: list[TokenOutput]) -> list[int]:
-    """The tokens of the prompt and of the outputs."""
+def join_prompt_and_output(request: EngineRequest, outputs: list[TokenOutput]) -> list[int]:
+    """Return the tokens of the prompt and of the outputs."""
     return [*request.prompt, *(token for output in outputs for token in output.ids)]
 
 
@@ -109,7 +109,7 @@ def test_an_engine_loads_with_progress_and_generates_the_reference_tokens() -> N
         collected = driver.run(*requests)
         for request in requests:
             outputs = collected[request.id]
-            assert all_tokens(request, outputs) == reference_tokens(request)
+            assert join_prompt_and_output(request, outputs) == reference_tokens(request)
             assert [output.position for output in outputs] == list(range(12))
 
 
@@ -147,7 +147,7 @@ def test_a_refused_request_is_answered_and_does_not_affect_others() -> None:
         collected = driver.run(create_request("large", 1, max_tokens=10**6), good)
         error = "prompt and max_tokens need 1000001 cache positions, there are 2048"
         assert collected["large"] == [TokenOutput("large", 0, finish="error", error=error)]
-        assert all_tokens(good, collected["good"]) == reference_tokens(good)
+        assert join_prompt_and_output(good, collected["good"]) == reference_tokens(good)
 
 
 def test_the_statistics_count_tokens_prefix_hits_and_steps() -> None:
@@ -250,5 +250,5 @@ def test_a_request_that_is_sent_twice_runs_once() -> None:
         request = create_request("a", 1, 2, max_tokens=6)
         driver.send(request)
         outputs = driver.run(request)["a"]
-        assert all_tokens(request, outputs) == reference_tokens(request)
+        assert join_prompt_and_output(request, outputs) == reference_tokens(request)
         assert outputs[-1].finish == "length"

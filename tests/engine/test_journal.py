@@ -1,4 +1,4 @@
-"""The journal without engines: what it accepts, what it replays, and which request it gives up."""
+"""The journal without engines: accepted tokens, replays, deadlines and quarantine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from bloomery.messages import EngineRequest, ResolvedSampling, TokenLogprob, Tok
 
 
 class RecordingListener:
+    """Records the entries it is notified of."""
+
     def __init__(self) -> None:
         self.notified: list[JournalEntry] = []
 
@@ -26,7 +28,7 @@ def open_entries(journal: RequestJournal, *request_ids: str) -> list[JournalEntr
 
 
 def run(journal: RequestJournal, entry: JournalEntry, num_tokens: int) -> None:
-    """Play an engine that admits the entry and generates tokens for it."""
+    """Act as an engine that admits the entry and generates tokens for it."""
     journal.record_admission(entry.engine_id, 6.0)
     for _ in range(num_tokens):
         journal.record_output(TokenOutput(entry.engine_id, len(entry.emitted), (3,)))
@@ -47,16 +49,18 @@ def test_tokens_are_accepted_only_in_order() -> None:
 def test_a_slow_reader_gets_several_outputs_as_one() -> None:
     journal = RequestJournal()
     (entry,) = open_entries(journal, "a")
-    one = TokenLogprob(10, -0.5, 1)
-    two = TokenLogprob(11, -0.7, 2)
+    first_logprob = TokenLogprob(10, -0.5, 1)
+    second_logprob = TokenLogprob(11, -0.7, 2)
     journal.record_admission(entry.engine_id, 7.5)
-    journal.record_output(TokenOutput(entry.engine_id, 0, (10,), (one,), (two,), cached=4))
-    journal.record_output(TokenOutput(entry.engine_id, 1, (11,), (two,), cached=4))
-    expected = TokenOutput("a", 0, (10, 11), (one, two), (two,), 4, queued=2.5)
+    first = TokenOutput(entry.engine_id, 0, (10,), (first_logprob,), (second_logprob,), cached=4)
+    journal.record_output(first)
+    journal.record_output(TokenOutput(entry.engine_id, 1, (11,), (second_logprob,), cached=4))
+    logprobs = (first_logprob, second_logprob)
+    expected = TokenOutput("a", 0, (10, 11), logprobs, (second_logprob,), 4, queued=2.5)
     assert entry.take_output() == expected
-    last = TokenOutput(entry.engine_id, 2, (12,), (one,), cached=4, finish="length")
+    last = TokenOutput(entry.engine_id, 2, (12,), (first_logprob,), cached=4, finish="length")
     journal.record_output(last)
-    expected = TokenOutput("a", 2, (12,), (one,), (), 4, "length", queued=2.5)
+    expected = TokenOutput("a", 2, (12,), (first_logprob,), (), 4, "length", queued=2.5)
     assert entry.take_output() == expected
     assert not journal.entries and not journal.by_request
 
@@ -154,7 +158,7 @@ def test_quarantined_requests_run_alone() -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_all_requests_that_kill_engines_fail_and_no_other(seed: int) -> None:
-    """Play an engine that crashes whenever a culprit is in its batch; batches are random."""
+    """Act as an engine with random batches that crashes whenever a culprit is in its batch."""
     random = Random(seed)
     journal = RequestJournal()
     entries = open_entries(journal, *map(str, range(random.randrange(1, 33))))

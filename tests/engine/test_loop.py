@@ -1,4 +1,4 @@
-"""The engine loop's background graph capture, and how it reports its utilization."""
+"""The engine loop: CUDA graph capture in the background, and the reported utilization."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from bloomery.engine.loop import (
     EngineLoop,
     UtilizationMonitor,
     add_timings,
+    break_down_time,
     compute_utilization,
     describe_timing,
-    break_down_time,
 )
 from bloomery.engine.scheduler import Scheduler
 from bloomery.ipc import EngineHello, EngineMessage
@@ -45,13 +45,13 @@ CAPTURE_SECONDS = 0.2
 
 
 class CapturingExecutor(FakeExecutor):
-    """A fake executor in virtual time: steps and graph captures take their time."""
+    """A fake executor in virtual time: steps and graph captures advance its clock."""
 
     def __init__(self, num_captures: int):
         super().__init__(4)
         self.num_captures = num_captures
         self.now = 0.0
-        self.capture_times: list[float] = []  # when a capture began
+        self.capture_times: list[float] = []  # when each capture began
 
     def clock(self) -> float:
         return self.now
@@ -98,7 +98,7 @@ def test_captures_take_little_time_from_requests_and_change_no_token() -> None:
 
 
 class RecordingChannel:
-    """Records what an engine sends and how long it is ready to wait; nothing ever arrives."""
+    """Records what an engine sends and its timeouts. No message ever arrives."""
 
     def __init__(self) -> None:
         self.sent: list[EngineMessage] = []
@@ -136,8 +136,8 @@ def test_an_engine_captures_before_it_waits_and_reports_pending_captures() -> No
 seconds = st.floats(0, 1e3)
 
 
-def timing_of(steps: int, slowdown: float = 1.0, floor: float = 0.8) -> StepTiming:
-    """Steps that were planned to take a millisecond each and take `slowdown` times as long."""
+def create_timing(steps: int, slowdown: float = 1.0, floor: float = 0.8) -> StepTiming:
+    """Create the timing of steps that take `slowdown` times the millisecond they should take."""
     planned = steps / 1e3
     return StepTiming(steps, floor * planned, planned, slowdown * planned)
 
@@ -163,22 +163,22 @@ def test_the_utilization_covers_the_last_seconds_only() -> None:
     monitor = UtilizationMonitor()
     assert compute_utilization(StepTiming()) is None
     assert monitor.observe(StepTiming(), 0.0) is None
-    assert monitor.observe(timing_of(1000), 1.0) == pytest.approx(0.8)
+    assert monitor.observe(create_timing(1000), 1.0) == pytest.approx(0.8)
     for second in range(2, 8):  # from here on half as fast
-        timing = add_timings(timing_of(1000), timing_of(second, 2.0))
+        timing = add_timings(create_timing(1000), create_timing(second, 2.0))
         utilization = monitor.observe(timing, float(second))
     assert utilization == pytest.approx(0.4)
 
 
-def plan_verdicts(slowdowns: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The log lines about the plan after spans of steps with these slowdowns."""
+def collect_plan_verdicts(slowdowns: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the log lines about the plan after spans of steps with these slowdowns."""
     monitor = UtilizationMonitor()
-    timing = timing_of(WARMUP_STEPS, 50.0)  # compiling at first, which does not count
+    timing = create_timing(WARMUP_STEPS, 50.0)  # warm-up steps do not count
     now = 1.0
     with caplog.at_level(logging.INFO, "bloomery.engine"):
         monitor.observe(timing, now)
         for slowdown in slowdowns:
-            timing = add_timings(timing, timing_of(PLAN_CHECK_STEPS, slowdown))
+            timing = add_timings(timing, create_timing(PLAN_CHECK_STEPS, slowdown))
             now += 1
             monitor.observe(timing, now)
     return [
@@ -189,12 +189,12 @@ def plan_verdicts(slowdowns: list[float], caplog: pytest.LogCaptureFixture) -> l
 
 
 def test_an_engine_as_fast_as_planned_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    (verdict,) = plan_verdicts([3.0, 1.2, 9.0, 9.0, 9.0, 9.0], caplog)
+    (verdict,) = collect_plan_verdicts([3.0, 1.2, 9.0, 9.0, 9.0, 9.0], caplog)
     assert verdict.startswith("INFO: as planned: steps take 1.20 times")
 
 
 def test_an_engine_much_slower_than_planned_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    assert plan_verdicts([SLOW_FACTOR + 1] * (MAX_SLOW_SPANS - 1), caplog) == []
-    (verdict,) = plan_verdicts([SLOW_FACTOR + 1] * (MAX_SLOW_SPANS + 3), caplog)
+    assert collect_plan_verdicts([SLOW_FACTOR + 1] * (MAX_SLOW_SPANS - 1), caplog) == []
+    (verdict,) = collect_plan_verdicts([SLOW_FACTOR + 1] * (MAX_SLOW_SPANS + 3), caplog)
     assert verdict.startswith("WARNING: steps take 2.5 times")
     assert "bloomery plan --measure" in verdict

@@ -1,4 +1,4 @@
-"""Steps in flight: how many the loop queues, how long the next one stays open, what it measures."""
+"""The engine loop with several steps in flight: their number, measured times, batching window."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAX_NUM_SEQS = 16
 
 
 class TimedDevice(FakeExecutor):
-    """Works through queued steps on its own. The host sometimes sleeps through their end."""
+    """Runs queued steps on its own clock. The host is sometimes late to read a result."""
 
     def __init__(self, stall_probability: float = 0.0) -> None:
         super().__init__(16)
@@ -66,7 +66,7 @@ class TimedDevice(FakeExecutor):
         return output
 
 
-def fair_loop(device: TimedDevice) -> tuple[EngineLoop, FairPolicy]:
+def create_fair_loop(device: TimedDevice) -> tuple[EngineLoop, FairPolicy]:
     policy = FairPolicy(MAX_NUM_SEQS, 4000)
     scheduler = Scheduler(BlockPool(4000, 16), 2048, MAX_NUM_SEQS, policy)
     return EngineLoop(scheduler, device, 2, device.clock), policy
@@ -76,7 +76,7 @@ def fair_loop(device: TimedDevice) -> tuple[EngineLoop, FairPolicy]:
 def test_a_late_host_does_not_spoil_the_step_time_model(has_device_timing: bool) -> None:
     """The device reports its own times. With the host's clock alone the model would be wrong."""
     device = TimedDevice(stall_probability=0.6)
-    loop, policy = fair_loop(device)
+    loop, policy = create_fair_loop(device)
     if not has_device_timing:
         result = device.result
         device.result = lambda: replace(result(), timing=None)  # type: ignore[method-assign]
@@ -96,7 +96,7 @@ def test_a_late_host_does_not_spoil_the_step_time_model(has_device_timing: bool)
     assert (max(errors) < 0.15) is has_device_timing
 
 
-def long_requests() -> list[EngineRequest]:
+def create_long_requests() -> list[EngineRequest]:
     return [
         EngineRequest(str(i), (1, 2, 3) * 2000, ResolvedSampling(), 400)
         for i in range(MAX_NUM_SEQS // 2)
@@ -105,9 +105,9 @@ def long_requests() -> list[EngineRequest]:
 
 def test_the_next_step_stays_open_for_new_requests() -> None:
     device = TimedDevice()
-    loop, _ = fair_loop(device)
+    loop, _ = create_fair_loop(device)
     max_idle = 0.0
-    for request in long_requests():
+    for request in create_long_requests():
         loop.add(request)
     for step in range(300):
         window = loop.compute_batching_window()
@@ -145,13 +145,15 @@ class TimedChannel:
 
 
 class SubmittedStep(NamedTuple):
+    """When a step was submitted. Times are virtual seconds."""
+
     time: float
     device_free_time: float
     num_chunks: int
 
 
 def test_an_early_arrival_does_not_submit_the_next_step_early() -> None:
-    """Two requests arrive within one step. Both must be part of the next one."""
+    """Two requests arrive within one step. Both must be part of the next step."""
     device = TimedDevice()
     channel = TimedChannel(device)
     submitted: list[SubmittedStep] = []
@@ -165,7 +167,7 @@ def test_an_early_arrival_does_not_submit_the_next_step_early() -> None:
         return submit(step)
 
     engine.loop.executor.submit = recording_submit  # type: ignore[method-assign]
-    engine.handle_messages(list(long_requests()))
+    engine.handle_messages(list(create_long_requests()))
     while len(submitted) < 250:
         engine.run_once()
     step_end = device.free_time
@@ -184,7 +186,7 @@ def test_an_early_arrival_does_not_submit_the_next_step_early() -> None:
 
 
 class ConstantTimeExecutor(FakeExecutor):
-    """In virtual time: steps run one after another and are computed when their result is read."""
+    """Steps of constant virtual time, one after another. Reading a result computes its step."""
 
     def __init__(self, block_size: int, step_seconds: float):
         super().__init__(block_size)
@@ -214,7 +216,7 @@ class ConstantTimeExecutor(FakeExecutor):
 
 
 class CheckedScheduler(Scheduler):
-    """Asserts that no step beyond the usual number preempts a sequence."""
+    """Asserts that steps beyond the usual number in flight preempt no sequence."""
 
     usual_in_flight = 2
 
@@ -226,7 +228,7 @@ class CheckedScheduler(Scheduler):
         return step
 
 
-def checked_loop(
+def create_checked_loop(
     executor: ConstantTimeExecutor,
     max_in_flight: int = 2,
     num_blocks: int = 400,
@@ -249,7 +251,7 @@ def test_short_steps_are_queued_up_to_the_time_limit(
     step_seconds: float, expected_in_flight: int, fair: bool
 ) -> None:
     executor = ConstantTimeExecutor(4, step_seconds)
-    loop = checked_loop(executor, fair=fair)
+    loop = create_checked_loop(executor, fair=fair)
     for name in "abc":
         loop.add(EngineRequest(name, (1, 2, 3), ResolvedSampling(), 60))
     for _ in range(30):
@@ -260,17 +262,18 @@ def test_short_steps_are_queued_up_to_the_time_limit(
 @pytest.mark.parametrize(
     "reason", ["one step in flight", "a stop token", "a waiting request", "a chunked prefill"]
 )
-def test_no_more_than_the_usual_steps_are_queued_with(reason: str) -> None:
+def test_no_extra_steps_are_queued_while_the_batch_may_change(reason: str) -> None:
     executor = ConstantTimeExecutor(4, 1e-4)
     max_in_flight = 1 if reason == "one step in flight" else 2
     max_num_seqs = 2 if reason == "a waiting request" else 4
-    loop = checked_loop(executor, max_in_flight, 600, max_num_seqs)
+    loop = create_checked_loop(executor, max_in_flight, 600, max_num_seqs)
     for name in "abc":
         has_stop = reason == "a stop token" and name == "b"
         is_long = reason == "a chunked prefill" and name == "c"
-        stop_ids = (VOCAB,) if has_stop else ()  # a token that never comes
+        # The token VOCAB never comes.
+        stop_ids = [VOCAB] if has_stop else []
         prompt = (1, 2, 3) * (500 if is_long else 1)
-        loop.add(EngineRequest(name, prompt, ResolvedSampling(), 30, stop_ids))
+        loop.add(EngineRequest(name, prompt, ResolvedSampling(), 30, tuple(stop_ids)))
     for _ in range(20):
         loop.step()
         assert executor.max_in_flight <= max_in_flight
@@ -278,7 +281,7 @@ def test_no_more_than_the_usual_steps_are_queued_with(reason: str) -> None:
 
 def test_a_new_request_waits_for_queued_steps_no_longer_than_the_limit() -> None:
     executor = ConstantTimeExecutor(4, 0.7e-3)
-    loop = checked_loop(executor)
+    loop = create_checked_loop(executor)
     loop.add(EngineRequest("a", (1, 2, 3), ResolvedSampling(), 200))
     for step in range(60):
         if step == 40:
@@ -291,9 +294,11 @@ def test_a_new_request_waits_for_queued_steps_no_longer_than_the_limit() -> None
 
 
 class RandomArrival(NamedTuple):
+    """A request, the step at which it arrives, and when it is aborted."""
+
     step: int
     request: EngineRequest
-    abort_after: int | None  # output tokens
+    abort_after: int | None  # output tokens; None: not aborted
 
 
 def random_arrivals(rng: Random) -> list[RandomArrival]:
@@ -315,15 +320,17 @@ def random_arrivals(rng: Random) -> list[RandomArrival]:
 
 
 def serve_random_requests(seed: int, max_in_flight: int) -> tuple[ConstantTimeExecutor, int]:
-    """Serve requests to their end and check their tokens. Returns the number of preemptions too.
+    """Serve random requests and check their tokens. Returns executor and number of preemptions.
 
-    Aborted and expired requests must have received a part of the reference tokens.
+    Aborted and expired requests must have received the beginning of the reference tokens.
     """
     rng = Random(seed)
     executor = ConstantTimeExecutor(rng.choice([1, 2, 4]), rng.choice([2e-4, 8e-4]))
     num_blocks = rng.choice([72, 90, 400]) // executor.block_size
     max_num_seqs = rng.choice([2, 4, 8])
-    loop = checked_loop(executor, max_in_flight, num_blocks, max_num_seqs, rng.random() < 0.5)
+    loop = create_checked_loop(
+        executor, max_in_flight, num_blocks, max_num_seqs, rng.random() < 0.5
+    )
     arrivals = random_arrivals(rng)
     requests = {arrival.request.id: arrival.request for arrival in arrivals}
     abort_after = {arrival.request.id: arrival.abort_after for arrival in arrivals}
@@ -366,4 +373,4 @@ def test_queued_steps_change_no_token_of_random_requests(
     runs = [serve_random_requests(seed, max_in_flight) for seed in range(80)]
     assert max(executor.max_in_flight for executor, _ in runs) == expected_in_flight
     num_preemptions = sum(preemptions for _, preemptions in runs)
-    assert num_preemptions > 10, "engines with room for all requests show little"
+    assert num_preemptions > 10, "too few preemptions to test them"

@@ -19,7 +19,7 @@ from tests.engine.virtual_device import (
     ConstantTimeDevice,
     SimulatedArrival,
     VirtualEngine,
-    first_token_waits,
+    measure_first_token_waits,
     percentile,
     simulate_mixed_load,
     simulate_rough_load,
@@ -62,6 +62,8 @@ def test_a_deadline_does_not_depend_on_what_fills_the_batch() -> None:
     deadlines: list[tuple[float, float]] = []  # (arrival, seconds allowed)
 
     class RecordingPolicy(FairPolicy):
+        """Records the deadlines of short requests."""
+
         def enqueue(self, sequence: Sequence, now: float) -> None:
             super().enqueue(sequence, now)
             if sequence.is_short:
@@ -74,16 +76,16 @@ def test_a_deadline_does_not_depend_on_what_fills_the_batch() -> None:
     early = [allowed for arrival, allowed in deadlines if 0.0 < arrival < 5.0]
     late = [allowed for arrival, allowed in deadlines if 15.0 < arrival < 20.0]
     drift = fair.step_time.predict(StepFeatures(1, 32)) / fair.step_time.batch1_seconds - 1
-    assert abs(drift) > 0.02  # or nothing is shown
+    assert abs(drift) > 0.02, "the model must have drifted"
     assert max(late) / min(early) < 1.03
     assert max(late) < 1.05 * fair.targets.slowdown_target * solo_seconds
 
 
-def test_256_long_requests_hardly_notice_the_short_ones() -> None:
-    """With step times measured on an H200, all at once:
+def test_256_long_requests_keep_throughput_and_itl_beside_short_ones() -> None:
+    """The step times were measured on an H200.
 
-    short requests take at most four times their solo time, long ones lose at most 7 % throughput
-    to fcfs, and their ITL stays below 65 ms.
+    Short requests take at most four times their solo time. Long requests lose at most 7 % of their
+    throughput with fcfs, and their ITL stays below 65 ms.
     """
     fair_policy = FairPolicy(272, 12000)
     fair = simulate_mixed_load(fair_policy, 40.0)
@@ -102,7 +104,7 @@ def test_256_long_requests_hardly_notice_the_short_ones() -> None:
 def test_only_short_requests_reach_the_throughput_of_fcfs(
     prompt_tokens: int, output_tokens: int
 ) -> None:
-    """Not all deadlines can be met. That must not split their prompts into small chunks."""
+    """Not all deadlines can be met. Prompts must not be split into small chunks because of that."""
 
     def throughput(policy: Policy) -> float:
         def next_short(kind: str, now: float) -> SimulatedArrival | None:
@@ -135,7 +137,7 @@ def test_a_lower_overhead_bound_lowers_the_overhead_and_slows_short_requests() -
 def test_streams_keep_their_itl_while_long_prompts_arrive(
     output_tokens: int, num_streams: int
 ) -> None:
-    """With 4 output tokens such a request counts as short, with 200 it does not."""
+    """A request with a long prompt counts as short with 4 output tokens, but not with 200."""
     arrivals = [SimulatedArrival(0.0, "stream", 50, 3000)] * num_streams
     arrivals += [SimulatedArrival(2.0 + 0.5 * i, "prompt", 8000, output_tokens) for i in range(16)]
     fair = FairPolicy(2 * num_streams, 12000)
@@ -160,7 +162,7 @@ def test_a_flood_of_short_prompts_is_not_computed_in_small_chunks() -> None:
     engine.run(10**6, until=12.0)
     latencies = engine.latencies("short")
     # The first tokens of the streams come while their own prompts are computed.
-    gaps = [gap for stream in engine.of_kind("stream") for gap in stream.token_gaps[20:]]
+    gaps = [gap for stream in engine.timelines_of("stream") for gap in stream.token_gaps[20:]]
     assert len(latencies) == 160
     assert percentile(latencies, 0.99) < 1.4
     assert max(gaps) < 2 * fair.planner.inter_token_target
@@ -168,9 +170,9 @@ def test_a_flood_of_short_prompts_is_not_computed_in_small_chunks() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_request_starves_under_a_rough_load(seed: int) -> None:
-    """`benchmarks/policy.py --steps 1000000` is the long form."""
+    """`benchmarks/policy.py --steps 1000000` simulates the same load for longer."""
     engine = simulate_rough_load(FairPolicy(16, 400), 6_000, seed)
-    waits = first_token_waits(engine)
+    waits = measure_first_token_waits(engine)
     assert all(wait.num_finished > 20 for wait in waits.values())
     assert waits["short"].longest < 1.0
     assert max(wait.longest for wait in waits.values()) < 8.0
@@ -179,9 +181,9 @@ def test_no_request_starves_under_a_rough_load(seed: int) -> None:
 
 
 def test_a_full_batch_makes_room_for_a_short_request() -> None:
-    """Long requests hold every row and none is reserved.
+    """Long requests hold every row, and no row is reserved for short ones.
 
-    The one that loses the least is preempted, and none is preempted twice.
+    The long request that loses the least is preempted. No request is preempted twice.
     """
     arrivals = [SimulatedArrival(0.0, "long", 300, 400), SimulatedArrival(0.0, "long", 100, 400)]
     arrivals += [SimulatedArrival(0.5 + 0.1 * i, "short", 10, 5) for i in range(3)]
@@ -197,7 +199,7 @@ def test_a_full_batch_makes_room_for_a_short_request() -> None:
 
 
 class InstantEngine:
-    """A scheduler with FairPolicy and a worker that needs no time. The test sets the clock."""
+    """A scheduler with FairPolicy whose steps take no time. The test passes the time."""
 
     def __init__(self, max_num_seqs: int = 8, max_tokens: int = 64):
         policy = FairPolicy(max_num_seqs, 64)
@@ -272,7 +274,7 @@ def test_deadlines_end_waiting_and_running_requests() -> None:
 
 
 def test_steps_of_constant_time_are_filled() -> None:
-    """With a very small model no request waits for room that costs nothing."""
+    """With a very small model a larger step costs nothing, so no request waits for a later one."""
     arrivals = iter([SimulatedArrival(0.02 * i, "long", 40, 100) for i in range(100)])
     engine = VirtualEngine(
         FairPolicy(100, 10_000),
@@ -283,16 +285,16 @@ def test_steps_of_constant_time_are_filled() -> None:
         block_size=16,
     )
     engine.run(10**6)
-    timelines = engine.of_kind("long")
+    timelines = engine.timelines_of("long")
     assert len(timelines) == 100
     assert max(timeline.first_token_seconds for timeline in timelines) < 0.5
     assert max(engine.token_gaps("long")) < 0.25
 
 
 def test_a_tenant_that_offers_twenty_times_as_much_hardly_delays_another() -> None:
-    """Equal requests would fill all rows and free them all at once.
+    """Equal requests of the greedy tenant would fill all rows and free them all at once.
 
-    A request of the other tenant that arrives in between would wait for that moment.
+    A request of the modest tenant that arrives meanwhile would wait for that moment.
     """
     seconds = 40.0
     step_seconds = 0.05
@@ -317,7 +319,7 @@ def test_a_tenant_that_offers_twenty_times_as_much_hardly_delays_another() -> No
         return engine
 
     def modest_waits(engine: VirtualEngine) -> list[float]:
-        """TTFT of the modest tenant, from when both tenants are known."""
+        """Return the TTFTs of the modest tenant, from the moment both tenants are known."""
         modest = engine.finished("modest")
         return [request.first_token_seconds for request in modest if request.arrival_time > 3]
 

@@ -1,4 +1,4 @@
-"""Several engines as one: each has its devices, and requests continue when an engine crashes."""
+"""Replicas: each has its own devices, and requests continue when an engine crashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def create_request(prompt: list[int], request_id: str, max_tokens: int = 12) -> 
 
 
 async def start_replicas(*options: str) -> ReplicaSet:
-    """Two replicas of the fake engine, loaded."""
+    """Start two replicas of the fake engine and wait until both are loaded."""
     command = fake_engine_command(*options)
     clients = [EngineClient(fake_plan(), command, MANY_RESTARTS) for _ in range(2)]
     replicas = ReplicaSet(clients)
@@ -65,7 +65,7 @@ def test_streams_continue_at_another_engine_when_theirs_crashes() -> None:
         readers = [asyncio.create_task(read_stream(replicas, request)) for request in requests]
         assert await wait_until_async(lambda: all(client.stats.tokens_out for client in clients))
         first_pid, second_pid = (client.pid or 0 for client in clients)
-        # No request may end at the second engine before all of them are there.
+        # The second engine must not finish a request before all requests have moved to it.
         os.kill(second_pid, signal.SIGSTOP)
         assert [len(routed) for routed in replicas.open_requests] == [4, 4]
         os.kill(first_pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The routing rule: prefix affinity, then load; server and simulator make the same choice."""
+"""The routing rule: prefix affinity, then load. Server and simulator make the same choice."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_without_a_known_prefix_the_load_decides() -> None:
     assert set(loads.values()) == {10}
 
 
-def ready_client() -> EngineClient:
-    """A client that reports "ready" without an engine process."""
+def create_ready_client() -> EngineClient:
+    """Create a client that reports "ready" without an engine process."""
     client = EngineClient(fake_plan())
     client.reported_status = EngineStatus("ready")
     return client
@@ -68,7 +68,7 @@ def test_simulator_and_replicas_choose_the_same_engine_for_the_same_arrivals() -
     layout = DeviceLayout(1, 1, num_engines)
     placed = PlacedModel(model, find_hardware("h200"), PRECISIONS["bf16"], 16, layout)
     fleet = SimulatedFleet(placed)
-    replicas = ReplicaSet([ready_client() for _ in range(num_engines)])
+    replicas = ReplicaSet([create_ready_client() for _ in range(num_engines)])
     prefixes = [[i] * PREFIX_CHUNK_TOKENS * 2 for i in range(6)]
     chosen: list[int] = []
     for number in range(300):
@@ -79,8 +79,9 @@ def test_simulator_and_replicas_choose_the_same_engine_for_the_same_arrivals() -
         chosen.append(simulated)
         fleet.replicas[simulated].num_open += 1
         replicas.open_requests[simulated][request.id] = RoutedRequest(request, 0.0, [])
-        if random.random() < 0.8:  # a request ends somewhere
-            engine = random.choice([n for n in range(num_engines) if fleet.replicas[n].num_open])
+        if random.random() < 0.8:  # a request of a random engine ends
+            busy = [n for n in range(num_engines) if fleet.replicas[n].num_open]
+            engine = random.choice(busy)
             fleet.replicas[engine].num_open -= 1
             replicas.open_requests[engine].popitem()
     assert set(chosen) == set(range(num_engines)), "every engine is used"

@@ -144,11 +144,11 @@ def test_a_request_id_in_use_is_refused() -> None:
         loop.add(EngineRequest("twice", (1,), ResolvedSampling(), 2))
 
 
-def test_prefixes_are_told_apart_even_if_every_hash_collides() -> None:
+def test_different_prefixes_are_not_confused_even_if_every_hash_collides() -> None:
     """Keys are compared, not only hashed."""
 
     class OneBucketDict(dict[object, int]):
-        """Compares a key with every other one, like a hash table with a single bucket."""
+        """Compares a key with every other key, like a hash table with a single bucket."""
 
         def get(self, key: object, default: int | None = None) -> int | None:
             return next((value for other, value in self.items() if other == key), default)
@@ -167,11 +167,12 @@ def test_prefixes_are_told_apart_even_if_every_hash_collides() -> None:
 
 
 # ---- compact decodes -----------------------------------------------------------------------------
-# Steps and results carry decodes as plain numbers. They must mean the same as the long form.
+# Steps and results hold decodes as plain numbers. The outputs must be the same as with
+# ScheduledRequest and SampledTokens.
 
 
 def random_arrivals(seed: int) -> list[tuple[int, EngineRequest]]:
-    """Requests with the step of their arrival. Some end at a stop token, some have min_tokens."""
+    """Return requests with the step of their arrival. Some have a stop token or min_tokens."""
     rng = Random(seed)
     arrivals = []
     for number in range(12):
@@ -188,7 +189,7 @@ def random_arrivals(seed: int) -> list[tuple[int, EngineRequest]]:
 def run_random_requests(
     executor: FakeExecutor, seed: int, max_in_flight: int, prefix_cache: bool
 ) -> tuple[list[list[TokenOutput]], Scheduler]:
-    """Return the outputs of every step. One request is aborted on the way."""
+    """Return the outputs of every step, and the scheduler. One request is aborted."""
     scheduler = Scheduler(BlockPool(12, 4, prefix_cache), 10, 5)
     loop = EngineLoop(scheduler, executor, max_in_flight)
     arrivals = random_arrivals(seed)
@@ -240,7 +241,7 @@ STAGES = 3
 
 
 class PipelineExecutor:
-    """Computes a step only when its result is asked for. Until then it is in flight."""
+    """Computes a step only when its result is read. Until then the step is in flight."""
 
     def __init__(self, block_size: int):
         self.executor = FakeExecutor(block_size)
@@ -267,11 +268,13 @@ class PipelineExecutor:
 
 
 class PipelineResult:
+    """A pending step of PipelineExecutor."""
+
     def __init__(self, result: Callable[[], StepOutput]):
         self.result = result
 
 
-def test_groups_of_sequences_take_turns_and_the_tokens_are_the_same() -> None:
+def test_groups_of_sequences_alternate_and_tokens_are_the_same() -> None:
     executor = PipelineExecutor(4)
     scheduler = Scheduler(BlockPool(200, 4), 64, 16, stages=STAGES)
     loop = EngineLoop(scheduler, executor, STAGES)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)
 
 
 class EngineStateMachine(RuleBasedStateMachine):
-    """An engine with a fake executor whose clock advances by 10 ms with every look."""
+    """An engine with a fake executor. Each call of its clock advances it by 10 ms."""
 
     @initialize(
         num_blocks=st.integers(10, 20),

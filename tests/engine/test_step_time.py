@@ -1,4 +1,4 @@
-"""The step-time model: what it learns, what it believes about steps it never saw, and stalls."""
+"""The step-time model: what it learns, steps that were never measured, and stalls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bloomery.engine.step_time import StepFeatures, StepTimeModel
 
 
 def gpu_seconds(features: StepFeatures) -> float:
-    """A device that is memory-bound below 128 tokens."""
+    """Return the seconds of a step on a device that is memory-bound below 128 tokens."""
     return (
         4e-3
         + 2.4e-5 * max(features.num_tokens - 128, 0)
@@ -23,12 +23,12 @@ def gpu_seconds(features: StepFeatures) -> float:
 PLANNED_STEPS = [StepFeatures(1, 100), StepFeatures(64, 6400), StepFeatures(2048, 0, 2e6)]
 
 
-def planned_model() -> StepTimeModel:
-    """A model that expects the times of `gpu_seconds` and has measured nothing."""
+def create_planned_model() -> StepTimeModel:
+    """Create a model that expects the times of `gpu_seconds` and has measured nothing."""
     return StepTimeModel([(*features, gpu_seconds(features)) for features in PLANNED_STEPS])
 
 
-def test_it_learns_what_steps_take() -> None:
+def test_the_model_learns_step_times() -> None:
     def true_seconds(features: StepFeatures) -> float:
         return (
             1e-3
@@ -57,7 +57,7 @@ def test_it_learns_what_steps_take() -> None:
     assert true_seconds(filled) == pytest.approx(0.03, rel=0.15)
 
 
-def test_it_survives_stalls_and_follows_a_machine_that_became_slower() -> None:
+def test_the_model_survives_stalls_and_follows_a_machine_that_became_slower() -> None:
     model = StepTimeModel()
     features = StepFeatures(8, 800)
     for i in range(400):
@@ -108,7 +108,7 @@ def test_steps_never_measured_are_predicted_in_proportion_to_the_plan(slowdown: 
 
 
 def test_a_batch1_step_never_measured_is_not_extrapolated_from_batches() -> None:
-    """Steps of dozens of rows rise so steeply that the fit is far too low at one row."""
+    """Times of steps with dozens of rows rise so steeply that the fit is far too low at one."""
 
     def true_seconds(features: StepFeatures) -> float:
         return (
@@ -132,14 +132,14 @@ def test_a_batch1_step_never_measured_is_not_extrapolated_from_batches() -> None
         features = StepFeatures(num_decodes, num_decodes * rng.randint(100, 300))
         model.observe(features, true_seconds(features) * rng.uniform(0.95, 1.05))
     batch1_seconds = true_seconds(StepFeatures(1))
-    assert model.predict(StepFeatures(1)) < 0.7 * batch1_seconds  # or nothing is shown
+    assert model.predict(StepFeatures(1)) < 0.7 * batch1_seconds, "the fit must be far off"
     assert model.batch1_seconds == pytest.approx(batch1_seconds, rel=0.15)
 
 
 @pytest.mark.parametrize("stalled_step", [0, 300])
 def test_a_stall_hardly_changes_the_batch1_time_if_none_was_measured(stalled_step: int) -> None:
-    """Neither do prefill steps that take a hundred times what the plan expects."""
-    model = planned_model()
+    """Prefill steps that take a hundred times what the plan expects do not change it either."""
+    model = create_planned_model()
     decodes = StepFeatures(40, 8000)
     prefill = StepFeatures(512, 0, 1e5)
     for step in range(600):
@@ -149,9 +149,9 @@ def test_a_stall_hardly_changes_the_batch1_time_if_none_was_measured(stalled_ste
     assert model.batch1_seconds == pytest.approx(1.5 * gpu_seconds(StepFeatures(1)), rel=0.1)
 
 
-def test_the_first_batch1_step_is_checked_against_what_batches_say() -> None:
-    """It may be a stall, and the cost of its keys may not be known well."""
-    model = planned_model()
+def test_the_first_batch1_step_is_checked_against_measured_batches() -> None:
+    """The step may be a stall, and the cost of its keys may not be known well."""
+    model = create_planned_model()
     decodes = StepFeatures(40, 8000)
     single = StepFeatures(1, 100)
     for _ in range(300):
@@ -165,11 +165,11 @@ def test_the_first_batch1_step_is_checked_against_what_batches_say() -> None:
 
 def test_a_stall_hardly_changes_a_measured_batch1_time() -> None:
     """After a stall, such as a suspended machine, no correcting measurement may come for long."""
-    model = planned_model()
+    model = create_planned_model()
     single = StepFeatures(1, 100)
     for step in range(60):
         model.observe(single, 20.0 if step == 50 else gpu_seconds(single))
     assert model.batch1_seconds == pytest.approx(gpu_seconds(StepFeatures(1)), rel=0.15)
-    for _ in range(60):  # a machine that became ten times slower is believed in the end
+    for _ in range(60):  # the model follows a machine that became ten times slower
         model.observe(single, 10 * gpu_seconds(single))
     assert model.batch1_seconds == pytest.approx(10 * gpu_seconds(StepFeatures(1)), rel=0.15)

@@ -1,7 +1,7 @@
 """The real scheduler and policies on a virtual device: requests, steps and clock in virtual time.
 
-The tests of the policies and `benchmarks/policy.py` use it. A simulation is deterministic: the seed
-fixes arrivals, lengths and jitter. What a step takes comes from a model of a device:
+The tests of the policies and `benchmarks/policy.py` use this module. A simulation is deterministic:
+the seed determines arrivals, lengths and jitter. The time of a step comes from a model of a device:
   - H200: an 8B model in 16 bits, fitted to measured steps; the planner was tuned on it.
   - SLOWER_H200: every step takes 20 % longer.
   - TWO_CORES: the embedded model (SmolLM2-135M) on two CPU cores, from measured rates.
@@ -65,8 +65,8 @@ class VirtualGpu:
     """An 8B model on an H200, fitted to 3,700 measured steps under the mixed load.
 
     The mean error is 2.4 %; one step in twenty is off by 6 % or more. Decode-only steps take as
-    long as the next larger size with prefill: 257 rows count as 384, which is 1.2 ms too much and
-    makes the fcfs policy about 1 % slower than it is.
+    long as the next larger size with prefill: 257 rows count as 384, which adds 1.2 ms and makes
+    the fcfs policy about 1 % slower than on the real device.
     """
 
     batch1_seconds: float = 3.9e-3
@@ -107,7 +107,7 @@ class VirtualGpu:
 class VirtualCpu:
     """A rough model of the embedded model on two CPU cores. It was not fitted to measured steps.
 
-    A step alone took 7.8 to 8.6 ms of CPU time. Prefill of 512 and of 2,048 tokens at 775 and 464
+    A batch-1 step took 7.8 to 8.6 ms of CPU time. Prefill of 512 and of 2,048 tokens at 775 and 464
     tokens a second (`benchmarks/laptop.py`) gives 1.0 ms per token and 1.1 us per pair. Assumed:
     decodes cost as much per token as prefill, a key as much as a pair, and the host costs nothing.
     """
@@ -131,7 +131,7 @@ class VirtualCpu:
 
 @dataclass(frozen=True)
 class ConstantTimeDevice:
-    """Every step takes the same time, whatever it contains."""
+    """A device on which all steps take the same time, up to a random factor."""
 
     seconds: float
     min_factor: float = 1.0
@@ -164,7 +164,7 @@ class SimulatedArrival(NamedTuple):
 
 @dataclass
 class RequestTimeline:
-    """What a simulated request experienced. Times are virtual seconds."""
+    """The times of a simulated request, in virtual seconds."""
 
     kind: str
     arrival_time: float
@@ -183,7 +183,8 @@ class RequestTimeline:
         return self.first_token_time - self.arrival_time
 
 
-def no_next_request(kind: str, now: float) -> SimulatedArrival | None:
+def end_without_next_request(kind: str, now: float) -> SimulatedArrival | None:
+    """Return None: no request follows one that ends (an open loop)."""
     return None
 
 
@@ -198,7 +199,7 @@ class VirtualEngine:
         self,
         policy: Policy,
         arrivals: Iterator[SimulatedArrival],
-        next_request: Callable[[str, float], SimulatedArrival | None] = no_next_request,
+        next_request: Callable[[str, float], SimulatedArrival | None] = end_without_next_request,
         *,
         device: VirtualDevice = H200,
         max_num_seqs: int = 272,
@@ -261,7 +262,7 @@ class VirtualEngine:
             self.in_flight.append((step, self.now, self.device_free_time))
 
     def _wait_for_batching_window(self) -> None:
-        """Leave the next step open until shortly before the one in flight ends."""
+        """Leave the next step open until shortly before the step in flight ends."""
         if len(self.in_flight) != 1:
             return
         expected_seconds = self.scheduler.predict_oldest_step_seconds()
@@ -319,7 +320,7 @@ class VirtualEngine:
 
     # ---- results -------------------------------------------------------------------------------
 
-    def of_kind(self, kind: str) -> list[RequestTimeline]:
+    def timelines_of(self, kind: str) -> list[RequestTimeline]:
         return [timeline for timeline in self.timelines.values() if timeline.kind == kind]
 
     def finished(self, kind: str) -> list[RequestTimeline]:
@@ -335,12 +336,12 @@ class VirtualEngine:
 
     def token_gaps(self, kind: str) -> list[float]:
         """All inter-token latencies of a kind, in seconds."""
-        return [gap for timeline in self.of_kind(kind) for gap in timeline.token_gaps]
+        return [gap for timeline in self.timelines_of(kind) for gap in timeline.token_gaps]
 
     def tokens_until(self, kind: str, end: float) -> int:
         """Count the output tokens of a kind up to a moment."""
         total = 0
-        for timeline in self.of_kind(kind):
+        for timeline in self.timelines_of(kind):
             if timeline.first_token_time:
                 times = accumulate(timeline.token_gaps, initial=timeline.first_token_time)
                 total += sum(time <= end for time in times)
@@ -352,6 +353,7 @@ class VirtualEngine:
 
 
 def percentile(values: list[float], share: float) -> float:
+    """Return the value below which `share` (0 to 1) of all values lie. NaN without values."""
     if not values:
         return float("nan")
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
@@ -366,7 +368,7 @@ class MixedLoad(NamedTuple):
     num_long: int
     long_tokens: tuple[int, int]  # prompt, output
     short_tokens: tuple[int, int]
-    short_rate: float  # requests a second
+    short_rate: float  # requests per second
 
 
 GPU_MIXED_LOAD = MixedLoad(256, (2000, 512), (32, 16), 5.0)
@@ -383,11 +385,11 @@ def simulate_mixed_load(
     max_num_seqs: int = 272,
     num_blocks: int = 12000,
 ) -> VirtualEngine:
-    """Simulate a mixed load. New requests come for `seconds`; all of them are answered."""
+    """Simulate a mixed load. Requests arrive for `seconds`, and all of them are answered."""
     rng = random.Random(seed)
     short_prompt, short_output = load.short_tokens
     if isinstance(policy, FairPolicy):
-        # benchmarks/mixed_latency.py also begins with 13 single requests: they measure batch-1
+        # benchmarks/mixed_latency.py begins with 13 single requests, too. They measure batch-1
         # steps.
         for _ in range(13):
             simulate_solo(policy, short_prompt, short_output, device=device)
@@ -428,11 +430,11 @@ def simulate_solo(
 
 
 class MixedLoadResult(NamedTuple):
-    """What a policy achieves under a mixed load."""
+    """The latencies and throughput of a policy under a mixed load."""
 
     short_slowdown_p50: float  # times the solo time
     short_slowdown_p99: float
-    long_throughput: float  # tokens a second
+    long_throughput: float  # tokens per second
     long_itl_p50: float  # seconds
     long_itl_p99: float
     overhead: float  # share of the time that the policy counts as overhead
@@ -481,7 +483,8 @@ def simulate_rough_load(
         now = 0.0
         while True:
             is_busy = rng.random() < 0.9
-            now += rng.expovariate(rate * 4.0) if is_busy else rng.expovariate(rate / 5)
+            current_rate = rate * 4.0 if is_busy else rate / 5
+            now += rng.expovariate(current_rate)
             burst = 1 if rng.random() < 0.95 else 12
             for _ in range(burst):
                 kind, prompt_range, output_range = rng.choices(ROUGH_KINDS, (6, 3, 2))[0]
@@ -512,13 +515,13 @@ class FirstTokenWaits(NamedTuple):
     longest: float
 
 
-def first_token_waits(engine: VirtualEngine) -> dict[str, FirstTokenWaits]:
+def measure_first_token_waits(engine: VirtualEngine) -> dict[str, FirstTokenWaits]:
     """Return the TTFT of each kind of the rough load."""
     waits = {}
     for kind, _, _ in ROUGH_KINDS:
         times = [
             (timeline.first_token_time or engine.now) - timeline.arrival_time
-            for timeline in engine.of_kind(kind)
+            for timeline in engine.timelines_of(kind)
         ]
         waits[kind] = FirstTokenWaits(
             len(engine.finished(kind)), percentile(times, 0.5), max(times, default=0.0)

@@ -174,7 +174,7 @@ def test_the_offline_api_gives_the_same_results_with_two_ranks(folder: Path) -> 
 def test_a_model_that_cannot_be_split_is_refused_before_anything_is_loaded(folder: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match="tp 3 does not divide the model's 4 heads over 2 key heads; 1, 2, 4 would work",
+        match="tp 3 does not divide the model's 4 heads over 2 KV heads; 1, 2, 4 would work",
     ):
         LLM(str(folder), skip_tokenizer_init=True, tensor_parallel_size=3)
     with pytest.raises(

@@ -145,11 +145,11 @@ def test_rope_scalings() -> None:
         "rope.scaling.original_context_length": 16,
     }
     assert rope_of(describe("qwen2", stretch)).scaling == YarnScaling(
-        4.0, 16, attention=0.1 * math.log(4) + 1
+        4.0, 16, attention_factor=0.1 * math.log(4) + 1
     )
     stretch |= {"rope.scaling.yarn_beta_fast": 8.0, "rope.scaling.yarn_attn_factor": 1.5}
     assert rope_of(describe("qwen2", stretch)).scaling == YarnScaling(
-        4.0, 16, beta_fast=8.0, attention=1.5
+        4.0, 16, beta_fast=8.0, attention_factor=1.5
     )
 
 

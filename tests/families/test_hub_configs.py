@@ -112,11 +112,11 @@ def test_phi_3_128k_has_longrope_scaling() -> None:
     model = describe_config(CONFIGS["Phi-3-mini-128k"]).model
     position = model.layers[0].attention.position
     assert isinstance(position, RopeSpec) and isinstance(position.scaling, LongRopeScaling)
-    assert (position.dim, position.scaling.original, model.context) == (96, 4096, 131072)
+    assert (position.dim, position.scaling.original_context, model.context) == (96, 4096, 131072)
     attention_factor = math.sqrt(1 + math.log(32) / math.log(4096))
     assert (
-        position.scaling.short_attention
-        == position.scaling.long_attention
+        position.scaling.short_attention_factor
+        == position.scaling.long_attention_factor
         == pytest.approx(attention_factor)
     )
     assert model.layers[0].attention.window == 262144
@@ -133,7 +133,7 @@ def test_every_fourth_layer_of_command_r7b_and_smollm3_has_no_position() -> None
 def test_experts() -> None:
     mixtral = describe_config(CONFIGS["Mixtral-8x7B-v0.1"]).model.layers[0].mlp
     assert isinstance(mixtral, MoeSpec) and (
-        mixtral.experts,
+        mixtral.num_experts,
         mixtral.top_k,
         mixtral.renormalize,
     ) == (
@@ -151,7 +151,7 @@ def test_experts() -> None:
     assert (qwen2.mlp.size, qwen2.shared.size) == (1408, 5632)
     qwen3 = describe_config(CONFIGS["Qwen3-30B-A3B"]).model.layers[0].mlp
     assert isinstance(qwen3, MoeSpec) and (
-        qwen3.experts,
+        qwen3.num_experts,
         qwen3.top_k,
         qwen3.shared,
         qwen3.renormalize,

@@ -38,9 +38,12 @@ SCALINGS: list[tuple[dict[str, Any], Any]] = [
     ({"rope_type": "llama3", **LLAMA3}, Llama3Scaling(8.0, 1.0, 4.0, 64)),
     (
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-        YarnScaling(4.0, 64, attention=0.1 * math.log(4) + 1),
+        YarnScaling(4.0, 64, attention_factor=0.1 * math.log(4) + 1),
     ),
-    ({"rope_type": "yarn", "factor": 4.0}, YarnScaling(4.0, 256, attention=0.1 * math.log(4) + 1)),
+    (
+        {"rope_type": "yarn", "factor": 4.0},
+        YarnScaling(4.0, 256, attention_factor=0.1 * math.log(4) + 1),
+    ),
     (
         {
             "rope_type": "yarn",
@@ -49,11 +52,11 @@ SCALINGS: list[tuple[dict[str, Any], Any]] = [
             "beta_fast": 16,
             "truncate": False,
         },
-        YarnScaling(4.0, 256, beta_fast=16.0, attention=0.7, truncate=False),
+        YarnScaling(4.0, 256, beta_fast=16.0, attention_factor=0.7, truncate=False),
     ),
     (
         {"rope_type": "yarn", "factor": 4.0, "mscale": 1.2, "mscale_all_dim": 0.7},
-        YarnScaling(4.0, 256, attention=(0.12 * math.log(4) + 1) / (0.07 * math.log(4) + 1)),
+        YarnScaling(4.0, 256, attention_factor=(0.12 * math.log(4) + 1) / (0.07 * math.log(4) + 1)),
     ),
     (
         {
@@ -104,7 +107,9 @@ def test_attention_factors_agree_with_transformers(scaling: dict[str, Any], expe
     config = tf.LlamaConfig(**BASE | {"rope_parameters": scaling | {"rope_theta": 5000.0}})
     _, attention_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
     assert attention_factor == pytest.approx(
-        expected.attention if isinstance(expected, YarnScaling) else expected.long_attention
+        expected.attention_factor
+        if isinstance(expected, YarnScaling)
+        else expected.long_attention_factor
     )
 
 
@@ -120,7 +125,11 @@ def test_longrope_with_stated_attention_factors() -> None:
         BASE | {"rope_scaling": scaling, "original_max_position_embeddings": 64}
     ).scaling
     assert isinstance(rope, LongRopeScaling)
-    assert (rope.original, rope.short_attention, rope.long_attention) == (64, 1.1, 1.3)
+    assert (rope.original_context, rope.short_attention_factor, rope.long_attention_factor) == (
+        64,
+        1.1,
+        1.3,
+    )
 
 
 def test_old_phi_3_config_calls_longrope_yarn() -> None:
@@ -129,7 +138,7 @@ def test_old_phi_3_config_calls_longrope_yarn() -> None:
         BASE
         | {"model_type": "phi3", "rope_scaling": scaling, "original_max_position_embeddings": 64}
     )
-    assert isinstance(rope.scaling, LongRopeScaling) and rope.scaling.original == 64
+    assert isinstance(rope.scaling, LongRopeScaling) and rope.scaling.original_context == 64
 
 
 REFUSED = [

@@ -1,6 +1,6 @@
 """Let kernel tests ignore numpy's warnings about masked lanes.
 
-Triton's interpreter computes with numpy, also in lanes that are masked off and hold garbage.
+Triton's interpreter computes with numpy, also in masked lanes, which hold arbitrary values.
 """
 
 from __future__ import annotations

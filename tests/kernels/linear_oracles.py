@@ -1,8 +1,8 @@
 """Comparisons of fused linear kernels with their references, for tests and benchmarks.
 
-Tests run the kernels under Triton's interpreter, benchmarks/products.py runs them on a GPU. A case
-is described by text: the prologue is "", "rms", "layer" or "layer bare" (no weight), the epilogue
-one of
+Tests run the kernels under Triton's interpreter, benchmarks/products.py runs them on a GPU. Text
+describes a case: the prologue is "", "rms", "layer" or "layer bare" (no weight), and the epilogue
+is one of
 
     ""                               nothing
     "residual"                       residual + 0.7 * y
@@ -158,7 +158,9 @@ class LinearCase:
         positions = None
         if has_tables:
             positions = torch.randint(MAX_POSITION, (tokens,), device=device, dtype=torch.int32)
-        cos_sin = (angles.cos(), angles.sin()) if rope_dim else None
+        cos_sin = None
+        if rope_dim:
+            cos_sin = (angles.cos(), angles.sin())
         transform = QkTransform(cos_sin, positions, "interleaved" in options)
         slot_mapping = torch.randperm(NUM_CACHE_SLOTS, device=device)[:tokens].int()
         assert self.kv_cache is not None
@@ -166,17 +168,14 @@ class LinearCase:
 
 
 def to_float64(value: object) -> object:
-    """Return the same in float64, with a KV cache of its own.
+    """Return a copy of the value in float64, with a KV cache of its own.
 
-    Norms and rope tables stay as they are, for they are float32 everywhere.
+    Norms and rope tables stay as they are, because they are float32 everywhere.
     """
     if isinstance(value, torch.Tensor):
         return value.double() if value.is_floating_point() else value
-    if (
-        isinstance(value, tuple)
-        and not isinstance(value, NormPrologue)
-        and hasattr(value, "_fields")
-    ):
+    is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+    if is_named_tuple and not isinstance(value, NormPrologue):
         return type(value)(*map(to_float64, value))
     return value
 

@@ -2,7 +2,7 @@
 
 Each `check_*` function builds random inputs, runs a Triton kernel and its torch reference, and
 returns the relative error. Kernels write into memory filled with NaN, and the KV cache holds NaN
-wherever no sequence has a position, so reading or leaving out a wrong element shows.
+wherever no sequence has a position, so reading a wrong element or not writing one is detected.
 """
 
 from __future__ import annotations
@@ -186,21 +186,29 @@ def check_rope_and_cache(
     num_tokens = 6
     table_len = 40 if "tables" in options else num_tokens
     angles = torch.rand(table_len, rope_dim // 2, device=device) * 6
-    q_weight_shape = (heads, head_dim) if "each" in options else (head_dim,)
-    k_weight_shape = (kv_heads, head_dim) if "each" in options else (head_dim,)
+    q_weight_shape = [head_dim]
+    k_weight_shape = [head_dim]
+    if "each" in options:
+        q_weight_shape = [heads, head_dim]
+        k_weight_shape = [kv_heads, head_dim]
     q_weight = torch.rand(q_weight_shape, device=device) + 0.5
     k_weight = torch.rand(k_weight_shape, device=device) + 0.5
     norm_kind = next((kind for kind in ("rms", "layer") if kind in options), None)
     positions = None
     if "tables" in options:
         positions = torch.randint(table_len, (num_tokens,), device=device)
-    has_weights = norm_kind is not None and "bare" not in options
+    weights = None
+    if norm_kind is not None and "bare" not in options:
+        weights = (q_weight, k_weight)
+    cos_sin = None
+    if rope_dim:
+        cos_sin = (angles.cos(), angles.sin())
     transform = QkTransform(
-        (angles.cos(), angles.sin()) if rope_dim else None,
+        cos_sin,
         positions,
         "interleaved" in options,
         norm_kind,
-        (q_weight, k_weight) if has_weights else None,
+        weights,
         1e-5,
         0.7 if "clip" in options else None,
     )

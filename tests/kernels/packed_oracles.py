@@ -1,7 +1,7 @@
 """Comparisons of kernels for packed weights with their references, for tests and benchmarks.
 
-Tests run the kernels under Triton's interpreter, benchmarks/packed.py runs them on a GPU. A packed
-format is described by text:
+Tests run the kernels under Triton's interpreter, benchmarks/packed.py runs them on a GPU. Text
+describes a packed format:
 
     int4|int8 GROUP_SIZE|row [zero] [order] [signed] [w8a8]
         row: one scale per row; zero: zero points; order: act-order; w8a8: x may be quantized too
@@ -145,7 +145,7 @@ def check_packed_linear(
 ) -> float:
     """Relative error of one kernel. `wgmma` is the tiling and the number of programs of wgmma.
 
-    For W8A8 the reference quantizes x alike, so that the products are compared.
+    For W8A8 the reference quantizes x too, so that only the products are compared.
     """
     packed = make_packed_weight(packed_format, rows, columns, device)
     bias = torch.randn(rows, device=device).to(dtype)
@@ -182,9 +182,9 @@ def check_packed_experts(
 def check_quantize_rows(
     rows: int, columns: int, dtype: torch.dtype, code_dtype: torch.dtype, device: str
 ) -> float:
-    """Share of codes that are off by more than one rounding step, and error of the scales.
+    """Return the share of codes that are off by more than one rounding step, or the scales' error.
 
-    Codes that differ at all count a fiftieth, because either neighbour may be right.
+    Codes that differ by one step count a fiftieth, because either neighbour may be right.
     """
     x = torch.randn(rows, columns, device=device) * torch.rand(rows, 1, device=device)
     x = x.to(dtype)
@@ -201,7 +201,7 @@ def check_quantize_rows(
 
 
 def check_quantize_groups(bits: int, group_size: int, device: str) -> float:
-    """A tenth of the share of different codes, or the squared error beyond the reference's."""
+    """Return a tenth of the share of different codes, or the squared error over the reference's."""
     weight = torch.randn(70, 512, device=device) * torch.rand(70, 1, device=device) + 0.1
     weight[0] = 0
     weight[1] = 3.0

@@ -54,7 +54,7 @@ def permute_bytes(
 def run_ptx(
     text: str, inputs: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Run the lines and return all registers. Each register holds many words at once."""
+    """Run the lines and return all registers. Each register is a tensor of many words."""
     registers = dict(inputs)
     size = len(next(iter(inputs.values())))
 
@@ -68,27 +68,27 @@ def run_ptx(
             assert registers.keys() == inputs.keys(), "written before the tensor cores have read"
             continue
         operation, target, *names = re.findall(r"[\w.$]+", line)
-        a, *others = map(read, names)
+        a, *more = map(read, names)
         match operation.split("."):
             case ["mov", _]:
                 registers[target] = a
             case ["mad", "lo", _]:
-                registers[target] = a * others[0] + others[1] & WORD_MASK
+                registers[target] = a * more[0] + more[1] & WORD_MASK
             case ["shr", _]:
-                registers[target] = a >> others[0]
+                registers[target] = a >> more[0]
             case ["shl", _]:
-                registers[target] = a << others[0] & WORD_MASK
+                registers[target] = a << more[0] & WORD_MASK
             case ["and", _]:
-                registers[target] = a & others[0]
+                registers[target] = a & more[0]
             case ["xor", _]:
-                registers[target] = a ^ others[0]
+                registers[target] = a ^ more[0]
             case ["lop3", _]:
                 assert names[3] == "0xEA", "a & b | c"
-                registers[target] = a & others[0] | others[1]
+                registers[target] = a & more[0] | more[1]
             case ["prmt", _]:
-                registers[target] = permute_bytes(a, others[0], others[1])
+                registers[target] = permute_bytes(a, more[0], more[1])
             case [name, "rn", _]:
-                operands = (words_to_floats(word, dtype).double() for word in (a, *others))
+                operands = (words_to_floats(word, dtype).double() for word in (a, *more))
                 registers[target] = floats_to_words(ARITHMETIC[name](*operands).to(dtype))
             case _:
                 raise AssertionError(f"unknown instruction: {line}")

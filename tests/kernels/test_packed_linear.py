@@ -38,6 +38,7 @@ def test_dequantize_rows_takes_ranges_and_row_numbers(packed_format: str) -> Non
     expected = packed.dequantize(FP16)
     by_number = dequantize_rows(packed, rows, FP16)
     torch.testing.assert_close(by_number, expected[rows], rtol=2e-3, atol=1e-5)
+    # The range contains row 128, with which the second block of FP8 scales begins.
     by_range = dequantize_rows(packed, range(3, 140), FP16)
     torch.testing.assert_close(by_range, expected[3:140], rtol=2e-3, atol=1e-5)
 

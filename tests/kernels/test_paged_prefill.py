@@ -58,7 +58,7 @@ def test_prefills_of_a_captured_step_may_be_empty_or_padding(
     assert not plan.split_counters.any()
 
 
-def test_prefills_are_split_where_they_are_too_few_for_the_device() -> None:
+def test_prefills_are_split_if_they_are_too_few_for_the_device() -> None:
     def splits(tokens: int, heads: int, kv_heads: int, prefills: int = 1) -> int:
         rows = tokens * heads // kv_heads
         return select_prefill_tiling(rows // prefills, rows, 128, 2, kv_heads, 132).splits
@@ -75,8 +75,8 @@ def test_prefills_are_split_where_they_are_too_few_for_the_device() -> None:
 
 @pytest.mark.parametrize("min_tiles", [1, 3, 50])
 @pytest.mark.parametrize("window", [None, 20])
-def test_splits_give_what_one_program_gives(window: int | None, min_tiles: int) -> None:
-    """Whole prompts, chunks behind a context, one shorter than a split; the window ends in one."""
+def test_splits_equal_the_reference(window: int | None, min_tiles: int) -> None:
+    """There are whole prompts, chunks after a context, and a chunk shorter than a split."""
     spec = AttentionSpec(4, 2, 16, window=window)
     case = make_attention_case(spec, [9, 30, 3, 40], [9, 130, 90, 47], 16, torch.float32, "cpu")
     backend = TritonPagedAttention(
@@ -88,7 +88,7 @@ def test_splits_give_what_one_program_gives(window: int | None, min_tiles: int) 
     assert not plan.split_counters.any()
 
 
-def test_prefills_are_not_split_where_counters_are_too_few() -> None:
+def test_prefills_are_not_split_if_there_are_too_few_counters() -> None:
     spec = AttentionSpec(4, 2, 16)
     case = make_attention_case(spec, [30], [130], 16, torch.float32, "cpu")
     backend = TritonPagedAttention(

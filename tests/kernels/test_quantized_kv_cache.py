@@ -1,4 +1,4 @@
-"""The 8-bit KV cache: what is stored, and what the rope and attention kernels make of it."""
+"""The 8-bit KV cache: stored values, and how the rope and attention kernels use them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def test_the_attention_kernels_read_an_8_bit_kv_cache(
     dtype: torch.dtype, query_lens: list[int], seq_lens: list[int]
 ) -> None:
     torch.manual_seed(2)
-    case = make_attention_case(AttentionSpec(4, 2, 32), query_lens, seq_lens, 16, torch.float16, "cpu")
+    case = make_attention_case(
+        AttentionSpec(4, 2, 32), query_lens, seq_lens, 16, torch.float16, "cpu"
+    )
     cache = empty_cache(tuple(case.cache.shape), dtype)
     all_slots = torch.arange(cache.shape[1])
     for half in range(2):

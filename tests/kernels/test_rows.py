@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 NUM_ROWS = 9
-PADDING_ROW = NUM_ROWS  # behind the rows of requests
+PADDING_ROW = NUM_ROWS  # follows the rows of requests
 TABLE_WIDTH = 5
 BLOCK_SIZE = 4
 MAX_LEN = TABLE_WIDTH * BLOCK_SIZE

@@ -188,7 +188,7 @@ def test_noise_has_the_gumbel_distribution():
 
 
 def test_the_largest_noise_values_are_all_different():
-    """The upper tail decides which token wins. A coarse uniform variable would repeat its values."""
+    """The upper tail decides which token wins; coarse uniform values would repeat in it."""
     largest = noise([13], [0], torch.arange(4_000_000))[0].topk(2000).values
     assert len(set(largest.tolist())) >= 1998
     assert 13 < largest[0] < 20

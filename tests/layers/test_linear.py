@@ -65,7 +65,7 @@ class CountingGroup:
         return 2 * x
 
     def all_gather(self, x: torch.Tensor, total_width: int) -> torch.Tensor:
-        raise AssertionError("a linear layer joins nothing")
+        raise AssertionError("a linear layer gathers nothing")
 
 
 @pytest.mark.parametrize("fuses", ["all", "product", "nothing"])

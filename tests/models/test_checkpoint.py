@@ -70,8 +70,8 @@ def test_a_misaligned_tensor_is_read(tmp_path: Path) -> None:
         "b": {"dtype": "F32", "shape": [2, 3], "data_offsets": [3, 27]},
     }
     text = json.dumps(header).encode()
-    data = struct.pack("<Q", len(text)) + text + b"123" + values.numpy().tobytes()
-    (tmp_path / "model.safetensors").write_bytes(data)
+    content = struct.pack("<Q", len(text)) + text + b"123" + values.numpy().tobytes()
+    (tmp_path / "model.safetensors").write_bytes(content)
     stored = FileSource.safetensors(tmp_path).tensor("b", (2, 3)).cols(1, 3)
     assert torch.equal(stored.load(torch.float32, CPU), values.view(2, 3)[:, 1:])
 
@@ -80,8 +80,8 @@ def test_slices_equal_the_whole_tensor(tmp_path: Path, monkeypatch: pytest.Monke
     matrix = torch.randn(40, 30)
     vector = torch.randn(40)
     files = write_checkpoint(tmp_path, w=matrix, v=vector)
-    for step in (1, 64, 10**6):  # values read at once: a row, a few rows, all
-        monkeypatch.setattr(checkpoint, "STREAMED_VALUES", step)
+    for num_values in (1, 64, 10**6):  # read at a time: a row, a few rows, all
+        monkeypatch.setattr(checkpoint, "STREAMED_VALUES", num_values)
         w = files.tensor("w", (40, 30))
         v = files.tensor("v", (40,))
         assert torch.equal(w.load(torch.float32, CPU), matrix)
@@ -137,12 +137,12 @@ def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path: Path) -> None:
     message = (
         r"model\.safetensors: tensor 'layers\.0\.weight' has shape \[4, 3\], the model expects "
     )
-    for shape, transposed, wanted in (
+    for shape, transposed, expected in (
         ((3, 4), False, "[3, 4]"),
         ((4,), False, "[4]"),
         ((4, 3), True, "[3, 4]"),
     ):
-        with pytest.raises(CheckpointError, match=message + re.escape(wanted)):
+        with pytest.raises(CheckpointError, match=message + re.escape(expected)):
             files.tensor("layers.0.weight", shape, transposed=transposed)
 
 
@@ -199,7 +199,7 @@ def test_progress_is_printed_as_lines_or_as_a_bar(tmp_path: Path) -> None:
         assert expected in stream.getvalue()
 
 
-def test_progress_lines_say_how_long_the_rest_will_take() -> None:
+def test_progress_lines_print_the_remaining_time() -> None:
     stream = io.StringIO()
     with checkpoint._print_progress_lines(10**9, stream, interval=0.0) as advance:
         time.sleep(0.01)
@@ -236,17 +236,17 @@ def test_dummy_weights_are_nearly_normal_and_independent() -> None:
 
 def test_dummy_weights_depend_only_on_name_and_position() -> None:
     dummy = DummySource()
-    whole = dummy.tensor("a.weight", (300, 2000)).load(torch.float32, CPU)
+    full = dummy.tensor("a.weight", (300, 2000)).load(torch.float32, CPU)
     stored = DummySource().tensor("a.weight", (300, 2000))
     part = stored.rows([(200, 300), (7, 9)]).cols(512, 1024).load(torch.float32, CPU)
-    assert torch.equal(part, torch.cat([whole[200:], whole[7:9]])[:, 512:1024])
-    assert torch.equal(stored.pieces[0].read((0, 5), (0, 9)), whole[:5, :9])
-    assert torch.equal(stored.load(torch.bfloat16, CPU), whole.bfloat16())
-    other = dummy.tensor("b.weight", (300, 2000)).load(torch.float32, CPU)
+    assert torch.equal(part, torch.cat([full[200:], full[7:9]])[:, 512:1024])
+    assert torch.equal(stored.pieces[0].read((0, 5), (0, 9)), full[:5, :9])
+    assert torch.equal(stored.load(torch.bfloat16, CPU), full.bfloat16())
+    other_tensor = dummy.tensor("b.weight", (300, 2000)).load(torch.float32, CPU)
     experts = [
         dummy.tensor("a.weight", (300, 2000), expert=e).load(torch.float32, CPU) for e in range(2)
     ]
-    tensors = [whole, other, *experts]
+    tensors = [full, other_tensor, *experts]
     for i, x in enumerate(tensors):
         for y in tensors[:i]:
             assert (x == y).float().mean() < 0.01
@@ -281,7 +281,7 @@ print(peak() - before, sum(tensor.nbytes for tensor in weights))
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_peak_memory_is_the_weights_and_one_tensor(tmp_path: Path, dtype: str) -> None:
-    """A process of its own loads 210 MB of bfloat16 weights, unchanged and widened."""
+    """A separate process loads 210 MB of bfloat16 weights, unchanged and widened."""
     save_file(
         {f"t{i}": torch.zeros(1024, 12800, dtype=torch.bfloat16) for i in range(8)},
         tmp_path / "model.safetensors",

@@ -51,15 +51,15 @@ def all_types(
     for kind in dict.fromkeys([*FLOAT_TYPES, *PACKAGE_TYPES]):
         number = gguf.GGMLQuantizationType[kind]
         if kind in ("F32", "F16"):
-            data = (
+            stored = (
                 np.random.default_rng(1)
                 .normal(size=(6, COLUMNS))
                 .astype(np.dtype(f"<f{GGML_BLOCKS[kind][1]}"))
             )
         else:
-            data = random_blocks(kind, 6 * COLUMNS // GGML_BLOCKS[kind][0]).reshape(6, -1)
-        writer.add_tensor(kind, data, raw_dtype=number)
-        expected[kind] = dequantize(data, number).reshape(6, COLUMNS)
+            stored = random_blocks(kind, 6 * COLUMNS // GGML_BLOCKS[kind][0]).reshape(6, -1)
+        writer.add_tensor(kind, stored, raw_dtype=number)
+        expected[kind] = dequantize(stored, number).reshape(6, COLUMNS)
     writer.add_tensor(
         "Q8_K", np.zeros((1, 292), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_K
     )

@@ -65,12 +65,12 @@ def test_streamed_slices_equal_the_mapped_file(
             for _ in range(40):
                 name, shape, transposed, expert = rng.choice(requests)
                 state = rng.getstate()
-                want = random_slice(mapped.tensor(name, shape, transposed, expert), rng)
+                expected = random_slice(mapped.tensor(name, shape, transposed, expert), rng)
                 rng.setstate(state)
-                dtype = rng.choice([want.dtype, torch.float32])
+                dtype = rng.choice([expected.dtype, torch.float32])
                 rng.setstate(state)
-                got = random_slice(streamed.tensor(name, shape, transposed, expert), rng)
-                assert torch.equal(got.load(dtype, CPU), want.load(dtype, CPU)), (
+                actual = random_slice(streamed.tensor(name, shape, transposed, expert), rng)
+                assert torch.equal(actual.load(dtype, CPU), expected.load(dtype, CPU)), (
                     name,
                     transposed,
                     dtype,
@@ -87,18 +87,18 @@ def test_streamed_blocks_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
         streamed.stream = stream
         for name in ("blk.0.attn_q.weight", "blk.3.ffn_down.weight", "blk.3.attn_norm.weight"):
             shape = streamed.shape(name)
-            for pick in (lambda whole: whole, lambda whole: whole.rows([(100, 200), (3, 40)])):
-                want, got = (
+            for pick in (lambda stored: stored, lambda stored: stored.rows([(100, 200), (3, 40)])):
+                expected, actual = (
                     pick(source.tensor(name, shape)).load(torch.float32, CPU)
                     for source in (mapped, streamed)
                 )
-                assert torch.equal(want, got)
+                assert torch.equal(expected, actual)
             if len(shape) == 2:
-                want, got = (
+                expected, actual = (
                     s.tensor(name, shape).cols(32, 96).load(torch.bfloat16, CPU)
                     for s in (mapped, streamed)
                 )
-                assert torch.equal(want, got)
+                assert torch.equal(expected, actual)
 
 
 @pytest.mark.parametrize("form", ON_LOAD_FORMATS)
@@ -108,20 +108,20 @@ def test_streamed_weights_are_quantized_on_load(form: str, tmp_path: Path) -> No
     streamed = FileSource.safetensors(tmp_path)
     with WeightStream(CPU, 2, 10_000) as stream:
         streamed.stream = stream
-        want, got = (
+        expected, actual = (
             ON_LOAD_FORMATS[form]
             .open_matrix(source, LinearSpec("w", (2048, 512)))
             .rows([(5, 1999)])
             .load_dense(torch.float32, CPU)
             for source in (mapped, streamed)
         )
-    assert torch.equal(want, got)
+    assert torch.equal(expected, actual)
 
 
 def test_all_reads_have_ended_when_the_stream_closes(tmp_path: Path) -> None:
     file = tmp_path / "data"
-    data = os.urandom(300_000)
-    file.write_bytes(data)
+    content = os.urandom(300_000)
+    file.write_bytes(content)
     parts = [torch.empty(size, dtype=torch.int16) for size in (1, 70_000, 0, 5, 79_994)]
     at = 0
     with WeightStream(CPU, 2, 1 << 12) as stream:
@@ -129,7 +129,7 @@ def test_all_reads_have_ended_when_the_stream_closes(tmp_path: Path) -> None:
             stream.read(file, at, part)
             assert len(stream.pending) <= stream.max_pending
             at += part.nbytes
-    assert b"".join(bytes(as_bytes(part).tolist()) for part in parts) == data
+    assert b"".join(bytes(as_bytes(part).tolist()) for part in parts) == content
 
 
 def test_a_file_that_shrinks_is_named_and_no_buffer_is_lost(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ from bloomery.native.thread_pool import ThreadPool, load_library
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPool]:
     library = None
-    if (
-        "NATIVE_CHECKS" in os.environ
-    ):  # make sanitize: checks memory accesses and undefined behaviour
+    # `make sanitize` sets this: checks memory accesses and undefined behaviour.
+    if "NATIVE_CHECKS" in os.environ:
         library = load_library(str(build_library(SANITIZER_FLAGS)))
     try:
         pool = ThreadPool(2, library)

@@ -12,18 +12,18 @@ from bloomery.native.build import NativeBuildError, build_library, is_intact
 
 @pytest.fixture(autouse=True)
 def _compiler(pool: object) -> None:
-    """Skip where there is no compiler."""
+    """Skip the tests if there is no compiler."""
 
 
 def test_a_damaged_library_is_not_loaded(tmp_path: Path) -> None:
     library = build_library()
-    data = library.read_bytes()
+    content = library.read_bytes()
     copy = tmp_path / library.name
     for damaged in (
-        data[: len(data) // 2],
-        data[:-1],
+        content[: len(content) // 2],
+        content[:-1],
         b"",
-        data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+        content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
     ):
         copy.write_bytes(damaged)
         assert not is_intact(copy)

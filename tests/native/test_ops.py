@@ -1,4 +1,4 @@
-"""Every native operation gives what its torch reference gives, for random shapes."""
+"""Every native operation gives the result of its torch reference, for random shapes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def random_k_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray
     num_blocks = columns // block_values
     shape = (rows, num_blocks, block_bytes)
     raw = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-    scale_offsets = (208,) if kind == "Q6_K" else (0, 2)
+    scale_offsets = [0, 2]
+    if kind == "Q6_K":
+        scale_offsets = [208]
     for offset in scale_offsets:
         scales = np.random.default_rng(seed).uniform(0.001, 0.1, (rows, num_blocks, 1))
         raw[..., offset : offset + 2] = scales.astype(np.float16).view(np.uint8)
@@ -162,7 +164,7 @@ def test_linear_with_prologue_and_epilogue(
     activation: str,
     seed: int,
 ) -> None:
-    """Over a matrix of two types, with a segment for each."""
+    """The matrix has two types, with a segment for each."""
     rows = 8 * half
     first_raw, first_values = random_blocks("Q4_1", rows, columns, seed)
     second_raw, second_values = random_blocks("Q8_0", rows, columns, seed + 1)

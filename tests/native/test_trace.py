@@ -1,4 +1,4 @@
-"""Traces replay exactly what was recorded, and no torch operation is left out unnoticed."""
+"""Traces replay exactly the recorded operations, and no torch operation is missing unnoticed."""
 
 from __future__ import annotations
 

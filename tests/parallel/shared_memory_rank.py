@@ -21,7 +21,7 @@ from bloomery.native.trace import record_trace
 from bloomery.parallel.distributed import (
     DistributedChannel,
     DistributedGroup,
-    leave_ranks,
+    leave_process_group,
     rendezvous,
 )
 from bloomery.parallel.groups import DeviceMesh
@@ -136,9 +136,9 @@ def main(rank: int, size: int, folder: str) -> None:
     compare_collectives(mesh)
     assert isinstance(mesh.group, SharedMemoryGroup)
     check_replayed_all_reduce(mesh.group)
-    leave_ranks()
+    leave_process_group()
     compare_channels(join("two", 1, size))
-    leave_ranks()
+    leave_process_group()
     check_lost_rank(join("three", size, 1))
     os._exit(0)  # to leave the ranks would wait for the dead one
 

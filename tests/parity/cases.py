@@ -62,6 +62,7 @@ FULL = "full_attention"
 
 
 def rope(kind: str, theta: float = 10000.0, **values: Any) -> dict[str, Any]:
+    """Return the rope values of a transformers config."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **values}}
 
 
@@ -87,6 +88,7 @@ def parity_case(
     length: int = 128,
     **values: Any,
 ) -> ParityCase:
+    """Make a case of a transformers config class and its values."""
     return ParityCase(name, lambda: config(**values), attention, prompt, length)
 
 
@@ -391,8 +393,8 @@ WIDTHS = (
 
 
 def widen_config(config: Any, times: int) -> Any:
-    """The same model, `times` as wide."""
-    # Read all before writing: some names are aliases of one value.
+    """Make the model `times` as wide, in place; returns the config."""
+    # All widths are read before any is written, because some names are aliases of one value.
     widths = {name: getattr(config, name, None) for name in WIDTHS}
     for name, width in widths.items():
         if isinstance(width, int) and not isinstance(getattr(type(config), name, None), property):
@@ -425,7 +427,7 @@ def make_checkpoint(case: ParityCase, folder: Path, times: int = 1) -> Any:
 
 @torch.no_grad()
 def reference_logits(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
-    """The logits of tokens [1, n]: the prompt in one pass, then token by token."""
+    """Return the logits of tokens [1, n]: the prompt in one pass, then token by token."""
     output = model(tokens[:, :prompt], use_cache=True)
     logits = [output.logits]
     cache = output.past_key_values

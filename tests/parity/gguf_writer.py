@@ -1,8 +1,8 @@
-"""A transformers model written as GGUF, the way llama.cpp's converter writes it.
+"""Writes a transformers model as GGUF, in the same way as llama.cpp's converter.
 
 Tensor names come from the tables of the gguf package. This module defines which metadata the
-converter writes for each architecture, and how it changes a tensor beyond renaming it. It knows
-nothing of how Bloomery reads the result.
+converter writes for each architecture, and how it changes a tensor besides renaming it. It must not
+know how Bloomery reads the result.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-NamedTensors = Iterator[tuple[str, torch.Tensor]]  # by the original's names
-TensorChange = Callable[[Any, str, torch.Tensor], NamedTensors]  # of one tensor, given the config
+NamedTensors = Iterator[tuple[str, torch.Tensor]]  # with the names of transformers
+# config, name, tensor -> the tensors that are written instead of it
+TensorChange = Callable[[Any, str, torch.Tensor], NamedTensors]
 
 
 def write_gguf(
@@ -42,24 +43,24 @@ def write_gguf(
     for name, tensor in convert_tensors(model, arch):
         stem, _, suffix = name.rpartition(".")
         target = f"{stem if stem.startswith('rope_') else names.mapping[stem][1]}.{suffix}"
-        data = tensor.detach().float().contiguous().numpy()
+        values = tensor.detach().float().contiguous().numpy()
         if (
             kind != Kind.F32
-            and data.ndim > 1
-            and data.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+            and values.ndim > 1
+            and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
             and "norm" not in target
         ):
-            writer.add_tensor(target, quantize_blocks(data, kind), raw_dtype=kind)
+            writer.add_tensor(target, quantize_blocks(values, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(target, data.astype(np.float32))
+            writer.add_tensor(target, values.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-# Types that the package cannot quantize to: the bytes of a block's scale and of its offset's scale,
-# and the ratio of the two that centres the values around zero.
+# Types that the package cannot quantize to: where the scale of a block and the scale of its offset
+# begin (bytes), and the ratio of the two that centres the values around zero.
 SCALES = {
     Kind.Q2_K: (80, 82, 1.5),
     Kind.Q3_K: (108, None, 0),
@@ -71,13 +72,14 @@ SCALES = {
 }
 
 
-def quantize_blocks(data: np.ndarray, kind: Kind) -> np.ndarray:
-    """Quantize with the package; where it cannot, return random bits with plausible scales."""
+def quantize_blocks(weight: np.ndarray, kind: Kind) -> np.ndarray:
+    """Quantize with the package; if it cannot, return random bits with plausible scales."""
     if kind not in SCALES:
-        return gguf.quants.quantize(data, kind)
-    values, size = gguf.GGML_QUANT_SIZES[kind]
-    random = np.random.default_rng(data.view(np.uint32).ravel()[:4])
-    blocks = random.integers(0, 256, (data.size // values, size), dtype=np.uint8)
+        return gguf.quants.quantize(weight, kind)
+    block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(weight.view(np.uint32).ravel()[:4])
+    num_blocks = weight.size // block_values
+    blocks = random.integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
     scale, offset, ratio = SCALES[kind]
     scales = random.uniform(1e-3, 2e-3, (len(blocks), 1))
     if kind.name.startswith("IQ4"):  # their levels are not centred around zero
@@ -85,7 +87,7 @@ def quantize_blocks(data: np.ndarray, kind: Kind) -> np.ndarray:
     blocks[:, scale : scale + 2] = scales.astype(np.float16).view(np.uint8)
     if offset is not None:
         blocks[:, offset : offset + 2] = (ratio * scales).astype(np.float16).view(np.uint8)
-    return blocks.reshape(*data.shape[:-1], -1)
+    return blocks.reshape(*weight.shape[:-1], -1)
 
 
 def add_metadata(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -118,7 +120,7 @@ def common_metadata(c: Any) -> dict[str, Any]:
 
 
 def rms_norm_metadata(c: Any) -> dict[str, Any]:
-    """The metadata of most models that descend from Llama."""
+    """Return the metadata of most architectures that derive from Llama."""
     head = getattr(c, "head_dim", None)
     return {
         "attention.head_count_kv": c.num_key_value_heads,
@@ -131,30 +133,30 @@ def rms_norm_metadata(c: Any) -> dict[str, Any]:
 
 def rope_metadata(rope: dict[str, Any]) -> dict[str, Any]:
     rope = rope.get("full_attention", rope)
-    stated: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"])}
+    metadata: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"])}
     if rope["rope_type"] in ("linear", "yarn"):
-        stated |= {
+        metadata |= {
             "rope.scaling.type": rope["rope_type"],
             "rope.scaling.factor": float(rope["factor"]),
         }
     if rope["rope_type"] == "yarn":
-        stated |= {
+        metadata |= {
             "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
             "rope.scaling.yarn_attn_factor": rope.get("attention_factor"),
             "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
             "rope.scaling.yarn_beta_slow": rope.get("beta_slow"),
         }
-    return stated
+    return metadata
 
 
 def llama_metadata(c: Any) -> dict[str, Any]:
     experts = getattr(c, "num_local_experts", None)
-    used = c.num_experts_per_tok if experts else None
+    experts_per_token = c.num_experts_per_tok if experts else None
     dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     return rms_norm_metadata(c) | {
         "rope.dimension_count": dim,
         "expert_count": experts,
-        "expert_used_count": used,
+        "expert_used_count": experts_per_token,
     }
 
 
@@ -269,12 +271,12 @@ def phi2_metadata(c: Any) -> dict[str, Any]:
 
 
 def command_r_metadata(c: Any) -> dict[str, Any]:
-    stated = {
+    metadata = {
         "attention.head_count_kv": c.num_key_value_heads,
         "logit_scale": c.logit_scale,
         **rope_metadata(c.rope_parameters),
     }
-    return layer_norm_metadata(c) | stated | {"rope.scaling.type": "none"}
+    return layer_norm_metadata(c) | metadata | {"rope.scaling.type": "none"}
 
 
 def cohere2_metadata(c: Any) -> dict[str, Any]:
@@ -294,6 +296,7 @@ def granite_metadata(c: Any) -> dict[str, Any]:
 
 
 def convert_tensors(model: Any, arch: GgufArchitecture) -> NamedTensors:
+    """Yield all tensors of the model as the converter writes them."""
     if arch.rope_factors is not None:
         yield from arch.rope_factors(model.config)
     tied = model.config.tie_word_embeddings
@@ -307,7 +310,7 @@ def keep_tensor(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
 
 
 def permute_qk(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
-    """q and k of Llama: row i of the first and of the second half of a head become neighbours."""
+    """Interleave the two halves of each head's rows in q and k of Llama."""
     if ".experts." in name:
         yield from stack_experts(c, name, tensor)
         return
@@ -322,7 +325,7 @@ def permute_qk(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
 
 
 def stack_experts(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
-    """Experts are one [expert, out, in] tensor for each projection, with gate and up separate."""
+    """Write one [expert, out, in] tensor for each projection, with gate and up separate."""
     stem = name.removesuffix(".gate_up_proj")
     if stem != name:
         gate, up = tensor.chunk(2, 1)
@@ -404,6 +407,8 @@ def longrope_factors(c: Any) -> NamedTensors:
 
 @dataclass(frozen=True)
 class GgufArchitecture:
+    """How the converter writes one architecture: metadata and changes of tensors."""
+
     name: str
     metadata: Callable[[Any], dict[str, Any]]
     change: TensorChange = keep_tensor

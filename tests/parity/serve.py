@@ -23,6 +23,7 @@ from bloomery.models.load import load_model
 
 
 def build_plan(model: Path | str | None, max_model_len: int, **options: Any) -> EnginePlan:
+    """Resolve the plan of an engine on the CPU; `options` are fields of EngineConfig."""
     config = EngineConfig(
         str(model) if model else None,
         device="cpu",
@@ -46,6 +47,7 @@ def build_plan(model: Path | str | None, max_model_len: int, **options: Any) -> 
 def build_engine_loop(
     plan: EnginePlan, blocks: int | None = None, executor: Executor | None = None
 ) -> EngineLoop:
+    """Start the executor; `blocks` limits the KV cache, so that requests are preempted."""
     executor = executor or LocalExecutor()
     capacity = executor.start(plan)
     kv = BlockPool(blocks or capacity.blocks, capacity.block_size, plan.prefix_cache)
@@ -57,6 +59,7 @@ def build_engine_loop(
 
 
 def run_requests(loop: EngineLoop, requests: list[EngineRequest]) -> dict[str, list[TokenOutput]]:
+    """Run requests together until all have ended; returns their outputs by request id."""
     outputs: dict[str, list[TokenOutput]] = {request.id: [] for request in requests}
     for request in requests:
         loop.add(request)
@@ -75,7 +78,7 @@ def output_token_ids(outputs: list[TokenOutput]) -> list[int]:
 
 
 def prompt_logits(model: Path | None, tokens: list[int], max_len: int) -> torch.Tensor:
-    """The logits of every position [tokens, vocab], from one pass over an empty KV cache."""
+    """Return the logits of every position [tokens, vocab], from one pass over an empty KV cache."""
     decoder = load_model(
         locate_model(str(model) if model else None), "auto", torch.float32, torch.device("cpu")
     ).decoder

@@ -1,8 +1,8 @@
 """Mixture-of-experts models in bfloat16: as close to float32 as transformers in bfloat16 is.
 
 Rounding may route a token to another expert, in both implementations. Such a token has a large
-error, and which implementation has more of them is chance. So the median error over many tokens
-must not be larger than that of transformers; the mean may be a little larger.
+error, and chance decides which implementation has more of them. So the median error over many
+tokens must not be larger than that of transformers; the mean may be a little larger.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def test_experts_round_no_more_than_transformers(name: str, tmp_path: Path) -> N
     next_tokens = prompts[:, 1:, None]
     with torch.no_grad():
         exact, expected = (
-            each(prompts).logits.float().log_softmax(-1)[:, :-1].gather(2, next_tokens)[..., 0]
-            for each in (model, copy.deepcopy(model).bfloat16())
+            reference(prompts).logits.float().log_softmax(-1)[:, :-1].gather(2, next_tokens)[..., 0]
+            for reference in (model, copy.deepcopy(model).bfloat16())
         )
     llm = LLM(
         str(tmp_path),

@@ -62,9 +62,8 @@ def test_embeddings_batched_with_generation(checkpoint: tuple[ParityCase, Path, 
         ),
         blocks,
     )
-    run_requests(
-        loop, [greedy_request("before", prompts[0], 2)]
-    )  # leaves a prefix in the prefix cache
+    # This request leaves a prefix in the prefix cache.
+    run_requests(loop, [greedy_request("before", prompts[0], 2)])
     inputs: list[tuple[list[int], PoolingType]] = [
         (prompt, kind) for prompt in prompts for kind in ("mean", "last")
     ]
@@ -91,7 +90,7 @@ def test_embeddings_batched_with_generation(checkpoint: tuple[ParityCase, Path, 
 
 
 def test_a_preempted_mean_starts_again(checkpoint: tuple[ParityCase, Path, Any]) -> None:
-    """It computes one position a step beside a request that fills the KV cache."""
+    """The prompt computes one position per step while another request fills the KV cache."""
     case, folder, model = checkpoint
     prompt = random_tokens(24, seed=3)
     loop = build_engine_loop(

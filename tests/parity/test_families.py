@@ -1,4 +1,4 @@
-"""Every family and rope scaling against transformers, on tiny random checkpoints.
+"""Every family and rope scaling compared with transformers, on tiny random checkpoints.
 
 First logits are compared, then greedy tokens from the real engine: paged KV cache, chunked prefill
 of 7 tokens, a batch of 5, prefix hits, and a KV cache so small that sequences are preempted.
@@ -80,9 +80,9 @@ def test_greedy_tokens_of_the_engine_equal_transformers(
         num_blocks,
     )
     first = run_requests(loop, [greedy_request("0", prompts[0], count)])
-    rest = run_requests(loop, [greedy_request(str(i), prompts[i], count) for i in range(1, 5)])
-    for i, outputs in enumerate([first["0"], *rest.values()]):
+    others = run_requests(loop, [greedy_request(str(i), prompts[i], count) for i in range(1, 5)])
+    for i, outputs in enumerate([first["0"], *others.values()]):
         assert output_token_ids(outputs) == expected[i][:count], f"prompt {i}"
     assert loop.scheduler.num_preemptions > 0, "nothing was preempted"
-    assert all(outputs[-1].cached > 0 for outputs in rest.values()), "no prefix was hit"
+    assert all(outputs[-1].cached > 0 for outputs in others.values()), "no prefix was hit"
     assert loop.scheduler.block_pool.num_free_blocks == num_blocks

@@ -1,7 +1,7 @@
-"""GGUF files of every architecture against the transformers models they were written from.
+"""GGUF files of every architecture compared with the transformers models they were written from.
 
-Where transformers can read the GGUF file itself, its logits must agree too: this would show an
-error that writer and reader share.
+If transformers can read the GGUF file itself, its logits must agree too. This detects errors that
+our writer and our reader have in common.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ from tests.parity.serve import prompt_logits
 
 @dataclass(frozen=True)
 class GgufCase:
+    """A parity case that is written as a GGUF file."""
+
     case: ParityCase
     readable: bool = False  # transformers can read the file with all metadata of the case
     extra: dict[str, Any] = field(default_factory=dict)  # metadata beyond the converter's
@@ -224,7 +226,7 @@ def transformers_logits(path: Path, tokens: list[int]) -> torch.Tensor:
 
 
 def test_every_architecture_has_a_case() -> None:
-    names = {gguf_writer.ARCHITECTURES[each.case.config().model_type].name for each in CASES}
+    names = {gguf_writer.ARCHITECTURES[entry.case.config().model_type].name for entry in CASES}
     assert names == ARCHITECTURES.keys()
 
 

@@ -71,7 +71,7 @@ def test_packed_values_are_close_to_those_of_the_gguf_package(kind: str) -> None
 @pytest.mark.parametrize(
     ("scale", "offset"), [(0.0, -0.3), (0.0, 0.0), (1e-7, 0.25), (6e-8, -60.0)]
 )
-def test_a_group_may_consist_of_its_offset(scale: float, offset: float) -> None:
+def test_a_group_with_a_tiny_scale_has_the_value_of_its_offset(scale: float, offset: float) -> None:
     codes = np.arange(16, dtype=np.uint8)[None]
     header = np.array([[scale, offset]], np.float16).view(np.uint8)
     block = np.concatenate([header, codes], 1)
@@ -80,8 +80,8 @@ def test_a_group_may_consist_of_its_offset(scale: float, offset: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=2**-11, atol=0)
 
 
-def test_some_scales_may_be_zero() -> None:
-    """Six-bit scales that are zero, with and without an offset."""
+def test_groups_with_a_zero_scale_are_decoded() -> None:
+    """Six-bit scales may be zero, with and without an offset."""
     block = gguf_writer.quantize_blocks(np.ones((1, 256), np.float32), GGMLQuantizationType.Q4_K)
     block[0, 4:7] = 0  # scales 0, 1 and 2 (their low six bits)
     block[0, 12:14] = 0  # offsets 4 and 5

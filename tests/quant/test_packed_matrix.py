@@ -120,7 +120,7 @@ def test_packed_checkpoints_have_the_values_that_were_packed(name: str) -> None:
     torch.testing.assert_close(actual, values, rtol=1e-6, atol=1e-7)
 
 
-def test_rows_of_different_columns_of_one_matrix_stay_apart() -> None:
+def test_slices_with_different_columns_of_one_matrix_are_not_merged() -> None:
     weight = torch.randn(8, 128)
     matrix = FORMATS["int8"](weight)
     halves = matrix.cols(0, 64).cat([matrix.cols(64, 128)])

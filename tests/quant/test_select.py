@@ -13,7 +13,7 @@ from tests.quant.checkpoints import PROMPT, generate
 from tests.quant.packers import PACKED_CASES, is_in_layer, repack_checkpoint
 
 
-def test_the_command_line_knows_all_formats() -> None:
+def test_the_quantization_flag_lists_all_on_load_formats() -> None:
     assert set(QUANTIZATIONS) == {"auto", *ON_LOAD_FORMATS}
 
 

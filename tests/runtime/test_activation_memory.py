@@ -1,4 +1,4 @@
-"""The step that memory is reserved for is as large as a step can be, and a possible step."""
+"""Activation memory: the measured step is valid and as large as the limits allow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK_SIZE = 4
 
 
 class SpyAttention(TorchPagedAttention):
-    """Notes the layout of every step."""
+    """Records the layout of every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ def test_the_measured_step_is_as_large_as_the_limits_allow(
     original_sample = Sampler.sample
 
     def spy_sample(
-        self: Sampler, logits: torch.Tensor, wanted: Sequence[tuple[int, int, Sequence[int]]]
+        self: Sampler, logits: torch.Tensor, requests: Sequence[tuple[int, int, Sequence[int]]]
     ) -> Any:
-        sampled.append((len(logits), max(position for _, position, _ in wanted)))
-        return original_sample(self, logits, wanted)
+        sampled.append((len(logits), max(position for _, position, _ in requests)))
+        return original_sample(self, logits, requests)
 
     monkeypatch.setattr(Sampler, "sample", spy_sample)
     backend = SpyAttention()
@@ -89,7 +89,7 @@ def test_the_measured_step_is_as_large_as_the_limits_allow(
 
 
 def check_layout(step: AttentionMetadata, max_len: int) -> None:
-    """Positions and slots are those that the lengths and block tables say."""
+    """Compare positions and slots with the lengths and block tables."""
     query_lens = step.host_query_lens
     seq_lens = step.host_seq_lens
     assert list(query_lens) == sorted(query_lens)
@@ -129,7 +129,7 @@ def test_sampling_in_chunks_gives_the_same_tokens_and_logprobs(
         output = sampler.sample(logits, [(row, row % 7 + 1, ()) for row in range(num_rows)])
         return output.collect(), sampler.prompt_logprobs(logits, list(range(num_rows)), 3)
 
-    at_once = sample_all()
-    for rows_at_once in (1, 2, 5):
-        monkeypatch.setattr(sampler_module, "MAX_CHUNK_LOGITS", rows_at_once * vocab_size)
-        assert sample_all() == at_once
+    in_one_chunk = sample_all()
+    for chunk_rows in (1, 2, 5):
+        monkeypatch.setattr(sampler_module, "MAX_CHUNK_LOGITS", chunk_rows * vocab_size)
+        assert sample_all() == in_one_chunk

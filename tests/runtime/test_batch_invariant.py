@@ -1,7 +1,7 @@
-"""Deterministic mode: each token and each bit of its logprobs are those of the lone request.
+"""Deterministic mode: a request gets the same tokens and logprobs, bit for bit, in any batch.
 
-Other requests, chunk sizes, prefix hits, preemption and replay are tried in turn. The reference is
-the request by itself, with its prompt in one piece, in an engine without a prefix cache.
+Other requests, chunk sizes, prefix hits, preemption and replay are tried one after another. The
+reference is the request alone, with its prompt in one chunk, in an engine without a prefix cache.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=128, n_layer=2, n_head=8),
 }
 MODEL_DTYPES = [("llama", "bfloat16"), *((name, "float32") for name in MODELS)]
-FEW_BLOCKS = 18  # so few that requests are preempted
+FEW_BLOCKS = 18  # of the KV cache: requests are preempted
 
 TokensAndLogprobs = tuple[list[int], list[TokenLogprob]]
 StartEngine = Callable[..., EngineLoop]
@@ -87,9 +87,9 @@ def make_requests(random: Random) -> list[EngineRequest]:
     requests = []
     for number in range(6):
         shared = prefix[: random.choice([0, 24])]
-        own = [random.randrange(3, VOCAB) for _ in range(random.randrange(1, 40))]
+        suffix = [random.randrange(3, VOCAB) for _ in range(random.randrange(1, 40))]
         sampling = ResolvedSampling(temperature=random.choice([0.0, 1.0]), seed=number, logprobs=20)
-        requests.append(EngineRequest(str(number), tuple(shared + own), sampling, MAX_TOKENS))
+        requests.append(EngineRequest(str(number), tuple(shared + suffix), sampling, MAX_TOKENS))
     return requests
 
 
@@ -148,7 +148,7 @@ SLOW_VARIANTS = ("tp2-gguf",)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint folder; the same model is in a GGUF file beside it."""
+    """A checkpoint folder; a GGUF file of the same model is next to it."""
     folder: Path = tmp_path_factory.mktemp("checkpoint")
     model = make_checkpoint(ParityCase("llama", MODELS["llama"]), folder)
     write_gguf(model, folder.with_suffix(".gguf"), GGMLQuantizationType.Q4_0)
@@ -163,7 +163,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_deterministic_mode_works_with_other_options(checkpoint: Path, name: str) -> None:
-    """Lone requests in one piece, against a batch with chunks, prefix hits and preemption."""
+    """Compare single requests with a batch that has chunks, prefix hits and preemption."""
     variant = dict(VARIANTS[name])
     model = checkpoint.with_suffix(".gguf") if variant.pop("gguf", False) else checkpoint
 
@@ -185,7 +185,10 @@ def test_deterministic_mode_works_with_other_options(checkpoint: Path, name: str
         for request in requests[:2]
     ]
     with closing(start()) as loop:
-        alone = {each.id: run_requests(loop, [each])[each.id] for each in (*requests, *embeddings)}
+        alone = {
+            request.id: run_requests(loop, [request])[request.id]
+            for request in (*requests, *embeddings)
+        }
     with closing(start(FEW_BLOCKS, max_num_batched_tokens=13, prefix_cache=True)) as loop:
         batched = run_requests(loop, [*requests, *embeddings])
         repeated = run_requests(loop, requests)

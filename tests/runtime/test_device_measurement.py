@@ -9,7 +9,7 @@ from bloomery.native.build import NativeBuildError
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.runtime.device_measurement import (
     MATRIX_COLUMNS,
-    MIN_TRY_SECONDS,
+    MIN_RUN_SECONDS,
     ProbeRunner,
     WorkProbe,
     build_probes,
@@ -20,25 +20,25 @@ def short_work() -> int:
     return sum(range(20_000))
 
 
-def runner_with_tries(seconds: list[float]) -> ProbeRunner:
-    """A runner as if one kind of work had taken these times."""
+def runner_with_times(seconds: list[float]) -> ProbeRunner:
+    """Return a runner with these measured times of one kind of work."""
     runner = ProbeRunner({"bandwidth": WorkProbe(100.0, short_work)}, 1)
     runner.probes["bandwidth"].seconds = seconds
     return runner
 
 
-def test_the_fastest_quarter_of_the_tries_counts() -> None:
+def test_the_fastest_quarter_of_the_runs_counts() -> None:
     seconds = [1.0, 1.02, 1.0, 1.01, 1.0, 1.0, 9.0, 9.0]
-    measurement = runner_with_tries(seconds).summarize()
-    assert measurement.doubt is None
+    measurement = runner_with_times(seconds).summarize()
+    assert measurement.warning is None
     assert measurement.bandwidth == 100
     assert measurement.rates["fp32" + SINGLE_ROW] == 50
 
 
-def test_a_machine_that_other_programs_use_is_doubted() -> None:
-    measurement = runner_with_tries([1.0, 1.0, 2.0, 2.2, 2.1, 3.0, 2.0]).summarize()
+def test_slow_median_runs_cause_a_warning() -> None:
+    measurement = runner_with_times([1.0, 1.0, 2.0, 2.2, 2.1, 3.0, 2.0]).summarize()
     assert measurement.bandwidth == 100
-    assert "bandwidth by 100%" in (measurement.doubt or "")
+    assert "bandwidth by 100%" in (measurement.warning or "")
 
 
 def test_short_work_is_repeated_until_it_can_be_timed() -> None:
@@ -49,7 +49,7 @@ def test_short_work_is_repeated_until_it_can_be_timed() -> None:
     runner.run_round()
     assert len(runs) - num_before == probe.repeats + 1
     assert len(probe.seconds) == 1
-    long_probe = WorkProbe(1.0, lambda: time.sleep(2 * MIN_TRY_SECONDS))
+    long_probe = WorkProbe(1.0, lambda: time.sleep(2 * MIN_RUN_SECONDS))
     ProbeRunner({"bandwidth": long_probe}, 0)
     assert long_probe.repeats == 1
 

@@ -29,7 +29,7 @@ LLAMA = {
 
 @pytest.mark.parametrize("extra_bytes", [0, 1 << 10, 1 << 26, -(1 << 26)])
 def test_tables_beside_the_weights_do_not_change_their_precision(extra_bytes: int) -> None:
-    """A step of thousands of tokens is bound by bfloat16 arithmetic, whatever else was loaded."""
+    """A step of thousands of tokens is bound by bfloat16 arithmetic."""
     model = describe_config(LLAMA).model
     hardware = HARDWARE_SPECS["h200"]
     exact = Roofline(model, hardware)
@@ -46,7 +46,7 @@ def test_the_floor_of_quantized_weights_counts_their_own_bytes() -> None:
     parameters = count_parameters(model)
     weights_bytes = round(parameters.total * 4.5 / 8)
     loaded = build_roofline(model, hardware, weights_bytes, torch.bfloat16, torch.bfloat16, 1, 1)
-    # Of the embedding a step reads one row.
+    # A step reads only one row of the embedding.
     read_bytes = (parameters.matrices + parameters.head) * 4.5 / 8
     floor = loaded.floor_seconds(1, 100, 1)
     assert floor == pytest.approx(read_bytes / hardware.bandwidth, rel=0.02)

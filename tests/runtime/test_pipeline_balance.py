@@ -1,4 +1,4 @@
-"""Pipeline stages are split by the time their layers take, and together they are the model."""
+"""Pipeline stages are split by measured layer times, and all stages together are the model."""
 
 from __future__ import annotations
 

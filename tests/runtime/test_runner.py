@@ -65,7 +65,7 @@ PADDED = CaptureSizes(decodes=(2, 4), mixed_decodes=(2, 4), mixed_tokens=(8, 16)
 
 
 class SpyModelRunner(ModelRunner):
-    """Notes the steps it runs; `short_decodes` lets decodes go through the prefill kernel."""
+    """Records the steps it runs; `short_decodes` lets decodes go through the prefill kernel."""
 
     def __init__(self, *arguments: Any, short_decodes: bool):
         super().__init__(*arguments)
@@ -109,7 +109,7 @@ def use_self_feeding_steps(
 
 
 def serve(loop: EngineLoop, requests: list[tuple[int, EngineRequest]]) -> dict[str, list[int]]:
-    """Tokens of (arrival step, request) pairs."""
+    """Return the tokens of each request, given (arrival step, request) pairs."""
     tokens: dict[str, list[int]] = {request.id: [] for _, request in requests}
     last_arrival = max(arrival for arrival, _ in requests)
     step = 0
@@ -124,7 +124,7 @@ def serve(loop: EngineLoop, requests: list[tuple[int, EngineRequest]]) -> dict[s
 
 
 def make_arrivals(random: Random) -> list[tuple[int, EngineRequest]]:
-    """Greedy and sampled requests, some that want log-probabilities, at different steps."""
+    """Make greedy and sampled requests, some with log-probabilities, at different steps."""
     arrivals = []
     for number in range(7):
         prompt_len = random.choice((1, 5, 17))
@@ -196,7 +196,7 @@ class RepeatedWork:
 
 
 class CountingGraphPool(GraphPool):
-    """Counts captures, and captures nothing."""
+    """Counts captures instead of capturing CUDA graphs."""
 
     def __init__(self) -> None:
         self.pending = []
@@ -211,12 +211,12 @@ def test_a_shape_is_captured_after_its_second_run() -> None:
     pool = CountingGraphPool()
     runs = []
     graph_runner = CudaGraphRunner(pool)
-    for turn in range(4):
+    for num_runs in range(4):
         graph_runner.run(mixed_shape(8, 64, False), lambda: runs.append(8))
-        assert len(runs) == turn + 1
-        assert pool.num_captured == (1 if turn > 1 else 0)  # not within the run itself
+        assert len(runs) == num_runs + 1
+        assert pool.num_captured == (1 if num_runs > 1 else 0)  # not within the run itself
         pool.capture_pending()
-        assert pool.num_captured == (1 if turn > 0 else 0)
+        assert pool.num_captured == (1 if num_runs > 0 else 0)
     graph_runner.run(mixed_shape(16, 64, False), lambda: runs.append(16))
     pool.capture_pending()
     assert pool.num_captured == 1 and not pool.pending
@@ -234,7 +234,7 @@ def test_capturing_ahead_runs_the_work_once() -> None:
 
 
 def generate(loop: EngineLoop, capture: bool) -> dict[str, list[int]]:
-    """Tokens of four requests; with `capture` a graph is captured after every step."""
+    """Return the tokens of four requests; with `capture` a graph is captured after every step."""
     tokens: dict[str, list[int]] = {}
     for i, prompt_len in enumerate((3, 9, 5, 7)):
         sampling = ResolvedSampling(0.9, top_p=0.9, seed=i)

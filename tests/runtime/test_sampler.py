@@ -1,4 +1,4 @@
-"""The sampler against plain loops over one row of logits, alone and among other requests."""
+"""The sampler compared with Python loops over one row of logits, alone and in batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bloomery.runtime.sampler import MAX_CHUNK_LOGITS, Sampler
 from tests.kernels.test_sampling_reference import scalar_gumbel
 
 VOCAB_SIZE = 97
-# What float32 may blur: nearer than this, either token or either side of a border is right.
+# Float32 cannot distinguish nearer values: then either token, or either side of a border, is right.
 TOLERANCE = 2e-6
 
 
@@ -70,7 +70,7 @@ def forbid(z: list[float], ids: list[int] | tuple[int, ...]) -> list[float]:
 
 
 def truncate(z: list[float], sampling: ResolvedSampling) -> tuple[list[int], set[int]]:
-    """Return the ids that may win, and those on a border too near to call."""
+    """Return the ids that may be sampled, and those too near to a border to decide."""
     ids = sorted((i for i in range(len(z)) if z[i] > -math.inf), key=lambda i: (-z[i], i))
     best = z[ids[0]]
     mass = {i: math.exp((z[i] - best) / sampling.temperature) for i in ids}
@@ -102,19 +102,19 @@ def take_mass(order: list[int], mass: dict[int, float], share: float) -> tuple[l
     """Take ids while those before hold less than `share` of the mass; also return near ties."""
     total = math.fsum(mass[i] for i in order)
     mass_before = 0.0
-    taken = []
+    selected = []
     near = set()
     for i in order:
         if mass_before and abs(mass_before / total - share) < TOLERANCE * share:
             near.add(i)
         if mass_before < share * total:
-            taken.append(i)
+            selected.append(i)
         mass_before += mass[i]
-    return taken, near
+    return selected, near
 
 
 def correct_tokens(logits: torch.Tensor, request: NewRequestData, tokens: list[int]) -> set[int]:
-    """Return the correct token; more than one only where float32 cannot tell."""
+    """Return the correct token; more than one only where float32 cannot decide."""
     sampling = request.sampling
     z = process_logits(logits.tolist(), sampling, tokens, request.prompt_len, request.stop_ids)
     best = max(z)
@@ -263,7 +263,7 @@ def test_mixed_batches_equal_the_reference_and_a_run_alone(requests, rng):
     tokens = [list(request.tokens) for request in requests]
     final_lens = [request.prompt_len + steps for request in requests]
     rows: dict[int, int] = {}  # index of the request -> row
-    while any(len(own) < final_len for own, final_len in zip(tokens, final_lens)):
+    while any(len(ids) < final_len for ids, final_len in zip(tokens, final_lens)):
         for i, request in enumerate(requests):
             if i in rows and rng.random() < 0.2:
                 sampler.release(rows.pop(i))
@@ -284,7 +284,7 @@ def test_mixed_batches_equal_the_reference_and_a_run_alone(requests, rng):
             assert new_tokens[0] in correct_tokens(row_logits, requests[i], tokens[i])
             assert len(logprobs) == (requests[i].sampling.logprobs is not None)
             tokens[i] += new_tokens
-    outputs = [own[request.prompt_len :] for own, request in zip(tokens, requests)]
+    outputs = [ids[request.prompt_len :] for ids, request in zip(tokens, requests)]
     assert outputs == expected
 
 
@@ -305,12 +305,12 @@ def test_twenty_runs_among_random_requests_give_the_same_tokens(params):
         rows = rng.sample(range(12), num_others + 1)
         own_row = rows[0]
         for row in rows[1:]:
-            other = ResolvedSampling(
+            other_sampling = ResolvedSampling(
                 seed=rng.getrandbits(64),
                 temperature=rng.choice([0.0, 1.0]),
                 top_k=rng.choice([0, 7, 700]),
             )
-            sampler.admit(row, new_request(other, [9]))
+            sampler.admit(row, new_request(other_sampling, [9]))
         sampler.admit(own_row, request)
         tokens = list(request.tokens)
         for step in range(8):
@@ -381,8 +381,8 @@ def test_top_k_keeps_exactly_k_among_equals():
     "params",
     [{"top_p": 0.97}, {"top_p": 0.9999}, {"typical_p": 0.9}, {"top_k": 700}, {"top_p": 0.2}],
 )
-def test_borders_beyond_the_first_candidates(params):
-    """The border of truncation lies behind the candidates that are sorted first."""
+def test_truncation_beyond_the_first_candidates(params):
+    """Truncation keeps more tokens than the candidates that are sorted first."""
     vocab_size = 20_000
     num_certain = 0
     for seed, spread in ((0, 0.5), (1, 1.0), (2, 3.0)):
@@ -430,7 +430,7 @@ def test_penalties_are_exact(logit, count, in_prompt):
     sampler = Sampler(2, VOCAB_SIZE)
     sampler.admit(1, new_request(sampling, [7] * 20))
     for rival, winner in ((value + 0.01, 8), (value - 0.01, 7)):
-        # An earlier request in the same row leaves a history behind.
+        # An earlier request has left its history in the same row.
         sampler.admit(0, new_request(sampling, [1] + [7] * in_prompt, [7] * 9))
         sampler.release(0)
         request = new_request(sampling, [1] + [7] * in_prompt, [7] * count)
@@ -490,7 +490,7 @@ def test_broken_logits_still_give_a_token(params, value):
 @given(new_requests, st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_speculative_decoding_equals_a_run_without_drafts(request, rng):
-    """Good and bad drafts, beside a request without any: the same tokens and log-probabilities."""
+    """Good and bad drafts, batched with a request without any, change no token or logprob."""
     request = replace(request, sampling=replace(request.sampling, logprobs=2))
     expected = run_alone(request, 14)
     other_request = new_request(ResolvedSampling(temperature=0.0, repetition_penalty=1.5), [8])
@@ -539,7 +539,7 @@ def check_logprobs(entry, logits: torch.Tensor, token: int, count: int) -> None:
 
 
 def test_logprobs_are_those_of_the_unchanged_logits():
-    """Penalties and temperature do not matter; there are as many top tokens as asked."""
+    """Penalties and temperature do not matter; there are as many top tokens as requested."""
     counts = [None, 0, 1, 5, 20]
     sampler = Sampler(5, VOCAB_SIZE)
     sampling = ResolvedSampling(

@@ -1,4 +1,4 @@
-"""Shapes of captured steps, and what the host sends of a mixed step."""
+"""Shapes of captured steps, and the data that the host sends for a mixed step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_ROWS = np.zeros(0, np.int32)
 @pytest.mark.parametrize(
     ("max_num_seqs", "max_num_batched_tokens"), [(4, 512), (64, 2048), (272, 8192), (300, 300)]
 )
-def test_every_shape_that_can_come_is_captured_beforehand(
+def test_every_possible_shape_is_captured_beforehand(
     max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
     max_tokens = min(max_num_batched_tokens, MAX_MIXED_TOKENS)
@@ -34,8 +34,8 @@ def test_every_shape_that_can_come_is_captured_beforehand(
             slots = round_up(num_decodes, sizes.mixed_decodes)
             tokens = round_up(num_tokens, sizes.mixed_tokens)
             assert mixed_shape(slots, tokens, False) in captured
-            few = num_decodes <= MIXED_DECODE_SLOTS[0]
-            assert mixed_shape(slots, tokens, True) in captured or not few
+            few_decodes = num_decodes <= MIXED_DECODE_SLOTS[0]
+            assert mixed_shape(slots, tokens, True) in captured or not few_decodes
             assert sizes.pad_mixed(num_decodes, num_tokens, 5000) in captured
             assert sizes.pad_mixed(num_decodes, num_tokens, 5) in captured
     decodes = sizes.decode_shapes()

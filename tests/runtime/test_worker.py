@@ -1,4 +1,4 @@
-"""The worker gives the same tokens whichever way a step goes, and leaves torch's threads alone."""
+"""The worker gives the same tokens on every step path, and restores torch's thread count."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_requests(seed: int, unfused: bool) -> list[EngineRequest]:
 
 
 def generate(loop: EngineLoop, requests: list[EngineRequest]) -> dict[str, list[tuple[int, int]]]:
-    """Token ids of each request, each with the number of log-probabilities it came with."""
+    """Return the token ids of each request, each with its number of log-probabilities."""
     outputs = run_requests(loop, requests)
     return {
         name: [(token, len(output.logprobs)) for output in entries for token in output.ids]

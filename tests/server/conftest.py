@@ -1,4 +1,4 @@
-"""Real servers on real sockets: uvicorn in a thread, in front of an engine of the tests."""
+"""Fixtures that start real HTTP servers: uvicorn in a thread, before a scripted engine."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from tests.waiting import WAIT_SECONDS, wait_until
 
 @dataclass
 class HttpTestServer:
+    """A running server: a client of it, its engine and its address."""
+
     client: httpx2.Client
     backend: Any
     address: tuple[str, int]
@@ -140,7 +142,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def serve(tokenizer: Tokenizer) -> Iterator[Callable[..., HttpTestServer]]:
-    """Start servers of the test's own; keyword arguments are options of the engine."""
+    """A function that starts a server for one test; keyword arguments are engine options."""
     with ExitStack() as exit_stack:
 
         def start(

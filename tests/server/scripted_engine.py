@@ -31,7 +31,7 @@ from bloomery.messages import (
     TokenLogprob,
     TokenOutput,
 )
-from bloomery.text.tokenizer import TokenizerConfig, Tokenizer
+from bloomery.text.tokenizer import Tokenizer, TokenizerConfig
 from tests.engine.fake_executor import FakeExecutor
 
 CHAT_TEMPLATE = (
@@ -171,12 +171,12 @@ class InProcessEngine:
         self.status = EngineStatus("ready", 1.0)
         self.step_seconds = step_seconds
         self.num_steps = 0
-        self.max_steps: int | None = None  # the engine pauses after so many; None: no limit
+        self.max_steps: int | None = None  # the engine pauses after this many; None: no limit
         self.queues: dict[str, asyncio.Queue[TokenOutput]] = {}
         self.runner: asyncio.Task[None] | None = None
         self.poison_token: int | None = None  # a request with it in its prompt fails
         self.received: list[EngineRequest] = []
-        self.watchers: list[Callable[[EngineStats, EngineStats], None]] = []
+        self.step_observers: list[Callable[[EngineStats, EngineStats], None]] = []
 
     @property
     def is_idle(self) -> bool:
@@ -185,7 +185,7 @@ class InProcessEngine:
         return not self.loop.busy and pool.num_free_blocks == pool.num_blocks
 
     def add_step_observer(self, observer: Callable[[EngineStats, EngineStats], None]) -> None:
-        self.watchers.append(watcher)
+        self.step_observers.append(observer)
 
     @property
     def stats(self) -> EngineStats:
@@ -228,8 +228,8 @@ class InProcessEngine:
                 if queue := self.queues.get(output.request):
                     queue.put_nowait(self.fail_if_poisoned(output))
             self.num_steps += 1
-            for watcher in self.watchers:
-                watcher(before, self.stats)
+            for observer in self.step_observers:
+                observer(before, self.stats)
 
     def abort(self, id: str) -> bool:
         if queue := self.queues.get(id):
@@ -239,7 +239,7 @@ class InProcessEngine:
     def fail_if_poisoned(self, output: TokenOutput) -> TokenOutput:
         """A request with the poison token in its prompt fails at its third token."""
         newest_first = reversed(self.received)
-        request = next((one for one in newest_first if one.id == output.request), None)
+        request = next((sent for sent in newest_first if sent.id == output.request), None)
         if request is None or self.poison_token not in request.prompt or output.position != 2:
             return output
         error = "cosmic ray at 0xdeadbeef in /usr/lib/x.py"

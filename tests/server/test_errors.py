@@ -68,7 +68,7 @@ def check_refusal(response: httpx2.Response, status: int, tgi: bool) -> Any:
     return body["error"]
 
 
-# ---- bodies that are no object --------------------------------------------------------------
+# ---- malformed bodies -----------------------------------------------------------------------
 
 BODIES = [
     ("empty", b"", 400, 400),

@@ -1,4 +1,4 @@
-"""Streams: their deltas add up to the full response, and clients may leave, stall or be slow."""
+"""Streams: deltas add up to the full response, and clients may disconnect, stall or be slow."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_stop_strings_never_show_and_no_text_is_lost(server: HttpTestServer) -> 
     for start in range(2, len(text) - 5, 7):
         stop = text[start : start + 4]
         expected = text[: text.index(stop)]
-        stream_body = {**body, "stop": [stop, "never-said"], "stream": True}
+        stream_body = {**body, "stop": [stop, "never-generated"], "stream": True}
         events = parse_events(server.post(COMPLETIONS, stream_body).text)
         choices = [event["choices"][0] for event in events[:-1]]
         assert "".join(choice["text"] for choice in choices) == expected
@@ -188,7 +188,7 @@ def test_a_stop_string_ends_one_of_several_answers(server: HttpTestServer) -> No
     assert server.backend.received and wait_until(lambda: server.backend.is_idle)
 
 
-# ---- clients that leave, stall, or are slow ------------------------------------------------
+# ---- clients that disconnect, stall, or are slow ------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "full"])

@@ -1,6 +1,6 @@
-"""Golden files: the response to each of golden_cases.py, complete but for ids and times.
+"""Golden files: the complete response to each case of golden_cases.py, without ids and times.
 
-`python -m tests.server.test_golden` writes them anew. Review the changes with `git diff`.
+`python -m tests.server.test_golden` writes them again. Review the changes with `git diff`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How limits are set, admission control, load shedding, and limits on the request head."""
+"""Limits: how they are set, admission control, load shedding, and the request head."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_info_reports_all_limits(serve: Callable[..., HttpTestServer]) -> None:
 # ---- admission control ---------------------------------------------------------------------
 
 
-def fill(admission: AdmissionControl, key: str) -> int:
+def admit_until_refused(admission: AdmissionControl, key: str) -> int:
     """Admit single sequences of one key until one is refused, and return their number."""
     count = 0
     while True:
@@ -66,9 +66,12 @@ def fill(admission: AdmissionControl, key: str) -> int:
 
 def test_one_key_of_several_leaves_room_for_the_others() -> None:
     admission = AdmissionControl(100, per_key_share=3)
-    assert fill(admission, "first") == 75
-    assert fill(admission, "second") > 15 and fill(admission, "third") > 0
-    assert fill(AdmissionControl(100), "") == 100, "a single key may take all places"
+    assert admit_until_refused(admission, "first") == 75
+    assert (
+        admit_until_refused(admission, "second") > 15
+        and admit_until_refused(admission, "third") > 0
+    )
+    assert admit_until_refused(AdmissionControl(100), "") == 100, "a single key may take all places"
 
 
 def test_released_permits_free_their_places_once() -> None:
@@ -188,7 +191,7 @@ class FakeMemory:
 def test_waiting_requests_are_shed_under_the_highest_memory_pressure(
     serve: Callable[..., HttpTestServer],
 ) -> None:
-    """The running request goes on; those that wait get 429, streaming or not."""
+    """The running request continues. Waiting requests get 429, streamed or not."""
     memory = FakeMemory()
     settings = ServerSettings(model="speaker", limits=ServerLimits(memory_bytes=100))
     server = serve(settings, measure_memory=memory, max_num_seqs=1)
@@ -225,7 +228,7 @@ def test_waiting_requests_are_shed_under_the_highest_memory_pressure(
 def test_a_connection_with_an_unfinished_head_is_cut_off(
     serve: Callable[..., HttpTestServer],
 ) -> None:
-    """A silent one and one that stops in its second head too; one between two requests is not."""
+    """So is one that sends nothing, or stops in its second head. An idle one stays open."""
     server = serve(ServerSettings(model="speaker", limits=ServerLimits(body_seconds=2)))
     head = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with ExitStack() as exit_stack:

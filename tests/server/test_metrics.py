@@ -85,7 +85,7 @@ def test_metrics_count_requests_and_tokens(serve: Callable[..., HttpTestServer])
     assert value(samples, "vllm:request_success_total", finished_reason="length") == 3
     assert value(samples, "bloomery_responses_total", route="/generate", status="422") == 1
     bands = [
-        value(samples, "bloomery_perceived_requests_total", measure="whole", band=name)
+        value(samples, "bloomery_perceived_requests_total", measure="end_to_end", band=name)
         for name in ("100ms", "1s", "10s", "1min", "longer")
     ]
     assert sum(bands) == 3

@@ -1,4 +1,4 @@
-"""The OpenAPI document is true: golden files have its shapes, and no request gets a 5xx."""
+"""The OpenAPI document is right: golden files have its shapes, and no request gets a 5xx."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CHECKS = [
 
 
 def send_case(api: HttpTestServer, case: Any) -> None:
-    """Send a generated request; its deadline is moved, as a short one rightly gets a 504."""
+    """Send a generated request. A short deadline is extended, because it would give a 504."""
     body = case.body if isinstance(case.body, dict) else {}
     for part in (body, body.get("parameters")):
         if not isinstance(part, dict):
@@ -82,7 +82,7 @@ def send_case(api: HttpTestServer, case: Any) -> None:
 @schema.parametrize()
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_a_few_generated_requests_of_every_route(api: HttpTestServer, case: Any) -> None:
-    """Valid and invalid ones."""
+    """Valid and invalid requests get a described response and no 5xx."""
     send_case(api, case)
 
 

@@ -61,7 +61,7 @@ def test_resident_memory_is_measured() -> None:
 def test_long_texts_are_tokenized_in_a_worker_process(
     serve: Callable[..., HttpTestServer],
 ) -> None:
-    """While the worker is stopped, the text is not done and other requests are answered."""
+    """While the worker is stopped, the text waits and other requests are answered."""
     server = serve(max_model_len=60_000, num_blocks=8000)
     body = {"inputs": "Iron, ash and slag! " * 500}
     before = child_processes()
@@ -83,9 +83,9 @@ def test_long_texts_are_tokenized_in_a_worker_process(
 
 
 def child_processes() -> set[int]:
-    """Children of this process, whichever of its threads has started them."""
+    """Process ids of the children of this process, over all its threads."""
     children: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # the thread has ended meanwhile
+        with suppress(OSError):  # the thread has ended
             children.update(map(int, (task / "children").read_text().split()))
     return children

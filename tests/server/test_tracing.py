@@ -1,4 +1,4 @@
-"""Spans of real requests as a collector gets them: names, parents, and no text."""
+"""Spans of real requests as a collector receives them: names, parents, and no text."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""One short scenario with a fault at every moment: crashes, clients that leave, deadlines,
-shutdown.
+"""A short scenario with a fault at any moment: a crash, readers that leave, a deadline, shutdown.
 
-Six answers in five streams run in a batch of two, with chunked prefill, a shared prefix, preemption
-and one stream of two requests. A step takes up to 20 ms of virtual time. A run is correct if every
-reader that stayed has the reference tokens, or the reason why not, once; and if nothing is held in
-the end. `observed` counts the states of the requests at the moment of the fault.
+Six requests in five streams run in a batch of two, with chunked prefill, a shared prefix,
+preemption and one stream of two requests. A step takes up to 20 ms of virtual time. A run is
+correct if every reader that stayed got the reference tokens or the reason why not, exactly once,
+and if the journal and the block pool are empty in the end. `observed` counts the states of the
+requests at the moment of the fault.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ REQUEST_STATES = {
 
 @dataclass
 class ScenarioReader:
-    """One stream: its requests, and what it has read."""
+    """The reader of one stream: its requests, and the tokens and finish reasons it has read."""
 
     requests: list[EngineRequest]
-    is_slow: bool  # reads only now and then
+    is_slow: bool  # waits between two outputs
     tokens: dict[str, list[int]]
     finishes: dict[str, FinishReason]
     has_left: bool = False
@@ -67,9 +67,9 @@ def create_readers() -> list[ScenarioReader]:
     readers = []
     for number, prompt in enumerate(prompts):
         max_tokens = 12 if number else 18
-        stop_ids = (3,) if number == 3 else ()
+        stop_ids = [3] if number == 3 else []
         sampling = ResolvedSampling(min_tokens=4)
-        request = EngineRequest(str(number), prompt, sampling, max_tokens, stop_ids)
+        request = EngineRequest(str(number), prompt, sampling, max_tokens, tuple(stop_ids))
         requests = [request]
         if number == 2:
             requests.append(replace(request, id="second", max_tokens=6))
@@ -79,7 +79,7 @@ def create_readers() -> list[ScenarioReader]:
 
 
 def run_scenario(event: str, at: float, observed: Counter[str]) -> None:
-    """Run the scenario with `event` at second `at`; raises if the result is not correct."""
+    """Run the scenario with `event` at second `at`. Raises if the result is not correct."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(asyncio.wait_for(_run_scenario(event, at, observed), 3600))
 
@@ -124,7 +124,7 @@ async def _run_scenario(event: str, at: float, observed: Counter[str]) -> None:
     else:
         await closing
     if not is_journal_empty(client) or report.leaks:
-        raise AssertionError(f"{event} at {at:.3f}: something is still held: {report.leaks}")
+        raise AssertionError(f"{event} at {at:.3f}: requests or blocks remain: {report.leaks}")
 
 
 def _apply_event(
@@ -169,7 +169,7 @@ def _check_reader(reader: ScenarioReader, event: str) -> None:
 
 
 def observe_states(client: EngineClient, readers: list[ScenarioReader]) -> Iterator[str]:
-    """The state of every open request, by the names of REQUEST_STATES."""
+    """Yield the state of every open request, one of REQUEST_STATES."""
     child = client.child
     engine = child.engine if isinstance(child, SimulatedChild) else None
     if engine is None:
@@ -179,7 +179,7 @@ def observe_states(client: EngineClient, readers: list[ScenarioReader]) -> Itera
         sequence = engine.scheduler.by_request.get(entry.engine_id)
         if not entry.sent:
             yield "not sent"
-        elif sequence is None:  # it has ended, or is on its way to the engine
+        elif sequence is None:  # the request has ended, or has not reached the engine yet
             yield "ended and not reported" if entry.admitted else "not sent"
         elif sequence.is_waiting:
             yield "preempted" if sequence.num_preemptions else "queued"
@@ -193,7 +193,7 @@ def observe_states(client: EngineClient, readers: list[ScenarioReader]) -> Itera
 
 
 def fault_moments(every: int = 1) -> Iterator[tuple[str, float]]:
-    """All pairs of event and second, or every n-th moment."""
+    """Yield pairs of event and second: all moments, or every n-th one."""
     for event in EVENTS:
         for number in range(0, int(SCENARIO_SECONDS / TICK_SECONDS), every):
             yield event, number * TICK_SECONDS

@@ -1,12 +1,13 @@
 """Client, journal, engine, scheduler and block pool in one event loop with virtual time and faults.
 
-The code is the real one. Simulated are the connection between the processes, the model (a fake
-executor whose KV cache holds token ids) and time: the event loop never waits, it jumps to the next
-event. Messages are delayed, dropped and duplicated; engines are killed, hang, fail to start and
-fail within a call; requests arrive, leave early, have deadlines and may crash their engine.
+These components are the real ones. Three things are simulated: the connection between the
+processes, the model (a fake executor whose KV cache holds token ids), and time. The event loop
+never waits, it jumps to the next event. Messages are delayed, dropped and duplicated. Engines are
+killed, hang, fail to start and fail within a call. Requests arrive, leave early, have deadlines and
+may crash their engine.
 
-A run is correct if every reader got tokens without gap or duplicate that begin like the reference
-tokens, one finish each, and if no block is held once there is no request left.
+A run is correct if every reader got the beginning of the reference tokens, without gap or
+duplicate, and one finish reason, and if no block is in use once no request is left.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class VirtualTimeSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time is virtual."""
+
     def __init__(self) -> None:
         self.virtual_selector = VirtualTimeSelector()
         super().__init__(self.virtual_selector)
@@ -64,7 +67,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 @dataclass(frozen=True)
 class FaultRates:
-    """How often each fault happens, per thousand; and the one call that is made to fail."""
+    """How often each fault happens, per thousand, and the number of one call that must fail."""
 
     kill: float = 0.0  # before a step
     hang: float = 0.0  # before a step
@@ -78,19 +81,24 @@ class FaultRates:
 
 @dataclass
 class SimulationReport:
+    """What happened in a simulation."""
+
     steps: int = 0
-    engines: int = 0
-    calls: int = 0
+    engines: int = 0  # engine starts
+    calls: int = 0  # calls that may fail: engine starts, messages, steps
+    # How requests ended.
     finished: int = 0
-    given_up: int = 0
-    left: int = 0
-    late: int = 0
+    given_up: int = 0  # after three crashes
+    left: int = 0  # the reader closed the stream
+    late: int = 0  # the deadline passed
     preemptions: int = 0
     leaks: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class EngineSize:
+    """The capacity of a simulated engine."""
+
     blocks: int
     block_size: int
     max_num_seqs: int
@@ -98,7 +106,7 @@ class EngineSize:
 
 
 class FaultInjector:
-    """Decides which faults happen when; the only source of randomness."""
+    """Decides which faults happen when. It is the only source of randomness."""
 
     def __init__(self, random: Random, rates: FaultRates, report: SimulationReport):
         self.random = random
@@ -106,15 +114,18 @@ class FaultInjector:
         self.report = report
 
     def happens(self, rate: float) -> bool:
+        """Return True with a probability of `rate` per thousand."""
         return rate > 0 and self.random.random() * 1000 < rate
 
     def call_fails(self) -> bool:
-        """Count a call; whether it is the one that must fail."""
+        """Count a call and return whether it is the one that must fail."""
         self.report.calls += 1
         return self.report.calls == self.rates.failing_call
 
 
 class FailingExecutor(FakeExecutor):
+    """A fake executor whose steps fail if the fault injector or a poison prompt says so."""
+
     def __init__(self, block_size: int, faults: FaultInjector):
         super().__init__(block_size)
         self.faults = faults
@@ -131,12 +142,14 @@ class FailingExecutor(FakeExecutor):
 
 @dataclass(frozen=True)
 class SimulatedChannel:
+    """The engine's side of the simulated connection."""
+
     send: Callable[[EngineMessage], None]
     receive: Callable[[float | None], list[EngineMessage]]
 
 
 class SimulatedChild(EngineChild):
-    """An engine process as the client sees it, running in the client's event loop."""
+    """An engine process, simulated by a task in the client's event loop."""
 
     def __init__(
         self,
@@ -149,7 +162,7 @@ class SimulatedChild(EngineChild):
         self.size = size
         self.inbox: list[EngineMessage] = []
         self.message_arrived = asyncio.Event()
-        self.last_arrival = 0.0  # of the messages under way: a connection keeps their order
+        self.last_arrival = 0.0  # of messages in transit, which must arrive in order
         self.task: asyncio.Task[None] | None = None
         self.engine: EngineProcess | None = None
 
@@ -187,7 +200,7 @@ class SimulatedChild(EngineChild):
         self.message_arrived.set()
 
     def _deliver_to_client(self, message: EngineMessage) -> None:
-        """Also after the engine's death: what was under way arrives."""
+        """Deliver a message, even if the engine has died since it was sent."""
         try:
             self.on_message(message)
         except ProtocolError as error:
@@ -233,7 +246,7 @@ class SimulatedChild(EngineChild):
                 await self._run_step(self.engine)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # ends the engine, as in a process of its own
+        except Exception as error:  # ends the engine, as it would end a process
             self.exit_reason = f"ended on {error}"
             self.die()
 
@@ -263,13 +276,14 @@ class SimulatedChild(EngineChild):
             self.lost.set_result(None)
 
     def _check_leaks(self, engine: EngineProcess) -> None:
-        num_held = engine.block_pool.num_blocks - engine.block_pool.num_free_blocks
-        if not engine.loop.busy and num_held:
-            self.faults.report.leaks.append(f"{num_held} blocks are held by no request")
+        num_used_blocks = engine.block_pool.num_blocks - engine.block_pool.num_free_blocks
+        if not engine.loop.busy and num_used_blocks:
+            leak = f"{num_used_blocks} blocks are in use without a request"
+            self.faults.report.leaks.append(leak)
 
 
 def run_simulation(seed: int, rates: FaultRates, num_requests: int = 40) -> SimulationReport:
-    """Run one simulation to its end; raises if any promise is broken."""
+    """Run one simulation to its end. Raises if the run is not correct."""
     random = Random(seed)
     report = SimulationReport()
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -319,7 +333,7 @@ def is_journal_empty(client: EngineClient) -> bool:
 
 
 async def wait_idle(client: EngineClient) -> None:
-    """Wait until an engine has nothing to do; its blocks are checked when it ends."""
+    """Wait until the engine has nothing to do. Its blocks are checked when it ends."""
     while True:
         child = client.child
         engine = child.engine if isinstance(child, SimulatedChild) else None
@@ -353,7 +367,7 @@ def _create_request(
 async def _read_stream(
     client: EngineClient, request: EngineRequest, random: Random, report: SimulationReport
 ) -> None:
-    """Read a stream, perhaps slowly or not to its end, and judge what arrived."""
+    """Read a stream, perhaps slowly or not to its end, and check what arrived."""
     expected = reference_tokens(request)[len(request.prompt) :]
     tokens = list[int]()
     leave_after = random.randrange(len(expected) + 1) if random.random() < 0.1 else None
@@ -390,7 +404,7 @@ async def _read_stream(
 
 
 def find_failure(seed: int, rates: FaultRates, num_requests: int = 40) -> str | None:
-    """Run one simulation; return what is wrong with it, if anything."""
+    """Run one simulation and return its failure, or None if the run is correct."""
     try:
         run_simulation(seed, rates, num_requests)
     except (AssertionError, RuntimeError, TimeoutError, ProtocolError, RequestFailed) as error:

@@ -1,7 +1,7 @@
-"""Simulations with faults: a few of every kind.
+"""Simulations of client and engine with faults, a few of every kind.
 
-`benchmarks/reliability.py simulation` runs a million steps. The seed of a simulation that ever
-failed stays in the list.
+`benchmarks/reliability.py simulation` runs a million steps. If the simulation of a seed fails, the
+seed is added to ONCE_FAILED_SEEDS.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ NO_FAULTS = FaultRates()
 ALL_FAULTS = FaultRates(
     kill=2, hang=0.3, drop=0.5, duplicate=5, delay=5, failed_start=50, poison=10
 )
-# A request that reached the engine twice ended the first of the two. These seeds fail again without
+# A request that reached the engine twice once ended the first of the two. These seeds fail without
 # the check for a repeated id in EngineProcess.add_request. An engine whose capacity message was
-# lost lived for ever: see test_any_single_call_may_fail.
+# lost once hung for ever. test_requests_finish_if_any_single_call_fails covers that.
 ONCE_FAILED_SEEDS = (4, 7, 100)
 
 
@@ -46,7 +46,7 @@ def test_a_simulation_is_a_function_of_its_seed() -> None:
     assert run_simulation(9, ALL_FAULTS, 10) == run_simulation(9, ALL_FAULTS, 10)
 
 
-def test_any_single_call_may_fail() -> None:
+def test_requests_finish_if_any_single_call_fails() -> None:
     """An engine start, a message in either direction, a step: each fails once."""
     num_calls = run_simulation(3, NO_FAULTS, 5).calls
     assert num_calls > 60
@@ -63,8 +63,8 @@ def test_requests_that_crash_engines_fail_alone() -> None:
     assert report.finished + report.given_up + report.left + report.late == 20
 
 
-def test_a_fault_at_any_moment_of_a_scenario() -> None:
-    """Every eleventh moment; `benchmarks/reliability.py points` tests all of them."""
+def test_a_scenario_survives_a_fault_at_any_moment() -> None:
+    """Tests every eleventh moment. `benchmarks/reliability.py points` tests all of them."""
     observed = Counter[str]()
     for event, at in fault_moments(every=11):
         run_scenario(event, at, observed)

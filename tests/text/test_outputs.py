@@ -241,18 +241,18 @@ def test_matcher_agrees_with_the_reference(
 @given(
     chunks=st.lists(st.text("ab", min_size=1, max_size=3), max_size=10),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
-    num_unarmed=st.integers(0, 10),
+    num_ignored=st.integers(0, 10),
 )
 def test_stop_string_before_min_tokens_is_text(
-    chunks: list[str], stops: list[str], num_unarmed: int
+    chunks: list[str], stops: list[str], num_ignored: int
 ) -> None:
     matcher = StopStringMatcher(stops)
     shown = ""
     for i, chunk in enumerate(chunks):
-        shown += matcher.push(chunk, armed=i >= num_unarmed)
+        shown += matcher.push(chunk, can_stop=i >= num_ignored)
         if matcher.matched:
             break
-    early = len("".join(chunks[:num_unarmed]))
+    early = len("".join(chunks[:num_ignored]))
     text = "".join(chunks)
     for end in range(early + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
@@ -301,11 +301,11 @@ def test_first_complete_stop_string_wins() -> None:
 
 
 def test_min_tokens_delays_stop_strings() -> None:
-    words = ["Say", " stop", " and", " stop", " now"]
-    ids = [id for word in words for id in embedded_tokenizer().encode(word)]
-    assert len(ids) == len(words)
-    for least, consumed in ((0, 2), (1, 2), (2, 4), (3, 4), (4, 5)):
-        text_stream = TextStream(embedded_tokenizer(), stop=["stop"], min_tokens=least)
+    single_tokens = ["Say", " stop", " and", " stop", " now"]
+    ids = [id for text in single_tokens for id in embedded_tokenizer().encode(text)]
+    assert len(ids) == len(single_tokens)
+    for min_tokens, consumed in ((0, 2), (1, 2), (2, 4), (3, 4), (4, 5)):
+        text_stream = TextStream(embedded_tokenizer(), stop=["stop"], min_tokens=min_tokens)
         text_stream.push(ids)
         text_stream.finish()
         assert text_stream.num_consumed == consumed

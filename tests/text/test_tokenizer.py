@@ -107,7 +107,7 @@ def test_added_bos_and_eos_have_empty_offsets() -> None:
     assert encoded == [(4, "", 0, 0), (1, "the", 0, 3), (2, "fox", 4, 7), (4, "", 0, 0)]
 
 
-def test_lone_surrogate_is_replaced() -> None:
+def test_unpaired_surrogate_is_replaced() -> None:
     assert embedded_tokenizer().encode("a\ud83d b") == embedded_tokenizer().encode("a\ufffd b")
     assert embedded_tokenizer().encode("\ud83d\ude00") == embedded_tokenizer().encode("😀")
 

@@ -80,7 +80,7 @@ def test_workers_return_what_the_tokenizer_returns_here() -> None:
 
 @pytest.mark.parametrize(
     ("template", "limits"),
-    [(ENDLESS, {}), (MEMORY_HUNGRY, {"memory": 200 << 20})],
+    [(ENDLESS, {}), (MEMORY_HUNGRY, {"memory_bytes": 200 << 20})],
     ids=["time", "memory"],
 )
 def test_a_task_over_its_limit_is_ended(template: str, limits: dict[str, int]) -> None:

@@ -52,9 +52,9 @@ def test_invalid_flags_are_reported_before_any_work(
     for flags, message in (
         (
             ["--format", "int8", "--bits", "3", "--act-order"],
-            "--bits, --act-order: for gptq; int8 has no such choice",
+            "--bits, --act-order: only for gptq, not for int8",
         ),
-        (["--format", "nf4", "--group", "64"], "--group: for gptq and int4"),
+        (["--format", "nf4", "--group", "64"], "--group: only for gptq and int4, not for nf4"),
         (
             ["--format", "int4", "--group", "0"],
             "--group must be -1, which is a whole row, or at least 16, not 0",
@@ -62,8 +62,8 @@ def test_invalid_flags_are_reported_before_any_work(
         ([*calibrate("empty"), "--samples", "0"], "--samples must be at least 1"),
         ([*calibrate("empty"), "--damping", "nan"], "--damping must be above 0"),
         (calibrate("empty"), "empty: is empty"),
-        (calibrate("binary"), "binary: is not a file of text in UTF-8"),
-        (calibrate("none"), "none: is not a file of text in UTF-8"),
+        (calibrate("binary"), "binary: is not a UTF-8 text file"),
+        (calibrate("none"), "none: is not a UTF-8 text file"),
         (["--format", "int8", "--device", "gpu"], "device 'gpu' is not known"),
     ):
         assert main(["quantize", str(llama), str(out), *flags]) == 1

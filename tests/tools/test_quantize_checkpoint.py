@@ -57,8 +57,9 @@ def attention_outputs(model: LoadedModel) -> list[torch.Tensor]:
 
 def assert_close(actual: LoadedModel, expected: LoadedModel, tolerance: float) -> None:
     pairs = zip(attention_outputs(actual), attention_outputs(expected), strict=True)
-    for ours, theirs in pairs:
-        assert (ours - theirs).norm() <= tolerance * theirs.norm()
+    for actual_weight, expected_weight in pairs:
+        error = (actual_weight - expected_weight).norm()
+        assert error <= tolerance * expected_weight.norm()
 
 
 @pytest.mark.parametrize(
@@ -95,11 +96,11 @@ def test_gptq_resumes_where_it_was_interrupted(
         convert(llama, resumed, options, stop_after=1)
     first_shard = resumed / "model-00001-of-00003.safetensors"
     written_at = first_shard.stat().st_mtime_ns
-    with pytest.raises(ConfigError, match="not what this conversion left unfinished"):
+    with pytest.raises(ConfigError, match="holds no unfinished conversion of this model"):
         convert(llama, resumed, QuantizeOptions("gptq", group_size=16))
     same_shapes = tmp_path / "same-shapes"
     shutil.copytree(llama, same_shapes)
-    with pytest.raises(ConfigError, match="not what this conversion left unfinished"):
+    with pytest.raises(ConfigError, match="holds no unfinished conversion of this model"):
         convert(same_shapes, resumed, options)
     convert(llama, resumed, options)
     assert first_shard.stat().st_mtime_ns == written_at
@@ -129,7 +130,7 @@ def test_quantized_families_have_nearly_the_same_logits(family: str, tmp_path: P
 def test_a_folder_with_other_files_is_refused(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "letter.txt").write_text("dear")
+    (out / "notes.txt").write_text("not a checkpoint")
     with pytest.raises(ConfigError, match="is not empty"):
         convert(llama, out, QuantizeOptions("int8"))
 

@@ -44,11 +44,11 @@ def test_every_request_is_answered_completely(
     arrivals = generate_arrivals(pattern, 60, parse_lengths("20-400:8-40"), seed=3)
     fleet = SimulatedFleet(place_model(layout), EngineConfig(policy=policy))
     records = fleet.run(arrivals)
-    assert [record.tokens for record in records] == [arrival.output for arrival in arrivals]
+    assert [record.output_tokens for record in records] == [arrival.output for arrival in arrivals]
     for record in records:
         assert record.error is None
-        assert record.sent < record.stamps[0] <= record.stamps[-1] == record.done
-        assert list(record.stamps) == sorted(record.stamps)
+        assert record.sent < record.piece_times[0] <= record.piece_times[-1] == record.done
+        assert list(record.piece_times) == sorted(record.piece_times)
     for replica in fleet.replicas:
         assert replica.block_pool.num_free_blocks == replica.block_pool.num_blocks
         assert not replica.loop.busy
@@ -122,7 +122,7 @@ def test_only_a_request_that_can_never_fit_is_refused() -> None:
     )
     assert too_long.error and "no room" in too_long.error
     assert short.answered
-    assert almost_too_long.tokens == 3, "the output ends where the context ends"
+    assert almost_too_long.output_tokens == 3, "the output ends where the context ends"
     assert fleet.replicas[0].num_open == 0
 
 

@@ -256,7 +256,7 @@ await check('conversations are renamed, exported, deleted and imported', async (
   await page.getByRole('link', { name: 'Memory' }).click()
   await page.getByText('Kept.').waitFor()
   await page.getByLabel('File to import').setInputFiles({ name: 'other.json', mimeType: 'application/json', buffer: Buffer.from('[]') })
-  await page.getByText('other.json is not a file this page exported.').waitFor()
+  await page.getByText('other.json was not exported by this page.').waitFor()
 })
 
 await check('a message written while the model loads is sent when it is ready', async (page) => {
@@ -283,7 +283,7 @@ await check('a key is asked for once and kept', async (page) => {
   }
   await page.route('**/v1/**', guarded)
   await page.goto(base)
-  await page.getByText('This server asks for a key').waitFor({ timeout: PATIENCE })
+  await page.getByText('This server needs an API key').waitFor({ timeout: PATIENCE })
   await page.getByLabel('API key', { exact: true }).fill('wrong')
   await page.keyboard.press('Enter')
   await page.getByText('The server refused this key').waitFor()

@@ -81,6 +81,8 @@ MAX_DEPTH = 4  # of nested arrays
 MAX_TENSORS = 1 << 20
 MAX_DIMS = 4
 MAX_NAME_BYTES = 65535
+MAX_ALIGNMENT = 1 << 20  # bytes
+MIN_FILE_BYTES = 24  # magic, version and the two counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ def read_gguf(path: Path, read_string_arrays: bool = True) -> GgufFile:
     Without `read_string_arrays` arrays of strings are left empty. These are mostly the vocabulary,
     and reading them takes most of the time.
     """
-    if file_size(path) < 24:
+    if file_size(path) < MIN_FILE_BYTES:
         raise CheckpointError(f"{path}: too short for a GGUF file; download it again")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = _GgufCursor(path, data, read_string_arrays)
@@ -162,19 +164,19 @@ class _GgufCursor:
         length = self.read_number("Q")
         if not 0 < length <= MAX_NAME_BYTES:
             raise self.error(f"a name of {length} bytes")
-        self.offset -= 8
+        self.offset -= 8  # read_strings reads the length again
         return self.read_strings(1)[0]
 
-    def read_names(self, count: int, what: str, numbered: str) -> Iterator[str]:
+    def read_names(self, count: int, label: str, index_label: str) -> Iterator[str]:
         """Yield `count` different names. The caller reads what follows each name in the file.
 
-        `what` and `numbered` describe an entry with and without a known name in error messages.
+        For error messages: `label` precedes a name, `index_label` the index of an unread name.
         """
         names = set[str]()
         for i in range(count):
-            self.where = f"{numbered} {i}"
+            self.where = f"{index_label} {i}"
             name = self.read_name()
-            self.where = f"{what} {name!r}"
+            self.where = f"{label} {name!r}"
             if name in names:
                 raise self.error("appears twice")
             names.add(name)
@@ -246,10 +248,12 @@ def _read_counts(cursor: _GgufCursor) -> tuple[int, int]:
         raise cursor.error(
             f"GGUF version {version} is not known, only 2 and 3; convert the model again"
         )
-    tensors, pairs = cursor.read_numbers("Q", 2)
-    if tensors > MAX_TENSORS or pairs > MAX_TENSORS:
-        raise cursor.error(f"{tensors} tensors and {pairs} metadata pairs, more than any model has")
-    return tensors, pairs
+    num_tensors, num_pairs = cursor.read_numbers("Q", 2)
+    if num_tensors > MAX_TENSORS or num_pairs > MAX_TENSORS:
+        raise cursor.error(
+            f"{num_tensors} tensors and {num_pairs} metadata pairs, more than any model has"
+        )
+    return num_tensors, num_pairs
 
 
 def _read_metadata(cursor: _GgufCursor, count: int) -> dict[str, Any]:
@@ -269,8 +273,10 @@ def _read_metadata(cursor: _GgufCursor, count: int) -> dict[str, Any]:
 
 def _read_alignment(cursor: _GgufCursor, metadata: Mapping[str, Any]) -> int:
     value = metadata.get("general.alignment", 32)
-    if not isinstance(value, int) or not 0 < value <= 1 << 20 or value & (value - 1):
-        raise cursor.error(f"general.alignment {value!r} is not a power of two within reason")
+    if not isinstance(value, int) or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
+        raise cursor.error(
+            f"general.alignment {value!r} is not a power of two up to {MAX_ALIGNMENT}"
+        )
     return value
 
 
@@ -299,17 +305,18 @@ def _read_tensors(cursor: _GgufCursor, count: int, alignment: int) -> dict[str, 
 
 def _read_tensor(cursor: _GgufCursor, name: str, alignment: int) -> GgufTensor:
     """Read one entry of the table. Its `start` is relative to the tensor data."""
-    dims = cursor.read_number("I")
-    if not 1 <= dims <= MAX_DIMS:
-        raise cursor.error(f"{dims} dimensions")
-    shape = tuple(reversed(cursor.read_numbers("Q", dims)))
+    num_dims = cursor.read_number("I")
+    if not 1 <= num_dims <= MAX_DIMS:
+        raise cursor.error(f"{num_dims} dimensions")
+    shape = tuple(reversed(cursor.read_numbers("Q", num_dims)))
     number = cursor.read_number("I")
     offset = cursor.read_number("Q")
     if number not in GGML_TYPES:
         raise cursor.error(f"type {number} is not known; a newer Bloomery may read it")
-    kind, values, size = GGML_TYPES[number]
-    if 0 in shape or shape[-1] % values:
-        raise cursor.error(f"shape {list(shape)} does not fill blocks of {values} ({kind})")
+    kind, block_size, block_bytes = GGML_TYPES[number]
+    if 0 in shape or shape[-1] % block_size:
+        raise cursor.error(f"shape {list(shape)} does not fill blocks of {block_size} ({kind})")
     if offset % alignment:
         raise cursor.error(f"offset {offset} is not aligned to {alignment}")
-    return GgufTensor(name, shape, kind, offset, prod(shape) // values * size)
+    num_blocks = prod(shape) // block_size
+    return GgufTensor(name, shape, kind, offset, num_blocks * block_bytes)

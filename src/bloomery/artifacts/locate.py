@@ -56,7 +56,7 @@ def locate_model(
     Without `weights`, only the files that describe the model are downloaded.
     """
     if model is not None and HUB_ID.fullmatch(model) and not Path(model).exists():
-        return _from_hub(model, revision, weights)
+        return _locate_on_hub(model, revision, weights)
     if revision is not None:
         raise ConfigError(
             f"revision {revision!r} is for a Hub id; "
@@ -185,7 +185,7 @@ def _select_gguf(
 # ---- the Hub -----------------------------------------------------------------------------------
 
 
-def _from_hub(model: str, revision: str | None, weights: bool) -> ModelArtifact:
+def _locate_on_hub(model: str, revision: str | None, weights: bool) -> ModelArtifact:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HTTPError
 

@@ -46,7 +46,7 @@ ShardHeaders = Mapping[str, Mapping[str, TensorEntry]]  # by file name
 
 
 def index_checkpoint(folder: Path) -> TensorIndex:
-    """Return every tensor of a checkpoint and its file. The files are complete and consistent."""
+    """Return every tensor of a checkpoint and its file; incomplete or inconsistent files raise."""
     index_file = _find_index_file(folder)
     if index_file is None:
         path = _find_single_file(folder)
@@ -81,7 +81,7 @@ def _check_shards(
             problem = f"places in {listed_file}" if listed_file else "does not list"
             raise CheckpointError(
                 f"{folder / file}: holds tensor {tensor!r}, which {index_file.name} {problem}; "
-                "the index and the shards are of different saves, download them again"
+                "the index and the shards come from different saves, download them again"
             )
 
 
@@ -106,24 +106,24 @@ def read_safetensors_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def _parse_entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
-    def refuse(reason: str) -> CheckpointError:
+    def build_error(reason: str) -> CheckpointError:
         return CheckpointError(f"{path}: tensor {name!r}: {reason}")
 
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise refuse("its header must have dtype, shape and data_offsets, and nothing else")
+        raise build_error("its header must have dtype, shape and data_offsets, and nothing else")
     dtype = value["dtype"]
     shape = value["shape"]
     offsets = value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS_OF_DTYPE:
-        raise refuse(f"dtype {dtype!r} is not known")
+        raise build_error(f"dtype {dtype!r} is not known")
     if not _is_list_of_sizes(shape) or len(shape) > MAX_DIMS:
-        raise refuse(f"shape {shape!r} is not a list of sizes")
+        raise build_error(f"shape {shape!r} is not a list of sizes")
     if not _is_list_of_sizes(offsets) or len(offsets) != 2:
-        raise refuse(f"data_offsets {offsets!r} is not a pair of positions")
+        raise build_error(f"data_offsets {offsets!r} is not a pair of positions")
     num_bits = prod(shape) * BITS_OF_DTYPE[dtype]
     start, end = offsets
     if num_bits % 8 or end - start != num_bits // 8:
-        raise refuse(
+        raise build_error(
             f"{dtype} {shape} takes {num_bits / 8:g} bytes, "
             f"not the {end - start} of its data_offsets"
         )
@@ -168,7 +168,7 @@ def _find_index_file(folder: Path) -> Path | None:
     preferred = [path for path in paths if path.name == "model.safetensors.index.json"] or paths
     if len(preferred) > 1:
         raise CheckpointError(
-            f"{folder}: several indexes ({_list_names(preferred)}); keep the one that is meant"
+            f"{folder}: several indexes ({_list_names(preferred)}); keep only the one to load"
         )
     return preferred[0] if preferred else None
 
@@ -228,7 +228,7 @@ def _check_files(folder: Path, index_file: Path, weight_map: Mapping[str, str]) 
     if stale:
         raise CheckpointError(
             f"{folder}: {_list_names(stale)} not in {index_file.name}; "
-            "remove what is left of another save"
+            "remove these files of another save"
         )
 
 

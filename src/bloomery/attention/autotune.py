@@ -1,9 +1,9 @@
-"""Measures from which length a prefill is faster with the attention library, and caches the answer.
+"""Measures from which length on the attention library is faster for a prefill; caches the result.
 
 Prefill steps of one length run through our kernel and through the library, the longest first, until
-the library no longer wins. Shorter prefills stay with our kernel. So do all prefills if the library
-is absent, raises or never wins. The measured work includes gathering the KV cache for the library.
-It runs as a CUDA graph, so the host's time is not part of it.
+the library is no longer faster. Shorter prefills use our kernel. All prefills use it if the library
+is absent, raises or is never faster. The measured work includes gathering the KV cache for the
+library. It runs as a CUDA graph, so the host's time is not part of it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CACHE_FILE = CACHE_FOLDER / "attention.json"
 PROMPT_LENS = (512, 1024, 2048, 4096, 8192)  # new positions of a prefill
 TOKENS_PER_STEP = 4096  # a step has as many prompts as fit, and at least one
 BLOCK_SIZE = 64  # positions, the default on a GPU
-MIN_GAIN = 0.03  # the library must be faster by this fraction
-NUM_REPLAYS = 7  # the fastest counts
+MIN_GAIN = 0.03  # fraction by which the library must be faster
+NUM_REPLAYS = 7  # of each CUDA graph; the fastest counts
 
 # prompt length -> seconds of a step by our kernel and by the library
 MeasureStep = Callable[[int], tuple[float, ...]]
@@ -62,7 +62,7 @@ def tune_library_min_len(
 def measurement_key(
     heads: AttentionSpec, dtype: torch.dtype, kv_cache_dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Everything the answer depends on."""
+    """Return the key of a cached measurement: everything that the result depends on."""
     source = "".join(inspect.getsource(module) for module in (paged_decode, paged_prefill))
     fingerprint = hashlib.sha256(source.encode()).hexdigest()[:12]
     return (
@@ -118,7 +118,7 @@ def measure_and_save(
 def find_library_min_len(
     measure_step: MeasureStep,
 ) -> tuple[int | None, dict[int, tuple[float, ...]]]:
-    """Return the smallest length from which the library wins clearly, and all measured times."""
+    """Return the smallest length from which on the library is faster, and all measured times."""
     min_len = None
     seconds = dict[int, tuple[float, ...]]()
     for prompt_len in reversed(PROMPT_LENS):
@@ -147,7 +147,7 @@ class PrefillBench:
 
     @torch.inference_mode()
     def measure(self, prompt_len: int) -> tuple[float, ...]:
-        """Seconds of one step of such prompts by our kernel and by the library."""
+        """Return the seconds of a step of such prompts by our kernel and by the library."""
         kernel = TritonPagedAttention(library_min_len=None)
         library = TritonPagedAttention(library_min_len=1)
         num_prompts = max(TOKENS_PER_STEP // prompt_len, 1)
@@ -197,15 +197,15 @@ class PrefillBench:
         q: torch.Tensor,
         cache: torch.Tensor,
     ) -> Callable[[], torch.Tensor]:
-        """One layer's attention over these inputs, ready to be called."""
+        """Return a function that runs one layer's attention over these inputs."""
         plan = backend.prepare(metadata)
         return lambda: backend.attend(q, cache, self.heads, plan)
 
 
 def time_on_device(*calls: Callable[[], object]) -> tuple[float, ...]:
-    """Seconds on the device of each call: the fastest of several replays, taken in turns.
+    """Return the seconds of each call on the device: the fastest of NUM_REPLAYS graph replays.
 
-    Each call runs once before, which compiles what it needs.
+    Replays of the calls alternate. Each call runs once before, to compile its kernels.
     """
     for call in calls:
         call()

@@ -33,14 +33,14 @@ class AttentionMetadata:
     """
 
     num_decodes: int  # leading sequences with one new position
-    # Sequences behind the decodes, of any length; set only when the host does not know lengths.
+    # Sequences after the decodes, of any length; set only when the host does not know lengths.
     # Such a step may count its few decodes as prefills. A padding sequence has seq_len 0.
     num_prefills: int
     query_start_loc: torch.Tensor  # [sequences + 1] index of each sequence's first new position
     seq_lens: torch.Tensor  # [sequences] positions once the new ones are stored
     positions: torch.Tensor  # [tokens] position in its sequence
     slot_mapping: torch.Tensor  # [tokens] slot of the KV cache: block * block_size + offset
-    block_tables: torch.Tensor  # [sequences, blocks] padded with any block: the rest is masked
+    block_tables: torch.Tensor  # [sequences, blocks] padded with any block, which is masked
     block_size: int
     host_query_lens: tuple[int, ...] = ()  # new positions of each sequence
     host_seq_lens: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """What a backend can do beyond plain attention; the worker chooses its step path by it."""
+    """What a backend supports beyond host-built steps; the worker selects its step path by it."""
 
     # Serves steps with prefill chunks whose lengths only the device knows.
     device_side_metadata: bool = False
@@ -116,7 +116,7 @@ class AttentionBackend(Protocol):
         ...
 
     def prepare(self, metadata: AttentionMetadata) -> Any:
-        """Compute, once a step, whatever `attend` needs that does not depend on the layer."""
+        """Compute, once per step, the inputs of `attend` that do not depend on the layer."""
         ...
 
     def attend(
@@ -124,8 +124,8 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """q [tokens, heads, head dim] -> [tokens, heads * head dim].
 
-        Each token attends to what the cache holds of its sequence up to its own position. `plan` is
-        what `prepare` returned for this step.
+        Each token attends to the cached positions of its sequence up to its own. `plan` is the
+        result of `prepare` for this step.
         """
         ...
 
@@ -177,7 +177,7 @@ def build_step_tensors(
     positions = np.arange(num_tokens) + first_positions[sequence_of_token]
     num_blocks = max(len(table) for table in block_tables)
     padded = [[*table, *[0] * (num_blocks - len(table))] for table in block_tables]
-    # Three times as fast as np.array of nested lists.
+    # np.fromiter is three times as fast here as np.array of nested lists.
     table_entries = np.fromiter(chain.from_iterable(padded), np.int64, len(padded) * num_blocks)
     padded_tables = table_entries.reshape(len(padded), num_blocks)
     blocks = padded_tables[sequence_of_token, positions // block_size]
@@ -209,21 +209,21 @@ def build_step_tensors(
 
 
 def index_dtype(device: torch.device) -> torch.dtype:
-    """The integer type of step tensors: torch indexes by int64, GPU kernels read int32."""
+    """Return the integer type of step tensors: torch indexes by int64, GPU kernels read int32."""
     return torch.int64 if device.type == "cpu" else torch.int32
 
 
 def softmax_scale(spec: AttentionSpec) -> float:
-    """The factor that scales q . k before the softmax."""
+    """Return the factor that scales q . k before the softmax."""
     return spec.head_dim**-0.5 if spec.scale is None else spec.scale
 
 
 def local_alibi_slopes(spec: AttentionSpec, alibi: AlibiSpec) -> torch.Tensor:
-    """ALiBi slopes [heads], float32, of the heads that this tensor parallel rank has."""
-    all_slopes = alibi_slopes(alibi.heads or spec.num_heads, alibi.max_bias) * alibi.scale
-    return all_slopes[alibi.first : alibi.first + spec.num_heads]
+    """Return the ALiBi slopes [heads], float32, of this tensor parallel rank's heads."""
+    all_slopes = alibi_slopes(alibi.total_heads or spec.num_heads, alibi.max_bias) * alibi.scale
+    return all_slopes[alibi.first_head : alibi.first_head + spec.num_heads]
 
 
 def kv_cache_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """Shape of one layer's KV cache: [2, slots, kv heads, head dim]."""
+    """Return the shape of one layer's KV cache: [2, slots, kv heads, head dim]."""
     return (2, num_blocks * block_size, spec.num_kv_heads, spec.head_dim)

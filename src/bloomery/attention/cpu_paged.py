@@ -22,16 +22,16 @@ from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.spec import AlibiSpec, AttentionSpec
 
-QUERY_TILE = 32  # queries that go through the keys together
+QUERY_TILE = 32  # queries of a prefill that read the keys together
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """The work of a step: tiles of queries, decodes first."""
+    """The attention plan of a step: tiles of queries, decodes first."""
 
     tiles: torch.Tensor  # [tiles, 4]: sequence, first token, first position, number of queries
     num_decodes: int
-    max_queries: int  # of a tile
+    max_queries: int  # queries of the largest tile
     block_tables: torch.Tensor  # [sequences, blocks]
     seq_lens: torch.Tensor | None  # [sequences] in steps whose positions the host does not know
     block_size: int
@@ -61,7 +61,8 @@ class CpuPagedAttention:
         if metadata.host_query_lens:
             tiles = split_queries(metadata.host_query_lens, metadata.host_seq_lens)
             seq_lens = None
-        else:  # a traced step has only decodes, and their positions are read from seq_lens
+        else:
+            # A traced step has only decodes; their positions are read from seq_lens.
             tiles = [(i, i, 0, 1) for i in range(metadata.num_decodes)]
             seq_lens = metadata.seq_lens
         tile_tensor = torch.from_numpy(np.array(tiles, np.int64).reshape(-1, 4))

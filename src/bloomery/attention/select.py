@@ -28,8 +28,8 @@ def select_backend(
 
     batch_invariant: a sequence's result may not depend on the other sequences of its step.
     pool: use the native CPU kernels, if they support the model.
-    kv_cache_dtype: what the KV cache will hold. If it is given, a GPU backend measures which
-        prefills the attention library should take.
+    kv_cache_dtype: the type of the KV cache. If given, a GPU backend measures which prefills the
+        attention library should take.
     """
     distinct_specs = list(dict.fromkeys(specs))
     candidates: list[AttentionBackend] = [TorchPagedAttention(one_by_one=batch_invariant)]

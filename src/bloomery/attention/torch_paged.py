@@ -1,9 +1,9 @@
-"""Paged attention in plain torch: the reference of every other backend, and the fallback on a CPU.
+"""Paged attention in torch: the reference of every other backend, and the fallback on a CPU.
 
-Memory is linear in the sequence length: queries go in slices, so that the scores of a slice stay
-below a fixed size. Decodes attend together, padded to the longest sequence; prefills attend one by
-one. Query heads that share a KV head are folded into the query axis, so keys and values are never
-repeated.
+Memory is linear in the sequence length: queries are processed in slices, so that the scores of a
+slice stay below a fixed size. Decodes attend together, padded to the longest sequence; prefills
+attend one by one. Query heads that share a KV head are folded into the query axis, so keys and
+values are never repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bloomery.attention.base import (
 from bloomery.kernels.quantized_kv_cache import read_kv_cache
 from bloomery.spec import AlibiSpec, AttentionSpec
 
-MAX_SCORES = 1 << 22  # elements of a score matrix held at once
+MAX_SCORES = 1 << 22  # elements of the score matrix of one slice
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SequenceGroup:
     masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
     def causal_mask(self, window: int | None, part: slice) -> torch.Tensor:
-        """[sequences, queries of the part, max length], true where a query may look.
+        """Return [sequences, queries of the part, max length], true where a query attends to a key.
 
         Layers with the same window share one mask.
         """
@@ -55,7 +55,7 @@ class SequenceGroup:
 class TorchPagedAttention:
     """The attention backend that needs nothing but torch.
 
-    fused: use torch's scaled_dot_product_attention; off, every score comes from the plain formula.
+    fused: use torch's scaled_dot_product_attention; if off, scores are computed step by step.
     one_by_one: no two sequences attend together, so no result depends on another's length.
     """
 
@@ -74,8 +74,8 @@ class TorchPagedAttention:
     def prepare(self, metadata: AttentionMetadata) -> tuple[SequenceGroup, ...]:
         starts = [0, *accumulate(metadata.host_query_lens)]
         num_together = 0 if self.one_by_one else metadata.num_decodes
-        single = range(num_together, len(metadata.host_query_lens))
-        groups = [self._make_group(metadata, starts, [i]) for i in single]
+        separate = range(num_together, len(metadata.host_query_lens))
+        groups = [self._make_group(metadata, starts, [i]) for i in separate]
         if num_together:
             groups.append(self._make_group(metadata, starts, list(range(num_together))))
         return tuple(groups)
@@ -83,7 +83,7 @@ class TorchPagedAttention:
     def _make_group(
         self, metadata: AttentionMetadata, starts: list[int], members: list[int]
     ) -> SequenceGroup:
-        """Lay out these neighbouring sequences; `starts` has the first token of each sequence."""
+        """Lay out adjacent sequences as a group; `starts` has the first token of each sequence."""
         block_size = metadata.block_size
         max_len = max(metadata.host_seq_lens[i] for i in members)
         num_queries = metadata.host_query_lens[members[0]]

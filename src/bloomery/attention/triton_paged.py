@@ -1,12 +1,12 @@
 """Paged attention in Triton: the GPU path, for host-built steps and for steps in CUDA graphs.
 
 Decodes go through kernels/paged_decode, prefills through kernels/paged_prefill. A long prefill
-chunk may instead go to the attention library (cuDNN, called through torch), which is faster there
-but knows no block tables. Decodes are bound by memory and prefills by arithmetic, so a step with
-both runs them concurrently on two streams. Nothing here waits for the device.
+chunk may instead go to the attention library (cuDNN, called through torch), which is faster for it
+but does not support block tables. Decodes are bound by memory and prefills by arithmetic, so a step
+with both runs them concurrently on two streams. Nothing here waits for the device.
 
-A captured step has no host copy of lengths. It has decodes only, or a fixed number of prefill slots
-behind them; each slot may be as long as the step, or a single position, or padding.
+A captured step has no host copy of lengths. It has decodes only, or decodes followed by a fixed
+number of prefill slots; each slot may be as long as the step, or a single position, or padding.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from bloomery.kernels.quantized_kv_cache import read_kv_cache
 from bloomery.spec import AlibiSpec, AttentionSpec
 
 MAX_HEAD_DIM = 256
-# Each of the two kernels counts the splits that have finished in so many counters.
+# Counters of finished splits, for each of the two kernels.
 NUM_SPLIT_COUNTERS = 1 << 14
-# New positions from which the library is used when nothing was measured.
+# New positions from which on the library is used when nothing was measured.
 DEFAULT_LIBRARY_MIN_LEN = 2048
 # The library prepares itself anew for each length, so lengths are rounded up to a multiple of this.
 LIBRARY_LEN_MULTIPLE = 256
@@ -41,7 +41,7 @@ LIBRARY_LEN_MULTIPLE = 256
 
 @dataclass(frozen=True)
 class PrefillGroup:
-    """Neighbouring prefills that one kernel launch serves, or one long prefill for the library."""
+    """Adjacent prefills that one kernel launch serves, or one long prefill for the library."""
 
     first_sequence: int
     num_sequences: int
@@ -53,7 +53,7 @@ class PrefillGroup:
 
 @dataclass(frozen=True)
 class TritonAttentionPlan:
-    """What all layers of a step share."""
+    """The attention plan of a step, which all layers share."""
 
     metadata: AttentionMetadata
     prefill_groups: tuple[PrefillGroup, ...]
@@ -94,7 +94,7 @@ class TritonPagedAttention:
     early_decode: in a captured step, decode attention reads the KV cache before its predecessor has
         ended. The step's layout must then be written before the graph, or by a kernel that no other
         kernel overtakes.
-    library_min_len: new positions from which a prefill goes to the library; None is never.
+    library_min_len: new positions from which on a prefill goes to the library; None: never.
     decode_tiling, prefill_tiling: fixed tilings for measurements; chosen by shape if None.
     concurrent_streams: decodes and prefills of a step run at the same time.
     """
@@ -157,16 +157,16 @@ class TritonPagedAttention:
         return TritonAttentionPlan(metadata, groups, self.split_counters)
 
     def _group_prefills(self, metadata: AttentionMetadata) -> tuple[PrefillGroup, ...]:
-        """Put neighbouring short prefills into one group; each long one is its own group."""
+        """Put adjacent short prefills into one group; each long one is its own group."""
         query_lens = metadata.host_query_lens
         seq_lens = metadata.host_seq_lens
         starts = [0, *accumulate(query_lens)]
         prefills = range(metadata.num_decodes, len(query_lens))
         groups = []
-        for long, neighbours in groupby(
+        for long, adjacent in groupby(
             prefills, lambda i: self._is_long(query_lens[i], seq_lens[i])
         ):
-            members = list(neighbours)
+            members = list(adjacent)
             launches = [[i] for i in members] if long else [members]
             for sequences in launches:
                 first = sequences[0]
@@ -302,7 +302,7 @@ class TritonPagedAttention:
         )
 
     def scoring(self, spec: AttentionSpec, device: torch.device) -> AttentionScoring:
-        """What the kernels do to q . k before the softmax."""
+        """Return how the kernels change q . k before the softmax."""
         slopes = None
         if isinstance(spec.position, AlibiSpec):
             key = spec.num_heads, spec.position
@@ -322,7 +322,7 @@ class TritonPagedAttention:
         """Attend for one long prefill: q [tokens, heads, dim] -> [tokens, heads * dim].
 
         The new positions attend to themselves and, in a second call, to what was in the KV cache
-        before; the two results are merged. Padding behind the last position is cut off again.
+        before; the two results are merged. Padding after the last position is removed again.
         """
         slots = metadata.slot_mapping[group.tokens]
         num_cached = group.num_cached
@@ -358,7 +358,7 @@ class TritonPagedAttention:
 
 
 def cached_slots(group: PrefillGroup, metadata: AttentionMetadata) -> torch.Tensor:
-    """KV cache slots [num_cached] of the positions before a prefill's new ones."""
+    """Return the KV cache slots [num_cached] of the positions before a prefill's new ones."""
     block_size = metadata.block_size
     num_blocks = -(-group.num_cached // block_size)
     first_slots = metadata.block_tables[group.first_sequence, :num_blocks, None] * block_size
@@ -367,7 +367,7 @@ def cached_slots(group: PrefillGroup, metadata: AttentionMetadata) -> torch.Tens
 
 
 def uses_library(group: PrefillGroup, spec: AttentionSpec, dtype: torch.dtype) -> bool:
-    """Whether the library serves this prefill; it knows no sliding window."""
+    """Whether the library serves this prefill; it does not support a sliding window."""
     seq_len = group.num_cached + group.max_query_len
     within_window = spec.window is None or seq_len <= spec.window
     return group.long and within_window and library_supports(spec, dtype)
@@ -389,7 +389,7 @@ def library_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call cuDNN: q, k, v [1, heads, n, dim] -> [n, heads, dim] and log-sum-exp [heads, n].
 
-    Without `with_log_sums` the second result means nothing, and the library is much faster.
+    Without `with_log_sums` the second result has no meaning, and the library is much faster.
     """
     if not q.is_cuda:
         return library_attention_reference(q, k, v, scale, causal)
@@ -404,7 +404,7 @@ def library_attention(
 def library_attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the library computes, in torch, for tests without a GPU."""
+    """Compute the library's result in torch, for tests without a GPU."""
     heads_per_kv_head = q.shape[1] // k.shape[1]
     keys, values = (half[0].repeat_interleave(heads_per_kv_head, 0).float() for half in (k, v))
     scores = q[0].float() @ keys.transpose(1, 2) * scale

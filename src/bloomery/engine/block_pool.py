@@ -24,7 +24,7 @@ BlockKey = tuple[int, bytes]  # serial of the parent block, token ids of the blo
 
 
 class BlockPool:
-    """Hands out blocks to sequences, counts references, and finds cached prefixes."""
+    """Allocates blocks for sequences, counts references, and finds cached prefixes."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True):
         self.num_blocks = num_blocks
@@ -34,10 +34,11 @@ class BlockPool:
         # Blocks without references, least recently used first. They may still be in the prefix
         # cache; taking one evicts it.
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.published: dict[BlockKey, int] = {}
-        self.key_of: dict[int, BlockKey] = {}
+        self.published: dict[BlockKey, int] = {}  # the prefix cache: key -> block
+        self.key_of: dict[int, BlockKey] = {}  # block -> key, for published blocks
+        # Serial numbers of published blocks. A block gets a new one each time it is published.
         self.serial_of: dict[int, int] = {}
-        self.salt_roots: dict[str, int] = {}
+        self.salt_roots: dict[str, int] = {}  # cache salt -> serial of its root
         self.last_serial = 0
 
     @property
@@ -115,7 +116,7 @@ class BlockPool:
                 self.published[key] = block
                 self.key_of[block] = key
                 self.serial_of[block] = self._new_serial()
-            # If another sequence published the same prefix first, its serial is used here too.
+            # If another sequence has published the same prefix, this sequence uses its serial.
             parent = self.serial_of[block]
             sequence.block_serials.append(parent)
 

@@ -38,11 +38,12 @@ a CPU load lasts five times S):
     two CPU cores       200 s    3.91 to 4.10         1.6 to 1.7 %              up to 1.55
 
 The slowdown target (3.85) holds on the slower GPU for 40 seconds, but on neither GPU for 120
-seconds: the overhead then nears its bound, and the policy relaxes the deadlines. The loss of a GPU load depends on when it
-ends, because the long requests start and end in waves; 40 seconds is not the worst case. The CPU
-figures rest on assumptions (tests/engine/virtual_device.py): the engine on two real cores had a
-p99 of 4.99 and lost 9.5 % (`benchmarks/mixed_latency.py embedded --seconds 60`).
-tests/engine/test_chunk_planner.py asserts bounds that were set above these figures.
+seconds: the overhead then nears its bound, and the policy relaxes the deadlines. The throughput
+lost on a GPU depends on when the load ends, because the long requests start and end in waves;
+40 seconds is not the worst case. The CPU figures rest on assumptions
+(tests/engine/virtual_device.py): the engine on two real cores had a p99 of 4.99 and lost 9.5 %
+(`benchmarks/mixed_latency.py embedded --seconds 60`). tests/engine/test_chunk_planner.py asserts
+bounds that were set above these figures.
 """
 
 from __future__ import annotations
@@ -398,7 +399,9 @@ class ChunkPlanner:
         prefill_tokens = max(prefill_tokens, short_prompt_tokens)
         overhead_seconds = 0.0
         if has_urgent and (batch.decode_streams or backlog.long_tokens):
-            overhead_seconds = self._predict_overhead_seconds(inputs, prefill_tokens, includes_streams)
+            overhead_seconds = self._predict_overhead_seconds(
+                inputs, prefill_tokens, includes_streams
+            )
         is_unsplit = not plan.num_short_steps and plan.decode_step_tokens == full_chunk
         if not prefill_tokens and is_unsplit:
             # There is no prefill yet. A request that arrives now may use the whole step.
@@ -418,8 +421,9 @@ class ChunkPlanner:
         best_plan = ChunkPlan(0)
         for decode_chunk, decode_seconds in decode_options:
             for short_chunk, short_seconds in short_options:
-                step_counts = range(1, MAX_SHORT_STEPS + 1) if short_seconds else (0,)
-                for num_short_steps in step_counts:
+                min_steps = 1 if short_seconds else 0
+                max_steps = MAX_SHORT_STEPS if short_seconds else 0
+                for num_short_steps in range(min_steps, max_steps + 1):
                     before_last = decode_chunk + (num_short_steps - 1) * short_chunk
                     if short_chunk and before_last >= max_prefill:
                         break  # nothing is left for the last step
@@ -429,7 +433,9 @@ class ChunkPlanner:
                     if not best_rank[0] and -prefill_speed > best_rank[1]:
                         continue  # the best plan meets all deadlines and is faster
                     seconds_late = [
-                        self._predict_seconds_until(tokens, num_short_steps, decode_seconds, short_seconds)
+                        self._predict_seconds_until(
+                            tokens, num_short_steps, decode_seconds, short_seconds
+                        )
                         - seconds_left
                         for tokens, seconds_left in urgent
                     ]
@@ -485,11 +491,11 @@ class ChunkPlanner:
         steps_left = max(num_short_steps - self.steps_since_streams, 0)
         if num_tokens <= steps_left:
             return num_tokens * short_seconds
-        num_rounds, rest = divmod(num_tokens - steps_left, num_short_steps + 1)
+        num_rounds, last_round_steps = divmod(num_tokens - steps_left, num_short_steps + 1)
         full_round = decode_seconds + num_short_steps * short_seconds
         seconds = steps_left * short_seconds + num_rounds * full_round
-        if rest:
-            seconds += decode_seconds + (rest - 1) * short_seconds
+        if last_round_steps:
+            seconds += decode_seconds + (last_round_steps - 1) * short_seconds
         return seconds
 
     def _predict_overhead_seconds(

@@ -162,7 +162,7 @@ class EngineClient:
         self.step_times: deque[float] = deque(maxlen=STEP_TIME_WINDOW)
         self.current_stats = EngineStats()  # of the current engine
         self.past_stats = EngineStats()  # sums over all earlier engines
-        self.settled = asyncio.Event()  # the engine is ready, or there will be none
+        self.settled = asyncio.Event()  # the engine is ready, or the client has failed or is closed
         self.failed = asyncio.Event()
         self.step_observers: list[Callable[[EngineStats, EngineStats], None]] = []
 
@@ -348,7 +348,7 @@ class EngineClient:
             window_begin = now - self.timeouts.restart_window_seconds
             self.crash_times = [time for time in self.crash_times if time > window_begin]
         num_given_up = self.journal.record_crash()
-        # A request that was given up explains the crash, so the crash counts against no engine.
+        # A request that was given up explains the crash, so the crash does not count as a restart.
         if not num_given_up:
             self.crash_times.append(now)
         num_crashes = len(self.crash_times)

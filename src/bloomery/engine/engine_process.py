@@ -25,9 +25,9 @@ from bloomery.ipc import (
     EngineHello,
     EngineMessage,
     ProtocolError,
+    create_progress_reporter,
     die_with_parent,
     open_inherited_channel,
-    create_progress_reporter,
 )
 from bloomery.messages import (
     AbortRequest,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
 
-# Reports load progress: what is being loaded, how much is done, how much there is in all.
+# Reports load progress. Its arguments are a description, the amount done and the total amount.
 LoadProgress = Callable[[str, int, int], None]
 
 

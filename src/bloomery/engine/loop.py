@@ -138,10 +138,10 @@ class EngineLoop:
         if timing is not None:
             self.timing = add_timings(self.timing, timing)
         if timing is not None and timing.steps == 1 and self.scheduler.stages == 1:
-            # Use the device's own time. A late host would measure too much for this step and nothing
-            # for the next one, which is already complete. The idle time before the step does not
-            # count either. It would make predicted steps longer, so the batching window would be
-            # longer, and the device would idle even more.
+            # Use the device's own time. A late host would measure too long a time for this step and
+            # none for the next one, which is already complete. The idle time before the step does
+            # not count either. It would make predicted steps longer, so the batching window would
+            # be longer, and the device would idle even more.
             step_seconds = timing.device
             if now - wait_begin < IMMEDIATE_RESULT_SECONDS:
                 self.last_step_end = min(now, begin + step_seconds)
@@ -151,16 +151,16 @@ class EngineLoop:
     def _wants_another_step(self) -> bool:
         """Decide whether to submit one more step before waiting for the oldest.
 
-        Steps beyond `max_in_flight` must be short, and the batch must not change. All of them are
-        then decode steps of the same requests. The last step had the same requests and perhaps a
-        prefill, so none of the queued steps takes longer.
+        Beyond `max_in_flight`, steps must be short and the batch must not change. All steps in
+        flight are then decode steps. A new request adds a prefill, so the step that ended last was
+        at least as long as they are, and its duration is a safe estimate.
         """
         count = len(self.in_flight)
         if count < self.max_in_flight or self.max_in_flight < 2:
             return count < self.max_in_flight
         queued_seconds = (count + 1) * self.last_step_seconds
-        is_short = count < MAX_STEPS_IN_FLIGHT and queued_seconds <= MAX_QUEUED_SECONDS
-        return is_short and self.scheduler.can_queue_ahead
+        is_queue_short = count < MAX_STEPS_IN_FLIGHT and queued_seconds <= MAX_QUEUED_SECONDS
+        return is_queue_short and self.scheduler.can_queue_ahead
 
 
 # ---- step timings --------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class UtilizationMonitor:
         self.plan_checked = False
 
     def observe(self, timing: StepTiming, now: float) -> float | None:
-        """Record the timing sums at `now`. Returns the recent utilization, or None without steps."""
+        """Record the timing sums at `now` and return the recent utilization. None: no steps ran."""
         if self.samples and now - self.samples[-1][0] < UTILIZATION_INTERVAL_SECONDS:
             return self.utilization
         oldest = self.samples[0][1] if self.samples else StepTiming()
@@ -263,12 +263,13 @@ def describe_timing(timing: StepTiming) -> str:
     seconds = max(timing.device + timing.idle, 1e-9)
     steps = max(timing.steps, 1)
     shares = {cause: spent / seconds for cause, spent in break_down_time(timing).items()}
-    rest = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share >= 0.005)
+    causes = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share >= 0.005)
     step_ms = 1e3 * seconds / steps
     floor_ms = 1e3 * timing.floor / steps
     return (
         f"{timing.floor / seconds:.0%} of the limit: {timing.steps} steps of {step_ms:.2f} ms, "
-        f"floor {floor_ms:.2f} ms; {rest or 'nothing else'}; host busy {timing.host / seconds:.0%}"
+        f"floor {floor_ms:.2f} ms; {causes or 'nothing else'}; "
+        f"host busy {timing.host / seconds:.0%}"
     )
 
 

@@ -66,7 +66,7 @@ class SchedulerBudget:
     # Prefill tokens among these that only short requests may use: running or just admitted.
     reserved_for_short: int = 0
     overhead_seconds: float = 0.0  # expected loss of long requests for the sake of short ones
-    # False: a short step of a round. If none of it can be scheduled, the next step may be tried.
+    # False: a short step of a round. If it turns out empty, the scheduler plans another step.
     includes_streams: bool = True
 
     def compute_prefill_limit(self, sequence: Sequence, remaining_tokens: int) -> int:
@@ -202,8 +202,8 @@ class TenantQueue:
         self, served_seconds: Mapping[str, float], excluded_tenants: Collection[str] = ()
     ) -> Sequence | None:
         """Return the sequence to admit next. Entries that no longer wait are dropped."""
-        first: Sequence | None = None
-        first_rank = (0.0, 0.0)
+        selected: Sequence | None = None
+        selected_rank = (0.0, 0.0)
         for tenant, heap in list(self.heaps.items()):
             while heap and not heap[0][2].is_waiting:
                 heapq.heappop(heap)
@@ -214,10 +214,10 @@ class TenantQueue:
                 continue
             queue_key, _, sequence = heap[0]
             rank = (served_seconds.get(tenant, 0.0), queue_key)
-            if first is None or rank < first_rank:
-                first = sequence
-                first_rank = rank
-        return first
+            if selected is None or rank < selected_rank:
+                selected = sequence
+                selected_rank = rank
+        return selected
 
 
 class OverheadBudget:
@@ -242,7 +242,7 @@ class OverheadBudget:
 
     @property
     def used_share(self) -> float:
-        """Recent overhead as a share of what is allowed: 1 is the bound."""
+        """Recent overhead over the allowed overhead: 1 is the bound."""
         return self.recent_overhead / self.allowed_seconds
 
     @property
@@ -265,7 +265,7 @@ class FairPolicy:
         self.step_time = step_time or StepTimeModel()
         self.planner = ChunkPlanner(max_num_seqs, self.targets, self.step_time)
         self.overhead = OverheadBudget(self.targets.max_overhead)
-        # Rows for short requests: none in batches of up to three rows, else at least one.
+        # Rows for short requests: 0 in batches of up to three rows, otherwise at least one.
         self.reserved_rows = max(max_num_seqs // RESERVED_FRACTION, int(max_num_seqs >= 4))
         # Rows for tenants with few rows. Chosen: about as many requests as arrive at once.
         self.min_tenant_rows = round(max_num_seqs**0.5 / 2)
@@ -276,7 +276,7 @@ class FairPolicy:
         # served_seconds of the tenant served last. A tenant that arrives starts there, as in
         # virtual-time fair queueing: it gets no credit for the time it was absent.
         self.virtual_time = 0.0
-        self.last_request_time: dict[str, float] = {}  # by tenant, for those present
+        self.last_request_time: dict[str, float] = {}  # by tenant, if present
         self.rows_by_tenant: Counter[str] = Counter()  # empty unless several tenants are present
         self.rows_left_free = 0  # rows that tenants with their full share do not take
         self.num_short_running = 0

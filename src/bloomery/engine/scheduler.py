@@ -82,7 +82,7 @@ class Scheduler:
         policy: Policy | None = None,
         stages: int = 1,
     ):
-        """`stages`: pipeline stages. That many groups of sequences take turns to keep all busy."""
+        """`stages` pipeline stages stay busy because as many groups of sequences alternate."""
         self.block_pool = block_pool
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
@@ -91,10 +91,11 @@ class Scheduler:
         self.waiting: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}  # in order of admission
         self.by_request: dict[str, Sequence] = {}  # by request id, until the request ends
-        self.finished_ids: list[int] = []  # rows the workers may drop with the next step
-        self.pending_victim: Sequence | None = None  # preempted when no step in flight contains it
+        self.finished_ids: list[int] = []  # sequences that workers drop with the next step
+        # Chosen for preemption, which waits until no step in flight contains the sequence.
+        self.pending_victim: Sequence | None = None
         self.deadlines: list[tuple[float, int, Sequence]] = []  # heap, the earliest first
-        # Steps without a result yet. They hold all their sequences, finished or not.
+        # Steps without a result yet, with all their sequences, finished or not.
         self.in_flight: deque[InFlightStep] = deque()
         self.next_id = 0
         self.num_preemptions = 0
@@ -162,10 +163,10 @@ class Scheduler:
 
     @property
     def can_queue_ahead(self) -> bool:
-        """Whether further steps may be queued before results are in, because no row can change.
+        """Whether more steps than usual may be in flight, because the batch cannot change.
 
-        Every step in flight is a decode of all running sequences. None of them waits, and none can
-        end except at its maximum length. The next step needs no preemption.
+        No sequence waits. Every step in flight decodes all running sequences. No sequence can end
+        before its maximum length. The next step needs no preemption.
         """
         num_running = len(self.running)
         return (
@@ -178,7 +179,7 @@ class Scheduler:
     # ---- the next step -------------------------------------------------------------------------
 
     def schedule(self, now: float = 0.0) -> ScheduledStep | None:
-        """Build the next step. None: nothing can be computed until a result comes in."""
+        """Build the next step. Returns None if no sequence can run before another result."""
         preemptions_before = self.num_preemptions
         self._preempt_pending_victim(now)
         while True:
@@ -199,13 +200,13 @@ class Scheduler:
     def _schedule_running(self, step: InFlightStep, now: float) -> tuple[int, int]:
         """Add running sequences to the step.
 
-        Returns what is left: the tokens of the step, and among them the prefill tokens.
+        Returns the tokens that the step may still compute, and how many of them may be prefill.
         """
         budget = step.budget
         add_decode = step.add_decode
         step_tokens = self.max_num_batched_tokens
         prefill_tokens = budget.prefill_tokens
-        # With a pipeline each step takes one group of sequences.
+        # With pipeline stages, a step contains one of `stages` groups of sequences.
         rows_left = -(-len(self.running) // self.stages)
         has_stages = self.stages > 1
         for sequence in budget.sequences:
@@ -220,8 +221,8 @@ class Scheduler:
                 step_tokens -= 1
                 rows_left -= 1
                 continue
-            # Drafts in flight must be verified first. A sequence that was preempted for another one
-            # of this step is in `waiting` again.
+            # Drafts in flight must be verified first. A sequence may be waiting here because it was
+            # preempted for another sequence of this step.
             if (
                 sequence.is_last_token_pending
                 or (sequence.drafts and sequence.steps_in_flight)
@@ -242,7 +243,7 @@ class Scheduler:
             new_blocks = self._allocate(sequence, length, now)
             if new_blocks is None:
                 continue
-            # The worker knows the token to compute only if it has sampled it itself.
+            # A worker has the token of a decode only if it has sampled that token itself.
             is_sampled_by_worker = sequence.num_computed >= sequence.initial_length
             if remaining == 1 and not sequence.drafts and is_sampled_by_worker:
                 step.decode_blocks.append((sequence.id, tuple(new_blocks)))
@@ -272,9 +273,9 @@ class Scheduler:
                 return None
 
     def _preempt_for(self, claimant: Sequence, now: float) -> bool:
-        """Preempt a sequence for the claimant. Returns whether that happened at once.
+        """Preempt a sequence for the claimant. Returns whether its blocks are free now.
 
-        A victim that a step in flight contains leaves later. The policy may also choose none.
+        A victim that a step in flight contains is preempted later. The policy may choose no victim.
         """
         if self.pending_victim is not None:
             return False
@@ -317,21 +318,24 @@ class Scheduler:
                 if self.running:
                     self._preempt_for(sequence, now)
                 return
-            num_hit = len(prefix_blocks) * block_size
-            count = min(sequence.length - num_hit, prefill_tokens)
-            new_request = self._move_to_running(sequence, num_hit)
+            num_hit_tokens = len(prefix_blocks) * block_size
+            count = min(sequence.length - num_hit_tokens, prefill_tokens)
+            new_request = self._move_to_running(sequence, num_hit_tokens)
             self._add_chunk(step, sequence, count, blocks, new_request, [])
             prefill_tokens -= count
 
-    def _move_to_running(self, sequence: Sequence, num_hit: int) -> NewRequestData:
-        """Move a sequence from `waiting` to `running`. Its first `num_hit` tokens are cached."""
+    def _move_to_running(self, sequence: Sequence, num_hit_tokens: int) -> NewRequestData:
+        """Move a sequence from `waiting` to `running`. Returns what the workers need to know.
+
+        The first `num_hit_tokens` tokens of the sequence are a prefix hit.
+        """
         del self.waiting[sequence.id]
         sequence.is_waiting = False
         self.running[sequence.id] = sequence
-        sequence.num_computed = num_hit
+        sequence.num_computed = num_hit_tokens
         sequence.initial_length = len(sequence.tokens)
         if sequence.num_cached is None:
-            sequence.num_cached = num_hit
+            sequence.num_cached = num_hit_tokens
         request = sequence.request
         return NewRequestData(
             tuple(sequence.tokens),
@@ -344,7 +348,10 @@ class Scheduler:
     def _allocate_first_chunk(
         self, sequence: Sequence, prefix_blocks: list[int], prefill_tokens: int
     ) -> list[int] | None:
-        """Allocate the first chunk behind the prefix hit, if the policy admits the sequence."""
+        """Allocate blocks for the first chunk after the prefix hit.
+
+        Returns None if the policy does not admit the sequence or too few blocks are free.
+        """
         pool = self.block_pool
         block_size = pool.block_size
         length = sequence.length
@@ -393,7 +400,10 @@ class Scheduler:
         sequence.decode_until = min(block_positions, sequence.max_num_tokens - 1)
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Stop a sequence and free its blocks. It returns like a new request, prompt extended."""
+        """Stop a sequence, free its blocks and put it back into the queue.
+
+        It will be admitted like a new request whose prompt includes the output so far.
+        """
         del self.running[sequence.id]
         self.block_pool.release(sequence)
         sequence.decode_until = 0
@@ -470,7 +480,7 @@ class Scheduler:
         entry: SampledTokens | None,
         outputs: list[TokenOutput],
     ) -> None:
-        """Process what one step gave one sequence."""
+        """Process the result of a step for one of its sequences."""
         sequence.steps_in_flight -= 1
         sequence.num_pending -= samples
         if sequence.finish_reason is not None:

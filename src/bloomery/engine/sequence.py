@@ -24,8 +24,8 @@ class Sequence:
     steps_in_flight: int = 0  # steps in flight that contain this sequence
     # len(tokens) at admission. The worker samples later tokens itself and is not sent them.
     initial_length: int = 0
-    # While num_computed is below this, each step is a plain decode: the block table is long enough
-    # and the sequence cannot reach its maximum length.
+    # While num_computed is below this, each step decodes one position: the block table is long
+    # enough and the sequence cannot reach its maximum length.
     decode_until: int = 0
     num_cached: int | None = None  # prompt tokens that were a prefix hit at the first admission
     block_table: list[int] = field(default_factory=list)
@@ -35,13 +35,13 @@ class Sequence:
     finish_reason: FinishReason | None = None
     arrival_time: float = 0.0  # seconds on the clock of the scheduler's caller
     is_waiting: bool = False  # in the queue of the policy
-    is_pending_victim: bool = False  # will be preempted when no step in flight contains it
+    is_pending_victim: bool = False  # to be preempted when no step in flight contains it
     num_preemptions: int = 0
     # The fields below belong to the policy.
     is_short: bool = False
     uncharged_seconds: float = 0.0  # solo time that its tenant has not been charged for yet
-    deadline: float = 0.0  # when a short request should have its last token
-    queue_key: float = 0.0  # the queue admits the lowest first; fixed at arrival
+    deadline: float = 0.0  # time by which a short request should have its last token
+    queue_key: float = 0.0  # fixed at arrival; the queue admits the lowest key first
 
     @classmethod
     def from_request(cls, id: int, request: EngineRequest, now: float = 0.0) -> Sequence:

@@ -76,8 +76,8 @@ class NonNegativeFit:
         for i, feature in enumerate(features):
             moment[i] = DECAY_PER_STEP * moment[i] + feature
             gram[i] = [
-                DECAY_PER_STEP * old + feature * other
-                for old, other in zip(gram[i], features, strict=True)
+                DECAY_PER_STEP * entry + feature * other_feature
+                for entry, other_feature in zip(gram[i], features, strict=True)
             ]
         for _ in range(DESCENT_SWEEPS):
             for i, row in enumerate(gram):
@@ -85,13 +85,13 @@ class NonNegativeFit:
                 if diagonal <= 1e-12:
                     continue
                 total = sum([a * b for a, b in zip(row, coefficients, strict=True)])
-                others = total - diagonal * coefficients[i]
-                scaled = diagonal * (1 + self.penalties[i])
-                coefficients[i] = max((moment[i] - others) / scaled, 0.0)
+                other_terms = total - diagonal * coefficients[i]
+                penalized = diagonal * (1 + self.penalties[i])
+                coefficients[i] = max((moment[i] - other_terms) / penalized, 0.0)
 
 
 class StepTimeModel:
-    """Learns step times from measurements and predicts those of other steps."""
+    """Learns from measured steps and predicts the times of other steps."""
 
     def __init__(self, expected_steps: Sequence[tuple[int, int, int, float]] = ()) -> None:
         """`expected_steps` holds features and seconds of typical steps, as EngineCapacity does.
@@ -222,5 +222,5 @@ def scale_features(features: StepFeatures, seconds: float) -> list[float]:
     """Return the scaled features divided by the measured time, so that errors are relative."""
     num_tokens, decode_keys, prefill_pairs = features
     beyond_knees = [max(num_tokens - knee, 0) for knee in KNEES]
-    raw = (1.0, num_tokens, *beyond_knees, decode_keys, prefill_pairs)
-    return [value / scale / seconds for value, scale in zip(raw, FEATURE_SCALES, strict=True)]
+    unscaled = (1.0, num_tokens, *beyond_knees, decode_keys, prefill_pairs)
+    return [value / scale / seconds for value, scale in zip(unscaled, FEATURE_SCALES, strict=True)]

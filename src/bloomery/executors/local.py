@@ -1,8 +1,8 @@
 """The executor for one device: a worker in this process.
 
 A full run of Python's garbage collector over all imported and loaded objects takes a fifth of a
-second, in which no step starts. All of these objects stay, so they are frozen: the collector skips
-them.
+second, and no step starts meanwhile. These objects are never freed, so they are frozen: the
+collector then skips them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from bloomery.runtime.worker import Worker
 
 
 class LocalExecutor:
+    """Runs one worker in this process.
+
+    `progress` shows the load progress as a bar in the terminal. `report` receives it.
+    """
+
     def __init__(self, progress: bool = False, report: LoadProgress | None = None):
         self.progress = progress
         self.report = report
@@ -37,7 +42,7 @@ class LocalExecutor:
     def capture_next_graph(self) -> int:
         pending_captures = 0 if self.worker is None else self.worker.capture_next_graph()
         if not pending_captures:
-            gc.freeze()  # the graphs stay, too
+            gc.freeze()  # captured graphs are never freed either
         return pending_captures
 
     def close(self) -> None:

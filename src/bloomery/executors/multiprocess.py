@@ -1,8 +1,8 @@
 """The executor for tensor parallel ranks and pipeline stages as processes of this machine.
 
-Every step is sent to all ranks, and the driver rank returns its output. A rank that disappears or
-reports a failure ends all of them; the owner of the executor starts another. Ranks live no longer
-than their owner, since they exit when the sockets close. This module imports no torch.
+Every step is sent to all ranks, and the driver rank returns its output. If a rank disappears or
+reports a failure, the executor ends all ranks, and its owner creates a new executor. Ranks exit
+when their sockets close, so they live no longer than their owner. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from bloomery.ipc import (
 from bloomery.messages import EngineCapacity, EngineStatus, ScheduledStep, StepOutput
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-EXIT_SECONDS = 5.0  # a rank may take to exit after its connection is closed
+EXIT_SECONDS = 5.0  # that a rank may take to exit after its connection is closed
 
 
 class RankProcess:
-    """One rank as its owner sees it."""
+    """The process of one rank and the connection to it."""
 
     def __init__(self, rank: int):
         command = [sys.executable, "-m", "bloomery.executors.rank_worker"]
-        # A rank that dies with its parent ends even if it hangs. To Linux the parent is the thread
-        # that spawns the rank, and only the main thread lives as long as the process.
+        # The kernel then kills the rank with its parent, even if the rank hangs. Linux takes the
+        # spawning thread for the parent, and only the main thread lives as long as the process.
         if threading.current_thread() is threading.main_thread():
             command.append("die-with-parent")
         self.rank = rank
@@ -60,16 +60,16 @@ class RankProcess:
         try:
             self.channel.connection.sendall(frame)
         except ConnectionError:
-            raise self._lost() from None
+            raise self._create_lost_error() from None
 
     def receive(self) -> list[EngineMessage]:
         """Return the messages that have arrived, without waiting."""
         try:
             return self.channel.receive(0)
         except (EOFError, ConnectionError):
-            raise self._lost() from None
+            raise self._create_lost_error() from None
 
-    def _lost(self) -> RankLostError:
+    def _create_lost_error(self) -> RankLostError:
         return RankLostError(f"rank {self.rank} {describe_exit(self.process.wait())}")
 
     def wait_or_kill(self) -> None:
@@ -82,6 +82,8 @@ class RankProcess:
 
 
 class MultiprocessExecutor:
+    """Runs one process per rank. `report` receives the load progress."""
+
     def __init__(self, report: LoadProgress | None = None):
         self.report = report
         self.ranks: list[RankProcess] = []
@@ -91,7 +93,7 @@ class MultiprocessExecutor:
         self.poll = select.poll()
 
     def start(self, plan: EnginePlan) -> EngineCapacity:
-        """Load the model on all ranks; running ranks are reused if their number is right."""
+        """Load the model on all ranks. Running ranks are reused if their number is right."""
         self.pipeline_tokens = PipelineTokens(plan.pipeline_parallel_size)
         num_ranks = plan.tensor_parallel_size * plan.pipeline_parallel_size
         with self._close_on_error():
@@ -119,7 +121,7 @@ class MultiprocessExecutor:
 
     @contextmanager
     def _close_on_error(self) -> Iterator[None]:
-        """Any failure of one rank ends all of them."""
+        """End all ranks if any of them fails."""
         try:
             yield
         except BaseException:
@@ -127,7 +129,7 @@ class MultiprocessExecutor:
             raise
 
     def _wait_loaded(self) -> list[EngineCapacity]:
-        """Wait until every rank has loaded, and report the progress; return capacities by rank."""
+        """Wait until every rank has loaded and report progress. Returns capacities by rank."""
         fractions = [0.0] * len(self.ranks)
         capacities: dict[int, EngineCapacity] = {}
         while len(capacities) < len(self.ranks):
@@ -136,12 +138,13 @@ class MultiprocessExecutor:
                     capacities[rank] = message
                 elif isinstance(message, EngineStatus):
                     fractions[rank] = message.progress
-                    if self.report is not None:  # each rank reads its part of the whole
+                    if self.report is not None:
+                        # The fraction of a rank is relative to all weights, not to its own part.
                         self.report(message.detail, int(sum(fractions) * 1000), 1000)
         return [capacities[rank] for rank in sorted(capacities)]
 
     def capture_next_graph(self) -> int:
-        """Ranks capture all CUDA graphs while they load."""
+        """Return 0: ranks capture all CUDA graphs while they load."""
         return 0
 
     def submit(self, step: ScheduledStep) -> DeferredResult:
@@ -162,7 +165,7 @@ class MultiprocessExecutor:
         return self.outputs.popleft()
 
     def _receive(self) -> list[tuple[int, EngineMessage]]:
-        """Wait for messages and return them with their ranks; a failed or lost rank raises."""
+        """Wait for messages and return them with their ranks. Raises if a rank fails or is lost."""
         readable = {descriptor for descriptor, _ in self.poll.poll()}
         messages = []
         for rank in self.ranks:

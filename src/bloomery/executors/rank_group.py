@@ -1,6 +1,6 @@
-"""What every executor of several ranks needs.
+"""Code that all executors with several ranks share.
 
-It adds up the capacities of the ranks, and carries sampled tokens from the last pipeline stage to
+It adds up the capacities of the ranks and forwards sampled tokens from the last pipeline stage to
 the other stages. This module knows no processes and no Ray.
 """
 
@@ -15,21 +15,21 @@ from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
 
 
 class RankLostError(BloomeryError):
-    """A rank is gone; the others cannot continue without it."""
+    """A rank is gone, and the other ranks cannot continue without it."""
 
 
 @dataclass(frozen=True)
 class DeferredResult:
-    """A pending step whose result is fetched when it is asked for, in the order of submission."""
+    """A pending step. `result` fetches its output; calls must be in the order of submission."""
 
     result: Callable[[], StepOutput]
 
 
 class PipelineTokens:
-    """Last sampled tokens by sequence, for pipeline stages that do not sample.
+    """The last sampled token of each sequence, for pipeline stages that do not sample.
 
-    A token travels with the next step that needs it. No step of a sequence starts before the
-    executor knows the token of the sequence's previous step, so no step waits for this.
+    A token is sent with the next step that needs it. The executor always knows it by then, because
+    with pipeline stages the scheduler skips sequences whose last token is pending.
     """
 
     def __init__(self, num_stages: int = 1) -> None:
@@ -39,7 +39,7 @@ class PipelineTokens:
         self.decodes_in_flight: deque[tuple[int, ...]] = deque()  # sequences, by step in flight
 
     def record(self, output: StepOutput) -> None:
-        """Note the tokens of the oldest step in flight."""
+        """Record the tokens of the oldest step in flight."""
         if not self.is_needed:
             return
         samples = [
@@ -47,11 +47,11 @@ class PipelineTokens:
         ]
         decodes = zip(self.decodes_in_flight.popleft(), output.tokens)
         for sequence, token in (*samples, *decodes):
-            if sequence in self.last_token:  # the others have ended meanwhile
+            if sequence in self.last_token:  # False if the sequence has ended meanwhile
                 self.last_token[sequence] = token
 
     def select_last_tokens(self, step: ScheduledStep) -> tuple[tuple[int, int], ...]:
-        """Return (sequence, last token) for the step; new sequences bring their own tokens."""
+        """Return (sequence, last token) for the step. New sequences are sent with their tokens."""
         if not self.is_needed:
             return ()
         for sequence in step.finished:
@@ -66,12 +66,12 @@ class PipelineTokens:
 
 
 def find_driver_rank(tensor_parallel_size: int, pipeline_parallel_size: int) -> int:
-    """The rank that returns the tokens: the first one of the last pipeline stage."""
+    """Return the rank that samples: the first tensor parallel rank of the last stage."""
     return tensor_parallel_size * (pipeline_parallel_size - 1)
 
 
 def combine_capacities(capacities: list[EngineCapacity], driver: int) -> EngineCapacity:
-    """Add up what all ranks hold; everything else is as the driver rank reports it."""
+    """Combine what all ranks hold. The other fields are those of the driver rank."""
     reported = capacities[driver]
     all_notes = (note for capacity in capacities for note in capacity.notes)
     return replace(

@@ -2,9 +2,9 @@
 
     python -m bloomery.executors.rank_worker [die-with-parent] DESCRIPTOR
 
-Steps arrive over an inherited socket and run in order; the driver rank sends the outputs back. When
-the other end of the socket closes, the process exits at once, wherever it is: its peers may never
-send the message it waits for.
+Steps arrive over an inherited socket and run in order. The driver rank sends the outputs back. When
+the other end of the socket closes, the process exits at once, even within a step: the step may wait
+for a message of another rank that never comes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from bloomery.ipc import (
     ProtocolError,
     RankJoin,
     RankStep,
+    create_progress_reporter,
     die_with_parent,
     open_inherited_channel,
-    create_progress_reporter,
 )
 from bloomery.messages import EngineStatus
 from bloomery.native.build import NativeBuildError
 from bloomery.native.thread_pool import ThreadPool
-from bloomery.parallel.distributed import leave_ranks, rendezvous
+from bloomery.parallel.distributed import leave_process_group, rendezvous
 from bloomery.runtime.worker import Worker
 
 log = logging.getLogger("bloomery.rank")
@@ -52,7 +52,7 @@ class RankWorker:
         bind_network_interface(join.interface)
         device, is_shared = select_rank_device(join.plan, join.rank)
         plan = replace(join.plan, device=device)
-        pool = None  # the ranks communicate through it, and the worker computes with it
+        pool = None  # the worker computes with it, and ranks communicate through it
         if plan.cpu_kernels:
             with suppress(NativeBuildError):
                 pool = ThreadPool(plan.threads)
@@ -68,8 +68,8 @@ class RankWorker:
         )
         self.is_driver = mesh.is_driver
         self.worker = Worker(plan, report=report, mesh=mesh, pool=pool)
-        # All ranks capture their CUDA graphs now: messages inside a graph must not meet those of a
-        # step on another rank.
+        # All ranks capture their CUDA graphs now, at the same time: collectives inside a graph must
+        # not be matched with those of a step on another rank.
         while self.worker.capture_next_graph():
             pass
         self.capacity = replace(self.worker.capacity, stages=plan.pipeline_parallel_size)
@@ -78,9 +78,9 @@ class RankWorker:
         return self.worker.run(rank_step.step, rank_step.last_tokens)
 
     def leave(self) -> None:
-        """Unload the model and leave the other ranks; a process may join again."""
+        """Unload the model and leave the other ranks. The process may join again."""
         del self.worker
-        leave_ranks()
+        leave_process_group()
 
 
 def select_rank_device(plan: EnginePlan, rank: int) -> tuple[str, bool]:
@@ -88,20 +88,23 @@ def select_rank_device(plan: EnginePlan, rank: int) -> tuple[str, bool]:
 
     Each rank gets a GPU of its own, unless the plan names a single one.
     """
+    if plan.device == "cpu":
+        return "cpu", False
     if plan.executor == "ray":  # Ray shows each actor only its own GPU
-        return ("cpu" if plan.device == "cpu" else "cuda:0"), False
+        return "cuda:0", False
     if plan.device != "cuda":
-        return plan.device, plan.device != "cpu"
+        return plan.device, True
     num_ranks = plan.tensor_parallel_size * plan.pipeline_parallel_size
     num_gpus = torch.cuda.device_count()
-    first = plan.first_device
-    if first + num_ranks > num_gpus:
+    first_gpu = plan.first_device
+    if first_gpu + num_ranks > num_gpus:
         raise ConfigError(
             f"tp {plan.tensor_parallel_size} and pp {plan.pipeline_parallel_size} need "
-            f"{num_ranks} GPUs, cuda:{first} to cuda:{first + num_ranks - 1}, and torch sees "
-            f"{num_gpus}; with --device cuda:0 all ranks share that one card, which is slow"
+            f"{num_ranks} GPUs, cuda:{first_gpu} to cuda:{first_gpu + num_ranks - 1}, "
+            f"and torch sees {num_gpus}; with --device cuda:0 all ranks share that one card, "
+            "which is slow"
         )
-    return f"cuda:{first + rank}", False
+    return f"cuda:{first_gpu + rank}", False
 
 
 def main() -> int:
@@ -142,9 +145,9 @@ def receive_messages(channel: EngineChannel, inbox: queue.SimpleQueue[EngineMess
 def run_steps(
     rank: RankWorker, inbox: queue.SimpleQueue[EngineMessage], channel: EngineChannel
 ) -> EngineMessage:
-    """Run steps until another message arrives; return that message.
+    """Run steps until a message of another type arrives, and return that message.
 
-    A second thread sends the outputs: waiting for the device must not delay the next step.
+    A second thread sends the outputs, so that waiting for the device does not delay the next step.
     """
     pending_steps: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
     sender = threading.Thread(target=send_outputs, args=(pending_steps, channel), daemon=True)

@@ -1,7 +1,7 @@
-"""The executor for ranks as actors of a Ray cluster, running (`ray start`) or of this machine
-alone.
+"""The executor for ranks as actors of a Ray cluster.
 
-A pipeline stage is one bundle of a placement group, so the tensor parallel ranks of a stage are on
+The cluster is a running one (`ray start`), or Ray starts one on this machine alone. A pipeline
+stage is one bundle of a placement group, so the tensor parallel ranks of a stage are on
 one node, and stages may be on several. Steps and outputs are the same messages that rank processes
 of one machine exchange. All nodes need the same Python with Bloomery installed, and the model under
 the same path.
@@ -60,9 +60,10 @@ def decode_frame(frame: bytes, message_type: type[MessageT]) -> MessageT:
 
 
 class RayRankActor:
-    """One rank.
+    """One rank as a Ray actor.
 
-    Steps and results have a thread each: waiting for the device must not delay the next step.
+    Steps and results have a thread each, so that waiting for the device does not delay the next
+    step.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class RayRankActor:
         self.store: dist.Store | None = None
 
     def create_rendezvous(self, num_ranks: int) -> str:
-        """Open the store where ranks meet, on this node's own address only; return host:port."""
+        """Open the store where ranks meet, on this node's address only. Returns host:port."""
         address = get_node_ip_address()
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
@@ -86,7 +87,7 @@ class RayRankActor:
         return f"{address}:{port}"
 
     def join(self, frame: bytes) -> bytes:
-        """Load the model with the other ranks; takes a RankJoin and returns an EngineCapacity."""
+        """Load the model with the other ranks. Takes a RankJoin, returns an EngineCapacity."""
         join = decode_frame(frame, RankJoin)
         interface = join.interface or find_network_interface(get_node_ip_address())
         try:
@@ -96,7 +97,7 @@ class RayRankActor:
         return ENGINE_CODEC.encode(self.rank.capacity)
 
     def run(self, frame: bytes) -> None:
-        """Start a step; takes a RankStep."""
+        """Start a step. Takes a RankStep."""
         if self.rank is None:
             raise RuntimeError("run before join")
         pending = self.rank.run(decode_frame(frame, RankStep))
@@ -105,7 +106,7 @@ class RayRankActor:
 
     @ray.method(concurrency_group="outputs")
     def next_output(self) -> bytes:
-        """Wait for the oldest step; returns a StepOutput."""
+        """Wait for the oldest step. Returns a StepOutput."""
         return ENGINE_CODEC.encode(self.pending_steps.get().result())
 
 
@@ -132,6 +133,8 @@ class RayStep(NamedTuple):
 
 
 class RayExecutor:
+    """Runs one Ray actor per rank. `report` receives the load progress."""
+
     def __init__(self, report: LoadProgress | None = None):
         self.report = report
         self.actors: list[Any] = []
@@ -159,7 +162,8 @@ class RayExecutor:
     def _create_placement(self, plan: EnginePlan) -> Any:
         num_stages = plan.pipeline_parallel_size
         stage = {
-            name: count * plan.tensor_parallel_size for name, count in compute_rank_resources(plan).items()
+            name: count * plan.tensor_parallel_size
+            for name, count in compute_rank_resources(plan).items()
         }
         if not fits_cluster(stage, num_stages):
             raise ConfigError(
@@ -200,7 +204,7 @@ class RayExecutor:
         return [decode_frame(frame, EngineCapacity) for frame in ray.get(joins)]
 
     def capture_next_graph(self) -> int:
-        """Ranks capture all CUDA graphs while they load."""
+        """Return 0: ranks capture all CUDA graphs while they load."""
         return 0
 
     def submit(self, step: ScheduledStep) -> DeferredResult:
@@ -215,7 +219,7 @@ class RayExecutor:
     def _next_output(self) -> StepOutput:
         output_ref, waiting = self.in_flight.popleft()
         with self._close_on_error():
-            # Wait for the runs too: the driver may wait for ever for a rank that has failed.
+            # Wait for the runs, too: if a rank has failed, the output never comes.
             while True:
                 done, waiting = ray.wait([output_ref, *waiting], num_returns=1)
                 results = ray.get(done)
@@ -228,7 +232,7 @@ class RayExecutor:
 
     @contextmanager
     def _close_on_error(self) -> Iterator[None]:
-        """Any failure of one rank ends all of them."""
+        """End all ranks if any of them fails."""
         try:
             yield
         except RayError as error:
@@ -256,9 +260,9 @@ class RayExecutor:
 
 
 def connect(is_shared: bool) -> None:
-    """Connect to the Ray cluster and keep this process's handler of SIGTERM.
+    """Connect to the Ray cluster and keep this process's SIGTERM handler.
 
-    Ray's own handler writes a stack trace and leaves no time to clean up.
+    Ray would install a handler that writes a stack trace and leaves no time to clean up.
     """
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     address = find_cluster(is_shared)
@@ -279,7 +283,7 @@ def connect(is_shared: bool) -> None:
 
 
 def find_cluster(is_shared: bool) -> str:
-    """Return the address of the running cluster, or "local" for one of this machine alone.
+    """Return the address of the running cluster, or "local" to start one on this machine.
 
     A local cluster ends with the engine that started it, so several engines cannot share it. Ray
     protects it with a token of this user.
@@ -297,12 +301,14 @@ def find_cluster(is_shared: bool) -> str:
 
 
 def compute_rank_resources(plan: EnginePlan) -> dict[str, float]:
-    """The resources of one rank, as Ray names them."""
-    return {"CPU": plan.threads} if plan.device == "cpu" else {"CPU": 1, "GPU": 1}
+    """Return the resources of one rank, by Ray's names."""
+    if plan.device == "cpu":
+        return {"CPU": plan.threads}
+    return {"CPU": 1, "GPU": 1}
 
 
 def fits_cluster(stage: dict[str, float], num_stages: int) -> bool:
-    """Whether the nodes have room for `num_stages` stages, each of them on one node."""
+    """Whether the nodes have room for `num_stages` stages, if each stage must fit on one node."""
 
     def count_stages(node: dict[str, Any]) -> int:
         resources = node["Resources"]

@@ -1,4 +1,4 @@
-"""Selects the executor for a plan: a local worker, ranks in processes, or actors of Ray."""
+"""Selects the executor for a plan: a local worker, rank processes, or Ray actors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from bloomery.errors import ConfigError
 def select_executor(
     plan: EnginePlan, report: LoadProgress | None = None, progress: bool = False
 ) -> Executor:
-    """Create the executor that the plan asks for, and import nothing of the others.
+    """Create the executor for a plan. The modules of the other executors are not imported.
 
-    `report` receives load progress; `progress` shows it as a bar in the terminal.
+    `report` receives the load progress. `progress` shows it as a bar in the terminal.
     """
     if plan.executor == "ray":
         try:

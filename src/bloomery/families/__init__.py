@@ -1,7 +1,7 @@
 """Model families as data: config.json becomes a ModelSpec and TensorNames.
 
-There is one file per family. It states FAMILIES, a dict of model_type -> ModelFamily, and is found
-because it lies in this folder.
+There is one file per family, which defines FAMILIES: a dict of model_type -> ModelFamily. All
+modules of this folder are imported, so a new family needs no registration.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bloomery.spec import (
 class ModelFamily:
     """How the config.json of one model_type becomes a ModelSpec and TensorNames."""
 
-    model: Callable[[ConfigReader], ModelSpec]
+    read_model: Callable[[ConfigReader], ModelSpec]
     names: TensorNames | Callable[[ConfigReader], TensorNames]
     # Values of keys that config.json leaves out.
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def describe_config(config: Mapping[str, Any]) -> ModelDescription:
         )
     reader = ConfigReader(config, defaults=family.defaults)
     names = family.names(reader) if callable(family.names) else family.names
-    model = extend_dynamic_context(family.model(reader))
+    model = extend_dynamic_context(family.read_model(reader))
     check_spec(model)
     quantization = read_quantization(reader)
     return ModelDescription(model, names, reader.unread(), quantization)
@@ -82,7 +82,7 @@ def extend_dynamic_context(model: ModelSpec) -> ModelSpec:
         position = layer.attention.position
         if isinstance(position, RopeSpec) and isinstance(position.scaling, DynamicScaling):
             scaling = position.scaling
-            context = max(context, int(scaling.factor * scaling.original))
+            context = max(context, int(scaling.factor * scaling.original_context))
     return replace(model, context=context)
 
 
@@ -102,13 +102,14 @@ def find_problem(layer: LayerSpec) -> str | None:
     window = attention.window
     if attention.num_heads % attention.num_kv_heads:
         return f"{attention.num_heads} heads cannot share {attention.num_kv_heads} key-value heads"
-    if isinstance(position, RopeSpec):
-        if position.dim % 2 or not 2 <= position.dim <= attention.head_dim:
-            return f"{position.dim} of {attention.head_dim} dimensions cannot rotate in pairs"
+    if isinstance(position, RopeSpec) and (
+        position.dim % 2 or not 2 <= position.dim <= attention.head_dim
+    ):
+        return f"{position.dim} of {attention.head_dim} dimensions cannot rotate in pairs"
     if window is not None and window < 1:
-        return f"a sliding window of {window} sees nothing"
-    if isinstance(mlp, MoeSpec) and not 1 <= mlp.top_k <= mlp.experts:
-        return f"{mlp.top_k} of {mlp.experts} experts cannot be chosen"
+        return f"a sliding window of {window} positions is empty"
+    if isinstance(mlp, MoeSpec) and not 1 <= mlp.top_k <= mlp.num_experts:
+        return f"{mlp.top_k} of {mlp.num_experts} experts cannot be chosen"
     return None
 
 

@@ -11,7 +11,7 @@ from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_mlp, read_model
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
-from bloomery.families.window import layer_windows
+from bloomery.families.window import read_layer_windows
 from bloomery.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 
 COHERE2 = DEFAULTS | defaults(
@@ -59,7 +59,7 @@ def read_cohere2(config: ConfigReader) -> ModelSpec:
     full_attention = read_attention(config, position=None)
     period = config.size("sliding_window_pattern", 4)
     blocks = []
-    for window in layer_windows(config, lambda i: (i + 1) % period != 0):
+    for window in read_layer_windows(config, lambda i: (i + 1) % period != 0):
         position = rope if window else None
         blocks.append(replace(full_attention, window=window, position=position))
     return build_cohere(config, blocks)

@@ -14,7 +14,7 @@ from bloomery.families import ModelFamily
 from bloomery.families.llama import NAMES, read_attention, read_model
 from bloomery.families.reader import ACTIVATIONS, ConfigReader, defaults
 from bloomery.families.rope import read_rope_section
-from bloomery.families.window import layer_windows
+from bloomery.families.window import read_layer_windows
 from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
 
 GEMMA = defaults(
@@ -108,14 +108,14 @@ def read_sandwich_layer(config: ConfigReader, **changes: Any) -> LayerSpec:
 
 
 def read_gemma2(config: ConfigReader) -> ModelSpec:
-    windows = layer_windows(config, lambda i: i % 2 == 0)
+    windows = read_layer_windows(config, lambda i: i % 2 == 0)
     return build_gemma(config, [read_sandwich_layer(config, window=window) for window in windows])
 
 
 def read_gemma3_text(config: ConfigReader) -> ModelSpec:
     period = config.size("sliding_window_pattern", 6)
     layers = []
-    for window in layer_windows(config, lambda i: (i + 1) % period != 0):
+    for window in read_layer_windows(config, lambda i: (i + 1) % period != 0):
         position = read_layer_rope(config, window)
         layers.append(
             read_sandwich_layer(config, window=window, qk_norm=read_norm(config), position=position)

@@ -2,8 +2,8 @@
 
 The keys of GGUF are translated into those of config.json, and the model family does the rest. Then
 the spec is adapted to what converters store differently: rows of q and k permuted for interleaved
-rope, norm weights with the 1 already added, fused matrices ungrouped. What the metadata leaves open
-(biases, a tied head, a second norm) follows from the names and shapes of the tensors. Nothing here
+rope, norm weights with the 1 already added, fused matrices ungrouped. The names and shapes of the
+tensors decide what the metadata does not state (biases, a tied head, a second norm). Nothing here
 reads a file: the caller passes metadata, shapes, and a function that reads a small tensor.
 """
 
@@ -119,7 +119,9 @@ def read_llama(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
     return {}
 
 
-def gemma_reader(num_layers_of_largest: int) -> Callable[[ConfigReader, TensorShapes], HfConfig]:
+def make_gemma_reader(
+    num_layers_of_largest: int,
+) -> Callable[[ConfigReader, TensorShapes], HfConfig]:
     """Return the function that reads the scale of Gemma's scores.
 
     Scores are scaled by the head dimension, but in the largest model by hidden size / heads.
@@ -165,7 +167,7 @@ def read_starcoder(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
 def read_stablelm(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
     # Some converters write use_parallel_residual for models that do not use it. Only models that
     # do not have a second norm use it.
-    config.get("use_parallel_residual")
+    config.get("use_parallel_residual")  # marks the key as read
     return {"use_parallel_residual": "blk.0.ffn_norm.weight" not in shapes}
 
 
@@ -210,9 +212,9 @@ ARCHITECTURES: Mapping[str, GgufFamily] = {
     "qwen3moe": GgufFamily("qwen3_moe", read_keys=read_qwen3moe),
     "gemma": GgufFamily("gemma"),
     "gemma2": GgufFamily(
-        "gemma2", read_keys=gemma_reader(46), default_window=4096, window_period=2
+        "gemma2", read_keys=make_gemma_reader(46), default_window=4096, window_period=2
     ),
-    "gemma3": GgufFamily("gemma3_text", read_keys=gemma_reader(62), window_period=6),
+    "gemma3": GgufFamily("gemma3_text", read_keys=make_gemma_reader(62), window_period=6),
     "phi2": GgufFamily("phi", LAYER_NORM_EPSILON),
     "phi3": GgufFamily("phi3"),
     "starcoder": GgufFamily("gpt_bigcode", LAYER_NORM_EPSILON, read_starcoder),
@@ -277,7 +279,7 @@ def _describe(
         for key, hf_keys in HF_KEYS.items()
         if key not in PER_LAYER_KEYS and set(hf_keys) <= set(description.unread)
     }
-    unread = (values.keys() - config.read - {"vocab_size"}) | (values.keys() & ignored)
+    unread = (values.keys() - config.names_read - {"vocab_size"}) | (values.keys() & ignored)
     return ModelDescription(model, names, tuple(sorted(prefix + key for key in unread)))
 
 
@@ -291,7 +293,7 @@ def merge_equal_values(value: Any) -> Any:
 def check_description(
     config: ConfigReader, hf_config: HfConfig, model: ModelSpec, shapes: TensorShapes
 ) -> None:
-    """Refuse what the family ignores although it would change every token."""
+    """Refuse tensors and settings that the family ignores although they change every token."""
     for name in shapes:
         if not KNOWN_TENSOR.fullmatch(name):
             raise UnsupportedModel(
@@ -391,9 +393,11 @@ def read_rope_parameters(
         fraction = (rope_dim + 0.25) / head_dim
     original = config.size("rope.scaling.original_context_length", config.size("context_length"))
     scaling = read_rope_scaling(config, rope_dim // 2, shapes, read_vector)
-    config.get("rope.scaling.finetuned")
+    config.get("rope.scaling.finetuned")  # marks the key as read
     unknown = sorted(
-        key for key in config.values if key.startswith("rope.scaling.") and key not in config.read
+        key
+        for key in config.values
+        if key.startswith("rope.scaling.") and key not in config.names_read
     )
     if unknown:
         raise config.error(unknown[0], "is not known, and it would change every angle")

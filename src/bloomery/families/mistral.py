@@ -7,7 +7,7 @@ from dataclasses import replace
 from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_mlp, read_model
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.families.window import layer_windows
+from bloomery.families.window import read_layer_windows
 from bloomery.spec import LayerSpec, ModelSpec, MoeSpec, SplitTensors
 
 MISTRAL = DEFAULTS | defaults(mlp=14336, kv_heads=8, context=131072, sliding_window=4096)
@@ -24,7 +24,7 @@ MIXTRAL_NAMES = replace(
 
 
 def read_window_layers(config: ConfigReader) -> list[LayerSpec]:
-    windows = layer_windows(config, lambda i: config.get("sliding_window") is not None)
+    windows = read_layer_windows(config, lambda i: config.get("sliding_window") is not None)
     return [read_layer(config, window=window) for window in windows]
 
 

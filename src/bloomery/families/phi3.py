@@ -8,7 +8,7 @@ from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_model
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
-from bloomery.families.window import layer_windows
+from bloomery.families.window import read_layer_windows
 from bloomery.spec import FusedTensor, ModelSpec
 
 PHI3_NAMES = replace(
@@ -26,7 +26,7 @@ PHI3 = DEFAULTS | defaults(
 
 def read_phi3(config: ConfigReader) -> ModelSpec:
     position = read_rope(config, config.head_dim(), partial=True)
-    windows = layer_windows(config, lambda i: config.get("sliding_window") is not None)
+    windows = read_layer_windows(config, lambda i: config.get("sliding_window") is not None)
     layers = [
         read_layer(config, position=position, bias=False, out_bias=False, window=window)
         for window in windows

@@ -9,7 +9,7 @@ from dataclasses import replace
 from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_mlp, read_model
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.families.window import layer_windows
+from bloomery.families.window import read_layer_windows
 from bloomery.spec import LayerSpec, ModelSpec, MoeSpec, SplitTensors
 
 QWEN = DEFAULTS | defaults(
@@ -44,25 +44,25 @@ def uses_window(config: ConfigReader) -> bool:
     return enabled and window is not None
 
 
-def upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
+def read_upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
     """Return the windows: layers from max_window_layers on have one, if windows are used."""
     enabled = uses_window(config)
     first = config.integer("max_window_layers")
-    return layer_windows(config, lambda i: enabled and i >= first)
+    return read_layer_windows(config, lambda i: enabled and i >= first)
 
 
 def read_qwen2(config: ConfigReader) -> ModelSpec:
     config.require("use_mrope", False)
     layers = [
         read_layer(config, bias=True, out_bias=False, window=window)
-        for window in upper_windows(config)
+        for window in read_upper_windows(config)
     ]
     return read_model(config, layers)
 
 
 def read_moe(config: ConfigReader) -> MoeSpec:
     return MoeSpec(
-        experts=config.size("num_experts"),
+        num_experts=config.size("num_experts"),
         top_k=config.size("num_experts_per_tok"),
         mlp=read_mlp(config, "moe_intermediate_size"),
         renormalize=config.flag("norm_topk_prob", False),
@@ -91,7 +91,7 @@ def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
         shared=read_mlp(config, "shared_expert_intermediate_size"),
         shared_gate=True,
     )
-    windows = layer_windows(config, lambda i: enabled and i % 2 == 0 and i < end)
+    windows = read_layer_windows(config, lambda i: enabled and i % 2 == 0 and i < end)
     layers = [read_layer(config, bias=bias, out_bias=False, window=window) for window in windows]
     return read_model(config, mix_dense_and_moe(config, layers, moe))
 

@@ -12,11 +12,11 @@ from bloomery.families.qwen2 import (
     QWEN2_MOE,
     mix_dense_and_moe,
     read_moe,
-    upper_windows,
+    read_upper_windows,
     uses_window,
 )
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.families.window import layer_windows
+from bloomery.families.window import read_layer_windows
 from bloomery.spec import LayerSpec, ModelSpec, NormSpec
 
 QWEN3 = QWEN | {"head_dim": 128}
@@ -36,13 +36,13 @@ def read_qk_norm_layer(config: ConfigReader, **changes: Any) -> LayerSpec:
 
 
 def read_qwen3(config: ConfigReader) -> ModelSpec:
-    windows = upper_windows(config)
+    windows = read_upper_windows(config)
     layers = [read_qk_norm_layer(config, window=window) for window in windows]
     return read_model(config, layers)
 
 
 def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
-    windows = layer_windows(config, lambda i: uses_window(config))
+    windows = read_layer_windows(config, lambda i: uses_window(config))
     layers = [read_qk_norm_layer(config, window=window) for window in windows]
     return read_model(config, mix_dense_and_moe(config, layers, read_moe(config)))
 

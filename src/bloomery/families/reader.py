@@ -77,8 +77,8 @@ def defaults(**values: Any) -> dict[str, Any]:
 class ConfigReader:
     """One object of config.json; `path` is its place in the file, for error messages.
 
-    `defaults` are the family's values of absent keys. A null is not absent: it takes the default
-    of the call. The reader remembers which keys were read, so that the others can be logged.
+    `defaults` are the family's values of absent keys. A key with the value null takes the default
+    of the call instead. The reader records which keys were read, so that the others can be logged.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class ConfigReader:
         self.values = values
         self.path = path
         self.defaults = defaults
-        self.read: set[str] = set()
+        self.names_read: set[str] = set()
         self.sections: dict[str, ConfigReader] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the raw value, or `default` for a null and for a key without any value."""
         keys = (name, *SYNONYMS.get(name, ()))
-        self.read.update(keys)
+        self.names_read.update(keys)
         stated = [key for key in keys if self.values.get(key) is not None]
         if stated:
             value = self.values[stated[0]]
@@ -109,13 +109,13 @@ class ConfigReader:
         return UnsupportedModel(f"config.json: {self.path}{name} {reason}")
 
     def number(self, name: str, default: Any = REQUIRED) -> float:
-        value = self._typed(name, default, (int, float), "a number")
+        value = self._get_typed(name, default, (int, float), "a number")
         if not abs(value) < 1e30:
             raise self.error(name, f"is {value}, which no model has")
         return float(value)
 
     def integer(self, name: str, default: Any = REQUIRED) -> int:
-        value = self._typed(name, default, int, "a whole number")
+        value = self._get_typed(name, default, int, "a whole number")
         if not 0 <= value < 2**40:
             raise self.error(name, f"is {value}, which no model has")
         return int(value)
@@ -156,10 +156,10 @@ class ConfigReader:
         return tuple(values)
 
     def flag(self, name: str, default: Any = REQUIRED) -> bool:
-        return bool(self._typed(name, default, bool, "true or false"))
+        return bool(self._get_typed(name, default, bool, "true or false"))
 
     def text(self, name: str, default: Any = REQUIRED) -> str:
-        return str(self._typed(name, default, str, "a string"))
+        return str(self._get_typed(name, default, str, "a string"))
 
     def choice(self, name: str, known: Mapping[str, T], default: Any = REQUIRED) -> T:
         """Return what `known` has for the value of that key."""
@@ -186,12 +186,12 @@ class ConfigReader:
 
     def unread(self) -> tuple[str, ...]:
         """Return the keys that were not read, here and in all sections."""
-        unread = {self.path + name for name in self.values if name not in self.read | IGNORED}
+        unread = {self.path + name for name in self.values if name not in self.names_read | IGNORED}
         for section in self.sections.values():
             unread.update(section.unread())
         return tuple(sorted(unread))
 
-    def _typed(self, name: str, default: Any, kind: Any, expected: str) -> Any:
+    def _get_typed(self, name: str, default: Any, kind: Any, expected: str) -> Any:
         value = self.get(name, default)
         if value is REQUIRED:
             raise self.error(name, "is missing")

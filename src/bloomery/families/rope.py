@@ -114,7 +114,7 @@ def read_yarn(config: ConfigReader, section: ConfigReader, dim: int) -> RopeScal
         original,
         beta_fast=section.number("beta_fast", 32.0) or 32.0,
         beta_slow=section.number("beta_slow", 1.0) or 1.0,
-        attention=section.number("attention_factor", attention),
+        attention_factor=section.number("attention_factor", attention),
         truncate=section.flag("truncate", True),
     )
 
@@ -135,8 +135,8 @@ def read_longrope(config: ConfigReader, section: ConfigReader, dim: int) -> Rope
         short,
         long,
         original,
-        short_attention=section.number("short_mscale", attention),
-        long_attention=section.number("long_mscale", attention),
+        short_attention_factor=section.number("short_mscale", attention),
+        long_attention_factor=section.number("long_mscale", attention),
     )
 
 

@@ -8,7 +8,7 @@ from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_model
 from bloomery.families.qwen2 import uses_window
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.families.window import layer_windows
+from bloomery.families.window import read_layer_windows
 from bloomery.spec import ModelSpec
 
 SMOLLM3 = DEFAULTS | defaults(
@@ -32,7 +32,7 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     if len(has_rope) != num_layers:
         raise config.error("no_rope_layers", f"names {len(has_rope)} layers of {num_layers}")
     enabled = uses_window(config)
-    windows = layer_windows(config, lambda i: enabled and not has_rope[i])
+    windows = read_layer_windows(config, lambda i: enabled and not has_rope[i])
     rope_layer = read_layer(config)
     layers = []
     for i, window in enumerate(windows):

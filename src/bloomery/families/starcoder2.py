@@ -7,7 +7,7 @@ from dataclasses import replace
 from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.families.window import layer_windows
+from bloomery.families.window import read_layer_windows
 from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
 
 STARCODER2_NAMES = replace(NAMES, mlp_up="mlp.c_fc", mlp_down="mlp.c_proj")
@@ -32,7 +32,7 @@ def read_starcoder2(config: ConfigReader) -> ModelSpec:
     mlp = MlpSpec(
         config.size("intermediate_size"), config.activation("hidden_act"), gated=False, bias=bias
     )
-    windows = layer_windows(config, lambda i: config.get("sliding_window") is not None)
+    windows = read_layer_windows(config, lambda i: config.get("sliding_window") is not None)
     layers = []
     for window in windows:
         attention = read_attention(config, bias=bias, out_bias=bias, window=window)

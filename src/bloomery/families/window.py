@@ -9,8 +9,13 @@ from bloomery.families.reader import ConfigReader
 HAS_WINDOW = {"sliding_attention": True, "full_attention": False}
 
 
-def layer_windows(config: ConfigReader, rule: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Return the window of each layer, None for full attention; `rule(i)`: layer i has a window."""
+def read_layer_windows(
+    config: ConfigReader, has_window_by_default: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """Return the window of each layer, None for full attention.
+
+    `has_window_by_default(i)` decides for layer i if the config has no `layer_types`.
+    """
     layer_types = config.list_of("layer_types", str)
     num_layers = len(config.layers())
     for layer_type in layer_types:
@@ -21,5 +26,5 @@ def layer_windows(config: ConfigReader, rule: Callable[[int], bool]) -> tuple[in
         raise config.error("layer_types", f"names {len(layer_types)} layers of {num_layers}")
     has_window = [HAS_WINDOW[layer_type] for layer_type in layer_types]
     if not has_window:
-        has_window = [rule(i) for i in config.layers()]
+        has_window = [has_window_by_default(i) for i in config.layers()]
     return tuple(config.size("sliding_window") if windowed else None for windowed in has_window)

@@ -40,11 +40,13 @@ def apply_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def gated_activation_reference(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """The torch reference of `gated_activation`."""
     gate, up = x.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * up
 
 
 def activation_triton(x: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
+    """Run the kernel."""
     x = x.contiguous()
     width = x.shape[-1] // 2 if gated else x.shape[-1]
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)

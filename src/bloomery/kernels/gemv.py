@@ -5,7 +5,7 @@
 The prologue is a norm of x. The epilogue adds a residual, applies an activation (gated or not), or
 treats y as q | k | v: it applies rope to q and k, writes k and v to the KV cache and returns q.
 
-Decoding one token is bound by the bytes of the weights, so all other work must hide behind reading
+Decoding one token is bound by reading the weights, so all other work must overlap with reading
 them. Every program recomputes the norm, because x is small. The epilogue works on the sums while
 they are in registers. Weights go from memory to registers in 16-byte loads, one tile ahead, and the
 first tile is requested before the previous kernel has ended (programmatic dependent launch).
@@ -21,9 +21,9 @@ loops over `in`. With experts (MoE), j is the token-expert pair; otherwise j is 
 Paired rows: one output may need two weight rows (gate and up, or the two dimensions of a head that
 rope rotates together). A program then reads both rows and the second sum is called y_pair.
 
-Sums are float32. Beyond a few tokens the arithmetic costs more than the bytes: `gemv_is_faster`
-says when this kernel pays. quant/dense.py and kernels/moe.py choose it. This file must not know
-layers, checkpoint formats or models.
+Sums are float32. Beyond a few tokens the arithmetic costs more than reading the weights:
+`gemv_is_faster` decides when this kernel runs. quant/dense.py and kernels/moe.py select it. This
+file must not know layers, checkpoint formats or models.
 """
 
 from __future__ import annotations
@@ -54,13 +54,16 @@ from bloomery.kernels.launch import (
 from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
 from bloomery.kernels.rope_cache import apply_rope_and_cache_reference
 
-MAX_TOKENS = 4  # beyond it a GEMM is faster
+MAX_TOKENS = 4  # with more tokens a GEMM is faster
 MAX_COLUMNS = 65536  # the loop over the columns is unrolled
 
 
 class GemvTiling(NamedTuple):
-    """How the work is divided: a program computes `outputs` results, reading `block_k` columns of
-    their weight rows per iteration. Paired rows double the rows that are read."""
+    """How the work is divided among programs.
+
+    A program computes `outputs` results and reads `block_k` columns of their weight rows per
+    iteration. Paired rows double the rows that are read.
+    """
 
     outputs: int
     block_k: int
@@ -254,7 +257,10 @@ def gemv_triton(
 
 
 def precompute_norm_shift(weight: torch.Tensor, norm: NormPrologue) -> torch.Tensor:
-    """What a layer norm contributes to the product whatever x is: [2, rows], W @ w and W @ b."""
+    """Return the part of a layer norm's product that is independent of x: [2, rows].
+
+    The rows are W @ w and W @ b for the norm's weight w and bias b.
+    """
     columns = weight.shape[-1]
     if norm.weight is None:
         norm_weight = torch.ones(columns, device=weight.device)
@@ -372,8 +378,8 @@ def gemv_kernel(
 ):
     """Compute BLOCK_OUT outputs of all tokens.
 
-    Tiles are [tokens, outputs, columns], and [1, 1, columns] for what all rows share, all in the
-    layout of the weight tile.
+    Tiles are [tokens, outputs, columns], or [1, 1, columns] for values that all rows share. All
+    have the layout of the weight tile.
 
     The norm costs almost nothing: its statistics are summed along with the product and applied to
     the sums. With mean m and deviation d of x, W @ ((x - m) / d * w + b) equals
@@ -487,7 +493,7 @@ def sum_within_thread(
 ):
     """Sum the VECTOR neighbours that one thread holds: [TOKENS, OUTPUTS, COLUMNS / VECTOR].
 
-    No value passes between threads.
+    Threads exchange no values.
     """
     return tl.sum(tl.reshape(tile, (TOKENS, OUTPUTS, COLUMNS // VECTOR, VECTOR)), 3)
 
@@ -510,7 +516,7 @@ def weight_rows(
 ):
     """Return the two weight rows of an output: gate and up, or the two dimensions of a rope pair.
 
-    Dimensions of a head beyond ROPE_DIM are paired as well, although rope leaves them alone.
+    Dimensions of a head beyond ROPE_DIM are paired as well, although rope does not change them.
     """
     if EPILOGUE == "qkv":
         head_start = output // (HEAD_DIM // 2) * HEAD_DIM

@@ -31,6 +31,7 @@ def merge_attention_states(
 def merge_attention_states_reference(
     a: torch.Tensor, b: torch.Tensor, lse_a: torch.Tensor, lse_b: torch.Tensor
 ) -> torch.Tensor:
+    """The torch reference of `merge_attention_states`."""
     weight_a = torch.sigmoid(lse_a - lse_b).t()[..., None]
     return torch.lerp(b.float(), a.float(), weight_a).to(a.dtype)
 
@@ -38,6 +39,7 @@ def merge_attention_states_reference(
 def merge_attention_states_triton(
     a: torch.Tensor, b: torch.Tensor, lse_a: torch.Tensor, lse_b: torch.Tensor
 ) -> torch.Tensor:
+    """Run the kernel."""
     a = a.contiguous()
     tokens, heads, dim = a.shape
     out = torch.empty_like(a)

@@ -4,12 +4,12 @@
     fused_experts   activation(gate) * up of the chosen experts, back down, and the weighted sum
 
 A pair is a (token, choice) pair: one token at one of its top_k experts. Pairs are sorted by expert,
-so that an expert's weights are read once for all its tokens. The pairs of each expert are split
-into blocks. A launch has as many programs as there could be blocks; programs beyond the last block
-return at once. All shapes are known to the host, so a step can be captured in a CUDA graph. The sum
-over a token's choices runs in their order, so a result does not depend on other tokens of the
-batch. If pairs are so few that they seldom share an expert, each is a GEMV of its own
-(kernels/gemv) instead.
+so that the weights of an expert are read once for all of its tokens. The pairs of each expert are
+split into blocks. A launch has as many programs as there could be blocks; programs beyond the last
+block return immediately. All shapes are known to the host, so a step can be captured in a CUDA
+graph. The sum over a token's choices runs in their order, so a result does not depend on other
+tokens of the batch. If there are few pairs, which seldom share an expert, each pair is a GEMV of
+its own (kernels/gemv).
 
 An expert id outside the range, as a padding row may have, selects no expert and adds nothing.
 """
@@ -35,7 +35,7 @@ from bloomery.kernels.launch import (
     wait_for_previous,
 )
 
-FEW_TOKENS = 16  # up to so many, the reference multiplies all tokens by every chosen expert
+FEW_TOKENS = 16  # up to this many, the reference multiplies all tokens by every chosen expert
 
 
 class GroupedGemmTiling(NamedTuple):
@@ -48,7 +48,7 @@ class GroupedGemmTiling(NamedTuple):
     stages: int
 
 
-# By pairs of a block. The up projection computes two products at once (gate and up), down one.
+# By pairs of a block. The up projection computes two products (gate and up), down computes one.
 UP_TILINGS: Mapping[int, GroupedGemmTiling] = {
     16: GroupedGemmTiling(16, 64, 128, 4, 4),
     32: GroupedGemmTiling(32, 64, 128, 4, 4),
@@ -81,6 +81,7 @@ def route_topk(
 def route_topk_reference(
     logits: torch.Tensor, top_k: int, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The torch reference of `route_topk`."""
     probabilities = logits.float().softmax(-1)
     weights, expert_ids = probabilities.sort(dim=-1, descending=True, stable=True)
     topk_weights = weights[:, :top_k]
@@ -93,6 +94,7 @@ def route_topk_reference(
 def route_topk_triton(
     logits: torch.Tensor, top_k: int, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the kernel."""
     tokens, num_experts = logits.shape
     topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
@@ -242,7 +244,7 @@ def fused_experts_grouped(
     x = x.contiguous()
     num_experts, _, expert_size = down.shape
     num_pairs = topk_ids.numel()
-    # float32 has no tensor cores here: its sums fill the registers.
+    # float32 does not use tensor cores here: its sums fill the registers.
     max_block = 32 if x.dtype == torch.float32 else 128
     block = min(max_block, max(16, next_power_of_2(num_pairs // num_experts)))
     up_tiling, down_tiling = tilings or (UP_TILINGS[block], DOWN_TILINGS[block])
@@ -319,7 +321,7 @@ def sort_by_expert_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program places the pairs of one expert, in their order, behind those of lower experts."""
+    """One program places the pairs of one expert, in their order, after those of lower experts."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     expert = tl.program_id(0)
@@ -334,9 +336,11 @@ def sort_by_expert_kernel(
     tl.store(expert_ranges + num_experts + expert, count)
     for start in range(0, num_pairs, WIDTH):
         pair = start + tl.arange(0, WIDTH)
-        mine = tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1) == expert
-        tl.store(sorted_pairs + place + tl.cumsum(mine.to(tl.int32), 0) - 1, pair, mask=mine)
-        place += tl.sum(mine.to(tl.int32), 0)
+        is_member = tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1) == expert
+        tl.store(
+            sorted_pairs + place + tl.cumsum(is_member.to(tl.int32), 0) - 1, pair, mask=is_member
+        )
+        place += tl.sum(is_member.to(tl.int32), 0)
 
 
 @jit
@@ -414,11 +418,11 @@ def locate_expert_block(
     blocks = (count + BLOCK_PAIRS - 1) // BLOCK_PAIRS
     last_blocks = tl.cumsum(blocks, 0)
     expert = tl.sum((last_blocks <= block).to(tl.int32), 0)
-    mine = e == expert
+    is_member = e == expert
     expert_start = tl.load(expert_ranges + tl.minimum(expert, NUM_EXPERTS - 1))
-    first_block = tl.sum(tl.where(mine, last_blocks - blocks, 0), 0)
+    first_block = tl.sum(tl.where(is_member, last_blocks - blocks, 0), 0)
     start = expert_start + (block - first_block) * BLOCK_PAIRS
-    return expert, start, expert_start + tl.sum(tl.where(mine, count, 0), 0)
+    return expert, start, expert_start + tl.sum(tl.where(is_member, count, 0), 0)
 
 
 def sum_expert_outputs(

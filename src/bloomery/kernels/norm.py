@@ -60,6 +60,7 @@ def add_norm(
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """The torch reference of `rms_norm`."""
     if weight is None or weight.dim() == 1:
         return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
     x_float = x.float()
@@ -70,6 +71,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float)
 def layer_norm_reference(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
+    """The torch reference of `layer_norm`."""
     x_float = x.float()
     if weight is None or weight.dim() == 1:
         return F.layer_norm(x_float, x.shape[-1:], weight, bias, eps).to(x.dtype)

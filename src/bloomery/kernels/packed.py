@@ -1,4 +1,4 @@
-"""Quantized weight matrices as they lie on the device, and the values they stand for.
+"""Quantized weight matrices on the device, and their dequantized values.
 
     GroupedScales    integer codes: (code - zero_point) * scale, one scale per group of columns
     CodebookWeight   4-bit codes: table[code] * absmax, one absmax per block of columns
@@ -148,7 +148,7 @@ PackedWeight = GroupedScales | CodebookWeight | Fp8Weight
 
 
 class PackedLayout(NamedTuple):
-    """What the kernels are told about a packed matrix, the same for all three kinds."""
+    """The description of a packed matrix for the kernels, the same for all three kinds."""
 
     kind: str  # "int" (GroupedScales), "codebook" or "fp8"
     bits: int

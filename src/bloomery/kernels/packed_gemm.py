@@ -12,10 +12,10 @@ threads share a unit, and each reads 16 neighbouring bytes of it:
                       = 4 words = 8 halfwords; a halfword holds 4 (or 2) codes
 
 The weights are the left operand of the matrix product, straight from registers, and the tokens are
-the right one. For a step over 16 columns the tensor cores want four values of a row from each
+the right one. For a step over 16 columns the tensor cores need four values of a row from each
 thread. Any order of the columns is correct as long as both operands use it. So the kernel takes the
 codes that one mask extracts from a word, and `permute_inputs` puts x into the same order
-(`source_column`) beforehand. No value passes between threads.
+(`source_column`) beforehand. Threads exchange no values.
 
 Dequantization (`build_dequantize_asm`): a masked code below a fixed exponent is a float, 128 + code
 in bfloat16 or 1024 + code in float16. A subtraction yields the code, exactly, and a fused
@@ -63,7 +63,7 @@ PERMUTE_WIDTH = 2048  # columns per program of permute_inputs_kernel
 
 
 class PackedGemmTiling(NamedTuple):
-    """How the work is divided, see the module docstring."""
+    """How the work is divided among programs; see the module docstring."""
 
     tokens: int
     outputs: int
@@ -92,7 +92,7 @@ def select_split_k_tiling(
     """
     tile_tokens = min(max(16, next_power_of_2(tokens)), 128)
     token_tiles = -(-tokens // tile_tokens)
-    is_codebook = kind == "codebook"  # takes registers and instructions of another row
+    is_codebook = kind == "codebook"  # a codebook needs more registers and instructions
     if bits == 4 and not is_codebook and tile_tokens >= 32:
         programs = -(-rows // 128) * token_tiles
         return select_4bit_tiling(tile_tokens, programs, units, multiprocessors)
@@ -103,7 +103,7 @@ def select_split_k_tiling(
         # 16 tokens and many rows fill the device with 128 outputs per program as well.
         outputs = 128 if tile_tokens == 16 and rows >= 128 * multiprocessors else 64
     programs = -(-rows // outputs) * token_tiles
-    waves = wanted_waves(tokens, tile_tokens, outputs, bits)
+    waves = target_waves(tokens, tile_tokens, outputs, bits)
     min_units = min_units_per_program(tile_tokens, bits, is_codebook)
     split_k = 1
     while (
@@ -119,7 +119,7 @@ def select_split_k_tiling(
     return PackedGemmTiling(tile_tokens, outputs, 4, stages, split_k)
 
 
-def wanted_waves(tokens: int, tile_tokens: int, outputs: int, bits: int) -> float:
+def target_waves(tokens: int, tile_tokens: int, outputs: int, bits: int) -> float:
     """Programs per multiprocessor up to which splitting the columns helps."""
     if tokens > 128:
         return 3
@@ -193,7 +193,7 @@ def unit_columns(bits: int) -> int:
 
 
 def supports_packed_gemm(packed: PackedWeight) -> bool:
-    """Whether the kernel can: rows are whole units, and no thread's 16 bytes have two scales."""
+    """Whether rows are whole units, and the 16 bytes of a thread have one scale."""
     layout = describe_layout(packed)
     columns = packed.shape[1]
     if layout.bits not in (4, 8) or not packed.codes.is_contiguous():
@@ -328,7 +328,7 @@ def reduce_stream_k_parts(
 ) -> None:
     """Add up the leftover tiles of stream-K, which follow `rounds` whole tiles per program.
 
-    `parts` [2 * programs, tokens, outputs] holds what each program contributed to its two tiles.
+    `parts` [2 * programs, tokens, outputs] holds each program's partial sums of its two tiles.
     """
     num_parts, tile_tokens, outputs = parts.shape
     tokens, rows = out.shape
@@ -354,7 +354,7 @@ def reduce_stream_k_parts(
 def layout_constants(
     packed: PackedWeight, dtype: torch.dtype, device: torch.device
 ) -> dict[str, str | int | bool | None]:
-    """The constants that tell the kernels about a packed matrix.
+    """Return the constants that describe a packed matrix to the kernels.
 
     GROUP_SIZE 0: one scale per row. ROWS_PER_SCALE 0: one scale for all rows. SCALE_SUMS: the
     scale of a row is applied to the sums. DEQUANTIZE_ASM None: dequantize without inline assembly.
@@ -813,7 +813,7 @@ def multiply_tile(
                 a = arrange_operand(weights[2 * pair], weights[2 * pair + 1], BLOCK_OUT, WARPS)
                 b = tl.trans(tl.load(x_ptr + (unit0 + i) * UNIT + pair * 64))
                 y = tl.dot(a, b, y)
-    # Undo the order of the rows that arrange_operand made.
+    # Restore the order of the rows, which arrange_operand has changed.
     y = tl.reshape(y, (BLOCK_OUT // (16 * WARPS), WARPS, 2, 8, BLOCK_TOKENS))
     y = tl.permute(y, (0, 2, 1, 3, 4))
     y = tl.reshape(y, (BLOCK_OUT, BLOCK_TOKENS))
@@ -826,8 +826,8 @@ def multiply_tile(
 def arrange_operand(even, odd, BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr):
     """Join two [outputs, 32] tiles into [outputs, 64] in the layout of the tensor cores' operand.
 
-    What a thread has read becomes what the tensor cores want from that thread. The rows (tiles,
-    half, warp, 8) become (tiles, warp, half, 8).
+    The values that a thread has read are those that the tensor cores need from it. The rows
+    (tiles, half, warp, 8) become (tiles, warp, half, 8).
     """
     v = tl.reshape(tl.join(even, odd), (BLOCK_OUT // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2))
     return tl.reshape(tl.permute(v, (0, 2, 1, 3, 5, 7, 4, 6)), (BLOCK_OUT, 64))
@@ -1188,7 +1188,7 @@ def fp8_to_16bit_asm(vector_type: str, is_bf16: bool) -> list[str]:
 def int8_to_16bit_asm(vector_type: str, dtype: torch.dtype, signed: bool) -> list[str]:
     """Turn unsigned bytes into code - 128, and signed bytes into the code.
 
-    A bfloat16 has seven mantissa bits, so the eighth bit of a code chooses what is subtracted.
+    A bfloat16 has seven mantissa bits, so the eighth bit of a code selects the subtrahend.
     """
     is_bf16 = dtype == torch.bfloat16
     exponent = EXPONENT_WORD[dtype]

@@ -6,7 +6,7 @@ The prologue is an RMS norm. The epilogues are those of kernels/gemv.py, which t
 packed weights (kernels/packed.py). kernels/packed_linear.py and kernels/packed_moe.py choose it.
 
 Layout. A thread reads a chunk, 16 bytes of a row, and all values of x that belong to it: 32
-columns of 4-bit codes or 16 of 8-bit codes. No value passes between threads before the last sum.
+columns of 4-bit codes or 16 of 8-bit codes. Threads exchange no values before the last sum.
 
     row of codes   | chunk 0 | chunk 1 | ... | chunk BLOCK_CHUNKS - 1 | next iteration ...
                      thread 0  thread 1
@@ -14,15 +14,17 @@ columns of 4-bit codes or 16 of 8-bit codes. No value passes between threads bef
 How the work is divided: program (i, j) computes PackedGemvTiling.outputs outputs for all tokens and
 loops over the chunks of their rows. With experts (MoE), j is the token-expert pair.
 
-The fewer the bytes, the more unpacking counts. A memory of 4.2 TB/s (H200) delivers 8,500 billion
-4-bit codes per second, which leaves about four instructions per code. So no code is converted:
+With fewer bytes per weight, unpacking takes a larger part of the time. The memory of an H200
+delivers 4.2 TB/s, which is 8,500 billion 4-bit codes per second and leaves about four instructions
+per code. So no code is converted:
 
     dp4a       integer codes with 16-bit x (`uses_dp4a`). The values of x in a chunk are rounded to
                16-bit integers, relative to the largest of the chunk. The dp4a instruction then
-               multiplies and adds four bytes of codes at once, with the high and the low bytes.
-    mask       integer codes with float32 x. A code is masked where it stands. Read as a float, its
-               bits are a denormal number, the code times a power of two that depends on the
-               position, and x is multiplied by the rest.
+               multiplies and adds four bytes of codes, first with the high and then with the low
+               bytes.
+    mask       integer codes with float32 x. A code is masked in its place. As a float, its bits
+               are a denormal number: the code times a power of two that depends on the place.
+               x is scaled by the inverse power.
     fp8        the GPU converts 8-bit floats, two at a time.
     codebook   the lanes of a warp hold the table, and a code is the lane to read from (shfl).
 
@@ -68,8 +70,11 @@ CHUNK_BYTES = 16  # one vector load of a thread
 
 
 class PackedGemvTiling(NamedTuple):
-    """How the work is divided: a program computes `outputs` results and reads `chunks` chunks of
-    their rows per iteration, 32 per warp. Paired rows double the rows that are read."""
+    """How the work is divided among programs.
+
+    A program computes `outputs` results and reads `chunks` chunks of their rows per iteration, 32
+    per warp. Paired rows double the rows that are read.
+    """
 
     outputs: int
     chunks: int
@@ -124,7 +129,7 @@ FP8_TILINGS: Mapping[tuple[int, int], PackedGemvTiling] = {
 
 
 def supports_packed_gemv(packed: PackedWeight, epilogue: Epilogue = None) -> bool:
-    """Whether the kernel can: rows are whole chunks, and no chunk has columns of two scales."""
+    """Whether rows are whole chunks, each chunk has one scale, and the epilogue is supported."""
     if isinstance(packed, GroupedScales):
         if packed.act_order is not None or packed.bits not in (4, 8):
             return False
@@ -163,7 +168,7 @@ def select_packed_gemv_tiling(
 
 
 def uses_dp4a(layout: PackedLayout, dtype: torch.dtype) -> bool:
-    """Whether codes are multiplied as integers: 16 bits hold all that a 16-bit float can say."""
+    """Whether codes are multiplied as integers: 16-bit integers are precise enough for 16-bit x."""
     return layout.kind == "int" and dtype.itemsize == 2
 
 
@@ -666,7 +671,7 @@ def multiply_eight(v, w):
 
 @jit
 def compensate_bit_position(v, BITS: tl.constexpr):
-    """Multiply eight columns of x by what makes up for the bit position of their codes.
+    """Scale eight columns of x to compensate for the bit positions of their codes.
 
     A code at bit b of a word, read as a float32, is the code times 2 ** (b - 149). After this, the
     product of code and x is 2 ** -45 times the true one; subtract_zero multiplies by 2 ** 45.

@@ -8,7 +8,7 @@
     w8a8         8-bit weights that allow it: x is quantized too, then the library's 8-bit GEMM
     dequantize   more tokens: rows are dequantized into scratch memory for the library's GEMM
 
-The limits between them are measured on an H200 (`benchmarks/packed.py bench`). This file is called
+The limits between them were measured on an H200 (`benchmarks/packed.py bench`). This file is called
 by quant/quantized_weight.py. It must not know layers, checkpoint formats or models.
 """
 
@@ -49,12 +49,12 @@ PackedKernel = Literal["gemv", "gemm", "wgmma", "w8a8", "dequantize"]
 
 
 def max_gemv_tokens(packed: PackedWeight) -> int:
-    """Tokens up to which the GEMV kernel is fastest."""
+    """Return the number of tokens up to which the GEMV kernel is fastest."""
     return 4 if describe_layout(packed).bits == 8 else 2
 
 
 def max_gemm_tokens(packed: PackedWeight) -> int:
-    """Tokens up to which the packed GEMM is faster than dequantizing the whole matrix."""
+    """Return the number of tokens up to which the packed GEMM is faster than dequantizing."""
     return 320 if isinstance(packed, CodebookWeight) else 512
 
 
@@ -127,9 +127,9 @@ def packed_fused_linear(
     prologue: NormPrologue | None,
     epilogue: Epilogue,
 ) -> torch.Tensor | None:
-    """Run the linear fused with prologue and epilogue, or return None if that does not pay.
+    """Run the linear fused with prologue and epilogue, or return None if that is not faster.
 
-    A layer norm runs as a kernel of its own, which was measured to cost less than its sums inside
+    A layer norm runs as a kernel of its own, which was measured to be faster than its sums inside
     the GEMV.
     """
     if not use_triton(x) or len(x) > max_gemv_tokens(packed):
@@ -296,8 +296,8 @@ def dequantize_rows_kernel(
 ):
     """Dequantize SPANS spans of one row. GROUP_SIZE 0: the row has one scale."""
     wait_for_previous(PDL)
-    # Not before the wait: the next kernel may read, before its own wait, what was written before
-    # this kernel.
+    # This comes after the wait, because the next kernel may read, before its own wait, what
+    # kernels before this one wrote.
     launch_dependents(PDL)
     out_row = tl.program_id(0).to(tl.int64)
     row = first_row + out_row

@@ -3,17 +3,17 @@
     y [tokens, out] = x @ packed.dequantize().T + bias                             x [tokens, in]
 
 Written in Gluon, Triton's lower level, for Hopper GPUs. With hundreds of tokens the arithmetic
-counts, so the tensor cores must never wait. They read the weights, their left operand, from
+dominates, so the tensor cores must never wait. They read the weights, their left operand, from
 registers: the same threads dequantize the next 16 columns while the tensor cores multiply the
 current 16 (wgmma is asynchronous). kernels/packed_linear.py chooses this file.
 
 Shared memory. The TMA copies x and codes into a ring of slots, `slot_columns` columns each. A slot
-is refilled as soon as its products are done. What comes next may belong to the next tile.
+is refilled as soon as its products are done. Its next content may belong to the next tile.
 
     slot s   | x tile [tokens, slot_columns] | codes [128 rows, slot_columns / 2] | 2 barriers |
 
     codes    viewed as pairs of neighbouring columns: a byte of two 4-bit codes, or an int16 of two
-             8-bit codes. The tensor cores want pairs of neighbouring columns from every thread, so
+             8-bit codes. The tensor cores need pairs of neighbouring columns from every thread, so
              x stays in its order.
 
 How the work is divided (stream-K). There is one program per multiprocessor. A tile is 128 outputs
@@ -64,7 +64,7 @@ except ImportError:
 
 
 def jit(function: Callable | None = None, **options: Any) -> Any:
-    """gluon.jit where Gluon is installed, else the function itself, which nothing calls then."""
+    """Apply gluon.jit if Gluon is installed; else return the function, which then never runs."""
     if gluon is None:
         return function if function is not None else lambda function: function
     return gluon.jit(function, **options)
@@ -95,7 +95,7 @@ MAX_TOKENS = {8: 2048, 4: 1024}
 def select_tiling_by_shape(
     tokens: int, rows: int, columns: int, bits: int, multiprocessors: int
 ) -> WgmmaTiling | None:
-    """Choose the faster tiling, or None if other kernels are faster or this one cannot.
+    """Choose the faster tiling; None if another kernel is faster or must run.
 
     The rules are measured on an H200 with `benchmarks/packed.py bench`.
     """
@@ -164,7 +164,7 @@ def packed_wgmma_gluon(
     """
     if not supports_packed_wgmma(packed, x.dtype):
         raise TypeError(
-            "the wgmma GEMM cannot read this matrix; packed_wgmma.supports_packed_wgmma says why"
+            "the wgmma GEMM does not support this matrix; see packed_wgmma.supports_packed_wgmma"
         )
     x = x.contiguous()
     tokens = len(x)
@@ -247,8 +247,8 @@ def build_dequantize_asm(bits: int, dtype: torch.dtype) -> dict[str, str]:
     float32 to 16 bits and puts it into both halves of a word.
 
     As in packed_gemm.build_dequantize_asm, a code below the exponent of 128 (bfloat16) or 1024
-    (float16) is a float. bfloat16 has seven mantissa bits, so the eighth bit of a code chooses
-    what is subtracted.
+    (float16) is a float. bfloat16 has seven mantissa bits, so the eighth bit of a code selects
+    the subtrahend.
     """
     is_bf16 = dtype == torch.bfloat16
     vector_type = "bf16x2" if is_bf16 else "f16x2"
@@ -350,7 +350,7 @@ def allocate_slot(x, codes):
 
 @jit
 def expect_loads(x, codes, slot, enabled):
-    """Tell the barriers of a slot how many bytes will arrive."""
+    """Set the number of bytes that the barriers of a slot wait for."""
     mbarrier.expect(slot[2], x.block_type.nbytes, enabled)
     mbarrier.expect(slot[3], codes.block_type.nbytes, enabled)
 
@@ -373,9 +373,9 @@ def load_codes(codes, slot, position, enabled):
 
 
 def pair_layout(COLUMNS):
-    """The layout of pairs of codes [128, COLUMNS / 2]: a thread holds what its wgmma operand needs.
+    """Return the layout of pairs of codes [128, COLUMNS / 2] that matches the wgmma operand.
 
-    Each list names, bit by bit of the register, lane and warp number, the (row, pair) offset.
+    The lists hold the (row, pair) offset of each bit of the register, lane and warp number.
     """
     registers = [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32]][: {16: 2, 64: 4, 128: 5}[COLUMNS]]
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
@@ -552,8 +552,8 @@ def multiply_segment(
     mbarrier.wait(slots[0][2], phase)
     for iteration in range(first, last):
         for q in gl.static_range(SLOTS):
-            # After the last slot of a segment come the codes of other rows. They are read here in
-            # vain, and again, with their scales, by the next segment.
+            # The codes after the last slot of a segment are of other rows. They are read here but
+            # not used; the next segment reads them again, with their scales.
             next_slot = slots[(q + 1) % SLOTS]
             next_phase = phase ^ ((q + 1) // SLOTS)
             has_next = (iteration + 1 < last) | (q + 1 < SLOTS)
@@ -603,7 +603,7 @@ def multiply_segment(
 
 @jit
 def partial_sum_pointers(partial_sums, program, TILE_TOKENS: gl.constexpr, MMA: gl.constexpr):
-    """Return where a program's partial sums [128, TILE_TOKENS] lie.
+    """Return pointers to a program's partial sums [128, TILE_TOKENS].
 
     They lie in squares of 8 by 8, so that one warp accesses whole squares.
     """

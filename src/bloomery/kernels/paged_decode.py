@@ -1,11 +1,11 @@
 """Decode attention over the paged KV cache: one new position for each sequence.
 
-This kernel is bound by how fast keys and values can be read. One program reads one split of one
-sequence's keys and values of one key head, and serves the query heads that share it. Where
-sequences are few, several splits keep the GPU busy; the last program to finish combines their
-results in the same launch. The number of programs follows from the batch size alone. Each program
-finds its range from the sequence length, which only the device needs to know, so the launch can be
-captured in a CUDA graph.
+This kernel is bound by the memory bandwidth of keys and values. One program reads one split of one
+sequence's keys and values of one KV head, and serves the query heads that share it. If there are
+few sequences, several splits keep the GPU busy; the last program to finish combines their results
+in the same launch. The number of programs depends only on the batch size. Each program computes its
+range from the sequence length, which only the device needs to know, so the launch can be captured
+in a CUDA graph.
 
 attention/triton_paged launches it; kernels/paged_prefill shares its helpers.
 """
@@ -33,12 +33,12 @@ from bloomery.kernels.quantized_kv_cache import (
 )
 
 LOG2E = 1.4426950408889634
-PROGRAMS_PER_MULTIPROCESSOR = 4  # so many hide the latency of memory
+PROGRAMS_PER_MULTIPROCESSOR = 4  # enough to hide the latency of memory
 MAX_CHOSEN_SPLITS = 32  # combining more costs more than they gain
-MAX_SPLITS = 64  # what the kernel can combine
+MAX_SPLITS = 64  # that the kernel can combine
 MAX_EARLY_SEQS = 32  # sequences up to which reading before the wait is faster
-# Sequences up to which small kernels overtake one another (PDL). There a program with few
-# registers is worth more than many tiles in flight.
+# Sequences up to which small kernels overlap (PDL). There, few registers per program help more than
+# many tiles in flight.
 FEW_SEQS = 4
 
 
@@ -49,19 +49,19 @@ class AttentionScoring:
     scale: float
     window: int | None = None  # a query sees the last `window` positions, itself included
     softcap: float | None = None
-    slopes: torch.Tensor | None = None  # [heads] float32: ALiBi's cost of one position of distance
+    slopes: torch.Tensor | None = None  # [heads] float32: ALiBi's score change per position
 
 
 @dataclass(frozen=True)
 class PagedDecodeTiling:
     """How the work is divided among programs and how a program runs."""
 
-    tile: int  # positions read at once
+    tile: int  # positions that a program reads per iteration
     warps: int
     stages: int  # tiles in flight
     splits: int = 1  # programs that share a sequence's positions, at most
-    head_groups: int = 1  # programs that share the query heads of a key head
-    max_unsplit_tiles: int = 2  # up to so many tiles are not split, because combining has a cost
+    head_groups: int = 1  # programs that share the query heads of a KV head
+    max_unsplit_tiles: int = 2  # a sequence of so few tiles is not split: combining has a cost
 
 
 def paged_attention_reference(
@@ -131,7 +131,7 @@ def select_decode_tiling(
     splits = min(1 << (fill.bit_length() - 1), max_tiles, MAX_CHOSEN_SPLITS)
     if batch_size <= FEW_SEQS:
         return PagedDecodeTiling(tile, 4, 2, splits, head_groups)
-    if heads_per_kv_head > 16:  # much arithmetic for each byte read
+    if heads_per_kv_head > 16:  # bound by arithmetic
         splits = splits if head_groups > 1 else 1
         max_unsplit_tiles = 8 if splits == 2 else 2
         return PagedDecodeTiling(tile, 4, 3, splits, head_groups, max_unsplit_tiles)
@@ -139,7 +139,7 @@ def select_decode_tiling(
     if splits > 1:
         return PagedDecodeTiling(small_tile, 2, 3, splits // 2, head_groups)
     if programs <= 6 * num_multiprocessors:
-        # Two programs run side by side. Halves of long sequences balance better than wholes.
+        # A multiprocessor runs two programs. Halves of long sequences balance better.
         return PagedDecodeTiling(small_tile, 2, 4, min(2, max_tiles), head_groups, 8)
     stages = 3 if tile * row_bytes == 16384 else 4
     return PagedDecodeTiling(tile, 2, stages, 1, head_groups)
@@ -161,7 +161,7 @@ def paged_decode(
 ) -> None:
     """Attend for the first `num_decodes` tokens of q and out [tokens, heads, dim].
 
-    A padding row has sequence length 0; its token is left alone.
+    A padding row has sequence length 0; its token is not written.
 
     split_counters: zeros, and zeros again afterwards; one for each sequence and head group if there
     are splits.
@@ -180,8 +180,7 @@ def paged_decode(
         num_groups = num_decodes * kv_heads * tiling.head_groups
         if splits > MAX_SPLITS or num_groups > split_counters.numel():
             raise ValueError(
-                f"{num_decodes} sequences with {kv_heads} key heads "
-                f"are too many for {splits} splits"
+                f"{num_decodes} sequences with {kv_heads} KV heads are too many for {splits} splits"
             )
         scratch_size = num_decodes * heads * splits * (dim + 1)
         scratch = torch.empty(scratch_size, dtype=torch.float32, device=q.device)
@@ -583,7 +582,7 @@ def combine_splits(
 ):
     """Combine the results of all splits for GROUP_SIZE heads, SPLITS_AT_ONCE splits at a time.
 
-    first_row: the row of the key head's first query head; first_head: the group's first among them.
+    first_row: the row of the KV head's first query head; first_head: the group's first among them.
     """
     g = tl.arange(0, GROUP_POW2)
     d = tl.arange(0, DIM_POW2)

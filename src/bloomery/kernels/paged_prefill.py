@@ -1,14 +1,14 @@
 """Prefill attention over the paged KV cache: many new positions for each sequence.
 
 The KV cache already holds the new positions and all before them. One program takes a tile of rows:
-the queries of one key head, position by position and, within a position, head by head, so that
-heads that share keys share their reading. It runs over tiles of keys, from the start of the window
-or of the sequence to the diagonal. Only tiles that some row does not see completely are masked.
+the queries of one KV head, position by position and, within a position, head by head, so that heads
+with the same keys read them together. It loops over tiles of keys, from the start of the window or
+of the sequence to the diagonal. Only tiles that some row does not see completely are masked.
 
-In a captured step the host does not know how long the sequences are. Then there are as many
-programs as their tiles can be at most, and each finds its own. Where programs are too few for the
-GPU, as with a short chunk behind a long context, several share a tile of rows. Each takes a range
-of its keys, and the last to finish combines their results.
+In a captured step the host does not know the lengths of the sequences. The launch then has as many
+programs as there can be tiles, and each program finds its own tile. If there are too few programs
+for the GPU, as for a short chunk after a long context, several programs share a tile of rows. Each
+takes a range of its keys, and the last to finish combines their results.
 
 attention/triton_paged launches this kernel.
 """
@@ -46,11 +46,11 @@ class PagedPrefillTiling:
     """How the work is divided among programs and how a program runs."""
 
     rows: int  # queries of one program
-    tile: int  # positions read at once
+    tile: int  # positions that a program reads per iteration
     warps: int
     stages: int  # tiles in flight
     splits: int = 1  # programs that share a tile of rows, at most
-    min_tiles: int = 4  # tiles of keys for each of those programs; with less work fewer share
+    min_tiles: int = 4  # tiles of keys that each of those programs has at least
 
 
 @lru_cache(maxsize=1024)
@@ -214,7 +214,7 @@ def paged_prefill_kernel(
     MIN_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program attends for ROWS queries of one key head over one split of their keys.
+    """One program attends for ROWS queries of one KV head over one split of their keys.
 
     Tiles of keys fall into three ranges: [first, first_full) where the window masks some keys,
     [first_full, first_causal) that every row sees completely, and [first_causal, last) on the
@@ -432,18 +432,18 @@ def combine_prefill_splits(
             row_max = tl.full([ROWS], -1e30, tl.float32)
             row_sum = tl.zeros([ROWS], tl.float32)
             y = tl.zeros([ROWS, DIM_POW2], tl.float32)
-            for other in range(used_splits):
-                other_log_sum = tl.load(log_sums + other * ROWS + i, cache_modifier=".cg")
-                other_y = tl.load(
-                    scratch + other * (ROWS * DIM) + offset,
+            for part in range(used_splits):
+                part_log_sum = tl.load(log_sums + part * ROWS + i, cache_modifier=".cg")
+                part_y = tl.load(
+                    scratch + part * (ROWS * DIM) + offset,
                     mask=in_head,
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                new_max = tl.maximum(row_max, other_log_sum)
+                new_max = tl.maximum(row_max, part_log_sum)
                 decay = tl.exp2(row_max - new_max)
-                weight = tl.where(other_log_sum > -1e30, tl.exp2(other_log_sum - new_max), 0.0)
-                y = y * decay[:, None] + other_y * weight[:, None]
+                weight = tl.where(part_log_sum > -1e30, tl.exp2(part_log_sum - new_max), 0.0)
+                y = y * decay[:, None] + part_y * weight[:, None]
                 row_max = new_max
                 row_sum = row_sum * decay + weight
             y = y / row_sum[:, None]

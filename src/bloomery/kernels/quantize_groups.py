@@ -4,8 +4,9 @@
     weight is about (code - zero) * scale
 
 Each group alternates between rounding to the current scale and zero point and refitting both to
-the codes by least squares. The first range is smaller than the group's, because the largest values
-are rare. Two refits remove a quarter of the error that rounding to the group's range would leave.
+the codes by least squares. The initial range is smaller than that of the group, because its largest
+values are rare. Two refits remove a quarter of the error that rounding to the group's range would
+leave.
 
 One program quantizes 2048 / group_size groups and holds them in registers throughout. quant/int4.py
 uses this file, which must not know checkpoint formats.
@@ -25,7 +26,7 @@ from bloomery.kernels.launch import (
 )
 from bloomery.kernels.packed import pack_codes
 
-INITIAL_RANGE = {4: 0.92, 3: 0.88, 2: 0.75}  # bits -> share of a group's range
+INITIAL_RANGE = {4: 0.92, 3: 0.88, 2: 0.75}  # bits -> fraction of a group's range
 NUM_REFITS = {4: 2, 3: 3, 2: 4}  # bits -> refits
 MIN_SCALE = 2.0**-24  # the smallest positive float16
 PROGRAM_VALUES = 2048

@@ -3,8 +3,8 @@
 Such a KV cache is a tensor [2, slots, kv heads, dim] like any other. Every head of every slot has
 its own scale: its largest absolute value over the largest value of the type. So stored values do
 not depend on other positions, and writing one position never touches another. The scales, float32
-[2, slots, kv heads], lie behind the values in the same memory; `kv_cache_scales` finds them. Code
-that only passes a KV cache on need not know.
+[2, slots, kv heads], follow the values in the same memory; `kv_cache_scales` returns them. Code
+that only passes a KV cache on does not need to know.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ SCALE_NBYTES = 4
 
 
 def is_quantized_dtype(dtype: torch.dtype) -> bool:
+    """Whether a KV cache of this type has scales."""
     return dtype in QUANT_MAX
 
 

@@ -33,6 +33,7 @@ def fill_random(out: torch.Tensor, seed: int, first: tuple[int, int], std: float
 
 
 def fill_random_reference(out: torch.Tensor, seed: int, first: tuple[int, int], std: float) -> None:
+    """The torch reference of `fill_random`."""
     rows, columns = out.shape
     first_row, first_column = first
     device = out.device
@@ -63,6 +64,7 @@ def hash_int32(x: torch.Tensor) -> torch.Tensor:
 
 
 def fill_random_triton(out: torch.Tensor, seed: int, first: tuple[int, int], std: float) -> None:
+    """Run the kernel."""
     rows, columns = out.shape
     block = 2048
     fill_random_kernel[(rows, -(-columns // block))](

@@ -1,8 +1,8 @@
 """Apply rope to queries and keys, and write keys and values into the paged KV cache.
 
 On a GPU this is one pass over a packed QKV projection: all of it is clipped, the heads of queries
-and keys are normed and get rope, keys and values go to the KV cache, and queries are returned. What
-happens to queries and keys is described by fusion.QkTransform.
+and keys are normed and get rope, keys and values go to the KV cache, and queries are returned.
+fusion.QkTransform describes these steps.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ def apply_rope_and_cache(
 def apply_rope_and_cache_reference(
     qkv: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, transform: QkTransform
 ) -> torch.Tensor:
+    """The torch reference of `apply_rope_and_cache`."""
     kv_heads, dim = cache.shape[2:]
     if transform.clip is not None:
         qkv = qkv.clamp(-transform.clip, transform.clip)
     x = qkv.unflatten(-1, (-1, dim))  # [tokens, heads + 2 kv heads, dim]
     num_q = x.shape[1] - 2 * kv_heads
     q, k, v = x.split((num_q, kv_heads, kv_heads), 1)
-    if transform.norm is None:  # queries and keys are treated alike: transform them together
+    if transform.norm is None:
+        # Queries and keys have the same transform: apply it to both together.
         qk = transform_heads(x[:, : num_q + kv_heads], None, transform)
         q, k = qk.split((num_q, kv_heads), 1)
     else:
@@ -76,7 +78,7 @@ def apply_rope_and_cache_reference(
 def transform_heads(
     x: torch.Tensor, weight: torch.Tensor | None, transform: QkTransform
 ) -> torch.Tensor:
-    """Norm x [tokens, heads, dim] and apply rope, as `transform` says."""
+    """Norm x [tokens, heads, dim] and apply rope, as `transform` describes."""
     if transform.norm == "layer":
         x = layer_norm_reference(x, weight, None, transform.eps)
     elif transform.norm == "rms":
@@ -116,6 +118,7 @@ def rotate_pairs(
 def apply_rope_and_cache_triton(
     qkv: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, transform: QkTransform
 ) -> torch.Tensor:
+    """Run the kernel."""
     kv_heads, dim = cache.shape[2:]
     tokens = qkv.shape[0]
     all_heads = qkv.shape[1] // dim
@@ -191,7 +194,7 @@ def apply_rope_and_cache_kernel(
     HEADS_PER_PROGRAM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program handles HEADS_PER_PROGRAM heads of one token: queries, keys and values alike.
+    """One program handles HEADS_PER_PROGRAM heads of one token: of queries, keys or values.
 
     Dimension d of the result is x[d] cos + x[partner of d] sin, where the sign of sin depends on
     the half. Past ROPE_DIM it is x[d].

@@ -26,7 +26,7 @@ from bloomery.kernels.launch import (
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 
-ROWS_PER_PROGRAM = 256  # of advance_kernel
+ROWS_PER_PROGRAM = 256  # batch slots of one program of advance_kernel
 
 
 class DecodeInputs(NamedTuple):
@@ -127,8 +127,7 @@ def gather_decode_kernel(
 class MixedInputs(NamedTuple):
     """Model inputs of a step with decodes and prefill chunks.
 
-    Sequences are the decode slots and, behind them, the prefill slots. A padding sequence has
-    length 0.
+    Sequences are the decode slots, followed by the prefill slots. A padding sequence has length 0.
     """
 
     seq_lens: torch.Tensor  # [sequences]
@@ -152,7 +151,7 @@ def gather_mixed_inputs(
 ) -> MixedInputs:
     """Gather the inputs of a step of `num_decodes` decode slots, then `num_prefills` prefill slots.
 
-    packed: what the host sends of the step, one part after another:
+    packed: the host's data of the step, one part after another:
       [num_decodes]      row of each decode slot, the padding row where the slot is unused
       [num_prefills]     row that samples a token at the end of each chunk, or the padding row
       [num_prefills]     row of each chunk

@@ -4,15 +4,15 @@ A batch of mixed sampling parameters takes at most two launches. The token of a 
 with the highest (score - best) / temperature + Gumbel noise among those that min_p, top_k and top_p
 keep; the lowest id wins among equals. A greedy sample takes its highest score.
 
-What truncation keeps is always a prefix of the order of tokens (score, then lower id), so no sort
+Truncation always keeps a prefix of the order of tokens (score, then lower id), so no sort
 is needed. A candidate is kept if it is likely enough for min_p, if fewer than top_k tokens come
 before it, and if those hold less than top_p of the mass. The winner without truncation is usually
 kept, and then it is the result. Otherwise the winner among the tokens before it is the next
-candidate, and so on. Each attempt excludes the last candidate and everything behind it, in
+candidate, and so on. Each attempt excludes the last candidate and everything after it, in
 expectation half of the excess.
 
 Each launch has one program for every sample and segment of the vocabulary. The last program of a
-sample to finish draws the conclusion.
+sample to finish combines the results of its segments.
 
     scan    finds the winner without truncation, and settles every sample that needs no more
     verify  lists the tokens that matter to the other samples (those before the winner, or those
@@ -53,12 +53,12 @@ from bloomery.kernels.sampling_reference import (
     sample_tokens_reference,
 )
 
-TARGET_PROGRAMS = 512  # programs of the verify launch, about
+TARGET_PROGRAMS = 512  # approximate number of programs of the verify launch
 
 
 @dataclass(frozen=True)
 class SamplingScratch:
-    """Buffers that launches leave for one another, allocated once and used by all calls.
+    """Buffers that one launch passes to the next, allocated once and used by all calls.
 
     With S segments (a power of two), each sample has
 
@@ -74,7 +74,7 @@ class SamplingScratch:
 
     floats: torch.Tensor  # [samples, ...] float32
     ints: torch.Tensor  # [samples, ...] int32
-    segment: int  # tokens that one program looks at
+    segment: int  # tokens that one program scans
     block: int  # tokens whose highest score is stored, to estimate where the k-th best lies
     max_listed: int  # tokens that a list holds; on overflow the whole row is searched, slowly
 
@@ -88,6 +88,7 @@ class SamplingScratch:
         block: int = 64,
         max_listed: int = 4096,
     ) -> SamplingScratch:
+        """Allocate buffers for `num_samples` samples."""
         segments = next_power_of_2(-(-vocab_size // segment))
         num_floats = 3 * segments + 4 + segments * (segment // block)
         num_ints = segments + 4 + max_listed
@@ -112,7 +113,7 @@ def sample_tokens(
     """Sample a token for each row of logits [samples, vocab].
 
     rows [samples] index `params`; positions [samples] are those of the tokens to sample. Without
-    `truncated` no row may ask for top_k, top_p or min_p. Log-probabilities and ranks are valid only
+    `truncated` no row may use top_k, top_p or min_p. Log-probabilities and ranks are valid only
     with `with_logprobs`. Without either option one launch is enough.
     """
     if not use_triton(logits) or scratch is None:
@@ -129,6 +130,7 @@ def sample_tokens_triton(
     truncated: bool = True,
     with_logprobs: bool = False,
 ) -> SampleResult:
+    """Run the kernels."""
     num_samples, vocab_size = logits.shape
     tokens_and_ranks = torch.empty(2, num_samples, dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(num_samples, dtype=torch.float32, device=logits.device)
@@ -182,6 +184,7 @@ def apply_penalties(
 def apply_penalties_triton(
     logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, penalties: PenaltyTensors
 ) -> None:
+    """Run the kernel."""
     num_samples = len(logits)
     history = penalties.history
     chunks = -(-history.shape[1] // 64)
@@ -236,8 +239,8 @@ def penalties_kernel(
             token = tl.load(history + i, mask=i < end, other=-1)
             num_later = tl.zeros([WIDTH], tl.int32)
             output_count = tl.zeros([WIDTH], tl.int32)
-            for other in range(0, end, WIDTH):
-                j = other + tl.arange(0, WIDTH)
+            for other_start in range(0, end, WIDTH):
+                j = other_start + tl.arange(0, WIDTH)
                 other_token = tl.load(history + j, mask=j < end, other=-2)
                 same = token[:, None] == other_token[None, :]
                 num_later += tl.sum((same & (j[None, :] > i[:, None])).to(tl.int32), 1)
@@ -706,6 +709,7 @@ def score_to_ordinal(scores):
 
 @jit
 def ordinal_to_score(ordinal):
+    """Undo `score_to_ordinal`."""
     bits = (ordinal ^ 0x80000000).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 

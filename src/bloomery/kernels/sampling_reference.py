@@ -29,7 +29,8 @@ is an arithmetic shift with the copies of the sign bit masked off.
 Order. Tokens are ordered by score, and equal scores by the lower id. Half-precision logits have
 many equal values, for which torch.topk guarantees no order.
 
-Truncation. min_p, top_k, top_p and typical_p apply in this order, each to what the one before left:
+Truncation. min_p, top_k, top_p and typical_p apply in this order, each to the tokens that the
+previous one keeps:
 
 - min_p keeps tokens that are at least min_p times as likely as the best one.
 - top_k keeps exactly k tokens, in the order above.
@@ -48,7 +49,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-GREEDY_TEMPERATURE = 1e-5  # below it sampling is greedy: the noise could not matter
+GREEDY_TEMPERATURE = 1e-5  # below it sampling is greedy: noise would not change the result
 UINT32_MASK = 0xFFFFFFFF
 MULTIPLIER_1 = 0x7FEB352D
 MULTIPLIER_2 = 0x846CA68B
@@ -84,7 +85,7 @@ class PenaltyTensors(NamedTuple):
     repetition: torch.Tensor  # over prompt and output; 1 is off
     frequency: torch.Tensor  # over the output; 0 is off
     presence: torch.Tensor  # over the output; 0 is off
-    history: torch.Tensor  # [rows, length] int32; a sample at position p sees what is below p
+    history: torch.Tensor  # [rows, length] int32; a sample at position p reads positions below p
     prompt_lens: torch.Tensor  # [rows]
 
 
@@ -202,13 +203,13 @@ def truncation_mask(
     keep &= (torch.arange(width, device=z.device) < top_k) | (top_k == 0)
     mass = torch.where(keep, z.exp(), 0.0)
     running_mass = mass.cumsum(-1)
-    mass_here = running_mass[:, -1:]
-    whole_mass = mass_here
+    mass_inside = running_mass[:, -1:]
+    full_mass = mass_inside
     if total_mass is not None:
-        whole_mass = torch.where(top_k > 0, mass_here, total_mass)
-    keep &= (_exclusive(running_mass) < top_p * whole_mass) | (top_p >= 1)
+        full_mass = torch.where(top_k > 0, mass_inside, total_mass)
+    keep &= (_exclusive(running_mass) < top_p * full_mass) | (top_p >= 1)
     inside_top_k = (top_k > 0) & (top_k <= width)
-    inside_top_p = (top_k == 0) & (top_p < 1) & (mass_here >= top_p * whole_mass)
+    inside_top_p = (top_k == 0) & (top_p < 1) & (mass_inside >= top_p * full_mass)
     if typical_p is not None:
         keep &= _typical_mask(z, torch.where(keep, mass, 0.0), typical_p)
     return keep, (inside_top_k | inside_top_p).squeeze(-1)
@@ -227,7 +228,7 @@ def _typical_mask(z: torch.Tensor, mass: torch.Tensor, typical_p: torch.Tensor) 
 
 
 def _exclusive(running_sum: torch.Tensor) -> torch.Tensor:
-    """Turn an inclusive running sum into the sum of what comes before each element."""
+    """Turn an inclusive running sum into an exclusive one."""
     return F.pad(running_sum[:, :-1], (1, 0))
 
 

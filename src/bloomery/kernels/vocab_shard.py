@@ -27,6 +27,7 @@ def local_vocab_rows(
 
 
 def local_vocab_rows_reference(token_ids: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """The torch reference of `local_vocab_rows`."""
     foreign = (token_ids < first) | (token_ids >= end)
     return (token_ids - first).masked_fill(foreign, 0)
 
@@ -56,5 +57,6 @@ def zero_foreign_rows(
 def zero_foreign_rows_reference(
     x: torch.Tensor, token_ids: torch.Tensor, first: int, end: int
 ) -> torch.Tensor:
+    """The torch reference of `zero_foreign_rows`."""
     foreign = (token_ids < first) | (token_ids >= end)
     return x.masked_fill(foreign[:, None], 0)

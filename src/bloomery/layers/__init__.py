@@ -1,1 +1,1 @@
-"""The layers of a decoder. A layer knows its spec and weights; never a family, file or batch."""
+"""The layers of a decoder. A layer has a spec and weights; it knows no family, file or batch."""

@@ -1,8 +1,8 @@
 """The attention block of a decoder layer.
 
 It projects to q, k and v, applies the q and k norms and rope, writes k and v to the KV cache,
-attends over the cache, and projects back. Which tokens belong to which sequence is known to the
-attention backend alone.
+attends over the cache, and projects back. Only the attention backend knows which tokens belong to
+which sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RopeCache = Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]  # cos and sin 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers of one forward pass share."""
+    """The inputs of one forward pass that all layers share."""
 
     backend: AttentionBackend
     plan: Any  # the backend's plan of this step
@@ -42,10 +42,13 @@ class ForwardContext:
     output_rows: torch.Tensor | None = None  # last layer: the tokens whose states are needed
 
     def select_outputs(self, x: ResidualStream) -> ResidualStream:
+        """Return only the output rows of x."""
         return x if self.output_rows is None else materialize(x)[self.output_rows]
 
 
 class AttentionBlock:
+    """QKV projection, q and k norms, rope, KV cache update, attention and output projection."""
+
     def __init__(
         self,
         model_spec: AttentionSpec,
@@ -64,7 +67,7 @@ class AttentionBlock:
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.pool = pool
-        # A norm over all heads at once, or one with a bias, cannot be part of the QKV epilogue.
+        # The QKV epilogue supports neither a norm over all heads together nor a norm with a bias.
         self.separate_norm = q_norm is not None and (
             spec.qk_norm_over == "all" or q_norm.bias is not None
         )
@@ -119,7 +122,7 @@ class AttentionBlock:
         )
 
     def _norm_qk(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Norm q and k on their own; returns this rank's heads of q | k | v."""
+        """Norm q and k outside of the epilogue; returns this rank's heads of q | k | v."""
         q, k, v = qkv.split(self.qkv_widths, -1)
         if self.spec.qk_norm_over == "all":
             q_columns, k_columns = self.own_columns

@@ -15,7 +15,7 @@ from bloomery.quant.base import PreparedWeight
 
 @dataclass(frozen=True)
 class VocabEmbedding:
-    """The rows of the token ids [first, end): all of them without a group."""
+    """The embeddings of the token ids [first, end); without a group these are all token ids."""
 
     matrix: PreparedWeight  # [end - first, width]
     first: int
@@ -36,6 +36,8 @@ class VocabEmbedding:
 
 @dataclass(frozen=True)
 class LogitsHead:
+    """The output projection to logits; with a group each rank holds a range of token ids."""
+
     linear: LinearLayer
     vocab: int
     group: CommunicationGroup | None = None

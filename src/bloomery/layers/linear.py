@@ -1,12 +1,12 @@
-"""The linear layer, with the norm in front of it and the epilogue behind it fused where possible.
+"""The linear layer, fused with the norm before it and the epilogue after it where possible.
 
 `layer(x, prologue, epilogue)` computes norm, matrix product, bias and epilogue. If the weights have
 a kernel that does all of it for this batch, that kernel runs; otherwise the parts run one by one.
 Callers cannot tell which happened. A part runs as a native CPU operation if a thread pool is given
 and accepts its tensors, else as a Triton kernel or in torch (kernels/).
 
-Additions to the residual stream may be deferred: on a GPU an addition and the norm behind it are
-one pass over the same bytes. A DeferredAdd stands for the sum until a norm or a reader needs it.
+Additions to the residual stream may be deferred: on a GPU an addition and the norm after it are one
+pass over the same bytes. A DeferredAdd represents the sum until a norm or another reader needs it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bloomery.quant.base import PreparedWeight
 
 
 class DeferredAdd:
-    """residual + scale * y, not added yet. Exists on a GPU only."""
+    """The sum residual + scale * y, not computed yet. Only used on a GPU."""
 
     def __init__(self, residual: torch.Tensor, y: torch.Tensor, scale: float):
         self.residual = residual
@@ -42,6 +42,7 @@ class DeferredAdd:
         self.total: torch.Tensor | None = None
 
     def materialize(self) -> torch.Tensor:
+        """Compute the sum, once."""
         if self.total is None:
             self.total = torch.add(self.residual, self.y, alpha=self.scale)
         return self.total
@@ -74,6 +75,8 @@ class AddResidual(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearLayer:
+    """y = x W^T + bias, with an optional norm before it and an optional epilogue after it."""
+
     matrix: PreparedWeight  # [out, in]
     bias: torch.Tensor | None = None
     # Tensor parallel ranks that hold the other inputs: results are summed before the epilogue.
@@ -97,7 +100,7 @@ class LinearLayer:
         prologue: NormPrologue | None = None,
         epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None = None,
     ) -> ResidualStream:
-        """x [tokens, in] -> [tokens, out], or what the epilogue makes of it."""
+        """x [tokens, in] -> [tokens, out], or the result of the epilogue."""
         if self.group is not None:
             local = LinearLayer(self.matrix, self.bias, None, self.pool)
             return apply_epilogue(self.group.all_reduce(local(x, prologue)), epilogue, self.pool)
@@ -132,13 +135,14 @@ class LinearLayer:
 
 
 def materialize(x: ResidualStream) -> torch.Tensor:
+    """Return the residual stream as a tensor."""
     return x.materialize() if isinstance(x, DeferredAdd) else x
 
 
 def apply_norm(
     x: ResidualStream, norm: NormPrologue | None, pool: ThreadPool | None = None
 ) -> torch.Tensor:
-    """Norm over the last axis; without a norm, x itself."""
+    """Norm x over its last axis; without a norm, return x itself."""
     if norm is None:
         return materialize(x)
     if isinstance(x, DeferredAdd):
@@ -169,7 +173,7 @@ def apply_epilogue(
     epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None,
     pool: ThreadPool | None,
 ) -> ResidualStream:
-    """Run an epilogue on its own, behind a product that was not fused with it."""
+    """Run an epilogue on its own, after a product that was not fused with it."""
     match epilogue:
         case AddResidual(residual, scale):
             if y.is_cuda:

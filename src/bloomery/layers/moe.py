@@ -23,6 +23,11 @@ from bloomery.spec import MoeSpec
 
 
 class MoeBlock:
+    """Routes each token to its top_k experts and sums their weighted results.
+
+    group: tensor parallel ranks, each of which holds a part of every expert.
+    """
+
     def __init__(
         self,
         spec: MoeSpec,
@@ -31,8 +36,7 @@ class MoeBlock:
         down: PreparedWeight,  # [experts * hidden, size]
         shared: MlpBlock | None = None,
         shared_gate: LinearLayer | None = None,
-        group: CommunicationGroup
-        | None = None,  # tensor parallel ranks that hold other parts of every expert
+        group: CommunicationGroup | None = None,
         pool: ThreadPool | None = None,
     ):
         self.spec = spec
@@ -60,7 +64,7 @@ class MoeBlock:
             expert_weights,
             self.up,
             self.down,
-            spec.experts,
+            spec.num_experts,
             spec.mlp.activation,
         )
         if self.shared is not None:

@@ -1,9 +1,9 @@
-"""Rotary position embeddings: one table of cos and sin for each Rope, built once for max_model_len.
+"""Rotary position embeddings: a table of cos and sin per RopeSpec, built once for max_model_len.
 
-Every angle depends on its own position alone, so cached keys stay valid however a sequence was cut
-into chunks. Two scalings that other implementations tie to the current length are fixed
-accordingly. Dynamic uses, for position p, the base of length p + 1. LongRope uses its long factors
-if and only if max_model_len exceeds the original context.
+Every angle depends only on its own position, so cached keys stay valid however a prompt was split
+into chunks. Two scalings depend on the current length in other implementations; here they do not.
+Dynamic scaling uses, for position p, the base of length p + 1. LongRoPE uses its long factors if
+and only if max_model_len exceeds the original context.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bloomery.spec import (
 
 
 def build_rope_table(rope: RopeSpec, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [max_len, dim / 2], float32."""
+    """Return cos and sin, each [max_len, dim / 2] in float32."""
     positions = torch.arange(max_len, dtype=torch.float32)[:, None]
     magnitude = 1.0
     match rope.scaling:
@@ -37,21 +37,21 @@ def build_rope_table(rope: RopeSpec, max_len: int) -> tuple[torch.Tensor, torch.
             frequencies = llama3_frequencies(rope, rope.scaling)
         case YarnScaling():
             frequencies = yarn_frequencies(rope, rope.scaling)
-            magnitude = rope.scaling.attention
+            magnitude = rope.scaling.attention_factor
         case LongRopeScaling() as scaling:
-            if max_len > scaling.original:
-                factors = scaling.long
-                magnitude = scaling.long_attention
+            if max_len > scaling.original_context:
+                factors = scaling.long_factor
+                magnitude = scaling.long_attention_factor
             else:
-                factors = scaling.short
-                magnitude = scaling.short_attention
+                factors = scaling.short_factor
+                magnitude = scaling.short_attention_factor
             frequencies = base_frequencies(rope) / torch.tensor(factors)
     angles = positions * frequencies
     return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def base_frequencies(rope: RopeSpec, theta: float | torch.Tensor | None = None) -> torch.Tensor:
-    """[..., dim / 2] radians a position; a column of bases gives one row of frequencies each."""
+    """Return frequencies [..., dim / 2] in radians per position; theta may be a column of bases."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
     base = rope.theta if theta is None else theta
     return 1.0 / (base**exponents)
@@ -60,18 +60,21 @@ def base_frequencies(rope: RopeSpec, theta: float | torch.Tensor | None = None) 
 def dynamic_frequencies(
     rope: RopeSpec, scaling: DynamicScaling, positions: torch.Tensor
 ) -> torch.Tensor:
-    length = (positions + 1).clamp(min=scaling.original)
-    growth = scaling.factor * length / scaling.original - (scaling.factor - 1)
+    """Dynamic NTK scaling: the base grows with the position beyond the original context."""
+    length = (positions + 1).clamp(min=scaling.original_context)
+    growth = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
     return base_frequencies(rope, rope.theta * growth ** (rope.dim / (rope.dim - 2)))
 
 
 def llama3_frequencies(rope: RopeSpec, scaling: Llama3Scaling) -> torch.Tensor:
+    """Llama 3 scaling: low frequencies are divided by the factor, high ones stay as they are."""
     frequencies = base_frequencies(rope)
     slowed = frequencies / scaling.factor
     wavelength = 2 * math.pi / frequencies
-    longest = scaling.original / scaling.low
-    shortest = scaling.original / scaling.high
-    smooth = (scaling.original / wavelength - scaling.low) / (scaling.high - scaling.low)
+    longest = scaling.original_context / scaling.low_freq_factor
+    shortest = scaling.original_context / scaling.high_freq_factor
+    ramp_width = scaling.high_freq_factor - scaling.low_freq_factor
+    smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / ramp_width
     blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
     unblended = torch.where(wavelength > longest, slowed, frequencies)
     in_between = (wavelength <= longest) & (wavelength >= shortest)
@@ -79,9 +82,11 @@ def llama3_frequencies(rope: RopeSpec, scaling: Llama3Scaling) -> torch.Tensor:
 
 
 def yarn_frequencies(rope: RopeSpec, scaling: YarnScaling) -> torch.Tensor:
+    """YaRN scaling: a linear ramp over the dimensions between unscaled and scaled frequencies."""
+
     def dimension_of(rotations: float) -> float:
-        """The (fractional) pair that rotates so often over the original context."""
-        wavelength = scaling.original / (rotations * 2 * math.pi)
+        """Return the (fractional) pair with this many rotations over the original context."""
+        wavelength = scaling.original_context / (rotations * 2 * math.pi)
         return rope.dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
     low = dimension_of(scaling.beta_fast)

@@ -2,8 +2,8 @@
 
 The model asks for a tensor by name and shape; a source returns a LazyTensor. Nothing is read before
 a LazyTensor is loaded, and then only the rows and columns that are needed. Files are mapped in
-small windows, so memory never holds a checkpoint beside the weights. A missing tensor is an error,
-an unused one is listed. A source does not know what a tensor is for.
+small windows, so memory never holds a checkpoint besides the weights. A missing tensor is an error,
+an unused one is listed. A source does not know what a tensor is used for.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from bloomery.models.weight_stream import WaitForRead, WeightStream
 from bloomery.quant.base import CheckpointTensors
 from bloomery.quant.lazy_tensor import LazyTensor, PendingLoad, QuantizedBlocks, Range, prefetch
 
-AdvanceProgress = Callable[[int], None]  # called with n for every n bytes read
-ProgressReport = Callable[[str, int, int], None]  # what is being loaded, bytes done, bytes in all
+AdvanceProgress = Callable[[int], None]  # called with the number of bytes just read
+ProgressReport = Callable[[str, int, int], None]  # title, bytes read so far, total bytes
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -58,26 +58,27 @@ CPU = torch.device("cpu")
 
 
 class WeightSource(CheckpointTensors, Protocol):
-    """Where weights come from."""
+    """Provides the tensors of a model by name."""
 
     advance: AdvanceProgress
 
     @property
     def nbytes(self) -> int:
-        """The bytes there are to read; 0 for random weights."""
+        """The bytes of all tensors in files; 0 for random weights."""
         ...
 
     def names(self) -> Collection[str]: ...
     def unused(self) -> tuple[str, ...]:
-        """The names of tensors that were never asked for."""
+        """Return the names of tensors that were never requested."""
         ...
 
 
 def ignore_progress(count: int) -> None:
-    """Report nothing."""
+    """An AdvanceProgress that does nothing."""
 
 
 def open_source(artifact: ModelArtifact, load_format: str = "auto") -> WeightSource:
+    """Open the weights of a model, or random weights if `load_format` is "dummy"."""
     if load_format == "dummy":
         return DummySource()
     if artifact.kind == "gguf":
@@ -87,16 +88,17 @@ def open_source(artifact: ModelArtifact, load_format: str = "auto") -> WeightSou
 
 # ---- tensors in files ----------------------------------------------------------------------------
 
-CACHED_VALUES = 1 << 18  # values decoded at once on a CPU: as many as its caches hold
-STREAMED_VALUES = 1 << 22  # values copied or decoded at once otherwise
+CACHED_VALUES = 1 << 18  # values decoded at a time on a CPU: they fit into its caches
+STREAMED_VALUES = 1 << 22  # values copied or decoded at a time otherwise
 PANELS_AHEAD = 16  # panels being read while one is decoded
 
 
 def map_bytes(file: Path, start: int, end: int) -> torch.Tensor:
     """Map bytes of a file as uint8, without a copy; unmapped with the last view of them.
 
-    The mapping is private and writable, as torch requires of a buffer; the file cannot change. Each
-    range is mapped anew, so neither address space nor resident memory holds a whole checkpoint.
+    The mapping is private and writable, as torch requires of a buffer, so the file cannot change.
+    Each range is mapped separately, so neither address space nor resident memory holds a whole
+    checkpoint.
     """
     if start == end:
         return torch.empty(0, dtype=torch.uint8)
@@ -107,10 +109,10 @@ def map_bytes(file: Path, start: int, end: int) -> torch.Tensor:
             raise CheckpointError(
                 f"{file}: became shorter while it was being read; download it again"
             )
-        data = mmap.mmap(handle.fileno(), end - offset, access=mmap.ACCESS_COPY, offset=offset)
+        mapping = mmap.mmap(handle.fileno(), end - offset, access=mmap.ACCESS_COPY, offset=offset)
     if hasattr(mmap, "MADV_WILLNEED"):  # one disk request instead of one for each page fault
-        data.madvise(mmap.MADV_WILLNEED)
-    return torch.frombuffer(data, dtype=torch.uint8, offset=start - offset)
+        mapping.madvise(mmap.MADV_WILLNEED)
+    return torch.frombuffer(mapping, dtype=torch.uint8, offset=start - offset)
 
 
 @dataclass(frozen=True)
@@ -118,39 +120,40 @@ class FileTensor:
     """A tensor in a file, seen as rows of blocks: [product of outer dimensions, last dimension]."""
 
     file: Path
-    kind: str  # the format's name of the type, for messages
+    kind: str  # the type as the file format names it, for messages
     shape: tuple[int, ...]
     start: int
     nbytes: int
     dtype: torch.dtype  # of the values
-    block: tuple[int, int]  # values and bytes of a block; one value if nothing is to be decoded
+    block: tuple[int, int]  # values and bytes of a block; one value if the type is unquantized
     decode: Dequantize | None = None
     readable: bool = True  # False: the type is unknown
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row."""
         return self.nbytes // prod(self.shape[:-1])
 
     def as_raw(self) -> FileTensor:
-        """The same tensor as undecoded bytes."""
+        """Return the same tensor as undecoded bytes."""
         shape = (*self.shape[:-1], self.row_bytes)
         return replace(self, shape=shape, dtype=torch.uint8, block=(1, 1), decode=None)
 
     def column_bytes(self, cols: Range) -> Range:
-        """The bytes of a row that hold these columns, in whole blocks."""
+        """Return the range of a row's bytes that holds these columns, in whole blocks."""
         values, size = self.block
         return cols[0] // values * size, -(-cols[1] // values) * size
 
     def map_rows(self, rows: Range) -> torch.Tensor:
-        """uint8 [rows, bytes of a row], a view of the file."""
+        """Map rows of the file: uint8 [rows, bytes of a row]."""
         start = self.start + rows[0] * self.row_bytes
         end = self.start + rows[1] * self.row_bytes
         return map_bytes(self.file, start, end).view(rows[1] - rows[0], self.row_bytes)
 
     def decode_rows(self, raw: torch.Tensor, cols: Range, device: torch.device) -> torch.Tensor:
-        """uint8 [rows, bytes of a row] -> [rows, cols].
+        """Decode uint8 [rows, bytes of a row] to [rows, cols].
 
-        Blocks are decoded on `device`; unquantized values are a view.
+        Blocks are decoded on `device`. Unquantized values are returned as a view.
         """
         first_byte, end_byte = self.column_bytes(cols)
         if self.decode is None:
@@ -173,6 +176,7 @@ class FileMatrix:
     source: FileSource
 
     def read(self, rows: Range, cols: Range | None) -> torch.Tensor:
+        """Read rows and columns on the CPU; a vector has no columns."""
         if cols is None:
             return self._decode((0, 1), rows, CPU)[0]
         if self.transposed:
@@ -180,7 +184,7 @@ class FileMatrix:
         return self._decode(rows, cols, CPU)
 
     def fill(self, out: torch.Tensor, rows: Range, cols: Range | None) -> WaitForRead | None:
-        """Read into `out`. Where that has only begun, return how to wait for it."""
+        """Read into `out`; returns a function that waits for it, or None if the read has ended."""
         if cols is None:
             return self._fill_stored(out[None], (0, 1), rows)
         if self.transposed:
@@ -188,7 +192,7 @@ class FileMatrix:
         return self._fill_stored(out, rows, cols)
 
     def _fill_stored(self, out: torch.Tensor, rows: Range, cols: Range) -> WaitForRead | None:
-        """`fill`, with rows and columns as they are stored."""
+        """Like `fill`, with rows and columns in the order of the file."""
         stream = self.source.stream
         if stream is not None and stream.device.type == out.device.type:
             return self._fill_streamed(stream, out, rows, cols)
@@ -204,7 +208,7 @@ class FileMatrix:
     def _fill_streamed(
         self, stream: WeightStream, out: torch.Tensor, rows: Range, cols: Range
     ) -> WaitForRead | None:
-        """Stream whole rows: straight into `out`, or in panels that are cut and decoded."""
+        """Stream whole rows: directly into `out`, or in panels that are sliced and decoded."""
         tensor = self.tensor
         width = tensor.row_bytes
         first_byte, end_byte = tensor.column_bytes(cols)
@@ -240,7 +244,7 @@ class FileMatrix:
 class FileSource:
     """Tensors of a folder of safetensors files or of a GGUF file.
 
-    They are mapped, or read through `stream` while there is one.
+    They are read through `stream` if it is set, and mapped into memory otherwise.
     """
 
     def __init__(self, origin: Path, entries: Mapping[str, FileTensor]):
@@ -252,6 +256,7 @@ class FileSource:
 
     @classmethod
     def safetensors(cls, folder: Path) -> FileSource:
+        """Open the safetensors files of a folder."""
         return cls(
             folder,
             {
@@ -260,8 +265,8 @@ class FileSource:
             },
         )
 
-    def over(self, file: Path) -> FileSource:
-        """The same source with one more shard, whose tensors take precedence."""
+    def with_shard(self, file: Path) -> FileSource:
+        """Return the same source with one more shard, whose tensors take precedence."""
         shard = {
             name: from_safetensors(file, entry)
             for name, entry in safetensors.read_safetensors_header(file).items()
@@ -270,6 +275,7 @@ class FileSource:
 
     @classmethod
     def gguf(cls, file: gguf.GgufFile) -> FileSource:
+        """Open the tensors of a GGUF file whose header was read."""
         kinds = {tensor.type for tensor in file.tensors.values()}
         dequantizers = {kind: find_dequantizer(kind) for kind in kinds - DTYPES.keys()}
         return cls(
@@ -285,11 +291,13 @@ class FileSource:
         return sum(entry.nbytes for entry in self.entries.values())
 
     def has_quantized_tensors(self) -> bool:
+        """Whether some tensors are stored in quantized blocks."""
         return any(entry.decode is not None for entry in self.entries.values())
 
     def tensor(
         self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None
     ) -> LazyTensor:
+        """Return a tensor that is not read yet; raises if the file does not have that shape."""
         stored_shape = tuple(reversed(shape)) if transposed else tuple(shape)
         entry = self._check_entry(name, stored_shape, expert)
         self.used.add(name)
@@ -325,20 +333,22 @@ class FileSource:
         return entry
 
     def _check_entry(self, name: str, shape: tuple[int, ...], expert: int | None) -> FileTensor:
-        """The tensor of that name, which must have the shape and be readable."""
+        """Return the tensor of that name; raises unless it has the shape and is readable."""
         entry = self._find_entry(name)
         stored = entry.shape if expert is None else entry.shape[1:]
-        if len(shape) == 2 and len(stored) > 2:  # the blocks of a row are a dimension of their own
+        if len(shape) == 2 and len(stored) > 2:
+            # The file stores the blocks of a row as a dimension of their own.
             merged = prod(stored[1:])
             entry = replace(entry, shape=(*entry.shape[: -len(stored) + 1], merged))
             stored = (stored[0], merged)
         if shape[0] == 1 and stored == shape[1:]:
-            stored = shape  # some tools drop the only row of a shared expert's gate
+            # Some tools drop the only row of a shared expert's gate.
+            stored = shape
         if stored != shape or (expert is not None and expert >= entry.shape[0]):
-            wanted = list(shape) if expert is None else ["experts", *shape]
+            expected = list(shape) if expert is None else ["experts", *shape]
             raise CheckpointError(
                 f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, the model expects "
-                f"{wanted}"
+                f"{expected}"
             )
         if not entry.readable:
             raise CheckpointError(
@@ -348,6 +358,7 @@ class FileSource:
 
 
 def from_safetensors(file: Path, entry: safetensors.TensorEntry) -> FileTensor:
+    """Build a FileTensor from an entry of a safetensors header."""
     dtype = DTYPES.get(entry.dtype, torch.uint8)
     return FileTensor(
         file,
@@ -362,6 +373,7 @@ def from_safetensors(file: Path, entry: safetensors.TensorEntry) -> FileTensor:
 
 
 def from_gguf(file: Path, tensor: gguf.GgufTensor, decode: Dequantize | None) -> FileTensor:
+    """Build a FileTensor from a tensor of a GGUF header."""
     return FileTensor(
         file,
         tensor.type,
@@ -381,7 +393,7 @@ DUMMY_DEVIATION = 0.02  # standard deviation of random weights
 
 
 class DummySource:
-    """Random weights of any shape: to measure and to plan without a checkpoint.
+    """Random weights of any shape, to measure and to plan without a checkpoint.
 
     A value is a hash of its tensor's name, row and column, so slices agree with the whole tensor
     and devices agree with each other.
@@ -396,17 +408,20 @@ class DummySource:
     def tensor(
         self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None
     ) -> LazyTensor:
+        """Return a random tensor of this shape."""
         digest = hashlib.blake2b(f"{name} {expert}".encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little", signed=True)
 
         def fill(out: torch.Tensor, rows: Range, cols: Range | None) -> None:
-            if cols is None:  # norm weights are 1 and biases 0: they change nothing
+            if cols is None:  # neutral vectors: norm weights are 1, biases are 0
                 out.fill_(float(name.endswith("weight")))
             else:
                 fill_random(out, seed, (rows[0], cols[0]), DUMMY_DEVIATION)
 
         def read(rows: Range, cols: Range | None) -> torch.Tensor:
-            ranges = (rows,) if cols is None else (rows, cols)
+            ranges = [rows]
+            if cols is not None:
+                ranges.append(cols)
             out = torch.empty([end - start for start, end in ranges], dtype=self.dtype)
             fill(out, rows, cols)
             return out
@@ -414,7 +429,7 @@ class DummySource:
         return LazyTensor.from_reader(shape, self.dtype, read, fill)
 
     def has(self, name: str) -> bool:
-        """Every plain weight exists; parts of a quantized format never do."""
+        """Whether the name is that of an unquantized weight; all of these exist."""
         return name.endswith((".weight", ".bias"))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -431,7 +446,7 @@ class DummySource:
 
 
 def show_progress(total: int, stream: TextIO) -> AbstractContextManager[AdvanceProgress]:
-    """Print how many bytes are read and how long the rest will take."""
+    """Print how many bytes have been read and how long the remaining ones will take."""
     if stream.isatty():
         return _show_progress_bar(total, stream)
     return _print_progress_lines(total, stream)

@@ -1,7 +1,7 @@
 """The decoder model of every family: a spec says what it is, ModelWeights loads its weights.
 
-The forward pass reads like the equations. It knows nothing of batches and sequences: token ids and
-positions are flat, and the attention plan says which of them belong together.
+The forward pass follows the equations of the model. It knows no batches and sequences: token ids
+and positions are flat, and the attention plan has the sequences that they belong to.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ from bloomery.spec import (
 
 @dataclass(frozen=True)
 class DecoderLayer:
+    """Attention and MLP with their norms and residual additions.
+
+    group: tensor parallel ranks, in layers whose two blocks run in parallel.
+    """
+
     spec: LayerSpec
     attention: AttentionBlock
     mlp: MlpBlock | MoeBlock
@@ -53,9 +58,7 @@ class DecoderLayer:
     mlp_post_norm: NormPrologue | None
     attn_sum_norm: NormPrologue | None
     mlp_sum_norm: NormPrologue | None
-    group: CommunicationGroup | None = (
-        None  # tensor parallel ranks, for layers with parallel blocks
-    )
+    group: CommunicationGroup | None = None
     pool: ThreadPool | None = None
 
     def __call__(
@@ -87,7 +90,7 @@ class DecoderLayer:
     def _run_parallel_blocks(
         self, x: ResidualStream, kv_cache: torch.Tensor, context: ForwardContext
     ) -> ResidualStream:
-        """Attention and MLP read the same input and add to the same residual."""
+        """Run attention and MLP on the same input and add both to the same residual."""
         if self.group is not None:
             return self._run_sharded_parallel_blocks(x, kv_cache, context, self.group)
         if self.mlp_norm is not None:
@@ -119,10 +122,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A model, or one rank's part of it: some layers, and of each the part of its layout.
+    """A model, or one rank's part of it: the layers of its pipeline stage, sharded by its layout.
 
-    The first pipeline stage has the embedding, the last one the head. `spec` describes the part
-    that is here, `full_spec` the whole model.
+    The first pipeline stage has the embedding, the last one has the head. `spec` describes this
+    rank's part, `full_spec` the whole model.
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class Decoder:
         self.pool = weights.pool
         self.is_first_stage = layers.start == 0
         self.is_last_stage = layers.stop == len(model.layers)
-        # In the model's own precision: Gemma was trained with a rounded factor.
+        # The factor has the model's precision, because Gemma was trained with a rounded factor.
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         self.embed: VocabEmbedding | None = None
         self.position_table: torch.Tensor | None = None
@@ -171,7 +174,7 @@ class Decoder:
             self.position_table = weights.position_table(
                 extra["positions"], spec.positions, spec.hidden
             )
-        if spec.embed_dim:  # embeddings of another width are projected to the model's
+        if spec.embed_dim:  # the embeddings have another width than the hidden states
             self.project_in = weights.outer_linear(extra["project_in"], spec.hidden, spec.embed_dim)
         self.embed_norm = weights.norm(spec.embed_norm, extra.get("embed_norm", ""), spec.hidden)
 
@@ -185,7 +188,7 @@ class Decoder:
         self.head = load_head(spec, weights, self.embed, group)
 
     def build_rope_cache(self, max_len: int) -> None:
-        """Build the tables for sequences of at most `max_len`; before the first forward pass."""
+        """Build the rope tables for `max_len` positions; call it before the first forward pass."""
         for rope in {layer.attention.position for layer in self.spec.layers}:
             if isinstance(rope, RopeSpec):
                 cos, sin = build_rope_table(rope, max_len)
@@ -204,10 +207,10 @@ class Decoder:
     ) -> torch.Tensor:
         """token_ids, positions, slot_mapping [n] -> hidden states [n, hidden], ready for `logits`.
 
-        `output_rows` [m]: only the states of these tokens are returned. The other tokens end with
-        the keys and values of the last layer.
-        `hidden` [n, hidden]: the states from the pipeline stage before this one. A stage that is
-        not the last one returns such states.
+        `output_rows` [m]: only the states of these tokens are returned. For the other tokens the
+        last layer computes only keys and values.
+        `hidden` [n, hidden]: the states from the previous pipeline stage. A stage that is not the
+        last one returns such states.
         """
         x: ResidualStream = self._embed(token_ids, positions) if hidden is None else hidden
         context = self._forward_context(positions, slot_mapping, backend, plan)
@@ -236,9 +239,8 @@ class Decoder:
         backend: AttentionBackend,
         plan: Any,
     ) -> ForwardContext:
-        if (
-            positions.is_cuda or self.pool is not None
-        ):  # these kernels look the angles up themselves
+        if positions.is_cuda or self.pool is not None:
+            # These kernels look up the angles by position.
             return ForwardContext(backend, plan, slot_mapping, self.rope_cache, positions)
         angles = {
             rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self.rope_cache.items()
@@ -246,7 +248,7 @@ class Decoder:
         return ForwardContext(backend, plan, slot_mapping, angles, None)
 
     def project_features(self, state: torch.Tensor) -> torch.Tensor:
-        """A pooled state [hidden] as the last hidden state of the family: [embedding width]."""
+        """Project a pooled state [hidden] to the width of the embeddings, if the model does so."""
         if self.project_out is None:
             return state
         return self.project_out(state[None].to(self.dtype))[0].float()
@@ -279,6 +281,7 @@ class Decoder:
 def load_embedding(
     spec: ModelSpec, weights: ModelWeights, group: CommunicationGroup | None
 ) -> VocabEmbedding:
+    """Load this rank's part of the token embedding."""
     shard = weights.layout.table(spec.vocab)
     width = spec.embed_dim or spec.hidden
     linear = weights.outer_linear(weights.names.embed, spec.vocab, width, shard=shard)
@@ -292,7 +295,7 @@ def load_head(
     embed: VocabEmbedding | None,
     group: CommunicationGroup | None,
 ) -> LogitsHead:
-    """A head that the checkpoint stores, even if it is tied; else the embedding."""
+    """Load the head if the checkpoint stores it, even if it is tied; else use the embedding."""
     name = weights.names.head
     shard = weights.layout.table(spec.vocab)
     if not spec.tied or f"{name}.weight" in weights.source.names():
@@ -312,14 +315,16 @@ def load_decoder_layer(
     index: int,
     group: CommunicationGroup | None = None,
 ) -> DecoderLayer:
+    """Load this rank's part of layer `index`."""
     prefix = weights.names.layer.format(i=index)
 
     def load_norm(role: str) -> NormPrologue | None:
         name = prefix + weights.names.extra.get(role, "")
         return weights.norm(getattr(spec, role), name, hidden)
 
-    # Parallel blocks are summed once, by the layer itself.
+    # The layer itself all-reduces the sum of parallel blocks, once.
     block_group = None if spec.parallel else group
+    attention = load_attention_block(spec.attention, hidden, weights, prefix, block_group)
     mlp: MlpBlock | MoeBlock
     if isinstance(spec.mlp, MoeSpec):
         mlp = load_moe_block(spec.mlp, hidden, weights, prefix, block_group)
@@ -327,7 +332,7 @@ def load_decoder_layer(
         mlp = load_mlp_block(spec.mlp, hidden, weights, prefix, block_group)
     return DecoderLayer(
         spec,
-        load_attention_block(spec.attention, hidden, weights, prefix, block_group),
+        attention,
         mlp,
         attn_norm=load_norm("attn_norm"),
         attn_post_norm=load_norm("attn_post_norm"),
@@ -347,6 +352,7 @@ def load_attention_block(
     prefix: str,
     group: CommunicationGroup | None,
 ) -> AttentionBlock:
+    """Load this rank's part of an attention block."""
     names = weights.names
     layout = weights.layout
     dim = spec.head_dim
@@ -395,6 +401,7 @@ def load_mlp_block(
     up_name: str | SplitTensors | FusedTensor | None = None,
     down_name: str | None = None,
 ) -> MlpBlock:
+    """Load this rank's part of an MLP; the names default to those of the family's MLP."""
     names = weights.names
     layout = weights.layout
     up = weights.linear(
@@ -420,27 +427,28 @@ def load_mlp_block(
 def load_moe_block(
     spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str, group: CommunicationGroup | None
 ) -> MoeBlock:
+    """Load the router, this rank's part of every expert, and the shared expert if any."""
     names = weights.names
     layout = weights.layout
     up = weights.experts(
         prefix,
         names.expert_up,
-        spec.experts,
+        spec.num_experts,
         [spec.mlp.size, spec.mlp.size],
         hidden,
         layout.up(spec.mlp),
     )
     down = weights.experts(
-        prefix, names.expert_down, spec.experts, [hidden], spec.mlp.size, layout.down(spec.mlp)
+        prefix, names.expert_down, spec.num_experts, [hidden], spec.mlp.size, layout.down(spec.mlp)
     )
     shared = None
     shared_gate = None
     if spec.shared is not None:
-        # Without a group: its result is added to the experts' before the one all-reduce.
+        # No group: the shared result is added to the experts' before their all-reduce.
         shared = load_mlp_block(
             spec.shared, hidden, weights, prefix, None, names.shared_up, names.shared_down
         )
     if spec.shared_gate:
         shared_gate = weights.linear(prefix, names.extra["shared_gate"], [1], hidden, False)
-    router = weights.linear(prefix, names.extra["router"], [spec.experts], hidden, False)
+    router = weights.linear(prefix, names.extra["router"], [spec.num_experts], hidden, False)
     return MoeBlock(spec, router, up, down, shared, shared_gate, group, weights.pool)

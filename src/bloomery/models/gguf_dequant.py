@@ -1,7 +1,7 @@
 """Dequantizes GGUF blocks to float32, on the device where the blocks are.
 
 Each function takes uint8 [blocks, bytes] and returns float32 [blocks, values], bit for bit what the
-gguf package returns. Types that quant/gguf_blocks does not know go through that package.
+gguf package returns. Types that quant/gguf_blocks does not support go through that package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Dequantize = Callable[[torch.Tensor], torch.Tensor]
 
 
 def find_dequantizer(kind: str) -> Dequantize | None:
-    """The function for a quantized type; None if the type cannot be read."""
+    """Return the function that dequantizes a type; None if the type cannot be read."""
     if kind in BLOCK_DECODERS:
         return lambda blocks: BLOCK_DECODERS[kind](blocks).dequantize()
     from gguf.constants import GGMLQuantizationType

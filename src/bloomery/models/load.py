@@ -1,4 +1,4 @@
-"""Loads a model: from the files of a checkpoint to a decoder on its device."""
+"""Loads a model: reads the files of a checkpoint and builds a decoder on its device."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ from bloomery.quant.gguf import GgufFormat
 from bloomery.quant.select import QUALITY_WARNINGS, select_format
 from bloomery.spec import ModelSpec, TensorNames
 
-LoadLayers = Callable[[range], Decoder]  # loads some layers
+LoadLayers = Callable[[range], Decoder]  # loads the layers of a range
 SelectLayers = Callable[[ModelSpec, LoadLayers], range]  # the layers of this pipeline stage
 
 
 @dataclass(frozen=True)
 class LoadedModel:
+    """The result of `load_model`."""
+
     decoder: Decoder
     weight_bytes: int  # in memory
-    notes: tuple[str, ...]  # for the log: what was found and ignored
+    notes: tuple[str, ...]  # for the operator, such as tensors that were ignored
 
 
 def load_model(
@@ -75,8 +77,8 @@ def load_model(
     def open_weights() -> ModelWeights:
         return ModelWeights(source, names, dtype, device, format, layout, pool)
 
-    def load_layers(some: range) -> Decoder:
-        return Decoder(model, open_weights(), mesh.group, some)
+    def load_layers(layer_range: range) -> Decoder:
+        return Decoder(model, open_weights(), mesh.group, layer_range)
 
     model = model_info.model
     layers = range(len(model.layers))
@@ -91,7 +93,7 @@ def load_model(
         weights = open_weights()
         decoder = Decoder(model, weights, mesh.group, layers)
     notes = collect_notes(model_info, source, names, quantize, complete=mesh.num_stages == 1)
-    return LoadedModel(decoder, weights.bytes, notes)
+    return LoadedModel(decoder, weights.loaded_bytes, notes)
 
 
 def open_model(artifact: ModelArtifact, load_format: str) -> tuple[ModelDescription, WeightSource]:
@@ -109,18 +111,21 @@ def collect_notes(
     quantize: str,
     complete: bool,
 ) -> tuple[str, ...]:
-    """`complete`: the whole model was loaded, so every tensor should have been used."""
+    """Return notes for the operator about this checkpoint.
+
+    complete: the whole model was loaded, so every tensor should have been used.
+    """
     notes = []
     if quantize in QUALITY_WARNINGS:
         notes.append(QUALITY_WARNINGS[quantize])
     if quantize != "auto" and isinstance(source, FileSource) and source.has_quantized_tensors():
         notes.append(
-            f"{quantize}: the file's blocks are expanded and rounded once more; left alone they "
-            "lose nothing"
+            f"{quantize}: the file's quantized blocks are dequantized and quantized again, which "
+            "loses precision; without this option they are used as they are"
         )
     if model_info.unread:
         keys = ", ".join(model_info.unread)
-        notes.append(f"the model's description has keys without a meaning here: {keys}")
+        notes.append(f"the model's description has keys that are ignored: {keys}")
     if complete:
         unused = [
             name
@@ -128,16 +133,16 @@ def collect_notes(
             if not any(fnmatch(name, pattern) for pattern in names.ignored)
         ]
         if unused:
-            some = ", ".join(unused[:4])
+            examples = ", ".join(unused[:4])
             notes.append(
-                f"{len(unused)} tensors of the checkpoint are not part of the model: {some} ..."
+                f"{len(unused)} tensors of the checkpoint are not part of the model: {examples} ..."
             )
     return tuple(notes)
 
 
 @contextmanager
 def stream_weights(source: WeightSource, device: torch.device) -> Iterator[None]:
-    """Read files to a GPU through a WeightStream; on a CPU they are mapped into memory."""
+    """Let the source read files through a WeightStream, if the device is a GPU."""
     if device.type == "cpu" or not isinstance(source, FileSource):
         yield
         return

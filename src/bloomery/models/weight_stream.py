@@ -2,10 +2,10 @@
 
 A few threads read into a ring of pinned buffers and start copies to the device on a CUDA stream of
 their own. A buffer is reused once its copy has ended. Disk and device thus work at the same time,
-also across tensors: a reader gets memory that is still being filled, and waits when it needs it.
+also across tensors: the caller gets memory that is still being filled, and waits when it needs it.
 
-On a CPU weights are mapped instead (models/checkpoint); there the same ring works with ordinary
-memory, for tests. This module knows no tensor names and no formats.
+On a CPU, weights are mapped instead (models/checkpoint); tests run the same ring there with
+ordinary memory. This module knows no tensor names and no formats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from bloomery.errors import CheckpointError
 
 NUM_READERS = 8
-CHUNK_BYTES = 8 << 20  # of a buffer; each reader has two, one being read and one being copied
+CHUNK_BYTES = 8 << 20  # of a buffer; each reader has two: one is being read, one copied
 
 WaitForRead = Callable[[], None]
 
@@ -35,9 +35,10 @@ class StagingBuffer:
         is_cuda = device.type == "cuda"
         self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
         self.view = self.bytes.numpy().data
-        self.copied = torch.cuda.Event() if is_cuda else None  # behind the last copy to the device
+        self.copied = torch.cuda.Event() if is_cuda else None  # follows the last copy to the device
 
     def read(self, file: int, name: Path, start: int, count: int) -> None:
+        """Fill the buffer with `count` bytes of a file; waits for the buffer's last copy first."""
         if self.copied is not None:
             self.copied.synchronize()
         num_read = 0
@@ -50,6 +51,7 @@ class StagingBuffer:
             num_read += received
 
     def send(self, out: torch.Tensor, copy_stream: torch.cuda.Stream | None) -> None:
+        """Copy the buffer to `out`, without waiting if there is a CUDA stream."""
         if copy_stream is None or self.copied is None:
             out.copy_(self.bytes[: len(out)])
             return
@@ -59,7 +61,10 @@ class StagingBuffer:
 
 
 class WeightStream:
-    """A context manager; when it exits, everything that was requested has arrived."""
+    """Reads ranges of files into tensors.
+
+    As a context manager: when it exits, all requested reads have ended.
+    """
 
     def __init__(
         self, device: torch.device, num_readers: int = NUM_READERS, chunk_bytes: int = CHUNK_BYTES
@@ -73,22 +78,22 @@ class WeightStream:
         self.readers = ThreadPoolExecutor(num_readers, "bloomery-reader")
         self.files: dict[Path, int] = {}
         self.pending: deque[Future[None]] = deque()
-        # A request beyond this waits for older ones, so that reported progress is true.
+        # More requests wait for older ones, so that the reported progress is true.
         self.max_pending = 4 * num_readers
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:
+            if error_type is None:
                 self.wait(self.pending)
         finally:
             self.readers.shutdown(cancel_futures=True)
             for file in self.files.values():
                 os.close(file)
             if self.copy_stream is not None:
-                self.copy_stream.synchronize()  # the buffers are freed now; copies must have ended
+                self.copy_stream.synchronize()  # the copies must end before the buffers are freed
 
     def read(self, file: Path, start: int, out: torch.Tensor) -> WaitForRead:
         """Begin to fill `out`, contiguous and of any dtype, with bytes of the file.
@@ -110,7 +115,7 @@ class WeightStream:
         return lambda: self.wait(reads)
 
     def wait(self, reads: Iterable[Future[None]]) -> None:
-        """Wait until these are read. Later kernels of the device run behind their copies."""
+        """Wait until these reads have ended. Later kernels of the device wait for their copies."""
         for read in reads:
             read.result()
         if self.copy_stream is not None:
@@ -126,5 +131,5 @@ class WeightStream:
 
 
 def as_bytes(out: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8 [bytes]."""
+    """Return the memory of a contiguous tensor as uint8 [bytes]."""
     return out.view(-1).view(torch.uint8)

@@ -1,6 +1,6 @@
-"""The weights of a model by canonical name: the decoder asks for each with the shape it expects.
+"""Loads the weights of a model: the decoder requests each weight with the shape it expects.
 
-This is the one place that undoes stored layouts: q, k and v separate or fused, grouped by head or
+Only this file handles the layouts of checkpoints: q, k and v separate or fused, grouped by head or
 not, transposed or not, experts separate or stacked.
 """
 
@@ -43,14 +43,17 @@ class ModelWeights:
         self.format = format or DenseFormat()
         self.layout = layout
         self.pool = pool
-        self.bytes = 0  # loaded so far
+        self.loaded_bytes = 0
 
     # ---- vectors ----
 
     def vector(self, name: str, shape: int | tuple[int, int]) -> torch.Tensor:
         """Load a norm's weight or bias, in float32."""
-        dimensions = (shape,) if isinstance(shape, int) else shape
-        return self._load_tensor(self.source.tensor(name, dimensions), torch.float32)
+        if isinstance(shape, int):
+            stored = self.source.tensor(name, (shape,))
+        else:
+            stored = self.source.tensor(name, shape)
+        return self._load_tensor(stored, torch.float32)
 
     def bias(self, name: str, size: int, shard: WeightShard = UNSHARDED) -> torch.Tensor:
         """Load the bias of a linear layer, in the model's dtype."""
@@ -68,7 +71,7 @@ class ModelWeights:
         shape: int | tuple[int, int],
         heads: Range = (0, 0),
     ) -> NormPrologue | None:
-        """Load a norm. A shape [heads, dim] has one weight a head: the range `heads` is loaded."""
+        """Load a norm. With a shape [heads, dim] each head has its own weights; loads `heads`."""
         if spec is None:
             return None
         weight = self._norm_vector(f"{name}.weight", shape, heads) if spec.weight else None
@@ -78,7 +81,7 @@ class ModelWeights:
         return NormPrologue(spec.kind, weight, bias, spec.eps)
 
     def _norm_vector(self, name: str, shape: int | tuple[int, int], heads: Range) -> torch.Tensor:
-        """A norm's vector; a name with {h} is stored head by head."""
+        """Load a norm's weight or bias; a name with {h} has one tensor for each head."""
         if isinstance(shape, int):
             return self.vector(name, shape)
         if "{h}" not in name:
@@ -87,7 +90,7 @@ class ModelWeights:
 
     def _load_tensor(self, stored: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
         loaded = stored.load(dtype, self.device)
-        self.bytes += loaded.nbytes
+        self.loaded_bytes += loaded.nbytes
         return loaded
 
     # ---- matrices ----
@@ -144,7 +147,7 @@ class ModelWeights:
         inputs: int,
         shard: WeightShard = UNSHARDED,
     ) -> PreparedWeight:
-        """Load one matrix an expert, stacked: [experts * sum of parts, inputs].
+        """Load the matrices of all experts, stacked: [experts * sum of parts, inputs].
 
         `shard` is the part of each expert that this rank holds.
         """
@@ -187,12 +190,12 @@ class ModelWeights:
 
     def _prepare(self, matrix: WeightMatrix) -> PreparedWeight:
         prepared = matrix.prepare(self.dtype, self.device, self.pool)
-        self.bytes += prepared.nbytes
+        self.loaded_bytes += prepared.nbytes
         return prepared
 
 
 class RowArrangeable(Protocol):
-    """What a weight matrix and a bias have in common."""
+    """The operations that weight matrices and biases have in common."""
 
     def rows(self, ranges: Sequence[Range]) -> Self: ...
     def cat(self, others: Sequence[Self]) -> Self: ...
@@ -202,10 +205,12 @@ T = TypeVar("T", bound=RowArrangeable)
 
 
 def select_rows(stored: T, shard: WeightShard) -> T:
+    """Return the rows of the shard."""
     return stored if shard.rows is None else stored.rows(shard.rows)
 
 
 def select_shard(matrix: WeightMatrix, shard: WeightShard) -> WeightMatrix:
+    """Return the rows and columns of the shard."""
     matrix = select_rows(matrix, shard)
     return matrix if shard.cols is None else matrix.cols(*shard.cols)
 
@@ -216,7 +221,7 @@ def arrange_parts(
     parts: Sequence[int],
     heads: AttentionSpec | None,
 ) -> T:
-    """The `parts` below each other; `read(name, rows)` reads one tensor of the checkpoint."""
+    """Concatenate the `parts` by rows; `read(name, rows)` reads one tensor of the checkpoint."""
     if isinstance(stored, SplitTensors):
         first, *others = map(read, stored.names, parts)
         return first.cat(others)
@@ -229,7 +234,7 @@ def arrange_parts(
 
 
 def ungrouped_qkv_ranges(spec: AttentionSpec) -> list[Range]:
-    """The rows of all q, all k, all v in a matrix stored as [kv_head][q heads, k, v][head_dim]."""
+    """Return the rows of all q, all k, all v in a matrix of [kv_head][q heads, k, v][head_dim]."""
     q_heads = spec.num_heads // spec.num_kv_heads
     group_heads = q_heads + 2
     q_ranges = []

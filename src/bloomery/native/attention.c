@@ -9,8 +9,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define KEYS 64        // that a tile of queries reads at once
-#define LOWEST -1e30f  // below every score, and finite
+#define KEYS 64        // keys that a tile of queries reads per iteration
+#define LOWEST -1e30f  // finite, and lower than every score
 
 typedef struct {
     const float *q, *slopes;  // slopes [heads], or NULL
@@ -67,9 +67,10 @@ INLINE void compute_scores(const Attention *a, const int64_t *table, long from, 
             const char *k = a->cache.values + index * element_bytes(kind);
             f32x8 even = load8(q) * load_cache8(kind, k, 0), odd = broadcast8(0);
             int d = 8;
-            for (; d + 16 <= dim; d += 16)
-                even += load8(q + d + 8) * load_cache8(kind, k, d + 8),
-                    odd += load8(q + d) * load_cache8(kind, k, d);
+            for (; d + 16 <= dim; d += 16) {
+                even += load8(q + d + 8) * load_cache8(kind, k, d + 8);
+                odd += load8(q + d) * load_cache8(kind, k, d);
+            }
             if (d < dim) odd += load8(q + d) * load_cache8(kind, k, d);
             t[i] = even + odd;
             if (kind == CACHE_INT8) scale[i] *= *cache_scale(&a->cache, index);
@@ -269,15 +270,18 @@ static void attend_tile(const Attention *a, const int64_t *span, int kv_head, ch
         const float *q = a->q + ((span[1] + r / group_heads) * a->heads + kv_head * group_heads +
                                  r % group_heads) *
                                     a->dim;
-        for (long d = 0; d < t.dim; d++)
-            t.q[r * t.dim + d] = d < a->dim ? q[d] * a->scale : 0, t.out[r * t.dim + d] = 0;
-        t.best[r] = LOWEST, t.total[r] = 0;
+        for (long d = 0; d < t.dim; d++) {
+            t.q[r * t.dim + d] = d < a->dim ? q[d] * a->scale : 0;
+            t.out[r * t.dim + d] = 0;
+        }
+        t.best[r] = LOWEST;
+        t.total[r] = 0;
     }
     for (long d = 0; d < t.dim; d++) t.key_rows[d] = t.keys + d * KEYS;
     long lowest = a->window && span[2] + 1 > a->window ? span[2] + 1 - a->window : 0;
     for (long first = lowest / KEYS * KEYS; first <= last; first += KEYS) {
-        for (long i = 0; i < KEYS;
-             i++) {  // keys past the end repeat the last: their scores are masked
+        // Keys past the end repeat the last one: their scores are masked.
+        for (long i = 0; i < KEYS; i++) {
             long position = first + i <= last ? first + i : last;
             const float *k = load_head(&a->cache, index_at(a, table, position, kv_head, false),
                                        t.values + i * t.dim);
@@ -302,7 +306,7 @@ static void attention_kernel(const void *arguments, const ThreadContext *ctx) {
     const Attention *a = arguments;
     long decodes = a->num_decodes * a->heads, total = decodes + a->num_tiles * a->kv_heads, first,
          end;
-    // A tile costs as much as many decodes. The last tiles go first, for they see the most keys.
+    // A tile costs as much as many decodes. The last tiles run first: they have the most keys.
     while (next_chunk(ctx, total, a->num_tiles ? 1 : chunk_size(ctx, total, 4), &first, &end))
         for (long i = first; i < end; i++) {
             long j = total - 1 - i;

@@ -1,8 +1,8 @@
-"""Compiles the C kernels of this package once a machine and caches the library for the user.
+"""Compiles the C kernels of this package once per machine and caches the library for the user.
 
 The file name of the library is a hash of the sources, the compiler and the processor's features, so
-a stale library is never loaded. The file appears by a rename, so no process sees half of it, and
-it ends with its own digest, so a damaged one is not loaded.
+a stale library is never loaded. The file is renamed into place, so no process sees half of it, and
+it ends with its own digest, so a damaged file is not loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SOURCES = (
     "collectives.c",
 )
 COMPILERS = ("gcc", "clang", "cc")
-# The compiler may fuse a multiplication with the addition behind it; no other float shortcut.
+# The compiler may fuse a multiplication and an addition; it may not reorder float arithmetic.
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-fPIC")
 SANITIZER_FLAGS = (
     "-fsanitize=address,undefined",
@@ -49,7 +49,9 @@ def build_library(extra_flags: tuple[str, ...] = (), folder: Path | None = None)
     target = (folder or cache_folder()) / f"native-{fingerprint(compiler, extra_flags)}.so"
     if target.exists() and is_intact(target):
         return target
-    logging.getLogger(__name__).info("compiling CPU kernels with %s: once, some seconds", compiler)
+    logging.getLogger(__name__).info(
+        "compiling CPU kernels with %s: takes some seconds, once", compiler
+    )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         compile_library([compiler, *FLAGS, *machine_flags(), *extra_flags], target)
@@ -61,6 +63,7 @@ def build_library(extra_flags: tuple[str, ...] = (), folder: Path | None = None)
 
 
 def find_compiler() -> str:
+    """Return the path of the first compiler of COMPILERS that is installed."""
     for name in COMPILERS:
         path = shutil.which(name)
         if path is not None:
@@ -69,6 +72,7 @@ def find_compiler() -> str:
 
 
 def compile_library(compile_command: list[str], target: Path) -> None:
+    """Compile all sources, link them, append the digest and move the library to `target`."""
     source_folder = Path(__file__).parent
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         library = Path(scratch) / target.name
@@ -80,15 +84,15 @@ def compile_library(compile_command: list[str], target: Path) -> None:
             commands.append([*compile_command, "-c", source, "-o", objects[-1]])
         run_all(commands)
         run_all([[*compile_command, "-shared", *objects, "-o", str(library), "-lm"]])
-        with library.open("ab") as file:  # the loader ignores bytes behind the library
+        with library.open("ab") as file:  # the loader ignores bytes after the library
             file.write(hashlib.sha256(library.read_bytes()).digest())
         library.rename(target)
 
 
 def is_intact(library: Path) -> bool:
-    """Whether the file ends with the digest of what comes before."""
-    data = library.read_bytes()
-    return hashlib.sha256(data[:-DIGEST_BYTES]).digest() == data[-DIGEST_BYTES:]
+    """Whether the file ends with the digest of the bytes before it."""
+    content = library.read_bytes()
+    return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
 
 
 def run_all(commands: list[list[str]]) -> None:
@@ -101,6 +105,7 @@ def run_all(commands: list[list[str]]) -> None:
 
 
 def cache_folder() -> Path:
+    """Return the folder of the compiled library."""
     return Path.home() / ".cache" / "bloomery"
 
 
@@ -112,6 +117,7 @@ def machine_flags() -> tuple[str, ...]:
 
 
 def fingerprint(compiler: str, extra_flags: tuple[str, ...]) -> str:
+    """Return a hash of the sources, the flags, the compiler and the processor."""
     compiler_file = Path(compiler).resolve().stat()
     parts = [
         compiler,

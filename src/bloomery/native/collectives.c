@@ -1,13 +1,14 @@
 // Collectives between processes of one machine through shared memory: all-reduce, all-gather, and
 // point-to-point channels; and the vocabulary shards of a tensor parallel embedding.
 //
-// A segment begins with one counter a member; slots follow. A member writes a slot, then increments
-// its counter; a reader waits for that counter. Parts are added in the order of ranks, so all ranks
-// get the same bits. A message of a decode step is short: one thread carries it.
+// A segment begins with one counter per member; slots follow. A member writes a slot, then
+// increments its counter; a reader waits for that counter. Parts are added in the order of ranks,
+// so all ranks get the same bits. The messages of a decode step are short, so one thread copies
+// them.
 //
-// A waiting thread polls for some microseconds, then yields, then sleeps: cores are few, and other
-// programs want them. Every member holds a lock on one byte of the segment's file. The system
-// releases it when the process ends, however it ends; so a wait for a dead member ends too.
+// A waiting thread polls for some microseconds, then yields, then sleeps, because other programs
+// need the cores too. Every member holds a lock on one byte of the segment's file. The system
+// releases the lock when the process ends for any reason, so a wait for a dead member ends too.
 #define _GNU_SOURCE
 #include "native.h"
 
@@ -25,7 +26,7 @@
 
 #define POLLS 2000     // before a waiting thread yields
 #define YIELDS 200     // before it sleeps
-#define CHECK_ALIVE 1  // seconds of sleep before it checks whether the other process lives
+#define CHECK_ALIVE 1  // seconds of sleep before it checks whether the other process is alive
 #define PAGE 4096
 
 typedef struct {
@@ -49,8 +50,8 @@ SharedSegment *shm_open_segment(int file, int rank, int size, long slot_bytes,
                                 long slots_per_member) {
     long header = (size * (long)sizeof(Counter) + PAGE - 1) / PAGE * PAGE;
     long bytes = header + size * slots_per_member * slot_bytes;
-    struct flock mine = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1};
-    if (fcntl(file, F_OFD_SETLK, &mine)) return NULL;
+    struct flock own_lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1};
+    if (fcntl(file, F_OFD_SETLK, &own_lock)) return NULL;
     char *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (memory == MAP_FAILED) return NULL;
     SharedSegment *segment = malloc(sizeof(SharedSegment));
@@ -74,8 +75,8 @@ void shm_close_segment(SharedSegment *segment) {
 }
 
 static bool is_alive(const SharedSegment *segment, int member) {
-    struct flock its = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = member, .l_len = 1};
-    return fcntl(segment->file, F_OFD_GETLK, &its) || its.l_type != F_UNLCK;
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = member, .l_len = 1};
+    return fcntl(segment->file, F_OFD_GETLK, &lock) || lock.l_type != F_UNLCK;
 }
 
 static long futex(atomic_uint *word, int what, unsigned value, const struct timespec *limit) {
@@ -88,28 +89,28 @@ static void publish_count(SharedSegment *segment) {
     if (atomic_load(&counter->sleepers)) futex(&counter->done, FUTEX_WAKE, 1 << 30, NULL);
 }
 
-static inline bool has_reached(Counter *counter, unsigned wanted) {
-    return (int)(atomic_load_explicit(&counter->done, memory_order_acquire) - wanted) >= 0;
+static inline bool has_reached(Counter *counter, unsigned target) {
+    return (int)(atomic_load_explicit(&counter->done, memory_order_acquire) - target) >= 0;
 }
 
-// Waits until a member's counter has reached `wanted`; false if the member is dead.
-static bool wait_for_count(ThreadPool *pool, SharedSegment *segment, int member, unsigned wanted) {
+// Waits until a member's counter has reached `target`; false if the member is dead.
+static bool wait_for_count(ThreadPool *pool, SharedSegment *segment, int member, unsigned target) {
     Counter *counter = &segment->counters[member];
     for (int i = 0; i < POLLS + YIELDS; i++) {
-        if (has_reached(counter, wanted)) return true;
+        if (has_reached(counter, target)) return true;
         if (i < POLLS) cpu_relax();
         else sched_yield();
     }
     const struct timespec limit = {.tv_sec = CHECK_ALIVE};
-    while (!has_reached(counter, wanted)) {
+    while (!has_reached(counter, target)) {
         if (lost_rank(pool)) return false;  // once one is dead, do not wait for the others
         atomic_fetch_add(&counter->sleepers, 1);
-        unsigned seen = atomic_load(&counter->done);
+        unsigned done = atomic_load(&counter->done);
         long woken =
-            (int)(seen - wanted) >= 0 ? 0 : futex(&counter->done, FUTEX_WAIT, seen, &limit);
+            (int)(done - target) >= 0 ? 0 : futex(&counter->done, FUTEX_WAIT, done, &limit);
         bool late = woken && errno == ETIMEDOUT;
         atomic_fetch_sub(&counter->sleepers, 1);
-        if (late && !is_alive(segment, member) && !has_reached(counter, wanted)) return false;
+        if (late && !is_alive(segment, member) && !has_reached(counter, target)) return false;
     }
     return true;
 }
@@ -122,7 +123,7 @@ SharedSegment *shm_open_segment(int file, int rank, int size, long slot_bytes,
 }
 void shm_close_segment(SharedSegment *segment) { free(segment); }
 static void publish_count(SharedSegment *segment) { (void)segment; }
-static bool wait_for_count(ThreadPool *pool, SharedSegment *segment, int member, unsigned wanted) {
+static bool wait_for_count(ThreadPool *pool, SharedSegment *segment, int member, unsigned target) {
     return false;
 }
 

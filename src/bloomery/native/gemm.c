@@ -3,9 +3,9 @@
 // A matrix is stored in panels of eight rows, one block of 32 columns after the other. Inside a
 // block the codes are interleaved: four columns of row 0, the same four of row 1, and so on. One
 // vector instruction then multiplies four columns of eight rows, and each lane sums one row.
-// Activations are rounded to eight bits with one scale a block. Integer sums of a block are exact,
-// and blocks are added in float32 in one order, whatever the number of rows: the result of a row
-// does not depend on the other rows of the batch.
+// Activations are rounded to eight bits with one scale per block. Integer sums of a block are
+// exact, and blocks are added in float32 in one order, whatever the number of rows: the result of a
+// row does not depend on the other rows of the batch.
 //
 // A weight is d * code + m. Of each block of eight rows:
 //   codes    4 bits: 128 bytes, byte 32 j + 4 row + i = column 4 j + i, and column 16 + 4 j + i in
@@ -52,7 +52,8 @@ static inline long block_bytes(Kind kind) {
     return bits_of(kind) * 32 + (scales_of(kind) == AFFINE ? 32 : 16);
 }
 static inline long super_bytes(Kind kind) {
-    return scales_of(kind) == SUPER ? 32 : scales_of(kind) == HALF_BLOCK ? 16 : 0;
+    if (scales_of(kind) == SUPER) return 32;
+    return scales_of(kind) == HALF_BLOCK ? 16 : 0;
 }
 
 static inline long panel_bytes(Kind kind, long columns) {
@@ -132,7 +133,10 @@ static void quantize_row(const float *x, const QuantizedRows *to, long row) {
         broadcast8(12582912.0f);  // 1.5 * 2**23: adding it rounds to the nearest integer
     for (long b = 0; b < to->blocks; b++, x += BLOCK, values += BLOCK) {
         f32x8 v[4], top = broadcast8(0);
-        for (int i = 0; i < 4; i++) v[i] = load8(x + 8 * i), top = max8(top, abs8(v[i]));
+        for (int i = 0; i < 4; i++) {
+            v[i] = load8(x + 8 * i);
+            top = max8(top, abs8(v[i]));
+        }
         float scale = reduce_max8(top) / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
         i32x8 total = {0};
         for (int i = 0; i < 4; i++) {
@@ -236,7 +240,10 @@ INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count,
     for (int r = 0; r < count; r++) sum[r] = (Ints){0};
     for (int j = 0; j < 4; j++) {
         int8_t first[32], second[32];
-        for (int i = 0; i < 32; i++) first[i] = w[32 * j + i] & 15, second[i] = w[32 * j + i] >> 4;
+        for (int i = 0; i < 32; i++) {
+            first[i] = w[32 * j + i] & 15;
+            second[i] = w[32 * j + i] >> 4;
+        }
         for (int r = 0; r < count; r++)
             sum[r] = dot_four(dot_four(sum[r], first, x[r] + 4 * j), second, x[r] + 16 + 4 * j);
     }
@@ -263,8 +270,10 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
     const long code_bytes = bits_of(kind) * 32, step = block_bytes(kind);
     const int8_t *q[TILE];
     f32x8 sum[TILE], super = broadcast8(0), lowest = broadcast8(0);
-    for (int r = 0; r < count; r++)
-        q[r] = x->values + (row + r) * x->columns, sum[r] = broadcast8(0);
+    for (int r = 0; r < count; r++) {
+        q[r] = x->values + (row + r) * x->columns;
+        sum[r] = broadcast8(0);
+    }
     const float *scale = x->scales + row * x->blocks, *total = x->sums + row * x->blocks;
     for (long b = 0; b < x->blocks; b++, w += step) {
         f32x8 d, m = broadcast8(0), d2 = broadcast8(0);
@@ -274,10 +283,19 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
             w += super_bytes(kind);
         }
         const uint8_t *s = w + code_bytes;
-        if (scales == SYMMETRIC) d = load_half8(s), m = d * broadcast8(-8);
-        else if (scales == AFFINE) d = load_half8(s), m = load_half8(s + 16);
-        else if (scales == SUPER) d = super * bytes8(s), m = lowest * bytes8(s + 8);
-        else d = super * signed8(s), d2 = super * signed8(s + 8);
+        if (scales == SYMMETRIC) {
+            d = load_half8(s);
+            m = d * broadcast8(-8);
+        } else if (scales == AFFINE) {
+            d = load_half8(s);
+            m = load_half8(s + 16);
+        } else if (scales == SUPER) {
+            d = super * bytes8(s);
+            m = lowest * bytes8(s + 8);
+        } else {
+            d = super * signed8(s);
+            d2 = super * signed8(s + 8);
+        }
         Ints low[TILE], high[TILE];
         if (bits_of(kind) == 4) {
             dots_4bit(w, q, count, low);
@@ -285,13 +303,14 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
             dots_8bit(w, q, 0, count, low);
             dots_8bit(w + 128, q, 16, count, high);
         }
-        for (int r = 0; r < count; r++, q[r - 1] += BLOCK) {
-            f32x8 one = broadcast8(scale[r * x->blocks + b]);
+        for (int r = 0; r < count; r++) {
+            q[r] += BLOCK;
+            f32x8 row_scale = broadcast8(scale[r * x->blocks + b]);
             if (scales == HALF_BLOCK)
-                sum[r] += (d * one) * to_floats(low[r]) + (d2 * one) * to_floats(high[r]);
-            else
-                sum[r] +=
-                    (d * one) * to_floats(bits_of(kind) == 4 ? low[r] : add_ints(low[r], high[r]));
+                sum[r] += (d * row_scale) * to_floats(low[r]) +
+                          (d2 * row_scale) * to_floats(high[r]);
+            else if (bits_of(kind) == 4) sum[r] += (d * row_scale) * to_floats(low[r]);
+            else sum[r] += (d * row_scale) * to_floats(add_ints(low[r], high[r]));
         }
         if (scales == AFFINE || scales == SUPER || kind == Q4)
             for (int r = 0; r < count; r++) sum[r] += m * broadcast8(total[r * x->blocks + b]);
@@ -361,10 +380,10 @@ static void multiply_dense_panel(const float *w, long columns, long height, cons
             if (height - o < 4)
                 for (long i = 0; i < height - o; i++)
                     for (int j = 0; j < rows; j++) {
-                        float one[3][4];
+                        float single[3][4];
                         multiply_dense_rows(at + i * columns, columns, 1, from + j * columns, 1,
-                                            one);
-                        part[j][i] = one[0][0];
+                                            single);
+                        part[j][i] = single[0][0];
                     }
             else if (rows == 1) multiply_dense_rows(at, columns, 4, from, 1, part);
             else if (rows == 2) multiply_dense_rows(at, columns, 4, from, 2, part);
@@ -387,19 +406,24 @@ typedef struct {
     Norm norm;
     float scale;
     int epilogue, activation;
-    bool prepared;  // the operation before has normed and rounded the rows
+    bool prepared;  // the previous operation has normed and quantized the rows
 } Linear;
 
-#define ROW_CHUNK 96    // rows of activations that stay in a core's cache while panels stream by
-#define REDUNDANT 4096  // up to so many values every thread prepares for itself, without a barrier
+#define ROW_CHUNK 96  // rows of activations that stay in the cache of a core while panels are read
+// Up to this many values, every thread prepares the activations for itself, without a barrier.
+#define MAX_REDUNDANT_VALUES 4096
 
 static void prepare_row(const Linear *a, const char *space, long row, float *normed) {
     long columns = a->matrix->columns;
     const float *x = a->x + row * columns;
     bool dense = a->matrix->segment[0].kind == F32;
     float *to = dense ? (float *)space + row * columns : normed;
-    if (a->norm.kind) norm_row(x, to, columns, &a->norm), x = to;
-    else if (dense) memcpy(to, x, columns * sizeof(float));
+    if (a->norm.kind) {
+        norm_row(x, to, columns, &a->norm);
+        x = to;
+    } else if (dense) {
+        memcpy(to, x, columns * sizeof(float));
+    }
     if (!dense) {
         QuantizedRows quantized = quantized_rows_at(space, a->rows, columns);
         quantize_row(x, &quantized, row);
@@ -430,8 +454,11 @@ typedef struct {
 static PanelView panel_at(const Matrix *m, long index) {
     long row = 0;
     const Segment *s = m->segment;
-    while (index >= (s->rows + PANEL - 1) / PANEL)
-        index -= (s->rows + PANEL - 1) / PANEL, row += s->rows, s++;
+    while (index >= (s->rows + PANEL - 1) / PANEL) {
+        index -= (s->rows + PANEL - 1) / PANEL;
+        row += s->rows;
+        s++;
+    }
     long step = s->kind == F32 ? PANEL * m->columns * (long)sizeof(float)
                                : panel_bytes(s->kind, m->columns);
     long height = s->rows - index * PANEL;
@@ -523,7 +550,7 @@ void native_linear(ThreadPool *pool, const Matrix *matrix, const float *x, long 
         matrix, x,        bias,       residual, out, rows, {norm, eps, norm_weight, norm_bias},
         scale,  epilogue, activation, false};
     double work = (double)rows * matrix->columns, product = work * matrix->rows / 32;
-    a.prepared = pool_num_threads(pool) > 1 && work > REDUNDANT;
+    a.prepared = pool_num_threads(pool) > 1 && work > MAX_REDUNDANT_VALUES;
     size_t normed_bytes = matrix->columns * sizeof(float) + 64;
     if (a.prepared) {
         reserve_shared(pool, prepared_bytes(&a));
@@ -539,7 +566,10 @@ void native_linear(ThreadPool *pool, const Matrix *matrix, const float *x, long 
 
 static void dequantize_row(const Matrix *m, long row, float *out) {
     const Segment *s = m->segment;
-    while (row >= s->rows) row -= s->rows, s++;
+    while (row >= s->rows) {
+        row -= s->rows;
+        s++;
+    }
     if (s->kind == F32) {
         memcpy(out, (const float *)s->data + row * m->columns, m->columns * sizeof(float));
         return;
@@ -557,16 +587,22 @@ static void dequantize_row(const Matrix *m, long row, float *out) {
         }
         const uint8_t *at = w + bits_of(kind) * 32;
         for (int i = 0; i < BLOCK; i++) {
-            float d, least = 0;
-            if (scales == SUPER) d = super * at[lane], least = lowest * at[8 + lane];
-            else if (scales == HALF_BLOCK) d = super * (int8_t)at[i / 16 * 8 + lane];
-            else d = load_half8(at)[lane], least = scales == AFFINE ? load_half8(at + 16)[lane] : 0;
+            float d, minimum = 0;
+            if (scales == SUPER) {
+                d = super * at[lane];
+                minimum = lowest * at[8 + lane];
+            } else if (scales == HALF_BLOCK) {
+                d = super * (int8_t)at[i / 16 * 8 + lane];
+            } else {
+                d = load_half8(at)[lane];
+                if (scales == AFFINE) minimum = load_half8(at + 16)[lane];
+            }
             int j = i % 16 / 4 * 32 + lane * 4 + i % 4;
-            int q =
-                bits_of(kind) == 4 ? (i < 16 ? w[j] & 15 : w[j] >> 4) : (int8_t)w[i / 16 * 128 + j];
-            *out++ = scales == AFFINE || scales == SUPER ? d * q + least
-                     : bits_of(kind) == 4                ? d * (q - 8)
-                                                         : d * q;
+            int q;
+            if (bits_of(kind) == 8) q = (int8_t)w[i / 16 * 128 + j];
+            else q = i < 16 ? w[j] & 15 : w[j] >> 4;
+            if (scales == AFFINE || scales == SUPER) *out++ = d * q + minimum;
+            else *out++ = bits_of(kind) == 4 ? d * (q - 8) : d * q;
         }
     }
 }

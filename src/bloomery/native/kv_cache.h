@@ -1,5 +1,5 @@
 // The memory layout of the KV cache: [2, slots, kv heads, head dim] of float32, float16 or int8.
-// Behind int8 values lie their scales, float32 [2, slots, kv heads]: one factor for each head.
+// The scales of int8 values follow the values: float32 [2, slots, kv heads], one for each head.
 #pragma once
 #include "native.h"
 
@@ -50,7 +50,9 @@ static inline void store_head(const KvCache *c, long index, const float *x) {
         float scale = largest / 127 > 1e-12f ? largest / 127 : 1e-12f;
         for (int d = 0; d < c->head_dim; d++) {
             float y = rintf(x[d] / scale);
-            to[d] = (int8_t)(y > 127 ? 127 : y > -127 ? y : -127);  // NaN becomes -127
+            if (y > 127) y = 127;
+            if (!(y > -127)) y = -127;  // also for NaN
+            to[d] = (int8_t)y;
         }
         *cache_scale(c, index) = scale;
     }

@@ -1,7 +1,7 @@
-"""Native CPU operations: tensors in, tensors out.
+"""Native CPU operations: each takes tensors and calls a C kernel.
 
-Shapes and meanings are those of the torch functions they replace. A caller first asks
-`pool.accepts` whether its tensors qualify. While a trace is recorded on the pool, an operation is
+They take and return the same shapes as the torch functions that they replace. A caller first checks
+`pool.accepts` for its tensors. While a trace is recorded on the pool, an operation is
 recorded and its result is not computed yet.
 """
 
@@ -58,12 +58,12 @@ class NativeMatrix:
         self.columns = columns
         self.segments = tuple(segments)
         count = len(segments)
-        data = (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor, _, _ in segments))
+        pointers = (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor, _, _ in segments))
         heights = (ctypes.c_int64 * count)(*(rows for _, rows, _ in segments))
         kinds = (ctypes.c_int64 * count)(*(kind for _, _, kind in segments))
         library = pool.library
         self.free = library.matrix_free
-        self.handle = library.matrix_create(self.rows, columns, count, data, heights, kinds)
+        self.handle = library.matrix_create(self.rows, columns, count, pointers, heights, kinds)
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
@@ -75,7 +75,7 @@ class NativeMatrix:
 
     @property
     def halves_align(self) -> bool:
-        """Whether rows i and i + rows / 2 have the same place in two panels, as a gate needs."""
+        """Whether rows i and i + rows / 2 have the same place in their panels, as a gate needs."""
         half = self.rows // 2
         if self.rows % 2 or half % PANEL_ROWS:
             return False
@@ -91,7 +91,7 @@ class NativeMatrix:
 
     @classmethod
     def from_dense(cls, pool: ThreadPool, weight: torch.Tensor) -> NativeMatrix:
-        """A float32 matrix, used where it lies."""
+        """Wrap a float32 matrix without a copy."""
         return cls(pool, weight.shape[1], [(weight, weight.shape[0], FLOAT32)])
 
 
@@ -114,6 +114,7 @@ def pack_blocks(pool: ThreadPool, kind: str, blocks: torch.Tensor, columns: int)
 
 
 def pack_segment(pool: ThreadPool, kind: str, blocks: torch.Tensor, columns: int) -> MatrixSegment:
+    """Pack rows of GGUF blocks into a segment of a NativeMatrix."""
     return pack_blocks(pool, kind, blocks, columns), len(blocks), PACKED_TYPES[kind][1]
 
 
@@ -128,7 +129,7 @@ def fused_linear(
     prologue: NormPrologue | None,
     epilogue: Epilogue,
 ) -> torch.Tensor | None:
-    """Norm, product, and residual or activation as one operation; None if it cannot be fused."""
+    """Run norm, product, and residual or activation as one operation; None if not supported."""
     if isinstance(epilogue, QkvEpilogue):
         return None
     if isinstance(epilogue, ActivationEpilogue) and epilogue.gated and not matrix.halves_align:
@@ -238,7 +239,7 @@ def elementwise(
     number: float = 0.0,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """Apply one of the ElementwiseOp constants above to x, and to y or a number if it has them."""
+    """Apply an ElementwiseOp (the constants above) to x, and to y or `number` if it takes one."""
     shape = tuple(x.shape)
     if operation == GATED_ACTIVATION:
         shape = (*x.shape[:-1], x.shape[-1] // 2)
@@ -258,11 +259,12 @@ def elementwise(
 
 
 def copy_tensor(pool: ThreadPool, target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the bytes of `source` to `target`, a contiguous tensor of the same size."""
     pool.library.native_copy(pool.handle, data_pointer(target), data_pointer(source), target.nbytes)
 
 
 def add_integer(pool: ThreadPool, x: torch.Tensor, number: int) -> torch.Tensor:
-    """x + number, of int64."""
+    """Return x + number, in int64."""
     out = pool.empty(tuple(x.shape), torch.int64)
     pool.library.native_add_integer(
         pool.handle, data_pointer(x), x.numel(), number, data_pointer(out)
@@ -388,7 +390,7 @@ def gather_decode_inputs(
     block_tables: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, ...]:
-    """The inputs of a decode step of these rows [n].
+    """Gather the inputs of a decode step of these rows [n].
 
     Returns token ids, positions, slot mapping and seq lens, each [n], and block tables [n, width].
     """
@@ -470,7 +472,7 @@ def sample_tokens(
 def local_vocab_rows(
     pool: ThreadPool, token_ids: torch.Tensor, first: int, end: int
 ) -> torch.Tensor:
-    """token ids [n] -> their rows in the shard [first, end); row 0 for foreign tokens."""
+    """Map token ids [n] to rows of the shard [first, end); ids outside of it map to row 0."""
     rows = pool.empty((len(token_ids),), torch.int64)
     pool.library.native_local_vocab_rows(
         pool.handle, data_pointer(token_ids), len(token_ids), first, end, data_pointer(rows)

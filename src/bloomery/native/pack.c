@@ -70,8 +70,12 @@ INLINE void pack_codes(const Type type, const uint8_t *b, int sub, uint8_t *to) 
     uint8_t q[32];
     unpack_codes(type, b, sub, q);
     for (int i = 0; i < 16; i++)
-        if (type == Q4_K) to[i] = q[i] | q[i + 16] << 4;
-        else to[i] = q[i], to[i + 16] = q[i + 16];
+        if (type == Q4_K) {
+            to[i] = q[i] | q[i + 16] << 4;
+        } else {
+            to[i] = q[i];
+            to[i + 16] = q[i + 16];
+        }
 }
 
 // Four bytes of a row lie together, then four of the next row.
@@ -85,10 +89,15 @@ INLINE void pack_scales(const Type type, const uint8_t *b, int sub, int row, uin
         case Q8_0:
         case Q5_0: memcpy(to + 2 * row, b, 2); break;
         case Q4_1:
-        case Q5_1: memcpy(to + 2 * row, b, 2), memcpy(to + 16 + 2 * row, b + 2, 2); break;
+        case Q5_1:
+            memcpy(to + 2 * row, b, 2);
+            memcpy(to + 16 + 2 * row, b + 2, 2);
+            break;
         case Q4_K:
         case Q5_K: scale_and_minimum(b + 4, sub, to + row, to + 8 + row); break;
-        case Q6_K: to[row] = b[192 + 2 * sub], to[8 + row] = b[192 + 2 * sub + 1];
+        case Q6_K:
+            to[row] = b[192 + 2 * sub];
+            to[8 + row] = b[192 + 2 * sub + 1];
     }
 }
 
@@ -100,9 +109,10 @@ typedef struct {
 } Pack;
 
 static inline long packed_panel_bytes(Type type, long columns) {
-    long bits = type <= Q4_K ? 4 : 8, head = type == Q4_K || type == Q5_K ? 32
-                                             : type == Q6_K               ? 16
-                                                                          : 0;
+    long bits = type <= Q4_K ? 4 : 8;
+    long head = 0;
+    if (type == Q4_K || type == Q5_K) head = 32;
+    if (type == Q6_K) head = 16;
     long scales = type == Q4_1 || type == Q5_1 ? 32 : 16;
     return columns / BLOCK * (bits * 32 + scales) + columns / 256 * head;
 }

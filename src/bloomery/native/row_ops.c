@@ -14,7 +14,9 @@ void norm_row(const float *x, float *y, long n, const Norm *norm) {
     if (norm->kind == 2) {
         for (k = 0; k + LANES <= n; k += LANES) total += load8(x + k);
         for (; k < n; k++) tail += x[k];
-        mean = (reduce_sum8(total) + tail) / (float)n, total = broadcast8(0), tail = 0;
+        mean = (reduce_sum8(total) + tail) / (float)n;
+        total = broadcast8(0);
+        tail = 0;
     }
     for (k = 0; k + LANES <= n; k += LANES) {
         f32x8 v = load8(x + k) - broadcast8(mean);
@@ -39,7 +41,7 @@ void norm_row(const float *x, float *y, long n, const Norm *norm) {
 typedef struct {
     const float *x;
     float *out;
-    long rows, columns, groups;  // row r uses row r % groups of the weights: one for each head
+    long rows, columns, groups;  // row r uses row r % groups of the weights (one for each head)
     Norm norm;
 } NormRows;
 
@@ -106,15 +108,17 @@ static void elementwise_kernel(const void *arguments, const ThreadContext *ctx) 
             long ends = a->op == GATED_ACTIVATE ? (i / a->width + 1) * a->width : stop;
             ends = ends < stop ? ends : stop;
             const float *x = a->x + i, *y = a->y ? a->y + i : x;
-            if (a->op == GATED_ACTIVATE)
-                x = a->x + i / a->width * a->width * 2 + i % a->width, y = x + a->width;
+            if (a->op == GATED_ACTIVATE) {
+                x = a->x + i / a->width * a->width * 2 + i % a->width;
+                y = x + a->width;
+            }
             long n = ends - i, k = 0;
             for (; k + LANES <= n; k += LANES)
                 store8(a->out + i + k, apply_op(a, load8(x + k), load8(y + k)));
             if (k < n) {
                 f32x8 u = broadcast8(0), v = broadcast8(0), w;
-                memcpy(&u, x + k, (n - k) * sizeof(float)),
-                    memcpy(&v, y + k, (n - k) * sizeof(float));
+                memcpy(&u, x + k, (n - k) * sizeof(float));
+                memcpy(&v, y + k, (n - k) * sizeof(float));
                 w = apply_op(a, u, v);
                 memcpy(a->out + i + k, &w, (n - k) * sizeof(float));
             }
@@ -188,8 +192,10 @@ static void transform_head(const RopeCache *a, long token, int head, float *head
     int dim = a->head_dim, half = a->rope_dim / 2;
     const float *x = a->qkv + (token * (a->heads + 2 * a->kv_heads) + head) * dim;
     if (a->clip > 0)
-        for (int d = 0; d < dim; d++)
-            head_out[d] = x[d] > a->clip ? a->clip : x[d] < -a->clip ? -a->clip : x[d];
+        for (int d = 0; d < dim; d++) {
+            float clipped = x[d] > a->clip ? a->clip : x[d];
+            head_out[d] = clipped < -a->clip ? -a->clip : clipped;
+        }
     else memcpy(head_out, x, dim * sizeof(float));
     if (head < a->heads + a->kv_heads) {
         if (a->norm) {

@@ -65,8 +65,10 @@ static inline u32x8 load_candidates8(const Candidates *c, long i, f32x8 *z) {
     long n = c->count - i < 8 ? c->count - i : 8;
     if (c->ids) {
         id = steps * 0;
-        for (long j = 0; j < n; j++)
-            id[j] = (uint32_t)c->ids[i + j], s[j] = c->logits[c->ids[i + j]];
+        for (long j = 0; j < n; j++) {
+            id[j] = (uint32_t)c->ids[i + j];
+            s[j] = c->logits[c->ids[i + j]];
+        }
     } else if (n == 8) s = load8(c->logits + i);
     else memcpy(&s, c->logits + i, n * sizeof(float));
     f32x8 scaled = (s - broadcast8(c->best)) / broadcast8(c->temperature);
@@ -85,8 +87,10 @@ static int32_t find_winner(const Candidates *c) {
         f32x8 noisy = z + gumbel8(id, c->key);
         for (int j = 0; j < 8; j++)
             if (noisy[j] > best ||
-                (noisy[j] == best && noisy[j] > -INFINITY && (int32_t)id[j] < winner))
-                best = noisy[j], winner = (int32_t)id[j];
+                (noisy[j] == best && noisy[j] > -INFINITY && (int32_t)id[j] < winner)) {
+                best = noisy[j];
+                winner = (int32_t)id[j];
+            }
     }
     return winner;
 }
@@ -142,7 +146,10 @@ static void select_top_k(const float *logits, long vocab, long k, int32_t *ids) 
     for (long i = 0; i < k; i++) ids[i] = (int32_t)i;
     for (long i = k / 2; i-- > 0;) sift_down(logits, ids, k, i);
     for (long i = k; i < vocab; i++)
-        if (logits[i] > logits[ids[0]]) ids[0] = (int32_t)i, sift_down(logits, ids, k, 0);
+        if (logits[i] > logits[ids[0]]) {
+            ids[0] = (int32_t)i;
+            sift_down(logits, ids, k, 0);
+        }
     qsort(ids, k, sizeof *ids, compare_ids);
 }
 
@@ -170,7 +177,8 @@ static int32_t sample_row(const Sample *a, long index, int32_t *ids) {
         c.key[i] = hash((uint32_t)a->seeds[2 * row + i] ^ (uint32_t)a->positions[index]);
     if (a->top_k[row] > 0 && a->top_k[row] < a->vocab) {
         select_top_k(logits, a->vocab, a->top_k[row], ids);
-        c.ids = ids, c.count = a->top_k[row];
+        c.ids = ids;
+        c.count = a->top_k[row];
     }
     double mass_limit = top_p < 1 ? top_p * sum_exp(&c) : INFINITY;
     for (;;) {

@@ -40,7 +40,7 @@ struct ThreadPool {
     char *scratch[MAX_THREADS];
     size_t scratch_bytes, shared_bytes;
     char *shared;
-    pthread_mutex_t run_lock;  // held while operations run: one job at a time, and no memory moves
+    pthread_mutex_t run_lock;  // held while operations run: one job at a time, memory stays put
 
     // the current job
     const Operation *operations;
@@ -109,10 +109,10 @@ static void run_job(ThreadPool *pool, int thread) {
 static void *thread_main(void *argument) {
     ThreadStart *start = argument;
     ThreadPool *pool = start->pool;
-    unsigned seen = 0;
+    unsigned last_job = 0;
     for (;;) {
-        wait_for_change(pool, &pool->jobs, seen);
-        seen = atomic_load(&pool->jobs);
+        wait_for_change(pool, &pool->jobs, last_job);
+        last_job = atomic_load(&pool->jobs);
         if (atomic_load(&pool->closing)) return NULL;
         run_job(pool, start->thread);
     }
@@ -184,8 +184,8 @@ void mark_rank_lost(ThreadPool *pool, int rank) { atomic_store(&pool->lost, rank
 int lost_rank(ThreadPool *pool) { return atomic_load(&pool->lost); }
 
 // ---- working memory ----------------------------------------------------------------------------
-// Kernels look both up when they run, never when they are recorded: growing them leaves traces
-// valid.
+// Kernels look up scratch and shared memory when they run, not when they are recorded. So traces
+// stay valid when the memory grows.
 
 static char *reallocate(char *old, size_t bytes) {
     free(old);
@@ -256,8 +256,12 @@ void issue_pair(ThreadPool *pool, Kernel *first, double first_work, Kernel *seco
                 double second_work, const void *arguments, size_t size) {
     Operation pair[] = {make_operation(first, arguments, size, first_work),
                         make_operation(second, arguments, size, second_work)};
-    if (recording) append(recording, pair[0]), append(recording, pair[1]);
-    else run(pool, pair, 2);
+    if (recording) {
+        append(recording, pair[0]);
+        append(recording, pair[1]);
+    } else {
+        run(pool, pair, 2);
+    }
 }
 
 // ---- traces ------------------------------------------------------------------------------------

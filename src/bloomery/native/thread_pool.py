@@ -21,7 +21,7 @@ from bloomery.native.build import build_library
 
 T = TypeVar("T")
 ALIGNMENT = 64  # bytes
-WEIGHT_CHUNK = 64 << 20  # bytes allocated at once for weights; untouched pages cost nothing
+WEIGHT_CHUNK = 64 << 20  # bytes of one allocation for weights; untouched pages cost nothing
 HUGE_PAGE = 2 << 20  # bytes
 
 C_TYPES = {
@@ -113,7 +113,7 @@ class ThreadPool:
         return arena.allocate(prod(shape), dtype).view(shape)
 
     def allocate_weights(self, size: int) -> torch.Tensor:
-        """Allocate bytes for weights on huge pages: every step reads them from end to end."""
+        """Allocate bytes for weights, on huge pages, because every step reads all of them."""
         size = -(-size // ALIGNMENT) * ALIGNMENT
         if size > len(self._weight_memory):
             chunk = torch.empty(max(size, WEIGHT_CHUNK) + HUGE_PAGE, dtype=torch.uint8)
@@ -127,7 +127,8 @@ class ThreadPool:
     def record(self, work: Callable[[], None], arena: TraceArena) -> OpTrace:
         """Run `work` with its native operations recorded instead of executed.
 
-        Results live in the arena. Torch operations still execute: record_trace catches those.
+        Results are allocated in the arena. Torch operations still execute; record_trace prevents
+        them.
         """
         recording = self._recording
         recording.arena = arena
@@ -144,15 +145,15 @@ class ThreadPool:
             recording.references = []
         return OpTrace(self, self.library.trace_end(), references)
 
-    def keep_alive(self, thing: T) -> T:
+    def keep_alive(self, owner: T) -> T:
         """Let the trace that is being recorded hold an object whose memory an operation uses."""
         if self.arena is not None:
-            self._recording.references.append(thing)
-        return thing
+            self._recording.references.append(owner)
+        return owner
 
 
 class TraceRecording(threading.local):
-    """The trace that a thread records. Other threads compute eagerly meanwhile."""
+    """The trace that a thread is recording. Other threads run eagerly meanwhile."""
 
     arena: TraceArena | None = None
 
@@ -176,6 +177,7 @@ class OpTrace:
         return self.library.trace_length(self.handle)
 
     def replay(self) -> None:
+        """Run all operations of the trace."""
         raise_if_rank_lost(self.library.trace_run(self.pool.handle, self.handle))
 
     def __del__(self) -> None:
@@ -183,11 +185,11 @@ class OpTrace:
 
 
 class TraceArena:
-    """Memory for the results of recorded traces. All traces share it, for they never run at once.
+    """Memory for the results of recorded traces. All traces share it: only one runs at a time.
 
-    While a trace is recorded its tensors come and go as in an eager run, and memory without a
-    reference is handed out again. A trace of hundreds of operations thus needs no more memory than
-    the few results that are alive at one time.
+    While a trace is recorded, its tensors are freed as in an eager run, and memory without a
+    reference is allocated again. A trace of hundreds of operations thus needs no more memory than
+    the few results that are alive at the same time.
     """
 
     def __init__(self, size: int):
@@ -196,7 +198,7 @@ class TraceArena:
         self.free_ranges = [(first, first + size)]  # sorted byte ranges
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of `count` elements; its memory is free again when its last view is gone."""
+        """Allocate a tensor of `count` elements; its memory is freed with its last view."""
         size = max(1, -(-count * dtype.itemsize // ALIGNMENT)) * ALIGNMENT
         fitting = (i for i, (start, end) in enumerate(self.free_ranges) if end - start >= size)
         index = next(fitting, None)
@@ -207,7 +209,7 @@ class TraceArena:
         start, end = self.free_ranges.pop(index)
         if end - start > size:
             self.free_ranges.insert(index, (start + size, end))
-        # A tensor made from the buffer holds it; the buffer goes with the last such tensor.
+        # Tensors hold a reference to the buffer, so it is finalized with the last of them.
         buffer = (ctypes.c_uint8 * size).from_address(self.memory.data_ptr() + start)
         weakref.finalize(buffer, self._release, start, start + size).atexit = False
         return torch.frombuffer(buffer, dtype=dtype, count=count)
@@ -241,4 +243,5 @@ def raise_if_rank_lost(lost_rank: int) -> None:
 
 
 def data_pointer(x: torch.Tensor | None) -> int | None:
+    """Return the address of the data of a tensor; None stands for NULL."""
     return None if x is None else x.data_ptr()

@@ -1,9 +1,9 @@
 """Records one step as a trace of native operations, which replays without Python.
 
-This is what a CUDA graph does on a GPU. A recorder watches all torch operations of the step: views
-pass, a few simple operations are translated to native ones, and any other operation ends the
-recording with its name. So no operation is left out of a trace unnoticed, and the model does not
-know that it is being recorded.
+A trace is for a CPU what a CUDA graph is for a GPU. A recorder intercepts all torch operations of
+the step: it executes views, translates a few simple operations to native ones, and raises for any
+other operation. So no operation is missing from a trace unnoticed, and the model needs no code for
+recording.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class OpTraceRecorder(TorchDispatchMode):
 # Each translation returns None where it does not cover the arguments.
 
 
-def add(
+def translate_add(
     pool: ThreadPool, x: torch.Tensor, y: torch.Tensor | float, alpha: float = 1
 ) -> torch.Tensor | None:
     if isinstance(y, torch.Tensor):
@@ -74,7 +74,9 @@ def add(
     return ops.elementwise(pool, ops.ADD_NUMBER, x, number=y * alpha)
 
 
-def multiply(pool: ThreadPool, x: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor | None:
+def translate_multiply(
+    pool: ThreadPool, x: torch.Tensor, y: torch.Tensor | float
+) -> torch.Tensor | None:
     if isinstance(y, torch.Tensor) and y.dim():
         return ops.elementwise(pool, ops.MULTIPLY, x, y) if accepts_pair(pool, x, y) else None
     if not pool.accepts(x):
@@ -82,22 +84,24 @@ def multiply(pool: ThreadPool, x: torch.Tensor, y: torch.Tensor | float) -> torc
     return ops.elementwise(pool, ops.MULTIPLY_NUMBER, x, number=float(y))
 
 
-def divide(pool: ThreadPool, x: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor | None:
+def translate_divide(
+    pool: ThreadPool, x: torch.Tensor, y: torch.Tensor | float
+) -> torch.Tensor | None:
     if isinstance(y, torch.Tensor) and y.dim():
         return None
-    return multiply(pool, x, 1.0 / float(y))
+    return translate_multiply(pool, x, 1.0 / float(y))
 
 
-def tanh(pool: ThreadPool, x: torch.Tensor) -> torch.Tensor | None:
+def translate_tanh(pool: ThreadPool, x: torch.Tensor) -> torch.Tensor | None:
     return ops.elementwise(pool, ops.TANH, x) if pool.accepts(x) else None
 
 
-def index_rows(
+def translate_index_rows(
     pool: ThreadPool, x: torch.Tensor, indices: list[torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """x[indices] of a matrix by row numbers."""
-    rows, *others = indices
-    if others or rows is None or rows.dtype != torch.int64 or rows.dim() != 1:
+    """Translate x[rows] of a matrix."""
+    rows, *other_axes = indices
+    if other_axes or rows is None or rows.dtype != torch.int64 or rows.dim() != 1:
         return None
     if x.dim() != 2 or not pool.accepts(x):
         return None
@@ -105,7 +109,7 @@ def index_rows(
     return ops.gather_rows(pool, matrix, rows)
 
 
-def copy(
+def translate_copy(
     pool: ThreadPool, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor | None:
     if target.dtype != source.dtype or target.shape != source.shape:
@@ -117,14 +121,15 @@ def copy(
 
 
 def accepts_pair(pool: ThreadPool, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether native operations accept these two tensors of one shape."""
     return x.shape == y.shape and pool.accepts(x, y)
 
 
 TRANSLATIONS: Mapping[Any, Callable[..., torch.Tensor | None]] = {
-    aten.add.Tensor: add,
-    aten.mul.Tensor: multiply,
-    aten.div.Tensor: divide,
-    aten.tanh.default: tanh,
-    aten.index.Tensor: index_rows,
-    aten.copy_.default: copy,
+    aten.add.Tensor: translate_add,
+    aten.mul.Tensor: translate_multiply,
+    aten.div.Tensor: translate_divide,
+    aten.tanh.default: translate_tanh,
+    aten.index.Tensor: translate_index_rows,
+    aten.copy_.default: translate_copy,
 }

@@ -70,7 +70,8 @@ static inline uint16_t to_half(float value) {
     if (rest > 0x7f800000) return (uint16_t)(sign | 0x7e00);
     if (rest >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
     if (rest < 113u << 23) {  // subnormal: the addition rounds it
-        x.bits = rest, x.value += least.value;
+        x.bits = rest;
+        x.value += least.value;
         return (uint16_t)(sign | (x.bits - least.bits));
     }
     return (uint16_t)(sign | (rest - (112u << 23) + 0xfff + (rest >> 13 & 1)) >> 13);

@@ -46,8 +46,8 @@ class DistributedGroup:
     def all_gather(self, x: torch.Tensor, total_width: int) -> torch.Tensor:
         num_rows = len(x)
         full_width = -(-total_width // self.size)
-        missing = full_width - x.shape[1]
-        x = F.pad(x, (0, missing)) if missing else x.contiguous()
+        padding = full_width - x.shape[1]
+        x = F.pad(x, (0, padding)) if padding else x.contiguous()
         gathered = x.new_empty(self.size * num_rows, full_width)
         dist.all_gather_into_tensor(gathered, x, group=self.group)
         by_rank = gathered.unflatten(0, (self.size, num_rows))
@@ -67,9 +67,9 @@ class HostStagedGroup(DistributedGroup):
 class SymmetricMemoryGroup(DistributedGroup):
     """Reduces short messages in one shot: every rank reads the inputs of all others directly."""
 
-    # Bytes. For longer messages, reading everything on every rank costs more than NCCL's ring.
+    # For longer messages, reading all inputs on every rank costs more than NCCL's ring.
     MAX_BYTES = 256 << 10
-    DTYPES = (torch.float32, torch.bfloat16)  # those that torch's one-shot kernel can add
+    DTYPES = (torch.float32, torch.bfloat16)  # dtypes that torch's one-shot kernel can add
     # Group sizes at which the kernel adds in the order of ranks, so all get the same bits.
     SIZES = (2, 4, 8)
 
@@ -108,8 +108,8 @@ def create_group(
 def can_access_peers(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all GPUs of the group can read each other's memory.
 
-    All ranks see the same cards and so decide alike. Where each rank sees only its own card, all
-    indices are equal and the answer is no.
+    All ranks see the same cards, so all get the same answer. Where each rank sees only its own
+    card, all indices are equal and the answer is no.
     """
     own_index = torch.tensor([[device.index]], device=device)
     gathered = DistributedGroup(group).all_gather(own_index, group.size())
@@ -175,7 +175,7 @@ def rendezvous(
 ) -> DeviceMesh:
     """Join all other ranks and return the mesh that this rank sees.
 
-    `address` is a file or host:port. With `shares_device` all ranks are on this very device. With a
+    `address` is a file or host:port. With `shares_device` all ranks run on this device. With a
     `pool`, CPU ranks of one machine communicate through shared memory.
     """
     world_size = tp * pp
@@ -221,13 +221,13 @@ def rendezvous(
     return DeviceMesh(group, stage, pp, rank, world_size, shares_device, previous_stage, next_stage)
 
 
-def leave_ranks() -> None:
+def leave_process_group() -> None:
     """Undo `rendezvous`; the process may join other ranks afterwards."""
     dist.destroy_process_group()
 
 
 def open_store(address: str, world_size: int) -> dist.Store:
-    """Open the key-value store where ranks meet: a file, or a server at host:port."""
+    """Open the key-value store of the rendezvous: a file, or a server at host:port."""
     if address.startswith("/"):
         return dist.FileStore(address, world_size)
     host, _, port = address.rpartition(":")

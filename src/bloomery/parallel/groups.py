@@ -52,8 +52,13 @@ SINGLE_RANK = SingleRank()
 class PointToPointChannel(Protocol):
     """A connection to one rank of another pipeline stage."""
 
-    def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor: ...
-    def send(self, x: torch.Tensor) -> None: ...
+    def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Wait for the next message and return it as [num_rows, width]."""
+        ...
+
+    def send(self, x: torch.Tensor) -> None:
+        """Send x [num_rows, width]; the channel copies it or keeps it alive."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class StagePipe:
 
 @dataclass(frozen=True)
 class DeviceMesh:
-    """The place of one rank among all ranks.
+    """The position of one rank among all ranks.
 
     Ranks are numbered stage by stage, so the ranks of one tensor parallel group are neighbours.
     """

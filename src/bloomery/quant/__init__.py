@@ -1,1 +1,1 @@
-"""Weight formats: how checkpoints store linear layers, and what multiplies by them."""
+"""Weight formats: how checkpoints store linear layers, and how products with them are computed."""

@@ -35,7 +35,7 @@ class AwqFormat:
                 f"{name}: {groups} groups must divide {columns} columns, and "
                 f"{OUTPUTS_PER_WORD} must divide {rows} rows"
             )
-        # Stored as [in, out / 8] and [groups, out / 8]; transposed, a line is a word of outputs.
+        # Stored as [in, out / 8] and [groups, out / 8]; transposed, a row holds eight outputs.
         word_rows = rows // OUTPUTS_PER_WORD
         codes = get_tensor(
             tensors, f"{name}.qweight", (word_rows, columns), WORD_DTYPES, transposed=True
@@ -50,8 +50,13 @@ class AwqFormat:
         ) -> GroupedScales:
             scale = load_rows(scales, ranges, device)
             zero_point = unpack_rows(zero_points, ranges, device).to(scale.dtype)
-            packed = pack_codes(unpack_rows(codes, ranges, device), 4)
-            return GroupedScales(packed, scale, zero_point, 4)
+            unpacked = unpack_rows(codes, ranges, device)
+            return GroupedScales(
+                pack_codes(unpacked, 4),
+                scale,
+                zero_point,
+                bits=4,
+            )
 
         return PackedMatrix.from_loader(linear, load)
 
@@ -65,6 +70,7 @@ def unpack_rows(packed: LazyTensor, ranges: Sequence[Range], device: torch.devic
         first_row = first_word * OUTPUTS_PER_WORD
         packed_rows = load_rows(packed, [(first_word, end_word)], device)
         nibbles = [packed_rows >> 4 * nibble & 15 for nibble in NIBBLE_OF_OUTPUT]
-        codes = torch.stack(nibbles, 1).to(torch.uint8).flatten(0, 1)
+        codes = torch.stack(nibbles, 1).to(torch.uint8)
+        codes = codes.flatten(0, 1)
         selected.append(codes[start - first_row : end - first_row])
     return torch.cat(selected)

@@ -37,11 +37,11 @@ class PreparedWeight(Protocol):
     @property
     def nbytes(self) -> int: ...
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return these rows dequantized: [n] -> [n, in]. This is how embeddings are looked up."""
+        """Return these rows dequantized: [n] -> [n, in]. Embedding lookups use this."""
         ...
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [tokens, in] -> [tokens, out]."""
+        """Multiply: x [tokens, in] -> [tokens, out]."""
         ...
 
     def fused_linear(
@@ -51,12 +51,15 @@ class PreparedWeight(Protocol):
         prologue: NormPrologue | None,
         epilogue: Epilogue,
     ) -> torch.Tensor | None:
-        """Compute norm, product and epilogue in one kernel; None if no such kernel pays here."""
+        """Compute norm, product and epilogue in one kernel.
+
+        Returns None if there is no such kernel or separate kernels are faster.
+        """
         ...
 
 
 class WeightMatrix(Protocol):
-    """A matrix [out, in] of some format, not read yet."""
+    """A matrix [out, in] in a checkpoint, not read yet."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -68,7 +71,7 @@ class WeightMatrix(Protocol):
     ) -> PreparedWeight:
         """Read the selected part onto the device, in the layout that the kernels need.
 
-        `dtype` is the type of activations. `pool`: native CPU kernels will multiply.
+        `dtype` is the type of activations. With a `pool`, native CPU kernels do the products.
         """
         ...
 
@@ -78,39 +81,44 @@ class WeightMatrix(Protocol):
 
 
 class CheckpointTensors(Protocol):
-    """What a format sees of a checkpoint."""
+    """The tensors of a checkpoint, by name."""
 
     def tensor(
         self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None
     ) -> LazyTensor:
         """Find the vector [out] or matrix [out, in] of that name; it must have that shape.
 
-        `transposed`: the file stores it as [in, out]. `expert`: the file stores a stack of
-        matrices, and this one is meant.
+        `transposed`: the file stores it as [in, out]. `expert`: the file stores a stack of expert
+        matrices, and this is the index of the matrix in it.
         """
         ...
 
     def has(self, name: str) -> bool: ...
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape as stored. The shape of a packed tensor tells how it is packed."""
+        """The stored shape. It tells how a packed tensor is packed."""
         ...
 
 
 class LinearSpec(NamedTuple):
-    """A matrix that the model asks for."""
+    """The matrix of a linear layer, as the model requests it."""
 
     name: str  # in the checkpoint, without `.weight`
     shape: tuple[int, int]  # [out, in]
     transposed: bool = False  # the checkpoint stores [in, out]
-    expert: int | None = None  # the checkpoint stores a stack of experts, and this one is meant
+    expert: int | None = None  # index of the matrix in a stored stack of experts
     in_decoder_layer: bool = True  # False: an embedding, the LM head or a projection next to them
-    unquantized: bool = False  # a router: never quantized on load
+    unquantized: bool = False  # never quantized on load, such as the router of experts
 
 
 class WeightFormat(Protocol):
     """How a checkpoint stores the weights of its linear layers."""
 
-    def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> WeightMatrix: ...
+    def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> WeightMatrix:
+        """Find the tensors of a linear layer and check them, without reading the weights.
+
+        Raises CheckpointError if a tensor is missing or has the wrong shape or dtype.
+        """
+        ...
 
 
 def get_tensor(
@@ -129,24 +137,25 @@ def get_tensor(
     if tensor.dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))
         raise CheckpointError(
-            f"{name}: is {tensor.dtype}, where {expected} belongs; the checkpoint is damaged, or "
-            "packed in a way that its quantization_config does not describe"
+            f"{name}: has dtype {tensor.dtype}, expected {expected}; the checkpoint is damaged, or "
+            "its quantization_config does not describe how it is packed"
         )
     return tensor
 
 
 def get_shape(tensors: CheckpointTensors, name: str, num_dims: int = 2) -> tuple[int, ...]:
-    """Find the stored shape of a tensor and check its number of dimensions."""
+    """Return the stored shape of a tensor after checking its number of dimensions."""
     shape = tensors.shape(name)
     if len(shape) != num_dims or 0 in shape:
         raise CheckpointError(
-            f"{name}: {list(shape)} is not of {num_dims} dimensions; the checkpoint is damaged"
+            f"{name}: has shape {list(shape)}, expected {num_dims} dimensions that are not empty; "
+            "the checkpoint is damaged"
         )
     return shape
 
 
 def mark_as_used(tensors: CheckpointTensors, name: str, *suffixes: str) -> None:
-    """Ask for tensors of a linear layer that need not be read, so that none is reported unused."""
+    """Look up tensors that are not needed, so that they are not reported as unused."""
     for suffix in suffixes:
         full_name = f"{name}.{suffix}"
         if tensors.has(full_name):
@@ -156,3 +165,11 @@ def mark_as_used(tensors: CheckpointTensors, name: str, *suffixes: str) -> None:
 def load_rows(tensor: LazyTensor, ranges: Sequence[Range], device: torch.device) -> torch.Tensor:
     """Load these rows of a stored tensor, in its stored dtype."""
     return tensor.rows(ranges).load(tensor.dtype, device)
+
+
+def select_rows(tensor: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
+    """Copy these rows of a tensor in memory, in this order."""
+    selected = []
+    for start, end in ranges:
+        selected.append(tensor[start:end])
+    return torch.cat(selected)

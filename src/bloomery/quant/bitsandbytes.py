@@ -19,6 +19,7 @@ from bloomery.quant.base import (
     get_tensor,
     load_rows,
     mark_as_used,
+    select_rows,
 )
 from bloomery.quant.lazy_tensor import Range
 from bloomery.quant.nf4 import CODEBOOKS
@@ -52,8 +53,10 @@ def open_int8_rows(tensors: CheckpointTensors, linear: LinearSpec) -> PackedMatr
     mark_as_used(tensors, linear.name, "weight_format")
 
     def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> GroupedScales:
-        scale = absmax.rows(ranges).load(torch.float32, device)[:, None] / 127
-        return GroupedScales(load_rows(weight, ranges, device), scale, bits=8)
+        codes = load_rows(weight, ranges, device)
+        largest = absmax.rows(ranges).load(torch.float32, device)
+        scale = largest[:, None] / 127
+        return GroupedScales(codes, scale, bits=8)
 
     return PackedMatrix.from_loader(linear, load)
 
@@ -61,8 +64,9 @@ def open_int8_rows(tensors: CheckpointTensors, linear: LinearSpec) -> PackedMatr
 def open_4bit(tensors: CheckpointTensors, linear: LinearSpec, state_name: str) -> PackedMatrix:
     """4-bit codes of the matrix as one long row, and one absmax per block of that row.
 
-    A byte holds two codes, the first one in the high half. `weight` is [n, 1] of any type that has
-    been chosen as storage. The absmax values may be quantized themselves (double quantization).
+    A byte holds two codes, the first one in the high half. `weight` is [n, 1] of any dtype: the
+    writer chooses it, and it only stores the bytes. The absmax values may be quantized themselves
+    (double quantization).
     """
     rows, columns = linear.shape
     num_values = rows * columns
@@ -86,25 +90,29 @@ def open_4bit(tensors: CheckpointTensors, linear: LinearSpec, state_name: str) -
     codes_per_row = elements_per_row * weight.dtype.itemsize * 2
     if stored_shape != (elements_per_row * rows, 1) or codes_per_row != columns:
         raise CheckpointError(
-            f"{name}: {stored_shape} {weight.dtype} do not hold {rows} x {columns} codes of four "
-            "bits"
+            f"{name}: {list(stored_shape)} of {weight.dtype} do not hold {rows} x {columns} codes "
+            "of four bits"
         )
-    table = get_tensor(tensors, f"{name}.quant_map", (16,))
+    codebook = get_tensor(tensors, f"{name}.quant_map", (16,))
     load_absmax = open_absmax(tensors, name, state_name, state, num_values // block_size)
     # Blocks may cross rows. Smaller ones, with repeated absmax values, end with their row.
     row_block_size = gcd(block_size, columns)
 
     def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> CodebookWeight:
-        element_ranges = [
-            (start * elements_per_row, end * elements_per_row) for start, end in ranges
-        ]
-        stored = load_rows(weight, element_ranges, device).view(torch.uint8)
-        swapped = stored.view(-1, columns // 2)
-        codes = swapped >> 4 | swapped << 4
+        element_ranges = []
+        for start, end in ranges:
+            element_ranges.append((start * elements_per_row, end * elements_per_row))
+        stored = load_rows(weight, element_ranges, device)
+        packed = stored.view(torch.uint8).view(-1, columns // 2)
+        # Kernels expect the first code in the low half.
+        codes = packed >> 4 | packed << 4
         repeated = load_absmax(device).repeat_interleave(block_size // row_block_size)
         absmax = repeated.view(rows, columns // row_block_size)
-        selected = torch.cat([absmax[start:end] for start, end in ranges])
-        return CodebookWeight(codes, table.load(torch.float32, device), selected)
+        return CodebookWeight(
+            codes,
+            codebook.load(torch.float32, device),
+            select_rows(absmax, ranges),
+        )
 
     return PackedMatrix.from_loader(linear, load)
 
@@ -118,8 +126,8 @@ def open_absmax(
 ) -> Callable[[torch.device], torch.Tensor]:
     """Return a function that loads the absmax values of all blocks, float32 [num_blocks]."""
     if "nested_blocksize" not in state:
-        plain = get_tensor(tensors, f"{name}.absmax", (num_blocks,))
-        return lambda device: plain.load(torch.float32, device)
+        absmax = get_tensor(tensors, f"{name}.absmax", (num_blocks,))
+        return lambda device: absmax.load(torch.float32, device)
     nested_size = state["nested_blocksize"]
     mean = state.get("nested_offset")
     has_nested_size = isinstance(nested_size, int) and nested_size > 0
@@ -141,7 +149,8 @@ def open_absmax(
 
 def read_quant_state(tensors: CheckpointTensors, name: str) -> dict[str, Any]:
     """Read the JSON object that bitsandbytes stores as bytes in a tensor."""
-    stored = get_tensor(tensors, name, get_shape(tensors, name, 1), (torch.uint8,))
+    shape = get_shape(tensors, name, num_dims=1)
+    stored = get_tensor(tensors, name, shape, (torch.uint8,))
     text = bytes(stored.load(torch.uint8, HOST).tolist())
     try:
         state = json.loads(text)

@@ -21,6 +21,7 @@ from bloomery.quant.base import (
     get_tensor,
     load_rows,
     mark_as_used,
+    select_rows,
 )
 from bloomery.quant.fp8 import open_fp8
 from bloomery.quant.gptq import WORD_BITS, WORD_DTYPES, build_weight, load_g_idx, unpack_words
@@ -73,18 +74,21 @@ def open_packed_integers(
     scales = get_tensor(tensors, f"{name}.weight_scale", (rows, groups))
     zero_points = None
     if tensors.has(f"{name}.weight_zero_point"):
-        shape = (-(-rows * bits // WORD_BITS), groups)  # packed along the outputs
+        num_words = -(-rows * bits // WORD_BITS)
+        shape = (num_words, groups)  # packed along the outputs
         zero_points = get_tensor(tensors, f"{name}.weight_zero_point", shape, WORD_DTYPES)
     g_idx = load_g_idx(tensors, f"{name}.weight_g_idx", columns, groups)
 
     def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> LoadedWeight:
         scale = load_rows(scales, ranges, device)
-        zero_point = torch.full_like(scale, 1 << bits - 1)
+        middle = 1 << bits - 1
+        zero_point = torch.full_like(scale, middle)
         if zero_points is not None:
-            packed_zero_points = load_rows(zero_points, [(0, zero_points.shape[0])], device)
-            unpacked = unpack_words(packed_zero_points.T, bits).T[:rows].to(scale.dtype)
-            zero_point = torch.cat([unpacked[start:end] for start, end in ranges])
-        return build_weight(load_rows(packed, ranges, device), bits, scale, zero_point, g_idx)
+            packed_zero_points = zero_points.load(zero_points.dtype, device)
+            unpacked = unpack_words(packed_zero_points.T, bits).T
+            zero_point = select_rows(unpacked[:rows], ranges).to(scale.dtype)
+        codes = load_rows(packed, ranges, device)
+        return build_weight(codes, bits, scale, zero_point, g_idx)
 
     return PackedMatrix.from_loader(linear, load)
 
@@ -94,21 +98,23 @@ def open_int8(tensors: CheckpointTensors, linear: LinearSpec) -> PackedMatrix:
     name = linear.name
     rows = linear.shape[0]
     weight = get_tensor(tensors, f"{name}.weight", linear.shape, (torch.int8, FP8))
-    shape = tensors.shape(f"{name}.weight_scale")
-    groups = 1 if len(shape) == 1 else get_shape(tensors, f"{name}.weight_scale")[1]
+    scale_name = f"{name}.weight_scale"
+    shape = tensors.shape(scale_name)
+    groups = 1
+    if len(shape) != 1:
+        groups = get_shape(tensors, scale_name)[1]
     is_per_matrix = shape[0] == 1 and rows != 1
     expected_shape = (1,) if is_per_matrix else (rows, groups)
-    scales = get_tensor(tensors, f"{name}.weight_scale", expected_shape)
+    scales = get_tensor(tensors, scale_name, expected_shape)
     zero_points = None
-    if tensors.has(f"{name}.weight_zero_point"):
-        zero_points = get_tensor(
-            tensors, f"{name}.weight_zero_point", expected_shape, (torch.int8,)
-        )
+    zero_point_name = f"{name}.weight_zero_point"
+    if tensors.has(zero_point_name):
+        zero_points = get_tensor(tensors, zero_point_name, expected_shape, (torch.int8,))
 
     def load_per_row(
         stored: LazyTensor, ranges: Sequence[Range], device: torch.device
     ) -> torch.Tensor:
-        """Scales or zero points as float32 [rows, groups]."""
+        """Load scales or zero points as float32 [rows, groups]."""
         if not is_per_matrix:
             return load_rows(stored, ranges, device).float()
         num_rows = sum(end - start for start, end in ranges)

@@ -19,9 +19,9 @@ from bloomery.quant.lazy_tensor import LazyTensor, Range
 # The epilogue that cuBLASLt fuses with a product, and the number of tokens above which it is used.
 CUBLAS_EPILOGUE = ActivationEpilogue("gelu_tanh", gated=False)
 MIN_CUBLAS_EPILOGUE_TOKENS = 256
-# Up to so many tokens the native CPU kernel is fastest. A traced step always uses it.
+# Up to this many tokens the native CPU kernel is fastest. A traced step always uses it.
 MAX_NATIVE_TOKENS = 4
-# Up to so many tokens a CPU's BLAS is a quarter faster with the weights as the left operand.
+# Up to this many tokens a CPU's BLAS is a quarter faster with the weights as the left operand.
 MAX_WEIGHTS_LEFT_TOKENS = 48
 
 
@@ -43,12 +43,13 @@ class DenseMatrix:
         return replace(self, weight=self.weight.cols(start, end))
 
     def cat(self, others: Sequence[Self]) -> Self:
-        return replace(self, weight=self.weight.cat([other.weight for other in others]))
+        other_weights = [other.weight for other in others]
+        return replace(self, weight=self.weight.cat(other_weights))
 
     def prepare(
         self, dtype: torch.dtype, device: torch.device, pool: ThreadPool | None = None
     ) -> PreparedWeight:
-        # The memory may still be filling. The owner of the source waits before the model runs.
+        # The read may still be in progress. The owner of the source waits before the model runs.
         tensor = self.weight.start_load(dtype, device).tensor
         return DenseWeight.from_tensor(tensor, pool)
 
@@ -77,15 +78,16 @@ class DenseWeight:
     weight: torch.Tensor
     native: ops.NativeMatrix | None = None  # the same weights for native CPU kernels
     pool: ThreadPool | None = None
-    # By id() of the norm that is fused before the product.
+    # Cache of _norm_shift, by id() of the norm that is fused before the product.
     norm_shifts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
     def from_tensor(cls, weight: torch.Tensor, pool: ThreadPool | None = None) -> DenseWeight:
-        """`pool`: native CPU kernels multiply where they accept the tensor."""
+        """Wrap a tensor. With a `pool`, native CPU kernels multiply if they accept the tensor."""
         if pool is None or not pool.accepts(weight):
             return cls(weight)
-        return cls(weight, ops.NativeMatrix.from_dense(pool, weight), pool)
+        native = ops.NativeMatrix.from_dense(pool, weight)
+        return cls(weight, native, pool)
 
     @property
     def nbytes(self) -> int:

@@ -39,16 +39,18 @@ class QuantizedExperts:
         return dequantize_range(self.weight, start, start + self.rows_per_expert)
 
     def dequantize_all(self) -> torch.Tensor:
-        """[experts, out, in]."""
+        """Dequantize every expert: [experts, out, in]."""
         num_rows = self.num_experts * self.rows_per_expert
-        return dequantize_range(self.weight, 0, num_rows).unflatten(0, (self.num_experts, -1))
+        matrices = dequantize_range(self.weight, 0, num_rows)
+        return matrices.unflatten(0, (self.num_experts, -1))
 
     def dequantize(self, expert_ids: torch.Tensor) -> torch.Tensor:
-        """[n] -> [n, out, in], without copying the ids to the host."""
+        """Dequantize these experts, [n] -> [n, out, in], without copying the ids to the host."""
         first_rows = expert_ids.long()[:, None] * self.rows_per_expert
         offsets = torch.arange(self.rows_per_expert, device=expert_ids.device)
         rows = (first_rows + offsets).flatten()
-        return self.weight.gather(rows).unflatten(0, (-1, self.rows_per_expert))
+        matrices = self.weight.gather(rows)
+        return matrices.unflatten(0, (-1, self.rows_per_expert))
 
 
 def run_experts(
@@ -60,11 +62,12 @@ def run_experts(
     num_experts: int,
     activation: str,
 ) -> torch.Tensor:
-    """Run every token through its experts and sum up the results: [tokens, hidden].
+    """Run every token through its experts and sum up the weighted results: [tokens, hidden].
 
-    x: [tokens, hidden]. expert_ids and expert_weights: [tokens, top_k]. Ids outside of
-    0:num_experts contribute nothing. up: [experts * (gate | up), hidden]. down:
-    [experts * hidden, size].
+    x: [tokens, hidden]
+    expert_ids and expert_weights: [tokens, top_k]; ids outside of 0:num_experts add nothing
+    up: [experts * (gate | up), hidden]
+    down: [experts * hidden, intermediate]
     """
     if isinstance(up, DenseWeight) and isinstance(down, DenseWeight):
         dense_up = up.weight.unflatten(0, (num_experts, -1))

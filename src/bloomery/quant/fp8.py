@@ -32,10 +32,10 @@ def quantize_fp8(weight: torch.Tensor) -> Fp8Weight:
 
 
 class Fp8Format:
-    """`weight` in FP8, with a scale that other writers call differently.
+    """`weight` in FP8 with a scale tensor, whose name depends on the writer.
 
-    `weight_scale_inv` has one scale per 128 x 128 block (DeepSeek, Qwen), `weight_scale` one per
-    row or one for the matrix.
+    `weight_scale_inv` has one scale per 128 x 128 block (DeepSeek, Qwen). `weight_scale` has one
+    per row, or one for the matrix.
     """
 
     def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> PackedMatrix:
@@ -50,25 +50,41 @@ def open_fp8(tensors: CheckpointTensors, linear: LinearSpec, scale_name: str) ->
     """Codes are FP8 [out, in]. The scale is [1], [out, 1] or one per 128 x 128 block."""
     rows, columns = linear.shape
     weight_name = f"{linear.name}.weight"
-    weight = get_tensor(tensors, weight_name, linear.shape, (FP8,), expert=linear.expert)
+    weight = get_tensor(
+        tensors,
+        weight_name,
+        linear.shape,
+        (FP8,),
+        expert=linear.expert,
+    )
     mark_as_used(tensors, linear.name, "input_scale", "input_scale_ub", "weight_zero_point")
-    block_shape = (-(-rows // FP8_BLOCK_SIZE), -(-columns // FP8_BLOCK_SIZE))
+    row_blocks = -(-rows // FP8_BLOCK_SIZE)
+    column_blocks = -(-columns // FP8_BLOCK_SIZE)
+    block_shape = (row_blocks, column_blocks)
     shape: tuple[int, ...] = tensors.shape(scale_name)
-    if shape not in ((rows, 1), (rows,), (1,), (1, 1)):
+    per_row_shapes = ((rows, 1), (rows,))
+    per_matrix_shapes = ((1,), (1, 1))
+    if shape not in (*per_row_shapes, *per_matrix_shapes):
         shape = block_shape
     is_blockwise = shape == block_shape and shape != (rows, 1)
     scale_dtypes = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
     stored_scale = get_tensor(tensors, scale_name, shape, scale_dtypes)
 
     def load_scale(ranges: Sequence[Range], num_rows: int, device: torch.device) -> torch.Tensor:
-        """[rows, 1], or [row blocks, column blocks] of the blocks that the rows touch."""
+        """Load scales [rows, 1], or [row blocks, column blocks] if they are blockwise."""
         if is_blockwise:
-            blocks = [(start // FP8_BLOCK_SIZE, -(-end // FP8_BLOCK_SIZE)) for start, end in ranges]
-            return stored_scale.rows(blocks).load(torch.float32, device).view(-1, block_shape[1])
+            block_ranges = []
+            for start, end in ranges:
+                first_block = start // FP8_BLOCK_SIZE
+                end_block = -(-end // FP8_BLOCK_SIZE)
+                block_ranges.append((first_block, end_block))
+            scale = stored_scale.rows(block_ranges).load(torch.float32, device)
+            return scale.view(-1, column_blocks)
         if shape[0] == 1:
             single = stored_scale.load(torch.float32, device)
             return single.expand(num_rows, 1).contiguous()
-        return stored_scale.rows(ranges).load(torch.float32, device).view(-1, 1)
+        scale = stored_scale.rows(ranges).load(torch.float32, device)
+        return scale.view(-1, 1)
 
     def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> Fp8Weight:
         codes = load_rows(weight, ranges, device)

@@ -1,6 +1,6 @@
-"""GGUF weights, kept quantized in the blocks of their file.
+"""GGUF weights that stay quantized, in the blocks of their file.
 
-Three kinds of kernels may read them:
+The device and the dtype of activations decide which kernels multiply them:
 
     native CPU kernels   float32 on a CPU. Blocks are interleaved for them. Types that they do not
                          read, and shards that cut through a block, are rounded to Q8_0.
@@ -53,7 +53,8 @@ class GgufMatrix(DenseMatrix):
             if has_packed_layout(piece):
                 yield from load_packed_panels(piece, device)
             else:
-                yield replace(self.weight, pieces=(piece,)).load(dtype, device)
+                dense = replace(self.weight, pieces=(piece,))
+                yield dense.load(dtype, device)
 
     def _prepare_native(self, pool: ThreadPool) -> NativeWeight | None:
         """Pack all pieces for native kernels; None if that is impossible for one of them."""
@@ -89,7 +90,7 @@ class GgufFormat:
 
 
 def get_blocks(piece: TensorPiece) -> tuple[QuantizedBlocks, Range]:
-    """The blocks of a piece that has some, and its columns."""
+    """Return the blocks and the columns of a piece that is stored in blocks."""
     if piece.blocks is None or piece.cols is None:
         raise ValueError("the piece is not stored in blocks")
     return piece.blocks, piece.cols
@@ -109,18 +110,22 @@ def has_packed_layout(piece: TensorPiece) -> bool:
 
 def load_packed_panels(piece: TensorPiece, device: torch.device) -> Iterator[LoadedWeight]:
     """Load a panel of rows at a time and convert its blocks on the device."""
-    blocks, cols = get_blocks(piece)
-    # The blocks that contain the columns, and the columns counted from the first of them.
-    first_block = cols[0] // blocks.values_per_block
-    end_block = -(-cols[1] // blocks.values_per_block)
-    columns = (end_block - first_block) * blocks.values_per_block
-    start = cols[0] - first_block * blocks.values_per_block
-    end = cols[1] - first_block * blocks.values_per_block
+    blocks, (first_column, end_column) = get_blocks(piece)
+    block_size = blocks.values_per_block
     bytes_per_block = blocks.bytes_per_block
-    raw = blocks.raw.cols(first_block * bytes_per_block, end_block * bytes_per_block)
+    # The blocks that contain the columns, and the columns counted from the first of them.
+    first_block = first_column // block_size
+    end_block = -(-end_column // block_size)
+    columns = (end_block - first_block) * block_size
+    start = first_column - first_block * block_size
+    end = end_column - first_block * block_size
+    first_byte = first_block * bytes_per_block
+    end_byte = end_block * bytes_per_block
+    raw = blocks.raw.cols(first_byte, end_byte)
     decode = BLOCK_DECODERS[blocks.kind]
     for panel in load_panels(raw, [piece.rows], columns, device):
-        weight = decode(panel.view(-1, bytes_per_block)).to_packed(len(panel))
+        decoded = decode(panel.view(-1, bytes_per_block))
+        weight = decoded.to_packed(rows=len(panel))
         if (start, end) == (0, columns):
             yield weight
         else:
@@ -142,9 +147,12 @@ def has_native_layout(piece: TensorPiece) -> bool:
 
 def pack_native_segment(piece: TensorPiece, pool: ThreadPool) -> ops.MatrixSegment:
     """Interleave the blocks of a piece for native kernels."""
-    blocks, cols = get_blocks(piece)
-    first_byte = cols[0] // blocks.values_per_block * blocks.bytes_per_block
-    end_byte = cols[1] // blocks.values_per_block * blocks.bytes_per_block
-    # A view of the mapped file.
-    raw = blocks.raw.pieces[0].read(piece.rows, (first_byte, end_byte))
-    return ops.pack_segment(pool, blocks.kind, raw, cols[1] - cols[0])
+    blocks, (start, end) = get_blocks(piece)
+    first_block = start // blocks.values_per_block
+    end_block = end // blocks.values_per_block
+    first_byte = first_block * blocks.bytes_per_block
+    end_byte = end_block * blocks.bytes_per_block
+    stored = blocks.raw.pieces[0]
+    # Reading gives a view of the mapped file: packing makes the only copy.
+    raw = stored.read(piece.rows, (first_byte, end_byte))
+    return ops.pack_segment(pool, blocks.kind, raw, end - start)

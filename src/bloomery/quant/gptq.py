@@ -1,8 +1,8 @@
 """GPTQ checkpoints: codes of 2, 3, 4 or 8 bits with a scale and a zero point per group of columns.
 
-With act-order the tensor `g_idx` tells the group of each column. The number of bits and of groups
-follows from the shapes of the tensors, so checkpoints that give some modules more bits need no
-special rules.
+With act-order the tensor `g_idx` holds the group of each column. The shapes of the tensors give
+the numbers of bits and groups, so checkpoints that use more bits for some modules need no special
+rules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ import torch
 
 from bloomery.errors import CheckpointError
 from bloomery.kernels.packed import GroupedScales, pack_codes
-from bloomery.quant.base import CheckpointTensors, LinearSpec, get_shape, get_tensor, load_rows
+from bloomery.quant.base import (
+    CheckpointTensors,
+    LinearSpec,
+    get_shape,
+    get_tensor,
+    load_rows,
+    select_rows,
+)
 from bloomery.quant.lazy_tensor import Range
 from bloomery.quant.loaded_weight import ActOrderWeight, LoadedWeight
 from bloomery.quant.packed_matrix import PackedMatrix, open_unquantized
@@ -52,22 +59,24 @@ class GptqFormat:
 
         def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> LoadedWeight:
             scale = load_rows(scales, ranges, device)
-            packed_zero_points = load_rows(zero_points, [(0, groups)], device)
+            packed_zero_points = zero_points.load(zero_points.dtype, device)
             stored = unpack_words(packed_zero_points, bits).T.to(scale.dtype)
-            offset = stored + self.zero_point_offset
-            zero_point = torch.cat([offset[start:end] for start, end in ranges])
-            return build_weight(load_rows(codes, ranges, device), bits, scale, zero_point, g_idx)
+            zero_point = select_rows(stored, ranges) + self.zero_point_offset
+            packed = load_rows(codes, ranges, device)
+            return build_weight(packed, bits, scale, zero_point, g_idx)
 
         return PackedMatrix.from_loader(linear, load)
 
 
 def infer_bits(tensors: CheckpointTensors, linear: LinearSpec) -> int:
-    """The bits of a code, from the number of words that hold a column of `qweight`."""
+    """Infer the bits of a code from the number of words that `qweight` has per output."""
     rows, columns = linear.shape
     shape = get_shape(tensors, f"{linear.name}.qweight")
-    bits = shape[0] * WORD_BITS // columns
-    fills_words = shape[0] * WORD_BITS == columns * bits and rows * bits % WORD_BITS == 0
-    if bits not in SUPPORTED_BITS or not fills_words:
+    bits_per_output = shape[0] * WORD_BITS
+    bits = bits_per_output // columns
+    fills_code_words = bits_per_output == columns * bits
+    fills_zero_point_words = rows * bits % WORD_BITS == 0
+    if bits not in SUPPORTED_BITS or not fills_code_words or not fills_zero_point_words:
         raise CheckpointError(
             f"{linear.name}.qweight: {list(shape)} words do not hold {rows} x {columns} codes of "
             "2, 3, 4 or 8 bits"
@@ -82,14 +91,15 @@ def load_g_idx(
 
     The tensor may be missing, and some writers fill it with -1 when they do not use act-order.
     """
-    consecutive = torch.arange(columns) // -(-columns // groups)
+    group_size = -(-columns // groups)
+    consecutive = torch.arange(columns) // group_size
     g_idx = consecutive
     if tensors.has(name):
         lazy = get_tensor(tensors, name, (columns,), (torch.int32, torch.int64))
         stored = lazy.load(torch.int64, HOST)
         if not (stored == -1).all():
             g_idx = stored
-        if not ((g_idx >= 0) & (g_idx < groups)).all():
+        if g_idx.min() < 0 or g_idx.max() >= groups:
             raise CheckpointError(
                 f"{name}: names groups beyond the {groups} there are; the checkpoint is damaged"
             )
@@ -106,7 +116,8 @@ def unpack_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
         parts = [packed_bytes >> shift & mask for shift in range(0, 8, bits)]
         return torch.stack(parts, -1).flatten(1)
     # 32 codes of `bits` bits fill `bits` words. A code may continue in the next word.
-    unsigned = packed.unflatten(1, (-1, bits)).long() & 0xFFFFFFFF
+    runs = packed.unflatten(1, (-1, bits))
+    unsigned = runs.long() & 0xFFFFFFFF
     first_bit = torch.arange(WORD_BITS, device=packed.device) * bits
     word = first_bit // WORD_BITS
     next_word = (word + 1).clamp(max=bits - 1)
@@ -129,9 +140,10 @@ def build_weight(
     codes of 2 or 3 bits from checkpoints: these are stored with 4 bits.
     """
     kernel_bits = max(4, bits)
-    # Kernels have no need to read zero points that are all in the middle of the range.
+    # Without stored zero points, kernels use the middle of the range.
     middle = 1 << kernel_bits - 1
-    kernel_zero_point = None if bool((zero_point == middle).all()) else zero_point
+    is_symmetric = bool((zero_point == middle).all())
+    kernel_zero_point = None if is_symmetric else zero_point
     if g_idx is None:
         if kernel_bits == bits:
             codes = packed.contiguous().view(torch.uint8)
@@ -142,9 +154,10 @@ def build_weight(
     codes = unpack_words(packed, bits)
     columns = len(g_idx)
     groups = scale.shape[1]
-    # Sorted by group, the columns form consecutive groups of one size: kernels read that.
+    # If all groups have the same size, columns sorted by group have a layout that kernels read.
     order = g_idx.argsort(stable=True)
-    consecutive = torch.arange(columns, device=g_idx.device) // -(-columns // groups)
+    group_size = -(-columns // groups)
+    consecutive = torch.arange(columns, device=g_idx.device) // group_size
     if columns % groups == 0 and torch.equal(g_idx[order], consecutive):
         sorted_codes = pack_codes(codes[:, order], kernel_bits)
         return GroupedScales(sorted_codes, scale, kernel_zero_point, kernel_bits, order.int())

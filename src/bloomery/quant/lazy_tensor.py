@@ -19,8 +19,8 @@ Range = tuple[int, int]  # start and end of consecutive rows or columns; the end
 # Reads rows and columns of a stored tensor: [rows, cols], or [rows] if the columns are None.
 ReadRectangle = Callable[[Range, Range | None], torch.Tensor]
 WaitFunction = Callable[[], None]
-# Reads the same into the given memory. Returns a function that waits for the read, or None if the
-# read is complete.
+# Reads the same rectangle into the given memory. Returns a function that waits for the read, or
+# None if the read is complete.
 FillRectangle = Callable[[torch.Tensor, Range, Range | None], WaitFunction | None]
 
 
@@ -68,14 +68,15 @@ class LazyTensor:
         fill: FillRectangle | None = None,
         blocks: QuantizedBlocks | None = None,
     ) -> LazyTensor:
-        """A complete stored tensor: a vector [rows] or a matrix [rows, cols]."""
+        """Create a complete stored tensor: a vector [rows] or a matrix [rows, cols]."""
         rows = (0, shape[0])
         cols = (0, shape[1]) if len(shape) > 1 else None
-        return cls((TensorPiece(read, rows, cols, fill, blocks),), dtype)
+        piece = TensorPiece(read, rows, cols, fill, blocks)
+        return cls((piece,), dtype)
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> LazyTensor:
-        """A tensor in memory, with the interface of one in a file."""
+        """Wrap a tensor in memory, with the interface of one in a file."""
 
         def read(rows: Range, cols: Range | None) -> torch.Tensor:
             selected = tensor[slice(*rows)]
@@ -123,7 +124,7 @@ class LazyTensor:
         return replace(self, pieces=pieces)
 
     def load(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Read the tensor into new memory. At most one piece is copied in between."""
+        """Read the tensor into new memory, with a temporary copy of at most one piece at a time."""
         return self.start_load(dtype, device).wait()
 
     def start_load(self, dtype: torch.dtype, device: torch.device) -> PendingLoad:
@@ -182,7 +183,7 @@ def find_overlaps(heights: Iterable[int], start: int, end: int) -> Iterator[tupl
 
 
 def select_ranges(ranges: Sequence[Range], start: int, end: int) -> Iterator[Range]:
-    """Rows start:end of the rows that `ranges` select, as ranges of the stored tensor."""
+    """Select rows start:end of the rows in `ranges`. Yields ranges of the stored tensor."""
     heights = [last - first for first, last in ranges]
     for index, first, last in find_overlaps(heights, start, end):
         offset = ranges[index][0]

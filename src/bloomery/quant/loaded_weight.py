@@ -7,8 +7,9 @@ A LoadedWeight is one of
     ActOrderWeight   codes whose columns belong to groups in any order; no kernel reads them
 
 The functions here cut rows and columns out of loaded weights and concatenate them along the rows.
-They change no value: when a cut goes through a group of columns that share a scale, the groups get
-smaller and the scales more. This file must not know checkpoint formats or matrix products.
+They change no value: a cut through a group of columns that share a scale divides the matrix into
+smaller groups and repeats their scales. This file must not know checkpoint formats or matrix
+products.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from bloomery.kernels.packed import (
 from bloomery.kernels.quantize_rows import FP8
 
 MIN_GROUP_SIZE = 16  # columns of the smallest group that kernels read
-# Fields that have one line for each row of the matrix. All other fields hold for all rows.
+MAX_PROPOSED_DEVICES = 64  # error messages list possible numbers of devices up to this one
+# Fields whose first axis is the rows of the matrix. All other fields apply to all rows.
 ROW_FIELDS = ("codes", "scale", "zero_point", "absmax", "nested_scale")
 
 
@@ -40,8 +42,8 @@ ROW_FIELDS = ("codes", "scale", "zero_point", "absmax", "nested_scale")
 class ActOrderWeight:
     """Integer codes with a group index for every column: weight = (code - zero_point) * scale.
 
-    GPTQ's act-order leaves such a matrix when its columns are divided among tensor parallel ranks,
-    or when its groups have different sizes. Codes take a byte each, since no kernel reads them.
+    GPTQ's act-order needs this when the columns are divided among tensor parallel ranks, or when
+    the groups have different sizes. Codes take a byte each, since no kernel reads them.
     """
 
     codes: torch.Tensor  # [out, in] uint8
@@ -58,17 +60,20 @@ class ActOrderWeight:
         """Return the weights [out, in]."""
         scale = self.scale.float()[:, self.g_idx]
         zero_point = self.zero_point.float()[:, self.g_idx]
-        return ((self.codes.float() - zero_point) * scale).to(dtype)
+        steps = self.codes.float() - zero_point
+        return (steps * scale).to(dtype)
 
     @classmethod
     def from_grouped(cls, grouped: GroupedScales) -> ActOrderWeight:
         """Put the columns of an act-order matrix back into the order of the input."""
         assert grouped.act_order is not None
         order = grouped.act_order.long()
-        codes = torch.empty(grouped.shape, dtype=torch.uint8, device=order.device)
+        device = order.device
+        codes = torch.empty(grouped.shape, dtype=torch.uint8, device=device)
         codes[:, order] = unpack_codes(grouped.codes, grouped.bits)
+        sorted_columns = torch.arange(len(order), device=device)
         g_idx = torch.empty_like(order)
-        g_idx[order] = torch.arange(len(order), device=order.device) // grouped.group_size
+        g_idx[order] = sorted_columns // grouped.group_size
         zero_point = grouped.zero_point
         if zero_point is None:
             zero_point = torch.full_like(grouped.scale, grouped.default_zero_point)
@@ -90,14 +95,20 @@ def dequantize(weight: LoadedWeight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def slice_columns(weight: LoadedWeight, start: int, end: int, name: str) -> LoadedWeight:
-    """Cut out columns start:end. `name` is for the error message if that is impossible."""
+    """Cut out columns start:end.
+
+    Raises UnsupportedModel, with `name` in the message, if the layout cannot be cut there.
+    """
     match weight:
         case torch.Tensor():
             return weight[:, start:end].contiguous()
-        case ActOrderWeight(codes=codes, g_idx=g_idx):
-            return replace(weight, codes=codes[:, start:end].contiguous(), g_idx=g_idx[start:end])
+        case ActOrderWeight():
+            codes = weight.codes[:, start:end].contiguous()
+            g_idx = weight.g_idx[start:end]
+            return replace(weight, codes=codes, g_idx=g_idx)
         case GroupedScales(act_order=torch.Tensor()):
-            return slice_columns(ActOrderWeight.from_grouped(weight), start, end, name)
+            in_input_order = ActOrderWeight.from_grouped(weight)
+            return slice_columns(in_input_order, start, end, name)
         case GroupedScales():
             return slice_grouped_columns(weight, start, end, name)
         case CodebookWeight():
@@ -118,10 +129,12 @@ def slice_grouped_columns(weight: GroupedScales, start: int, end: int, name: str
         if zero_point is not None:
             zero_point = regroup_scales(zero_point, old_size, new_size, start, end)
     else:
-        columns_per_byte_group = 8 // gcd(8, bits)  # columns that fill whole bytes
-        if start % columns_per_byte_group or end % columns_per_byte_group:
-            raise uneven_split(name, start, end, columns, columns_per_byte_group)
-    codes = weight.codes[:, start * bits // 8 : end * bits // 8].contiguous()
+        unit = 8 // gcd(8, bits)  # columns that fill whole bytes
+        if start % unit or end % unit:
+            raise uneven_split(name, start, end, columns, unit)
+    first_byte = start * bits // 8
+    end_byte = end * bits // 8
+    codes = weight.codes[:, first_byte:end_byte].contiguous()
     return replace(weight, codes=codes, scale=scale, zero_point=zero_point)
 
 
@@ -162,15 +175,20 @@ def expand_single_block_column(weight: Fp8Weight) -> Fp8Weight:
 
     scale [out / 128, 1] becomes [out, 1], which the GEMM with 8-bit inputs accepts.
     """
+    num_rows = len(weight.codes)
     has_several_columns = weight.scale.shape[1] > 1
-    if has_several_columns or len(weight.scale) == len(weight.codes):
+    has_row_scales = len(weight.scale) == num_rows
+    if has_several_columns or has_row_scales:
         return weight
-    scale = weight.scale.repeat_interleave(FP8_BLOCK_SIZE, 0)[: len(weight.codes)]
-    return replace(weight, scale=scale)
+    scale = weight.scale.repeat_interleave(FP8_BLOCK_SIZE, 0)
+    return replace(weight, scale=scale[:num_rows])
 
 
 def common_group_size(group_size: int, start: int, end: int, columns: int, name: str) -> int:
-    """The largest group size, at most `group_size`, whose groups begin at start and end at end."""
+    """Return the largest divisor of `group_size` that also divides `start` and `end`.
+
+    With groups of that size, columns start:end are whole groups.
+    """
     smaller = gcd(group_size, start, end)
     if smaller < min(MIN_GROUP_SIZE, group_size):
         raise uneven_split(name, start, end, columns, MIN_GROUP_SIZE)
@@ -180,17 +198,24 @@ def common_group_size(group_size: int, start: int, end: int, columns: int, name:
 def regroup_scales(
     scales: torch.Tensor, old_size: int, new_size: int, start: int, end: int
 ) -> torch.Tensor:
-    """Scales [out, in / old_size] of all columns -> [out, (end - start) / new_size]."""
+    """Repeat scales for smaller groups and select those of columns start:end.
+
+    [out, in / old_size] -> [out, (end - start) / new_size]
+    """
     repeated = scales.repeat_interleave(old_size // new_size, 1)
-    return repeated[:, start // new_size : end // new_size].contiguous()
+    first_group = start // new_size
+    end_group = end // new_size
+    return repeated[:, first_group:end_group].contiguous()
 
 
 def uneven_split(name: str, start: int, end: int, columns: int, unit: int) -> UnsupportedModel:
-    """The error for a slice that cuts through `unit` columns which cannot be separated."""
-    counts = [str(count) for count in range(1, 65) if columns % (count * unit) == 0]
+    """Build the error for a slice that cuts through `unit` columns which cannot be separated."""
+    device_counts = [
+        str(count) for count in range(1, MAX_PROPOSED_DEVICES + 1) if columns % (count * unit) == 0
+    ]
     return UnsupportedModel(
         f"{name}: columns {start}:{end} of {columns} cut through {unit} that cannot be separated; "
-        f"this matrix can be split evenly among {', '.join(counts) or '1'} devices"
+        f"this matrix can be split evenly among {', '.join(device_counts) or '1'} devices"
     )
 
 
@@ -200,8 +225,13 @@ def uneven_split(name: str, start: int, end: int, columns: int, unit: int) -> Un
 def slice_rows(weight: QuantizedCodes, rows: slice | torch.Tensor) -> QuantizedCodes:
     """Select rows; a slice gives views. A slice of a blockwise Fp8Weight must begin at a block."""
     if isinstance(weight, Fp8Weight) and weight.is_blockwise and isinstance(rows, slice):
-        blocks = slice(rows.start // FP8_BLOCK_SIZE, -(-rows.stop // FP8_BLOCK_SIZE))
-        return replace(weight, codes=weight.codes[rows], scale=weight.scale[blocks])
+        first_block = rows.start // FP8_BLOCK_SIZE
+        end_block = -(-rows.stop // FP8_BLOCK_SIZE)
+        return replace(
+            weight,
+            codes=weight.codes[rows],
+            scale=weight.scale[first_block:end_block],
+        )
     return combine_row_fields([weight], lambda fields: fields[0][rows])
 
 
@@ -233,7 +263,7 @@ def can_concatenate(stack: Sequence[LoadedWeight], below: LoadedWeight) -> bool:
         case GroupedScales() as first, GroupedScales() as second:
             return have_same_groups(first, second)
         case CodebookWeight() as first, CodebookWeight() as second:
-            # Tables of nested weights are longer, so this compares the nesting as well.
+            # The tables of nested weights are longer, so equal tables mean equal nesting.
             same_table = torch.equal(first.table, second.table)
             return first.block_size == second.block_size and same_table
         case Fp8Weight() as first, Fp8Weight() as second:
@@ -249,7 +279,7 @@ def can_concatenate(stack: Sequence[LoadedWeight], below: LoadedWeight) -> bool:
 
 
 def have_same_groups(first: GroupedScales, second: GroupedScales) -> bool:
-    """Whether two matrices agree in everything but their rows."""
+    """Whether two matrices have the same bits, groups and column order."""
     if first.act_order is None or second.act_order is None:
         same_order = first.act_order is second.act_order
     else:
@@ -269,7 +299,7 @@ def combine_row_fields(
 ) -> Any:
     """Apply `combine` to each row field of the weights; returns a weight of the same type.
 
-    8-bit floats pass through it as bytes, because torch can neither index nor stack them.
+    8-bit floats are passed to it as bytes, because torch can neither index nor stack them.
     """
     combined: dict[str, torch.Tensor] = {}
     for name in ROW_FIELDS:
@@ -278,7 +308,8 @@ def combine_row_fields(
             continue
         fields = [getattr(weight, name) for weight in weights]
         if first_field.dtype == FP8:
-            combined[name] = combine([field.view(torch.uint8) for field in fields]).view(FP8)
+            byte_fields = [field.view(torch.uint8) for field in fields]
+            combined[name] = combine(byte_fields).view(FP8)
         else:
             combined[name] = combine(fields)
     return replace(cast(Any, weights[0]), **combined)

@@ -13,9 +13,11 @@ from bloomery.quant.packed_matrix import PackedMatrix, open_unquantized
 
 BLOCK_SIZE = 32  # columns that share a scale
 EXPONENT_BIAS = 127  # of stored scales: 2 ** (byte - 127)
+# Values of the codes 0 .. 7. Codes 8 .. 15 are their negatives.
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1 = tuple(sign * value for sign in (1.0, -1.0) for value in E2M1_MAGNITUDES)
-# Names of codes and scales that different writers use.
+E2M1_NEGATIVES = tuple(-value for value in E2M1_MAGNITUDES)
+E2M1 = E2M1_MAGNITUDES + E2M1_NEGATIVES
+# Names of codes and scales, which depend on the writer.
 TENSOR_NAMES = (
     ("{}_blocks", "{}_scales"),
     ("{}.weight_blocks", "{}.weight_scales"),
@@ -24,6 +26,8 @@ TENSOR_NAMES = (
 
 
 class Mxfp4Format:
+    """Layers with codes and scales by any of TENSOR_NAMES; others are in full precision."""
+
     def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> PackedMatrix:
         for codes_pattern, scales_pattern in TENSOR_NAMES:
             codes_name = codes_pattern.format(linear.name)
@@ -36,19 +40,34 @@ class Mxfp4Format:
 def open_mxfp4(
     tensors: CheckpointTensors, linear: LinearSpec, codes_name: str, scales_name: str
 ) -> PackedMatrix:
-    """Codes are uint8 [out, in / 2], exponents of scales are bytes [out, in / 32]."""
+    """Open codes, uint8 [out, in / 2], and the exponents of scales, bytes [out, in / 32]."""
     rows, columns = linear.shape
     codes_shape = (rows, columns // 2)
     scales_shape = (rows, columns // BLOCK_SIZE)
     scale_dtypes = (torch.uint8, torch.float8_e8m0fnu)
     expert = linear.expert
-    codes = get_tensor(tensors, codes_name, codes_shape, (torch.uint8,), expert=expert)
-    exponents = get_tensor(tensors, scales_name, scales_shape, scale_dtypes, expert=expert)
+    codes = get_tensor(
+        tensors,
+        codes_name,
+        codes_shape,
+        (torch.uint8,),
+        expert=expert,
+    )
+    exponents = get_tensor(
+        tensors,
+        scales_name,
+        scales_shape,
+        scale_dtypes,
+        expert=expert,
+    )
 
     def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> CodebookWeight:
-        exponent = load_rows(exponents, ranges, device).view(torch.uint8).float()
-        scale = torch.exp2(exponent - EXPONENT_BIAS).to(torch.bfloat16)
-        table = torch.tensor(E2M1, device=device)
-        return CodebookWeight(load_rows(codes, ranges, device), table, scale)
+        stored_exponent = load_rows(exponents, ranges, device).view(torch.uint8)
+        exponent = stored_exponent.float() - EXPONENT_BIAS
+        return CodebookWeight(
+            load_rows(codes, ranges, device),
+            torch.tensor(E2M1, device=device),
+            torch.exp2(exponent).to(torch.bfloat16),
+        )
 
     return PackedMatrix.from_loader(linear, load)

@@ -1,10 +1,11 @@
 """Weights for the native CPU kernels: GGUF blocks, and other packed weights as such blocks.
 
 Packed weights of up to four bits keep their codes and scales. The offset of a block, zero point
-times scale, is rounded to float16: an error below a hundredth of a quantization step. What such
-blocks cannot express (codebooks, 8-bit floats, act-order) is rounded to eight bits with 127 steps
-to the largest value of a block. This adds little to the format's own rounding error, and is many
-times faster than dequantizing before every product. The kernels round activations to eight bits.
+times scale, is rounded to float16: an error below a hundredth of a quantization step. Weights that
+such blocks cannot express (codebooks, 8-bit floats, act-order) are rounded to eight bits, where the
+largest value of a block is 127 steps. This adds little to the format's own rounding error, and is
+many times faster than dequantizing before every product. The kernels round activations to eight
+bits.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bloomery.native.thread_pool import ThreadPool
 from bloomery.quant.int8 import quantize_int8
 
 BLOCK_COLUMNS = 32  # of Q4_1 and Q8_0 blocks
+Q8_0_BLOCK_BYTES = 2 + BLOCK_COLUMNS  # a float16 scale and a byte per code
 MIN_NORMAL_HALF = 2.0**-14  # smaller float16 numbers have fewer digits
 
 
@@ -46,7 +48,8 @@ class NativeWeight:
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.pool.accepts(x, bias):
             return ops.linear(self.pool, self.matrix, x, bias)
-        y = ops.linear(self.pool, self.matrix, x.float().contiguous())
+        x_float = x.float().contiguous()
+        y = ops.linear(self.pool, self.matrix, x_float)
         if bias is not None:
             y = y + bias
         return y.to(x.dtype)
@@ -61,12 +64,13 @@ class NativeWeight:
         return ops.fused_linear(self.pool, self.matrix, x, bias, prologue, epilogue)
 
     def reference(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The same product from dequantized weights, without rounding the activations."""
-        return F.linear(x, self.gather(torch.arange(self.matrix.rows)), bias)
+        """Compute the product from dequantized weights, without rounding the activations."""
+        all_rows = torch.arange(self.matrix.rows)
+        return F.linear(x, self.gather(all_rows), bias)
 
 
 class PackedCodes(Protocol):
-    """What the packed weights of all formats have in common."""
+    """The fields that the packed weights of all formats have."""
 
     @property
     def codes(self) -> torch.Tensor: ...
@@ -89,42 +93,55 @@ def pack_native(
         return None
     if dtype != torch.float32 or columns % BLOCK_COLUMNS:
         return None
-    if isinstance(packed, GroupedScales) and fits_blocks(packed):
-        if packed.bits <= 4:
-            blocks = encode_q4_1(packed)
-            segment = ops.pack_segment(pool, "Q4_1", blocks, columns)
-            return NativeWeight(ops.NativeMatrix(pool, columns, [segment]), pool)
-        is_signed = packed.codes.dtype == torch.int8 and packed.zero_point is None
-        if is_signed and packed.scale.min() >= MIN_NORMAL_HALF:
-            segment = ops.pack_segment(pool, "Q8_0", encode_q8_0(packed), columns)
-            return NativeWeight(ops.NativeMatrix(pool, columns, [segment]), pool)
-    rounded = round_to_q8_0(packed.shape, panels, pool)
-    if rounded is None:
+    segment: ops.MatrixSegment | None
+    if isinstance(packed, GroupedScales) and fits_q4_1(packed):
+        segment = ops.pack_segment(pool, "Q4_1", encode_q4_1(packed), columns)
+    elif isinstance(packed, GroupedScales) and fits_q8_0(packed):
+        segment = ops.pack_segment(pool, "Q8_0", encode_q8_0(packed), columns)
+    else:
+        segment = round_to_q8_0(packed.shape, panels, pool)
+    if segment is None:
         return None
-    return NativeWeight(ops.NativeMatrix(pool, columns, [rounded]), pool)
+    matrix = ops.NativeMatrix(pool, columns, [segment])
+    return NativeWeight(matrix, pool)
 
 
-def fits_blocks(packed: GroupedScales) -> bool:
+def has_one_scale_per_block(packed: GroupedScales) -> bool:
     """Whether every block of 32 columns has one scale."""
     return packed.act_order is None and packed.group_size % BLOCK_COLUMNS == 0
+
+
+def fits_q4_1(packed: GroupedScales) -> bool:
+    """Whether Q4_1 blocks can hold the codes and scales of a weight."""
+    return packed.bits <= 4 and has_one_scale_per_block(packed)
+
+
+def fits_q8_0(packed: GroupedScales) -> bool:
+    """Whether Q8_0 blocks can hold the codes and scales of a weight."""
+    if packed.codes.dtype != torch.int8 or packed.zero_point is not None:
+        return False
+    if not has_one_scale_per_block(packed):
+        return False
+    return bool(packed.scale.min() >= MIN_NORMAL_HALF)
 
 
 def round_to_q8_0(
     shape: tuple[int, int], panels: Iterator[torch.Tensor], pool: ThreadPool
 ) -> ops.MatrixSegment | None:
-    """Round values, given some rows at a time, to 8-bit blocks.
+    """Round a matrix to Q8_0 blocks. `panels` yields its values, some rows at a time.
 
-    None if the values are too small for float16 scales.
+    Returns None if the values are too small for float16 scales.
     """
     rows, columns = shape
-    num_blocks = columns // BLOCK_COLUMNS
-    blocks = torch.empty(rows, num_blocks * (2 + BLOCK_COLUMNS), dtype=torch.uint8)
-    row = 0
+    bytes_per_row = columns // BLOCK_COLUMNS * Q8_0_BLOCK_BYTES
+    blocks = torch.empty(rows, bytes_per_row, dtype=torch.uint8)
+    start = 0
     largest_scale = 0.0
     for panel in panels:
+        end = start + len(panel)
         rounded = quantize_int8(panel.reshape(-1, BLOCK_COLUMNS))
-        blocks[row : row + len(panel)] = encode_q8_0(rounded).view(len(panel), -1)
-        row += len(panel)
+        blocks[start:end] = encode_q8_0(rounded).view(len(panel), -1)
+        start = end
         largest_scale = max(largest_scale, float(rounded.scale.max()))
     if largest_scale < MIN_NORMAL_HALF / 8:
         return None
@@ -132,8 +149,12 @@ def round_to_q8_0(
 
 
 def encode_q4_1(packed: GroupedScales) -> torch.Tensor:
-    """Q4_1 blocks, uint8 [rows, bytes]: scale, offset, 32 codes, the last 16 in the high halves."""
-    codes = unpack_codes(packed.codes, packed.bits).unflatten(1, (-1, BLOCK_COLUMNS))
+    """Encode as Q4_1 blocks, uint8 [rows, bytes]: scale, offset, then 32 codes of four bits.
+
+    The last 16 codes of a block are in the high halves of its 16 bytes.
+    """
+    codes = unpack_codes(packed.codes, packed.bits)
+    codes = codes.unflatten(1, (-1, BLOCK_COLUMNS))
     half = BLOCK_COLUMNS // 2
     nibbles = codes[..., :half] | codes[..., half:] << 4
     zero_point = packed.zero_point
@@ -142,17 +163,21 @@ def encode_q4_1(packed: GroupedScales) -> torch.Tensor:
     offset = -(zero_point.float() * packed.scale.float())
     scale_bytes = repeat_for_blocks(packed, packed.scale)
     offset_bytes = repeat_for_blocks(packed, offset)
-    return torch.cat([scale_bytes, offset_bytes, nibbles], -1).flatten(1)
+    blocks = torch.cat([scale_bytes, offset_bytes, nibbles], -1)
+    return blocks.flatten(1)
 
 
 def encode_q8_0(packed: GroupedScales) -> torch.Tensor:
-    """Q8_0 blocks, uint8 [rows, bytes]: scale, 32 codes."""
-    codes = packed.codes.view(torch.uint8).unflatten(1, (-1, BLOCK_COLUMNS))
-    return torch.cat([repeat_for_blocks(packed, packed.scale), codes], -1).flatten(1)
+    """Encode as Q8_0 blocks, uint8 [rows, bytes]: scale, then 32 codes."""
+    code_bytes = packed.codes.view(torch.uint8)
+    codes = code_bytes.unflatten(1, (-1, BLOCK_COLUMNS))
+    scale_bytes = repeat_for_blocks(packed, packed.scale)
+    blocks = torch.cat([scale_bytes, codes], -1)
+    return blocks.flatten(1)
 
 
 def repeat_for_blocks(packed: GroupedScales, values: torch.Tensor) -> torch.Tensor:
-    """Values of each group as float16 bytes of each block: [rows, blocks, 2]."""
+    """Repeat the value of each group for its blocks, as float16 bytes: [rows, blocks, 2]."""
     blocks_per_group = packed.group_size // BLOCK_COLUMNS
     repeated = values.half().repeat_interleave(blocks_per_group, 1)
     return repeated[..., None].view(torch.uint8)

@@ -1,10 +1,10 @@
 """4-bit codebook quantization as bitsandbytes does it: NF4 and FP4 with nested absmax values.
 
-A code names one of 16 table values, which is multiplied by the largest magnitude (absmax) of its
-block of 64 columns. The absmax values are quantized too (bitsandbytes' double quantization): the
-mean of the row is subtracted, 256 of them share a scale, and 8-bit codes name values of a second
-table. Each row is quantized on its own, as bitsandbytes does with a matrix of one row, so that
-tensor parallel ranks that divide the rows get the same weights.
+A code is the index of one of 16 table values, which is multiplied by the largest magnitude (absmax)
+of its block of 64 columns. The absmax values are quantized too (bitsandbytes' double quantization):
+the mean of the row is subtracted, 256 of them share a scale, and 8-bit codes index a second table.
+Each row is quantized on its own, as bitsandbytes does with a matrix of one row, so that tensor
+parallel ranks that divide the rows get the same weights.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ CODEBOOKS = {"nf4": NF4, "fp4": FP4}
 
 
 def build_absmax_codebook() -> tuple[float, ...]:
-    """The 256 values of bitsandbytes' dynamic data type, sorted, from just above -1 to 1.
+    """Build the 256 values of bitsandbytes' dynamic data type, sorted, from just above -1 to 1.
 
     Each of seven decades is divided evenly; the largest decade has the most values.
     """
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1)
-        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
-        values += middles
-        values += [-value for value in middles]
+        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
+        values += middles.tolist()
+        values += (-middles).tolist()
     return tuple(sorted(values))
 
 
@@ -63,7 +63,7 @@ ABSMAX_CODEBOOK = build_absmax_codebook()
 
 
 def find_nearest(table: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """For each value, from -1 to 1, the index of the nearest entry of the table."""
+    """Return the index of the table entry nearest to each value. Values are from -1 to 1."""
     sorted_table, order = table.sort(stable=True)
     midpoints = (sorted_table[:-1] + sorted_table[1:]) / 2
     return order[torch.bucketize(values, midpoints)]
@@ -106,7 +106,8 @@ def quantize_absmax(
     mean = absmax.mean(1, keepdim=True)
     num_nested = -(-num_blocks // NESTED_BLOCK_SIZE)
     padding = num_nested * NESTED_BLOCK_SIZE - num_blocks
-    nested = F.pad(absmax - mean, (0, padding)).unflatten(1, (num_nested, -1))
+    padded = F.pad(absmax - mean, (0, padding))
+    nested = padded.unflatten(1, (num_nested, -1))
     nested_absmax = nested.abs().amax(-1)
     divisor = nested_absmax.clamp(min=SMALLEST_ABSMAX)[..., None]
     scaled = (nested / divisor).clamp_(-1, 1)

@@ -35,8 +35,8 @@ class MatrixSlice:
     row_ranges: tuple[Range, ...]
     stored_columns: int
     cols: Range
-    # Scales are shared by FP8_BLOCK_SIZE rows, so `load_rows` takes one range at a time, which
-    # begins at a block or ends in the block where it begins.
+    # FP8_BLOCK_SIZE rows share scales. `load_rows` then takes one range at a time, which begins at
+    # a block or ends in the block where it begins.
     has_row_blocks: bool = False
 
     @property
@@ -84,17 +84,23 @@ class PackedMatrix:
     def from_loader(
         cls, linear: LinearSpec, load_rows: LoadMatrixRows, has_row_blocks: bool = False
     ) -> PackedMatrix:
-        """The complete stored matrix of a linear layer."""
+        """Create the complete stored matrix of a linear layer."""
         rows, columns = linear.shape
         stored = MatrixSlice(
-            linear.name, load_rows, ((0, rows),), columns, (0, columns), has_row_blocks
+            linear.name,
+            load_rows,
+            row_ranges=((0, rows),),
+            stored_columns=columns,
+            cols=(0, columns),
+            has_row_blocks=has_row_blocks,
         )
         return cls((stored,))
 
     @property
     def shape(self) -> tuple[int, int]:
+        num_rows = sum(part.num_rows for part in self.slices)
         start, end = self.slices[0].cols
-        return sum(part.num_rows for part in self.slices), end - start
+        return num_rows, end - start
 
     def rows(self, ranges: Sequence[Range]) -> PackedMatrix:
         """Select these rows, in this order."""
@@ -117,7 +123,8 @@ class PackedMatrix:
         selected = []
         for part in self.slices:
             offset = part.cols[0]
-            selected.append(replace(part, cols=(offset + start, offset + end)))
+            cols = (offset + start, offset + end)
+            selected.append(replace(part, cols=cols))
         return PackedMatrix(tuple(selected))
 
     def cat(self, others: Sequence[PackedMatrix]) -> PackedMatrix:
@@ -133,7 +140,8 @@ class PackedMatrix:
         return prepare_weight(self._load(dtype, device), dtype, pool)
 
     def load_dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.cat([dequantize(weight, dtype) for weight in self._load(dtype, device)])
+        weights = self._load(dtype, device)
+        return torch.cat([dequantize(weight, dtype) for weight in weights])
 
     def _load(self, dtype: torch.dtype, device: torch.device) -> Iterator[LoadedWeight]:
         for part in self.slices:
@@ -141,9 +149,9 @@ class PackedMatrix:
 
 
 def open_unquantized(tensors: CheckpointTensors, linear: LinearSpec) -> PackedMatrix:
-    """A matrix that the format leaves in full precision.
+    """Open a matrix that the format leaves in full precision.
 
-    It is a PackedMatrix so that it can be concatenated with quantized ones.
+    The result is a PackedMatrix so that it can be concatenated with quantized ones.
     """
     weight = DenseFormat().open_matrix(tensors, linear).weight
 

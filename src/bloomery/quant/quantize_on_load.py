@@ -1,6 +1,6 @@
 """Quantizes the weights of any full-precision checkpoint while they are loaded.
 
-A panel of rows is quantized at a time on the device, so memory never holds a dense matrix. The
+A panel of rows is quantized at a time on the device, so no complete dense matrix is in memory. The
 embedding and the LM head get 8 bits in every integer format, because quality suffers most from
 quantizing them. Routers are never quantized: they are small, and a token that is sent to the wrong
 expert is worse than a rounding error.
@@ -25,7 +25,7 @@ QuantizeRows = Callable[[torch.Tensor], PackedWeight]
 CPU_PANEL_SIZE = 1 << 19  # values quantized at once on a CPU: as many as its caches hold
 # Values quantized at once on a GPU. With fewer, launching kernels would limit the speed.
 GPU_PANEL_SIZE = 1 << 24
-GPU_PANELS_AHEAD = 16  # panels being read while one is quantized
+GPU_PANELS_AHEAD = 16  # panels that are read while another one is quantized
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def prepare_weight(
 def prepare_single(
     weight: LoadedWeight, dtype: torch.dtype, pool: ThreadPool | None
 ) -> PreparedWeight:
-    """Prepare one loaded weight, for native CPU kernels if there are any that read it."""
+    """Prepare one loaded weight, for native CPU kernels if they can read it."""
     if isinstance(weight, torch.Tensor):
         return DenseWeight.from_tensor(weight, pool)
     panels = (panel for _, panel in dequantize_panels(weight, torch.float32))
@@ -81,10 +81,12 @@ class QuantizedWeight:
         if rows.is_cuda and can_dequantize_rows(packed):
             return dequantize_rows(packed, rows, self.dtype)
         if isinstance(packed, Fp8Weight) and packed.is_blockwise:
-            scale = packed.scale.float()[rows // FP8_BLOCK_SIZE]
-            scale = scale.repeat_interleave(FP8_BLOCK_SIZE, 1)[:, : packed.shape[1]]
+            columns = packed.shape[1]
+            block_scale = packed.scale.float()[rows // FP8_BLOCK_SIZE]
+            scale = block_scale.repeat_interleave(FP8_BLOCK_SIZE, 1)[:, :columns]
             # torch cannot index 8-bit floats: select them as bytes.
-            codes = packed.codes.view(torch.uint8)[rows].view(packed.codes.dtype)
+            code_bytes = packed.codes.view(torch.uint8)[rows]
+            codes = code_bytes.view(packed.codes.dtype)
             return (codes.float() * scale).to(self.dtype)
         return slice_rows(packed, rows).dequantize(self.dtype)
 
@@ -119,7 +121,8 @@ class ConcatenatedWeight:
         return dequantize_range(self, 0, count_rows(self))[rows]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        y = torch.cat([part.linear(x) for part in self.parts], -1)
+        outputs = [part.linear(x) for part in self.parts]
+        y = torch.cat(outputs, -1)
         return y if bias is None else y + bias
 
     def fused_linear(
@@ -132,7 +135,7 @@ class ConcatenatedWeight:
         return None
 
 
-# ---- what kernels read ---------------------------------------------------------------------------
+# ---- layouts that kernels support ----------------------------------------------------------------
 
 
 def has_kernels(packed: QuantizedCodes) -> TypeGuard[PackedWeight]:
@@ -168,15 +171,18 @@ def linear_in_panels(
 
     Works on any device and is the reference for the kernels.
     """
-    y = torch.empty(len(x), packed.shape[0], dtype=x.dtype, device=x.device)
+    num_outputs = packed.shape[0]
+    y = torch.empty(len(x), num_outputs, dtype=x.dtype, device=x.device)
     # A scale per row can be applied to the sum. In float16 the unscaled sum would overflow.
     if has_row_scales(packed) and x.dtype != torch.float16:
         for rows in split_into_panels(packed):
-            torch.mm(x, packed.codes[rows].to(x.dtype).T, out=y[:, rows])
+            panel = packed.codes[rows].to(x.dtype)
+            torch.mm(x, panel.T, out=y[:, rows])
         y *= packed.scale.T
         return y if bias is None else y.add_(bias)
     for rows, panel in dequantize_panels(packed, x.dtype):
-        y[:, rows] = F.linear(x, panel, None if bias is None else bias[rows])
+        panel_bias = None if bias is None else bias[rows]
+        y[:, rows] = F.linear(x, panel, panel_bias)
     return y
 
 
@@ -200,7 +206,7 @@ def dequantize_panels(
 
 
 def count_rows(weight: PreparedWeight) -> int:
-    """The number of outputs of a prepared weight."""
+    """Return the number of outputs of a prepared weight."""
     match weight:
         case ConcatenatedWeight(parts):
             return sum(map(count_rows, parts))
@@ -219,15 +225,17 @@ def dequantize_range(weight: PreparedWeight, start: int, end: int) -> torch.Tens
         case DenseWeight(tensor):
             return tensor[start:end]
         case ConcatenatedWeight(parts):
-            overlaps = find_overlaps(map(count_rows, parts), start, end)
-            return torch.cat(
-                [dequantize_range(parts[index], first, last) for index, first, last in overlaps]
-            )
+            heights = map(count_rows, parts)
+            ranges = []
+            for index, first, last in find_overlaps(heights, start, end):
+                ranges.append(dequantize_range(parts[index], first, last))
+            return torch.cat(ranges)
         case QuantizedWeight(packed, dtype):
             if packed.codes.is_cuda and can_dequantize_rows(packed):
                 return dequantize_rows(packed, range(start, end), dtype)
             is_blockwise = isinstance(packed, Fp8Weight) and packed.is_blockwise
             if not is_blockwise or start % FP8_BLOCK_SIZE == 0:
                 return slice_rows(packed, slice(start, end)).dequantize(dtype)
-            return weight.gather(torch.arange(start, end, device=packed.codes.device))
+            rows = torch.arange(start, end, device=packed.codes.device)
+            return weight.gather(rows)
     return weight.gather(torch.arange(start, end))

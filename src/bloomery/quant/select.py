@@ -19,7 +19,8 @@ from bloomery.quant.nf4 import FP4, NF4, quantize_codebook
 from bloomery.quant.quantize_on_load import OnLoadFormat
 from bloomery.spec import CheckpointQuantization
 
-# By value of --quantization: how weights of decoder layers and outer weights are quantized.
+# Values of --quantization: first the quantizer of decoder layers, then that of the embedding and
+# the LM head.
 ON_LOAD_FORMATS: Mapping[str, OnLoadFormat] = {
     "int8": OnLoadFormat(quantize_int8, quantize_int8),
     "int4": OnLoadFormat(quantize_int4, quantize_int8),

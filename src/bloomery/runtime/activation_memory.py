@@ -78,7 +78,7 @@ class LargestStep:
         )
 
     def measure(self, captured_tokens: int) -> int:
-        """Return the bytes of the largest step, of a long context, and of the largest CUDA graph."""
+        """Return the bytes of the largest step, a long context and the largest CUDA graph."""
         graph_bytes = 0
         if captured_tokens:
             graph_bytes = self.peak_bytes(
@@ -94,7 +94,7 @@ class LargestStep:
         return [remainder, *longest] if remainder else longest
 
     def measure_context(self) -> int:
-        """Return the extra bytes of a chunk at the end of the longest sequence over one at its start."""
+        """Return how many more bytes a chunk takes at the end of the longest sequence."""
         max_len = self.plan.max_model_len
         chunk_len = min(self.num_tokens, max(max_len // 2, 1))
         chunk_len += (max_len - chunk_len) % CHUNK_MULTIPLE

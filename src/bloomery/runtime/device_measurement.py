@@ -152,8 +152,8 @@ def build_gpu_probes(device: torch.device) -> dict[str, WorkProbe]:
 def build_cpu_probes(cores: int, values: int) -> dict[str, WorkProbe]:
     """Build probes of matrix products and attention, by the CPU kernels where they can be built.
 
-    Bandwidth is measured by multiplying one row with a matrix that no cache holds. The other products have
-    enough rows to be bound by arithmetic.
+    Bandwidth is measured by multiplying one row with a matrix that no cache holds. The other
+    products have enough rows to be bound by arithmetic.
     """
     torch.set_num_threads(cores)
     try:
@@ -230,11 +230,11 @@ def build_attention_probes(pool: ThreadPool) -> dict[str, WorkProbe]:
     decode_pairs = num_decodes * SEQUENCE_LEN
     prefill_pairs = prompt_len * (prompt_len + 1) / 2
     return {
-        "attend": WorkProbe(
+        "decode attention": WorkProbe(
             operations_per_pair * decode_pairs,
             attention(num_decodes, decode_tiles, num_decodes, 1),
         ),
-        "prompt": WorkProbe(
+        "prefill attention": WorkProbe(
             operations_per_pair * prefill_pairs,
             attention(prompt_len, prefill_tiles, 0, query_tile),
         ),

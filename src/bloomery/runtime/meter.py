@@ -39,7 +39,8 @@ def build_roofline(
 ) -> Roofline:
     """The roofline of a model as it was loaded, with `weights_bytes` on all ranks together.
 
-    Tables beside the weights do not make them wider, and tied weights do not make them narrower.
+    The precision is that of `dtype` unless the bytes are clearly fewer: tables besides the weights
+    or tied weights change the bytes a little.
     """
     dtype_bits = 8.0 * dtype.itemsize
     bits = 8 * weights_bytes / max(count_parameters(model).total, 1)

@@ -2,8 +2,8 @@
 
 State that one step hands to the next stays on the device. The token that a step samples becomes the
 `last_tokens` entry of its row, at the position in `positions`, and the next step reads it from
-there. The host knows only the tokens that a request was admitted with. One extra row is the padding row: its
-block table holds the null block, and batch slots that pad a step point at it.
+there. The host knows only the tokens that a request was admitted with. One extra row is the padding
+row: its block table holds the null block, and batch slots that pad a step point at it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RequestRows:
         return row
 
     def order_decodes(self, sequences: tuple[int, ...], positions: Sequence[int]) -> BatchOrder:
-        """Order the decodes of a step; returns the previous object if the sequences are the same."""
+        """Order the decodes of a step; returns the previous order if the sequences are the same."""
         if sequences != self.decode_order.sequences:
             indices = sorted(range(len(sequences)), key=positions.__getitem__, reverse=True)
             rows = tuple([self.by_sequence[sequences[index]] for index in indices])
@@ -120,7 +120,7 @@ class RequestRows:
     def place_decodes(
         self, sequences: Sequence[int], positions: Sequence[int]
     ) -> list[PlacedRequest]:
-        """Expand the decodes of a step into scheduled requests, for steps that the host lays out."""
+        """Expand the decodes of a step to scheduled requests, for steps that the host lays out."""
         return [
             (
                 ScheduledRequest(sequence, position, 1, (), None, (), True),

@@ -6,8 +6,8 @@ over static buffers: operation by operation, or captured once per shape and repl
 
 On a GPU a replay costs the host one launch instead of hundreds. A shape that was not captured at
 the start is captured after its second run, while the device is busy with it: a shape that occurred
-twice is likely to occur again. All graphs share one memory pool, because no two run at the same time and
-their results lie in buffers outside of it.
+twice is likely to occur again. All graphs share one memory pool, because no two run at the same
+time and their results lie in buffers outside of it.
 
 This file must not know sampling parameters, stop conditions or scheduling.
 """
@@ -131,6 +131,7 @@ class CpuTraceRunner:
         self.traces = dict[StepShape, OpTrace]()
 
     def trace(self, shape: StepShape, work: StepWork) -> None:
+        """Record a trace of the work; raises UnsupportedOperation if that is impossible."""
         self.traces[shape] = record_trace(self.pool, work, self.arena)
 
     def run(self, shape: StepShape, work: StepWork) -> None:

@@ -186,6 +186,7 @@ class LogprobTensors:
 
     @classmethod
     def concatenate(cls, parts: Sequence[LogprobTensors]) -> LogprobTensors:
+        """Concatenate along the samples."""
         if len(parts) == 1:
             return parts[0]
         columns = zip(*(part.fields for part in parts), strict=True)
@@ -193,6 +194,7 @@ class LogprobTensors:
 
     @property
     def fields(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, in the order of the constructor."""
         return self.tokens, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
 
     def to_list(self, counts: Sequence[int]) -> list[TokenLogprob]:
@@ -266,12 +268,13 @@ class RequestSampling:
 
     @property
     def needs_history(self) -> bool:
+        """Whether sampling reads earlier tokens of the request."""
         sampling = self.sampling
         return self.has_penalties or bool(sampling.bad_words) or sampling.watermark is not None
 
     @property
     def method(self) -> Literal["greedy", "untruncated", "truncated"]:
-        """Which tokens can be sampled: the best one, any (min_p needs no sorting), or the top ones."""
+        """Which tokens can be sampled: the best, any (min_p needs no sorting), or the top ones."""
         sampling = self.sampling
         if sampling.temperature < GREEDY_TEMPERATURE:
             return "greedy"
@@ -296,10 +299,12 @@ class SampleBatch:
         positions: Sequence[int],
         device: torch.device,
     ) -> SampleBatch:
+        """Upload the rows and positions of samples."""
         row_index = upload([request.row for request in requests], device)
         return cls(requests, positions, row_index, upload(positions, device))
 
     def chunk(self, first: int, count: int) -> SampleBatch:
+        """Return `count` samples from the `first` one on."""
         part = slice(first, first + count)
         return SampleBatch(
             self.requests[part],

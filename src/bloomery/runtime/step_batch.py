@@ -72,7 +72,7 @@ class StepBatch(NamedTuple):
 def build_host_batch(
     placed: Sequence[PlacedRequest], last_tokens: torch.Tensor, block_size: int
 ) -> StepBatch:
-    """Lay out a step on the host; `last_tokens` [rows] has the tokens that only the device knows."""
+    """Lay out a step on the host; `last_tokens` [rows] has tokens that only the device knows."""
     # Sequences with a single position come first.
     placed = sorted(placed, key=lambda pair: pair[0].count + len(pair[0].drafts) > 1)
     device = last_tokens.device
@@ -130,6 +130,7 @@ class StepShape(NamedTuple):
 
     @property
     def num_sequences(self) -> int:
+        """Decode and prefill slots together."""
         return self.num_decodes + self.num_prefills
 
 

@@ -1,8 +1,8 @@
 """The ASGI application, and the uvicorn server that runs it.
 
 The application routes by an exact table. Each request goes through these steps in this order: check
-its headers, its Host and its API key, find its route, run the handler, word an error as its API
-does, and log one line. The line has times and counts, never a prompt.
+its headers, its Host and its API key, find its route, run the handler, format an error as the
+route's API does, and log one line. The line has times and counts, never a prompt.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def create_app(
 
 
 class InferenceApp:
+    """The ASGI application: authentication, routing, error responses and the access log."""
+
     def __init__(self, service: InferenceService, traces: TraceRecorder | None = None):
         settings = service.settings
         self.service = service
@@ -190,7 +192,7 @@ class InferenceApp:
         return int(response.status_code)
 
     async def _run_handler(self, call: HttpCall) -> Any:
-        """The handler's response or event stream, made within the request's deadline."""
+        """Run the handler within the request's deadline and return its response."""
         try:
             async with asyncio.timeout(self.service.limits.deadline_seconds):
                 return await call.route.handler(call)
@@ -237,9 +239,9 @@ class InferenceApp:
 
 
 class InferenceServer(uvicorn.Server):
-    """uvicorn's server, with signals left to its owner.
+    """uvicorn's server without signal handling, which is left to the caller.
 
-    uvicorn would raise a caught signal again at the end, but a requested stop is no failure.
+    uvicorn would raise a caught signal again at the end, but a requested stop is not a failure.
     """
 
     @contextlib.contextmanager
@@ -249,9 +251,9 @@ class InferenceServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on several descriptors of each socket.
 
-        libuv accepts one connection a descriptor in an iteration of its loop. While streams keep
-        the loop busy, new connections would otherwise wait outside for seconds, even those that
-        are only refused.
+        In one iteration of its loop, libuv accepts one connection per descriptor. While streams
+        keep the loop busy, new connections would otherwise wait for seconds to be accepted, even
+        to be refused.
         """
         await super().startup(sockets)
         loop = asyncio.get_running_loop()
@@ -274,7 +276,7 @@ class InferenceServer(uvicorn.Server):
         close_engine: Callable[[float], Coroutine[Any, Any, None]],
         drain_seconds: float,
     ) -> None:
-        """Accept nothing new and let answers end within `drain_seconds`; a second call ends now."""
+        """Refuse new requests and give running ones `drain_seconds`; a second call ends at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
         seconds = 0 if self.force_exit else drain_seconds

@@ -47,7 +47,7 @@ class ApiKeys:
         if not sent_digests:
             raise _authentication_error("an API key is needed")
         if not matches:
-            raise _authentication_error("the API key is not one of ours")
+            raise _authentication_error("the API key is not valid")
         if len(self.digests) == 1:
             return ""
         return matches[0].hex()[:16]
@@ -75,6 +75,7 @@ class AllowedHosts:
         self.names = {"localhost", bound_host.lower(), *(name.lower() for name in more_names)}
 
     def check(self, headers: Headers) -> None:
+        """Raise an error if the request's Host header is not accepted."""
         values = headers.getlist("host")
         if len(values) > 1:
             raise HttpError(
@@ -92,7 +93,7 @@ class AllowedHosts:
 
 
 def _split_host(host: str) -> tuple[str, str]:
-    """Name and port of a Host header; an IPv6 address stands in brackets."""
+    """The name and port of a Host header. An IPv6 address is in brackets."""
     if host.startswith("["):
         name, _, port = host[1:].partition("]")
         return name, port.removeprefix(":")
@@ -101,7 +102,7 @@ def _split_host(host: str) -> tuple[str, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host to bind to or a Host name is local; a path is a Unix socket."""
+    """Whether a bind address or the name in a Host header is local. So is a Unix socket's path."""
     if host.startswith("/") or host.lower() == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""What the server needs from an engine, wherever the engine runs."""
+"""The interface between the HTTP server and an engine, in this process or in another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bloomery.messages import EngineCapacity, EngineRequest, EngineStats, Engine
 
 
 class InferenceBackend(Protocol):
-    """An engine as the server sees it. The server never asks how tokens are computed."""
+    """An engine as the server sees it. The server does not know how tokens are computed."""
 
     @property
     def status(self) -> EngineStatus: ...
@@ -23,11 +23,11 @@ class InferenceBackend(Protocol):
     def stats(self) -> EngineStats: ...
 
     def add_step_observer(self, observer: Callable[[EngineStats, EngineStats], None]) -> None:
-        """Call `watcher` after every step with the stats before and after it."""
+        """Call `observer` after every step with the stats before and after it."""
         ...
 
     def stream(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
-        """Outputs until every request has finished; aclose() aborts those still open."""
+        """Yield outputs until every request has finished; aclose() aborts unfinished ones."""
         ...
 
     def abort(self, id: str) -> bool:

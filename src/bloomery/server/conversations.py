@@ -1,6 +1,6 @@
 """Conversations stored in memory, so that a request can continue one by its response id.
 
-The store is bounded in entries and characters. The least recently used conversation goes first.
+The store is bounded in entries and characters. It evicts the least recently used conversation.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ ConversationKey = tuple[str, str]  # (tenant, response id): no tenant can read a
 
 
 class ConversationStore:
+    """Messages of past conversations by tenant and response id."""
+
     def __init__(self, max_conversations: int, max_characters: int):
         self.max_conversations = max_conversations
         self.max_characters = max_characters
@@ -20,11 +22,13 @@ class ConversationStore:
         self.conversations: OrderedDict[ConversationKey, tuple[StoredMessage, ...]] = OrderedDict()
 
     def get(self, key: ConversationKey) -> tuple[StoredMessage, ...] | None:
+        """The messages of a conversation, which becomes the most recently used one."""
         if key in self.conversations:
             self.conversations.move_to_end(key)
         return self.conversations.get(key)
 
     def put(self, key: ConversationKey, messages: Sequence[StoredMessage]) -> None:
+        """Store a conversation under a new key, and evict others if the store is full."""
         self.conversations[key] = tuple(messages)
         self.num_characters += _count_characters(messages)
         while (

@@ -1,7 +1,7 @@
-"""HTTP errors: one description of what went wrong, and its wording in each API.
+"""HTTP errors: one description of each error, and its wording in each API.
 
-A message to a client never carries what an exception did not mean to publish: no traceback,
-address or path. Internal details go to the log under the same request id.
+A message to a client shows no internal details: no traceback, address or path. These go to the log
+under the same request id.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TGI_INTERNAL = TgiWording("internal")
 
 @dataclass(frozen=True)
 class HttpErrorInfo:
-    """What a client is told about an error, before an API words it."""
+    """The public description of an error, independent of any API's wording."""
 
     status: int
     message: str
@@ -117,7 +117,7 @@ def unavailable_error(message: str, retry_after: int, **headers: str) -> HttpErr
 
 
 def describe_error(error: BaseException) -> HttpErrorInfo:
-    """What a client is told about any exception of ours or of the interpreter's."""
+    """The public description of any exception."""
     match error:
         case HttpError():
             return error.info

@@ -33,7 +33,7 @@ from bloomery.server.errors import (
 from bloomery.server.limits import AdmissionPermit
 from bloomery.server.schema import encode_json
 from bloomery.server.service import HttpCall, TokenizedPrompt
-from bloomery.text.outputs import CompletionState, CompletionDelta, RequestState
+from bloomery.text.outputs import CompletionDelta, CompletionState, RequestState
 
 DONE_EVENT = b"data: [DONE]\n\n"
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
@@ -53,32 +53,41 @@ class GenerationInput:
 class ResponseFormatter(Protocol):
     """How an API writes an answer: as one response, or as events."""
 
-    def full_response(self) -> dict[str, Any]: ...
+    def full_response(self) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        ...
 
-    def delta_events(self, prompt_index: int, delta: CompletionDelta) -> bytes: ...
+    def delta_events(self, prompt_index: int, delta: CompletionDelta) -> bytes:
+        """The events of one new token; empty if there is nothing to show yet."""
+        ...
 
-    def final_events(self) -> bytes: ...
+    def final_events(self) -> bytes:
+        """The events after the last token."""
+        ...
 
 
 class GenerationJob:
+    """The generations of one HTTP request: one for each prompt, with n sequences each."""
+
     def __init__(self, call: HttpCall, permit: AdmissionPermit, inputs: Sequence[GenerationInput]):
         self.call = call
         self.permit = permit
         self.inputs = inputs
         self.timings = call.timings
-        self.generations = [self._start(index, given) for index, given in enumerate(inputs)]
+        self.generations = [self._create_state(index, entry) for index, entry in enumerate(inputs)]
         call.sampling_params = inputs[0].params
-        # The prompt alone is wanted; the token generated to get at it is not shown.
+        # Whether only the prompt is returned. The one token that a step must sample is not shown.
         self.hides_output = False
         self.cached_tokens = [0] * len(inputs)  # prefix hit of each prompt
         self.last_token_times: dict[str, float] = {}  # by engine request id
 
-    def _start(self, index: int, given: GenerationInput) -> RequestState:
+    def _create_state(self, index: int, entry: GenerationInput) -> RequestState:
+        """Build the engine requests of one prompt, and the state that collects their outputs."""
         service = self.call.service
         try:
             requests = build_requests(
-                given.params,
-                given.prompt.ids,
+                entry.params,
+                entry.prompt.ids,
                 id=f"{self.call.unique_id}-{index}",
                 entropy=secrets.randbits(64),
                 vocab_size=service.capacity.vocab,
@@ -93,7 +102,7 @@ class GenerationJob:
                 error.field = f"prompt[{index}]"
             raise
         return RequestState(
-            requests[0].id, given.prompt.text, given.params, requests, service.tokenizer
+            requests[0].id, entry.prompt.text, entry.params, requests, service.tokenizer
         )
 
     # ---- running ---------------------------------------------------------------------------
@@ -104,7 +113,7 @@ class GenerationJob:
         stream: bool | None,
         format_error: Callable[[HttpErrorInfo], bytes] | None = None,
     ) -> ASGIApp:
-        """The answer as one JSON response or as an event stream, as the client asked for it."""
+        """Return the answer as an event stream if `stream` is true, else as one JSON response."""
         if stream:
             return self.event_response(formatter, format_error=format_error)
         await self.run()
@@ -147,7 +156,7 @@ class GenerationJob:
         )
 
     async def events(self, formatter: ResponseFormatter) -> AsyncGenerator[bytes, None]:
-        """One event a token; tokens that arrive together are written together."""
+        """Yield one event per token. Tokens that arrive together are written together."""
         data = b""
         async with aclosing(self.deltas()) as deltas:
             async for index, delta, more_follows in deltas:
@@ -160,9 +169,9 @@ class GenerationJob:
             yield data
 
     async def deltas(self) -> AsyncGenerator[tuple[int, CompletionDelta, bool], None]:
-        """(prompt index, delta, whether the next delta follows at once), token by token.
+        """Yield (prompt index, delta, whether the next delta follows at once) for each token.
 
-        Closing the generator aborts the requests that are still open.
+        Closing the generator aborts the requests that have not finished.
         """
         service = self.call.service
         prompt_index_of = {
@@ -195,7 +204,7 @@ class GenerationJob:
         raise RequestFailed("the engine's output ended before the answer did")
 
     def _submit(self) -> None:
-        """Count the prompts as waiting, and check that an engine is there to take them."""
+        """Count the prompts as waiting, and check that an engine will take them."""
         service = self.call.service
         requests = self.requests
         self.permit.enqueue(
@@ -225,9 +234,10 @@ class GenerationJob:
             timings.queue_seconds = output.queued
             self.permit.mark_started()
             metrics.observe_first_token(timings, self.num_prompt_tokens, output.cached)
-        for i in range(len(output.ids)):
-            gap = previous and now - previous
-            metrics.observe_token(0.0 if i else gap, now)
+        gap_seconds = None if previous is None else now - previous
+        for _ in output.ids:
+            metrics.observe_token(gap_seconds, now)
+            gap_seconds = 0.0  # the other tokens of this output arrived with the first
 
     def _record_finish(self) -> None:
         timings = self.timings
@@ -251,12 +261,16 @@ class GenerationJob:
     @property
     def all_answers(self) -> list[CompletionState]:
         """All generated sequences, including those that best_of will leave out."""
-        return [answer for generation in self.generations for answer in generation.completions.values()]
+        return [
+            answer for generation in self.generations for answer in generation.completions.values()
+        ]
 
     @property
     def best_answers(self) -> list[CompletionState]:
         """The answers to return: n of each prompt, one prompt after the other."""
-        return [answer for generation in self.generations for answer in generation.select_completions()]
+        return [
+            answer for generation in self.generations for answer in generation.select_completions()
+        ]
 
     @property
     def requests(self) -> list[EngineRequest]:
@@ -289,7 +303,7 @@ class GenerationJob:
 
 
 def _split_by_token(output: TokenOutput) -> Iterator[TokenOutput]:
-    """One output for each token, where the engine sent several at once."""
+    """Split an output with several tokens into one output per token."""
     last = len(output.ids) - 1
     if last <= 0:
         yield output
@@ -322,9 +336,9 @@ def format_event(data: Any, name: str | None = None) -> bytes:
 
 
 class DisconnectWatch:
-    """A context that cancels its body at the deadline, when the client disconnects, or by `end`.
+    """A context that cancels its body at the deadline, on a disconnect, or when `end` is called.
 
-    It leaves with DeadlineExceeded, ClientDisconnected or the exception given to `end`.
+    On exit it then raises DeadlineExceeded, ClientDisconnected or the exception given to `end`.
     """
 
     def __init__(self, receive: Receive, deadline: float):
@@ -423,13 +437,15 @@ class EventStreamResponse:
         self.last_activity = self.loop.time()
 
     def _schedule_check(self, watch: DisconnectWatch) -> None:
-        """Set the stream's only timer; one a stream is cheaper than one a token."""
+        """Set the stream's only timer. One timer per stream is cheaper than one per token."""
         now = self.loop.time()
-        patience = self.stall_seconds if self.is_sending else self.keepalive_seconds
-        due = min(
-            self.last_activity + patience, now + self.keepalive_seconds, now + self.stall_seconds
+        max_silence = self.stall_seconds if self.is_sending else self.keepalive_seconds
+        check_time = min(
+            self.last_activity + max_silence,
+            now + self.keepalive_seconds,
+            now + self.stall_seconds,
         )
-        self.timer = self.loop.call_at(max(due, now + 0.001), self._check_activity, watch)
+        self.timer = self.loop.call_at(max(check_time, now + 0.001), self._check_activity, watch)
 
     def _check_activity(self, watch: DisconnectWatch) -> None:
         """Drop a client that has stopped reading; send a keep-alive on a silent stream."""

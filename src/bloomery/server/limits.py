@@ -37,7 +37,7 @@ HEADERS_TOO_LARGE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """The names and units are public: `--limits` and /info use them."""
+    """All limits of a server. The names and units are public: `--limits` and /info use them."""
 
     header_bytes: int = 64 << 10
     headers: int = 100
@@ -103,9 +103,9 @@ class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 connection with limits on the request head, in bytes and in seconds.
 
     The application counts headers too, but sees them only once they are complete, so a head that
-    never ends must be stopped here. This class also offers the application a way to abort the
-    connection: one whose client has stopped reading cannot be closed in order, because its last
-    bytes never leave.
+    never ends must be stopped here. This class also lets the application abort a connection. If
+    its client has stopped reading, it cannot be closed normally, because the last bytes are never
+    sent.
     """
 
     max_head_bytes = ServerLimits().header_bytes
@@ -234,7 +234,7 @@ def check_entry_counts(raw: dict[str, Any], limits: ServerLimits) -> None:
 
 
 def _count_entries(name: str, value: list[Any] | dict[str, Any], max_entries: int) -> int:
-    """The entries of a field, or the content parts of all its messages if those are more."""
+    """The larger of two counts: a field's entries, and the content parts of all its messages."""
     holds_objects = bool(value) and isinstance(next(iter(value)), dict)
     holds_token_ids = name in TOKEN_ID_FIELDS and not holds_objects
     num_entries = 0 if holds_token_ids else len(value)
@@ -302,8 +302,8 @@ class AdmissionControl:
 
     No request waits here: it is admitted or refused with 429. With several API keys no key can
     take all places: a key may hold `per_key_share` times the places that would remain free. With
-    a share of 3 a single busy key leaves a quarter to newcomers, and two keys that want everything
-    get equal parts. `per_key_share` is None with a single key, which may take all places.
+    a share of 3, one busy key leaves a quarter of the places to others, and two busy keys get equal
+    parts. `per_key_share` is None with a single key, which may take all places.
     """
 
     def __init__(self, max_sequences: int, per_key_share: int | None = None):
@@ -316,7 +316,7 @@ class AdmissionControl:
         self.waiting_permits: dict[AdmissionPermit, Callable[[], None]] = {}
 
     def has_room(self, num_sequences: int, key: str = "") -> bool:
-        """Whether `key` may be admitted with so many more sequences."""
+        """Whether `num_sequences` more sequences of `key` may be admitted."""
         num_free = self.max_sequences - self.num_admitted - num_sequences
         if num_free < 0:
             return False
@@ -325,7 +325,7 @@ class AdmissionControl:
         return self.admitted_by_key[key] + num_sequences <= self.per_key_share * (num_free + 1)
 
     def admit(self, num_sequences: int, prompt_rate: float, key: str = "") -> AdmissionPermit:
-        """Take places, or raise 429. `prompt_rate`: prompt tokens a second the engine takes in."""
+        """Reserve places, or raise 429. `prompt_rate`: prompt tokens per second of the engine."""
         if not self.has_room(num_sequences, key):
             raise overloaded_error(self.retry_after(prompt_rate))
         self.num_admitted += num_sequences
@@ -333,7 +333,7 @@ class AdmissionControl:
         return AdmissionPermit(self, num_sequences, key)
 
     def retry_after(self, prompt_rate: float) -> int:
-        """Seconds until the prefill backlog is about gone.
+        """Seconds until most of the prefill backlog is done.
 
         Jitter keeps clients that were refused together from returning together.
         """
@@ -372,13 +372,13 @@ class AdmissionPermit:
         admission.waiting_permits[self] = abort
 
     def mark_started(self) -> None:
-        """The first step has been taken, so nothing waits any more."""
+        """Stop counting the request as waiting, because its first step has been taken."""
         self.admission.waiting_tokens -= self.waiting_tokens
         self.waiting_tokens = 0
         self.admission.waiting_permits.pop(self, None)
 
     def release(self) -> None:
-        """Give the places back; calling it again does nothing."""
+        """Return the places; a second call does nothing."""
         self.mark_started()
         admission = self.admission
         admission.num_admitted -= self.num_sequences

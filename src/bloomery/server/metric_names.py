@@ -81,7 +81,8 @@ HISTOGRAMS = {
         "max_tokens of a sequence", vllm="request_params_max_tokens", tgi="request_max_new_tokens"
     ),
 }
-# Keys are those of `_current_values`: fields of EngineStats and StepTiming, and some of ours.
+# The keys are those of ServerMetrics._current_values: fields of EngineStats and StepTiming, and
+# values of the server.
 GAUGES = {
     "running": MetricNames(
         "requests in the running batch",

@@ -1,7 +1,7 @@
 """Server metrics: counted here, read by Prometheus and by the web page's dashboard.
 
 Each value is counted once and as cheaply as possible, because thousands of tokens a second pass
-here. What the engine counts is read from its EngineStats and not counted again. The names under
+here. Counts of the engine are read from its EngineStats and not counted again. The names under
 which Prometheus reads the metrics are in metric_names.py.
 """
 
@@ -27,7 +27,7 @@ SECONDS_BUCKETS = (
     *(0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600),
 )
 COUNT_BUCKETS = tuple(2**power for power in range(18))
-# Upper limits in seconds of the bands in which people perceive a delay, and their labels.
+# Bands in which people perceive a delay: the upper limit in seconds, and the label.
 PERCEIVED_BANDS = (
     (0.1, "100ms"),
     (1.0, "1s"),
@@ -85,7 +85,7 @@ def histogram_family(
 
 
 class TokenRate:
-    """Tokens a second over the last seconds."""
+    """Tokens per second over the last RATE_WINDOW_SECONDS."""
 
     def __init__(self) -> None:
         self.seconds: deque[list[int]] = deque(maxlen=RATE_WINDOW_SECONDS + 1)  # [second, count]
@@ -104,7 +104,7 @@ class TokenRate:
 
 @dataclass(slots=True)
 class RequestTimings:
-    """Times of one request on the monotonic clock; 0 where it has not come so far."""
+    """Times of one request on the monotonic clock; 0 for events that have not happened yet."""
 
     arrived: float
     submitted: float = 0.0
@@ -150,7 +150,10 @@ class ServerMetrics:
     # ---- observations ------------------------------------------------------------------------
 
     def observe_step(self, before: EngineStats, after: EngineStats) -> None:
-        """One step, or a few if their stats came together; any with a prompt is a prefill."""
+        """Count the steps between two reports of the engine, which is one step in most cases.
+
+        They count as prefill steps if any of them has a prefill.
+        """
         num_steps = after.steps - before.steps
         num_prompts = after.prefill_steps - before.prefill_steps
         num_sequences = after.sequences - before.sequences
@@ -195,7 +198,7 @@ class ServerMetrics:
     def observe_finish(
         self, timings: RequestTimings, reasons: Iterable[str], lengths: Sequence[int]
     ) -> None:
-        """Finish reasons and output tokens of a request's sequences."""
+        """Count an answered request with the finish reasons and output tokens of its sequences."""
         inference_seconds = max(timings.last_token - timings.started, 0.0)
         decode_seconds = max(timings.last_token - timings.first_token, 0.0)
         self.finish_reasons.update((reason,) for reason in reasons)
@@ -208,7 +211,7 @@ class ServerMetrics:
         self._observe_success(timings)
 
     def observe_embedding(self, timings: RequestTimings, num_prompt_tokens: int) -> None:
-        """A request that was answered without generating a token."""
+        """Count a request that was answered without generating a token."""
         self.prompt_tokens += num_prompt_tokens
         self.prompt_token_rate.add(num_prompt_tokens, timings.last_token)
         self._observe_success(timings)
@@ -217,7 +220,7 @@ class ServerMetrics:
         seconds = timings.last_token - timings.arrived
         self.success += 1
         self.histograms["end_to_end"].observe(seconds)
-        self.perceived["whole", perceived_band(seconds)] += 1
+        self.perceived["end_to_end", perceived_band(seconds)] += 1
 
     # ---- reading -----------------------------------------------------------------------------
 
@@ -249,7 +252,7 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry asks before there is anything to collect."""
+        """Return nothing: the registry calls this before there is anything to collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -290,7 +293,7 @@ class ServerMetrics:
         }
 
     def _step_metrics(self) -> Iterator[Metric]:
-        """Steps under TGI's names; phases of TGI's that do not exist here stay empty."""
+        """Yield step metrics under TGI's names. TGI phases that do not exist here stay empty."""
         seconds = self.step_seconds
         for name in (
             "bloomery_step_duration_seconds",
@@ -301,7 +304,7 @@ class ServerMetrics:
         for phase in ("decode", "filter", "concat"):
             empty = dict.fromkeys(seconds, MetricHistogram())
             name = f"tgi_batch_{phase}_duration"
-            yield histogram_family(name, "nothing: there is no such phase", ["method"], empty)
+            yield histogram_family(name, "empty: there is no such phase", ["method"], empty)
         counts: LabeledSamples = [
             ({"method": method}, sum(histogram.counts)) for (method,), histogram in seconds.items()
         ]
@@ -327,7 +330,11 @@ class ServerMetrics:
             ("vllm:request_success", "sequences by finish reason", finished),
             ("bloomery_responses", "HTTP responses", responses),
             ("bloomery_unknown_fields", "request fields that no body type declares", unknown),
-            ("bloomery_perceived_requests", "requests by how long they felt", perceived),
+            (
+                "bloomery_perceived_requests",
+                "requests by the band of their perceived delay",
+                perceived,
+            ),
         ):
             yield self._metric(name, help_text, "counter", samples)
 
@@ -337,7 +344,7 @@ class ServerMetrics:
     def _metric(
         self, name: str, help_text: str, kind: str, samples: Sequence[tuple[dict[str, str], float]]
     ) -> Metric:
-        """TGI's counters have no _total suffix; the format requires them to be untyped then."""
+        """Build one metric. TGI's counters have no _total suffix, so they must be untyped."""
         is_untyped = kind == "counter" and name.startswith("tgi_")
         suffix = "_total" if kind == "counter" and not is_untyped else ""
         metric = Metric(name, help_text, "unknown" if is_untyped else kind)

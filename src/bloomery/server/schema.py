@@ -2,7 +2,7 @@
 
 Nothing is coerced: "3" is not 3, true is not 1, 1.0 is not 1, and NaN is refused. An explicit
 null is an absent field. A field that the Struct does not declare is accepted and counted. A field
-in UNSUPPORTED_FIELDS is known but not served: it is refused by name.
+in UNSUPPORTED_FIELDS is known but has no implementation, so it is refused by name.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _TYPE_NAMES = {
     "object": "an object",
     "dict": "an object",
 }
-# Values of an unsupported field that ask for nothing, so the field is not refused.
+# Values with which an unsupported field has no effect, so it is not refused.
 EMPTY_VALUES: tuple[Any, ...] = (None, False, [], {}, "")
 
 
 class RequestBody(msgspec.Struct, kw_only=True):
     """The body of a POST route.
 
-    UNSUPPORTED_FIELDS maps known fields that are not served to the reason or the way out.
+    UNSUPPORTED_FIELDS maps known fields without an implementation to the reason or a workaround.
     """
 
     UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {}
@@ -122,7 +122,7 @@ def _describe_type(name: str) -> str:
 
 
 def _raise_decode_error(body: bytes, error: Exception) -> Never:
-    """Blame the field for a number that is not finite or too large, and the JSON otherwise."""
+    """Name the field if a number in it is not finite or too large, else call the JSON invalid."""
     try:
         value = json.loads(body, parse_constant=float, parse_int=_parse_int)
         field = next(_paths_of_infinite_numbers(value, ""))[:64]
@@ -134,7 +134,7 @@ def _raise_decode_error(body: bytes, error: Exception) -> Never:
 
 
 def _parse_int(digits: str) -> float:
-    """An integer that fits 64 bits; any longer one counts as infinite."""
+    """Parse an integer. One of 20 digits or more does not fit 64 bits and counts as infinite."""
     return float(digits) if len(digits) < 20 else math.inf
 
 

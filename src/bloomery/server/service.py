@@ -1,8 +1,8 @@
-"""What all HTTP requests share, and one HTTP request on its way through the server.
+"""InferenceService, which all HTTP requests share, and HttpCall, one HTTP request.
 
 InferenceService holds the engine, the tokenizer, the settings, admission and metrics, and turns
-text into token ids. HttpCall is one request; a Route says which handler takes it. Nothing here
-knows an API: what a body means is the business of the handlers in routes/.
+text into token ids. HttpCall is one request, and its Route names the handler. Nothing here knows an
+API: the handlers in routes/ interpret the bodies.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SHED_LOAD_AT = 0.95
 # A text of more characters, or a list of more token ids, goes to the tokenizer worker pool.
 MAX_INLINE_LENGTH = 1000
 
-# Model names that clients send when they know of no model.
+# Model names that clients send when no model was chosen.
 PLACEHOLDER_MODELS = ("", "tgi", "dummy", "default")
 DEFAULTED_FIELDS = {field.name for field in fields(SamplingParams)} - {"max_tokens"}
 
@@ -73,9 +73,9 @@ _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What an operator decides about the HTTP server."""
+    """The operator's settings of the HTTP server."""
 
-    model: str  # the name it is served under
+    model: str  # the name under which the model is served
     aliases: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()  # API keys; without any, every request is accepted
     host: str = "127.0.0.1"  # the address the server is bound to
@@ -125,7 +125,9 @@ class InferenceService:
         self.fingerprint = f"bloomery-{__version__}"
         self.started = int(time.time())
         self.sampling_defaults = {
-            name: value for name, value in tokenizer.sampling_defaults.items() if name in DEFAULTED_FIELDS
+            name: value
+            for name, value in tokenizer.sampling_defaults.items()
+            if name in DEFAULTED_FIELDS
         }
 
     # ---- capacity ----------------------------------------------------------------------------
@@ -138,7 +140,7 @@ class InferenceService:
         return self.backend.capacity
 
     def engine_error(self) -> HttpError | None:
-        """Why no engine will answer for a while, or None if one answers now or soon."""
+        """The error to send while no engine can answer, or None if one answers now or soon."""
         match self.backend.status.state:
             case "ready" | "stalled" | "restarting":
                 return None
@@ -164,11 +166,11 @@ class InferenceService:
         raise overloaded_error(self.admission.retry_after(self.prompt_rate))
 
     def admit(self, num_sequences: int, key: str = "") -> AdmissionPermit:
-        """Take places for so many sequences of one request."""
+        """Reserve places for the sequences of one request."""
         maximum = min(self.limits.fan_out, self.limits.requests)
         if num_sequences > maximum:
-            asked = f"{num_sequences} answers (prompts x n) were asked for"
-            raise InvalidRequest(f"{asked}, at most {maximum} are allowed", "n")
+            request = f"{num_sequences} answers (prompts x n) were asked for"
+            raise InvalidRequest(f"{request}, at most {maximum} are allowed", "n")
         self.check_capacity(key, num_sequences)
         return self.admission.admit(num_sequences, self.prompt_rate, key)
 
@@ -186,7 +188,9 @@ class InferenceService:
             return DeadlineExceeded()
         if permit.was_shed:
             return overloaded_error(self.admission.retry_after(self.prompt_rate))
-        return self.engine_error() or RequestFailed(output.error or "the engine gave up on it")
+        return self.engine_error() or RequestFailed(
+            output.error or "the engine ended the request without an answer"
+        )
 
     def abort(self, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
@@ -194,7 +198,7 @@ class InferenceService:
 
     @property
     def prompt_rate(self) -> float:
-        """Prompt tokens a second over the last seconds."""
+        """Prompt tokens per second, over the last seconds."""
         return self.metrics.prompt_token_rate.value(time.monotonic())
 
     @property
@@ -204,6 +208,7 @@ class InferenceService:
         return self.limits.waiting_tokens or 8 * capacity.max_model_len * capacity.max_num_seqs
 
     def check_model(self, name: str | None) -> None:
+        """Raise 404 for a model name that is not served here."""
         settings = self.settings
         if name is None or name in (settings.model, *settings.aliases, *PLACEHOLDER_MODELS):
             return
@@ -225,7 +230,7 @@ class InferenceService:
     async def tokenize_with_offsets(
         self, text: str, add_special: bool, last: int | None = None
     ) -> bytes:
-        """A text's tokens and their offsets as JSON; `last` keeps only so many from the end."""
+        """A text's tokens and their offsets as JSON; only the `last` tokens, if it is given."""
         self.check_prompt_characters(len(text), "inputs")
         if len(text) <= MAX_INLINE_LENGTH:
             return encode_pieces(self.tokenizer.encode_with_offsets(text, add_special), last)
@@ -250,7 +255,7 @@ class InferenceService:
 
     @property
     def max_prompt_characters(self) -> int:
-        """More characters than this fit the context with no vocabulary."""
+        """A prompt with more characters than this cannot fit the context."""
         return self.limits.characters_per_token * self.capacity.max_model_len
 
     def check_prompt_characters(self, num_characters: int, field: str) -> None:
@@ -283,7 +288,7 @@ class Route:
     error_formatter: ErrorFormatter
     body_type: type[RequestBody] | None = None  # of a POST; None: the route is a GET
     public: bool = False  # needs no API key
-    generates: bool = False
+    generates: bool = False  # runs the model, so the request is admitted, counted and traced
     quiet: bool = False  # a successful request is logged at debug level only
     media_types: tuple[str, ...] = JSON_MEDIA
     response_shape: Any = "object"  # see shapes.py
@@ -299,7 +304,7 @@ class Route:
 
 @dataclass
 class HttpCall:
-    """One HTTP request: its connection, its route, and what is noted about it."""
+    """One HTTP request: its connection, its route, its timings and its log fields."""
 
     service: InferenceService
     route: Route
@@ -321,7 +326,7 @@ class HttpCall:
         self._json: dict[str, Any] | None = None
 
     async def read_json(self) -> dict[str, Any]:
-        """The body's JSON object; it may be asked for more than once."""
+        """The body's JSON object, which is read once."""
         if self._json is None:
             limits = self.service.limits
             is_openai_path = self.route.path.startswith("/v1/")
@@ -344,7 +349,7 @@ class HttpCall:
 
     @property
     def deadline(self) -> float:
-        """On the event loop's clock. The client may shorten it, never lengthen it."""
+        """The deadline on the event loop's clock. The client may shorten it but not extend it."""
         seconds = self.service.limits.deadline_seconds
         milliseconds = self.headers.get("x-request-deadline-ms")
         if milliseconds is not None:
@@ -355,7 +360,7 @@ class HttpCall:
         return asyncio.get_running_loop().time() + seconds - elapsed
 
     def admit(self, num_sequences: int) -> AdmissionPermit:
-        """Take places until the call ends; handlers ask before any costly work."""
+        """Reserve places until the call ends. Handlers do this before any costly work."""
         permit = self.service.admit(num_sequences, self.tenant)
         self.cleanup.callback(permit.release)
         return permit

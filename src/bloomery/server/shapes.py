@@ -1,4 +1,4 @@
-"""Shapes of the routes' responses, for the OpenAPI document; each as short as it can be written.
+"""Shapes of the routes' responses, in a short notation, for the OpenAPI document.
 
 A dict is an object. Its keys are required unless they end in "?", and one key may name several
 fields of the same shape, separated by spaces. A list of one is an array. A tuple is a choice. A

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces under the names of its GenAI conventions; only where they are configured.
+"""OpenTelemetry traces, under the names of its GenAI conventions. Off unless configured.
 
 A span is written when its request has ended, from times that were taken anyway, so tracing does
 not slow a request down. Spans hold counts, times and settings, never text of a prompt or answer.
@@ -34,6 +34,8 @@ SAMPLING_ATTRIBUTES = {
 
 
 class TraceRecorder:
+    """Writes the spans of finished requests."""
+
     def __init__(self, provider: Any):
         """`provider`: an opentelemetry.sdk.trace.TracerProvider."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -80,7 +82,7 @@ class TraceRecorder:
 
 
 def create_trace_recorder(endpoint: str, service_name: str) -> TraceRecorder:
-    """Send spans by OTLP over HTTP, from a thread of the library."""
+    """Create a recorder that sends spans by OTLP over HTTP, from a thread of the library."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -99,7 +101,7 @@ def create_trace_recorder(endpoint: str, service_name: str) -> TraceRecorder:
 
 
 def span_attributes(call: HttpCall, status: int) -> dict[str, Any]:
-    """The attributes of a request's span; what is not known is left out."""
+    """The attributes of a request's span. Unknown values are left out."""
     log_fields = call.log_fields
     settings = call.service.settings
     attributes: dict[str, Any] = {
@@ -125,7 +127,7 @@ def span_attributes(call: HttpCall, status: int) -> dict[str, Any]:
 
 
 def request_phases(call: HttpCall) -> Iterator[tuple[str, float, float]]:
-    """(name, start, end) of the phases of a request that was answered."""
+    """Yield (name, start, end) of the phases of a request that was answered."""
     timings = call.timings
     if timings.first_token and timings.last_token:
         yield "queue", timings.submitted, timings.started

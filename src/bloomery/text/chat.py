@@ -30,7 +30,7 @@ from bloomery.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 10_000_000  # of a rendered conversation
 MAX_INT_BITS = 1 << 16  # of an integer that a template computes
-UNBOUNDED = 1 << MAX_INT_BITS  # a size above every limit
+UNBOUNDED = 1 << MAX_INT_BITS  # a size above any limit
 
 Message = Mapping[str, Any]
 
@@ -75,7 +75,7 @@ def select_template(
             "chat_template",
         )
     raise TemplateError(
-        "the model has no chat template, as base models do not: give one (chat_template), or send "
+        "the model has no chat template (base models have none): give one (chat_template), or send "
         "plain text as a prompt",
         "chat_template",
     )
@@ -98,8 +98,8 @@ def render_template(
         raise TemplateError("a conversation needs at least one message", "messages")
     if add_generation_prompt and continue_final_message:
         raise TemplateError(
-            "continue_final_message goes on with the last message and add_generation_prompt begins "
-            "a new one: choose one",
+            "continue_final_message continues the last message and add_generation_prompt begins a "
+            "new one: choose one",
             "continue_final_message",
         )
     chat = [_with_reasoning(message) for message in _copy_json(messages, "messages")]
@@ -147,7 +147,7 @@ def _run_template(template: str, values: Mapping[str, Any], limit: int) -> str:
 
 
 def _copy_json(value: Any, where: str) -> Any:
-    """Copy a value, refusing all but JSON types: the sandbox knows the methods of these."""
+    """Copy a JSON value and refuse other types: the sandbox guards only the methods of these."""
     match value:
         case None | bool():
             return value
@@ -195,7 +195,7 @@ def _join_parts(content: Any) -> Any:
 def accepts_content_parts(template: str) -> bool:
     """Return whether a template renders content given as a list of parts.
 
-    This is found by rendering a probe: many templates print the list itself.
+    The function renders a probe, because many templates print the list itself.
     """
     probe = "a4f1c9"
     message = {"role": "user", "content": [{"type": "text", "text": probe}]}
@@ -241,7 +241,7 @@ def _cut_at_mark(text: str, final_text: str) -> str:
     end = text.rfind(_MARK.strip())
     if end < 0 or final_text.strip() not in text:
         raise TemplateError(
-            "the chat template does not show the last message whole: it cannot be continued",
+            "the chat template changes or drops the last message, so it cannot be continued",
             "messages",
         )
     if text.startswith(_MARK, end):
@@ -254,6 +254,7 @@ def _cut_at_mark(text: str, final_text: str) -> str:
 
 @lru_cache(maxsize=64)
 def compile_template(template: str, limit: int = MAX_CHARACTERS) -> Template:
+    """Compile a template for the sandbox; a syntax error becomes a TemplateError."""
     environment = _TemplateSandbox(limit)
     try:
         return environment.from_string(template)

@@ -42,8 +42,8 @@ SPECIAL_TOKENS = {
     "mask_token": "mask",
 }
 
-# Tokens that end a chat turn, for models whose chat template contains them. Files often name only
-# the end of a document as EOS.
+# Tokens that end a chat turn. Each counts as EOS if the chat template contains it, because many
+# files name only the end-of-document token as EOS.
 END_OF_TURN_TOKENS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -69,6 +69,7 @@ SAMPLING_KEYS = {
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Build the tokenizer; missing or unknown metadata raises TokenizerError."""
     vocabulary = _GgufVocabulary(metadata)
     return Tokenizer(_build_backend(vocabulary), vocabulary.config())
 

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a Hugging Face folder, from whichever of its files are present.
+"""Loads the tokenizer of a Hugging Face folder from the files that are present.
 
 tokenizer.json decides how text is encoded. The files beside it name special tokens, end-of-sequence
 ids, sampling defaults and chat templates. They may add tokens but not renumber them.
@@ -47,6 +47,7 @@ CLASS_OF_MODEL = {
 
 
 def load_hf_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer of a folder; a missing or damaged file raises TokenizerError."""
     config = _read_json(folder / "tokenizer_config.json")
     special_map = _read_json(folder / "special_tokens_map.json")
     special_tokens = _read_special_tokens(config, special_map)
@@ -110,8 +111,8 @@ def _build_from_merges(
     class_name = str(class_name).removesuffix("Fast")
     if class_name not in PRE_TOKENIZER_OF_CLASS:
         raise TokenizerError(
-            f"{folder}: vocab.json and merges.txt of the class {class_name}, unknown to us; "
-            f"{REMEDY}"
+            f"{folder}: vocab.json and merges.txt belong to the tokenizer class {class_name}, "
+            f"which is not supported; {REMEDY}"
         )
     spec = PRE_TOKENIZERS[PRE_TOKENIZER_OF_CLASS[class_name]]
     backend = Backend(BPE.from_file(str(vocab), str(merges)))
@@ -151,8 +152,10 @@ def _read_special_tokens(
         sources = [special_map, config]
     special_tokens: dict[str, str] = {}
     for source in sources:
+        tokens = dict(source)
         extra = source.get("extra_special_tokens")
-        tokens = {**source, **(extra if isinstance(extra, dict) else {})}
+        if isinstance(extra, dict):
+            tokens.update(extra)
         for name, token in tokens.items():
             content = _token_content(token)
             if name.endswith("_token") and content is not None:
@@ -177,7 +180,7 @@ def _add_declared_tokens(backend: Backend, folder: Path, config: Mapping[str, An
         if actual_id != id:
             raise TokenizerError(
                 f"{folder}: {content!r} is declared as token {id} and would be {actual_id}; "
-                "the tokenizer files are not of one model"
+                "the tokenizer files belong to different models"
             )
 
 

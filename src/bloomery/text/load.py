@@ -13,7 +13,7 @@ def load_tokenizer(artifact: ModelArtifact) -> Tokenizer:
     if artifact.kind == "folder":
         return load_hf_tokenizer(artifact.path)
     tokenizer = build_gguf_tokenizer(gguf.read_gguf(artifact.path).metadata)
-    # What the file states takes precedence over what is known of the model.
+    # Values in the file take precedence over the known defaults of the model.
     tokenizer.sampling_defaults = {
         **dict(artifact.sampling_defaults),
         **tokenizer.sampling_defaults,

@@ -64,7 +64,7 @@ class RequestOutput:
 
 @lightweight_message
 class CompletionDelta:
-    """What one completion gained. The last delta has a finish reason."""
+    """New text and tokens of one completion. The last delta has a finish reason."""
 
     index: int
     text: str
@@ -213,14 +213,14 @@ class RequestState:
         logprobs = [completion.cumulative_logprob for completion in completions]
         return [completions[i] for i in select_best(logprobs, self.params.n)]
 
-    def output(self) -> RequestOutput:
+    def build_output(self) -> RequestOutput:
         """Return the output so far, as the offline API shows it."""
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if self.params.prompt_logprobs is not None:
             # The first token of a prompt has no log-probability.
             prompt_logprobs = [None, *map(self._describe_logprobs, self.prompt_logprobs)]
         outputs = [
-            self._completion_output(index, completion)
+            self._build_completion_output(index, completion)
             for index, completion in enumerate(self.select_completions())
         ]
         return RequestOutput(
@@ -233,7 +233,7 @@ class RequestState:
             self.num_cached_tokens,
         )
 
-    def _completion_output(self, index: int, completion: CompletionState) -> CompletionOutput:
+    def _build_completion_output(self, index: int, completion: CompletionState) -> CompletionOutput:
         logprobs: list[dict[int, Logprob]] | None = None
         if self.params.logprobs is not None:
             logprobs = [self._describe_logprobs(entry) for entry in completion.logprobs]
@@ -308,10 +308,10 @@ class TextStream:
             if self.stopped is not None:
                 break
             self.num_consumed += 1
-            armed = self.num_consumed > self._min_tokens
+            can_stop = self.num_consumed > self._min_tokens
             text = self._detokenizer.push(id)
-            parts.append(self._matcher.push(text, armed))
-            if armed and self.stopped is None and id in self._stop_ids:
+            parts.append(self._matcher.push(text, can_stop))
+            if can_stop and self.stopped is None and id in self._stop_ids:
                 parts.append(self._stop_at_token(self._stop_ids[id]))
         return self._record("".join(parts))
 
@@ -319,8 +319,8 @@ class TextStream:
         """Return the rest: an incomplete character, and text held back for a stop string."""
         if self.stopped is not None:
             return ""
-        armed = self.num_consumed > self._min_tokens
-        last = self._matcher.push(self._detokenizer.finish(), armed)
+        can_stop = self.num_consumed > self._min_tokens
+        last = self._matcher.push(self._detokenizer.finish(), can_stop)
         return self._record(last + self._matcher.finish())
 
     def _stop_at_token(self, stop: str) -> str:
@@ -393,7 +393,7 @@ class Detokenizer:
 class StopStringMatcher:
     """Finds stop strings in a stream, and holds back text that may be the start of one.
 
-    The stop string that is complete first wins; of two that end at the same character, the longer.
+    The first complete stop string wins. Of two that end at the same character, the longer one wins.
     """
 
     def __init__(self, stops: Iterable[str], include: bool = False):
@@ -404,13 +404,13 @@ class StopStringMatcher:
         self._first_character = re.compile("|".join(re.escape(stop[0]) for stop in self._stops))
         self._held_back = ""
 
-    def push(self, text: str, armed: bool = True) -> str:
-        """Return the text that can be shown. Unless `armed`, a complete stop string is text."""
+    def push(self, text: str, can_stop: bool = True) -> str:
+        """Return the text that can be shown. Unless `can_stop`, a stop string counts as text."""
         num_held = len(self._held_back)
         text = self._held_back + text
         if not self._stops or self._first_character.search(text) is None:
             return text
-        if armed:
+        if can_stop:
             starts = {
                 stop: text.find(stop, max(num_held - len(stop) + 1, 0)) for stop in self._stops
             }
@@ -425,7 +425,7 @@ class StopStringMatcher:
         return text[: len(text) - len(self._held_back)]
 
     def _possible_start(self, text: str) -> str:
-        """Return the longest end of `text` that is the start of a stop string."""
+        """Return the longest suffix of `text` that is the start of a stop string."""
         longest = len(self._stops[0])
         for match in self._first_character.finditer(text, max(len(text) - longest + 1, 0)):
             end = text[match.start() :]
@@ -434,7 +434,7 @@ class StopStringMatcher:
         return ""
 
     def finish(self) -> str:
-        """Return the text held back: no stop string can complete it any more."""
+        """Return the text that was held back, because no more text follows."""
         held_back = self._held_back
         self._held_back = ""
         return held_back

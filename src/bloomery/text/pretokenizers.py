@@ -20,10 +20,10 @@ class PreTokenizerSpec:
 
     splits: tuple[str, ...] = ()  # regular expressions; each isolates its matches, in this order
     digits: bool = False  # isolate every digit, after the splits
-    gpt2: bool = False  # then GPT-2's own pattern
+    gpt2: bool = False  # split by GPT-2's own pattern, after the digits
     falcon: bool = False  # punctuation before GPT-2's pattern, digits in threes after it
     nfc: bool = False  # normalise to NFC first
-    ignore_merges: bool = False  # a word that is in the vocabulary is one token in any case
+    ignore_merges: bool = False  # a word that is in the vocabulary is always one token
     add_bos: bool = False  # for a file that does not state it
 
     def build_pre_tokenizer(self, add_prefix_space: bool = False) -> PreTokenizer:
@@ -55,7 +55,7 @@ def _tiktoken_pattern(digits: str, marks: str = "") -> str:
 
 
 def _cased_pattern(digits: str, suffix: str) -> str:
-    """Match the same, but a capital letter also starts a word."""
+    """Match like `_tiktoken_pattern`, but a capital letter also starts a word."""
     upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
     lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     word = r"[^\r\n\p{L}\p{N}]?"

@@ -16,23 +16,40 @@ REMEDY = (
     "save the tokenizer as tokenizer.json first: "
     "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) with the transformers library"
 )
-BPE = 2  # trainer_spec.model_type
+
+# Field numbers of sentencepiece_model.proto.
+MODEL_PIECES = 1
+MODEL_TRAINER = 2
+MODEL_NORMALIZER = 3
+PIECE_TEXT = 1
+PIECE_SCORE = 2
+PIECE_TYPE = 3
+TRAINER_MODEL_TYPE = 3
+TRAINER_UNKNOWN_ID = 40
+TRAINER_BOS_ID = 41
+TRAINER_EOS_ID = 42
+NORMALIZER_CHARSMAP = 2
+NORMALIZER_ADD_PREFIX = 3
+NORMALIZER_REMOVE_SPACES = 4
+
+BPE_MODEL = 2  # value of TRAINER_MODEL_TYPE
+NORMAL_PIECE = 1  # value of PIECE_TYPE
 
 
 def read_sentencepiece_model(data: bytes) -> dict[str, Any]:
     """Return the metadata of a GGUF file with the same vocabulary."""
     try:
         model = list(_read_fields(data))
-        pieces = [dict(_read_fields(value)) for number, value in model if number == 1]
-        trainer_data = next((value for number, value in model if number == 2), b"")
-        normalizer_data = next((value for number, value in model if number == 3), b"")
-        trainer = dict(_read_fields(trainer_data))
-        normalizer = dict(_read_fields(normalizer_data))
-        tokens = [piece[1].decode() for piece in pieces]
-        scores = [struct.unpack("<f", piece.get(2, bytes(4)))[0] for piece in pieces]
+        pieces = [dict(_read_fields(value)) for number, value in model if number == MODEL_PIECES]
+        trainer = _find_message(model, MODEL_TRAINER)
+        normalizer = _find_message(model, MODEL_NORMALIZER)
+        tokens = [piece[PIECE_TEXT].decode() for piece in pieces]
+        scores = [struct.unpack("<f", piece.get(PIECE_SCORE, bytes(4)))[0] for piece in pieces]
     except (IndexError, KeyError, TypeError, AttributeError, ValueError, struct.error) as error:
         raise TokenizerError(f"tokenizer.model is not a SentencePiece model; {REMEDY}") from error
-    if trainer.get(3) != BPE or normalizer.get(2) or normalizer.get(4, 1):
+    is_bpe = trainer.get(TRAINER_MODEL_TYPE) == BPE_MODEL
+    removes_spaces = normalizer.get(NORMALIZER_REMOVE_SPACES, 1)
+    if not is_bpe or normalizer.get(NORMALIZER_CHARSMAP) or removes_spaces:
         raise TokenizerError(
             f"tokenizer.model is not plain SentencePiece BPE, the only kind supported; {REMEDY}"
         )
@@ -41,12 +58,18 @@ def read_sentencepiece_model(data: bytes) -> dict[str, Any]:
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": scores,
         # Both formats number the types in the same way.
-        "tokenizer.ggml.token_type": [piece.get(3, 1) for piece in pieces],
-        "tokenizer.ggml.unknown_token_id": trainer.get(40, 0),
-        "tokenizer.ggml.bos_token_id": trainer.get(41, 1),
-        "tokenizer.ggml.eos_token_id": trainer.get(42, 2),
-        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, 1)),
+        "tokenizer.ggml.token_type": [piece.get(PIECE_TYPE, NORMAL_PIECE) for piece in pieces],
+        "tokenizer.ggml.unknown_token_id": trainer.get(TRAINER_UNKNOWN_ID, 0),
+        "tokenizer.ggml.bos_token_id": trainer.get(TRAINER_BOS_ID, 1),
+        "tokenizer.ggml.eos_token_id": trainer.get(TRAINER_EOS_ID, 2),
+        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(NORMALIZER_ADD_PREFIX, 1)),
     }
+
+
+def _find_message(model: list[tuple[int, Any]], number: int) -> dict[int, Any]:
+    """Return the fields of the first message with that field number; none if it is missing."""
+    data = next((value for other, value in model if other == number), b"")
+    return dict(_read_fields(data))
 
 
 def _read_fields(data: bytes) -> Iterator[tuple[int, Any]]:

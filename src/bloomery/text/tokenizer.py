@@ -34,7 +34,7 @@ class EncodedToken:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """What a checkpoint states beside its vocabulary."""
+    """The special tokens, chat templates and sampling defaults of a checkpoint."""
 
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()  # each of them ends a completion
@@ -69,13 +69,13 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the token ids. `add_special` adds BOS and EOS as the model expects them.
 
-        A rendered chat template contains its own, so it is encoded without.
+        Encode a rendered chat template without it, because the template adds BOS and EOS itself.
         """
-        text = _replace_lone_surrogates(text)
+        text = _replace_unpaired_surrogates(text)
         return self.backend.encode(text, add_special_tokens=add_special).ids
 
     def encode_with_offsets(self, text: str, add_special: bool = True) -> list[EncodedToken]:
-        text = _replace_lone_surrogates(text)
+        text = _replace_unpaired_surrogates(text)
         encoding = self.backend.encode(text, add_special_tokens=add_special)
         return [
             EncodedToken(id, text[start:stop], start, stop)
@@ -125,8 +125,8 @@ def add_bos_and_eos(backend: Backend, bos_id: int | None, eos_id: int | None) ->
     )
 
 
-def _replace_lone_surrogates(text: str) -> str:
-    """Replace half a surrogate pair by U+FFFD: JSON can express it, UTF-8 cannot."""
+def _replace_unpaired_surrogates(text: str) -> str:
+    """Replace half a surrogate pair by U+FFFD, because JSON can express it but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -185,8 +185,9 @@ class TokenDecoder:
             case {"type": "Metaspace", "replacement": str(marker)}:
                 return replace(self._with_replacement(marker, " "), leading_space="strip_all")
         raise TokenizerError(
-            f"the tokenizer's decoder has the step {json.dumps(step)}, which we cannot follow "
-            "exactly; known are ByteLevel, ByteFallback, Replace, Strip, Fuse and Metaspace"
+            f"the tokenizer's decoder has the step {json.dumps(step)}, which cannot "
+            "be reproduced exactly; known are ByteLevel, ByteFallback, Replace, Strip, Fuse and "
+            "Metaspace"
         )
 
     def _with_replacement(self, old: str, new: str) -> TokenDecoder:

@@ -1,10 +1,10 @@
 """A pool of worker processes for chat templates and for tokenizing long texts.
 
-A chat template is a program of a stranger, and a long text may hit a slow path of a tokenizer. A
-thread could not be stopped, a process can. A worker limits its own processor time for each task,
-with a timer that kills it, and its memory. It gets the vocabulary and the templates as data through
-a descriptor, and then tasks as framed messages (see ipc.py). Workers start when they are needed and
-stay: one is enough for most servers, a few run where many requests arrive at once.
+A chat template is a program that comes with the model and is not trusted, and a long text may hit a
+slow path of a tokenizer. A thread cannot be stopped, but a process can. A worker limits its memory,
+and a timer kills it if a task uses too much processor time. A worker reads the vocabulary and the
+templates as data from an inherited descriptor. It then gets tasks as framed messages (see ipc.py).
+Workers start when they are needed and keep running. One is enough for most servers.
 
     python -m bloomery.text.tokenizer_pool VOCABULARY_FD TEMPLATE_SECONDS TEXT_SECONDS BYTES TASK_FD
 """
@@ -39,40 +39,52 @@ from bloomery.ipc import (
 from bloomery.text.chat import render_chat
 from bloomery.text.tokenizer import EncodedToken, Tokenizer, TokenizerConfig
 
-# A task may take this many times its processor time on the clock: the machine may be busy.
+# The wall-clock limit of a task over its limit of processor time. The machine may be busy. Chosen.
 WALL_TIME_FACTOR = 20.0
-NICENESS = 5  # running streams come first
+NICENESS = 5  # of worker processes, so that running streams come first
 
 
 class EncodeTask(msgspec.Struct, frozen=True):
+    """Tokenize a text."""
+
     text: str
     add_special: bool
 
 
 class PiecesTask(msgspec.Struct, frozen=True):
+    """Tokenize a text and return each token with its place in the text: a piece."""
+
     text: str
     add_special: bool
-    last: int | None  # return only that many pieces, from the end
+    last: int | None  # return only this many pieces, from the end
 
 
 class DecodeTask(msgspec.Struct, frozen=True):
+    """Turn token ids into text."""
+
     ids: list[int]
 
 
 class RenderChatTask(msgspec.Struct, frozen=True):
+    """Render a conversation with the chat template and tokenize it."""
+
     messages: list[Any]
     options: dict[str, Any]
     max_characters: int
 
 
 class TaskResult(msgspec.Struct, frozen=True):
+    """The result of a task. Each kind of task fills its own fields."""
+
     ids: list[int] = []
     text: str = ""
-    # As JSON: a long text has so many pieces that the parent should not handle each.
+    # JSON, so that the parent need not decode the many pieces of a long text.
     pieces: bytes = b""
 
 
 class TaskError(msgspec.Struct, frozen=True):
+    """A chat template refused its messages."""
+
     message: str
     field: str | None
 
@@ -85,7 +97,7 @@ TASK_CODEC: MessageCodec[TaskMessage] = MessageCodec(
 
 
 class TokenizerData(msgspec.Struct, frozen=True):
-    """Everything a worker must know of the tokenizer."""
+    """The tokenizer as a worker process receives it."""
 
     backend: str
     chat_templates: dict[str, str]
@@ -96,7 +108,7 @@ class TokenizerData(msgspec.Struct, frozen=True):
 
 
 class TokenizerPool:
-    """Runs tasks in worker processes; at most `processes` at a time."""
+    """Runs tasks in worker processes, at most `processes` at a time."""
 
     def __init__(
         self,
@@ -104,13 +116,17 @@ class TokenizerPool:
         processes: int = 2,
         template_seconds: float = 1.0,
         text_seconds: float = 10.0,
-        memory: int = 1 << 30,
+        memory_bytes: int = 1 << 30,
     ):
-        """Limits for one task: seconds of processor time, and bytes of memory beyond the base."""
+        """Set the limits of one task.
+
+        A task may use `template_seconds` or `text_seconds` of processor time, and
+        `memory_bytes` more than an idle worker.
+        """
         self.tokenizer = tokenizer
         self.template_seconds = template_seconds
         self.text_seconds = text_seconds
-        self.memory_bytes = memory
+        self.memory_bytes = memory_bytes
         self.slots = asyncio.Semaphore(processes)
         self.idle_workers: list[TokenizerWorker] = []
         self.vocabulary_fd: int | None = None
@@ -163,18 +179,18 @@ class TokenizerPool:
                 self.idle_workers.append(await self._start_worker())
 
     async def _run(self, task: TokenizerTask, seconds: float, field: str) -> TaskResult:
-        """Run a task in an idle or new worker; `field` names the request field in an error."""
+        """Run a task in an idle or new worker. Errors name the request field `field`."""
         async with self.slots:
             worker = await self._take_worker()
             try:
                 async with asyncio.timeout(WALL_TIME_FACTOR * seconds):
                     answer = await worker.run(task)
             except (OSError, EOFError, TimeoutError):
-                # In a thread: the system takes a while to clean up after a large process.
+                # Reaping a large process takes a while, so it happens in a thread.
                 await asyncio.to_thread(worker.kill)
                 raise create_limit_error(seconds, field) from None
             except BaseException:
-                worker.kill()  # its answer may still come, and belongs to no later task
+                worker.kill()  # otherwise a later task could get the answer to this one
                 raise
             self.idle_workers.append(worker)
         if isinstance(answer, TaskError):
@@ -182,11 +198,12 @@ class TokenizerPool:
         return answer
 
     async def _take_worker(self) -> TokenizerWorker:
+        """Return an idle worker, or start one."""
         while self.idle_workers:
             worker = self.idle_workers.pop()
             if worker.is_running():
                 return worker
-            worker.kill()  # it died while idle, so no task is to blame
+            worker.kill()  # the worker died while it was idle
         return await self._start_worker()
 
     async def _start_worker(self) -> TokenizerWorker:
@@ -203,7 +220,7 @@ class TokenizerPool:
 
 
 class TokenizerWorker:
-    """One worker process, as the pool sees it."""
+    """The pool's handle of one worker process."""
 
     def __init__(self, handle: ChildHandle):
         self.handle = handle
@@ -225,7 +242,7 @@ class TokenizerWorker:
 
 
 def create_limit_error(seconds: float, field: str) -> InvalidRequest:
-    """The error for a task whose worker ran into a limit and was killed."""
+    """Create the error for a task whose worker exceeded a limit and was killed."""
     limits = f"it may use {seconds:g} s and a bounded amount of memory"
     if field == "messages":
         return TemplateError(f"the chat template did not come to an end: {limits}", field)
@@ -233,7 +250,7 @@ def create_limit_error(seconds: float, field: str) -> InvalidRequest:
 
 
 def write_vocabulary(tokenizer: Tokenizer) -> int:
-    """Return the descriptor of a file with the TokenizerData, in memory where the system can."""
+    """Write the TokenizerData to a file, in memory if possible, and return its descriptor."""
     data = TokenizerData(
         tokenizer.backend.to_str(), dict(tokenizer.chat_templates), dict(tokenizer.special_tokens)
     )
@@ -270,7 +287,8 @@ def main(
             for task in channel.receive(None):
                 is_template = isinstance(task, RenderChatTask)
                 limit_seconds = template_seconds if is_template else text_seconds
-                signal.setitimer(signal.ITIMER_PROF, limit_seconds)  # its signal kills the process
+                # When the timer expires, its signal kills the process.
+                signal.setitimer(signal.ITIMER_PROF, limit_seconds)
                 answer = run_task(tokenizer, task)
                 frame = TASK_CODEC.encode(answer)
                 signal.setitimer(signal.ITIMER_PROF, 0)
@@ -295,17 +313,18 @@ def release_free_memory() -> None:
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Allow the process that many bytes more than it uses now."""
+    """Limit the address space of this process to `memory_bytes` more than it uses now."""
     try:
         with open("/proc/self/statm") as file:
             used_pages = int(file.read().split()[0])
     except OSError:
-        return  # a system that does not report the use does not enforce the limit either
+        return  # not Linux; other systems do not enforce RLIMIT_AS
     limit = used_pages * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def run_task(tokenizer: Tokenizer, task: TaskMessage) -> TaskResult | TaskError:
+    """Run one task in this worker process."""
     match task:
         case EncodeTask(text, add_special):
             return TaskResult(tokenizer.encode(text, add_special))

@@ -1,6 +1,6 @@
-"""Quantized weights as tensors of a checkpoint, and the quantization_config that describes them.
+"""Converts weights to the tensors of a quantized checkpoint, and builds its quantization_config.
 
-gptq        GPTQ, first version, symmetric: zero points are the same in all versions
+gptq        GPTQ's first format version, with symmetric codes
 int4, fp8   compressed-tensors: 4-bit groups with zero points; FP8 with a scale per row
 int8, nf4   bitsandbytes
 """
@@ -35,11 +35,13 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes [n, codes] into int32 [n, words]: a stream of bits, lowest first, zero-padded."""
     device = codes.device
     code_shifts = torch.arange(bits, device=device, dtype=torch.uint8)
-    stream = (codes.to(torch.uint8)[..., None] >> code_shifts & 1).flatten(1)
+    code_bits = codes.to(torch.uint8)[..., None] >> code_shifts & 1
+    stream = code_bits.flatten(1)
     padding = -stream.shape[1] % WORD_BITS
-    stream = torch.nn.functional.pad(stream, (0, padding)).unflatten(1, (-1, 8))
+    padded = torch.nn.functional.pad(stream, (0, padding))
+    byte_bits = padded.unflatten(1, (-1, 8))
     byte_shifts = torch.arange(8, device=device, dtype=torch.uint8)
-    packed_bytes = (stream << byte_shifts).sum(-1, dtype=torch.uint8)
+    packed_bytes = (byte_bits << byte_shifts).sum(-1, dtype=torch.uint8)
     return packed_bytes.contiguous().view(torch.int32)
 
 
@@ -47,6 +49,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def gptq_tensors(result: GptqResult, bits: int) -> StoredTensors:
+    """Pack the codes of GPTQ; its zero points are all in the middle of the range."""
     rows, groups = result.scale.shape
     # The first version of the format stores zero points minus one.
     stored_zero_point = (1 << bits - 1) - 1
@@ -60,6 +63,7 @@ def gptq_tensors(result: GptqResult, bits: int) -> StoredTensors:
 
 
 def int4_tensors(weight: torch.Tensor, group_size: int) -> StoredTensors:
+    """compressed-tensors' pack-quantized format with 4-bit zero points."""
     packed = quantize_integer_zero_points(weight, 4, group_size)
     assert packed.zero_point is not None
     return {
@@ -71,11 +75,13 @@ def int4_tensors(weight: torch.Tensor, group_size: int) -> StoredTensors:
 
 
 def fp8_tensors(weight: torch.Tensor, group_size: int) -> StoredTensors:
+    """compressed-tensors' float-quantized format with one scale per row."""
     packed = quantize_fp8(weight)
     return {"weight": packed.codes, "weight_scale": packed.scale}
 
 
 def int8_tensors(weight: torch.Tensor, group_size: int) -> StoredTensors:
+    """bitsandbytes' int8 format with one scale per row."""
     packed = quantize_int8(weight)
     return {
         "weight": packed.codes,
@@ -134,21 +140,26 @@ def quantize_integer_zero_points(weight: torch.Tensor, bits: int, group_size: in
     zero_point = zero_points.gather(0, best)[0]
     codes = round_to_codes(groups, scale, zero_point, bits).flatten(1)
     return GroupedScales(
-        pack_codes(codes, bits), scale.flatten(1).half(), zero_point.flatten(1).half(), bits
+        pack_codes(codes, bits),
+        scale.flatten(1).half(),
+        zero_point.flatten(1).half(),
+        bits,
     )
 
 
 def fit_range(
     groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Squared error, scale and zero point of groups [out, groups, columns] for a range of values.
+    """Quantize groups [out, groups, columns] to the range low:high.
 
-    `low`, `high` and the results have the shape [out, groups, 1].
+    Returns the squared error, the scale and the zero point. These, `low` and `high` have the shape
+    [out, groups, 1].
     """
     largest_code = 2**bits - 1
     scale = ((high - low) / largest_code).half().float().clamp_(min=MIN_SCALE)
     zero_point = (-low / scale).round_().clamp_(0, largest_code)
-    values = round_to_codes(groups, scale, zero_point, bits).sub_(zero_point).mul_(scale)
+    codes = round_to_codes(groups, scale, zero_point, bits)
+    values = codes.sub_(zero_point).mul_(scale)
     error = (values - groups).square().sum(-1, keepdim=True)
     return error, scale, zero_point
 
@@ -157,11 +168,14 @@ def fit_range(
 
 
 def find_misfit(format: str, shape: tuple[int, int], group_size: int, bits: int) -> str | None:
-    """Why a format cannot hold a matrix of this shape; None if it can. Group size -1: a row."""
+    """Explain why a format cannot hold a matrix of this shape; None if it can.
+
+    A group size of -1 means one group per row.
+    """
     rows, columns = shape
     if format == "nf4":
         num_values = rows * columns
-        # The absmax of a single block would not be nested.
+        # quantize_codebook does not nest the absmax of a single block, but nf4_tensors needs it.
         if columns % 2 or num_values % BLOCK_SIZE or num_values == BLOCK_SIZE:
             return f"{rows} x {columns} weights are not several blocks of {BLOCK_SIZE}"
     if format in ("gptq", "int4") and group_size != -1 and columns % group_size:
@@ -176,7 +190,7 @@ def find_misfit(format: str, shape: tuple[int, int], group_size: int, bits: int)
 def build_quantization_config(
     format: str, group_size: int, bits: int, act_order: bool, unquantized: Sequence[str]
 ) -> Mapping[str, Any]:
-    """The quantization_config of config.json. `unquantized`: modules in full precision."""
+    """Build the quantization_config of config.json. `unquantized`: modules in full precision."""
     if format == "gptq":
         return {
             "quant_method": "gptq",

@@ -1,7 +1,7 @@
 """The GPTQ algorithm: rounds one column after another and corrects the columns that follow.
 
-The Hessian of a linear layer, the sum of x xT over its calibration inputs, tells how much a change
-of one column can make up for the rounding error of another.
+The Hessian of a linear layer is the sum of x xT over its calibration inputs. It determines how far
+the columns that follow must change to compensate the rounding error of a column.
 """
 
 from __future__ import annotations
@@ -36,66 +36,81 @@ def solve_gptq(
     """Quantize weights [out, in] with their Hessian [in, in].
 
     `act_order`: columns with the largest inputs are rounded first. Columns whose inputs were all
-    zero are rounded to the nearest code, because other texts may need them.
+    zero are rounded to the nearest code, because their inputs may not be zero in other texts.
     """
-    columns = weight.shape[1]
+    rows, columns = weight.shape
     device = weight.device
     hessian = hessian.float().clone()
-    hessian.diagonal()[hessian.diagonal() == 0] = 1
+    diagonal = hessian.diagonal()  # a view
+    diagonal[diagonal == 0] = 1
     order = torch.arange(columns, device=device)
     if act_order:
-        order = hessian.diagonal().argsort(descending=True)
-    # In the order of rounding; columns not rounded yet contain the corrections.
+        order = diagonal.argsort(descending=True)
+    # The weights in the order of rounding. Columns not rounded yet contain the corrections.
     corrected = weight.float()[:, order]
-    inverse = factor_inverse(hessian[order][:, order], damping)
+    ordered_hessian = hessian[order][:, order]
+    inverse = factor_inverse(ordered_hessian, damping)
     middle = 1 << bits - 1
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=device)
     scales: list[torch.Tensor] = []
     for start in range(0, columns, LAZY_COLUMNS):
         end = min(start + LAZY_COLUMNS, columns)
-        errors = torch.empty(len(weight), end - start, device=device)
+        errors = torch.empty(rows, end - start, device=device)
         for i in range(start, end):
             if i % group_size == 0:
-                scales.append(find_best_scale(corrected[:, i : i + group_size], bits))
+                group = corrected[:, i : i + group_size]
+                scales.append(find_best_scale(group, bits))
             scale = scales[-1]
             column = corrected[:, i]
             steps = (column / scale).round_().clamp_(-middle, middle - 1)
             codes[:, i] = (steps + middle).to(torch.uint8)
             error = (column - steps * scale) / inverse[i, i]
             errors[:, i - start] = error
-            corrected[:, i:end] -= error[:, None] * inverse[i, i:end]
+            correction = error[:, None] * inverse[i, i:end]
+            corrected[:, i:end] -= correction
         corrected[:, end:] -= errors @ inverse[start:end, end:]
+    # Codes and groups are stored in the order of the input.
+    ordered_groups = torch.arange(columns, device=device) // group_size
     g_idx = torch.empty(columns, dtype=torch.int32, device=device)
-    g_idx[order] = (torch.arange(columns, device=device) // group_size).int()
-    codes_in_order = torch.empty_like(codes)
-    codes_in_order[:, order] = codes
-    return GptqResult(codes_in_order, torch.stack(scales, 1), g_idx)
+    g_idx[order] = ordered_groups.int()
+    input_order_codes = torch.empty_like(codes)
+    input_order_codes[:, order] = codes
+    scale = torch.stack(scales, 1)
+    return GptqResult(input_order_codes, scale, g_idx)
 
 
 def find_best_scale(group: torch.Tensor, bits: int) -> torch.Tensor:
-    """For each row of a group [out, columns], the float16 scale with the least squared error."""
+    """Find the float16 scale with the least squared error for each row of a group [out, columns].
+
+    Returns float32 [out].
+    """
     middle = 1 << bits - 1
     full_scale = group.abs().amax(1) / (middle - 0.5)
     least_error = torch.full_like(full_scale, torch.inf)
     best_scale = full_scale
     for candidate in SCALE_CANDIDATES:
-        scale = (full_scale * candidate).half().float().clamp_(min=MIN_SCALE)
-        steps = (group / scale[:, None]).round_().clamp_(-middle, middle - 1)
-        error = (steps * scale[:, None] - group).square().sum(1)
+        scale = (full_scale * candidate).half().float()
+        scale.clamp_(min=MIN_SCALE)
+        steps = (group / scale[:, None]).round_()
+        steps.clamp_(-middle, middle - 1)
+        difference = steps * scale[:, None] - group
+        error = difference.square().sum(1)
         best_scale = torch.where(error < least_error, scale, best_scale)
         least_error = torch.minimum(least_error, error)
     return best_scale
 
 
 def factor_inverse(hessian: torch.Tensor, damping: float) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse Hessian [in, in].
+    """Compute the upper Cholesky factor of the inverse Hessian [in, in].
 
-    If it does not exist, the damping is increased until it does.
+    `damping` times the mean of the diagonal is added to the diagonal. If the factor does not exist,
+    the damping is increased tenfold, up to 1.
     """
     mean = hessian.diagonal().mean()
     identity = torch.eye(len(hessian), device=hessian.device)
     while damping <= 1:
-        lower, failed = torch.linalg.cholesky_ex(hessian + identity * (damping * mean))
+        damped = hessian + identity * (damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             inverse = torch.cholesky_inverse(lower)
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)

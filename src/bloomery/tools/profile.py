@@ -1,4 +1,4 @@
-"""`bloomery profile MODEL`: where a step's time goes, by torch's profiler, and how long steps take.
+"""`bloomery profile MODEL`: the kernels of a step by torch's profiler, and measured step times.
 
 Times under a profiler are too long to publish. `--record` measures steps of many sizes on the same
 engine without a profiler, in the format of `bloomery plan --simulate TRACE --calibration FILE`.
@@ -25,7 +25,7 @@ GREEDY = ResolvedSampling(temperature=0.0)
 NUM_WARMUP_STEPS = 3
 NUM_PREFILLS = 3  # measurements of each prompt length
 NUM_DECODES = 8  # measured decode steps of each batch
-SPARE_TOKENS = 16  # output tokens beyond the measured steps, so that no sequence ends meanwhile
+SPARE_TOKENS = 16  # output tokens beyond the measured steps, so that no sequence ends during them
 PROMPT_LENGTHS = (16, 64, 256, 1024, 4096)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DECODE_CONTEXTS = (32, 512)
@@ -72,7 +72,7 @@ def run_profile(llm: Any, args: argparse.Namespace) -> int:
     if args.record:
         rows = list(measure_steps(loop, capacity))
         args.record.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        print(f"{len(rows)} sizes of step in {args.record}")
+        print(f"wrote {len(rows)} measured steps to {args.record}")
         return 0
     disable_cpu_trace(getattr(llm.executor, "worker", None))
     print(profile_steps(loop, capacity, args.batch, args.prompt_tokens, args.steps, args.trace))
@@ -245,7 +245,7 @@ def measure_decode(
     request_ids = start_batch(loop, capacity, batch, length, NUM_DECODES + SPARE_TOKENS)
     loop.step()
     while len(submitted) > len(loop.in_flight):
-        submitted.popleft()  # keep those that the measured steps will wait for
+        submitted.popleft()  # keep the steps that the measured calls will wait for
     times = []
     last = clock()
     for _ in range(NUM_DECODES):

@@ -1,6 +1,6 @@
-"""`bloomery quantize`: its flags, and the calibration text for GPTQ.
+"""The command `bloomery quantize`: its flags, and the calibration text for GPTQ.
 
-Imports torch only when there is work to do.
+This file imports torch only after the flags have been checked, so that errors appear at once.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from bloomery.artifacts.locate import ModelArtifact, locate_model
@@ -28,10 +29,11 @@ GPTQ_DEFAULTS = {
 }
 GROUP_DEFAULTS = {"group": 128}
 MIN_GROUP_SIZE = 16  # columns; kernels read no smaller groups
-FEW_CALIBRATION_TOKENS = 16_384  # with fewer there is a warning
+FEW_CALIBRATION_TOKENS = 16_384  # a shorter calibration text causes a warning
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command to its parser."""
     parser.add_argument(
         "model", metavar="MODEL", help="folder or Hub id of a checkpoint in full precision"
     )
@@ -40,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--format", required=True, choices=FORMATS)
     parser.add_argument(
-        "--calibration", metavar="FILE", help="gptq: text like that the model will see"
+        "--calibration", metavar="FILE", help="gptq: text similar to the model's future prompts"
     )
     parser.add_argument("--bits", type=int, choices=(2, 3, 4, 8), help="gptq; default 4")
     parser.add_argument(
@@ -54,12 +56,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="gptq: quantize columns with the largest inputs first",
     )
-    parser.add_argument("--damping", type=float, metavar="X", help="gptq; default 0.01")
     parser.add_argument(
-        "--samples", type=int, metavar="N", help="gptq: pieces of the text; default 128"
+        "--damping",
+        type=float,
+        metavar="X",
+        help="gptq: added to the Hessian's diagonal, relative to its mean; default 0.01",
     )
     parser.add_argument(
-        "--length", type=int, metavar="N", help="gptq: tokens of a piece; default 1024"
+        "--samples", type=int, metavar="N", help="gptq: calibration samples; default 128"
+    )
+    parser.add_argument(
+        "--length", type=int, metavar="N", help="gptq: tokens of a sample; default 1024"
     )
     parser.add_argument(
         "--device", default="auto", help="cpu, cuda, cuda:1; auto: a GPU if there is one"
@@ -69,17 +76,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
+    """Check the flags and the model, then quantize; returns the exit status."""
     check_flags(args)
     artifact = locate_model(args.model, args.revision)
     if artifact.kind != "folder":
         raise ConfigError(
-            f"{args.model}: is packed already; quantize takes a folder of safetensors in full "
-            "precision"
+            f"{args.model}: is quantized already; give a folder of safetensors in full precision"
         )
     quantization = describe_model(artifact).quantization
     if quantization is not None:
         raise ConfigError(
-            f"{args.model}: is packed by {quantization.method} already; take it in full precision"
+            f"{args.model}: is packed by {quantization.method} already; "
+            "give a checkpoint in full precision"
         )
     samples = read_samples(args, artifact) if args.format == "gptq" else []
     return write_quantized(args, artifact, samples)
@@ -87,21 +95,14 @@ def run_command(args: argparse.Namespace) -> int:
 
 def check_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError for flags that the format does not use, and for values out of range."""
-    for formats, defaults in ((("gptq",), GPTQ_DEFAULTS), (("gptq", "int4"), GROUP_DEFAULTS)):
-        if args.format in formats:
-            continue
-        unused = [
-            f"--{name.replace('_', '-')}"
-            for name, default in defaults.items()
-            if getattr(args, name) != default
-        ]
-        if unused:
-            raise ConfigError(
-                f"{', '.join(unused)}: for {' and '.join(formats)}; "
-                f"{args.format} has no such choice"
-            )
+    if args.format != "gptq":
+        check_defaults(args, GPTQ_DEFAULTS, "gptq")
+    if args.format not in ("gptq", "int4"):
+        check_defaults(args, GROUP_DEFAULTS, "gptq and int4")
     if args.format == "gptq" and args.calibration is None:
-        raise ConfigError("gptq needs --calibration: a file with text like that the model will see")
+        raise ConfigError(
+            "gptq needs --calibration: a file with text similar to the model's future prompts"
+        )
     if args.group != -1 and args.group < MIN_GROUP_SIZE:
         raise ConfigError(
             f"--group must be -1, which is a whole row, or at least {MIN_GROUP_SIZE}, "
@@ -114,17 +115,29 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--damping must be above 0 and at most 1, not {args.damping}")
 
 
+def check_defaults(args: argparse.Namespace, defaults: Mapping[str, object], users: str) -> None:
+    """Raise ConfigError if a flag that only `users` use does not have its default value."""
+    unused = [
+        f"--{name.replace('_', '-')}"
+        for name, default in defaults.items()
+        if getattr(args, name) != default
+    ]
+    if unused:
+        raise ConfigError(f"{', '.join(unused)}: only for {users}, not for {args.format}")
+
+
 def read_samples(args: argparse.Namespace, artifact: ModelArtifact) -> list[list[int]]:
     """Read the calibration text and cut it into samples of token ids."""
     try:
         text = Path(args.calibration).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--calibration {args.calibration}: is not a file of text in UTF-8: {error}"
+            f"--calibration {args.calibration}: is not a UTF-8 text file: {error}"
         ) from None
     if not text.strip():
         raise ConfigError(
-            f"--calibration {args.calibration}: is empty; give text like that the model will see"
+            f"--calibration {args.calibration}: is empty; "
+            "give text similar to the model's future prompts"
         )
     token_ids = load_tokenizer(artifact).encode(text)
     length = min(args.length, describe_model(artifact).model.context)
@@ -133,7 +146,7 @@ def read_samples(args: argparse.Namespace, artifact: ModelArtifact) -> list[list
     num_tokens = sum(map(len, samples))
     if num_tokens < FEW_CALIBRATION_TOKENS:
         logging.warning(
-            "%s: %d tokens are little to calibrate with; some 100,000 are better",
+            "%s: %d tokens are few for calibration; about 100,000 are better",
             args.calibration,
             num_tokens,
         )

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from typing import Any, Self
@@ -62,7 +63,7 @@ class QuantizeOptions:
 
     format: str  # gptq, int4, int8, fp8 or nf4
     bits: int = 4  # gptq only
-    group_size: int = 128  # gptq and int4 only; -1: a whole row
+    group_size: int = 128  # columns, for gptq and int4 only; -1: all columns of a row
     act_order: bool = False  # gptq only
     damping: float = 0.01  # gptq only
 
@@ -99,25 +100,20 @@ def quantize_checkpoint(
         out / f"model-{number:05}-of-{num_shards:05}.safetensors"
         for number in range(1, num_shards + 1)
     ]
-    linears_by_layer = [quantizer.list_linears(layer) for layer in range(num_layers)]
-    check_shapes(
-        options,
-        [linear for linears in linears_by_layer for linear in linears if not linear.unquantized],
-    )
-    start_or_resume(out, options, samples, source)
     unquantized = [names.head] if names.head else []
-    for layer, linears in enumerate(linears_by_layer):
+    quantized_by_layer: list[list[LinearSpec]] = []
+    for layer in range(num_layers):
+        linears = quantizer.list_linears(layer)
         unquantized += [linear.name for linear in linears if linear.unquantized]
+        quantized_by_layer.append([linear for linear in linears if not linear.unquantized])
+    check_shapes(options, list(chain.from_iterable(quantized_by_layer)))
+    start_or_resume(out, options, samples, source)
+    for layer, linears in enumerate(quantized_by_layer):
         shard = shards[layer]
         if not shard.exists():
-            quantized = [linear for linear in linears if not linear.unquantized]
-            replaced = {f"{linear.name}.weight" for linear in quantized}
-            prefix = names.layer.format(i=layer)
-            others = [
-                name for name in source.names() if name.startswith(prefix) and name not in replaced
-            ]
-            tensors = quantizer.quantize_layer(layer, quantized) | read_tensors(source, others)
-            write_shard(shard, tensors)
+            quantized = quantizer.quantize_layer(layer, linears)
+            others = quantizer.read_other_tensors(layer, linears)
+            write_shard(shard, quantized | others)
         quantizer.advance_samples(layer, shard)
         advance()
     layer_prefixes = tuple(names.layer.format(i=layer) for layer in range(num_layers))
@@ -157,11 +153,14 @@ def start_or_resume(
 ) -> None:
     """Create the folder, or check that the same conversion left it unfinished."""
     weight_files = sorted({entry.file.resolve() for entry in source.entries.values()})
-    file_stats = [(file, file.stat()) for file in weight_files]
+    file_states = []
+    for file in weight_files:
+        stat = file.stat()
+        file_states.append((str(file), stat.st_size, stat.st_mtime_ns))
     state = {
         **asdict(options),
-        "model": digest([(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in file_stats]),
-        "calibration": digest([list(sample) for sample in samples]),
+        "model": hash_json(file_states),
+        "calibration": hash_json([list(sample) for sample in samples]),
     }
     state_file = out / STATE_FILE
     if not out.exists() or not any(out.iterdir()):
@@ -170,18 +169,20 @@ def start_or_resume(
         partial.write_text(json.dumps(state))
         partial.replace(state_file)
         return
-    if (
-        not state_file.is_file()
-        or parse_strict_json(state_file.read_bytes(), str(state_file)) != state
-    ):
+    stored_state = None
+    if state_file.is_file():
+        stored_state = parse_strict_json(state_file.read_bytes(), str(state_file))
+    if stored_state != state:
         raise ConfigError(
-            f"{out}: is not empty, and not what this conversion left unfinished; "
-            "name another folder"
+            f"{out}: is not empty, and holds no unfinished conversion of this model with these "
+            "options; choose another folder"
         )
 
 
-def digest(data: Any) -> str:
-    return blake2b(json.dumps(data).encode(), digest_size=8).hexdigest()
+def hash_json(data: Any) -> str:
+    """Hash data by its JSON text: 16 hexadecimal digits."""
+    text = json.dumps(data).encode()
+    return blake2b(text, digest_size=8).hexdigest()
 
 
 def read_tensors(source: FileSource, names: Sequence[str]) -> StoredTensors:
@@ -204,7 +205,7 @@ def write_shard(shard: Path, tensors: StoredTensors) -> None:
 def finish_folder(
     origin: Path, out: Path, shards: Sequence[Path], quantization_config: Mapping[str, Any]
 ) -> None:
-    """Write index and config.json, copy the tokenizer, and remove the state file."""
+    """Write the index and config.json, copy the tokenizer, and remove the state file."""
     weight_map = {}
     total_size = 0
     for shard in shards:
@@ -253,7 +254,8 @@ class TracedMatrix(DenseMatrix):
     """A dense matrix that knows which linear layers it was concatenated from."""
 
     linears: tuple[LinearSpec, ...]
-    recorders: list[RecordingLinear] | None  # receives the prepared weight; None: not recorded
+    # `prepare` appends the weight that records. None: the inputs are not recorded.
+    recorders: list[RecordingLinear] | None
 
     def cat(self, others: Sequence[Self]) -> Self:
         linears = self.linears
@@ -294,7 +296,8 @@ class RecordingFormat:
         is_expert = bool(self.experts) and self.experts in linear.name
         is_recorded = linear.in_decoder_layer and not linear.unquantized and not is_expert
         weight = DenseFormat().open_matrix(tensors, linear).weight
-        return TracedMatrix(weight, (linear,), self.recorders if is_recorded else None)
+        recorders = self.recorders if is_recorded else None
+        return TracedMatrix(weight, (linear,), recorders)
 
 
 @dataclass(frozen=True)
@@ -314,24 +317,35 @@ class LayerQuantizer:
     def load_layer(
         self, layer: int, source: FileSource, weight_format: WeightFormat, device: torch.device
     ) -> Decoder:
+        """Load a decoder that consists of one layer, with its weights in the given format."""
         weights = ModelWeights(source, self.names, self.dtype, device, weight_format)
         return Decoder(self.model, weights, SINGLE_RANK, range(layer, layer + 1))
 
     def list_linears(self, layer: int) -> list[LinearSpec]:
-        """The linear layers inside a decoder layer. Loads no weights."""
+        """List the linear layers inside a decoder layer, without loading weights."""
         recording = RecordingFormat()
         self.load_layer(layer, self.source, recording, META_DEVICE)
         return [linear for linear in recording.linears if linear.in_decoder_layer]
 
+    def read_other_tensors(self, layer: int, quantized: Sequence[LinearSpec]) -> StoredTensors:
+        """Read the tensors of a decoder layer that are not quantized."""
+        prefix = self.names.layer.format(i=layer)
+        replaced = {f"{linear.name}.weight" for linear in quantized}
+        others = [
+            name for name in self.source.names() if name.startswith(prefix) and name not in replaced
+        ]
+        return read_tensors(self.source, others)
+
     def quantize_layer(self, layer: int, linears: Sequence[LinearSpec]) -> StoredTensors:
+        """Quantize these linear layers of a decoder layer; returns tensors by their full names."""
         hessians = self._compute_hessians(layer) if self.options.format == "gptq" else {}
         tensors: StoredTensors = {}
         for linear in linears:
             matrix = DenseFormat().open_matrix(self.source, linear)
             weight = matrix.load_dense(torch.float32, self.device)
-            parts = self._quantize_weight(weight, hessians.get(linear.name))
-            for part, tensor in parts.items():
-                tensors[f"{linear.name}.{part}"] = tensor
+            stored = self._quantize_weight(weight, hessians.get(linear.name))
+            for suffix, tensor in stored.items():
+                tensors[f"{linear.name}.{suffix}"] = tensor
         return tensors
 
     def _quantize_weight(self, weight: torch.Tensor, hessian: torch.Tensor | None) -> StoredTensors:
@@ -340,12 +354,18 @@ class LayerQuantizer:
         num_inputs = weight.shape[1]
         group_size = num_inputs if options.group_size == -1 else options.group_size
         if options.format != "gptq":
-            return TENSOR_WRITERS[options.format](weight, group_size)
+            write_tensors = TENSOR_WRITERS[options.format]
+            return write_tensors(weight, group_size)
         if hessian is None:
-            # Experts see too few tokens of any text: weigh all their inputs alike.
+            # Experts see too few calibration tokens, so all their inputs get the same weight.
             hessian = torch.eye(num_inputs, device=weight.device)
         result = solve_gptq(
-            weight, hessian, options.bits, group_size, options.act_order, options.damping
+            weight,
+            hessian,
+            options.bits,
+            group_size,
+            options.act_order,
+            options.damping,
         )
         return gptq_tensors(result, options.bits)
 
@@ -367,7 +387,9 @@ class LayerQuantizer:
         """Run all samples through the finished layer, for gptq and unless it is the last one."""
         if self.options.format != "gptq" or layer + 1 == len(self.model.layers):
             return
-        decoder = self.load_layer(layer, self.source.over(shard), GptqFormat(1), self.device)
+        source = self.source.with_shard(shard)
+        weight_format = GptqFormat(zero_point_offset=1)
+        decoder = self.load_layer(layer, source, weight_format, self.device)
         for index in range(len(self.samples)):
             self.hidden_states[index] = self._run_sample(decoder, index)
 
@@ -378,8 +400,13 @@ class LayerQuantizer:
         num_blocks = ceil(num_tokens / KV_BLOCK_SIZE)
         index_dtype = torch.int64 if self.device.type == "cpu" else torch.int32
         positions = torch.arange(num_tokens, dtype=index_dtype, device=self.device)
+        block_table = range(num_blocks)
         metadata = AttentionMetadata.from_host(
-            [num_tokens], [num_tokens], [range(num_blocks)], KV_BLOCK_SIZE, self.device
+            [num_tokens],
+            [num_tokens],
+            [block_table],
+            KV_BLOCK_SIZE,
+            self.device,
         )
         attention = decoder.spec.layers[0].attention
         shape = kv_cache_shape(attention, num_blocks, KV_BLOCK_SIZE)

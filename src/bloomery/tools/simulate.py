@@ -1,8 +1,8 @@
 """Simulates a fleet of engines on a trace: real scheduler, policy and loop, in virtual time.
 
-Only the device is simulated. A step takes as long as roofline.py expects, after calibration on
-measured steps if there are any. Blocks, prefix cache, preemption, routing and steps in flight are
-those of the engine.
+Only the device is simulated. A step takes as long as roofline.py predicts, which may be calibrated
+on measured steps. KV cache blocks, prefix cache, preemption, routing and steps in flight are those
+of the real engine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedResult:
-    """The result of a step. Asking for it moves the clock to the end of the step."""
+    """A pending step. Reading its result moves the clock to the end of the step."""
 
     clock: VirtualClock
     end: float
@@ -72,9 +72,9 @@ class SimulatedResult:
 
 
 class SimulatedExecutor:
-    """An executor that computes nothing but how long a step takes.
+    """An executor that only predicts how long each step takes.
 
-    With pipeline parallelism, each stage holds one step at a time.
+    Each pipeline stage works on one step at a time.
     """
 
     def __init__(self, roofline: Roofline, clock: VirtualClock):
@@ -89,6 +89,7 @@ class SimulatedExecutor:
         raise NotImplementedError("a simulated device has nothing to load")
 
     def submit(self, step: ScheduledStep) -> SimulatedResult:
+        """Predict when the step ends. The first stage is free again before that."""
         seconds = self.roofline.expected_seconds(*count_step_work(step.requests))
         begin = max(self.clock.now, self.free_time)
         stage_seconds = seconds / self.stages
@@ -187,7 +188,7 @@ class SimulatedFleet:
         """Submit a request. Returns False if it was refused."""
         record.sent = time
         max_len = self.replicas[0].max_len
-        max_tokens = min(arrival.output, max_len - arrival.prompt)  # as a server limits it
+        max_tokens = min(arrival.output, max_len - arrival.prompt)  # as the server limits it
         try:
             if max_tokens < 1:
                 raise PromptTooLong(
@@ -210,7 +211,7 @@ class SimulatedFleet:
     def _prompt_tokens(self, arrival: RequestArrival, index: int) -> tuple[int, ...]:
         """Create a prompt whose first `prefix` tokens repeat the session's last exchange.
 
-        The other tokens differ from those of every other request.
+        No other request contains the remaining tokens.
         """
         prefix_len = min(arrival.prefix, arrival.prompt - 1)
         prefix = self.session_tokens.get(arrival.session, ())[:prefix_len]
@@ -222,21 +223,22 @@ class SimulatedFleet:
 
     @staticmethod
     def _run_step(replica: SimulatedReplica, records: Sequence[RequestRecord]) -> list[int]:
-        """Run one step of a replica and return the requests that have ended."""
-        ended = []
-        now = replica.clock
-        for output in replica.loop.step():
+        """Run one step of a replica and return the indices of the requests that have ended."""
+        ended_indices = []
+        outputs = replica.loop.step()
+        now = replica.clock.now
+        for output in outputs:
             index = int(output.request)
             record = records[index]
             if output.ids:
-                record.tokens += len(output.ids)
-                record.stamps.append(now())
+                record.output_tokens += len(output.ids)
+                record.piece_times.append(now)
             if output.finish:
-                record.done = now()
+                record.done = now
                 record.error = output.error
                 replica.num_open -= 1
-                ended.append(index)
-        return ended
+                ended_indices.append(index)
+        return ended_indices
 
 
 def compute_replica_capacity(placed: PlacedModel, settings: EnginePlan) -> EngineCapacity:
@@ -265,16 +267,17 @@ class ArrivalQueue:
     def __init__(self, arrivals: Sequence[RequestArrival]):
         self.arrivals = arrivals
         self.pending: list[tuple[float, int]] = []  # heap of (time, index)
-        self.later: dict[str, deque[int]] = defaultdict(deque)  # by session
+        # By session: requests that wait for the end of the previous request of their session.
+        self.following: dict[str, deque[int]] = defaultdict(deque)
         known_sessions: set[str] = set()
         for index, arrival in enumerate(arrivals):
             if arrival.arrival is not None:
                 heapq.heappush(self.pending, (arrival.arrival, index))
             elif arrival.session not in known_sessions:
-                # The first request of a session follows none.
+                # The first request of a session waits for no other request.
                 heapq.heappush(self.pending, (arrival.after, index))
             else:
-                self.later[arrival.session].append(index)
+                self.following[arrival.session].append(index)
             known_sessions.add(arrival.session)
 
     @property
@@ -286,10 +289,11 @@ class ArrivalQueue:
 
     def release_next_of_session(self, index: int, now: float) -> None:
         """Schedule the request that follows request `index`, which has just ended."""
-        later = self.later.get(self.arrivals[index].session)
-        if later:
-            following = later.popleft()
-            heapq.heappush(self.pending, (now + self.arrivals[following].after, following))
+        following = self.following.get(self.arrivals[index].session)
+        if following:
+            next_index = following.popleft()
+            next_time = now + self.arrivals[next_index].after
+            heapq.heappush(self.pending, (next_time, next_index))
 
 
 # ---- calibration -------------------------------------------------------------------------------
@@ -326,34 +330,36 @@ def read_steps(path: Path) -> list[MeasuredStep]:
 def calibrate(roofline: Roofline, steps: Sequence[MeasuredStep]) -> StepCalibration:
     """Fit four constants of the roofline to measured steps, by least squares on relative errors.
 
-    Three are linear: seconds per step, slowdown of the floors, seconds per sequence. The fourth is
-    the ratio of compute to memory efficiency: the best of 41 values from 0.2 to 5.
+    Three constants are linear: seconds per step, slowdown of the roofline, seconds per sequence.
+    The fourth is the ratio of compute to memory efficiency: the best of 41 values from 0.2 to 5.
     """
     if len(steps) < 4:
         raise ConfigError(
             f"{len(steps)} measured steps are too few to calibrate on; give more, of several sizes"
         )
-    best: tuple[float, StepCalibration] | None = None
+    best_fit: tuple[float, StepCalibration] | None = None
     for ratio in np.geomspace(0.2, 5, 41):
         fit = _fit_calibration(copy(roofline), steps, float(ratio))
-        if fit is not None and (best is None or fit[0] < best[0]):
-            best = fit
-    if best is None:
+        if fit is not None and (best_fit is None or fit[0] < best_fit[0]):
+            best_fit = fit
+    if best_fit is None:
         raise ConfigError(
             "the measured steps do not grow with their work; measure steps of several sizes"
         )
-    return best[1]
+    _, calibration = best_fit
+    return calibration
 
 
 def _fit_calibration(
-    trial: Roofline, steps: Sequence[MeasuredStep], compute_ratio: float
+    roofline: Roofline, steps: Sequence[MeasuredStep], compute_ratio: float
 ) -> tuple[float, StepCalibration] | None:
     """Return the squared error and the best constants for one ratio of compute to memory.
 
-    Returns None if the steps do not grow with their work. Changes the calibration of `trial`.
+    Returns None if the steps do not grow with their work. Changes the calibration of
+    `roofline`.
     """
-    original = trial.calibration
-    trial.calibration = replace(
+    original = roofline.calibration
+    roofline.calibration = replace(
         original,
         memory_efficiency=1.0,
         compute_efficiency=compute_ratio,
@@ -365,7 +371,7 @@ def _fit_calibration(
     )
     seconds = np.array([step.seconds for step in steps])
     ones = np.ones(len(steps))
-    floors = [trial.expected_seconds(*step.work) for step in steps]
+    floors = [roofline.expected_seconds(*step.work) for step in steps]
     num_sampled = [step.sampled for step in steps]
     columns = np.stack([ones, floors, num_sampled], 1) / seconds[:, None]
     coefficients = _non_negative_least_squares(columns)
@@ -378,7 +384,7 @@ def _fit_calibration(
         compute_efficiency=compute_ratio / slowdown,
         kernel_gap_seconds=0.0,
         step_overhead_seconds=step_seconds,
-        sequence_seconds_per_layer=sequence_seconds / len(trial.model.layers),
+        sequence_seconds_per_layer=sequence_seconds / len(roofline.model.layers),
     )
     squared_error = float(np.square(columns @ coefficients - 1).sum())
     return squared_error, calibration
@@ -389,14 +395,15 @@ def _non_negative_least_squares(columns: FloatArray) -> FloatArray:
 
     Drops the column with the most negative coefficient until none is negative.
     """
-    used = list(range(columns.shape[1]))
+    used_columns = list(range(columns.shape[1]))
     coefficients = np.zeros(columns.shape[1])
-    while used:
-        solution, *_ = np.linalg.lstsq(columns[:, used], np.ones(len(columns)), rcond=None)
+    target = np.ones(len(columns))
+    while used_columns:
+        solution, *_ = np.linalg.lstsq(columns[:, used_columns], target, rcond=None)
         if (solution >= 0).all():
-            coefficients[used] = solution
+            coefficients[used_columns] = solution
             break
-        del used[int(solution.argmin())]
+        del used_columns[int(solution.argmin())]
     return coefficients
 
 

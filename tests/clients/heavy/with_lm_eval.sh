@@ -1,4 +1,4 @@
-# lm-eval's local-completions with the server's own tokenizer: a tiny task of four questions, twice the same score.
+# lm-eval's local-completions with the server's own tokenizer: a task of four easy questions.
 # Usage: with_lm_eval.sh URL MODEL, with lm-eval on the PATH.
 set -eu
 folder=$(mktemp -d)

@@ -15,14 +15,14 @@ from tests.waiting import WAIT_SECONDS
 
 @dataclass
 class PacedServer:
-    """Speaks OpenAI's and TGI's streaming APIs. Times are seconds."""
+    """A server of OpenAI's and TGI's streaming APIs. Times are seconds."""
 
     ttft: float = 0.06
     gap: float = 0.01  # between two tokens
     fail_every: int = 0  # every n-th request is answered by 503
     drop_every: int = 0  # every n-th request's connection is cut in the middle of the answer
-    profiling: str = ""  # the profiler that /info admits to
-    min_requests: int = 0  # no request is answered before so many have arrived
+    profiling: str = ""  # the profiler that /info reports
+    min_requests: int = 0  # requests that must arrive before any is answered
     has_openai_api: bool = True
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_connections: int = 0

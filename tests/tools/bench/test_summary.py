@@ -34,9 +34,9 @@ def test_metrics_of_nothing() -> None:
 
 def test_a_summary_by_hand() -> None:
     good = RequestRecord(1.0, 10, 3, done=2.0)
-    good.stamps.extend([1.05, 1.25, 1.95])
+    good.piece_times.extend([1.05, 1.25, 1.95])
     late = RequestRecord(1.0, 10, 2, done=14.0)
-    late.stamps.extend([13.0, 13.9])
+    late.piece_times.extend([13.0, 13.9])
     failed = RequestRecord(1.0, error="gone", done=1.5)
     summary = summarize_records([good, late, failed], GoodputTargets(ttft=0.1, tpot=0.5))
     assert summary["seconds"] == 13.0

@@ -67,7 +67,7 @@ def test_the_same_seed_gives_the_same_arrivals() -> None:
     ],
 )
 def test_a_wrong_pattern_is_refused(pattern: str) -> None:
-    with pytest.raises(ConfigError, match="wanted"):
+    with pytest.raises(ConfigError, match="expected: closed:CLIENTS"):
         generate_arrivals(pattern, 5, parse_lengths("10:5"))
 
 

@@ -101,7 +101,7 @@ def test_options_are_adapted_to_model_and_hardware(
     gpu = plan_json(shape_path("llama-1b"), "--gpu", "h200")
     assert cpu["activation_bytes"] < 150e6 < gpu["activation_bytes"]
     assert cpu["advice"][0] == (
-        "A context of 500,000 is beyond what it was made for: planned for 131,072."
+        "The model supports a context of at most 131,072: this plan uses it instead of 500,000."
     )
 
 

@@ -24,7 +24,7 @@ from bloomery.server.routes.openai import (
 )
 from bloomery.server.service import JSON_OR_EVENTS, HttpCall, Route, TokenizedPrompt
 from bloomery.server.shapes import CHAT_COMPLETION
-from bloomery.text.outputs import CompletionState, CompletionDelta
+from bloomery.text.outputs import CompletionDelta, CompletionState
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Scalar = str | int | float | bool | None

@@ -72,9 +72,9 @@ def completion_sampling_params(call: HttpCall, body: CompletionBody) -> Sampling
         raise InvalidRequest("max_tokens must be at least 1, or 0 with echo: true", "max_tokens")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0:
-        max_tokens = 1  # the prompt is wanted alone, but a step must sample a token
+        max_tokens = 1  # only the prompt is returned, but a step must sample a token
     echoed_logprobs = body.logprobs if body.echo else None
-    counts = [num for num in (echoed_logprobs, body.prompt_logprobs) if num is not None]
+    counts = [count for count in (echoed_logprobs, body.prompt_logprobs) if count is not None]
     return openai_sampling_params(
         call,
         body,
@@ -100,6 +100,7 @@ async def tokenize_prompt(
     add_special: bool | None,
     field: str = "prompt",
 ) -> TokenizedPrompt:
+    """Tokenize a text, or take a list of token ids as it is."""
     if isinstance(prompt, str):
         return await service.tokenize(prompt, add_special is not False, field)
     service.check_prompt_characters(len(prompt), field)
@@ -154,7 +155,7 @@ class CompletionFormatter:
         return self.envelope.final_events()
 
     def _choice(self, prompt_index: int, index: int, delta: CompletionDelta) -> dict[str, Any]:
-        """One choice of a full response or of a chunk; `delta` is what it gains."""
+        """One choice of a full response or of a chunk. `delta` is its text and tokens."""
         if self.job.hides_output:
             delta = CompletionDelta(delta.index, "", (), (), delta.finish_reason and "length")
         generation = self.job.generations[prompt_index]
@@ -181,7 +182,7 @@ class CompletionFormatter:
         return choice
 
     def _prompt_text(self, prompt_index: int) -> str:
-        """The prompt as the client wrote it, or its token ids as text if it was cut or sent so."""
+        """The prompt as the client sent it; decoded if it was truncated or sent as token ids."""
         text = self.job.inputs[prompt_index].prompt.text
         if text is not None and self.body.truncate_prompt_tokens is None:
             return text
@@ -211,7 +212,10 @@ class CompletionFormatter:
         }
 
     def _top_logprobs(self, entry: TokenLogprob, num_top: int) -> dict[str, float]:
-        """The best tokens and the sampled one; of two with the same label the likelier one."""
+        """Log-probabilities of the best tokens and the sampled one, by label.
+
+        Of two tokens with the same label, the likelier one is shown.
+        """
         logprobs: dict[str, float] = {}
         for token_id, logprob in (*entry.top[:num_top], (entry.token, entry.logprob)):
             logprobs.setdefault(token_label(self.tokenizer, token_id), clamp_logprob(logprob))
@@ -219,7 +223,7 @@ class CompletionFormatter:
 
 
 def token_label(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text, or its bytes if it is part of a character, so that labels stay unique."""
+    """A token's text, or its bytes if it is part of a character. Labels stay unique that way."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()

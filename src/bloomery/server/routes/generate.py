@@ -1,8 +1,8 @@
 """TGI's own API: /generate, /generate_stream, and / for both.
 
 Parameters, checks and their wording are TGI's. Two differences are intended: log-probabilities are
-the model's own, before temperature and penalties, and a stop sequence is also found where a token
-goes on after it.
+the model's own, before temperature and penalties, and a stop sequence is also found if it ends in
+the middle of a token.
 """
 
 from __future__ import annotations
@@ -152,79 +152,79 @@ def _timing_headers(job: GenerationJob, num_tokens: int) -> dict[str, str]:
 
 
 def tgi_sampling_params(call: HttpCall, body: GenerateBody, stream: bool) -> SamplingParams:
-    """TGI's parameters as SamplingParams; without any, TGI samples."""
-    given = body.parameters or TgiParameters(do_sample=True)
+    """TGI's parameters as SamplingParams. Without any parameters, TGI samples."""
+    parameters = body.parameters or TgiParameters(do_sample=True)
     limits = call.service.limits
     context_len = call.service.capacity.max_model_len
-    for field, message in _parameter_errors(given, limits, stream, context_len):
+    for field, message in _parameter_errors(parameters, limits, stream, context_len):
         raise InvalidRequest(message, field)
     if not body.inputs:
         raise InvalidRequest("`inputs` cannot be empty", "inputs")
     temperature = 0.0
-    if given.samples:
-        temperature = 1.0 if given.temperature is None else given.temperature
+    if parameters.samples:
+        temperature = 1.0 if parameters.temperature is None else parameters.temperature
     values: dict[str, Any] = {}
     for name in COMMON_FIELDS:
-        value = getattr(given, name)
+        value = getattr(parameters, name)
         if value is not None:
             values[name] = value
     params = SamplingParams(
-        n=given.best_of or 1,
+        n=parameters.best_of or 1,
         temperature=temperature,
-        stop=given.stop or None,
+        stop=parameters.stop or None,
         include_stop_str_in_output=True,
-        max_tokens=given.max_new_tokens,
-        truncate_prompt_tokens=given.truncate,
-        watermark=bool(given.watermark),
-        logprobs=given.top_n_tokens or 0,
-        prompt_logprobs=0 if given.decoder_input_details else None,
+        max_tokens=parameters.max_new_tokens,
+        truncate_prompt_tokens=parameters.truncate,
+        watermark=bool(parameters.watermark),
+        logprobs=parameters.top_n_tokens or 0,
+        prompt_logprobs=0 if parameters.decoder_input_details else None,
         **values,
     )
     return check_sampling_limits(params, limits, max_temperature=math.inf)
 
 
 def _parameter_errors(
-    given: TgiParameters, limits: ServerLimits, stream: bool, context_len: int
+    parameters: TgiParameters, limits: ServerLimits, stream: bool, context_len: int
 ) -> Iterator[tuple[str, str]]:
-    """(field, message) of everything TGI would refuse, in TGI's order and wording."""
-    best_of = 1 if given.best_of is None else given.best_of
+    """Yield (field, message) of each invalid parameter, in TGI's order and wording."""
+    best_of = 1 if parameters.best_of is None else parameters.best_of
     if stream and best_of != 1:
         yield "best_of", "`best_of` != 1 is not supported when streaming tokens"
-    if stream and given.decoder_input_details:
+    if stream and parameters.decoder_input_details:
         message = "`decoder_input_details` == true is not supported when streaming tokens"
         yield "decoder_input_details", message
     if not 0 < best_of <= limits.best_of:
         yield "best_of", f"`best_of` must be > 0 and <= {limits.best_of}. Given: {best_of}"
-    if best_of > 1 and not given.samples:
+    if best_of > 1 and not parameters.samples:
         yield "best_of", "you must use sampling when `best_of` is > 1"
     for name in ("temperature", "repetition_penalty"):
-        if _is_not_positive(getattr(given, name)):
+        if _is_not_positive(getattr(parameters, name)):
             yield name, f"`{name}` must be strictly positive"
-    if not -2 <= (given.frequency_penalty or 0) <= 2:
+    if not -2 <= (parameters.frequency_penalty or 0) <= 2:
         yield "frequency_penalty", "`frequency_penalty` must be >= -2.0 and <= 2.0"
     for name in ("top_p", "typical_p"):
-        value = getattr(given, name)
+        value = getattr(parameters, name)
         if value is not None and not 0.0 < value < 1.0:
             yield name, f"`{name}` must be > 0.0 and < 1.0"
     for name in ("top_k", "max_new_tokens"):
-        if _is_not_positive(getattr(given, name)):
+        if _is_not_positive(getattr(parameters, name)):
             yield name, f"`{name}` must be strictly positive"
-    num_stops = len(given.stop or ())
+    num_stops = len(parameters.stop or ())
     if num_stops > limits.stop_strings:
         supported = f"`stop` supports up to {limits.stop_strings} stop sequences"
         yield "stop", f"{supported}. Given: {num_stops}"
-    if best_of > 1 and given.seed is not None:
+    if best_of > 1 and parameters.seed is not None:
         yield "seed", "`seed` must not be set when `best_of` > 1"
-    num_top = given.top_n_tokens or 0
+    num_top = parameters.top_n_tokens or 0
     if not 0 <= num_top <= limits.top_n_tokens:
         message = f"`top_n_tokens` must be >= 0 and <= {limits.top_n_tokens}. Given: {num_top}"
         yield "top_n_tokens", message
-    if given.truncate is not None and not 0 < given.truncate < context_len:
+    if parameters.truncate is not None and not 0 < parameters.truncate < context_len:
         message = f"`truncate` must be strictly positive and less than {context_len - 1}"
-        yield "truncate", f"{message}. Given: {given.truncate}"
-    if given.grammar is not None:
+        yield "truncate", f"{message}. Given: {parameters.truncate}"
+    if parameters.grammar is not None:
         yield "grammar", "grammar is not supported"
-    if given.adapter_id is not None:
+    if parameters.adapter_id is not None:
         yield "adapter_id", "`adapter_id` is not supported: this server has no adapters"
 
 
@@ -247,8 +247,8 @@ async def tokenize_inputs(
     max_tokens = params.max_tokens or 0
     if length + max_tokens > context_len:
         rule = f"`inputs` tokens + `max_new_tokens` must be <= {context_len}"
-        given = f"{length} `inputs` tokens and {max_tokens} `max_new_tokens`"
-        raise InvalidRequest(f"{rule}. Given: {given}", "inputs")
+        counts = f"{length} `inputs` tokens and {max_tokens} `max_new_tokens`"
+        raise InvalidRequest(f"{rule}. Given: {counts}", "inputs")
     if length > context_len - 1:
         message = f"`inputs` must have less than {context_len - 1} tokens. Given: {length}"
         raise InvalidRequest(message, "inputs")
@@ -264,13 +264,13 @@ class TgiFormatter:
     def __init__(self, job: GenerationJob, body: GenerateBody):
         self.job = job
         self.inputs = body.inputs
-        self.given = body.parameters or TgiParameters(do_sample=True)
+        self.parameters = body.parameters or TgiParameters(do_sample=True)
         self.tokenizer = job.call.service.tokenizer
         self.num_events = 0
         self.detokenizer = self._create_detokenizer()
 
     def _create_detokenizer(self) -> Detokenizer:
-        """For the text of single tokens: it shows special tokens and holds nothing back."""
+        """A detokenizer for the text of single tokens, special tokens included."""
         return Detokenizer(self.tokenizer, self.job.requests[0].prompt, skip_special=False)
 
     def ranked_answers(self) -> list[CompletionState]:
@@ -284,7 +284,7 @@ class TgiFormatter:
     def full_response(self) -> dict[str, Any]:
         best, *others = self.ranked_answers()
         response: dict[str, Any] = {"generated_text": self._text(best)}
-        if self.given.details or self.given.decoder_input_details:
+        if self.parameters.details or self.parameters.decoder_input_details:
             details = self._details(best)
             response["details"] = details
             if others:
@@ -303,7 +303,7 @@ class TgiFormatter:
                 "index": self.num_events,
                 "token": self._token(entry.token, text, entry.logprob),
             }
-            if self.given.top_n_tokens:
+            if self.parameters.top_n_tokens:
                 content["top_tokens"] = self._top_tokens(entry)
             content |= self._final_fields(is_last=delta.finish_reason is not None)
             events += format_event(content)
@@ -318,12 +318,12 @@ class TgiFormatter:
             return {"generated_text": None, "details": None}
         answer = self.job.best_answers[0]
         details = None
-        if self.given.details:
+        if self.parameters.details:
             details = self._finish_fields(answer) | {"input_length": self.job.num_prompt_tokens}
         return {"generated_text": self._text(answer), "details": details}
 
     def _text(self, answer: CompletionState) -> str:
-        return self.inputs + answer.text if self.given.return_full_text else answer.text
+        return self.inputs + answer.text if self.parameters.return_full_text else answer.text
 
     def _finish_fields(self, answer: CompletionState) -> dict[str, Any]:
         if answer.finish_reason == "length":
@@ -332,7 +332,7 @@ class TgiFormatter:
             reason = "eos_token"
         else:
             reason = "stop_sequence"
-        seed = answer.request.sampling.seed if self.given.samples else None
+        seed = answer.request.sampling.seed if self.parameters.samples else None
         return {"finish_reason": reason, "generated_tokens": len(answer.token_ids), "seed": seed}
 
     def _details(self, answer: CompletionState) -> dict[str, Any]:
@@ -343,13 +343,13 @@ class TgiFormatter:
         ]
         details = self._finish_fields(answer)
         details |= {"prefill": self._prefill_tokens(), "tokens": tokens}
-        if self.given.top_n_tokens:
+        if self.parameters.top_n_tokens:
             details["top_tokens"] = [self._top_tokens(entry) for entry in answer.logprobs]
         return details
 
     def _prefill_tokens(self) -> list[dict[str, Any]]:
         """The prompt's tokens; its first has no log-probability."""
-        if not self.given.decoder_input_details:
+        if not self.parameters.decoder_input_details:
             return []
         entries = self.job.generations[0].prompt_logprobs
         logprobs: Sequence[float | None] = [None, *(entry.logprob for entry in entries)]
@@ -370,7 +370,7 @@ class TgiFormatter:
     def _top_tokens(self, entry: TokenLogprob) -> list[dict[str, Any]]:
         return [
             self._token(token_id, self.tokenizer.token_text(token_id), logprob)
-            for token_id, logprob in entry.top[: self.given.top_n_tokens]
+            for token_id, logprob in entry.top[: self.parameters.top_n_tokens]
         ]
 
 

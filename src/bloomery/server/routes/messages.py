@@ -16,7 +16,7 @@ from bloomery.server.routes.openai import NO_TOOLS, merge_sampling_params
 from bloomery.server.schema import RequestBody
 from bloomery.server.service import JSON_OR_EVENTS, HttpCall, Route, TokenizedPrompt
 from bloomery.server.shapes import ANTHROPIC_MESSAGE
-from bloomery.text.outputs import CompletionState, CompletionDelta
+from bloomery.text.outputs import CompletionDelta, CompletionState
 
 MessageContent = str | list[dict[str, Any]]
 

@@ -1,6 +1,6 @@
 """What OpenAI's routes share: sampling fields, log-probabilities, envelopes and finish reasons.
 
-Fields beyond OpenAI's own are those that people know from vLLM.
+Additional fields have the names and meanings that they have in vLLM.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def check_tool_choice(choice: Any) -> None:
 
 def _parse_token_id(name: str) -> int:
     if not name.isascii() or not name.isdecimal() or len(name) > 10:
-        message = f"logit_bias is keyed by token ids, and {name[:64]!r} is none"
+        message = f"logit_bias is keyed by token ids, and {name[:64]!r} is not one"
         raise InvalidRequest(message, "logit_bias")
     return int(name)
 
@@ -177,7 +177,7 @@ class CompletionEnvelope:
 
 
 def openai_finish_reason(reason: str | None) -> str | None:
-    """OpenAI's API knows "length" and "stop"."""
+    """The finish reason in OpenAI's API, which has only "length" and "stop"."""
     if reason is None or reason == "length":
         return reason
     return "stop"
@@ -210,7 +210,7 @@ def format_chat_logprobs(
 def format_prompt_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprob], num_top: int
 ) -> list[dict[str, Any] | None]:
-    """As vLLM writes them: keyed by token id, and null for the first token of the prompt."""
+    """Prompt log-probabilities in vLLM's form: keyed by token id, null for the first token."""
 
     def format_entry(entry: TokenLogprob) -> dict[str, Any]:
         ranked = {

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: text, in one response or as typed events; conversations go on by id."""
+"""OpenAI's /v1/responses: text, in one response or as typed events. Ids continue conversations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bloomery.server.routes.openai import (
 from bloomery.server.schema import RequestBody
 from bloomery.server.service import JSON_OR_EVENTS, HttpCall, Route
 from bloomery.server.shapes import OPENAI_RESPONSE
-from bloomery.text.outputs import CompletionState, CompletionDelta
+from bloomery.text.outputs import CompletionDelta, CompletionState
 
 TEXT_PART_TYPES = ("input_text", "output_text", "text")
 INPUT_ROLES = ("system", "developer", "user", "assistant")
@@ -118,7 +118,7 @@ def _parse_message(item: Mapping[str, Any], path: str) -> dict[str, str]:
 
 
 class ResponseObjectFormatter:
-    """Writes an answer as a response with one message, and the typed events on the way to it."""
+    """Writes an answer as a response with one message, or as typed events."""
 
     def __init__(self, job: GenerationJob, body: ResponseBody, conversation: list[dict[str, Any]]):
         self.job = job
@@ -189,7 +189,7 @@ class ResponseObjectFormatter:
         return format_event(content, event_type)
 
     def _location(self) -> dict[str, Any]:
-        """Where in the response the text stands."""
+        """The position of the text in the response."""
         return {"item_id": self.message_id, "output_index": 0, "content_index": 0}
 
     def _part(self, text: str) -> dict[str, Any]:

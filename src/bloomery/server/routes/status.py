@@ -1,6 +1,6 @@
 """The server's state, for probes, dashboards and the web page.
 
-Probes report what a request would meet: "ready" means that it would be answered.
+Probes report whether a request would be answered: it would if the state is "ready".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def ready(call: HttpCall) -> ASGIApp:
     num_captures = call.service.backend.stats.pending_captures
     detail = status.detail
     if not detail and num_captures:
-        detail = f"{num_captures} captures to go; until then some steps are slower"
+        detail = f"{num_captures} background captures remain; until then some steps are slower"
     if settings.keys and status.state not in ("loading", "ready"):
         detail = ""  # an engine error may name files, and this route needs no key
     content = {

@@ -1,7 +1,7 @@
-"""A light HTTP client for many concurrent streams, which stamps the time when bytes arrive.
+"""A light HTTP client for many concurrent streams, which records when each byte arrives.
 
-Speaks OpenAI's chat and completions routes and TGI's generate_stream. A request's clock starts when
-it is written to an open connection, so connecting does not count as latency.
+Supports OpenAI's chat and completions routes and TGI's generate_stream. A request's clock starts
+when it is written to an open connection, so connecting does not count as latency.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ API_PATHS = {
     "completions": "/v1/completions",
     "tgi": "/generate_stream",
 }
-SILENCE_SECONDS = 600.0  # without a byte for so long, a request counts as failed
+SILENCE_SECONDS = 600.0  # a request that gets no byte for this long counts as failed
 
 # ---- events of a stream --------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class BenchExchange:
         self.num_tokens = 0  # as the server counts them
 
     def feed(self, now: float, data: bytes) -> None:
-        """Take in bytes of the body that arrived at `now`."""
+        """Add bytes of the body that arrived at `now`."""
         self.buffer += data
         if self.status != 200 or not self.is_stream:
             return
@@ -98,33 +98,35 @@ class BenchExchange:
                 continue
             event = line.removeprefix(b"data:").strip()
             if event != b"[DONE]":
-                self.take_event(now, event)
+                self.add_event(now, event)
 
-    def take_event(self, now: float, data: bytes) -> None:
+    def add_event(self, now: float, data: bytes) -> None:
+        """Decode one event, and record its time if it has text."""
         try:
             event = EVENT_DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self.record.error = f"an event that is not understood: {error}"
+            self.record.error = f"an event cannot be decoded: {error}"
             return
         if event.error:
             self.record.error = str(event.error)[:200]
         if event.usage is not None:
             self.num_tokens = event.usage.completion_tokens
-            self.record.prompt = event.usage.prompt_tokens or self.record.prompt
+            self.record.prompt_tokens = event.usage.prompt_tokens or self.record.prompt_tokens
         if event.details is not None:
             self.num_tokens = event.details.generated_tokens
         if text := event.text():
-            self.record.stamps.append(now)
+            self.record.piece_times.append(now)
             self.pieces.append(text)
 
     def close(self, now: float, error: str | None = None) -> None:
+        """Complete the record; `error` is a failure of the connection."""
         record = self.record
         if self.status not in (0, 200):
             body = self.buffer[:160].decode(errors="replace").strip()
             error = f"HTTP {self.status}: {body}"
         record.error = record.error or error
         record.done = now
-        record.tokens = self.num_tokens or len(record.stamps)
+        record.output_tokens = self.num_tokens or len(record.piece_times)
 
 
 # ---- connections ---------------------------------------------------------------------------------
@@ -189,10 +191,10 @@ class BenchConnection(asyncio.Protocol):
         last_pieces = -1
         while not self.waiter.done():
             await asyncio.wait((self.waiter,), timeout=SILENCE_SECONDS)
-            num_pieces = len(exchange.record.stamps)
+            num_pieces = len(exchange.record.piece_times)
             if not self.waiter.done() and num_pieces == last_pieces:
                 self.now = perf_counter()
-                self.finish(f"nothing came for {SILENCE_SECONDS:.0f} s")
+                self.finish(f"no byte arrived for {SILENCE_SECONDS:.0f} s")
                 self.abort()
             last_pieces = num_pieces
         self.exchange = None
@@ -205,7 +207,7 @@ class BenchConnection(asyncio.Protocol):
 
 @dataclass(frozen=True)
 class BenchTarget:
-    """A server and its API: where requests go and how they are written."""
+    """A server, its API, and the options of every request."""
 
     url: str
     api: str
@@ -248,7 +250,7 @@ class BenchTarget:
 
 
 class BenchClient:
-    """Sends requests to one server over connections that it keeps open."""
+    """Sends requests to one server and reuses its open connections."""
 
     def __init__(self, target: BenchTarget):
         self.target = target
@@ -260,12 +262,14 @@ class BenchClient:
             port = None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                f"{target.url!r} is not the URL of a server; wanted: http://host:port"
+                f"{target.url!r} is not the URL of a server; expected: http://host:port"
             )
         self.host = parts.hostname
         self.base_path = parts.path.rstrip("/")
-        self.port = port or (443 if parts.scheme == "https" else 80)
-        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+        is_https = parts.scheme == "https"
+        default_port = 443 if is_https else 80
+        self.port = port or default_port
+        self.tls = ssl.create_default_context() if is_https else None
         self.host_header = parts.netloc
         self.idle_connections: list[BenchConnection] = []
 

@@ -1,4 +1,4 @@
-"""`bloomery bench URL`: its flags, a run, its JSON, and the report."""
+"""The `bloomery bench` command: its flags, a run, its JSON, and the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         default=64,
         metavar="N",
-        help="how many in all (default 64)",
+        help="number of requests (default 64)",
     )
     parser.add_argument(
         "--warmup",
@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="outputs of full length",
+        help="generate outputs of full length",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument(
@@ -74,7 +74,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--label", default="", help="name of the run in the report")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures here")
     parser.add_argument(
-        "--report", type=Path, nargs="+", metavar="JSON", help="no load: earlier runs on one page"
+        "--report",
+        type=Path,
+        nargs="+",
+        metavar="JSON",
+        help="send no load, but put earlier runs on one page",
     )
     parser.add_argument(
         "-o", "--out", type=output_file, metavar="HTML", help="write the one-page report here"

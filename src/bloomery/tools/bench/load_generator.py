@@ -1,4 +1,4 @@
-"""Sends a workload to a server in real time and shows the progress.
+"""Sends a workload to a server in real time, and shows progress on a terminal.
 
 Refuses to report a run during which a profiler slowed the client or the server.
 """
@@ -38,11 +38,11 @@ plane point power press price pride prize proof queen radio range reply
 ONE_TOKEN_WORDS = ONE_TOKEN_TEXT.split()
 WARMUP_OUTPUT = 8  # most output tokens of a warm-up request
 REFRESH_SECONDS = 0.5  # of the live view
-RECENT_REQUESTS = 256  # whose TTFT the live view shows
+RECENT_REQUESTS = 256  # requests over which the live view shows the TTFT
 
 
 class LoadGenerator:
-    """Sends every request at its time, those of a session in order, and keeps the records."""
+    """Sends every request at its arrival time, and those of a session in order."""
 
     def __init__(self, client: BenchClient, arrivals: Sequence[RequestArrival], seed: int = 0):
         self.client = client
@@ -54,9 +54,10 @@ class LoadGenerator:
         self.num_done = 0
 
     async def run(self) -> list[RequestRecord]:
+        """Send all requests and return their records, in the order of the arrivals."""
         sessions: dict[str, list[int]] = defaultdict(list)
         for i, arrival in enumerate(self.arrivals):
-            session = arrival.session or f" {i}"  # a request without one is its own session
+            session = arrival.session or f" {i}"  # a request without a session is one by itself
             sessions[session].append(i)
         self.start_time = time.perf_counter()
         await asyncio.gather(*(self._run_session(indices) for indices in sessions.values()))
@@ -86,7 +87,7 @@ class LoadGenerator:
 async def detect_target(
     url: str, api: str, model: str | None, api_key: str | None, **more: Any
 ) -> BenchTarget:
-    """Ask the server which API it speaks (for `auto`) and what its model is called."""
+    """Ask the server for its API (if `api` is "auto") and the name of its model."""
     client = BenchClient(BenchTarget(url, "chat", "", api_key))
     status, body = await client.get("/v1/models")
     if status == 0:
@@ -116,15 +117,15 @@ async def fetch_info(client: BenchClient) -> dict[str, Any]:
 
 
 async def refuse_profilers(client: BenchClient) -> None:
-    """Raise ConfigError if a profiler is active here or, by its own account, in the server."""
-    profiled = "this process is"
+    """Raise ConfigError if a profiler is active in this process or in the server."""
+    process = "this process"
     profiler = active_profiler()
     if profiler is None:
-        profiled = "the server says that it is"
+        process = "the server"
         profiler = (await fetch_info(client)).get("profiling")
     if profiler:
         raise ConfigError(
-            f"{profiled} being profiled ({profiler}): its times would be wrong. "
+            f"{process} is being profiled ({profiler}), so its times would be wrong. "
             "Stop the profiler and run again"
         )
 
@@ -197,13 +198,13 @@ def _distribution(seconds: Sequence[float]) -> list[list[float]]:
 def _tokens_by_second(
     records: Sequence[RequestRecord], answered: Sequence[RequestRecord]
 ) -> list[list[float]]:
-    """(second, tokens) for every second of the run, those without tokens included."""
+    """(second, tokens) for every second of the run, including seconds without tokens."""
     first_sent = min((record.sent for record in records), default=0.0)
     tokens: dict[int, float] = defaultdict(float)
     for record in answered:
-        tokens_per_piece = record.tokens / len(record.stamps)
-        for stamp in record.stamps:
-            tokens[int(stamp - first_sent)] += tokens_per_piece
+        tokens_per_piece = record.output_tokens / len(record.piece_times)
+        for piece_time in record.piece_times:
+            tokens[int(piece_time - first_sent)] += tokens_per_piece
     num_seconds = max(tokens, default=-1) + 1
     return [[float(second), round(tokens.get(second, 0.0), 1)] for second in range(num_seconds)]
 
@@ -221,7 +222,7 @@ async def show_progress(generator: LoadGenerator) -> None:
         num_done = generator.num_done
         num_running = generator.num_running
         recent = generator.records[max(0, num_done - RECENT_REQUESTS) : num_done + num_running]
-        ttfts = sorted(record.ttft for record in recent if len(record.stamps))
+        ttfts = sorted(record.ttft for record in recent if len(record.piece_times))
         median_ms = (percentile(ttfts, 50) or 0.0) * 1e3
         p99_ms = (percentile(ttfts, 99) or 0.0) * 1e3
         num_failed = sum(record.error is not None for record in generator.records)
@@ -242,7 +243,7 @@ async def show_progress(generator: LoadGenerator) -> None:
     with Live(build_frame(0.0), console=console, auto_refresh=False, transient=True) as live:
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
-            num_pieces = sum(len(record.stamps) for record in generator.records)
+            num_pieces = sum(len(record.piece_times) for record in generator.records)
             frame = build_frame((num_pieces - last_pieces) / REFRESH_SECONDS)
             live.update(frame, refresh=True)
             last_pieces = num_pieces

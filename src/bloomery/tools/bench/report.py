@@ -24,8 +24,8 @@ th:first-child, td:first-child { text-align: left } tr:nth-child(even) { backgro
 """
 NOTE = (
     "Time to first token (TTFT) counts from sending the request on an open connection to the first "
-    "piece of text. Between tokens (ITL) is the gap of two pieces. Measured without a profiler on "
-    "either side, as far as both can tell."
+    "piece of text. Between tokens (ITL) is the gap between two pieces. No profiler was detected "
+    "in the client or the server."
 )
 # Key of the curve, title, labels of the axes.
 PLOTS = (

@@ -1,4 +1,4 @@
-"""Latency metrics of a run: percentiles, perception bands, goodput. For real and virtual time.
+"""Latency metrics of a run, in real or virtual time: percentiles, perception bands, goodput.
 
 TTFT (time to first token): from sending the request to the first piece of text. ITL (inter-token
 latency): the gap between two consecutive pieces. TPOT (time per output token): from the first piece
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-# How people perceive a delay: the name, and the most seconds of each band.
+# Bands in which people perceive a delay: the name, and the upper limit in seconds.
 BANDS: Sequence[tuple[str, float]] = (
     ("instant", 0.1),
     ("fast", 1.0),
@@ -39,32 +39,33 @@ class RequestRecord:
     """One request and its answer. All times are seconds on one clock."""
 
     sent: float
-    prompt: int = 0  # tokens
-    tokens: int = 0  # of the output
-    stamps: array[float] = field(default_factory=lambda: array("d"))  # arrival of each piece
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    # When each piece of text arrived.
+    piece_times: array[float] = field(default_factory=lambda: array("d"))
     done: float = 0.0
     error: str | None = None
 
     @property
     def answered(self) -> bool:
-        return self.error is None and len(self.stamps) > 0
+        return self.error is None and len(self.piece_times) > 0
 
     @property
     def ttft(self) -> float:
-        return self.stamps[0] - self.sent
+        return self.piece_times[0] - self.sent
 
     @property
     def tpot(self) -> float:
-        if self.tokens <= 1:
+        if self.output_tokens <= 1:
             return 0.0
-        return (self.stamps[-1] - self.stamps[0]) / (self.tokens - 1)
+        return (self.piece_times[-1] - self.piece_times[0]) / (self.output_tokens - 1)
 
     @property
     def e2e_latency(self) -> float:
         return self.done - self.sent
 
     def inter_token_latencies(self) -> list[float]:
-        return [after - before for before, after in pairwise(self.stamps)]
+        return [after - before for before, after in pairwise(self.piece_times)]
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ def percentile(ordered: Sequence[float], percent: float) -> float | None:
     """A percentile of sorted values, interpolated linearly between the two nearest."""
     if not ordered:
         return None
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
+    position = (len(ordered) - 1) * percent / 100
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def latency_percentiles(seconds: Iterable[float]) -> dict[str, Any]:
@@ -118,17 +119,17 @@ def summarize_records(records: Sequence[RequestRecord], targets: GoodputTargets)
     """All metrics of a run, as `bloomery bench --json` writes them."""
     answered = [record for record in records if record.answered]
     failed = [record for record in records if not record.answered]
-    errors = Counter(record.error or "no text came" for record in failed)
+    errors = Counter(record.error or "the answer has no text" for record in failed)
     first_sent = min((record.sent for record in records), default=0.0)
     last_done = max((record.done for record in records), default=0.0)
     wall_seconds = last_done - first_sent
-    num_tokens = sum(record.tokens for record in answered)
-    num_pieces = sum(len(record.stamps) for record in answered)
+    num_tokens = sum(record.output_tokens for record in answered)
+    num_pieces = sum(len(record.piece_times) for record in answered)
     num_good = sum(targets.are_met(record) for record in records)
     latencies = {
         "ttft_ms": [record.ttft for record in answered],
         "itl_ms": [gap for record in answered for gap in record.inter_token_latencies()],
-        "tpot_ms": [record.tpot for record in answered if record.tokens > 1],
+        "tpot_ms": [record.tpot for record in answered if record.output_tokens > 1],
         "e2e_latency_ms": [record.e2e_latency for record in answered],
     }
     return {

@@ -1,7 +1,7 @@
-"""Workloads: which requests arrive when, and how long they are.
+"""Workloads: the arrival times of requests, and their lengths.
 
 Arrivals are generated from a pattern or read from a trace file. `bloomery bench` sends them to real
-servers, `bloomery plan --simulate` runs them in virtual time; this module knows neither.
+servers, and `bloomery plan --simulate` runs them in virtual time. This module knows neither.
 
 A trace has one JSON object per line: {"arrival": seconds, "prompt": tokens, "output": tokens}.
 Optional keys are "session", "prefix" (how many tokens of the session's previous request and answer
@@ -33,7 +33,7 @@ class RequestArrival:
     prompt: int  # tokens
     output: int  # tokens
     session: str = ""
-    prefix: int = 0  # tokens at the start of the prompt that the session has seen before
+    prefix: int = 0  # tokens at the start of the prompt that repeat the session's history
     after: float = 0.0  # seconds
     priority: int = 0
 
@@ -48,7 +48,7 @@ def read_trace(path: Path) -> list[RequestArrival]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: a trace that cannot be read: {error}") from None
+        raise ConfigError(f"{path}: the trace cannot be read: {error}") from None
     arrivals = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -57,7 +57,7 @@ def read_trace(path: Path) -> list[RequestArrival]:
             arrivals.append(_parse_arrival(json.loads(line)))
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{path}, line {number}: {error}; wanted: arrival, prompt and output, as numbers"
+                f"{path}, line {number}: {error}; expected: arrival, prompt and output, as numbers"
             ) from None
     if not arrivals:
         raise ConfigError(f"{path}: no arrivals")
@@ -70,7 +70,7 @@ def _parse_arrival(entry: Any) -> RequestArrival:
         raise ValueError("not an object")
     known_keys = {field.name for field in fields(RequestArrival)}
     if unknown_keys := entry.keys() - known_keys:
-        raise ValueError(f"{', '.join(sorted(unknown_keys))} is not known")
+        raise ValueError(f"unknown key {', '.join(sorted(unknown_keys))}")
     session = str(entry.get("session", ""))
     arrival = entry.get("arrival")
     if arrival is None and not session:
@@ -80,7 +80,7 @@ def _parse_arrival(entry: Any) -> RequestArrival:
     prompt = int(entry["prompt"])
     output = int(entry["output"])
     if prompt < 1 or output < 1 or not (arrival is None or arrival >= 0):
-        raise ValueError("prompt and output count from 1, arrival from 0")
+        raise ValueError("prompt and output must be at least 1, arrival at least 0")
     return RequestArrival(
         arrival,
         prompt,
@@ -108,7 +108,7 @@ def parse_lengths(text: str) -> LengthSampler:
             f"lengths {text!r}: give IN:OUT, such as 128:64 or 100-1024:64, or sharegpt"
         ) from None
     if not (1 <= min_prompt <= max_prompt and 1 <= min_output <= max_output):
-        raise ConfigError(f"lengths {text!r}: from 1 upwards, the smaller first")
+        raise ConfigError(f"lengths {text!r}: must be at least 1, with the smaller first")
 
     def sample_lengths(rng: random.Random) -> tuple[int, int]:
         return rng.randint(min_prompt, max_prompt), rng.randint(min_output, max_output)
@@ -152,7 +152,8 @@ def generate_arrivals(
         return list(_GENERATORS[kind](count, sample_lengths, rng, *values))
     except (KeyError, ValueError, TypeError):
         raise ConfigError(
-            f"pattern {pattern!r} is not one; wanted: {PATTERN_HELP}, all above 0, or a trace file"
+            f"unknown pattern {pattern!r}; expected: {PATTERN_HELP}, with numbers above 0, or a "
+            "trace file"
         ) from None
 
 
@@ -196,7 +197,7 @@ def _generate_chats(
     num_turns = _at_least_one(turns)
     start = 0.0
     for first in range(0, count, num_turns):
-        session = f"talk {first // num_turns}"
+        session = f"conversation {first // num_turns}"
         history = 0
         for turn in range(min(num_turns, count - first)):
             message, output = sample_lengths(rng)

@@ -37,7 +37,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "fewer than 16 bits",
     )
     parser.add_argument(
-        "--context", type=count, default=1024, metavar="N", help="tokens of a sequence (1024)"
+        "--context",
+        type=count,
+        default=1024,
+        metavar="N",
+        help="tokens of a sequence (default 1024)",
     )
     parser.add_argument("--goal", choices=("latency", "throughput"), default="latency")
     parser.add_argument(
@@ -77,7 +81,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="write a plot of latency over throughput, as .svg or .png",
     )
     parser.add_argument(
-        "--measure", action="store_true", help="first measure this machine, in seconds, and save it"
+        "--measure",
+        action="store_true",
+        help="first measure this machine, which takes seconds, and save the rates",
     )
     parser.add_argument(
         "--simulate",

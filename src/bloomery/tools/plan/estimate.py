@@ -1,7 +1,7 @@
-"""Estimates for `bloomery plan`: what fits on how many devices, in which layout, and how fast.
+"""Estimates for `bloomery plan`: fewest devices, their best layout, and step times.
 
-roofline.py says what one step costs. This module evaluates it for the batches, contexts, devices
-and layouts that the report shows. Arithmetic only: no torch, no printing.
+roofline.py computes the time of one step. This module evaluates it for the batches, contexts,
+devices and layouts that the report shows. Arithmetic only: no torch, no printing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEVICES_PER_NODE = 8  # devices joined by fast links; tensor parallel ranks stay
 PREFILL_CHUNK = 8192  # tokens
 BATCH_SIZES = (1, 8, 64)
 DEVICE_COUNTS = (1, 2, 4, 8, 16, 32)
-ALIKE_THROUGHPUT = 0.95  # layouts within 5 % of the best are as good: estimates are no finer
+ALIKE_THROUGHPUT = 0.95  # layouts within 5 % of the best count as equal: estimates are no finer
 PROMPT_LENGTHS = (16_000, 100_000)  # tokens for which the memory of attention is shown
 CPU_PRECISIONS = ("fp32", "int8", "int4")
 GPU_PRECISIONS = ("bf16", "fp8", "int8", "int4", "nf4")
@@ -78,7 +78,7 @@ class BatchEstimate:
     expected_ms: float
     tokens_per_second: float  # of all replicas, as expected
     fits: bool
-    bound: str  # what most of the floor is spent on: computing, cache or weights
+    bound: str  # the largest part of the floor: computing, cache or weights
     cost: float | None = None  # of a million tokens
 
 
@@ -106,7 +106,7 @@ def loaded_precision(precision: WeightPrecision, hardware: HardwareSpec) -> Weig
 
 
 class PlacedModel:
-    """A model at a precision on some devices: what fits, and how long steps take."""
+    """A model at a precision on some devices: its free memory and its step times."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class PlacedModel:
 
 
 def device_layouts(model: ModelSpec, devices: int) -> Iterator[DeviceLayout]:
-    """Yield the layouts that use exactly so many devices.
+    """Yield the layouts that use exactly this number of devices.
 
     Tensor parallel ranks must divide the heads evenly and stay within a node. Each pipeline stage
     needs at least one layer.
@@ -232,7 +232,7 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the user asked for: hardware, precision, goal."""
+    """The user's options: hardware, precision, goal and layout."""
 
     hardware: HardwareSpec
     precision: WeightPrecision
@@ -273,8 +273,8 @@ class PlanEstimate:
         layers = len(self.model.layers)
         known = "; ".join(str(placed.layout) for placed in self.candidates)
         raise ConfigError(
-            f"{layout}: {heads} heads, {layers} layers cannot be shared so. "
-            f"With {layout.devices} devices: {known}"
+            f"{layout}: {heads} heads and {layers} layers cannot be divided this way. "
+            f"Possible with {layout.devices} devices: {known}"
         )
 
     def place(

@@ -116,9 +116,9 @@ def measure_hardware() -> None:
     ]
     bandwidth = format_quantity(measurement.bandwidth)
     print(f"{title}: reads {bandwidth}/s{''.join(rates)}", file=sys.stderr)
-    if measurement.doubt:
+    if measurement.warning:
         print(
-            f"Is the machine in use? {measurement.doubt}. Run it again when it is quiet.",
+            f"Is the machine in use? {measurement.warning}. Run it again when it is quiet.",
             file=sys.stderr,
         )
         if title in load_measured_rates():

@@ -33,7 +33,7 @@ MIN_CPU_KV_POSITIONS = 8192  # positions a CPU's default KV cache holds at least
 
 
 def give_advice(plan: PlanEstimate) -> list[str]:
-    """Sentences about the chosen layout: TP, PP or replicas, and why."""
+    """Sentences that explain the chosen layout of TP, PP and replicas."""
     chosen = plan.chosen
     options = plan.options
     layout = chosen.layout
@@ -47,27 +47,27 @@ def give_advice(plan: PlanEstimate) -> list[str]:
     sentences = []
     if options.context > plan.context:
         sentences.append(
-            f"A context of {options.context:,} is beyond what it was made for: "
-            f"planned for {plan.context:,}."
+            f"The model supports a context of at most {plan.context:,}: "
+            f"this plan uses it instead of {options.context:,}."
         )
     if layout.devices == 1:
         sentences.append(
-            "It fits one device: neither TP nor PP is needed, "
+            "The model fits one device, so neither TP nor PP is needed; "
             f"{format_quantity(chosen.free_kv_bytes)} are left for the KV cache."
         )
     if layout.tp > 1:
         num_messages, _ = chosen.roofline.count_messages(1, 1)
         messages_ms = chosen.roofline.communication_seconds(1, 1) * 1e3
         sentences.append(
-            f"TP {layout.tp} is good for latency: every matrix is read by {layout.tp} devices at "
-            "once. Lots of communication is its price: "
-            f"{num_messages} messages a token, {messages_ms:.2f} of {alone_ms:.2f} ms."
+            f"TP {layout.tp} is good for latency: {layout.tp} devices read every matrix at once. "
+            f"It needs much communication: {num_messages} messages a token take "
+            f"{messages_ms:.2f} of {alone_ms:.2f} ms."
         )
     if layout.pp > 1:
         sentences.append(
-            f"PP {layout.pp} is good for throughput: little communication, {layout.pp - 1} more a "
-            f"token; but a token passes the stages one after another, {alone_ms:.1f} ms alone, "
-            "and only many streams keep them busy."
+            f"PP {layout.pp} is good for throughput: it adds only {layout.pp - 1} messages a "
+            f"token. But a token passes the stages one after another, in {alone_ms:.1f} ms at "
+            "batch 1, and only many streams keep all stages busy."
         )
     if layout.replicas > 1:
         sentences.append(
@@ -77,7 +77,7 @@ def give_advice(plan: PlanEstimate) -> list[str]:
 
 
 def _advise_on_pipeline(plan: PlanEstimate) -> list[str]:
-    """Why a plain pipeline was not chosen for throughput."""
+    """Explain why a pipeline without TP was not chosen for throughput."""
     chosen = plan.chosen.layout
     pipelines = [
         placed for placed in plan.fitting if placed.layout.tp == placed.layout.replicas == 1
@@ -89,14 +89,14 @@ def _advise_on_pipeline(plan: PlanEstimate) -> list[str]:
     max_batch = pipeline.max_batch_size(plan.context)
     return [
         f"PP {stages} would send only {stages - 1} messages a token, but each stage reads its "
-        f"weights anew for every {ceil(max_batch / stages)} of the {max_batch} sequences that "
+        f"weights again for every {ceil(max_batch / stages)} of the {max_batch} sequences that "
         f"fit: {plan.throughput(pipeline):,.0f} tokens/s against "
         f"{plan.throughput(plan.chosen):,.0f}."
     ]
 
 
 def _advise_on_second_device(plan: PlanEstimate) -> list[str]:
-    """What a second device would bring where one is enough."""
+    """Estimate what a second device would gain where one is enough."""
     if plan.chosen.layout.devices > 1:
         return []
     sentences = []
@@ -107,7 +107,7 @@ def _advise_on_second_device(plan: PlanEstimate) -> list[str]:
         placed = plan.place(layout)
         alone_ms = placed.decode_seconds(1, plan.context) * 1e3
         sentences.append(
-            f"With a second device, {layout}: {alone_ms:.2f} ms a token alone, "
+            f"With a second device, {layout}: {alone_ms:.2f} ms a token at batch 1, "
             f"{plan.throughput(placed):,.0f} tokens/s in all."
         )
     return sentences
@@ -168,7 +168,7 @@ def format_report(plan: PlanEstimate) -> str:
 
 
 def _prompt_memory_lines(plan: PlanEstimate) -> list[str]:
-    """What other software needs: dequantized matrices, and stored attention scores."""
+    """Memory that other software needs, for dequantized matrices and stored attention scores."""
     names = " / ".join(LIBRARY_PRECISIONS)
     peaks = " / ".join(
         format_gib(peak_bytes(plan.model, precision)) for precision in LIBRARY_PRECISIONS.values()
@@ -176,7 +176,7 @@ def _prompt_memory_lines(plan: PlanEstimate) -> list[str]:
     scores_title = "queries x keys, a layer"
     tiled_title = "in tiles, as it is done here"
     lines = [
-        f"  (in {names} a library without kernels of its own peaks at {peaks} GiB)",
+        f"  (a library without fused kernels peaks at {peaks} GiB in {names})",
         "",
         f"  memory for a prompt of  {'tokens':>8}{scores_title:>36}{tiled_title:>32}",
     ]
@@ -196,7 +196,7 @@ def _rates_origin(hardware: HardwareSpec) -> str:
 
 
 def _hardware_lines(plan: PlanEstimate) -> list[str]:
-    """What fits this hardware at each precision, then the fewest devices of every kind."""
+    """The capacity of this hardware at each precision, then the fewest devices of every kind."""
     hardware = plan.options.hardware
     context = plan.context
     rate = hardware.rate(plan.options.precision.compute_format)
@@ -239,8 +239,8 @@ def _min_devices_lines(plan: PlanEstimate) -> list[str]:
     }
     if all(count == 1 for counts in min_devices.values() for count in counts):
         return [
-            "It fits one device of every kind in the table, at every precision and a context of "
-            f"{plan.context:,}."
+            "The model fits one device of every kind in the table, at every precision and a "
+            f"context of {plan.context:,}."
         ]
     lines = [
         f"Fewest devices for a sequence of {plan.context:,}",
@@ -255,7 +255,7 @@ def _layout_lines(plan: PlanEstimate) -> list[str]:
     if len(plan.fitting) < 2:
         return []
     lines = [
-        f"{plan.chosen.layout.devices} devices can be used so",
+        f"Possible layouts of {plan.chosen.layout.devices} devices",
         f"  {'':28}{'ms alone':>10}{'tokens/s in all':>17}{'messages':>10}",
     ]
     for placed in plan.fitting:
