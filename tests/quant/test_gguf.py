@@ -221,7 +221,8 @@ def test_blocks_are_kept_with_bfloat16_activations_on_a_cpu(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected_notes"), [("Q4_1", ["ruin", "rounded once more"]), ("F16", ["ruin"])]
+    ("kind", "expected_notes"),
+    [("Q4_1", ["ruin", "dequantized and quantized again"]), ("F16", ["ruin"])],
 )
 def test_lossy_quantization_on_load_is_noted(
     kind: str, expected_notes: list[str], tmp_path: Path
