@@ -17,7 +17,7 @@ WEB_FOLDER = Path(__file__).parent.parent.parent / "web"
 
 
 @pytest.mark.browser
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_page_passes_its_browser_script() -> None:
     node = shutil.which("node")
     chromium = shutil.which("chromium")
@@ -33,7 +33,8 @@ def test_the_page_passes_its_browser_script() -> None:
         url = f"http://127.0.0.1:{server.address[1]}"
         command = [node, "tests/page.mjs", url]
         log = ""
-        for _ in range(2):  # on a busy machine the script may miss one of its time limits
+        # Answers end at random, about once in 29 tokens, and a busy machine may miss a time limit.
+        for _ in range(3):
             done = subprocess.run(
                 command, cwd=WEB_FOLDER, capture_output=True, text=True, timeout=280
             )
