@@ -163,6 +163,8 @@ class LayerSpec:
     mlp_sum_norm: NormSpec | None = None
     parallel: bool = False
     residual_scale: float = 1.0
+    # The residual is the norm's output, not its input. Not together with `parallel`.
+    residual_after_norm: bool = False
 
 
 @dataclass(frozen=True)

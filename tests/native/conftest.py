@@ -15,6 +15,9 @@ from bloomery.native.thread_pool import ThreadPool, load_library
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPool]:
     library = None
+    # tests/deploy/test_arm_kernels.py sets this: the kernels of another kind of processor.
+    if "NATIVE_LIBRARY" in os.environ:
+        library = load_library(os.environ["NATIVE_LIBRARY"])
     # `make sanitize` sets this: checks memory accesses and undefined behaviour.
     if "NATIVE_CHECKS" in os.environ:
         library = load_library(str(build_library(SANITIZER_FLAGS)))

@@ -1,13 +1,24 @@
-"""A damaged library is not loaded, and a failed build says why."""
+"""Which library is loaded: never a damaged or unfit one; a failed build says why and what helps."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
 from bloomery.native import build
-from bloomery.native.build import NativeBuildError, build_library, is_intact
+from bloomery.native.build import (
+    KERNEL_VARIANTS,
+    NativeBuildError,
+    build_library,
+    find_library,
+    find_prebuilt,
+    is_intact,
+)
+
+CONTENT = b"a library"
+ALL_FLAGS = {flag for variant in KERNEL_VARIANTS for flag in variant.flags}
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +45,67 @@ def test_without_a_compiler_the_error_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    with pytest.raises(NativeBuildError, match="no C compiler"):
+    with pytest.raises(NativeBuildError, match="no C compiler") as caught:
         build_library(folder=tmp_path)
+    assert "times slower" in str(caught.value) and "install gcc" in str(caught.value)
 
 
 def test_a_compiler_that_fails_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NativeBuildError, match="failed"):
         build_library(("-not-an-option",), tmp_path)
     assert not list(tmp_path.glob("*.so"))
+
+
+# ---- libraries of a wheel ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wheel_folder(tmp_path: Path) -> Path:
+    """A folder with an intact file for every variant."""
+    for variant in KERNEL_VARIANTS:
+        digest = hashlib.sha256(CONTENT).digest()
+        (tmp_path / variant.file_name()).write_bytes(CONTENT + digest)
+    return tmp_path
+
+
+@pytest.mark.parametrize("variant", KERNEL_VARIANTS, ids=lambda variant: variant.name)
+def test_a_processor_gets_the_fastest_library_that_it_can_run(
+    wheel_folder: Path, variant: build.KernelVariant
+) -> None:
+    library = find_prebuilt(wheel_folder, variant.machine, variant.flags)
+    assert library is not None and library.name == variant.file_name()
+    missing_one = variant.flags[1:]
+    slower = find_prebuilt(wheel_folder, variant.machine, missing_one)
+    assert slower is None or slower.name != variant.file_name()
+
+
+def test_other_machines_get_no_library(wheel_folder: Path) -> None:
+    assert find_prebuilt(wheel_folder, "riscv64", ALL_FLAGS) is None
+    assert find_prebuilt(wheel_folder / "missing", "x86_64", ALL_FLAGS) is None
+
+
+def test_a_damaged_library_gives_way_to_a_slower_one(wheel_folder: Path) -> None:
+    fastest, slower, *_ = KERNEL_VARIANTS
+    (wheel_folder / fastest.file_name()).write_bytes(CONTENT)
+    library = find_prebuilt(wheel_folder, fastest.machine, ALL_FLAGS)
+    assert library is not None and library.name == slower.file_name()
+
+
+def test_a_library_of_other_sources_is_not_loaded(
+    wheel_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "FLAGS", ("-O0",))
+    for variant in KERNEL_VARIANTS:
+        assert find_prebuilt(wheel_folder, variant.machine, variant.flags) is None
+
+
+def test_the_library_of_the_wheel_comes_before_a_compiled_one(
+    wheel_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = KERNEL_VARIANTS[0]
+    monkeypatch.setattr(build, "PREBUILT_FOLDER", wheel_folder)
+    monkeypatch.setattr(build.platform, "machine", lambda: variant.machine)
+    monkeypatch.setattr(build, "processor_flags", lambda: list(variant.flags))
+    assert find_library() == wheel_folder / variant.file_name()
+    monkeypatch.setattr(build, "processor_flags", list)
+    assert find_library() == build_library()

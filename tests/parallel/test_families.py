@@ -22,7 +22,7 @@ from tests.parity.serve import build_plan, greedy_request, output_token_ids, run
 NUM_TOKENS = 8
 BLOCK_SIZE = 4
 EVERYDAY = {
-    "bloom",  # ALiBi
+    "bloom-residual-after-norm",  # ALiBi, residuals behind the norms
     "gpt_bigcode-mqa",  # one KV head
     "falcon-40b",  # parallel attention and MLP
     "qwen2_moe",  # experts

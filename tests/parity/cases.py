@@ -96,6 +96,12 @@ CASES = [
     parity_case("bloom", tf.BloomConfig, **BLOOM),
     parity_case("bloom-6-heads", tf.BloomConfig, **BLOOM | {"hidden_size": 48, "n_head": 6}),
     parity_case("bloom-untied", tf.BloomConfig, **BLOOM, tie_word_embeddings=False),
+    parity_case(
+        "bloom-residual-after-norm",
+        tf.BloomConfig,
+        **BLOOM,
+        apply_residual_connection_post_layernorm=True,
+    ),
     parity_case("gpt_bigcode-mqa", tf.GPTBigCodeConfig, **GPT),
     parity_case(
         "gpt_bigcode-mha",

@@ -69,6 +69,15 @@ SCALES = {
     Kind.Q6_K: (208, None, 0),
     Kind.IQ4_NL: (0, None, 0),
     Kind.IQ4_XS: (0, None, 0),
+    Kind.IQ2_XXS: (0, None, 0),
+    Kind.IQ2_XS: (0, None, 0),
+    Kind.IQ2_S: (0, None, 0),
+    Kind.IQ3_XXS: (0, None, 0),
+    Kind.IQ3_S: (0, None, 0),
+    Kind.IQ1_S: (0, None, 0),
+    Kind.IQ1_M: (48, None, 0),
+    Kind.Q1_0: (0, None, 0),
+    Kind.NVFP4: (0, None, 0),
 }
 
 
@@ -84,10 +93,30 @@ def quantize_blocks(weight: np.ndarray, kind: Kind) -> np.ndarray:
     scales = random.uniform(1e-3, 2e-3, (len(blocks), 1))
     if kind.name.startswith("IQ4"):  # their levels are not centred around zero
         scales *= random.choice([-1, 1], scales.shape)
-    blocks[:, scale : scale + 2] = scales.astype(np.float16).view(np.uint8)
+    half_bytes = scales.astype(np.float16).view(np.uint8)
+    if kind == Kind.IQ1_M:  # four bits of the scale at the top of each of four words
+        nibbles = np.stack([half_bytes & 15, half_bytes >> 4], -1).reshape(-1, 4)
+        high_bytes = blocks[:, scale + 1 : scale + 8 : 2]
+        high_bytes &= 15
+        high_bytes |= nibbles << 4
+    elif kind == Kind.NVFP4:  # four 8-bit floats of up to 2 ** -4
+        blocks[:, :4] = random.integers(8, 24, (len(blocks), 4))
+    else:
+        blocks[:, scale : scale + 2] = half_bytes
     if offset is not None:
         blocks[:, offset : offset + 2] = (ratio * scales).astype(np.float16).view(np.uint8)
     return blocks.reshape(*weight.shape[:-1], -1)
+
+
+def dequantize_blocks(blocks: np.ndarray, kind: Kind) -> np.ndarray:
+    """Dequantize with the package, or by definition where it cannot: [rows, bytes] -> values."""
+    if kind != Kind.Q1_0:
+        return gguf.quants.dequantize(blocks, kind)
+    per_block = blocks.reshape(-1, 18)
+    scales = np.ascontiguousarray(per_block[:, :2]).view(np.float16).astype(np.float32)
+    bits = np.unpackbits(per_block[:, 2:], axis=1, bitorder="little")
+    values = np.where(bits == 1, scales, -scales)
+    return values.reshape(*blocks.shape[:-1], -1)
 
 
 def add_metadata(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -101,7 +101,7 @@ def store_gguf_blocks(kind: str, weight: torch.Tensor) -> LazyTensor:
     values_per_block, bytes_per_block = gguf.GGML_QUANT_SIZES[number]
     padded = torch.nn.functional.pad(weight, (0, -columns % values_per_block))
     raw = gguf_writer.quantize_blocks(padded.contiguous().numpy(), number)
-    values = torch.from_numpy(gguf.quants.dequantize(raw, number))
+    values = torch.from_numpy(gguf_writer.dequantize_blocks(raw, number))
     blocks = QuantizedBlocks(
         kind, values_per_block, bytes_per_block, LazyTensor.from_tensor(torch.from_numpy(raw))
     )

@@ -33,7 +33,17 @@ from tests.parity.cases import SPECIAL, VOCAB, ParityCase, make_checkpoint
 from tests.parity.serve import decoder_logits, prompt_logits
 from tests.quant.formats import CPU, PackedGgufMatrix, packed_gguf, store_gguf_blocks
 
-EXACT_TYPES = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")
+EXACT_TYPES = (
+    "Q4_0",
+    "Q5_0",
+    "Q8_0",
+    "IQ4_NL",
+    "TQ1_0",
+    "TQ2_0",
+    "Q1_0",
+    "MXFP4",
+    "NVFP4",
+)
 # The largest allowed error, in quantization steps of the group (in units of the codebook for
 # IQ4_XS). Random weights have offsets of hundreds of steps, real ones of a dozen.
 MAX_ERROR_STEPS = {
@@ -45,6 +55,13 @@ MAX_ERROR_STEPS = {
     "Q5_K": 0.26,
     "Q6_K": 0.016,
     "IQ4_XS": 0.063,
+    "IQ2_XXS": 0.022,
+    "IQ2_XS": 0.022,
+    "IQ2_S": 0.022,
+    "IQ3_XXS": 0.032,
+    "IQ3_S": 0.008,
+    "IQ1_S": 0.005,
+    "IQ1_M": 0.005,
 }
 
 

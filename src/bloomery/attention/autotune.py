@@ -22,12 +22,12 @@ from bloomery.attention.base import AttentionMetadata, kv_cache_shape
 from bloomery.attention.triton_paged import TritonPagedAttention, library_supports
 from bloomery.kernels import launch, paged_decode, paged_prefill
 from bloomery.kernels.quantized_kv_cache import kv_cache_nbytes, view_kv_cache, write_key_or_value
-from bloomery.measurement_cache import CACHE_FOLDER, load_measurements, save_measurement
+from bloomery.measurement_cache import load_measurements, measurement_path, save_measurement
 from bloomery.spec import AttentionSpec
 
 log = logging.getLogger("bloomery.attention")
 
-CACHE_FILE = CACHE_FOLDER / "attention.json"
+CACHE_FILE = "attention.json"  # in the cache folder
 PROMPT_LENS = (512, 1024, 2048, 4096, 8192)  # new positions of a prefill
 TOKENS_PER_STEP = 4096  # a step has as many prompts as fit, and at least one
 BLOCK_SIZE = 64  # positions, the default on a GPU
@@ -43,7 +43,7 @@ def tune_library_min_len(
     dtype: torch.dtype,
     kv_cache_dtype: torch.dtype,
     device: torch.device,
-    cache_file: Path = CACHE_FILE,
+    cache_file: Path | None = None,
 ) -> int | None:
     """Return the number of new positions from which a prefill should go to the library.
 
@@ -56,7 +56,7 @@ def tune_library_min_len(
     with torch.cuda.device(device):
         key = measurement_key(heads, dtype, kv_cache_dtype, device)
         bench = PrefillBench(heads, dtype, kv_cache_dtype, device)
-        return load_or_measure(key, bench.measure, cache_file)
+        return load_or_measure(key, bench.measure, cache_file or measurement_path(CACHE_FILE))
 
 
 def measurement_key(

@@ -37,7 +37,6 @@ DEFAULTS = defaults(vocab=250880, hidden=64, layers=2, heads=8, context=2048, ti
 
 
 def read_bloom(config: ConfigReader) -> ModelSpec:
-    config.require("apply_residual_connection_post_layernorm", False)
     num_heads = config.size("num_attention_heads")
     norm = NormSpec("layer", config.number("layer_norm_epsilon", 1e-5), bias=True)
     layer = LayerSpec(
@@ -47,6 +46,7 @@ def read_bloom(config: ConfigReader) -> ModelSpec:
         mlp=MlpSpec(4 * config.size("hidden_size"), "gelu_tanh", gated=False, bias=True),
         attn_norm=norm,
         mlp_norm=norm,
+        residual_after_norm=config.flag("apply_residual_connection_post_layernorm", False),
     )
     context = config.size("seq_length", config.size("max_position_embeddings"))
     return read_model(

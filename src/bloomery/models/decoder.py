@@ -69,19 +69,27 @@ class DecoderLayer:
             return self._run_parallel_blocks(x, kv_cache, context)
         pool = self.pool
         scale = self.spec.residual_scale
+        attn_norm = self.attn_norm
+        mlp_norm = self.mlp_norm
+        if self.spec.residual_after_norm:
+            x = apply_norm(x, attn_norm, pool)
+            attn_norm = None
         add = AddResidual(context.select_outputs(x), scale)
         if self.attn_post_norm is None:
-            x = self.attention(x, kv_cache, context, self.attn_norm, add)
+            x = self.attention(x, kv_cache, context, attn_norm, add)
         else:
-            y = self.attention(x, kv_cache, context, self.attn_norm)
+            y = self.attention(x, kv_cache, context, attn_norm)
             x = apply_epilogue(apply_norm(y, self.attn_post_norm, pool), add, pool)
         if self.attn_sum_norm is not None:
             x = apply_norm(x, self.attn_sum_norm, pool)
+        if self.spec.residual_after_norm:
+            x = apply_norm(x, mlp_norm, pool)
+            mlp_norm = None
         add = AddResidual(x, scale)
         if self.mlp_post_norm is None:
-            x = self.mlp(x, self.mlp_norm, add)
+            x = self.mlp(x, mlp_norm, add)
         else:
-            y = self.mlp(x, self.mlp_norm)
+            y = self.mlp(x, mlp_norm)
             x = apply_epilogue(apply_norm(y, self.mlp_post_norm, pool), add, pool)
         if self.mlp_sum_norm is not None:
             x = apply_norm(x, self.mlp_sum_norm, pool)

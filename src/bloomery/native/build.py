@@ -1,8 +1,10 @@
-"""Compiles the C kernels of this package once per machine and caches the library for the user.
+"""Finds the compiled C kernels of this package: those in the wheel, or compiled on this machine.
 
-The file name of the library is a hash of the sources, the compiler and the processor's features, so
-a stale library is never loaded. The file is renamed into place, so no process sees half of it, and
-it ends with its own digest, so a damaged file is not loaded.
+A wheel has one library per kind of processor (KERNEL_VARIANTS). Its file name ends with a hash of
+the sources, so a library of other sources is never loaded. Without a fitting one the kernels are
+compiled once per machine and kept in the cache folder; there the file name is a hash of the
+sources, the compiler and the processor's features. Every library ends with its own digest, so a
+damaged file is not loaded.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-HEADERS = ("native.h", "vectors.h", "kv_cache.h")
+from bloomery.config import cache_directory
+
+HEADERS = ("native.h", "vectors.h", "kv_cache.h", "gguf_blocks.h")
 SOURCES = (
     "thread_pool.c",
     "gemm.c",
@@ -37,16 +43,98 @@ SANITIZER_FLAGS = (
 )
 COMPILE_TIMEOUT = 300  # seconds
 DIGEST_BYTES = 32  # sha256
+CPUINFO = Path("/proc/cpuinfo")
+PREBUILT_FOLDER = Path(__file__).with_name("prebuilt")  # only in wheels
+
+# What torch alone costs: 9 instead of 50 tokens/s for one reader of the embedded model on two cores
+# of a server processor.
+COST_WITHOUT_KERNELS = "CPU serving will be about 5 times slower"
+REMEDY_WITHOUT_KERNELS = (
+    "install gcc, or a Bloomery wheel for this platform, which has compiled kernels"
+)
 
 
 class NativeBuildError(Exception):
-    """The native library cannot be built; the message says why."""
+    """The native library cannot be had; the message says why, what it costs and what helps."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"{reason}. {COST_WITHOUT_KERNELS}; {REMEDY_WITHOUT_KERNELS}")
+
+
+def find_library() -> Path:
+    """Return the library for this machine; compile it if the package has none that fits."""
+    prebuilt = find_prebuilt(PREBUILT_FOLDER, platform.machine(), processor_flags())
+    return build_library() if prebuilt is None else prebuilt
+
+
+# ---- libraries in the wheel ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelVariant:
+    """A kind of processor for which wheels have a compiled library."""
+
+    name: str
+    machine: str  # as platform.machine() says
+    flags: tuple[str, ...]  # of /proc/cpuinfo, that the processor must have
+    compile_target: str  # the processor in the words of `zig cc -mcpu`
+
+    def file_name(self) -> str:
+        return f"{self.machine}-{self.name}-{hash_sources()}.so"
+
+
+# Of one machine, the fastest first.
+KERNEL_VARIANTS = (
+    KernelVariant(
+        "avx512",
+        "x86_64",
+        (
+            "avx2",
+            "bmi2",
+            "f16c",
+            "fma",
+            "avx512f",
+            "avx512bw",
+            "avx512cd",
+            "avx512dq",
+            "avx512vl",
+            "avx512_vnni",
+        ),
+        "x86_64_v4+avx512vnni",
+    ),
+    KernelVariant("avx2", "x86_64", ("avx2", "bmi2", "f16c", "fma", "movbe"), "x86_64_v3"),
+    KernelVariant("dotprod", "aarch64", ("asimd", "asimddp", "atomics"), "generic+dotprod+lse"),
+    KernelVariant("neon", "aarch64", ("asimd",), "generic"),
+)
+
+
+def find_prebuilt(folder: Path, machine: str, flags: Collection[str]) -> Path | None:
+    """Return the fastest library of the folder that this processor can run; None without one."""
+    if not folder.is_dir():
+        return None
+    for variant in KERNEL_VARIANTS:
+        library = folder / variant.file_name()
+        fits = variant.machine == machine and set(variant.flags) <= set(flags)
+        if fits and library.exists() and is_intact(library):
+            return library
+    return None
+
+
+def hash_sources() -> str:
+    """Return a hash of the sources and of the flags with which all libraries are compiled."""
+    digest = hashlib.sha256("\n".join(FLAGS).encode())
+    for name in (*HEADERS, *SOURCES):
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+# ---- libraries compiled on this machine ----------------------------------------------------------
 
 
 def build_library(extra_flags: tuple[str, ...] = (), folder: Path | None = None) -> Path:
-    """Return the path of the library; compile it if it is not there yet."""
+    """Return the path of the library in the cache folder; compile it if it is not there yet."""
     compiler = find_compiler()
-    target = (folder or cache_folder()) / f"native-{fingerprint(compiler, extra_flags)}.so"
+    target = (folder or cache_directory()) / f"native-{fingerprint(compiler, extra_flags)}.so"
     if target.exists() and is_intact(target):
         return target
     logging.getLogger(__name__).info(
@@ -68,11 +156,14 @@ def find_compiler() -> str:
         path = shutil.which(name)
         if path is not None:
             return path
-    raise NativeBuildError("no C compiler (gcc, clang or cc) on this machine")
+    raise NativeBuildError("there is no C compiler (gcc, clang or cc)")
 
 
-def compile_library(compile_command: list[str], target: Path) -> None:
-    """Compile all sources, link them, append the digest and move the library to `target`."""
+def compile_library(compile_command: Sequence[str], target: Path) -> None:
+    """Compile all sources, link them, append the digest and move the library to `target`.
+
+    It is renamed into place, so no process sees half of it.
+    """
     source_folder = Path(__file__).parent
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         library = Path(scratch) / target.name
@@ -104,11 +195,6 @@ def run_all(commands: list[list[str]]) -> None:
             raise NativeBuildError(f"{command[0]} failed: {output.strip()[-500:]}")
 
 
-def cache_folder() -> Path:
-    """Return the folder of the compiled library."""
-    return Path.home() / ".cache" / "bloomery"
-
-
 def machine_flags() -> tuple[str, ...]:
     """Flags for all features of this processor: the library never leaves the machine."""
     if platform.machine() in ("arm64", "aarch64"):
@@ -123,21 +209,36 @@ def fingerprint(compiler: str, extra_flags: tuple[str, ...]) -> str:
         compiler,
         str(compiler_file.st_size),
         str(compiler_file.st_mtime_ns),
-        processor_features(),
-        *FLAGS,
+        processor_description(),
+        hash_sources(),
         *extra_flags,
     ]
-    digest = hashlib.sha256("\n".join(parts).encode())
-    for name in (*HEADERS, *SOURCES):
-        digest.update(Path(__file__).with_name(name).read_bytes())
-    return digest.hexdigest()[:24]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
-def processor_features() -> str:
+# ---- the processor -------------------------------------------------------------------------------
+
+
+def processor_description() -> str:
     """Text that differs between processors with different instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    fields = read_cpuinfo()
+    if not fields:
         return f"{platform.machine()} {platform.processor()}"
-    fields = {line.split(":")[0].strip(): line for line in reversed(lines) if ":" in line}
     return "\n".join(fields.get(name, "") for name in ("model name", "flags", "Features"))
+
+
+def processor_flags() -> list[str]:
+    """The features of the processor in the words of Linux; empty on other systems."""
+    fields = read_cpuinfo()
+    return fields.get("flags", fields.get("Features", "")).split()
+
+
+def read_cpuinfo() -> dict[str, str]:
+    """The fields of the first processor of this machine; empty where the system has no list."""
+    try:
+        text = CPUINFO.read_text()
+    except OSError:
+        return {}
+    first_processor = text.split("\n\n")[0]
+    pairs = [line.split(":", 1) for line in first_processor.splitlines() if ":" in line]
+    return {name.strip(): value.strip() for name, value in pairs}

@@ -16,16 +16,11 @@
 //            SUPER      scale[8], minimum[8] unsigned bytes; d = D * scale, m = -M * minimum
 //            HALF_BLOCK scale[2][8] signed bytes, one for 16 columns; d = D * scale
 //   Before each eight blocks of SUPER lie D[8], M[8], of HALF_BLOCK D[8], all float16.
+//   Q8_EIGHTHS is Q8_HALF_BLOCK with D in eighths, which float16 could not hold without loss.
 #include "native.h"
 
 #include <math.h>
 #include <stdlib.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-#if defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
 
 typedef enum { SYMMETRIC, AFFINE, SUPER, HALF_BLOCK } Scales;
 typedef enum {
@@ -36,6 +31,7 @@ typedef enum {
     Q8_AFFINE,
     Q8_SUPER,
     Q8_HALF_BLOCK,
+    Q8_EIGHTHS,
     NUM_KINDS,
     F32 = 16
 } Kind;
@@ -43,8 +39,8 @@ typedef enum {
 static inline int bits_of(Kind kind) { return kind < Q8 ? 4 : 8; }
 
 static inline Scales scales_of(Kind kind) {
-    static const Scales of[NUM_KINDS] = {SYMMETRIC, AFFINE, SUPER,     SYMMETRIC,
-                                         AFFINE,    SUPER,  HALF_BLOCK};
+    static const Scales of[NUM_KINDS] = {SYMMETRIC, AFFINE, SUPER,      SYMMETRIC,
+                                         AFFINE,    SUPER,  HALF_BLOCK, HALF_BLOCK};
     return of[kind];
 }
 
@@ -55,6 +51,9 @@ static inline long super_bytes(Kind kind) {
     if (scales_of(kind) == SUPER) return 32;
     return scales_of(kind) == HALF_BLOCK ? 16 : 0;
 }
+
+// The unit of D before eight blocks.
+static inline float super_unit(Kind kind) { return kind == Q8_EIGHTHS ? 0.125f : 1.0f; }
 
 static inline long panel_bytes(Kind kind, long columns) {
     return columns / BLOCK * block_bytes(kind) + columns / (8 * BLOCK) * super_bytes(kind);
@@ -87,23 +86,6 @@ Matrix *matrix_create(long rows, long columns, int segments, const uint8_t *cons
 }
 
 void matrix_free(Matrix *m) { free(m); }
-
-// ---- bytes -------------------------------------------------------------------------------------
-
-typedef uint8_t u8x8 __attribute__((vector_size(8)));
-typedef int8_t s8x8 __attribute__((vector_size(8)));
-
-static inline f32x8 bytes8(const uint8_t *at) {
-    u8x8 x;
-    memcpy(&x, at, 8);
-    return __builtin_convertvector(x, f32x8);
-}
-
-static inline f32x8 signed8(const uint8_t *at) {
-    s8x8 x;
-    memcpy(&x, at, 8);
-    return __builtin_convertvector(x, f32x8);
-}
 
 // ---- activations -------------------------------------------------------------------------------
 // Activations rounded to int8: values [rows][columns], then scales [rows][blocks], then sums
@@ -143,8 +125,7 @@ static void quantize_row(const float *x, const QuantizedRows *to, long row) {
             f32x8 t = v[i] * broadcast8(inverse) + magic;
             i32x8 q = (i32x8)t - 0x4B400000;
             total += q;
-            s8x8 small = __builtin_convertvector(q, s8x8);
-            memcpy(values + 8 * i, &small, 8);
+            store_signed8(q, values + 8 * i);
         }
         int sum = 0;
         for (int i = 0; i < 8; i++) sum += total[i];
@@ -215,26 +196,74 @@ INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, con
 static inline f32x8 to_floats(Ints x) { return (f32x8)_mm256_cvtepi32_ps(x); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 
+#elif defined(__aarch64__)
+typedef struct {
+    int32x4_t low, high;  // rows 0 .. 3 and 4 .. 7
+} Ints;
+
+// Adds the products of four columns of four rows (16 bytes, row by row) with four columns of x,
+// which `x` repeats for each row.
+static inline int32x4_t dot_columns(int32x4_t sum, int8x16_t w, int8x16_t x) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    return vdotq_s32(sum, w, x);
+#else
+    int16x8_t left = vmull_s8(vget_low_s8(w), vget_low_s8(x)), right = vmull_high_s8(w, x);
+    return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(left), vpaddlq_s16(right)));
+#endif
+}
+
+static inline int8x16_t broadcast_columns(const int8_t *at) {
+    int32_t x;
+    memcpy(&x, at, 4);
+    return vreinterpretq_s8_s32(vdupq_n_s32(x));
+}
+
+INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count, Ints *sum) {
+    const uint8x16_t nibble = vdupq_n_u8(15);
+    for (int r = 0; r < count; r++) sum[r] = (Ints){vdupq_n_s32(0), vdupq_n_s32(0)};
+    for (int j = 0; j < 4; j++) {
+        uint8x16_t low = vld1q_u8(w + 32 * j), high = vld1q_u8(w + 32 * j + 16);
+        int8x16_t first_low = vreinterpretq_s8_u8(vandq_u8(low, nibble)),
+                  first_high = vreinterpretq_s8_u8(vandq_u8(high, nibble)),
+                  second_low = vreinterpretq_s8_u8(vshrq_n_u8(low, 4)),
+                  second_high = vreinterpretq_s8_u8(vshrq_n_u8(high, 4));
+        for (int r = 0; r < count; r++) {
+            int8x16_t a = broadcast_columns(x[r] + 4 * j), b = broadcast_columns(x[r] + 16 + 4 * j);
+            sum[r].low = dot_columns(dot_columns(sum[r].low, first_low, a), second_low, b);
+            sum[r].high = dot_columns(dot_columns(sum[r].high, first_high, a), second_high, b);
+        }
+    }
+}
+
+INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, const int count,
+                      Ints *sum) {
+    for (int r = 0; r < count; r++) sum[r] = (Ints){vdupq_n_s32(0), vdupq_n_s32(0)};
+    for (int j = 0; j < 4; j++) {
+        int8x16_t low = vld1q_s8((const int8_t *)w + 32 * j),
+                  high = vld1q_s8((const int8_t *)w + 32 * j + 16);
+        for (int r = 0; r < count; r++) {
+            int8x16_t a = broadcast_columns(x[r] + column + 4 * j);
+            sum[r].low = dot_columns(sum[r].low, low, a);
+            sum[r].high = dot_columns(sum[r].high, high, a);
+        }
+    }
+}
+
+static inline f32x8 to_floats(Ints x) {
+    return join8(vcvtq_f32_s32(x.low), vcvtq_f32_s32(x.high));
+}
+static inline Ints add_ints(Ints a, Ints b) {
+    return (Ints){vaddq_s32(a.low, b.low), vaddq_s32(a.high, b.high)};
+}
+
 #else  // portable loops, which the compiler vectorizes
 typedef i32x8 Ints;
 
-#if defined(__ARM_FEATURE_DOTPROD)
-static inline Ints dot_four(Ints sum, const int8_t *w, const int8_t *x) {
-    int32_t four;
-    memcpy(&four, x, 4);
-    int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four));
-    int32_t *at = (int32_t *)&sum;
-    vst1q_s32(at, vdotq_s32(vld1q_s32(at), vld1q_s8(w), b));
-    vst1q_s32(at + 4, vdotq_s32(vld1q_s32(at + 4), vld1q_s8(w + 16), b));
-    return sum;
-}
-#else
 static inline Ints dot_four(Ints sum, const int8_t *w, const int8_t *x) {
     for (int row = 0; row < 8; row++)
         for (int i = 0; i < 4; i++) sum[row] += w[4 * row + i] * x[i];
     return sum;
 }
-#endif
 
 INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count, Ints *sum) {
     for (int r = 0; r < count; r++) sum[r] = (Ints){0};
@@ -278,7 +307,7 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
     for (long b = 0; b < x->blocks; b++, w += step) {
         f32x8 d, m = broadcast8(0), d2 = broadcast8(0);
         if ((scales == SUPER || scales == HALF_BLOCK) && b % 8 == 0) {
-            super = load_half8(w);
+            super = load_half8(w) * broadcast8(super_unit(kind));
             if (scales == SUPER) lowest = -load_half8(w + 16);
             w += super_bytes(kind);
         }
@@ -290,11 +319,11 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
             d = load_half8(s);
             m = load_half8(s + 16);
         } else if (scales == SUPER) {
-            d = super * bytes8(s);
-            m = lowest * bytes8(s + 8);
+            d = super * load_bytes8(s);
+            m = lowest * load_bytes8(s + 8);
         } else {
-            d = super * signed8(s);
-            d2 = super * signed8(s + 8);
+            d = super * load_signed8(s);
+            d2 = super * load_signed8(s + 8);
         }
         Ints low[TILE], high[TILE];
         if (bits_of(kind) == 4) {
@@ -339,7 +368,8 @@ static void multiply_panel(const uint8_t *w, Kind kind, const QuantizedRows *x, 
         case Q8: multiply_panel_kind(w, Q8, x, row, count, out); break;
         case Q8_AFFINE: multiply_panel_kind(w, Q8_AFFINE, x, row, count, out); break;
         case Q8_SUPER: multiply_panel_kind(w, Q8_SUPER, x, row, count, out); break;
-        default: multiply_panel_kind(w, Q8_HALF_BLOCK, x, row, count, out);
+        case Q8_HALF_BLOCK: multiply_panel_kind(w, Q8_HALF_BLOCK, x, row, count, out); break;
+        default: multiply_panel_kind(w, Q8_EIGHTHS, x, row, count, out);
     }
 }
 
@@ -581,7 +611,7 @@ static void dequantize_row(const Matrix *m, long row, float *out) {
     float super = 0, lowest = 0;
     for (long b = 0; b < m->columns / BLOCK; b++, w += block_bytes(kind)) {
         if (super_bytes(kind) && b % 8 == 0) {
-            super = load_half8(w)[lane];
+            super = load_half8(w)[lane] * super_unit(kind);
             if (scales == SUPER) lowest = -load_half8(w + 16)[lane];
             w += super_bytes(kind);
         }

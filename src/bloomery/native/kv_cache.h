@@ -29,10 +29,7 @@ static inline float *cache_scale(const KvCache *c, long index) {
 INLINE f32x8 load_cache8(const CacheKind kind, const char *at, long i) {
     if (kind == CACHE_FLOAT) return load8((const float *)at + i);
     if (kind == CACHE_HALF) return load_half8(at + 2 * i);
-    typedef int8_t s8x8 __attribute__((vector_size(8)));
-    s8x8 x;
-    memcpy(&x, at + i, 8);
-    return __builtin_convertvector(__builtin_convertvector(x, i32x8), f32x8);
+    return load_signed8(at + i);
 }
 
 // Stores one head. The head dim is a multiple of eight unless the cache is float32.

@@ -1,7 +1,7 @@
 // Declarations shared by all native CPU kernels: the thread pool, and how an operation is issued.
 //
 // Float code is written once, with the vector types of vectors.h. Only the products of small
-// integers (gemm.c) use intrinsics, with plain loops as their portable form.
+// integers (gemm.c) and conversions use intrinsics, with plain loops as their portable form.
 #pragma once
 #include <stdatomic.h>
 #include <stdbool.h>

@@ -29,7 +29,7 @@ NO_EPILOGUE, RESIDUAL, ACTIVATE, GATED_ACTIVATE = range(4)
 # ElementwiseOp of row_ops.c
 ADD_SCALED, MULTIPLY, MULTIPLY_NUMBER, ADD_NUMBER, TANH, ACTIVATION, GATED_ACTIVATION = range(7)
 
-# GGUF types that can be packed into panels: their number in pack.c, their Kind in gemm.c.
+# GGUF types that can be packed into panels: their number in gguf_blocks.h, their Kind in gemm.c.
 PACKED_TYPES = {
     "Q4_0": (0, 0),
     "Q4_1": (1, 1),
@@ -39,7 +39,24 @@ PACKED_TYPES = {
     "Q5_1": (5, 4),
     "Q5_K": (6, 5),
     "Q6_K": (7, 6),
+    "Q2_K": (8, 3),
+    "Q3_K": (9, 6),
+    "IQ4_NL": (10, 3),
+    "IQ4_XS": (11, 6),
+    "IQ2_XXS": (12, 7),
+    "IQ2_XS": (13, 7),
+    "IQ2_S": (14, 7),
+    "IQ3_XXS": (15, 7),
+    "IQ3_S": (16, 6),
+    "IQ1_S": (17, 7),
+    "IQ1_M": (18, 7),
+    "TQ1_0": (19, 3),
+    "TQ2_0": (20, 3),
+    "Q1_0": (21, 3),
+    "MXFP4": (22, 3),
+    "NVFP4": (23, 3),
 }
+ROUNDED_TYPES = frozenset({"Q2_K", "NVFP4"})  # packing rounds their values to eight bits
 FLOAT32 = 16  # Kind in gemm.c
 PANEL_ROWS = 8
 KV_CACHE_KINDS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # CacheKind in kv_cache.h
@@ -95,8 +112,18 @@ class NativeMatrix:
         return cls(pool, weight.shape[1], [(weight, weight.shape[0], FLOAT32)])
 
 
-def pack_blocks(pool: ThreadPool, kind: str, blocks: torch.Tensor, columns: int) -> torch.Tensor:
-    """Repack rows of GGUF blocks, uint8 [rows, bytes], into panels with the same values."""
+def pack_blocks(
+    pool: ThreadPool,
+    kind: str,
+    blocks: torch.Tensor,
+    columns: int,
+    grid: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Repack rows of GGUF blocks, uint8 [rows, bytes], into panels.
+
+    The values stay the same, except those of ROUNDED_TYPES. `grid`: the codebook of types that
+    need one, int8 [entries, 8 or 4].
+    """
     type_number, _ = PACKED_TYPES[kind]
     rows = len(blocks)
     library = pool.library
@@ -105,6 +132,7 @@ def pack_blocks(pool: ThreadPool, kind: str, blocks: torch.Tensor, columns: int)
         pool.handle,
         type_number,
         blocks.data_ptr(),
+        data_pointer(grid),
         rows,
         columns,
         blocks.stride(0),
@@ -113,9 +141,16 @@ def pack_blocks(pool: ThreadPool, kind: str, blocks: torch.Tensor, columns: int)
     return out
 
 
-def pack_segment(pool: ThreadPool, kind: str, blocks: torch.Tensor, columns: int) -> MatrixSegment:
+def pack_segment(
+    pool: ThreadPool,
+    kind: str,
+    blocks: torch.Tensor,
+    columns: int,
+    grid: torch.Tensor | None = None,
+) -> MatrixSegment:
     """Pack rows of GGUF blocks into a segment of a NativeMatrix."""
-    return pack_blocks(pool, kind, blocks, columns), len(blocks), PACKED_TYPES[kind][1]
+    packed = pack_blocks(pool, kind, blocks, columns, grid)
+    return packed, len(blocks), PACKED_TYPES[kind][1]
 
 
 # ---- linear layers -------------------------------------------------------------------------------
@@ -432,6 +467,24 @@ def advance_rows(
         data_pointer(last_tokens),
         data_pointer(positions),
         len(last_tokens) - 1,
+    )
+
+
+def mask_logits(
+    pool: ThreadPool, logits: torch.Tensor, words: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Set logits [n, vocab] to -inf in place where the bit of a token is 0.
+
+    words [masks, words] int32; slots [masks] int64: the row of logits of each mask.
+    """
+    pool.library.native_mask_logits(
+        pool.handle,
+        data_pointer(logits),
+        logits.shape[1],
+        data_pointer(words),
+        words.shape[1],
+        data_pointer(slots),
+        len(slots),
     )
 
 

@@ -200,6 +200,36 @@ static void sample_kernel(const void *arguments, const ThreadContext *ctx) {
         a->tokens[first] = sample_row(a, first, (int32_t *)ctx->scratch);
 }
 
+typedef struct {
+    float *logits;
+    const int32_t *words;  // [count, num_words], one bit a token
+    const int64_t *slots;  // the row of logits of each mask
+    long count, vocab, num_words;
+} TokenMask;
+
+static void mask_kernel(const void *arguments, const ThreadContext *ctx) {
+    const TokenMask *a = arguments;
+    long first, end;
+    while (next_chunk(ctx, a->count, 1, &first, &end)) {
+        const int32_t *words = a->words + first * a->num_words;
+        float *logits = a->logits + a->slots[first] * a->vocab;
+        for (long w = 0; w < a->num_words; w++) {
+            uint32_t forbidden = ~(uint32_t)words[w];
+            if (!forbidden) continue;
+            long n = a->vocab - 32 * w < 32 ? a->vocab - 32 * w : 32;
+            for (long i = 0; i < n; i++)
+                if (forbidden >> i & 1) logits[32 * w + i] = -INFINITY;
+        }
+    }
+}
+
+// Sets the logits of tokens whose bit is 0 to -inf, in the rows `slots` of logits [n, vocab].
+void native_mask_logits(ThreadPool *pool, float *logits, long vocab, const int32_t *words,
+                        long num_words, const int64_t *slots, long count) {
+    TokenMask a = {logits, words, slots, count, vocab, num_words};
+    issue(pool, mask_kernel, &a, sizeof a, count * vocab / 8.0);
+}
+
 // logits [count, vocab]; rows [count]: where the params of each are; positions [count] of the
 // tokens.
 void native_sample(ThreadPool *pool, const float *logits, long count, long vocab,

@@ -1,7 +1,7 @@
 """The thread pool of the native CPU kernels: it owns the threads and the memory they work in.
 
 A worker creates one pool and passes it to the model, the attention backend and the sampler. Where
-the pool is None (on a GPU, or without a C compiler) every operation runs in torch instead. The
+the pool is None (on a GPU, or without compiled kernels) every operation runs in torch instead. The
 operations themselves are in ops.py; this module knows no tensor shapes and no model.
 """
 
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from bloomery.native.build import build_library
+from bloomery.native.build import find_library
 
 T = TypeVar("T")
 ALIGNMENT = 64  # bytes
@@ -46,7 +46,7 @@ C_FUNCTIONS: Mapping[str, tuple[str, str | None]] = {
     "matrix_create": ("llippp", "p"),
     "matrix_free": ("p", None),
     "native_packed_bytes": ("ill", "l"),
-    "native_pack": ("piplllp", None),
+    "native_pack": ("pipplllp", None),
     "native_linear": ("ppplpifppiipfp", None),
     "native_gather": ("ppplfp", None),
     "native_norm": ("ppllifpplp", None),
@@ -58,6 +58,7 @@ C_FUNCTIONS: Mapping[str, tuple[str, str | None]] = {
     "native_decode_inputs": ("pplpppllppppp", None),
     "native_advance": ("pplpppl", None),
     "native_sample": ("ppllppplppp", None),
+    "native_mask_logits": ("pplplpl", None),
     "shm_open_segment": ("iiill", "p"),
     "shm_close_segment": ("p", None),
     "native_all_reduce": ("ppplip", "i"),
@@ -76,12 +77,12 @@ class ThreadPool:
     """
 
     def __init__(self, num_threads: int, library: ctypes.CDLL | None = None):
-        """Build or load the C library and start the threads.
+        """Load the C library, after compiling it if need be, and start the threads.
 
         The pool may have fewer threads than asked for; the calling thread is one of them.
-        Raises NativeBuildError where there is no compiler or it fails.
+        Raises NativeBuildError where there is neither a fitting library nor a compiler.
         """
-        self.library = load_library(str(build_library())) if library is None else library
+        self.library = load_library(str(find_library())) if library is None else library
         self.handle: int = self.library.pool_create(num_threads)
         self.num_threads: int = self.library.pool_num_threads(self.handle)
         self._destroy = weakref.finalize(self, self.library.pool_destroy, self.handle)

@@ -6,8 +6,10 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__F16C__)
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define LANES 8
@@ -40,6 +42,62 @@ static inline float reduce_max8(f32x8 x) {
 static inline f32x8 clamp8(f32x8 x, float low, float high) {
     x = select8(x > high, broadcast8(high), x);
     return select8(x < low, broadcast8(low), x);
+}
+
+#if defined(__aarch64__)
+// NEON registers hold four floats: a vector of eight is a pair of them.
+static inline f32x8 join8(float32x4_t low, float32x4_t high) {
+    f32x8 x;
+    memcpy(&x, &low, 16);
+    memcpy((char *)&x + 16, &high, 16);
+    return x;
+}
+static inline f32x8 from_words8(int16x8_t x) {
+    return join8(vcvtq_f32_s32(vmovl_s16(vget_low_s16(x))), vcvtq_f32_s32(vmovl_high_s16(x)));
+}
+#endif
+
+// ---- bytes -------------------------------------------------------------------------------------
+// GCC converts vectors of bytes one element at a time, hence the intrinsics.
+
+typedef uint8_t u8x8 __attribute__((vector_size(8)));
+typedef int8_t s8x8 __attribute__((vector_size(8)));
+
+static inline f32x8 load_bytes8(const void *at) {
+#if defined(__AVX2__)
+    return (f32x8)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at)));
+#elif defined(__aarch64__)
+    return from_words8(vreinterpretq_s16_u16(vmovl_u8(vld1_u8(at))));
+#else
+    u8x8 x;
+    memcpy(&x, at, 8);
+    return __builtin_convertvector(__builtin_convertvector(x, i32x8), f32x8);
+#endif
+}
+
+static inline f32x8 load_signed8(const void *at) {
+#if defined(__AVX2__)
+    return (f32x8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
+#elif defined(__aarch64__)
+    return from_words8(vmovl_s8(vld1_s8(at)));
+#else
+    s8x8 x;
+    memcpy(&x, at, 8);
+    return __builtin_convertvector(__builtin_convertvector(x, i32x8), f32x8);
+#endif
+}
+
+// Stores eight integers between -128 and 127.
+static inline void store_signed8(i32x8 x, void *at) {
+#if defined(__AVX2__)
+    __m128i low = _mm256_castsi256_si128((__m256i)x);
+    __m128i high = _mm256_extracti128_si256((__m256i)x, 1);
+    __m128i words = _mm_packs_epi32(low, high);
+    _mm_storel_epi64((__m128i *)at, _mm_packs_epi16(words, words));
+#else
+    s8x8 small = __builtin_convertvector(x, s8x8);
+    memcpy(at, &small, 8);
+#endif
 }
 
 // ---- half floats -------------------------------------------------------------------------------
@@ -80,6 +138,9 @@ static inline uint16_t to_half(float value) {
 static inline f32x8 load_half8(const void *at) {
 #if defined(__F16C__)
     return (f32x8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+#elif defined(__aarch64__)
+    float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(at));
+    return join8(vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h));
 #else
     uint16_t h[8];
     memcpy(h, at, 16);
@@ -92,6 +153,11 @@ static inline f32x8 load_half8(const void *at) {
 static inline void store_half8(f32x8 x, void *at) {
 #if defined(__F16C__)
     _mm_storeu_si128((__m128i *)at, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    float32x4_t parts[2];
+    memcpy(parts, &x, 32);
+    float16x8_t h = vcvt_high_f16_f32(vcvt_f16_f32(parts[0]), parts[1]);
+    vst1q_u16(at, vreinterpretq_u16_f16(h));
 #else
     uint16_t h[8];
     for (int i = 0; i < 8; i++) h[i] = to_half(x[i]);

@@ -2,12 +2,12 @@
 
 The device and the dtype of activations decide which kernels multiply them:
 
-    native CPU kernels   float32 on a CPU. Blocks are interleaved for them. Types that they do not
-                         read, and shards that cut through a block, are rounded to Q8_0.
+    native CPU kernels   float32 on a CPU. Blocks are interleaved for them. Q2_K, NVFP4 and shards
+                         that cut through a block are rounded to Q8_0.
     packed kernels       other devices and dtypes. Blocks are converted to a PackedWeight.
     none                 weights are dequantized while they are loaded: on a CPU without native
-                         kernels (that is fastest there), for other types, and for shards that do
-                         not begin and end at a multiple of 16 columns.
+                         kernels (that is fastest there), and for shards that do not begin and end
+                         at a multiple of 16 columns.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from bloomery.native.thread_pool import ThreadPool
 from bloomery.quant.base import CheckpointTensors, LinearSpec, PreparedWeight
 from bloomery.quant.dense import DenseFormat, DenseMatrix
 from bloomery.quant.gguf_blocks import BLOCK_DECODERS
+from bloomery.quant.gguf_grids import GRID_DECODERS, load_grid
 from bloomery.quant.lazy_tensor import QuantizedBlocks, Range, TensorPiece
 from bloomery.quant.loaded_weight import MIN_GROUP_SIZE, LoadedWeight, slice_columns
 from bloomery.quant.native import BLOCK_COLUMNS, NativeWeight, round_to_q8_0
@@ -155,4 +156,5 @@ def pack_native_segment(piece: TensorPiece, pool: ThreadPool) -> ops.MatrixSegme
     stored = blocks.raw.pieces[0]
     # Reading gives a view of the mapped file: packing makes the only copy.
     raw = stored.read(piece.rows, (first_byte, end_byte))
-    return ops.pack_segment(pool, blocks.kind, raw, end - start)
+    grid = load_grid(blocks.kind) if blocks.kind in GRID_DECODERS else None
+    return ops.pack_segment(pool, blocks.kind, raw, end - start, grid)

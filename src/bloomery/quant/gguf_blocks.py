@@ -1,110 +1,31 @@
-"""Decodes GGUF blocks into codes, scales and offsets, on the device where the blocks are.
+"""Decodes the blocks of every GGUF type, on the device where they are.
 
-DecodedBlocks computes the weights from these, bit for bit as the gguf package does (the order of
-the multiplications matters), and converts them to the packed matrices that kernels read. The byte
-layouts are those of llama.cpp's ggml-common.h. This file must not know files or models.
+The byte layouts are those of llama.cpp's ggml-common.h; native/gguf_blocks.h reads them for the CPU
+kernels. Types whose codes are entries of a grid are in gguf_grids.py. This file must not know files
+or models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 import torch
 
-from bloomery.kernels.packed import CodebookWeight, GroupedScales, pack_codes
+from bloomery.quant.decoded_blocks import (
+    DecodedBlocks,
+    center_codes,
+    float16_field,
+    split_fields,
+    unpack_field,
+)
+from bloomery.quant.gguf_grids import GRID_DECODERS
 
-# From here on, float16 zero points are 32 quantization steps apart, which hides the codes.
-MAX_ZERO_POINT = 2.0**15
 # The codebook of IQ4_NL and IQ4_XS: sixteen levels, closer together near zero.
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-
-class DecodedBlocks(NamedTuple):
-    """Blocks taken apart: value = code * scale - offset, or codebook[code] * scale."""
-
-    codes: torch.Tensor  # uint8 or int8 [blocks, values]
-    scale: torch.Tensor  # float32 [blocks, groups]
-    offset: torch.Tensor | None = None  # float32 [blocks, groups]
-    codebook: tuple[int, ...] = ()
-    bits: int = 8  # of a code in a packed matrix: 4 or 8. 4-bit int8 codes are -8 .. 7
-
-    @property
-    def group_size(self) -> int:
-        """Values that share a scale."""
-        return self.codes.shape[1] // self.scale.shape[1]
-
-    def dequantize(self) -> torch.Tensor:
-        """Return the values, float32 [blocks, values]."""
-        if self.codebook:
-            levels = self._codebook_tensor()[self.codes.int()]
-        else:
-            levels = self.codes.float()
-        groups = levels.unflatten(1, (-1, self.group_size))
-        groups.mul_(self.scale[..., None])
-        if self.offset is not None:
-            groups.sub_(self.offset[..., None])
-        return groups.flatten(1)
-
-    def to_packed(self, rows: int) -> GroupedScales | CodebookWeight:
-        """Convert the blocks, which make up `rows` rows, to a matrix that kernels read.
-
-        The codes stay the same. Scales and zero points are rounded to float16.
-        """
-        codes = self.codes
-        scale = self.scale.half()
-        zero_point = None
-        if self.offset is not None:
-            zero_point = self.offset / scale.float()
-            # If the zero point is too large, or the scale is zero, all values of the group equal
-            # its negative offset. Code 0, zero point -1 and scale -offset express that.
-            is_constant = ~(zero_point.abs() < MAX_ZERO_POINT)
-            zero_point = torch.where(is_constant, -1.0, zero_point)
-            zero_point = zero_point.half().reshape(rows, -1)
-            scale = torch.where(is_constant, -self.offset.half(), scale)
-            grouped = codes.unflatten(1, (-1, self.group_size))
-            codes = grouped.masked_fill(is_constant[..., None], 0)
-        codes = codes.reshape(rows, -1)
-        scale = scale.reshape(rows, -1)
-        if self.codebook:
-            return CodebookWeight(pack_codes(codes, 4), self._codebook_tensor(), scale)
-        if self.bits == 4:
-            unsigned = codes + 8 if codes.dtype == torch.int8 else codes
-            codes = pack_codes(unsigned, 4)
-        return GroupedScales(codes, scale, zero_point, self.bits)
-
-    def _codebook_tensor(self) -> torch.Tensor:
-        return torch.tensor(self.codebook, dtype=torch.float32, device=self.codes.device)
-
-
-# ---- fields of a block ---------------------------------------------------------------------------
-
-
-def split_fields(blocks: torch.Tensor, *sizes: int) -> Sequence[torch.Tensor]:
-    """Split blocks [blocks, bytes] into fields of these sizes in bytes: [blocks, size] each."""
-    return torch.split(blocks, list(sizes), 1)
-
-
-def float16_field(field: torch.Tensor) -> torch.Tensor:
-    """Convert a field of two bytes, a float16 number, to float32 [blocks, 1]."""
-    return field.view(torch.float16).float()
-
-
-def unpack_field(field: torch.Tensor, bits: int, run: int) -> torch.Tensor:
-    """Unpack numbers of `bits` bits: uint8 [blocks, bytes] -> uint8 [blocks, bytes * 8 / bits].
-
-    A run of `run` bytes holds consecutive numbers in its lowest bits, one per byte. The numbers
-    that follow are in the next higher bits of the same bytes.
-    """
-    mask = (1 << bits) - 1
-    runs = field.unflatten(1, (-1, run))
-    numbers = [(runs >> shift) & mask for shift in range(0, 8, bits)]
-    return torch.stack(numbers, -2).flatten(1)
-
-
-def center_codes(codes: torch.Tensor, middle: int) -> torch.Tensor:
-    """Subtract the middle of the range: uint8 -> int8, in place."""
-    return codes.view(torch.int8).sub_(middle)
+# Twice the values of a 4-bit float with two bits of exponent.
+FP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+# The one scale of a ternary block is repeated: kernels read groups of at most 128 values.
+TERNARY_GROUPS = 2
 
 
 # ---- blocks of 32 values -------------------------------------------------------------------------
@@ -165,6 +86,21 @@ def decode_q8_0(blocks: torch.Tensor) -> DecodedBlocks:
     )
 
 
+def decode_mxfp4(blocks: torch.Tensor) -> DecodedBlocks:
+    """Codes are indices of FP4_LEVELS. The scale is a power of two, stored as its exponent."""
+    exponent, nibbles = split_fields(blocks, 1, 16)
+    # The levels are doubled, so the scale is halved. Two exponents give subnormal floats.
+    normal = (exponent.int() - 1) << 23
+    subnormal = 0x00200000 << exponent.int().clamp(max=1)
+    bits = torch.where(exponent < 2, subnormal, normal)
+    return DecodedBlocks(
+        unpack_field(nibbles, bits=4, run=16),
+        bits.view(torch.float32),
+        codebook=FP4_LEVELS,
+        bits=4,
+    )
+
+
 def decode_iq4_nl(blocks: torch.Tensor) -> DecodedBlocks:
     """Codes are indices of IQ4_LEVELS."""
     scale, nibbles = split_fields(blocks, 2, 16)
@@ -174,6 +110,58 @@ def decode_iq4_nl(blocks: torch.Tensor) -> DecodedBlocks:
         codebook=IQ4_LEVELS,
         bits=4,
     )
+
+
+# ---- blocks of 64, 128 and 256 values, with one or few scales -----------------------------------
+
+
+def decode_nvfp4(blocks: torch.Tensor) -> DecodedBlocks:
+    """Codes are FP4_LEVELS. Each of the four groups of 16 has an 8-bit float as scale."""
+    scale_bytes, nibbles = split_fields(blocks, 4, 32)
+    indices = unpack_field(nibbles, bits=4, run=8)
+    levels = torch.tensor(FP4_LEVELS, dtype=torch.int8, device=blocks.device)
+    # The sign bit has no meaning, except that 0x7F stands for 0 and 0xFF for 480.
+    magnitude = scale_bytes & 0x7F
+    scale = magnitude.view(torch.float8_e4m3fn).float()
+    largest = torch.where(scale_bytes == 0xFF, 480.0, 0.0)
+    scale = torch.where(magnitude == 0x7F, largest, scale)
+    # The levels are doubled, so the scale is halved.
+    return DecodedBlocks(levels[indices.int()], scale * 0.5)
+
+
+def decode_q1_0(blocks: torch.Tensor) -> DecodedBlocks:
+    """A set bit means 1, a clear bit means -1."""
+    scale, packed = split_fields(blocks, 2, 16)
+    bits = unpack_field(packed, bits=1, run=1)
+    codes = center_codes(bits * 2, 1)
+    return DecodedBlocks(codes, float16_field(scale), bits=4)
+
+
+def decode_tq1_0(blocks: torch.Tensor) -> DecodedBlocks:
+    """Codes are -1, 0 and 1: five in a byte, as the digits of a fraction of base 3."""
+    first, second, last, scale = split_fields(blocks, 32, 16, 4, 2)
+    codes = torch.cat(
+        [unpack_digits(first, 5), unpack_digits(second, 5), unpack_digits(last, 4)], 1
+    )
+    return DecodedBlocks(codes, float16_field(scale).repeat(1, TERNARY_GROUPS), bits=4)
+
+
+def unpack_digits(field: torch.Tensor, count: int) -> torch.Tensor:
+    """Unpack base-3 digits, minus 1: uint8 [blocks, bytes] -> int8 [blocks, count * bytes].
+
+    A byte is a fraction of 256. Times a power of 3, modulo 256, it begins with the next digit.
+    """
+    powers = torch.tensor([3**i for i in range(count)], dtype=torch.uint8, device=field.device)
+    shifted = field[:, None, :] * powers[:, None]
+    digits = (shifted.int() * 3) >> 8
+    return digits.to(torch.int8).sub_(1).flatten(1)
+
+
+def decode_tq2_0(blocks: torch.Tensor) -> DecodedBlocks:
+    """Codes are 0 .. 3, minus 1."""
+    packed, scale = split_fields(blocks, 64, 2)
+    codes = center_codes(unpack_field(packed, bits=2, run=32), 1)
+    return DecodedBlocks(codes, float16_field(scale).repeat(1, TERNARY_GROUPS), bits=4)
 
 
 # ---- super-blocks of 256 values, with a scale for each group of 16 or 32 -------------------------
@@ -284,4 +272,10 @@ BLOCK_DECODERS: Mapping[str, Callable[[torch.Tensor], DecodedBlocks]] = {
     "Q4_K": decode_q4_k,
     "Q5_K": decode_q5_k,
     "Q6_K": decode_q6_k,
+    "TQ1_0": decode_tq1_0,
+    "TQ2_0": decode_tq2_0,
+    "Q1_0": decode_q1_0,
+    "MXFP4": decode_mxfp4,
+    "NVFP4": decode_nvfp4,
+    **GRID_DECODERS,
 }

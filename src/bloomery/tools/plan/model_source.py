@@ -103,8 +103,8 @@ def _integer_precision(bits: int, group_size: int) -> WeightPrecision:
 
 
 FULL_PRECISION_TYPES = ("F64", "F32", "F16", "BF16")
-# GGUF types that our CPU kernels read. Other blocks are rounded to 8 bits, and full-precision
-# tensors become fp32.
+# How our CPU kernels hold GGUF types; those not listed take 8.5 bits. Full-precision tensors become
+# fp32.
 CPU_GGUF_FORMATS: Mapping[str, FormatCost] = {
     "Q4_0": (4.5, "int4"),
     "Q4_1": (5, "int4"),
@@ -114,6 +114,20 @@ CPU_GGUF_FORMATS: Mapping[str, FormatCost] = {
     "Q5_1": (9, "int8"),
     "Q5_K": (8.625, "Q6_K"),
     "Q6_K": (8.5625, "Q6_K"),
+    **dict.fromkeys(
+        (
+            "Q3_K",
+            "IQ4_XS",
+            "IQ2_XXS",
+            "IQ2_XS",
+            "IQ2_S",
+            "IQ3_XXS",
+            "IQ3_S",
+            "IQ1_S",
+            "IQ1_M",
+        ),
+        (8.5625, "Q6_K"),
+    ),
 }
 # The same for GPU kernels: codes of 4 or 8 bits, and a scale (and a zero, if any) of 16 bits each
 # for 16 or 32 values.
@@ -130,6 +144,18 @@ GPU_GGUF_FORMATS: Mapping[str, FormatCost] = {
     "Q6_K": (9, "int8"),
     "Q3_K": (9, "int8"),
     "Q2_K": (10, "int8"),
+    "IQ2_XXS": (8.5, "int8"),
+    "IQ2_XS": (9, "int8"),
+    "IQ2_S": (9, "int8"),
+    "IQ3_XXS": (8.5, "int8"),
+    "IQ3_S": (8.5, "int8"),
+    "IQ1_S": (8.5, "int8"),
+    "IQ1_M": (9, "int8"),
+    "TQ1_0": (4.125, "int4"),
+    "TQ2_0": (4.125, "int4"),
+    "Q1_0": (4.125, "int4"),
+    "MXFP4": (4.5, "int4"),
+    "NVFP4": (9, "int8"),
 }
 
 
