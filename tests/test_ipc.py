@@ -30,6 +30,7 @@ LEAF_VALUES = {
     int: st.integers(0, 2**63 - 1) | st.integers(-(2**31), 2**64 - 1),
     float: st.floats(),
     str: st.text(max_size=8),
+    bytes: st.binary(max_size=8),
     bool: st.booleans(),
     type(None): st.none(),
 }

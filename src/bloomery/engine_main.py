@@ -1,9 +1,10 @@
 """The main module of the engine process: runs the engine with the executor of its plan.
 
-    python -m bloomery.engine_main [cpu] [human|json] DESCRIPTOR
+    python -m bloomery.engine_main [cpu] [human|json] [debug|info|warning|error] DESCRIPTOR
 
 The plan arrives over the inherited socket DESCRIPTOR. With `cpu`, the process imports everything
-that a local CPU worker needs before the plan arrives. The log format is `human` by default.
+that a local CPU worker needs before the plan arrives. The log format is `human` by default and the
+log level `info`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import threading
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 def preload_cpu_worker() -> None:
@@ -52,17 +54,37 @@ def link_torch_library() -> None:
         ctypes.CDLL(str(library))
 
 
+def load_vocabulary(plan: Any) -> object:
+    """Load the TokenVocabulary of an EnginePlan's model, for structured output."""
+    from bloomery.artifacts.locate import ModelArtifact
+    from bloomery.structured.matcher import TokenVocabulary
+    from bloomery.text.load import load_tokenizer
+    from bloomery.text.tokenizer_pool import release_free_memory
+
+    artifact = ModelArtifact(
+        plan.name, "gguf" if plan.kind == "gguf" else "folder", Path(plan.path), "plan"
+    )
+    vocabulary = TokenVocabulary(load_tokenizer(artifact))
+    release_free_memory()  # that of the tokenizer, which is not needed any more
+    return vocabulary
+
+
 def main() -> int:
     *options, descriptor = sys.argv[1:]
     if "cpu" in options:
         preload_cpu_worker()
+    from bloomery.config import LOG_LEVELS
     from bloomery.engine.engine_process import run_engine_process
     from bloomery.executors.select import select_executor
+    from bloomery.hardware import has_ample_memory
     from bloomery.logs import configure_logging
 
     log_format = "json" if "json" in options else "human"
-    configure_logging(log_format, "engine: %(message)s")
-    return run_engine_process(int(descriptor), select_executor)
+    log_level = next((name for name in options if name in LOG_LEVELS), "info")
+    configure_logging(log_format, "engine: %(message)s", log_level)
+    return run_engine_process(
+        int(descriptor), select_executor, load_vocabulary, prepare_grammars=has_ample_memory()
+    )
 
 
 if __name__ == "__main__":

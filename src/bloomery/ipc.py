@@ -89,6 +89,13 @@ class RankStep:
     last_tokens: tuple[tuple[int, int], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RankMasks:
+    """The token masks of the last step, for the ranks that sample: one row a masked sequence."""
+
+    masks: bytes  # [sequences, words] int32
+
+
 EngineMessage = (
     EngineHello
     | EngineRequest
@@ -99,6 +106,7 @@ EngineMessage = (
     | EngineOutput
     | RankJoin
     | RankStep
+    | RankMasks
     | StepOutput
 )
 
@@ -145,6 +153,7 @@ ENGINE_CODEC: MessageCodec[EngineMessage] = MessageCodec(
     EngineOutput,
     RankJoin,
     RankStep,
+    RankMasks,
     StepOutput,
 )
 
@@ -277,14 +286,16 @@ def spawn_child(command: Sequence[str], inherited_fds: Sequence[int] = ()) -> Ch
     return ChildHandle(process, parent_end)
 
 
-def build_engine_command(log_format: str, preload_cpu: bool = False) -> tuple[str, ...]:
+def build_engine_command(
+    log_format: str, preload_cpu: bool = False, log_level: str = "info"
+) -> tuple[str, ...]:
     """Return the command line of an engine process, for `spawn_child`.
 
     With `preload_cpu` the process imports everything a CPU worker needs before it gets its plan.
     """
     if preload_cpu:
-        return (*ENGINE_COMMAND, "cpu", log_format)
-    return (*ENGINE_COMMAND, log_format)
+        return (*ENGINE_COMMAND, "cpu", log_format, log_level)
+    return (*ENGINE_COMMAND, log_format, log_level)
 
 
 class ChildConnection(asyncio.Protocol, Generic[MessageT]):

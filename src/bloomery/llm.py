@@ -21,14 +21,15 @@ import signal
 import threading
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from dataclasses import fields, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from bloomery.config import EngineConfig
 from bloomery.describe import build_engine_plan
-from bloomery.engine.build import build_engine
+from bloomery.engine.build import build_engine, run_in_background
 from bloomery.engine.client import EngineClient, EngineTimeouts
 from bloomery.engine.executor import Executor
 from bloomery.errors import BloomeryError, ConfigError, InvalidRequest, RequestFailed, TemplateError
@@ -36,7 +37,12 @@ from bloomery.executors.select import select_executor
 from bloomery.ipc import ENGINE_COMMAND
 from bloomery.logs import show_load_progress
 from bloomery.messages import EngineCapacity, EngineRequest, EngineStats, PoolingType, TokenOutput
-from bloomery.sampling import SamplingParams, build_embedding_request, build_requests
+from bloomery.sampling import (
+    SamplingParams,
+    StructuredOutputs,
+    build_embedding_request,
+    build_requests,
+)
 from bloomery.text.chat import render_chat
 from bloomery.text.load import load_tokenizer
 from bloomery.text.outputs import CompletionDelta, CompletionState, RequestOutput, RequestState
@@ -62,6 +68,9 @@ class RequestBuilder:
         self.tokenizer = tokenizer
         self.capacity = capacity
         self.request_numbers = itertools.count()
+        self.vocabulary: Future[Any] | None = None  # a TokenVocabulary, built on first use
+        # What the last request had to match, and its grammar: most requests repeat it.
+        self.last_grammar: tuple[StructuredOutputs | None, str] = (None, "")
 
     def build_generation(self, prompt: Prompt, params: SamplingParams) -> RequestState:
         """Return the state of a new request, which holds one EngineRequest per completion."""
@@ -77,6 +86,7 @@ class RequestBuilder:
             max_model_len=self.capacity.max_model_len,
             eos_ids=tokenizer.eos_ids if tokenizer else (),
             encode=self._encode_word if tokenizer else None,
+            grammar=self._compile_grammar(params.structured_outputs),
         )
         return RequestState(request_id, text, params, requests, tokenizer)
 
@@ -116,6 +126,28 @@ class RequestBuilder:
                 "prompt",
             )
         return text, self._require_tokenizer().encode(text)
+
+    def load_vocabulary(self) -> Future[Any]:
+        """Build the vocabulary for grammars on another thread, once."""
+        if self.vocabulary is None:
+            from bloomery.structured.matcher import TokenVocabulary
+
+            self.vocabulary = run_in_background(partial(TokenVocabulary, self._require_tokenizer()))
+        return self.vocabulary
+
+    def _compile_grammar(self, outputs: StructuredOutputs | None) -> str:
+        """Return the grammar that the output must match, "" if there is none."""
+        if outputs is None:
+            return ""
+        if outputs != self.last_grammar[0]:
+            from bloomery.structured.grammar import compile_grammar
+
+            vocabulary = self.load_vocabulary().result()
+            grammar, warnings = compile_grammar(outputs, vocabulary, "structured_outputs")
+            for warning in warnings:
+                log.warning("structured output: %s", warning)
+            self.last_grammar = (outputs, grammar)
+        return self.last_grammar[1]
 
     def _encode_word(self, word: str) -> list[int]:
         return self._require_tokenizer().encode(word, add_special=False)
@@ -218,14 +250,19 @@ class LLM:
             options["policy"] = "fcfs"
         config = build_engine_config(model, enable_prefix_caching, options)
         self.plan, artifact = build_engine_plan(config)
-        self.tokenizer = None if skip_tokenizer_init else load_tokenizer(artifact)
+        self.tokenizer = (
+            None if skip_tokenizer_init else load_tokenizer(artifact, config.chat_template)
+        )
         self.executor = select_executor(self.plan, progress=progress)  # imports torch
         self.capacity = self.executor.start(self.plan)
         capture_all_graphs(self.executor, progress)
         for note in self.capacity.notes:
             log.warning(note)
-        self.loop = build_engine(self.plan, self.executor, self.capacity)
         self.request_builder = RequestBuilder(self.tokenizer, self.capacity)
+        load_vocabulary = self.request_builder.load_vocabulary if self.tokenizer else None
+        self.loop = build_engine(
+            self.plan, self.executor, self.capacity, load_vocabulary=load_vocabulary
+        )
         self.open_completions: dict[str, OpenCompletion] = {}  # by engine request id
         self.embeddings: dict[str, list[float]] = {}  # by engine request id
 
@@ -509,7 +546,9 @@ class AsyncLLM:
         self.thread.start()
         loading = asyncio.run_coroutine_threadsafe(self._start_engine(progress), self.client_loop)
         try:
-            self.tokenizer = None if skip_tokenizer_init else load_tokenizer(artifact)
+            self.tokenizer = (
+                None if skip_tokenizer_init else load_tokenizer(artifact, config.chat_template)
+            )
             self.capacity = loading.result()
         except BaseException:
             loading.cancel()

@@ -70,6 +70,7 @@ class EngineRequest:
     # Seconds left when the request is sent. Not a point in time: processes have different clocks.
     deadline: float | None = None
     tenant: str = ""  # tenants get equal shares of the engine
+    grammar: str = ""  # of the output, in llguidance's language; "": any output
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,9 @@ class ScheduledStep:
     decode_positions: tuple[int, ...] = ()  # the position each of them computes
     # (sequence id, new blocks) of the decodes whose block table has grown.
     new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    # Sequences whose token must match a grammar. The step samples only when it has gotten their
+    # masks, in this order (PendingStep.provide_masks).
+    masked: tuple[int, ...] = ()
 
     @property
     def requests(self) -> tuple[ScheduledRequest, ...]:
@@ -164,6 +168,11 @@ class StepTiming:
     sampling: float = 0.0  # part of device: sampling outside of CUDA graphs
     padding: float = 0.0  # part of device: rows that only pad a CUDA graph; a lower bound
     communication: float = 0.0  # part of device: between ranks, estimated from link rates
+
+
+def add_timings(left: StepTiming, right: StepTiming) -> StepTiming:
+    names = StepTiming.__slots__
+    return StepTiming(*(getattr(left, name) + getattr(right, name) for name in names))
 
 
 @dataclass(frozen=True, slots=True)

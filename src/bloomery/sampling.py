@@ -92,6 +92,39 @@ OPTIONAL_FIELDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What an answer must match, under the names known from vLLM. Exactly one of six is set."""
+
+    json: str | Mapping[str, Any] | bool | None = None  # a JSON schema, as text or as an object
+    json_object: bool = False  # any JSON object
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # Lark or GBNF
+    structural_tag: str | Mapping[str, Any] | None = None
+    strict: bool = True  # False: keywords that cannot be enforced are relaxed, with a warning
+    disable_any_whitespace: bool = False  # in JSON: no line breaks and no indentation
+    whitespace_pattern: str | None = None  # in JSON: what may stand between tokens
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar", "structural_tag")
+        given = [name for name in kinds if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            given_names = " and ".join(given) or "none"
+            message = f"structured_outputs needs exactly one of {', '.join(kinds)} and json_object"
+            raise InvalidRequest(f"{message}; given: {given_names}", field="structured_outputs")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if not isinstance(getattr(self, name), str | None):
+                _raise_invalid(name, getattr(self, name), "a string")
+        if not isinstance(self.choice, list | tuple | None):
+            _raise_invalid("choice", self.choice, "a list of strings")
+        if not isinstance(self.json, str | Mapping | bool | None):
+            _raise_invalid("json", self.json, "a JSON schema")
+        if not isinstance(self.structural_tag, str | Mapping | None):
+            _raise_invalid("structural_tag", self.structural_tag, "an object or JSON text")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Options of one generation, under the names known from vLLM and OpenAI."""
 
@@ -125,6 +158,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     priority: int = 0  # lower runs earlier; a difference of 1 equals 10 s of waiting
     deadline_ms: int | None = None  # after arrival, when the request ends, even if still queued
+    structured_outputs: StructuredOutputs | None = None  # what the answer must match
 
     def __post_init__(self) -> None:
         for name, minimum, maximum, rule in FLOAT_RANGES:
@@ -145,6 +179,9 @@ class SamplingParams:
         self._check_token_ids()
         self._check_logit_bias()
         self._check_combinations()
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            rule = "a StructuredOutputs or None"
+            _raise_invalid("structured_outputs", self.structured_outputs, rule)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -213,12 +250,14 @@ def build_requests(
     encode: Callable[[str], Sequence[int]] | None = None,
     cache_salt: str = "",
     tenant: str = "",
+    grammar: str = "",
 ) -> tuple[EngineRequest, ...]:
     """The `params.num_sequences` engine requests of one prompt.
 
     A single request has the id `id`; several have `id-0`, `id-1` and so on. `entropy` is a random
     64-bit number, used where no seed is given. `encode` turns text into ids without special tokens;
     only bad_words need it. Only the first request asks for log-probabilities of the prompt.
+    `grammar` is the compiled grammar of the answer, "" if it is free.
     """
     prompt_ids = _fit_prompt(params, prompt, vocab_size, max_model_len)
     end_ids = () if params.ignore_eos else eos_ids
@@ -255,6 +294,7 @@ def build_requests(
             priority=params.priority,
             deadline=deadline,
             tenant=tenant,
+            grammar=grammar,
         )
         requests.append(request)
     return tuple(requests)

@@ -119,15 +119,11 @@ class FaultyExecutor:
 class InstantExecutor(FakeExecutor):
     """Returns tokens at no cost, so only the engine and its messages cost time."""
 
-    def write(self, scheduled: ScheduledRequest) -> None: ...
+    def begin(self, step: ScheduledStep) -> None: ...
 
-    def sample(self, scheduled: ScheduledRequest) -> SampledTokens:
-        length = scheduled.start + scheduled.count
-        return SampledTokens(scheduled.sequence, (length % VOCAB,))
-
-    def run(self, step: ScheduledStep) -> StepOutput:
-        sampling = (scheduled for scheduled in step.requests if scheduled.samples)
-        return StepOutput(tuple(self.sample(scheduled) for scheduled in sampling))
+    def sample(self, request: ScheduledRequest, mask: int = 0) -> SampledTokens:
+        length = request.start + request.count
+        return SampledTokens(request.sequence, (length % VOCAB,))
 
 
 def fake_engine_command(*options: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from bloomery.config import ServerConfig
 from bloomery.engine.client import EngineClient, EngineTimeouts
 from bloomery.logs import configure_logging
 from bloomery.serve import run_server
+from bloomery.serve_main import open_listeners
 from bloomery.server.app import create_app
 from bloomery.server.limits import ServerLimits
 from bloomery.server.service import ServerSettings
@@ -73,12 +74,13 @@ def main() -> int:
         queue_seconds=limits.queue_seconds,
         max_restarts=limits.restarts,
     )
+    listeners = open_listeners(server_config.host, server_config.port)
     tokenizer = load_test_tokenizer()
     options = (*arguments.engine.split(), "--vocab", str(tokenizer.vocab_size))
     client = EngineClient(plan, fake_engine_command(*options), timeouts)
     make_app = partial(create_app, client, tokenizer, settings)
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(
-        run_server(client, make_app, server_config, limits)
+        run_server(lambda: client, lambda _: make_app, server_config, listeners, limits)
     )
 
 

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from bloomery.engine.client import EngineClient, EngineTimeouts
-from bloomery.engine.journal import CLEARING_TOKENS, JournalEntry
+from bloomery.engine.journal import CLEARING_TOKENS, GIVEN_UP, JournalEntry
 from bloomery.messages import EngineRequest, ResolvedSampling, TokenOutput
 from tests.chaos.fake_engine import POISON, ROOT, STALL, fake_engine_command, fake_plan
 from tests.chaos.http import is_alive
@@ -135,6 +135,47 @@ def test_one_bad_request_among_many_fails_alone(
         outputs = await asyncio.wait_for(asyncio.gather(*good), WAIT_SECONDS)
         assert {output.finish for output in outputs} <= {"stop", "length"}
         assert client.epoch <= 4 and client.status.state == "ready"
+        await client.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["waits", "leaves"])
+def test_requests_that_kill_engines_never_end_an_idle_server(leaves: bool) -> None:
+    """Each harmful request has the server to itself; its client waits for the error or leaves."""
+
+    async def send_harmful_request(client: EngineClient, number: int) -> None:
+        request = EngineRequest(f"bad {number}", (*POISON, number), ResolvedSampling(), 10)
+        reader = asyncio.create_task(read_stream(client, request))
+        if leaves:
+            epoch_before = client.epoch
+            entries = client.journal.entries
+            # Before its admission, the abort could keep the request from running at all.
+            assert await wait_until_async(
+                lambda: (
+                    any(entry.admitted for entry in entries.values()) or client.epoch > epoch_before
+                )
+            )
+            reader.cancel()
+            await asyncio.wait([reader])
+            assert await wait_until_async(lambda: client.epoch > epoch_before)
+            await client.ready()
+        else:
+            output = await asyncio.wait_for(reader, WAIT_SECONDS)
+            assert output.error == GIVEN_UP
+
+    async def main() -> None:
+        timeouts = EngineTimeouts(max_restarts=2, restart_delay_seconds=0.0)
+        client = EngineClient(fake_plan(), fake_engine_command(), timeouts)
+        await client.start()
+        await client.ready()
+        for number in range(4):
+            await send_harmful_request(client, number)
+        request = EngineRequest("good", (1, 2), ResolvedSampling(), 20)
+        output = await asyncio.wait_for(read_stream(client, request), WAIT_SECONDS)
+        assert output.finish == "length"
+        assert client.status.state == "ready"
+        assert client.num_restarts >= 4
         await client.close()
 
     asyncio.run(main())

@@ -69,6 +69,13 @@ def test_after_a_signal_answers_may_end_for_a_while(tmp_path: Path) -> None:
         for event in started:
             await event.wait()
         server.process.terminate()
+        while await get_status(port, "/ready") == 200:
+            await asyncio.sleep(0.02)
+        # The server still listens and says when to come back.
+        refused = await send_request(port, "POST", "/v1/completions", short_body)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "10")
+        assert refused.headers["connection"] == "close"
+        assert "shutting down" in refused.json["error"]["message"]
         assert await short
         assert await long == "the server is shutting down"  # an event, not a cut connection
 
@@ -78,6 +85,7 @@ def test_after_a_signal_answers_may_end_for_a_while(tmp_path: Path) -> None:
         asyncio.run(main(server.port))
         assert server.process.wait(WAIT_SECONDS) == 0
         assert wait_until(lambda: not any(map(is_alive, pids)))
+        assert "waiting up to 4 s for 2 open requests" in server.log.read_text()
 
 
 def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
@@ -94,6 +102,7 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
     with run_server(tmp_path, *options) as server:
         asyncio.run(main(server.port))
         assert server.process.wait(WAIT_SECONDS) == 0
+        assert "stopping at once; 1 requests are ended" in server.log.read_text()
 
 
 def test_a_killed_server_leaves_no_process_behind(tmp_path: Path) -> None:

@@ -15,7 +15,13 @@ from bloomery.engine.loop import EngineLoop
 from bloomery.engine.policy import FairPolicy, FcfsPolicy, Policy
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import EngineRequest, ResolvedSampling
-from tests.engine.fake_executor import VOCAB, FakeExecutor, next_token, reference_tokens
+from tests.engine.fake_executor import (
+    VOCAB,
+    FakeExecutor,
+    FakeMaskSource,
+    next_token,
+    reference_tokens,
+)
 
 
 def random_tokens(rng: Random, count: int) -> list[int]:
@@ -40,10 +46,12 @@ def random_requests(rng: Random, block_pool: BlockPool, num_drafts: int) -> dequ
             cache_salt=rng.choice(["", "", "other"]),
             priority=rng.choice([0, 0, -1, 2]),
             tenant=rng.choice(["", "guest"]),
+            grammar=rng.choice(["", "", "ab", "c"]),
         )
         if rng.random() < 0.1:
             first = reference_tokens(request)[len(prompt)]
-            if first not in request.stop_ids:
+            has_ended = reference_tokens(request)[len(prompt) + 1 :] == []
+            if first not in request.stop_ids and not has_ended:
                 request = replace(request, emitted=(first,), cache_salt="")
         if len(prompt) + request.max_tokens + num_drafts <= capacity:
             requests.append(request)
@@ -67,7 +75,14 @@ class RandomEngine:
         self.scheduler = Scheduler(self.block_pool, max_tokens, max_num_seqs, policy)
         self.executor = FakeExecutor(block_size, compact_output=seed % 2 == 0)
         self.time = 0.0
-        self.loop = EngineLoop(self.scheduler, self.executor, rng.choice([1, 2, 3]), self.clock)
+        self.mask_source = FakeMaskSource()
+        self.loop = EngineLoop(
+            self.scheduler,
+            self.executor,
+            rng.choice([1, 2, 3]),
+            self.clock,
+            create_mask_builder=lambda: self.mask_source,
+        )
         self.num_drafts = rng.choice([0, 0, 1, 3])
         self.abort_probability = rng.choice([0.0, 0.0, 0.1])
         self.arrivals = random_requests(rng, self.block_pool, self.num_drafts)
@@ -94,6 +109,8 @@ class RandomEngine:
                 self.loop.add(request)
             if self.unfinished and self.rng.random() < self.abort_probability:
                 self.abort(self.rng.choice(sorted(self.unfinished)))
+            if self.rng.random() < 0.7:
+                self.mask_source.finish_compiling()
             steps_before = self.executor.num_steps
             self.step()
             has_progress = self.executor.num_steps > steps_before or self.loop.in_flight
@@ -119,7 +136,7 @@ class RandomEngine:
     def propose_drafts(self) -> None:
         """Propose drafts. Each token is right with a probability of at least 0.7."""
         for sequence in self.scheduler.running.values():
-            if not self.num_drafts or sequence.num_pending:
+            if not self.num_drafts or sequence.num_pending or sequence.matcher is not None:
                 continue
             tokens = list(sequence.tokens)
             sequence.drafts.clear()
@@ -143,6 +160,7 @@ class RandomEngine:
                 expected = expected[: len(received)]
             assert received == expected, request_id
         self.events["preemptions"] += self.scheduler.num_preemptions
+        self.events["masks"] += self.mask_source.num_masks
         self.events["partial chunks"] += self.executor.num_partial_chunks
         assert not self.scheduler.in_flight
         assert not self.scheduler.by_request

@@ -191,6 +191,33 @@ def test_all_requests_that_kill_engines_fail_and_no_other(seed: int) -> None:
     assert num_crashes <= 3 * len(culprits)
 
 
+def test_a_crash_counts_only_if_no_request_explains_it() -> None:
+    journal = RequestJournal()
+    bad, harmless = open_entries(journal, "bad", "harmless")
+    for time in range(2):
+        journal.take_sendable()
+        run(journal, bad, 1)
+        run(journal, harmless, 1)
+        journal.record_crash(float(time))
+    assert journal.count_unexplained_crashes() == 0, "both requests may have caused it"
+    journal.take_sendable()
+    run(journal, bad, 1)
+    assert journal.record_crash(2.0) == 1
+    assert journal.crashes == [], "the request that was given up explains all three"
+    journal.take_sendable()
+    run(journal, harmless, CLEARING_TOKENS)
+    journal.record_crash(3.0)
+    journal.take_sendable()
+    run(journal, harmless, CLEARING_TOKENS)
+    assert journal.count_unexplained_crashes() == 1, "its only request has proved harmless"
+    journal.record_crash(4.0)
+    journal.finish(harmless, "abort")
+    assert journal.count_unexplained_crashes() == 1, "the aborted request may explain the last one"
+    journal.record_crash(5.0)
+    assert journal.count_unexplained_crashes() == 2, "the engine was idle"
+    assert journal.count_unexplained_crashes(begin=4.5) == 1
+
+
 def test_requests_end_after_the_queue_timeout_or_their_deadline() -> None:
     journal = RequestJournal()
     listener = RecordingListener()

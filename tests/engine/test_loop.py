@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given
@@ -129,6 +130,33 @@ def test_an_engine_captures_before_it_waits_and_reports_pending_captures() -> No
     last = channel.sent[-1]
     assert isinstance(last, EngineOutput) and last.stats.pending_captures == 0
     assert channel.timeouts[-1]
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_an_idle_engine_loads_what_grammars_need(has_memory: bool) -> None:
+    loaded: list[Future[object]] = []
+
+    def load_vocabulary() -> Future[object]:
+        loaded.append(Future())
+        return loaded[-1]
+
+    executor = CapturingExecutor(0)
+    engine = EngineProcess(
+        RecordingChannel(),
+        EngineHello(1, fake_plan()),
+        executor,
+        EngineCapacity(200, 4, 4, 16, 100, 7),
+        executor.clock,
+        load_vocabulary,
+        prepare_grammars=has_memory,
+    )
+    engine.loop.add(EngineRequest("0", (1, 2, 3), ResolvedSampling(), 4))
+    while engine.loop.busy:
+        engine.run_once()
+    assert not loaded, "a busy engine has better things to do"
+    for _ in range(3):
+        engine.run_once()
+    assert len(loaded) == (1 if has_memory else 0)
 
 
 # ---- utilization ---------------------------------------------------------------------------------

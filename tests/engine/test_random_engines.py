@@ -9,7 +9,7 @@ import pytest
 from tests.engine.random_engine import RandomEngine
 
 ENGINES_PER_TEST = 250
-EVENTS = ("prefix hits", "preemptions", "partial chunks", "accepted drafts", "aborts")
+EVENTS = ("prefix hits", "preemptions", "partial chunks", "accepted drafts", "aborts", "masks")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

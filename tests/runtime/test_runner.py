@@ -8,6 +8,7 @@ graphs: here a captured graph is the work itself, to be run again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from bloomery.runtime.step_batch import (
 from bloomery.runtime.worker import Worker
 from tests.parity.cases import CASES, ParityCase, make_checkpoint
 from tests.parity.serve import build_engine_loop, build_plan
+from tests.structured.byte_vocabulary import BYTES, END, use_grammars
 
 VOCAB = 211
 MAX_LEN = 64
@@ -60,6 +62,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: tf.MixtralConfig(**MODEL_SIZES, num_local_experts=4, num_experts_per_tok=2),
     "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4),
 }
+LETTERS = 'start: "[" /[a-z]+/ "]"'
+DIGITS = "start: /[0-9]{2,}/"
+GRAMMARS = ("", LETTERS, "", DIGITS, "start: /(?s:.*)/")
 EXACT = CaptureSizes()
 PADDED = CaptureSizes(decodes=(2, 4), mixed_decodes=(2, 4), mixed_tokens=(8, 16))
 
@@ -72,18 +77,27 @@ class SpyModelRunner(ModelRunner):
         self.short_decodes = short_decodes
         self.mixed_runs = list[tuple[int, tuple[bool, ...]]]()
         self.num_decode_runs = 0
+        self.num_masked_runs = 0
 
-    def run_decodes(self, order: BatchOrder) -> None:
+    def sample_masked(self, *arguments: Any) -> None:
+        self.num_masked_runs += 1
+        super().sample_masked(*arguments)
+
+    def run_decodes(self, order: BatchOrder, fused_sampling: bool) -> None:
         self.num_decode_runs += 1
-        super().run_decodes(order)
+        super().run_decodes(order, fused_sampling)
 
     def run_mixed(
-        self, order: BatchOrder, chunks: Sequence[PlacedRequest], max_position: int
+        self,
+        order: BatchOrder,
+        chunks: Sequence[PlacedRequest],
+        max_position: int,
+        fused_sampling: bool = True,
     ) -> Any:
         samples = tuple(scheduled.samples for scheduled, _ in chunks)
         self.mixed_runs.append((len(order.rows), samples))
         position = max_position if self.short_decodes else SHORT_DECODE_POSITIONS
-        return super().run_mixed(order, chunks, position)
+        return super().run_mixed(order, chunks, position, fused_sampling)
 
 
 def use_self_feeding_steps(
@@ -123,8 +137,21 @@ def serve(loop: EngineLoop, requests: list[tuple[int, EngineRequest]]) -> dict[s
     return tokens
 
 
+def check_grammars(arrivals: list[tuple[int, EngineRequest]], tokens: dict[str, list[int]]) -> None:
+    """Every output is the beginning of a text that its grammar allows."""
+    for _, request in arrivals:
+        text = BYTES.decode(tokens[request.id]) if request.grammar else ""
+        if request.grammar == LETTERS:
+            assert re.fullmatch(r"\[([a-z]+\]?)?", text), text
+        elif request.grammar == DIGITS:
+            assert text.isdigit()
+
+
 def make_arrivals(random: Random) -> list[tuple[int, EngineRequest]]:
-    """Make greedy and sampled requests, some with log-probabilities, at different steps."""
+    """Make greedy and sampled requests, some with log-probabilities, at different steps.
+
+    Some must match a grammar.
+    """
     arrivals = []
     for number in range(7):
         prompt_len = random.choice((1, 5, 17))
@@ -137,7 +164,11 @@ def make_arrivals(random: Random) -> list[tuple[int, EngineRequest]]:
             prompt_logprobs=1 if number == 6 else None,
         )
         arrival = random.randrange(6)
-        request = EngineRequest(str(number), prompt, sampling, random.randint(2, 5))
+        grammar = GRAMMARS[number % len(GRAMMARS)]
+        stop_ids = (END,) if grammar else ()
+        request = EngineRequest(
+            str(number), prompt, sampling, random.randint(2, 5), stop_ids, grammar=grammar
+        )
         arrivals.append((arrival, request))
     return arrivals
 
@@ -176,8 +207,13 @@ def test_self_feeding_steps_give_the_tokens_of_host_built_steps(
     self_feeding = build_engine_loop(settings)
     worker = self_feeding.executor.worker  # type: ignore[attr-defined]
     runner = use_self_feeding_steps(worker, sizes, short_decodes)
+    use_grammars(host_built, VOCAB)
+    use_grammars(self_feeding, VOCAB)
     arrivals = make_arrivals(Random(6))
-    assert serve(self_feeding, arrivals) == serve(host_built, arrivals)
+    tokens = serve(self_feeding, arrivals)
+    assert tokens == serve(host_built, arrivals)
+    assert runner.num_masked_runs > 1
+    check_grammars(arrivals, tokens)
     num_decodes, chunks = zip(*runner.mixed_runs, strict=True)
     assert runner.num_decode_runs > 1
     assert max(num_decodes) > 1 and max(map(len, chunks)) > 1
@@ -264,8 +300,16 @@ def test_background_graph_capture_changes_no_tokens(name: str, tmp_path: Path) -
     if not worker.cpu_traced:
         pytest.skip("without the CPU kernels a CPU has no self-feeding steps")
     pool = CountingGraphPool()
-    worker.runner.use_cuda_graphs(CudaGraphRunner(pool))
+    graph_runner = CudaGraphRunner(pool)
+    worker.runner.use_cuda_graphs(graph_runner)
     worker.capture_progress = worker.runner.capture_graphs()
     assert generate(loop, capture=True) == expected
-    assert pool.num_captured == len(decode_batch_sizes(6)) and loop.pending_captures == 0
+    while loop.pending_captures:
+        loop.capture_in_background()
+    num_sizes = len(decode_batch_sizes(6))
+    assert pool.num_captured == 2 * num_sizes
     assert generate(loop, capture=True) == expected
+    assert pool.num_captured == 2 * num_sizes  # nothing was left to capture
+    captured = list(graph_runner.graphs)
+    assert all(shape.fused_sampling for shape in captured[:num_sizes])
+    assert not any(shape.fused_sampling for shape in captured[num_sizes:])  # masked steps, last

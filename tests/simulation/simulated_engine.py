@@ -31,7 +31,6 @@ from bloomery.messages import (
     EngineStatus,
     ResolvedSampling,
     ScheduledStep,
-    StepOutput,
 )
 from tests.chaos.fake_engine import fake_plan
 from tests.engine.fake_executor import VOCAB, FakeExecutor, reference_tokens
@@ -130,14 +129,14 @@ class FailingExecutor(FakeExecutor):
         super().__init__(block_size)
         self.faults = faults
 
-    def run(self, step: ScheduledStep) -> StepOutput:
+    def begin(self, step: ScheduledStep) -> None:
         if self.faults.call_fails():
             raise RuntimeError("the device is gone")
         for scheduled in step.requests:
             new_request = scheduled.new_request
             if new_request is not None and new_request.tokens[:5] == POISON:
                 raise RuntimeError("a step that cannot be computed")
-        return super().run(step)
+        super().begin(step)
 
 
 @dataclass(frozen=True)

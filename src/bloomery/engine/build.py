@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any, TypeVar
 
 from bloomery.config import EnginePlan
 from bloomery.engine.block_pool import BlockPool
 from bloomery.engine.executor import Executor
-from bloomery.engine.loop import EngineLoop
+from bloomery.engine.loop import EngineLoop, MaskSource
 from bloomery.engine.policy import create_policy
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import EngineCapacity, ScheduledStep
+
+T = TypeVar("T")
 
 
 def build_engine(
@@ -24,11 +29,22 @@ def build_engine(
     capacity: EngineCapacity,
     clock: Callable[[], float] = time.monotonic,
     on_submit: Callable[[ScheduledStep], None] | None = None,
+    load_vocabulary: Callable[[], Future[Any]] | None = None,
 ) -> EngineLoop:
     """Build the engine loop for `executor`, which has loaded `plan` and reported `capacity`.
 
     `clock` returns seconds. `on_submit` is called with every step before the executor gets it.
+    `load_vocabulary` returns what grammars need. It is called when they are prepared or the first
+    request with a grammar arrives; without it the engine takes no such request.
     """
+
+    def create_mask_builder() -> MaskSource:
+        # llguidance is loaded by the first request with a grammar, if not by the vocabulary.
+        from bloomery.structured.matcher import MaskBuilder
+
+        assert load_vocabulary is not None
+        return MaskBuilder(load_vocabulary(), capacity.vocab)
+
     scheduler = Scheduler(
         BlockPool(capacity.blocks, capacity.block_size, plan.prefix_cache),
         capacity.max_num_batched_tokens,
@@ -36,4 +52,25 @@ def build_engine(
         create_policy(plan, capacity),
         capacity.stages,
     )
-    return EngineLoop(scheduler, executor, plan.steps_in_flight, clock, on_submit)
+    return EngineLoop(
+        scheduler,
+        executor,
+        plan.steps_in_flight,
+        clock,
+        on_submit,
+        None if load_vocabulary is None else create_mask_builder,
+    )
+
+
+def run_in_background(load: Callable[[], T]) -> Future[T]:
+    """Run a function on a thread that does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(load())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="background", daemon=True).start()
+    return future

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from bloomery.config import EnginePlan
 from bloomery.engine.journal import JournalEntry, RequestJournal
-from bloomery.engine.loop import add_timings
 from bloomery.errors import BloomeryError, RequestFailed
 from bloomery.ipc import (
     ENGINE_CODEC,
@@ -37,6 +36,7 @@ from bloomery.messages import (
     EngineStats,
     EngineStatus,
     TokenOutput,
+    add_timings,
 )
 
 log = logging.getLogger("bloomery.engine")
@@ -49,6 +49,9 @@ HANG_FACTOR = 20
 # times its slowest step if that is longer.
 STALL_SECONDS = 5.0
 STALL_FACTOR = 4
+# An engine that crashes while it has no request may have been killed by one that was aborted within
+# this many seconds.
+ABORT_BLAME_SECONDS = 5.0
 WAKEUP_BATCH = 32  # readers woken in one iteration of the event loop
 
 
@@ -61,7 +64,8 @@ class EngineTimeouts:
     load_seconds: float = 600.0  # between two progress reports while it loads
     shutdown_seconds: float = 5.0  # between SIGTERM and SIGKILL
     queue_seconds: float = 60.0  # that a request may wait for its first step
-    # Crashes allowed within `restart_window_seconds`. Crashes before an engine is ready all count.
+    # Crashes allowed within `restart_window_seconds`, not counting those that a request explains.
+    # Crashes before an engine is ready all count.
     max_restarts: int = 5
     restart_window_seconds: float = 60.0
     # The delay before the second restart in a row. Each further restart waits this much longer.
@@ -158,7 +162,8 @@ class EngineClient:
         self.epoch = 0  # engines started so far
         self.child: EngineChild | None = None
         self.supervisor: asyncio.Task[None] | None = None
-        self.crash_times: list[float] = []
+        self.last_crash_time = 0.0  # on the clock of the event loop
+        self.last_abort_time = -ABORT_BLAME_SECONDS  # of a request that an engine had
         self.step_times: deque[float] = deque(maxlen=STEP_TIME_WINDOW)
         self.current_stats = EngineStats()  # of the current engine
         self.past_stats = EngineStats()  # sums over all earlier engines
@@ -197,6 +202,15 @@ class EngineClient:
             return status
         detail = f"the engine has made no progress for {self.idle_seconds:.0f} seconds"
         return EngineStatus("stalled", detail=detail)
+
+    @property
+    def num_restarts(self) -> int:
+        """Engines started after the first one."""
+        return max(self.epoch - 1, 0)
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self.journal.entries)
 
     @property
     def pid(self) -> int | None:
@@ -277,7 +291,7 @@ class EngineClient:
                 await self._run_engine(self.child)
                 if not self.failed.is_set():
                     self._handle_crash(self.child)
-                    repeated_crashes = max(len(self.crash_times) - 1, 0)
+                    repeated_crashes = max(len(self.journal.crashes) - 1, 0)
                     await asyncio.sleep(self.timeouts.restart_delay_seconds * repeated_crashes)
         except Exception:
             log.exception("the engine's supervisor has failed")
@@ -344,18 +358,27 @@ class EngineClient:
         self.past_stats = add_stats(self.past_stats, self.current_stats)
         self.current_stats = EngineStats(kv_blocks=self.current_stats.kv_blocks)
         now = asyncio.get_running_loop().time()
+        self.last_crash_time = now
+        self.journal.record_crash(now)
         if child.loaded:
-            window_begin = now - self.timeouts.restart_window_seconds
-            self.crash_times = [time for time in self.crash_times if time > window_begin]
-        num_given_up = self.journal.record_crash()
-        # A request that was given up explains the crash, so the crash does not count as a restart.
-        if not num_given_up:
-            self.crash_times.append(now)
-        num_crashes = len(self.crash_times)
+            self._forgive_crashes(now)
+        num_crashes = self.journal.count_unexplained_crashes()
         if num_crashes > self.timeouts.max_restarts:
             self._fail(f"the engine died {num_crashes} times in a row; it {child.exit_reason}")
         else:
             self._set_state("restarting", f"the engine {child.exit_reason}")
+
+    def _forgive_crashes(self, now: float) -> None:
+        """Forget old crashes, and this one if a request that was just aborted may explain it.
+
+        A client that sends a harmful request and leaves must not be able to end the server.
+        """
+        journal = self.journal
+        journal.count_unexplained_crashes(now - self.timeouts.restart_window_seconds)
+        last = journal.crashes[-1] if journal.crashes else None
+        was_idle = last is not None and last.time == now and not last.possible_causes
+        if was_idle and now - self.last_abort_time < ABORT_BLAME_SECONDS:
+            journal.crashes.pop()
 
     def _fail(self, detail: str) -> None:
         """Give up: no engine is started any more."""
@@ -385,6 +408,8 @@ class EngineClient:
         elif isinstance(message, EngineCapacity):
             self.capacity = message
             child.loaded = True
+            if self.num_restarts:
+                self._log_recovery()
             child.idle_seconds = 0.0
             self._set_state("ready")
             self.settled.set()
@@ -399,6 +424,11 @@ class EngineClient:
                 child.exit_reason = f"could not load: {message.detail}"
         else:
             raise ProtocolError(f"a client takes no {type(message).__name__}")
+
+    def _log_recovery(self) -> None:
+        seconds = asyncio.get_running_loop().time() - self.last_crash_time
+        num_open = self.num_open_requests
+        log.info("the engine is back after %.1f s; %d open requests continue", seconds, num_open)
 
     def _on_output(self, child: EngineChild, message: EngineOutput) -> None:
         before = self.current_stats
@@ -440,6 +470,7 @@ class EngineClient:
 
     def _send_abort(self, entry: JournalEntry) -> None:
         if entry.sent and self.child is not None:
+            self.last_abort_time = asyncio.get_running_loop().time()
             self.child.send(AbortRequest(entry.engine_id))
 
     def _expire_requests(self) -> None:

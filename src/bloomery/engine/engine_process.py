@@ -12,11 +12,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from bloomery.config import EnginePlan
-from bloomery.engine.build import build_engine
+from bloomery.engine.build import build_engine, run_in_background
 from bloomery.engine.executor import Executor, LoadProgress
 from bloomery.engine.loop import UtilizationMonitor
 from bloomery.errors import BloomeryError
@@ -47,12 +49,16 @@ HEARTBEAT_SECONDS = 0.5  # between two outputs of an idle engine
 
 
 def run_engine_process(
-    descriptor: int, create_executor: Callable[[EnginePlan, LoadProgress], Executor]
+    descriptor: int,
+    create_executor: Callable[[EnginePlan, LoadProgress], Executor],
+    load_vocabulary: Callable[[EnginePlan], object] | None = None,
+    prepare_grammars: bool = True,
 ) -> int:
     """Serve the client at the inherited socket `descriptor` until the client is gone.
 
     The first message must be EngineHello. Its plan is loaded, and then steps run. Returns the exit
-    status of the process.
+    status of the process. `load_vocabulary` loads what requests with a grammar need: as soon as
+    the engine is idle if `prepare_grammars`, otherwise when the first of them arrives.
     """
     die_with_parent()
     channel = open_inherited_channel(descriptor, ENGINE_CODEC)
@@ -64,6 +70,9 @@ def run_engine_process(
             hello, *early_messages = messages
             if not isinstance(hello, EngineHello):
                 raise ProtocolError(f"expected EngineHello, got {type(hello).__name__}")
+            get_vocabulary = None
+            if load_vocabulary is not None:
+                get_vocabulary = start_loading(load_vocabulary, hello.plan)
             try:
                 executor = create_executor(hello.plan, create_progress_reporter(channel.send))
                 cleanup.callback(executor.close)
@@ -73,7 +82,15 @@ def run_engine_process(
             except BloomeryError as error:  # another attempt would fail, too
                 channel.send(EngineStatus("failed", detail=str(error)))
                 return 1
-            EngineProcess(channel, hello, executor, capacity).run(early_messages)
+            process = EngineProcess(
+                channel,
+                hello,
+                executor,
+                capacity,
+                load_vocabulary=get_vocabulary,
+                prepare_grammars=prepare_grammars,
+            )
+            process.run(early_messages)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return 0
         except ProtocolError as error:
@@ -81,6 +98,21 @@ def run_engine_process(
         except Exception:
             log.exception("the engine ends on an error")
         return 1
+
+
+def start_loading(
+    load_vocabulary: Callable[[EnginePlan], object], plan: EnginePlan
+) -> Callable[[], Future[Any]]:
+    """Return a function that gets the vocabulary for grammars, which loads on another thread.
+
+    With a GPU it loads now, while the weights are copied. On a CPU it would take the cores that
+    load the model, so it loads when that function is called.
+    """
+    load = partial(load_vocabulary, plan)
+    if plan.device == "cpu":
+        return partial(run_in_background, load)
+    vocabulary = run_in_background(load)
+    return lambda: vocabulary
 
 
 class ClientChannel(Protocol):
@@ -108,12 +140,16 @@ class EngineProcess:
         executor: Executor,
         capacity: EngineCapacity,
         clock: Callable[[], float] = time.monotonic,
+        load_vocabulary: Callable[[], Future[Any]] | None = None,
+        prepare_grammars: bool = False,
     ):
         self.channel = channel
         self.epoch = hello.epoch
         self.capacity = capacity
         self.clock = clock
-        self.loop = build_engine(hello.plan, executor, capacity, clock, self.on_submit)
+        self.loop = build_engine(
+            hello.plan, executor, capacity, clock, self.on_submit, load_vocabulary
+        )
         self.scheduler = self.loop.scheduler
         self.block_pool = self.scheduler.block_pool
         self.stats = EngineStats(kv_blocks=capacity.blocks)
@@ -122,6 +158,7 @@ class EngineProcess:
         self.step_sizes: deque[StepSize] = deque()  # of the steps in flight, oldest first
         self.last_output_time = 0.0
         self.ready_time = clock()
+        self.prepares_grammars = prepare_grammars  # still to be done, once the engine is idle
         self.has_graphs = False  # the executor captures CUDA graphs in the background
 
     def run(self, early_messages: list[EngineMessage]) -> None:
@@ -163,6 +200,19 @@ class EngineProcess:
             wait_seconds = self.loop.compute_batching_window()
             if not wait_seconds:
                 return
+        if self.prepares_grammars and wait_seconds == HEARTBEAT_SECONDS:
+            self.prepare_grammars()
+
+    def prepare_grammars(self) -> None:
+        """Load what grammars need, now that no request has come for a while.
+
+        Loading holds Python's global lock for up to half a second, which a busy engine would feel.
+        """
+        self.prepares_grammars = False
+        try:
+            self.loop.prepare_grammars()
+        except Exception:  # the first request with a grammar tries again
+            log.exception("structured output could not be prepared")
 
     def capture_graphs(self) -> None:
         """Capture one CUDA graph in the background, if any is missing."""
@@ -198,7 +248,7 @@ class EngineProcess:
 
     def add_request(self, request: EngineRequest) -> None:
         """Add a request, or send its refusal. A request with an id in use is ignored."""
-        if request.id in self.scheduler.by_request:
+        if self.loop.holds(request.id):
             return
         try:
             self.loop.add(request)

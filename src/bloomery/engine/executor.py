@@ -16,7 +16,14 @@ LoadProgress = Callable[[str, int, int], None]
 
 
 class PendingStep(Protocol):
-    """A submitted step."""
+    """A submitted step. If it has masked sequences, it waits for their masks before it samples."""
+
+    def provide_masks(self, masks: Any) -> None:
+        """Take the masks [masked sequences, words] int32: bit i of word w is token 32 w + i.
+
+        They must come before the next step is submitted.
+        """
+        ...
 
     def result(self) -> StepOutput:
         """Wait for the output of the step and return it."""

@@ -8,6 +8,9 @@ Quarantine: a crash of an engine is counted for every request in its batch. When
 generated a few tokens after its replay, its count is reset. A request with two crashes is
 quarantined: quarantined requests run one at a time, and no other request is sent meanwhile. A third
 crash therefore identifies the request that kills engines, and only that request fails.
+
+A crash that a request explains is no fault of the engine, so it does not count towards the limit of
+restarts. The crash counts once every request in its batch has proved harmless.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from bloomery.ipc import ProtocolError
 from bloomery.messages import EngineRequest, FinishReason, TokenLogprob, TokenOutput
 
 MAX_CRASHES = 3  # engine crashes after which a request fails
+GIVEN_UP = f"given up: the engine stopped {MAX_CRASHES} times while it ran this request"
 DEADLINE_GRACE_SECONDS = 1.0  # an engine may report the end of a request this late
 # Tokens that reset the crash count of a request: more than an engine has steps in flight.
 CLEARING_TOKENS = 8
@@ -93,6 +97,14 @@ class JournalEntry:
         return output
 
 
+@dataclass(eq=False, slots=True)
+class EngineCrash:
+    """A crash that no request explains so far."""
+
+    time: float
+    possible_causes: set[str]  # engine ids of the requests in its batch that are not cleared yet
+
+
 class RequestJournal:
     """All open requests, in the order they arrived."""
 
@@ -103,6 +115,7 @@ class RequestJournal:
         self.quarantine: dict[str, JournalEntry] = {}  # entries that must run alone, not sent yet
         self.running_alone: JournalEntry | None = None  # the quarantined entry an engine has
         self.num_opened = 0
+        self.crashes: list[EngineCrash] = []
 
     def open(self, request: EngineRequest, listener: OutputListener, now: float) -> JournalEntry:
         """Add a request. Raises InvalidRequest if its id is in use."""
@@ -179,7 +192,8 @@ class RequestJournal:
             entry.cached = output.cached
         entry.num_new_tokens += len(output.ids)
         if entry.num_new_tokens >= CLEARING_TOKENS:
-            entry.num_crashes = 0
+            if entry.num_crashes:
+                self._clear(entry)
             if entry is self.running_alone:
                 self.running_alone = None
         if output.finish is not None:
@@ -200,14 +214,36 @@ class RequestJournal:
             self.running_alone = None
         entry.finish = finish_reason
         entry.error = error
+        if finish_reason in ("stop", "length"):
+            self._clear(entry)
+        else:
+            self._blame(entry)
         entry.listener.notify(entry)
 
-    def record_crash(self) -> int:
+    def _clear(self, entry: JournalEntry) -> None:
+        """Note that the request is harmless: it ran after the crashes that it was part of."""
+        entry.num_crashes = 0
+        for crash in self.crashes:
+            crash.possible_causes.discard(entry.engine_id)
+
+    def _blame(self, entry: JournalEntry) -> None:
+        """Note that the request may explain its crashes and will not run again."""
+        engine_id = entry.engine_id
+        self.crashes = [crash for crash in self.crashes if engine_id not in crash.possible_causes]
+
+    def count_unexplained_crashes(self, begin: float = 0.0) -> int:
+        """Forget crashes before `begin` and count those that no open request may have caused."""
+        self.crashes = [crash for crash in self.crashes if crash.time >= begin]
+        return sum(not crash.possible_causes for crash in self.crashes)
+
+    def record_crash(self, now: float = 0.0) -> int:
         """Prepare all entries for the next engine and return how many requests were given up.
 
         The crash is counted for the requests in the batch. If there was no batch yet, it is counted
         for all requests that were sent.
         """
+        crash = EngineCrash(now, set())
+        self.crashes.append(crash)
         num_open = len(self.entries)
         had_batch = any(entry.admitted for entry in self.entries.values())
         self.running_alone = None
@@ -215,15 +251,14 @@ class RequestJournal:
         self.quarantine = {}
         for entry in list(self.entries.values()):
             was_involved = entry.admitted if had_batch else entry.sent
-            entry.num_crashes += was_involved
+            if was_involved:
+                entry.num_crashes += 1
+                crash.possible_causes.add(entry.engine_id)
             entry.sent = False
             entry.admitted = False
             entry.num_new_tokens = 0
             if entry.num_crashes >= MAX_CRASHES:
-                reason = (
-                    f"given up: the engine stopped {MAX_CRASHES} times while it ran this request"
-                )
-                self.finish(entry, "error", reason)
+                self.finish(entry, "error", GIVEN_UP)
             elif entry.num_crashes == MAX_CRASHES - 1:
                 self.quarantine[entry.engine_id] = entry
             else:

@@ -4,6 +4,11 @@ Several steps may be in flight. While steps are short and the batch cannot chang
 more of them than usual, so a short stall of the host does not idle the device. A request that
 arrives meanwhile waits at most MAX_QUEUED_SECONDS for the queued steps.
 
+A request with a grammar first waits until its grammar is compiled on another thread. A step with
+such requests is submitted like any other, but samples only when it has their masks. A mask depends
+on the token before it, so masks are computed when the previous step has ended, while the device
+computes the step that needs them.
+
 This module also sums step timings and reports how close the engine runs to its hardware limit.
 """
 
@@ -12,13 +17,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from bloomery.engine.executor import Executor, PendingStep
 from bloomery.engine.scheduler import Scheduler
-from bloomery.messages import EngineRequest, ScheduledStep, StepTiming, TokenOutput
+from bloomery.errors import BloomeryError, InvalidRequest
+from bloomery.messages import (
+    EngineRequest,
+    ScheduledStep,
+    StepTiming,
+    TokenOutput,
+    add_timings,
+)
 
 log = logging.getLogger("bloomery.engine")
 
@@ -32,6 +45,8 @@ MAX_BATCHING_WINDOW_SECONDS = 0.1
 # Seconds. A result that arrives within this time was complete before the loop asked for it.
 IMMEDIATE_RESULT_SECONDS = 3e-4
 MAX_STEPS_IN_FLIGHT = 8
+# Seconds that an otherwise idle loop waits for a grammar before it looks for messages again.
+GRAMMAR_WAIT_SECONDS = 2e-3
 # While requests wait, the loop rests this many times the duration of a graph capture before the
 # next one, so captures take at most a tenth of the time.
 CAPTURE_REST_FACTOR = 10
@@ -53,6 +68,26 @@ class InFlightEntry(NamedTuple):
     submitted: float
 
 
+class PendingGrammar(NamedTuple):
+    """A request whose grammar is being compiled, and when it arrived."""
+
+    request: EngineRequest
+    matcher: Future[Any]
+    arrival_time: float
+
+
+class MaskSource(Protocol):
+    """Makes matchers of grammars, and the masks of their next tokens (structured/matcher.py)."""
+
+    def create_matcher(self, request: EngineRequest) -> Future[Any]:
+        """Compile the grammar of a request in the background, to a TokenMatcher."""
+        ...
+
+    def compute_masks(self, matchers: Sequence[Any]) -> Any:
+        """Return the masks [matchers, words] int32."""
+        ...
+
+
 class EngineLoop:
     """Continuous batching over one scheduler and one executor."""
 
@@ -63,8 +98,13 @@ class EngineLoop:
         max_in_flight: int = 1,
         clock: Callable[[], float] = time.monotonic,
         on_submit: Callable[[ScheduledStep], None] | None = None,
+        create_mask_builder: Callable[[], MaskSource] | None = None,
     ):
-        """`on_submit` is called with every step right before the executor gets it."""
+        """`on_submit` is called with every step right before the executor gets it.
+
+        `create_mask_builder` is called by `prepare_grammars`, or when the first request with a
+        grammar arrives.
+        """
         self.scheduler = scheduler
         self.executor = executor
         self.max_in_flight = max_in_flight
@@ -77,17 +117,30 @@ class EngineLoop:
         # CUDA graphs still to capture. Their number is not known before the first capture.
         self.pending_captures = 1
         self.next_capture_time = 0.0  # a busy engine captures no graph before this time
+        self.create_mask_builder = create_mask_builder
+        self.mask_builder: MaskSource | None = None
+        self.pending_grammars: dict[str, PendingGrammar] = {}  # by request id
+        self.unmasked: InFlightEntry | None = None  # the newest step, if it waits for its masks
 
     def add(self, request: EngineRequest) -> None:
-        self.scheduler.add(request, self.clock())
+        if request.grammar:
+            self._compile_grammar(request)
+        else:
+            self.scheduler.add(request, self.clock())
 
     def abort(self, request_id: str) -> bool:
+        if self.pending_grammars.pop(request_id, None):
+            return True
         return self.scheduler.abort(request_id)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request with this id has not ended."""
+        return request_id in self.scheduler.by_request or request_id in self.pending_grammars
 
     @property
     def busy(self) -> bool:
         """Whether any step is in flight or any request has not ended."""
-        return bool(self.in_flight) or self.scheduler.busy
+        return bool(self.in_flight or self.pending_grammars) or self.scheduler.busy
 
     def capture_in_background(self) -> None:
         """Capture one CUDA graph: at once while the engine is idle, else only now and then."""
@@ -99,6 +152,11 @@ class EngineLoop:
         end = self.clock()
         self.last_step_end = end  # the capture is no part of the step in flight
         self.next_capture_time = end + CAPTURE_REST_FACTOR * (end - begin)
+
+    def prepare_grammars(self) -> None:
+        """Start to load what requests with a grammar need, so that the first need not wait."""
+        if self.mask_builder is None and self.create_mask_builder is not None:
+            self.mask_builder = self.create_mask_builder()
 
     def compute_batching_window(self) -> float:
         """Return for how many seconds the next step may stay open for more requests.
@@ -118,13 +176,19 @@ class EngineLoop:
         """Fill up the steps in flight, wait for the oldest one and return its outputs."""
         now = self.clock()
         outputs = self.scheduler.finish_expired(now)
+        if self.pending_grammars:
+            outputs += self._admit_compiled()
         while self._wants_another_step():
             step = self.scheduler.schedule(now)
             if step is None:
                 break
             if self.on_submit is not None:
                 self.on_submit(step)
-            self.in_flight.append(InFlightEntry(step, self.executor.submit(step), now))
+            entry = InFlightEntry(step, self.executor.submit(step), now)
+            self.in_flight.append(entry)
+            if step.masked:
+                self.unmasked = entry
+                outputs += self._provide_masks()
         if not self.in_flight:
             return outputs
         step, pending, submitted = self.in_flight.popleft()
@@ -146,7 +210,8 @@ class EngineLoop:
             if now - wait_begin < IMMEDIATE_RESULT_SECONDS:
                 self.last_step_end = min(now, begin + step_seconds)
         self.last_step_seconds = step_seconds
-        return outputs + self.scheduler.update(step, step_output, step_seconds)
+        outputs += self.scheduler.update(step, step_output, step_seconds)
+        return outputs + self._provide_masks()
 
     def _wants_another_step(self) -> bool:
         """Decide whether to submit one more step before waiting for the oldest.
@@ -155,12 +220,91 @@ class EngineLoop:
         flight are then decode steps. A new request adds a prefill, so the step that ended last was
         at least as long as they are, and its duration is a safe estimate.
         """
+        if self.unmasked is not None:
+            return False
         count = len(self.in_flight)
         if count < self.max_in_flight or self.max_in_flight < 2:
             return count < self.max_in_flight
         queued_seconds = (count + 1) * self.last_step_seconds
         is_queue_short = count < MAX_STEPS_IN_FLIGHT and queued_seconds <= MAX_QUEUED_SECONDS
         return is_queue_short and self.scheduler.can_queue_ahead
+
+    # ---- requests with a grammar -----------------------------------------------------------------
+
+    def _compile_grammar(self, request: EngineRequest) -> None:
+        """Start to compile the grammar of a request. It is scheduled when that is done."""
+        if self.holds(request.id):
+            raise InvalidRequest(f"request id {request.id!r} is already in use", "id")
+        self.prepare_grammars()
+        if self.mask_builder is None:
+            raise InvalidRequest(
+                "structured output needs the tokenizer, and this engine was started without it",
+                "structured_outputs",
+            )
+        matcher = self.mask_builder.create_matcher(request)
+        self.pending_grammars[request.id] = PendingGrammar(request, matcher, self.clock())
+
+    def _admit_compiled(self) -> list[TokenOutput]:
+        """Schedule the requests whose grammars are compiled, and end those that failed."""
+        outputs = []
+        futures = [pending.matcher for pending in self.pending_grammars.values()]
+        if not self.in_flight and not self.scheduler.busy:
+            wait(futures, GRAMMAR_WAIT_SECONDS, "FIRST_COMPLETED")
+        for request, future, arrival_time in list(self.pending_grammars.values()):
+            if not future.done():
+                continue
+            del self.pending_grammars[request.id]
+            error = ""
+            try:
+                matcher = future.result()
+                error = matcher.error
+                if not error:
+                    self.scheduler.add(request, arrival_time, matcher)
+            except BloomeryError as refusal:
+                error = str(refusal)
+            except Exception:
+                log.exception("a grammar could not be compiled")
+                error = "the engine could not compile the grammar of this request"
+            if error:
+                position = len(request.emitted)
+                outputs.append(TokenOutput(request.id, position, finish="error", error=error))
+        return outputs
+
+    def _provide_masks(self) -> list[TokenOutput]:
+        """Give the newest step its masks, as soon as all tokens before them are known.
+
+        Returns the outputs of requests that end here, because no token may follow.
+        """
+        entry = self.unmasked
+        if entry is None or self.mask_builder is None:
+            return []
+        sequences = self.scheduler.in_flight[-1].masked
+        live = [sequence for sequence in sequences if sequence.finish_reason is None]
+        # One pending token is that of the step itself.
+        if any(sequence.num_pending > 1 for sequence in live):
+            return []
+        outputs = []
+        matchers: list[Any] = [sequence.matcher for sequence in live]
+        live_masks = self.mask_builder.compute_masks(matchers)
+        can_continue = live_masks.any(axis=1).tolist()
+        for sequence, matcher, has_token in zip(live, matchers, can_continue, strict=True):
+            if matcher.error:
+                outputs.append(self.scheduler.fail_sequence(sequence, matcher.error))
+            elif not has_token:
+                outputs.append(self.scheduler.stop_sequence(sequence))
+        masks = live_masks
+        still_live = [sequence for sequence in live if sequence.finish_reason is None]
+        if len(still_live) < len(sequences):
+            # A sequence that has ended samples any token; the result is ignored.
+            import numpy as np  # the API process imports this module and needs no numpy
+
+            masks = np.full((len(sequences), live_masks.shape[1]), -1, np.int32)
+            rows = [i for i, sequence in enumerate(sequences) if sequence.finish_reason is None]
+            live_rows = [i for i, sequence in enumerate(live) if sequence.finish_reason is None]
+            masks[rows] = live_masks[live_rows]
+        self.unmasked = None
+        entry.pending.provide_masks(masks)
+        return outputs
 
 
 # ---- step timings --------------------------------------------------------------------------------
@@ -271,11 +415,6 @@ def describe_timing(timing: StepTiming) -> str:
         f"floor {floor_ms:.2f} ms; {causes or 'nothing else'}; "
         f"host busy {timing.host / seconds:.0%}"
     )
-
-
-def add_timings(left: StepTiming, right: StepTiming) -> StepTiming:
-    names = StepTiming.__slots__
-    return StepTiming(*(getattr(left, name) + getattr(right, name) for name in names))
 
 
 def subtract_timings(left: StepTiming, right: StepTiming) -> StepTiming:

@@ -135,6 +135,14 @@ class ReplicaSet:
             roofline_share=sum(shares) / len(shares) if shares else None,
         )
 
+    @property
+    def num_restarts(self) -> int:
+        return sum(client.num_restarts for client in self.clients)
+
+    @property
+    def num_open_requests(self) -> int:
+        return sum(client.num_open_requests for client in self.clients)
+
     async def stream(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
         """Like EngineClient.stream. Requests of one call share a prompt and stay together."""
         now = asyncio.get_running_loop().time()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from bloomery.engine.block_pool import BlockPool
 from bloomery.engine.policy import FcfsPolicy, Policy, SchedulerBudget
-from bloomery.engine.sequence import Sequence
+from bloomery.engine.sequence import Sequence, TokenMatcher
 from bloomery.engine.step_time import StepFeatures
 from bloomery.errors import InvalidRequest
 from bloomery.messages import (
@@ -46,6 +46,7 @@ class InFlightStep:
     decode_blocks: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # new blocks
     chunks: list[ScheduledRequest] = field(default_factory=list)
     chunk_sequences: list[Sequence] = field(default_factory=list)  # of `chunks`, in order
+    masked: list[Sequence] = field(default_factory=list)  # sample a token that a grammar allows
 
     @property
     def is_empty(self) -> bool:
@@ -68,7 +69,14 @@ class InFlightStep:
             chunk_features.prefill_pairs,
         )
         chunks = tuple(self.chunks)
-        return ScheduledStep(chunks, tuple(finished), ids, positions, tuple(self.decode_blocks))
+        self.masked = [sequence for sequence in self.decodes if sequence.matcher is not None]
+        for chunk, sequence in zip(chunks, self.chunk_sequences, strict=True):
+            if chunk.samples and sequence.matcher is not None:
+                self.masked.append(sequence)
+        masked_ids = tuple([sequence.id for sequence in self.masked])
+        return ScheduledStep(
+            chunks, tuple(finished), ids, positions, tuple(self.decode_blocks), masked_ids
+        )
 
 
 class Scheduler:
@@ -102,8 +110,13 @@ class Scheduler:
 
     # ---- arrivals and departures ---------------------------------------------------------------
 
-    def add(self, request: EngineRequest, now: float = 0.0) -> None:
-        """Put a request into the queue. Raises InvalidRequest if it can never run."""
+    def add(
+        self, request: EngineRequest, now: float = 0.0, matcher: TokenMatcher | None = None
+    ) -> None:
+        """Put a request into the queue. Raises InvalidRequest if it can never run.
+
+        A request with a grammar comes with the grammar's `matcher`.
+        """
         length = len(request.prompt) + request.max_tokens
         capacity = self.block_pool.num_blocks * self.block_pool.block_size
         if length > capacity:
@@ -113,7 +126,7 @@ class Scheduler:
             )
         if request.id in self.by_request:
             raise InvalidRequest(f"request id {request.id!r} is already in use", "id")
-        sequence = Sequence.from_request(self.next_id, request, now)
+        sequence = Sequence.from_request(self.next_id, request, now, matcher)
         self.next_id += 1
         self.by_request[request.id] = sequence
         if request.deadline is not None:
@@ -152,6 +165,17 @@ class Scheduler:
             outputs.append(TokenOutput(request.id, num_tokens, finish="deadline", error=error))
         return outputs
 
+    def fail_sequence(self, sequence: Sequence, error: str) -> TokenOutput:
+        """End a request that cannot go on; others are not affected."""
+        self._finish_sequence(sequence, "error")
+        request = sequence.request
+        return TokenOutput(request.id, sequence.num_output_tokens, finish="error", error=error)
+
+    def stop_sequence(self, sequence: Sequence) -> TokenOutput:
+        """End a request whose output is complete."""
+        self._finish_sequence(sequence, "stop")
+        return TokenOutput(sequence.request.id, sequence.num_output_tokens, finish="stop")
+
     @property
     def busy(self) -> bool:
         """Whether any request has not ended."""
@@ -166,14 +190,17 @@ class Scheduler:
         """Whether more steps than usual may be in flight, because the batch cannot change.
 
         No sequence waits. Every step in flight decodes all running sequences. No sequence can end
-        before its maximum length. The next step needs no preemption.
+        before its maximum length, and none has a grammar. The next step needs no preemption.
         """
         num_running = len(self.running)
         return (
             not self.waiting
             and num_running <= self.block_pool.num_free_blocks
             and all(len(step.decodes) == num_running and not step.chunks for step in self.in_flight)
-            and not any(sequence.request.stop_ids for sequence in self.running.values())
+            and not any(
+                sequence.request.stop_ids or sequence.matcher is not None
+                for sequence in self.running.values()
+            )
         )
 
     # ---- the next step -------------------------------------------------------------------------
@@ -454,6 +481,7 @@ class Scheduler:
                 or length >= sequence.max_num_tokens
                 or token in request.stop_ids
                 or sequence.drafts
+                or sequence.matcher is not None
                 or (block_size and length // block_size > len(sequence.block_serials))
             ):
                 entry = SampledTokens(sequence.id, (token,))
@@ -508,10 +536,14 @@ class Scheduler:
         finish: FinishReason | None = None
         for num_output, token in enumerate(ids, position + 1):
             sequence.tokens.append(token)
-            if token in request.stop_ids and num_output > request.sampling.min_tokens:
+            # A grammar allows a stop id before min_tokens only if no other token is left.
+            may_stop = num_output > request.sampling.min_tokens or sequence.matcher is not None
+            if token in request.stop_ids and may_stop:
                 finish = "stop"
-            elif num_output >= request.max_tokens:
-                finish = "length"
+            else:
+                finish = advance_grammar(sequence, token)
+                if finish is None and num_output >= request.max_tokens:
+                    finish = "length"
             if finish:
                 ids = ids[: num_output - position]
                 break
@@ -519,10 +551,15 @@ class Scheduler:
         if position == len(request.emitted):
             prompt_logprobs = tuple(sequence.prompt_logprobs)
         self.block_pool.publish(sequence)
+        error = None
         if finish:
             self._finish_sequence(sequence, finish)
+            if finish == "error" and sequence.matcher is not None:
+                error = sequence.matcher.error
         logprobs = entry.logprobs[: len(ids)]
-        return TokenOutput(request.id, position, ids, logprobs, prompt_logprobs, num_cached, finish)
+        return TokenOutput(
+            request.id, position, ids, logprobs, prompt_logprobs, num_cached, finish, error
+        )
 
     def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a request. Its blocks stay until no step in flight writes to them."""
@@ -534,6 +571,17 @@ class Scheduler:
             self.finished_ids.append(sequence.id)
         if not sequence.steps_in_flight:
             self.block_pool.release(sequence)
+
+
+def advance_grammar(sequence: Sequence, token: int) -> FinishReason | None:
+    """Tell the sequence's grammar about a token; returns why the request ends, if it does."""
+    matcher = sequence.matcher
+    if matcher is None:
+        return None
+    matcher.accept(token)
+    if matcher.error:
+        return "error"
+    return "stop" if matcher.is_finished else None
 
 
 def compute_step_features(requests: Iterable[ScheduledRequest]) -> StepFeatures:

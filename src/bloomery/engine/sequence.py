@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from bloomery.messages import EngineRequest, FinishReason, TokenLogprob
+
+
+class TokenMatcher(Protocol):
+    """The grammar state of a request: which tokens may come next."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing may follow the output."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why the request must end, if it must."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Advance by one token of the output."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +56,7 @@ class Sequence:
     is_waiting: bool = False  # in the queue of the policy
     is_pending_victim: bool = False  # to be preempted when no step in flight contains it
     num_preemptions: int = 0
+    matcher: TokenMatcher | None = None  # of a request with a grammar
     # The fields below belong to the policy.
     is_short: bool = False
     uncharged_seconds: float = 0.0  # solo time that its tenant has not been charged for yet
@@ -44,11 +64,17 @@ class Sequence:
     queue_key: float = 0.0  # fixed at arrival; the queue admits the lowest key first
 
     @classmethod
-    def from_request(cls, id: int, request: EngineRequest, now: float = 0.0) -> Sequence:
+    def from_request(
+        cls,
+        id: int,
+        request: EngineRequest,
+        now: float = 0.0,
+        matcher: TokenMatcher | None = None,
+    ) -> Sequence:
         """Create the sequence of a new request. Tokens a client already has count as output."""
         tokens = [*request.prompt, *request.emitted]
         max_num_tokens = len(request.prompt) + request.max_tokens
-        return cls(id, request, tokens, max_num_tokens, arrival_time=now)
+        return cls(id, request, tokens, max_num_tokens, arrival_time=now, matcher=matcher)
 
     @property
     def length(self) -> int:

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from bloomery.config import EnginePlan
 from bloomery.engine.executor import LoadProgress
 from bloomery.errors import ConfigError
@@ -33,6 +35,7 @@ from bloomery.ipc import (
     BlockingChannel,
     EngineMessage,
     RankJoin,
+    RankMasks,
     RankStep,
     describe_exit,
     spawn_child,
@@ -153,7 +156,13 @@ class MultiprocessExecutor:
         with self._close_on_error():
             for rank in self.ranks:
                 rank.send(frame)
-        return DeferredResult(self._next_output)
+        return DeferredResult(self._next_output, self._send_masks)
+
+    def _send_masks(self, masks: np.ndarray) -> None:
+        frame = ENGINE_CODEC.encode(RankMasks(masks.tobytes()))
+        with self._close_on_error():
+            for rank in self.ranks:
+                rank.send(frame)
 
     def _next_output(self) -> StepOutput:
         with self._close_on_error():

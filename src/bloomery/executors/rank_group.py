@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from bloomery.errors import BloomeryError
 from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
 
@@ -20,9 +22,13 @@ class RankLostError(BloomeryError):
 
 @dataclass(frozen=True)
 class DeferredResult:
-    """A pending step. `result` fetches its output; calls must be in the order of submission."""
+    """A pending step. `result` fetches its output; calls must be in the order of submission.
+
+    `provide_masks` sends the masks of its masked sequences to the ranks.
+    """
 
     result: Callable[[], StepOutput]
+    provide_masks: Callable[[np.ndarray], None]
 
 
 class PipelineTokens:

@@ -18,6 +18,7 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from bloomery.config import EnginePlan, bind_network_interface
@@ -29,6 +30,7 @@ from bloomery.ipc import (
     EngineMessage,
     ProtocolError,
     RankJoin,
+    RankMasks,
     RankStep,
     create_progress_reporter,
     die_with_parent,
@@ -75,7 +77,16 @@ class RankWorker:
         self.capacity = replace(self.worker.capacity, stages=plan.pipeline_parallel_size)
 
     def run(self, rank_step: RankStep) -> PendingStep:
-        return self.worker.run(rank_step.step, rank_step.last_tokens)
+        """Start a step. A step with masked sequences samples in `provide_masks`."""
+        self.last_step = self.worker.run(rank_step.step, rank_step.last_tokens)
+        return self.last_step
+
+    def provide_masks(self, rank_masks: RankMasks) -> PendingStep:
+        """Let the last step sample with its masks."""
+        num_words = -(-self.worker.capacity.vocab // 32)
+        masks = np.frombuffer(rank_masks.masks, np.int32).reshape(-1, num_words)
+        self.last_step.provide_masks(masks)
+        return self.last_step
 
     def leave(self) -> None:
         """Unload the model and leave the other ranks. The process may join again."""
@@ -153,9 +164,14 @@ def run_steps(
     sender = threading.Thread(target=send_outputs, args=(pending_steps, channel), daemon=True)
     if rank.is_driver:
         sender.start()
-    while isinstance(message := inbox.get(), RankStep):
-        pending = rank.run(message)
-        if rank.is_driver:
+    while isinstance(message := inbox.get(), RankStep | RankMasks):
+        if isinstance(message, RankMasks):
+            pending = rank.provide_masks(message)
+            is_complete = True
+        else:
+            pending = rank.run(message)
+            is_complete = not message.step.masked
+        if rank.is_driver and is_complete:
             pending_steps.put(pending)
     if rank.is_driver:
         pending_steps.put(None)

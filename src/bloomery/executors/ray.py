@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import ray
 import torch.distributed as dist
 from ray._private.services import get_ray_address_from_environment
@@ -39,7 +40,7 @@ from bloomery.executors.rank_group import (
     find_driver_rank,
 )
 from bloomery.executors.rank_worker import RankWorker
-from bloomery.ipc import ENGINE_CODEC, FrameDecoder, ProtocolError, RankJoin, RankStep
+from bloomery.ipc import ENGINE_CODEC, FrameDecoder, ProtocolError, RankJoin, RankMasks, RankStep
 from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
 
 # Seconds until other jobs must have released the resources of the placement group.
@@ -48,7 +49,7 @@ PLACEMENT_SECONDS = 120.0
 CONNECT_SECONDS = 10.0
 SIOCGIFADDR = 0x8915  # ioctl of Linux: the address of a network interface
 
-MessageT = TypeVar("MessageT", RankJoin, RankStep, EngineCapacity, StepOutput)
+MessageT = TypeVar("MessageT", RankJoin, RankStep, RankMasks, EngineCapacity, StepOutput)
 
 
 def decode_frame(frame: bytes, message_type: type[MessageT]) -> MessageT:
@@ -100,7 +101,16 @@ class RayRankActor:
         """Start a step. Takes a RankStep."""
         if self.rank is None:
             raise RuntimeError("run before join")
-        pending = self.rank.run(decode_frame(frame, RankStep))
+        rank_step = decode_frame(frame, RankStep)
+        pending = self.rank.run(rank_step)
+        if self.rank.is_driver and not rank_step.step.masked:
+            self.pending_steps.put(pending)
+
+    def provide_masks(self, frame: bytes) -> None:
+        """Let the last step sample. Takes a RankMasks."""
+        if self.rank is None:
+            raise RuntimeError("masks before join")
+        pending = self.rank.provide_masks(decode_frame(frame, RankMasks))
         if self.rank.is_driver:
             self.pending_steps.put(pending)
 
@@ -214,7 +224,13 @@ class RayExecutor:
             runs = [actor.run.remote(frame) for actor in self.actors]
             output = self.actors[self.driver].next_output.remote()
             self.in_flight.append(RayStep(output, runs))
-        return DeferredResult(self._next_output)
+        return DeferredResult(self._next_output, self._send_masks)
+
+    def _send_masks(self, masks: np.ndarray) -> None:
+        frame = ENGINE_CODEC.encode(RankMasks(masks.tobytes()))
+        with self._close_on_error():
+            runs = [actor.provide_masks.remote(frame) for actor in self.actors]
+            self.in_flight[-1].runs.extend(runs)
 
     def _next_output(self) -> StepOutput:
         output_ref, waiting = self.in_flight.popleft()

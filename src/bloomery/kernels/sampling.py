@@ -616,7 +616,8 @@ def relevance_bound(
 
     With top_k: k blocks have a token at least as high as the k-th highest block best. With min_p:
     its own border, widened by more than rounding can move it. Without either, only tokens before
-    the candidate matter.
+    the candidate matter. Forbidden tokens, whose score is -inf, matter only if there are no others:
+    a grammar may forbid most of the vocabulary.
     """
     bound = tl.where((k > 0) | (min_prob > 0.0), 0, score_to_ordinal(candidate_score))
     if k > 0:
@@ -632,6 +633,8 @@ def relevance_bound(
         lowest = best + temp * tl.log(min_prob)
         margin = 1e-5 * (tl.abs(lowest) + tl.abs(best))
         bound = tl.maximum(bound, score_to_ordinal(lowest - margin))
+    if best > -float("inf"):
+        bound = tl.maximum(bound, 0x00800000)  # the ordinal after that of -inf
     return bound
 
 

@@ -17,12 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from bloomery.attention.base import AttentionBackend, AttentionMetadata
+from bloomery.attention.base import AttentionBackend, AttentionMetadata, upload
 from bloomery.kernels.rows import advance_rows
+from bloomery.kernels.token_mask import TokenMasks, mask_logits
 from bloomery.models.decoder import Decoder
 from bloomery.native.thread_pool import OpTrace, ThreadPool, TraceArena
 from bloomery.native.trace import UnsupportedOperation, record_trace
@@ -198,12 +200,58 @@ class CudaGraphRunner:
             self.graphs[shape] = self.pool.capture(work)
 
 
+class MixedStep(NamedTuple):
+    """Which batch slots of a mixed step have results."""
+
+    num_decodes: int
+    first_chunk: int  # batch slot of the first chunk
+    sampled_chunks: tuple[PlacedRequest, ...]  # chunks that sample, in the order of their slots
+
+
+class MaskUpload:
+    """Copies masks to the device through pinned buffers that are allocated once.
+
+    Masks are large, and allocating pinned memory for every step would stall the host for
+    milliseconds. There are two buffers: while one is being copied, the other can be filled.
+    """
+
+    def __init__(self, max_masks: int, device: torch.device):
+        self.max_masks = max_masks
+        self.device = device
+        self.hosts: list[torch.Tensor] = []  # pinned, allocated by the first masks
+        self.copied: list[torch.cuda.Event] = []  # when each of them may be filled again
+        self.target = torch.empty(0)
+        self.turn = 0
+
+    def copy(self, bits: np.ndarray) -> torch.Tensor:
+        """Return masks [masks, words] int32 on the device; queues the copy without waiting."""
+        source = torch.from_numpy(bits)
+        if self.device.type != "cuda":
+            return source
+        num_masks, num_words = bits.shape
+        if not self.hosts:
+            shape = (self.max_masks, num_words)
+            self.target = torch.empty(shape, dtype=torch.int32, device=self.device)
+            for _ in range(2):
+                self.hosts.append(torch.empty(shape, dtype=torch.int32, pin_memory=True))
+                self.copied.append(torch.cuda.Event())
+        self.turn = 1 - self.turn
+        host = self.hosts[self.turn][:num_masks]
+        self.copied[self.turn].synchronize()
+        host.copy_(source)
+        target = self.target[:num_masks]
+        target.copy_(host, non_blocking=True)
+        self.copied[self.turn].record()
+        return target
+
+
 class ModelRunner:
     """Runs steps of every kind.
 
     samples: this rank has the last pipeline stage, so it samples. If another stage samples, its
         tokens arrive before the step that needs them.
     mixed_steps: steps with prefill chunks may read their decode inputs from the device.
+    logits_dtype: of the model's logits, as far as nothing converts them.
     """
 
     def __init__(
@@ -217,6 +265,7 @@ class ModelRunner:
         samples: bool = True,
         mixed_steps: bool = True,
         graph_pool: GraphPool | None = None,
+        logits_dtype: torch.dtype = torch.float32,
     ):
         self.model = model
         self.rows = rows
@@ -228,8 +277,10 @@ class ModelRunner:
         device = rows.last_tokens.device
         max_slots = rows.max_num_seqs
         # Results of self-feeding steps, by batch slot.
-        self.logits = torch.zeros(max_slots, vocab_size, dtype=torch.float32, device=device)
+        num_slots = max_slots + NUM_PREFILL_SLOTS
+        self.logits = torch.zeros(num_slots, vocab_size, dtype=logits_dtype, device=device)
         self.tokens = torch.zeros(max_slots + NUM_PREFILL_SLOTS, dtype=torch.int64, device=device)
+        self.mask_upload = MaskUpload(num_slots, device)
         self.num_padding = 0  # padding positions of the last step
         self.sizes = CaptureSizes()
         self.work_runner: WorkRunner = EagerRunner()
@@ -266,12 +317,13 @@ class ModelRunner:
         self.work_runner = trace_runner
         return None
 
-    def capture_graphs(self) -> Iterator[int]:
+    def capture_graphs(self, with_masked: bool = True) -> Iterator[int]:
         """Capture one graph at a time; yields how many are left, and ends with the last one.
 
         The largest step comes first. Decode steps follow, the smallest first, because the batch of
-        a server grows from small to large; mixed steps come last. Other steps may run in between,
-        eagerly if their graph does not exist yet.
+        a server grows from small to large; then mixed steps. `with_masked`: decode steps that end
+        with logits come last, for requests with grammars. Other steps may run in between, eagerly
+        if their graph does not exist yet.
         """
         graph_runner = self.graph_runner
         if graph_runner is None:
@@ -280,6 +332,8 @@ class ModelRunner:
         if self.mixed_steps:
             largest, *smaller = self.sizes.mixed_shapes()
             shapes = [largest, *shapes, *smaller]
+        if with_masked:
+            shapes += self.sizes.decode_shapes(fused_sampling=False)
         num_left = len(shapes)
         for shape in shapes:
             self.buffers.write_padding(shape)
@@ -289,14 +343,15 @@ class ModelRunner:
             if num_left:  # the generator ends with the last graph, so that it is freed
                 yield num_left
 
-    def run_decodes(self, order: BatchOrder) -> None:
+    def run_decodes(self, order: BatchOrder, fused_sampling: bool) -> None:
         """Queue a step in which each of these rows computes one position.
 
         Afterwards `tokens` or, without fused sampling, `logits` has the result of each batch slot.
         """
         self.rows.upload_new_blocks()
-        if order is not self.resident_order:
-            shape = self.sizes.pad_decode(order)
+        is_resident = self.resident_shape.fused_sampling == fused_sampling
+        if order is not self.resident_order or not is_resident:
+            shape = self.sizes.pad_decode(len(order.rows), fused_sampling)
             self.buffers.write_decodes(order.row_indices, shape)
             self.resident_order = order
             self.resident_shape = shape
@@ -324,26 +379,59 @@ class ModelRunner:
         )
 
     def run_mixed(
-        self, order: BatchOrder, chunks: Sequence[PlacedRequest], max_position: int
-    ) -> tuple[list[int], torch.Tensor]:
+        self,
+        order: BatchOrder,
+        chunks: Sequence[PlacedRequest],
+        max_position: int,
+        fused_sampling: bool = True,
+    ) -> MixedStep:
         """Queue a step of decodes, at positions up to `max_position`, and prefill chunks.
 
-        Returns the sequences that end their prompt here, and all sampled tokens: those of the
-        decodes first, then one for each of these sequences.
+        Afterwards `tokens` or, without fused sampling, `logits` has the result of each batch slot:
+        those of the decodes first, and from `first_chunk` on those of the chunks that sample.
         """
         # Chunks that sample come first, so that their tokens are adjacent in `tokens`.
         chunks = sorted(chunks, key=lambda pair: not pair[0].samples)
         self.rows.upload_new_blocks()
         num_decodes = len(order.rows)
         num_tokens = num_decodes + sum(scheduled.count for scheduled, _ in chunks)
-        shape = self.sizes.pad_mixed(num_decodes, num_tokens, max_position)
+        shape = self.sizes.pad_mixed(num_decodes, num_tokens, max_position, fused_sampling)
         self.num_padding = shape.num_tokens - num_tokens
         self.buffers.write_mixed(order.row_indices, chunks, shape)
         self.work_runner.run(shape, partial(self._compute, shape))
-        sequences = [scheduled.sequence for scheduled, _ in chunks if scheduled.samples]
-        first_chunk = shape.num_decodes
-        tokens_of_chunks = self.tokens[first_chunk : first_chunk + len(sequences)]
-        return sequences, torch.cat((self.tokens[:num_decodes], tokens_of_chunks))
+        sampled = tuple([pair for pair in chunks if pair[0].samples])
+        return MixedStep(num_decodes, shape.num_decodes, sampled)
+
+    def collect_mixed_tokens(self, mixed: MixedStep) -> torch.Tensor:
+        """Return the tokens of the decodes, then one for each chunk that samples."""
+        if not mixed.sampled_chunks:
+            return self.tokens[: mixed.num_decodes]
+        last_chunk = mixed.first_chunk + len(mixed.sampled_chunks)
+        tokens_of_chunks = self.tokens[mixed.first_chunk : last_chunk]
+        return torch.cat((self.tokens[: mixed.num_decodes], tokens_of_chunks))
+
+    def sample_masked(
+        self, rows: np.ndarray, positions: np.ndarray, bits: np.ndarray, slots: Sequence[int]
+    ) -> None:
+        """Sample for a self-feeding step that ended with logits, now that its masks are known.
+
+        rows and positions [slots]: the row of each batch slot, perhaps the padding row, and the
+        position of its new token. bits [masks, words] are the masks of the batch slots `slots`.
+        Afterwards `tokens` has the result of each batch slot.
+        """
+        state = self.rows
+        num_slots = len(rows)
+        # One copy for all of these: each costs the host as much as a kernel launch.
+        packed = torch.from_numpy(np.concatenate((rows, positions, slots)))
+        uploaded = upload(packed, state.positions.device, state.positions.dtype)
+        slot_rows = uploaded[:num_slots].to(torch.int32)
+        seq_lens = uploaded[num_slots : 2 * num_slots]
+        device_masks = TokenMasks(self.mask_upload.copy(bits), uploaded[2 * num_slots :])
+        logits = self.logits[:num_slots]
+        mask_logits(logits, device_masks, state.pool)
+        tokens = self.sample_tokens(logits, slot_rows, seq_lens)
+        self.tokens[:num_slots] = tokens
+        advance_rows(slot_rows, tokens, seq_lens, state.last_tokens, state.positions, state.pool)
 
     def run_host_batch(self, batch: StepBatch) -> torch.Tensor:
         """Queue a step that the host laid out; returns hidden states at its output indices."""
@@ -357,7 +445,8 @@ class ModelRunner:
         if not self.samples:
             return
         if not shape.fused_sampling:
-            self.logits[: shape.num_sequences] = self.model.compute_logits(hidden)
+            logits = self.model.compute_logits(hidden, as_float32=False)
+            self.logits[: shape.num_sequences] = logits
             return
         rows = batch.sampling_rows
         assert rows is not None

@@ -1,11 +1,11 @@
 """The sampler: from logits to tokens, for a batch in which every request has its own parameters.
 
 A token is a function of its own row of logits, the request's sampling parameters, the request's
-tokens so far, its seed and its position. Other requests of the batch, the request's row, preemption
-and drafts change nothing. The order is: allowed_token_ids, logit_bias, bad_words, min_tokens,
-watermark, then repetition, frequency and presence penalty, then temperature, then truncation by
-min_p, top_k, top_p and typical_p, then the highest of score / temperature + Gumbel noise. The
-lowest id wins among equals.
+tokens so far, its grammar, its seed and its position. Other requests of the batch, the request's
+row, preemption and drafts change nothing. The order is: the grammar's mask, allowed_token_ids,
+logit_bias, bad_words, min_tokens, watermark, then repetition, frequency and presence penalty, then
+temperature, then truncation by min_p, top_k, top_p and typical_p, then the highest of
+score / temperature + Gumbel noise. The lowest id wins among equals.
 
 A request occupies a row for as long as it runs. A sample is one token to choose: one row of logits
 at one position of one request; a request with n drafts (speculative decoding) has 1 + n samples.
@@ -39,6 +39,7 @@ from bloomery.kernels.sampling_reference import (
     stable_topk,
     truncation_mask,
 )
+from bloomery.kernels.token_mask import TokenMasks, mask_logits
 from bloomery.messages import NewRequestData, ResolvedSampling, TokenLogprob
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
@@ -440,12 +441,15 @@ class Sampler:
             self.new_rows.remove(row)
 
     def sample(
-        self, logits: torch.Tensor, requests: Sequence[tuple[int, int, Sequence[int]]]
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[tuple[int, int, Sequence[int]]],
+        masks: TokenMasks | None = None,
     ) -> SamplerOutput:
         """Sample one token for each row of logits [samples, vocab].
 
         requests: (row, position of the token to sample, drafts). Each request has 1 + len(drafts)
-        consecutive rows of logits.
+        consecutive rows of logits. masks: the tokens that grammars allow.
         """
         self.upload_new_requests()
         for row, position, drafts in requests:
@@ -459,7 +463,7 @@ class Sampler:
             positions += range(position, position + num_samples)
         batch = SampleBatch.build(sample_requests, positions, self.device)
         raw = logits.float()
-        tokens = self._choose_tokens(self._process_logits(raw, batch), batch)
+        tokens = self._choose_tokens(self._process_logits(raw, batch, masks), batch)
         self._store_history(tokens, batch)
         all_drafts = tuple(drafts for _, _, drafts in requests)
         counts = {
@@ -519,12 +523,17 @@ class Sampler:
 
     # ---- logits processors and penalties ----
 
-    def _process_logits(self, raw: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+    def _process_logits(
+        self, raw: torch.Tensor, batch: SampleBatch, masks: TokenMasks | None
+    ) -> torch.Tensor:
         """Return the raw logits themselves if no sample changes them, else a changed copy."""
         with_penalties = [i for i, request in enumerate(batch.requests) if request.has_penalties]
-        if not with_penalties and not any(request.processors for request in batch.requests):
+        has_processors = any(request.processors for request in batch.requests)
+        if not with_penalties and not has_processors and masks is None:
             return raw
         scores = raw.clone()
+        if masks is not None:
+            mask_logits(scores, masks)
         for row_scores, request, position in zip(scores, batch.requests, batch.positions):
             for processor in request.processors:
                 processor.apply(row_scores, position, self.history[request.row])

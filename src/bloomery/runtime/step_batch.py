@@ -21,7 +21,7 @@ import torch
 from bloomery.attention.base import AttentionMetadata, build_step_tensors, upload
 from bloomery.kernels.rows import gather_decode_inputs, gather_mixed_inputs
 from bloomery.messages import ScheduledRequest
-from bloomery.runtime.rows import BatchOrder, PlacedRequest, RequestRow, RequestRows
+from bloomery.runtime.rows import PlacedRequest, RequestRow, RequestRows
 
 # Prefill slots of a mixed step. The last one is the padding that fills the step up.
 NUM_PREFILL_SLOTS = 8
@@ -139,9 +139,13 @@ def decode_shape(num_decodes: int, fused_sampling: bool = True) -> StepShape:
     return StepShape(num_decodes, num_decodes, fused_sampling=fused_sampling)
 
 
-def mixed_shape(num_decodes: int, num_tokens: int, decodes_as_prefills: bool) -> StepShape:
+def mixed_shape(
+    num_decodes: int, num_tokens: int, decodes_as_prefills: bool, fused_sampling: bool = True
+) -> StepShape:
     """The shape of a step with prefill chunks."""
-    return StepShape(num_decodes, num_tokens, NUM_PREFILL_SLOTS, decodes_as_prefills)
+    return StepShape(
+        num_decodes, num_tokens, NUM_PREFILL_SLOTS, decodes_as_prefills, fused_sampling
+    )
 
 
 def decode_batch_sizes(max_num_seqs: int, tile_size: int = 1) -> list[int]:
@@ -176,10 +180,10 @@ class CaptureSizes:
             mixed_tokens=[*tokens, max_mixed_tokens],
         )
 
-    def decode_shapes(self) -> list[StepShape]:
+    def decode_shapes(self, fused_sampling: bool = True) -> list[StepShape]:
         """Decode steps to capture at the start: the largest first, then the others ascending."""
         sizes = [*self.decodes[-1:], *self.decodes[:-1]]
-        return [decode_shape(size) for size in sizes]
+        return [decode_shape(size, fused_sampling) for size in sizes]
 
     def mixed_shapes(self) -> list[StepShape]:
         """Mixed steps to capture at the start: all that leave room for a prefill token.
@@ -201,16 +205,20 @@ class CaptureSizes:
                 ]
         return list(dict.fromkeys(shapes))
 
-    def pad_decode(self, order: BatchOrder) -> StepShape:
-        """The shape of a decode step of these rows."""
-        return decode_shape(round_up(len(order.rows), self.decodes), order.fused_sampling)
+    def pad_decode(self, num_decodes: int, fused_sampling: bool = True) -> StepShape:
+        """The shape of a decode step of that many rows."""
+        return decode_shape(round_up(num_decodes, self.decodes), fused_sampling)
 
-    def pad_mixed(self, num_decodes: int, num_tokens: int, max_position: int) -> StepShape:
+    def pad_mixed(
+        self, num_decodes: int, num_tokens: int, max_position: int, fused_sampling: bool = True
+    ) -> StepShape:
         """The shape of a mixed step whose decodes are at positions up to `max_position`."""
         slots = round_up(num_decodes, self.mixed_decodes)
         few_decodes = slots <= MIXED_DECODE_SLOTS[0]
         as_prefills = few_decodes and max_position < SHORT_DECODE_POSITIONS
-        return mixed_shape(slots, round_up(num_tokens, self.mixed_tokens), as_prefills)
+        return mixed_shape(
+            slots, round_up(num_tokens, self.mixed_tokens), as_prefills, fused_sampling
+        )
 
 
 def round_up(count: int, sizes: Sequence[int]) -> int:

@@ -8,11 +8,12 @@ the device for the next step, so no step waits for the result of another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from bloomery.artifacts.locate import ModelArtifact
@@ -20,6 +21,7 @@ from bloomery.attention.base import AttentionBackend, download, upload
 from bloomery.attention.select import select_backend
 from bloomery.config import EnginePlan
 from bloomery.hardware import detect_hardware
+from bloomery.kernels.token_mask import TokenMasks
 from bloomery.messages import (
     EngineCapacity,
     SampledTokens,
@@ -45,7 +47,13 @@ from bloomery.runtime.meter import StepMeter, StepReading, build_roofline
 from bloomery.runtime.pipeline_balance import select_stage_layers
 from bloomery.runtime.pooling import normalize_embedding, pool_hidden_states
 from bloomery.runtime.rows import BatchOrder, PlacedRequest, RequestRows
-from bloomery.runtime.runner import ForwardPass, GraphPool, ModelForward, ModelRunner
+from bloomery.runtime.runner import (
+    ForwardPass,
+    GraphPool,
+    MixedStep,
+    ModelForward,
+    ModelRunner,
+)
 from bloomery.runtime.sampler import (
     AcceptedTokens,
     FusedSampler,
@@ -122,7 +130,10 @@ class Worker:
         )
         notes = (*loaded.notes, cache_size.note, trace_note)
         self.capacity = self._report_capacity(loaded, cache_size, notes)
-        self.capture_progress: Iterator[int] = self.runner.capture_graphs()
+        # Several ranks capture before they are ready, so they leave out graphs of rarer steps.
+        self.capture_progress: Iterator[int] = self.runner.capture_graphs(
+            with_masked=plan.tensor_parallel_size == 1
+        )
         self.meter: StepMeter | None = StepMeter(self.roofline, self.device)
 
     # ---- start, in the order of the calls --------------------------------------------------------
@@ -242,7 +253,16 @@ class Worker:
             samples=self.is_last_stage,
             mixed_steps=mixed_steps,
             graph_pool=self.graph_pool,
+            logits_dtype=self._find_logits_dtype(),
         )
+
+    @torch.inference_mode()
+    def _find_logits_dtype(self) -> torch.dtype:
+        """The dtype in which steps keep their logits until they sample."""
+        if self.device.type != "cuda" or not self.is_last_stage:
+            return torch.float32
+        hidden = torch.zeros(1, self.decoder.spec.hidden, dtype=self.dtype, device=self.device)
+        return self.model.compute_logits(hidden, as_float32=False).dtype
 
     @torch.inference_mode()
     def _trace_decode_steps(self) -> str | None:
@@ -289,6 +309,7 @@ class Worker:
     def run(self, step: ScheduledStep, sampled: Sequence[tuple[int, int]] = ()) -> LaunchedStep:
         """Queue the work of a step; waits for the device only if drafts must be verified.
 
+        A step with masked sequences queues its forward pass and samples in `provide_masks`.
         sampled: (sequence, last token) pairs, where another pipeline stage has sampled them.
         """
         if self.meter is not None:
@@ -296,7 +317,9 @@ class Worker:
         launched = self._run_step(step, sampled)
         if self.meter is not None:
             launched.meter = self.meter
-            launched.reading = self.meter.end(self.runner.num_padding)
+            launched.num_padding = self.runner.num_padding
+            if launched.is_launched:
+                launched.reading = self.meter.end(launched.num_padding)
         if self.graph_pool is not None:
             self.graph_pool.capture_pending()
         return launched
@@ -314,7 +337,7 @@ class Worker:
         decodes = self.rows.place_decodes(step.decodes, step.decode_positions)
         placed = [*decodes, *chunks]
         batch = build_host_batch(placed, self.rows.last_tokens, self.plan.block_size)
-        return self._run_host_batch(batch)
+        return self._run_host_batch(batch, step.masked)
 
     def _update_rows(self, step: ScheduledStep) -> list[PlacedRequest]:
         """Release finished requests, admit new ones, extend block tables; returns placed chunks."""
@@ -346,19 +369,21 @@ class Worker:
     def _run_decodes(self, step: ScheduledStep) -> LaunchedStep:
         """Run a step in which every sequence computes one position, fed from the device."""
         order = self.rows.order_decodes(step.decodes, step.decode_positions)
-        self.runner.run_decodes(order)
+        fused_sampling = order.fused_sampling and not step.masked
+        self.runner.run_decodes(order, fused_sampling)
         num_decodes = len(order.rows)
         if not self.is_last_stage:
             return LaunchedStep([], None)
-        if order.fused_sampling:
+        if fused_sampling:
             output = SamplerOutput(self.runner.tokens[:num_decodes], ())
             return LaunchedStep([], output, decode_indices=order.step_indices)
+        if order.fused_sampling:
+            return self._defer_sampling(step, order, MixedStep(num_decodes, num_decodes, ()))
         placed = self.rows.place_decodes(step.decodes, step.decode_positions)
         requests = [
             BatchedRequest(*placed[index], slot) for slot, index in enumerate(order.step_indices)
         ]
-        output = self._sample(requests, self.runner.logits[:num_decodes])
-        return LaunchedStep([request.scheduled.sequence for request in requests], output)
+        return self._launch_sampling(requests, self.runner.logits[:num_decodes], step.masked)
 
     def _run_mixed(
         self, step: ScheduledStep, order: BatchOrder, chunks: list[PlacedRequest]
@@ -366,11 +391,72 @@ class Worker:
         """Run a step of decodes and a few prefill chunks, fed from the device."""
         self.sampler.upload_new_requests()
         max_position = max(step.decode_positions, default=0)
-        sequences, tokens = self.runner.run_mixed(order, chunks, max_position)
+        mixed = self.runner.run_mixed(order, chunks, max_position, not step.masked)
+        if step.masked:
+            return self._defer_sampling(step, order, mixed)
+        tokens = self.runner.collect_mixed_tokens(mixed)
         output = SamplerOutput(tokens, ()) if len(tokens) else None
+        sequences = [scheduled.sequence for scheduled, _ in mixed.sampled_chunks]
         return LaunchedStep(sequences, output, decode_indices=order.step_indices)
 
-    def _run_host_batch(self, batch: StepBatch) -> LaunchedStep:
+    def _defer_sampling(
+        self, step: ScheduledStep, order: BatchOrder, mixed: MixedStep
+    ) -> LaunchedStep:
+        """Return a self-feeding step that samples with the fused sampler once it has its masks."""
+        sampled = mixed.sampled_chunks
+        num_slots = mixed.first_chunk + len(sampled)
+        rows = np.full(num_slots, self.rows.padding_row, np.int32)
+        positions = np.zeros(num_slots, np.int64)
+        rows[: mixed.num_decodes] = order.row_indices
+        positions[: mixed.num_decodes] = [
+            step.decode_positions[index] + 1 for index in order.step_indices
+        ]
+        rows[mixed.first_chunk :] = [row.index for _, row in sampled]
+        positions[mixed.first_chunk :] = [chunk.start + chunk.count for chunk, _ in sampled]
+        sequences = [chunk.sequence for chunk, _ in sampled]
+        slot_of = {step.decodes[index]: slot for slot, index in enumerate(order.step_indices)}
+        slot_of |= {sequence: mixed.first_chunk + i for i, sequence in enumerate(sequences)}
+        slots = [slot_of[sequence] for sequence in step.masked]
+
+        def sample(bits: np.ndarray) -> SamplerOutput:
+            self.sampler.upload_new_requests()
+            writable_bits = np.require(bits, requirements=["C", "W"])
+            self.runner.sample_masked(rows, positions, writable_bits, slots)
+            return SamplerOutput(self.runner.collect_mixed_tokens(mixed), ())
+
+        return LaunchedStep(sequences, None, decode_indices=order.step_indices, sample=sample)
+
+    def _launch_sampling(
+        self,
+        requests: Sequence[BatchedRequest],
+        logits: torch.Tensor,
+        masked: Sequence[int],
+        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] | None = None,
+        embeddings: dict[int, torch.Tensor] | None = None,
+    ) -> LaunchedStep:
+        """Sample from logits [n, vocab] with any sampling parameters, now or with the masks."""
+        sequences = [request.scheduled.sequence for request in requests]
+        if not masked:
+            output = self._sample(requests, logits)
+            return LaunchedStep(sequences, output, prompt_logprobs, embeddings)
+        slot_of = {}
+        num_samples = 0
+        for request in requests:
+            slot_of[request.scheduled.sequence] = num_samples
+            num_samples += 1 + len(request.scheduled.drafts)
+        slots = [slot_of[sequence] for sequence in masked]
+
+        def sample(bits: np.ndarray) -> SamplerOutput:
+            return self._sample(requests, logits, self._upload_masks(bits, slots))
+
+        return LaunchedStep(sequences, None, prompt_logprobs, embeddings, sample=sample)
+
+    def _upload_masks(self, bits: np.ndarray, slots: list[int]) -> TokenMasks:
+        """Copy masks [masks, words] to the device, and the rows of logits they belong to."""
+        host = torch.from_numpy(np.require(bits, requirements=["C", "W"]))
+        return TokenMasks(upload(host, self.device, torch.int32), upload(slots, self.device))
+
+    def _run_host_batch(self, batch: StepBatch, masked: Sequence[int]) -> LaunchedStep:
         """Run a step that the host laid out; it may be of any kind."""
         hidden = self.runner.run_host_batch(batch)
         if not self.is_last_stage:
@@ -387,9 +473,8 @@ class Worker:
         indices = batch.sample_indices
         if indices is not None and len(indices) != len(hidden):
             hidden = hidden[indices]
-        output = self._sample(sampled, self.model.compute_logits(hidden))
-        sequences = [request.scheduled.sequence for request in sampled]
-        return LaunchedStep(sequences, output, prompt_logprobs, embeddings)
+        logits = self.model.compute_logits(hidden)
+        return self._launch_sampling(sampled, logits, masked, prompt_logprobs, embeddings)
 
     def _pool_embeddings(self, batch: StepBatch, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the embeddings of the prompts that end in this step, by sequence."""
@@ -403,7 +488,12 @@ class Worker:
                 embeddings[request.scheduled.sequence] = embedding
         return embeddings
 
-    def _sample(self, requests: Sequence[BatchedRequest], logits: torch.Tensor) -> SamplerOutput:
+    def _sample(
+        self,
+        requests: Sequence[BatchedRequest],
+        logits: torch.Tensor,
+        masks: TokenMasks | None = None,
+    ) -> SamplerOutput:
         """Sample from logits [n, vocab]; stores each last token in its row for the next step."""
         if self.meter is not None:
             self.meter.begin_sampling()
@@ -416,7 +506,7 @@ class Worker:
             for request in requests
         ]
         with single_torch_thread(self.pool is not None):
-            output = self.sampler.sample(logits, sampling_jobs)
+            output = self.sampler.sample(logits, sampling_jobs, masks)
         entries = [(row, position) for row, position, _ in sampling_jobs]
         rows, positions = upload(entries, self.device).unbind(1)
         tokens = output.tokens
@@ -459,6 +549,7 @@ class LaunchedStep:
     sequences: the sequence of each entry of the sampler's output.
     decode_indices: if given, the output begins with the tokens of the decodes, and this is each
         decode's index in the step.
+    sample: the rest of a step with masked sequences; it takes their masks.
     """
 
     def __init__(
@@ -468,17 +559,42 @@ class LaunchedStep:
         prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] | None = None,
         embeddings: dict[int, torch.Tensor] | None = None,
         decode_indices: Sequence[int] | None = None,
+        sample: Callable[[np.ndarray], SamplerOutput] | None = None,
     ):
         self.sequences = sequences
         self.prompt_logprobs = prompt_logprobs or {}
         self.decode_indices = decode_indices
-        self.output = None if output is None else output.copy_to_host()
         self.embeddings = {
             sequence: download(vector) for sequence, vector in (embeddings or {}).items()
         }
+        self.output: SamplerOutput | None = None
         self.finished: torch.cuda.Event | None = None
         self.meter: StepMeter | None = None
         self.reading: StepReading | None = None
+        self.num_padding = 0
+        self.sample = sample
+        if sample is None:
+            self._finish_launch(output)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether all work is queued. Otherwise the step waits for its masks."""
+        return self.sample is None
+
+    @torch.inference_mode()
+    def provide_masks(self, masks: np.ndarray) -> None:
+        """Queue the sampling of a step with masked sequences; masks [sequences, words] int32."""
+        sample = self.sample
+        if sample is None:
+            return  # another pipeline stage samples
+        self.sample = None
+        self._finish_launch(sample(masks))
+        if self.meter is not None:
+            self.reading = self.meter.end(self.num_padding)
+
+    def _finish_launch(self, output: SamplerOutput | None) -> None:
+        """Start to copy the results to the host."""
+        self.output = None if output is None else output.copy_to_host()
         if torch.cuda.is_initialized():
             # A prefill chunk alone has no result, but the engine must not run ahead of it.
             self.finished = torch.cuda.Event()

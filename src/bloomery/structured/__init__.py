@@ -1,0 +1,1 @@
+"""Structured output: from what a user asks for to a grammar, and from a grammar to token masks."""
