@@ -19,7 +19,18 @@ from bloomery.messages import (
     TokenLogprob,
     TokenOutput,
 )
-from bloomery.text.outputs import CompletionState, Detokenizer, StopStringMatcher, TextStream
+from bloomery.response_format import ResponseEvent, ResponseFormat, ResponseParser
+from bloomery.response_format.format import RegionMarkers
+from bloomery.sampling import SamplingParams
+from bloomery.text.outputs import (
+    CompletionState,
+    Detokenizer,
+    ParsedAnswer,
+    ParsedCall,
+    RequestState,
+    StopStringMatcher,
+    TextStream,
+)
 from bloomery.text.tokenizer import Tokenizer
 from tests.text.vocabularies import (
     TOKENIZERS,
@@ -395,3 +406,50 @@ def test_append_token_ids_gives_the_same_state_as_add_output(
     assert state == expected and state.token_ids == [7, 8, 9, 10]
     assert state.finish_reason == finish
     assert appended == [False, not logprobs, not logprobs, False]
+
+
+@pytest.mark.parametrize(
+    ("last_id", "stop_reason"), [(7, 7), (2, None), (9, None)], ids=["stop id", "eos", "grammar"]
+)
+def test_only_a_stop_token_is_a_stop_reason(last_id: int, stop_reason: int | None) -> None:
+    request = EngineRequest("0", (1,), ResolvedSampling(), 4, stop_ids=(2, 7))
+    state = CompletionState(0, request, (2,), None)
+    state.add_output(TokenOutput("0", 0, (last_id,), finish="stop"))
+    assert state.finish_reason == "stop" and state.stop_reason == stop_reason
+
+
+def test_a_parsed_answer_shows_its_content_alone() -> None:
+    tokenizer = embedded_tokenizer()
+    markers = RegionMarkers("<think>", "</think>")
+    response_format = ResponseFormat(reasoning=markers)
+    ids = tokenizer.encode("<think>Is it hot?</think>It is.<|im_end|>", add_special=False)
+    request = EngineRequest("0", (1,), ResolvedSampling(), 100, stop_ids=tokenizer.eos_ids)
+    requests = RequestState(
+        "0",
+        None,
+        SamplingParams(),
+        [request],
+        tokenizer,
+        lambda: ResponseParser(response_format, (), "", tokenizer.special_token_ids),
+    )
+    deltas = []
+    for position, id in enumerate(ids):
+        finish: FinishReason | None = "stop" if position == len(ids) - 1 else None
+        delta, _ = requests.add_output(TokenOutput("0", position, (id,), finish=finish))
+        assert delta is not None
+        deltas.append(delta)
+    (state,) = requests.completions.values()
+    assert state.parsed is not None and state.parsed.reasoning == "Is it hot?"
+    assert state.text == "".join(delta.text for delta in deltas) == "It is."
+    kinds_of_events = [event.kind for delta in deltas for event in delta.events]
+    assert kinds_of_events == sorted(kinds_of_events, reverse=True), "reasoning comes first"
+    assert 0 < state.parsed.reasoning_tokens < len(ids)
+
+
+def test_calls_without_an_id_get_one() -> None:
+    answer = ParsedAnswer()
+    first = answer.add_event(ResponseEvent("call", index=0, name="f"))
+    answer.add_event(ResponseEvent("arguments", "{}", index=0))
+    second = answer.add_event(ResponseEvent("call", index=1, name="g", id="functions.g:1"))
+    assert first.id.startswith("call_") and second.id == "functions.g:1"
+    assert answer.calls == [ParsedCall(first.id, "f", "{}"), ParsedCall(second.id, "g")]

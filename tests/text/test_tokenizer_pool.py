@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from bloomery.errors import InvalidRequest, TemplateError
+from bloomery.sampling import StructuredOutputs
 from bloomery.text.chat import render_chat
 from bloomery.text.tokenizer import EncodedToken, Tokenizer, TokenizerConfig
 from bloomery.text.tokenizer_pool import TokenizerPool
@@ -94,6 +95,34 @@ def test_a_task_over_its_limit_is_ended(template: str, limits: dict[str, int]) -
     asyncio.run(main())
 
 
+def test_a_number_beyond_64_bits_is_refused_and_the_worker_stays() -> None:
+    async def main() -> None:
+        async with tokenizer_pool() as pool:
+            await pool.render_chat(HELLO, {}, 10_000)
+            pid = pool.idle_workers[0].process.pid
+            for messages, options in (
+                ([{"role": "user", "content": [{"n": 10**30}]}], {}),
+                (HELLO, {"chat_template_kwargs": {"n": -(2**70)}}),
+            ):
+                with pytest.raises(InvalidRequest, match="more than 64 bits") as error:
+                    await pool.render_chat(messages, options, 10_000)
+                assert error.value.field == "messages"
+            assert [worker.process.pid for worker in pool.idle_workers] == [pid]
+
+    asyncio.run(main())
+
+
+def test_a_template_that_never_ends_has_no_response_format() -> None:
+    async def main() -> None:
+        endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+        async with tokenizer_pool(endless, text_seconds=0.3) as pool:
+            lookup = await pool.find_response_format()
+            assert lookup.source == "none"
+            assert "did not come to an end" in lookup.tool_problem
+
+    asyncio.run(main())
+
+
 def test_a_worker_killed_while_idle_is_replaced() -> None:
     async def main() -> None:
         async with tokenizer_pool() as pool:
@@ -103,6 +132,30 @@ def test_a_worker_killed_while_idle_is_replaced() -> None:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             expected = load_test_tokenizer().encode("a")
             assert await pool.encode("a", True) == expected, "the next task is not to blame"
+
+    asyncio.run(main())
+
+
+def test_a_prepared_worker_replaces_the_idle_one_and_gets_the_grammars() -> None:
+    async def main() -> None:
+        async with tokenizer_pool(processes=2) as pool:
+            await pool.encode("a", True)
+            (first_worker,) = pool.idle_workers
+            _, early_grammar = await asyncio.gather(
+                pool.prepare_grammars(),
+                pool.compile_grammar(StructuredOutputs(choice=["no"]), "choice"),
+            )
+            assert "no" in early_grammar.grammar
+            (prepared,) = pool.idle_workers
+            assert prepared.has_vocabulary and not first_worker.is_running()
+            busy_worker = await pool._take_worker()
+            await pool.encode("a", True)  # starts another worker
+            pool._add_idle(busy_worker)
+            assert len(pool.idle_workers) == 2
+            grammar = await pool.compile_grammar(StructuredOutputs(choice=["yes"]), "choice")
+            assert "yes" in grammar.grammar
+            workers_with_vocabulary = [w for w in pool.idle_workers if w.has_vocabulary]
+            assert workers_with_vocabulary == [prepared]
 
     asyncio.run(main())
 

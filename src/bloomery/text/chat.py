@@ -8,9 +8,10 @@ can kill. Nothing here tokenizes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -25,12 +26,37 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from bloomery.errors import TemplateError
+from bloomery.errors import RenderedChatTooLong, TemplateError
 from bloomery.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 10_000_000  # of a rendered conversation
 MAX_INT_BITS = 1 << 16  # of an integer that a template computes
 UNBOUNDED = 1 << MAX_INT_BITS  # a size above any limit
+
+# Names that rendering itself sets, here or in transformers. A client cannot set them.
+RESERVED_VARIABLES = frozenset(
+    (
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "raise_exception",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "strftime_now",
+        "tokenize",
+        "tokenizer",
+        "tools",
+        "truncation",
+    )
+)
+# Mistral's templates refuse the ids of other servers.
+_NINE_CHARACTER_IDS = re.compile(r"length\s*!=\s*9")
 
 Message = Mapping[str, Any]
 
@@ -50,9 +76,21 @@ def render_chat(
     """
     if options.get("add_generation_prompt") is None:
         options["add_generation_prompt"] = not options.get("continue_final_message")
+    check_template_variables(chat_template_kwargs or {})
     template = select_template(tokenizer.chat_templates, chat_template, bool(options.get("tools")))
     variables = {**tokenizer.special_tokens, **(chat_template_kwargs or {})}
     return render_template(template, messages, variables=variables, **options)
+
+
+def check_template_variables(variables: Mapping[str, Any]) -> None:
+    """Refuse variables of a client that rendering itself sets."""
+    for name in variables:
+        if name in RESERVED_VARIABLES:
+            raise TemplateError(
+                f"chat_template_kwargs cannot set {name!r}, which the server sets: remove it, or "
+                "use the request field of that name if there is one",
+                "chat_template_kwargs",
+            )
 
 
 def select_template(
@@ -102,10 +140,12 @@ def render_template(
             "new one: choose one",
             "continue_final_message",
         )
-    chat = [_with_reasoning(message) for message in _copy_json(messages, "messages")]
+    chat = [_with_reasoning(message, template) for message in _copy_json(messages, "messages")]
     has_parts = any(isinstance(message.get("content"), list) for message in chat)
     if has_parts and not accepts_content_parts(template):
         chat = [{**message, "content": _join_parts(message.get("content"))} for message in chat]
+    if any("tool_calls" in message or message.get("role") == "tool" for message in chat):
+        chat = _with_tool_calls(chat, template)
     final_text = _mark_final_message(chat, template) if continue_final_message else ""
     values = {
         "strftime_now": (now or datetime.now()).strftime,
@@ -115,10 +155,32 @@ def render_template(
         "documents": _copy_json(documents, "documents"),
         "add_generation_prompt": add_generation_prompt,
     }
-    text = _run_template(template, values, limit)
+    text = _run_with_calls(template, values, limit)
     if continue_final_message:
         return _cut_at_mark(text, final_text)
     return text
+
+
+def _run_with_calls(template: str, values: dict[str, Any], limit: int) -> str:
+    """Render; if that fails, render with an empty text where a message has calls but no content."""
+    try:
+        return _run_template(template, values, limit)
+    except RenderedChatTooLong:
+        raise
+    except TemplateError:
+        chat = values["messages"]
+        is_empty = [_has_calls_only(message) for message in chat]
+        if not any(is_empty):
+            raise
+        filled = [
+            {**message, "content": ""} if empty else message
+            for message, empty in zip(chat, is_empty, strict=True)
+        ]
+        return _run_template(template, {**values, "messages": filled}, limit)
+
+
+def _has_calls_only(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls")) and message.get("content") is None
 
 
 def _run_template(template: str, values: Mapping[str, Any], limit: int) -> str:
@@ -129,8 +191,10 @@ def _run_template(template: str, values: Mapping[str, Any], limit: int) -> str:
             parts.append(part)
             size += len(part)
             if size > limit:
-                raise TemplateError(
-                    f"the chat template wrote more than {limit} characters", "messages"
+                raise RenderedChatTooLong(
+                    f"the conversation has more than {limit} characters, which the context cannot "
+                    "hold: shorten it",
+                    "messages",
                 )
     except TemplateError:
         raise
@@ -164,7 +228,7 @@ def _copy_json(value: Any, where: str) -> Any:
     raise TemplateError(f"{where} must be plain JSON values, not {type(value).__name__}", where)
 
 
-def _with_reasoning(message: Any) -> dict[str, Any]:
+def _with_reasoning(message: Any, template: str) -> dict[str, Any]:
     """Copy a message's reasoning to the names under which templates look for it."""
     if not isinstance(message, dict):
         raise TemplateError(
@@ -175,7 +239,95 @@ def _with_reasoning(message: Any) -> dict[str, Any]:
     reasoning = next((message[name] for name in names if message.get(name) is not None), None)
     if reasoning is None:
         return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    named: dict[str, Any] = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    if re.search(r"\breasoning\b", template):
+        named["reasoning"] = reasoning
+    return named
+
+
+def _with_tool_calls(chat: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Write tool calls and their results as the template wants them.
+
+    Arguments become an object or JSON text. A result gets the name of its function. Ids become nine
+    characters where the template insists on that.
+    """
+    as_text = wants_argument_text(template)
+    has_short_ids = _NINE_CHARACTER_IDS.search(template) is not None
+    names: dict[Any, Any] = {}  # id -> name of the function
+    messages: list[dict[str, Any]] = []
+    for message in chat:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            calls = [_with_arguments(call, as_text) for call in calls]
+            names |= {call.get("id"): _function_name(call) for call in calls}
+            if has_short_ids:
+                calls = [{**call, "id": _short_id(call.get("id"))} for call in calls]
+            message = {**message, "tool_calls": calls}
+        elif message.get("role") == "tool":
+            id = message.get("tool_call_id")
+            name = message.get("name") or names.get(id if isinstance(id, str) else None)
+            message = {**message, "name": name} if name else message
+            if has_short_ids:
+                message = {**message, "tool_call_id": _short_id(id)}
+        messages.append(message)
+    return messages
+
+
+def _function_name(call: Mapping[str, Any]) -> Any:
+    function = call.get("function")
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def _short_id(id: Any) -> str:
+    """Return nine characters for an id, the same ones for the same id."""
+    text = str(id)
+    if re.fullmatch(r"[A-Za-z0-9]{9}", text):
+        return text
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
+def _with_arguments(call: Any, as_text: bool) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise TemplateError("a tool call must be an object with id and function", "messages")
+    function = call.get("function")
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    arguments = function["arguments"]
+    if isinstance(arguments, str) and not as_text:
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return call  # a model's mistake in history; the template shows it as it is
+    elif not isinstance(arguments, str) and as_text:
+        arguments = _to_json(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+@lru_cache(maxsize=64)
+def wants_argument_text(template: str) -> bool:
+    """Return whether a template needs the arguments of a tool call as JSON text.
+
+    The function renders probes. Most templates take an object. Some join the arguments to a text
+    and fail, or would print an object as Python does.
+    """
+    probe = {"a4f1c9": "b7d2"}
+    as_object = _render_call_probe(template, probe)
+    if '"b7d2"' in as_object or ("b7d2" in as_object and "{'a4f1c9" not in as_object):
+        return False
+    return "b7d2" in _render_call_probe(template, _to_json(probe))
+
+
+def _render_call_probe(template: str, arguments: Any) -> str:
+    """Render a tool call; an empty text if the template refuses it."""
+    function = {"name": "f", "arguments": arguments}
+    for id in ("a4f1c9b7d", "functions.f:0"):
+        for content in ("", None):
+            call = {"id": id, "type": "function", "function": function}
+            assistant = {"role": "assistant", "content": content, "tool_calls": [call]}
+            text = _render_probe(template, [{"role": "user", "content": "q"}, assistant])
+            if "b7d2" in text:
+                return text
+    return ""
 
 
 def _join_parts(content: Any) -> Any:
@@ -199,19 +351,24 @@ def accepts_content_parts(template: str) -> bool:
     """
     probe = "a4f1c9"
     message = {"role": "user", "content": [{"type": "text", "text": probe}]}
+    text = _render_probe(template, [message])
+    return probe in text and f"'{probe}'" not in text and f'"{probe}"' not in text
+
+
+def _render_probe(template: str, messages: list[dict[str, Any]]) -> str:
+    """Render messages with a template; an empty text if it refuses them."""
     values = {
-        "messages": [message],
+        "messages": messages,
         "tools": None,
         "documents": None,
         "add_generation_prompt": True,
+        "strftime_now": datetime(2000, 1, 1).strftime,
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), ""),
     }
-    tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
-    clock = {"strftime_now": datetime(2000, 1, 1).strftime}
     try:
-        text = _run_template(template, {**values, **tokens, **clock}, MAX_CHARACTERS)
+        return _run_template(template, values, MAX_CHARACTERS)
     except TemplateError:
-        return False
-    return probe in text and f"'{probe}'" not in text and f'"{probe}"' not in text
+        return ""
 
 
 # ---- continuing the last message ---------------------------------------------------------------
@@ -287,6 +444,15 @@ class _TemplateSandbox(ImmutableSandboxedEnvironment):
             "indent": self._bound_filter(do_indent),
         }
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Allow list.append beside what the sandbox allows: some templates sort messages by it.
+
+        All lists are copies that live as long as one rendering.
+        """
+        if isinstance(obj, list) and attr == "append":
+            return True
+        return super().is_safe_attribute(obj, attr, value)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if _result_size(operator, left, right) > self.limit:
             raise SecurityError(
@@ -357,8 +523,20 @@ def _to_json(
 ) -> str:
     """Write JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_list_items,
     )
+
+
+def _list_items(value: Any) -> list[Any]:
+    """Return the items of what filters such as `map` yield, which are generators."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 class _GenerationBlock(Extension):

@@ -224,6 +224,7 @@ def _read_config(
             ids.append(backend.token_to_id(token))
         return list(dict.fromkeys(id for id in ids if isinstance(id, int) and id >= 0))
 
+    response_template = config.get("response_template")
     return TokenizerConfig(
         bos_id=next(iter(read_ids("bos")), None),
         eos_ids=tuple(read_ids("eos")),
@@ -234,6 +235,7 @@ def _read_config(
             for key in SAMPLING_KEYS
             if generation.get(key) is not None
         },
+        response_template=response_template if isinstance(response_template, dict) else None,
     )
 
 

@@ -6,14 +6,19 @@ caller passes TokenOutput in, and aborts the engine's request when add_output sa
 
 The text is exact: the deltas add up to what the tokenizer decodes from all ids at once, at a
 constant cost per token. A delta never contains a part of a character.
+
+An AnswerParser divides a text into reasoning, content and tool calls while it arrives. Without one,
+all text is content.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from bloomery.messages import (
     EngineRequest,
@@ -72,6 +77,75 @@ class CompletionDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    # What the text means, if it is parsed (ResponseEvent of response_format); `text` is then the
+    # content alone.
+    events: tuple[Any, ...] = ()
+
+
+# ---- parsed answers ----------------------------------------------------------------------------
+
+
+class AnswerParser(Protocol):
+    """Divides an answer into regions; response_format.ResponseParser is one."""
+
+    @property
+    def region(self) -> str:
+        """The region that the text is in: "reasoning", "content" or "calls"."""
+        ...
+
+    def feed(self, text: str) -> list[Any]:
+        """Take new text and return the events that are certain now."""
+        ...
+
+    def close(self) -> list[Any]:
+        """Return the last events, because no more text follows."""
+        ...
+
+
+@dataclass(slots=True)
+class ParsedCall:
+    """A tool call. `arguments` is JSON text, complete unless the answer was cut off."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class ParsedAnswer:
+    """The parts of an answer so far."""
+
+    calls: list[ParsedCall] = field(default_factory=list)
+    reasoning_tokens: int = 0
+    reasoning_parts: list[str] = field(default_factory=list)
+    content_parts: list[str] = field(default_factory=list)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasoning_parts)
+
+    @property
+    def content(self) -> str:
+        return "".join(self.content_parts)
+
+    def add_event(self, event: Any) -> Any:
+        """Add an event, and return it. A call without an id gets one."""
+        match event.kind:
+            case "reasoning":
+                self.reasoning_parts.append(event.text)
+            case "content":
+                self.content_parts.append(event.text)
+            case "arguments":
+                self.calls[event.index].arguments += event.text
+            case "call":
+                event = event._replace(id=event.id or create_call_id())
+                self.calls.append(ParsedCall(event.id, event.name))
+        return event
+
+
+def create_call_id() -> str:
+    """An id for a tool call whose format has none."""
+    return f"call_{secrets.token_hex(12)}"
 
 
 # ---- output assembly ---------------------------------------------------------------------------
@@ -89,6 +163,8 @@ class CompletionState:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    parser: AnswerParser | None = None
+    parsed: ParsedAnswer | None = None  # None: the text is not parsed
 
     def add_output(self, output: TokenOutput) -> CompletionDelta:
         """Add tokens and return the delta. Tokens after a stop string are dropped."""
@@ -108,6 +184,10 @@ class CompletionState:
             self._finish(output.finish)
             if self.stream is not None:
                 text += self.stream.finish()
+        events: tuple[Any, ...] = ()
+        if self.parser is not None:
+            events = self._parse(self.parser, text, len(token_ids))
+            text = "".join(event.text for event in events if event.kind == "content")
         return CompletionDelta(
             self.index,
             text,
@@ -115,7 +195,20 @@ class CompletionState:
             logprobs,
             self.finish_reason,
             self.stop_reason,
+            events,
         )
+
+    def _parse(self, parser: AnswerParser, text: str, num_tokens: int) -> tuple[Any, ...]:
+        """Feed new text to the parser, and its events to the parsed answer."""
+        answer = self.parsed = self.parsed or ParsedAnswer()
+        was_reasoning = parser.region == "reasoning"
+        events = parser.feed(text) if text else []
+        # The tokens of both markers count as reasoning.
+        if was_reasoning or parser.region == "reasoning":
+            answer.reasoning_tokens += num_tokens
+        if self.finish_reason is not None:
+            events = [*events, *parser.close()]
+        return tuple([answer.add_event(event) for event in events])
 
     def append_token_ids(self, output: TokenOutput) -> bool:
         """Add tokens without making a delta, if nothing but ids must be recorded.
@@ -137,13 +230,19 @@ class CompletionState:
 
     def _finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
-        if reason == "stop" and self.token_ids[-1] not in self.eos_ids:
-            self.stop_reason = self.token_ids[-1]
+        last_id = self.token_ids[-1] if self.token_ids else None
+        # A complete output of a grammar ends without a stop token.
+        is_stop_token = last_id in self.request.stop_ids and last_id not in self.eos_ids
+        if reason == "stop" and is_stop_token:
+            self.stop_reason = last_id
 
     @property
     def text(self) -> str:
+        """All text so far; of a parsed answer its content alone."""
         if self.stream is None:
             return ""
+        if self.parsed is not None:
+            return self.parsed.content
         return self.stream.text
 
     @property
@@ -161,28 +260,39 @@ class RequestState:
         params: SamplingParams,
         requests: Sequence[EngineRequest],
         tokenizer: Tokenizer | None,
+        create_parser: Callable[[], AnswerParser] | None = None,
     ):
+        """`create_parser` makes the parser of one completion; without it, text is not parsed."""
         self.id = id
         self.prompt = prompt
         self.params = params
         self.tokenizer = tokenizer
+        self.create_parser = create_parser
         self.prompt_ids = requests[0].prompt
         self.num_cached_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         eos_ids = tokenizer.eos_ids if tokenizer else ()
         self.completions = {
-            request.id: CompletionState(i, request, eos_ids, self._open_stream(request))
+            request.id: CompletionState(
+                i,
+                request,
+                eos_ids,
+                self._open_stream(request),
+                parser=create_parser and create_parser(),
+            )
             for i, request in enumerate(requests)
         }
 
     def _open_stream(self, request: EngineRequest) -> TextStream | None:
         if self.tokenizer is None or not self.params.detokenize:
             return None
+        # A parser sees special tokens, because some of them are markers. It drops the others.
+        skip_special = self.params.skip_special_tokens and self.create_parser is None
         return TextStream(
             self.tokenizer,
             prompt=request.prompt,
             stop=self.params.stop_strings,
-            skip_special=self.params.skip_special_tokens,
+            skip_special=skip_special,
             include_stop=self.params.include_stop_str_in_output,
             min_tokens=self.params.min_tokens,
         )

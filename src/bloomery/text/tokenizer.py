@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from tokenizers import Tokenizer as Backend
@@ -32,6 +33,51 @@ class EncodedToken:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class GapTokens:
+    """The token ids around the two texts of a fill-in-the-middle prompt."""
+
+    first: int
+    between: int
+    last: int | None  # None: the model goes on behind the second text
+    suffix_first: bool = False
+    end_ids: tuple[int, ...] = ()  # with which a model ends the text, besides the usual ones
+
+    def build_prompt(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
+        """Token ids after which the model writes the text between `prefix` and `suffix`."""
+        texts = (suffix, prefix) if self.suffix_first else (prefix, suffix)
+        last = [] if self.last is None else [self.last]
+        return [self.first, *texts[0], self.between, *texts[1], *last]
+
+
+# Names of the tokens around prefix and suffix in the order in which models expect them.
+GAP_TOKEN_NAMES = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),  # Seed
+    (
+        "<\uff5cfim\u2581begin\uff5c>",
+        "<\uff5cfim\u2581hole\uff5c>",
+        "<\uff5cfim\u2581end\uff5c>",
+    ),  # DeepSeek
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # CodeLlama
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+)
+# Tokens after which a model has left the gap: another file begins, or the text is over.
+GAP_END_NAMES = (
+    "<|fim_pad|>",
+    "<|file_sep|>",
+    "<|repo_name|>",
+    "<|file_separator|>",
+    "<file_sep>",
+    "<EOT>",
+    "\u2581<EOT>",
+)
+# Codestral: the suffix comes first.
+SUFFIX_FIRST_NAMES = ("[SUFFIX]", "[PREFIX]")
+
+
 @dataclass(frozen=True)
 class TokenizerConfig:
     """The special tokens, chat templates and sampling defaults of a checkpoint."""
@@ -43,6 +89,8 @@ class TokenizerConfig:
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # "default" and others by name
     # Recommended sampling params: temperature, top_k ...
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    # `response_template` of tokenizer_config.json: how the model writes its answers
+    response_template: Mapping[str, Any] | None = None
 
 
 class Tokenizer:
@@ -58,6 +106,8 @@ class Tokenizer:
         self.special_tokens = config.special_tokens
         self.chat_templates = config.chat_templates
         self.sampling_defaults = config.sampling_defaults
+        self.sampling_source = "none in the checkpoint"  # where these come from, for the log
+        self.response_template = config.response_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.vocab_size = max(
@@ -105,6 +155,30 @@ class Tokenizer:
 
     def token_to_id(self, name: str) -> int | None:
         return self.backend.token_to_id(name)
+
+    @cached_property
+    def special_token_ids(self) -> dict[str, int]:
+        """Special tokens by their text."""
+        return {self.token_name(id): id for id in sorted(self.special_ids)}
+
+    @cached_property
+    def added_token_ids(self) -> dict[str, int]:
+        """Tokens that were added to the vocabulary without being special, such as <tool_call>."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items() if not token.special}
+
+    def find_gap_tokens(self) -> GapTokens | None:
+        """The tokens for fill in the middle; None if the model has none."""
+        found_ends = map(self.token_to_id, GAP_END_NAMES)
+        end_ids = tuple(id for id in found_ends if id is not None)
+        for names in GAP_TOKEN_NAMES:
+            first, between, last = map(self.token_to_id, names)
+            if first is not None and between is not None and last is not None:
+                return GapTokens(first, between, last, end_ids=end_ids)
+        first, between = map(self.token_to_id, SUFFIX_FIRST_NAMES)
+        if first is not None and between is not None:
+            return GapTokens(first, between, None, suffix_first=True, end_ids=end_ids)
+        return None
 
 
 def add_bos_and_eos(backend: Backend, bos_id: int | None, eos_id: int | None) -> None:

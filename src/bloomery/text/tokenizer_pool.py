@@ -1,9 +1,10 @@
-"""A pool of worker processes for chat templates and for tokenizing long texts.
+"""A pool of worker processes for chat templates, grammars, and for tokenizing long texts.
 
-A chat template is a program that comes with the model and is not trusted, and a long text may hit a
-slow path of a tokenizer. A thread cannot be stopped, but a process can. A worker limits its memory,
-and a timer kills it if a task uses too much processor time. A worker reads the vocabulary and the
-templates as data from an inherited descriptor. It then gets tasks as framed messages (see ipc.py).
+A chat template is a program that comes with the model and is not trusted, a client's grammar may be
+hostile, and a long text may hit a slow path of a tokenizer. A thread cannot be stopped, but a
+process can. A worker limits its memory, and a timer kills it if a task uses too much processor
+time. A worker reads the vocabulary and the templates as data from an inherited descriptor. It then
+gets tasks as framed messages (see ipc.py).
 Workers start when they are needed and keep running. One is enough for most servers.
 
     python -m bloomery.text.tokenizer_pool VOCABULARY_FD TEMPLATE_SECONDS TEXT_SECONDS BYTES TASK_FD
@@ -14,18 +15,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
 import resource
 import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer as Backend
 
-from bloomery.errors import InvalidRequest, TemplateError
+from bloomery.errors import InvalidRequest, RenderedChatTooLong, TemplateError
 from bloomery.ipc import (
     AsyncChannel,
     ChildHandle,
@@ -36,11 +40,16 @@ from bloomery.ipc import (
     open_inherited_channel,
     spawn_child,
 )
-from bloomery.text.chat import render_chat
+from bloomery.sampling import StructuredOutputs
+from bloomery.text.chat import render_chat, render_template
 from bloomery.text.tokenizer import EncodedToken, Tokenizer, TokenizerConfig
+
+log = logging.getLogger("bloomery.text")
 
 # The wall-clock limit of a task over its limit of processor time. The machine may be busy. Chosen.
 WALL_TIME_FACTOR = 20.0
+ANY_GRAMMAR = 'start: "a"\n'  # compiled only so that a worker builds its vocabulary
+GRAMMAR_SECONDS = 2.0  # of processor time to compile a grammar; most take milliseconds
 NICENESS = 5  # of worker processes, so that running streams come first
 
 
@@ -73,6 +82,24 @@ class RenderChatTask(msgspec.Struct, frozen=True):
     max_characters: int
 
 
+class GrammarTask(msgspec.Struct, frozen=True):
+    """Compile a grammar: the fields of a StructuredOutputs, or Lark text if there are none."""
+
+    outputs: dict[str, Any]
+    lark: str
+    field: str
+
+
+class ToolsTask(msgspec.Struct, frozen=True):
+    """Make the parameters of tools enforceable. The result is JSON text: a list of schemas."""
+
+    tools: list[tuple[dict[str, Any], bool, str]]  # parameters, whether strict, request field
+
+
+class FindFormatTask(msgspec.Struct, frozen=True):
+    """Find out how the model writes reasoning and tool calls; the result is JSON text."""
+
+
 class TaskResult(msgspec.Struct, frozen=True):
     """The result of a task. Each kind of task fills its own fields."""
 
@@ -80,20 +107,40 @@ class TaskResult(msgspec.Struct, frozen=True):
     text: str = ""
     # JSON, so that the parent need not decode the many pieces of a long text.
     pieces: bytes = b""
+    warnings: tuple[str, ...] = ()
 
 
 class TaskError(msgspec.Struct, frozen=True):
-    """A chat template refused its messages."""
+    """A chat template refused its messages, or a grammar is wrong."""
 
     message: str
     field: str | None
+    too_long: bool = False  # a rendered conversation cannot fit the context
 
 
-TokenizerTask = EncodeTask | PiecesTask | DecodeTask | RenderChatTask
+TokenizerTask = (
+    EncodeTask | PiecesTask | DecodeTask | RenderChatTask | GrammarTask | ToolsTask | FindFormatTask
+)
 TaskMessage = TokenizerTask | TaskResult | TaskError
 TASK_CODEC: MessageCodec[TaskMessage] = MessageCodec(
-    EncodeTask, PiecesTask, DecodeTask, RenderChatTask, TaskResult, TaskError
+    EncodeTask,
+    PiecesTask,
+    DecodeTask,
+    RenderChatTask,
+    GrammarTask,
+    ToolsTask,
+    FindFormatTask,
+    TaskResult,
+    TaskError,
 )
+
+
+@dataclass(frozen=True)
+class CompiledGrammar:
+    """A grammar as an engine takes it, and what it does not enforce."""
+
+    grammar: str
+    warnings: tuple[str, ...] = ()
 
 
 class TokenizerData(msgspec.Struct, frozen=True):
@@ -102,6 +149,8 @@ class TokenizerData(msgspec.Struct, frozen=True):
     backend: str
     chat_templates: dict[str, str]
     special_tokens: dict[str, str]
+    eos_ids: tuple[int, ...] = ()
+    response_template: Any = None
 
 
 # ---- the parent ----------------------------------------------------------------------------------
@@ -128,7 +177,9 @@ class TokenizerPool:
         self.text_seconds = text_seconds
         self.memory_bytes = memory_bytes
         self.slots = asyncio.Semaphore(processes)
+        # The last one is taken first. Those that have compiled a grammar come last.
         self.idle_workers: list[TokenizerWorker] = []
+        self.preparation = asyncio.Lock()  # held while a worker is prepared for grammars
         self.vocabulary_fd: int | None = None
         self.warm_up_task: asyncio.Task[None] | None = None
 
@@ -162,9 +213,78 @@ class TokenizerPool:
         result = await self._run(task, self.template_seconds, "messages")
         return result.text, result.ids
 
+    async def compile_grammar(
+        self, outputs: StructuredOutputs | str, field: str
+    ) -> CompiledGrammar:
+        """Compile what an answer must match; `outputs` may be ready Lark text.
+
+        Raises InvalidRequest, which names `field` and, if it can, the keyword of a schema.
+        """
+        lark = outputs if isinstance(outputs, str) else ""
+        options: dict[str, Any] = {}
+        try:
+            if not isinstance(outputs, str):
+                options = msgspec.to_builtins(vars(outputs))
+            task = GrammarTask(options, lark, field)
+            async with self.preparation:
+                pass  # a worker that is being prepared is ready sooner than another would be
+            result = await self._run(task, GRAMMAR_SECONDS, field)
+        except RecursionError:
+            raise InvalidRequest("the schema is nested too deeply: flatten it", field) from None
+        return CompiledGrammar(result.text, result.warnings)
+
+    async def prepare_tools(
+        self, tools: Sequence[tuple[dict[str, Any], bool, str]]
+    ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+        """Return the parameters of tools as they can be enforced, and warnings.
+
+        A tool is given as its parameters, whether it is strict, and its field. Raises
+        InvalidRequest for a strict one that cannot be enforced.
+        """
+        try:
+            result = await self._run(ToolsTask(list(tools)), GRAMMAR_SECONDS, "tools")
+        except RecursionError:
+            message = "a tool's parameters are nested too deeply: flatten them"
+            raise InvalidRequest(message, "tools") from None
+        return msgspec.json.decode(result.text), result.warnings
+
+    async def find_response_format(self, override: Path | None = None) -> Any:
+        """Find out how the model writes reasoning and tool calls; a file takes precedence."""
+        from bloomery.response_format import FormatLookup, ResponseFormat, load_response_format
+
+        if override is not None:
+            return FormatLookup(load_response_format(override), "file")
+        try:
+            result = await self._run(FindFormatTask(), self.text_seconds, "messages")
+        except InvalidRequest as error:
+            problem = f"the response format cannot be found: {error}"
+            return FormatLookup(ResponseFormat(), "none", (problem,), problem)
+        return msgspec.json.decode(result.text, type=FormatLookup)
+
     def warm_up(self) -> None:
         """Start a worker before the first task needs it."""
         self.warm_up_task = asyncio.create_task(self._warm_up())
+
+    async def prepare_grammars(self) -> None:
+        """Replace the idle workers by one that is ready to compile grammars.
+
+        Building its vocabulary takes up to a second. Meanwhile the others serve other tasks.
+        """
+        async with self.preparation:
+            worker = await self._start_worker()
+            try:
+                async with asyncio.timeout(WALL_TIME_FACTOR * GRAMMAR_SECONDS):
+                    await worker.run(GrammarTask({}, ANY_GRAMMAR, "grammar"))
+            except (OSError, EOFError, TimeoutError):  # the first grammar starts another one
+                log.warning("a tokenizer worker could not be prepared for structured output")
+                await asyncio.to_thread(worker.kill)
+                return
+            except BaseException:
+                worker.kill()
+                raise
+            for idle_worker in self.idle_workers:
+                idle_worker.kill()
+            self.idle_workers = [worker]
 
     def close(self) -> None:
         while self.idle_workers:
@@ -176,7 +296,7 @@ class TokenizerPool:
     async def _warm_up(self) -> None:
         async with self.slots:
             if not self.idle_workers:
-                self.idle_workers.append(await self._start_worker())
+                self._add_idle(await self._start_worker())
 
     async def _run(self, task: TokenizerTask, seconds: float, field: str) -> TaskResult:
         """Run a task in an idle or new worker. Errors name the request field `field`."""
@@ -188,14 +308,25 @@ class TokenizerPool:
             except (OSError, EOFError, TimeoutError):
                 # Reaping a large process takes a while, so it happens in a thread.
                 await asyncio.to_thread(worker.kill)
-                raise create_limit_error(seconds, field) from None
+                raise create_limit_error(task, seconds, field) from None
+            except OverflowError:  # nothing was sent
+                self._add_idle(worker)
+                raise InvalidRequest(f"a number in {field} has more than 64 bits", field) from None
             except BaseException:
                 worker.kill()  # otherwise a later task could get the answer to this one
                 raise
-            self.idle_workers.append(worker)
+            self._add_idle(worker)
         if isinstance(answer, TaskError):
-            raise TemplateError(answer.message, answer.field)
+            is_grammar = isinstance(task, GrammarTask | ToolsTask)
+            error = InvalidRequest if is_grammar else TemplateError
+            if answer.too_long:
+                error = RenderedChatTooLong
+            raise error(answer.message, answer.field)
         return answer
+
+    def _add_idle(self, worker: TokenizerWorker) -> None:
+        index = len(self.idle_workers) if worker.has_vocabulary else 0
+        self.idle_workers.insert(index, worker)
 
     async def _take_worker(self) -> TokenizerWorker:
         """Return an idle worker, or start one."""
@@ -226,6 +357,7 @@ class TokenizerWorker:
         self.handle = handle
         self.process = handle.process
         self.channel = AsyncChannel(handle.connection, TASK_CODEC)
+        self.has_vocabulary = False  # for grammars
 
     def is_running(self) -> bool:
         return self.process.poll() is None
@@ -235,15 +367,18 @@ class TokenizerWorker:
         answer = await self.channel.receive()
         if not isinstance(answer, TaskResult | TaskError):
             raise ProtocolError(f"a tokenizer worker sent a {type(answer).__name__}")
+        self.has_vocabulary = self.has_vocabulary or isinstance(task, GrammarTask)
         return answer
 
     def kill(self) -> None:
         self.handle.kill()
 
 
-def create_limit_error(seconds: float, field: str) -> InvalidRequest:
+def create_limit_error(task: TokenizerTask, seconds: float, field: str) -> InvalidRequest:
     """Create the error for a task whose worker exceeded a limit and was killed."""
     limits = f"it may use {seconds:g} s and a bounded amount of memory"
+    if isinstance(task, GrammarTask | ToolsTask):
+        return InvalidRequest(f"the grammar is too complex: {limits}. Simplify it", field)
     if field == "messages":
         return TemplateError(f"the chat template did not come to an end: {limits}", field)
     return InvalidRequest(f"the text takes too long: {limits}", field)
@@ -252,7 +387,11 @@ def create_limit_error(seconds: float, field: str) -> InvalidRequest:
 def write_vocabulary(tokenizer: Tokenizer) -> int:
     """Write the TokenizerData to a file, in memory if possible, and return its descriptor."""
     data = TokenizerData(
-        tokenizer.backend.to_str(), dict(tokenizer.chat_templates), dict(tokenizer.special_tokens)
+        tokenizer.backend.to_str(),
+        dict(tokenizer.chat_templates),
+        dict(tokenizer.special_tokens),
+        tuple(tokenizer.eos_ids),
+        tokenizer.response_template,
     )
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("vocabulary")
@@ -282,14 +421,19 @@ def main(
     tokenizer = read_vocabulary(vocabulary_fd)
     release_free_memory()
     limit_memory(memory_bytes)
+    vocabulary: Any = None  # a TokenVocabulary, built when the first grammar comes
     with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
             for task in channel.receive(None):
-                is_template = isinstance(task, RenderChatTask)
-                limit_seconds = template_seconds if is_template else text_seconds
+                limit_seconds = text_seconds
+                if isinstance(task, RenderChatTask):
+                    limit_seconds = template_seconds
+                elif isinstance(task, GrammarTask | ToolsTask):
+                    limit_seconds = GRAMMAR_SECONDS
+                    vocabulary = vocabulary or build_vocabulary(tokenizer)
                 # When the timer expires, its signal kills the process.
                 signal.setitimer(signal.ITIMER_PROF, limit_seconds)
-                answer = run_task(tokenizer, task)
+                answer = run_task(tokenizer, task, vocabulary)
                 frame = TASK_CODEC.encode(answer)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 channel.connection.sendall(frame)
@@ -299,7 +443,12 @@ def read_vocabulary(descriptor: int) -> Tokenizer:
     contents = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     os.close(descriptor)
     data = msgspec.msgpack.decode(contents, type=TokenizerData)
-    extras = TokenizerConfig(special_tokens=data.special_tokens, chat_templates=data.chat_templates)
+    extras = TokenizerConfig(
+        eos_ids=data.eos_ids,
+        special_tokens=data.special_tokens,
+        chat_templates=data.chat_templates,
+        response_template=data.response_template,
+    )
     return Tokenizer(Backend.from_str(data.backend), extras)
 
 
@@ -323,7 +472,18 @@ def limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def run_task(tokenizer: Tokenizer, task: TaskMessage) -> TaskResult | TaskError:
+def build_vocabulary(tokenizer: Tokenizer) -> Any:
+    """Build the TokenVocabulary for grammars. It takes up to a second and is not part of a task."""
+    from bloomery.structured.matcher import TokenVocabulary
+
+    vocabulary = TokenVocabulary(tokenizer)
+    release_free_memory()
+    return vocabulary
+
+
+def run_task(
+    tokenizer: Tokenizer, task: TaskMessage, vocabulary: Any = None
+) -> TaskResult | TaskError:
     """Run one task in this worker process."""
     match task:
         case EncodeTask(text, add_special):
@@ -337,10 +497,61 @@ def run_task(tokenizer: Tokenizer, task: TaskMessage) -> TaskResult | TaskError:
             try:
                 text = render_chat(tokenizer, messages, **options, limit=max_characters)
             except TemplateError as error:
-                return TaskError(str(error), error.field)
+                is_too_long = isinstance(error, RenderedChatTooLong)
+                return TaskError(str(error), error.field, is_too_long)
             return TaskResult(tokenizer.encode(text, add_special=False), text)
+        case GrammarTask(options, lark, field) if vocabulary is not None:
+            return run_grammar_task(options, lark, vocabulary, field)
+        case ToolsTask(tools):
+            return run_tools_task(tools)
+        case FindFormatTask():
+            return TaskResult(text=find_format(tokenizer))
         case _:
             raise ProtocolError(f"a tokenizer worker takes no {type(task).__name__}")
+
+
+def find_format(tokenizer: Tokenizer) -> str:
+    """Return a FormatLookup as JSON."""
+    from bloomery.response_format import find_response_format
+
+    templates = tokenizer.chat_templates
+    lookup = find_response_format(
+        {"response_template": tokenizer.response_template},
+        templates.get("tool_use") or templates.get("default"),
+        [tokenizer.token_name(id) for id in tokenizer.special_ids],
+        None,
+        render=render_template,
+        variables=tokenizer.special_tokens,
+    )
+    return msgspec.json.encode(lookup).decode()
+
+
+def run_grammar_task(
+    options: dict[str, Any], lark: str, vocabulary: Any, field: str
+) -> TaskResult | TaskError:
+    from bloomery.structured.grammar import compile_grammar
+
+    try:
+        outputs = StructuredOutputs(**options) if options else lark
+        grammar, warnings = compile_grammar(outputs, vocabulary, field)
+    except InvalidRequest as error:
+        return TaskError(str(error), error.field)
+    return TaskResult(text=grammar, warnings=warnings)
+
+
+def run_tools_task(tools: list[tuple[dict[str, Any], bool, str]]) -> TaskResult | TaskError:
+    from bloomery.structured.grammar import prepare_tool_schema
+
+    schemas = []
+    warnings: list[str] = []
+    for schema, strict, field in tools:
+        try:
+            prepared, relaxed = prepare_tool_schema(schema, strict)
+        except InvalidRequest as error:
+            return TaskError(f"{field}: {error}", field)
+        schemas.append(prepared)
+        warnings += [f"{field}: {warning}" for warning in relaxed]
+    return TaskResult(text=msgspec.json.encode(schemas).decode(), warnings=tuple(warnings))
 
 
 def encode_pieces(pieces: Sequence[EncodedToken], last: int | None) -> bytes:
