@@ -21,14 +21,17 @@ from pathlib import Path
 import httpx2
 
 from tests.e2e.test_serve import free_port
+from tests.server.playback import TOOL_TEMPLATE_PATH
 
 SCRIPTS = Path(__file__).parent / "heavy"
 MODEL = "smollm2"
 # group -> (packages to install, script to run)
 GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
     "text-generation": (("text-generation==0.7.0",), "with_text_generation.py"),
-    "litellm": (("litellm==1.106.2",), "with_litellm.py"),
+    "litellm": (("litellm==1.106.2", "mcp"), "with_litellm.py"),
     "langchain": (("langchain-openai>=1.7",), "with_langchain.py"),
+    "langchain-anthropic": (("langchain-anthropic>=1",), "with_langchain_anthropic.py"),
+    "ollama": (("ollama>=0.6",), "with_ollama.py"),
     "llm": (("llm>=0.36",), "with_llm.sh"),
     "lm-eval": (("lm-eval[api]==0.4.13",), "with_lm_eval.sh"),
     "ai": (("ai@7", "@ai-sdk/openai-compatible@3"), "with_ai.mjs"),
@@ -36,7 +39,8 @@ GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @contextmanager
-def running_server() -> Iterator[str]:
+def running_server(*more_names: str, template: Path | None = None) -> Iterator[str]:
+    """A server with the embedded model as MODEL and `more_names`; `template`: of its chats."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
@@ -47,8 +51,10 @@ def running_server() -> Iterator[str]:
         "--port",
         str(port),
         "--served-model-name",
-        MODEL,
+        ",".join((MODEL, *more_names)),
     ]
+    if template is not None:
+        command += ["--chat-template", str(template)]
     process = subprocess.Popen([*command, "--kv-cache-gib", "0.3"], stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 120
@@ -97,7 +103,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("build/clients"))
     arguments = parser.parse_args()
     num_failed = 0
-    with running_server() as url:
+    # The embedded model's own template has no tools.
+    with running_server(template=TOOL_TEMPLATE_PATH) as url:
         for name in arguments.groups or GROUPS:
             num_failed += not run_group(name, url, arguments.folder)
     return num_failed

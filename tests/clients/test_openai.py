@@ -124,6 +124,10 @@ def test_embeddings_in_both_encodings(client: Any) -> None:
         return float(sum(a * b for a, b in zip(vectors[i], vectors[j], strict=True)))
 
     assert similarity(0, 1) > similarity(0, 2), "the two sentences about a cat are closest"
+    short = client.embeddings.create(input=texts[0], model=MODEL, dimensions=8).data[0].embedding
+    head = vectors[0][:8]
+    length = sum(x * x for x in head) ** 0.5
+    assert short == pytest.approx([x / length for x in head], abs=0.02)
     last = client.embeddings.create(
         input=[[504, 2644]], model=MODEL, extra_body={"pooling": "last"}
     )
@@ -140,9 +144,9 @@ def test_errors_raise_the_clients_own_exceptions(client: Any, url: str) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(prompt="iron " * 2000, model=MODEL, stream=True)
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError) as cut:
-        client.embeddings.create(input="a", model=MODEL, dimensions=8)
-    assert cut.value.param == "dimensions"
+    with pytest.raises(openai.BadRequestError) as wide:
+        client.embeddings.create(input="a", model=MODEL, dimensions=100_000)
+    assert wide.value.param == "dimensions"
     with (
         pytest.raises(openai.AuthenticationError),
         openai.OpenAI(base_url=f"{url}/v1", api_key="no") as unauthorized,

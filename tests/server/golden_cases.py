@@ -220,6 +220,21 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
         {**SYSTEM_AND_QUESTION, "tools": [{"type": "function", "function": {"name": "f"}}]},
         {},
     ),
+    "stored_chats": ("GET", "/v1/chat/completions", None, {}),
+    "stored_chat_unknown": ("GET", "/v1/chat/completions/chatcmpl-unknown", None, {}),
+    "stored_chat_change_unknown": (
+        "POST",
+        "/v1/chat/completions/chatcmpl-unknown",
+        {"metadata": {"a": "b"}},
+        {},
+    ),
+    "stored_chat_delete_unknown": ("DELETE", "/v1/chat/completions/chatcmpl-unknown", None, {}),
+    "stored_chat_messages_unknown": (
+        "GET",
+        "/v1/chat/completions/chatcmpl-unknown/messages",
+        None,
+        {},
+    ),
     "completion": ("POST", "/v1/completions", {"prompt": "The iron", "temperature": 0}, {}),
     "completion_batch": (
         "POST",
@@ -307,7 +322,47 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
         {"input": "What is slag?", "max_output_tokens": 3, "temperature": 0, "stream": True},
         {},
     ),
+    "responses_logprobs": (
+        "POST",
+        "/v1/responses",
+        {
+            "input": "What is slag?",
+            "max_output_tokens": 2,
+            "temperature": 0,
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 1,
+        },
+        {},
+    ),
+    "responses_background": (
+        "POST",
+        "/v1/responses",
+        {
+            "input": "What is slag?",
+            "max_output_tokens": 2,
+            "temperature": 0,
+            "background": True,
+            "stream": True,
+        },
+        {},
+    ),
+    "responses_input_tokens": (
+        "POST",
+        "/v1/responses/input_tokens",
+        {"input": "What is slag?", "instructions": "Be brief."},
+        {},
+    ),
+    "responses_unknown": ("GET", "/v1/responses/resp_unknown", None, {}),
+    "responses_delete_unknown": ("DELETE", "/v1/responses/resp_unknown", None, {}),
+    "responses_cancel_unknown": ("POST", "/v1/responses/resp_unknown/cancel", None, {}),
+    "responses_items_unknown": ("GET", "/v1/responses/resp_unknown/input_items", None, {}),
     "embeddings": ("POST", "/v1/embeddings", {"input": "The iron"}, {}),
+    "embeddings_shortened": (
+        "POST",
+        "/v1/embeddings",
+        {"input": "The iron", "dimensions": 2},
+        {},
+    ),
     "embeddings_several": (
         "POST",
         "/v1/embeddings",
@@ -319,7 +374,7 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
         },
         {},
     ),
-    "embeddings_refused": ("POST", "/v1/embeddings", {"input": "The iron", "dimensions": 2}, {}),
+    "embeddings_refused": ("POST", "/v1/embeddings", {"input": "The iron", "dimensions": 5}, {}),
     "models": ("GET", "/v1/models", None, {}),
     "model": ("GET", "/v1/models/org/speaker-1", None, {}),
     # Anthropic
@@ -360,6 +415,62 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
         {"messages": SLAG_QUESTION["messages"], "system": "Be brief."},
         {},
     ),
+    # Ollama
+    "ollama_chat": (
+        "POST",
+        "/api/chat",
+        {
+            "model": "speaker:latest",
+            "messages": SLAG_QUESTION["messages"],
+            "options": {"num_predict": 3, "temperature": 0, "num_ctx": 4096},
+            "keep_alive": "5m",
+        },
+        {},
+    ),
+    "ollama_chat_whole": (
+        "POST",
+        "/api/chat",
+        {
+            "messages": SLAG_QUESTION["messages"],
+            "options": {"num_predict": 3, "temperature": 0},
+            "stream": False,
+        },
+        {},
+    ),
+    "ollama_generate": (
+        "POST",
+        "/api/generate",
+        {
+            "model": "speaker",
+            "prompt": "What is slag?",
+            "system": "Be brief.",
+            "options": {"num_predict": 3, "temperature": 0},
+        },
+        {},
+    ),
+    "ollama_generate_raw": (
+        "POST",
+        "/api/generate",
+        {
+            "prompt": "The iron",
+            "raw": True,
+            "context": [295, 359],
+            "options": {"num_predict": 3, "temperature": 0},
+            "stream": False,
+        },
+        {},
+    ),
+    "ollama_refused": (
+        "POST",
+        "/api/chat",
+        {"messages": SLAG_QUESTION["messages"], "options": {"temperature": -1}},
+        {},
+    ),
+    "ollama_embed": ("POST", "/api/embed", {"input": ["The iron"], "dimensions": 3}, {}),
+    "ollama_tags": ("GET", "/api/tags", None, {}),
+    "ollama_ps": ("GET", "/api/ps", None, {}),
+    "ollama_show": ("POST", "/api/show", {"model": "speaker"}, {}),
+    "ollama_version": ("GET", "/api/version", None, {}),
     # the server's own routes
     "health": ("GET", "/health", None, {}),
     "ping": ("GET", "/ping", None, {}),
@@ -373,4 +484,5 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
     "openapi_tgi": ("GET", "/api-doc/openapi.json", None, {}),
     "unknown_route": ("GET", "/v2/health", None, {}),
 }
-PAGES = {"/docs", "/assets/{file}"}  # tested in routes/test_page.py
+# Tested in routes/test_page.py, and the history in test_history.py: its length varies with time.
+PAGES = {"/docs", "/assets/{file}", "/stats/history"}

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
+import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from bloomery.engine.block_pool import BlockPool
@@ -31,6 +34,7 @@ from bloomery.messages import (
     TokenLogprob,
     TokenOutput,
 )
+from bloomery.structured.matcher import MaskBuilder, TokenVocabulary
 from bloomery.text.tokenizer import Tokenizer, TokenizerConfig
 from tests.engine.fake_executor import FakeExecutor
 
@@ -57,6 +61,20 @@ def load_test_tokenizer() -> Tokenizer:
     return Tokenizer(backend, TokenizerConfig(1, (2,), special_tokens, {"default": CHAT_TEMPLATE}))
 
 
+class ScriptedStep(Future[StepOutput]):
+    """A step of a ScriptedExecutor. It samples when it has its masks, if it needs any."""
+
+    def __init__(self, executor: ScriptedExecutor, step: ScheduledStep):
+        super().__init__()
+        self.executor = executor
+        self.step = step
+
+    def provide_masks(self, masks: np.ndarray) -> None:
+        """masks: [masked sequences, words] int32."""
+        rows = dict(zip(self.step.masked, masks, strict=True))
+        self.set_result(self.executor.finish(self.step, rows))
+
+
 class ScriptedExecutor(FakeExecutor):
     """An executor whose answers are tokens of the vocabulary; some are parts of characters."""
 
@@ -69,7 +87,14 @@ class ScriptedExecutor(FakeExecutor):
         self.eos_id = tokenizer.eos_ids[0]
         self.new_requests: dict[int, NewRequestData] = {}
 
-    def run(self, step: ScheduledStep) -> StepOutput:
+    def submit(self, step: ScheduledStep) -> ScriptedStep:  # type: ignore[override]
+        pending = ScriptedStep(self, step)
+        self.begin(step)
+        if not step.masked:
+            pending.set_result(self.finish(step, {}))
+        return pending
+
+    def begin(self, step: ScheduledStep) -> None:
         self.num_steps += 1
         for sequence in step.finished:
             del self.rows[sequence]
@@ -78,9 +103,15 @@ class ScriptedExecutor(FakeExecutor):
             if scheduled.new_request is not None:
                 self.new_requests[scheduled.sequence] = scheduled.new_request
             self.write(scheduled)
-        return StepOutput(tuple(self.sample(scheduled) for scheduled in step.requests))
 
-    def sample(self, scheduled: ScheduledRequest) -> SampledTokens:
+    def finish(self, step: ScheduledStep, masks: Mapping[int, Any]) -> StepOutput:
+        """Sample; `masks` are those of sequences with a grammar."""
+        samples = [
+            self.sample(scheduled, masks.get(scheduled.sequence)) for scheduled in step.requests
+        ]
+        return StepOutput(tuple(samples))
+
+    def sample(self, scheduled: ScheduledRequest, mask: Any = None) -> SampledTokens:
         row = self.rows[scheduled.sequence]
         request = self.new_requests[scheduled.sequence]
         end = scheduled.start + scheduled.count
@@ -97,6 +128,8 @@ class ScriptedExecutor(FakeExecutor):
             embedding = self.embedding(prefix, request.pooling)
             return SampledTokens(scheduled.sequence, embedding=embedding)
         token = self.next_token(prefix, request)
+        if mask is not None:
+            token = self.allowed_token(prefix, token, mask)
         row.tokens.append(token)
         logprobs: tuple[TokenLogprob, ...] = ()
         if request.sampling.logprobs is not None:
@@ -117,6 +150,15 @@ class ScriptedExecutor(FakeExecutor):
             return self.eos_id
         candidates = sampling.allowed_token_ids or self.answer_ids
         return candidates[number // 29 % len(candidates)]
+
+    def allowed_token(self, prefix: list[int], token: int, mask: np.ndarray) -> int:
+        """The token if the mask allows it, else one that it allows."""
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        if bits[token]:
+            return token
+        allowed_ids = np.flatnonzero(bits)
+        # The refused token depends on the seed, so the allowed one does too.
+        return int(allowed_ids[hash_prefix(prefix, token) % len(allowed_ids)])
 
     def logprob(self, prefix: list[int], token: int, num_top: int) -> TokenLogprob:
         number = hash_prefix(prefix, token)
@@ -167,7 +209,11 @@ class InProcessEngine:
         )
         self.block_pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(self.block_pool, MAX_BATCHED_TOKENS, max_num_seqs)
-        self.loop = EngineLoop(self.scheduler, ScriptedExecutor(BLOCK_SIZE, tokenizer))
+        self.tokenizer = tokenizer
+        self.executor = self.create_executor()
+        self.loop = EngineLoop(
+            self.scheduler, self.executor, create_mask_builder=self.create_mask_builder
+        )
         self.status = EngineStatus("ready", 1.0)
         self.step_seconds = step_seconds
         self.num_steps = 0
@@ -178,11 +224,23 @@ class InProcessEngine:
         self.received: list[EngineRequest] = []
         self.step_observers: list[Callable[[EngineStats, EngineStats], None]] = []
 
+    def create_executor(self) -> ScriptedExecutor:
+        return ScriptedExecutor(BLOCK_SIZE, self.tokenizer)
+
+    def create_mask_builder(self) -> MaskBuilder:
+        vocabulary: Future[TokenVocabulary] = Future()
+        vocabulary.set_result(TokenVocabulary(self.tokenizer))
+        return MaskBuilder(vocabulary, self.tokenizer.vocab_size, num_threads=1)
+
     @property
     def is_idle(self) -> bool:
         """No request runs, and no sequence holds a block of the KV cache."""
         pool = self.block_pool
         return not self.loop.busy and pool.num_free_blocks == pool.num_blocks
+
+    @property
+    def num_restarts(self) -> int:
+        return 0
 
     def add_step_observer(self, observer: Callable[[EngineStats, EngineStats], None]) -> None:
         self.step_observers.append(observer)

@@ -13,7 +13,7 @@ from bloomery.server.routes import build_routes
 from bloomery.server.service import ServerSettings
 from tests.server.conftest import HttpTestServer
 
-PUBLIC_PATHS = {"/", "/health", "/ping", "/ready", "/live", "/assets/{file}"}
+PUBLIC_PATHS = {"/", "/health", "/ping", "/ready", "/live", "/assets/{file}", "/docs"}
 BODY = {"prompt": "The iron", "max_tokens": 3}
 
 

@@ -75,12 +75,38 @@ def test_the_oldest_conversation_is_evicted_first(serve: Callable[..., HttpTestS
     assert statuses == [400, 200, 200]
 
 
+class SizedEntry:
+    """An entry of a given size that counts how often it was discarded."""
+
+    def __init__(self, num_characters: int):
+        self.num_characters = num_characters
+        self.num_discards = 0
+
+    def discard(self) -> None:
+        self.num_discards += 1
+
+
 def test_the_store_stays_within_its_bounds() -> None:
-    store = ConversationStore(100, 1000)
+    store: ConversationStore[SizedEntry] = ConversationStore(100, 1000)
+    all_entries = []
     for number in range(500):
-        store.put(("", str(number)), [{"role": "user", "content": "x" * (number % 90)}])
-        assert len(store.conversations) <= 100 and store.num_characters <= 1000
-        stored = [message for messages in store.conversations.values() for message in messages]
-        assert store.num_characters == sum(len(message["content"]) for message in stored)
-    store.put(("", "huge"), [{"role": "user", "content": "x" * 5000}])
+        entry = SizedEntry(number % 90)
+        all_entries.append(entry)
+        store.put(("", str(number)), entry)
+        assert len(store.entries) <= 100 and store.num_characters <= 1000
+        assert store.num_characters == sum(size for _, size in store.entries.values())
+    stored = list(store.entries_of(""))
+    assert all(entry.num_discards == (entry not in stored) for entry in all_entries)
+    store.put(("", "huge"), SizedEntry(5000))
     assert store.num_characters <= 1000 and store.get(("", "huge")) is None
+
+
+def test_an_entry_that_grows_is_counted_again() -> None:
+    store: ConversationStore[SizedEntry] = ConversationStore(10, 1000)
+    entry = SizedEntry(10)
+    store.put(("a", "x"), entry)
+    entry.num_characters = 30
+    store.put(("a", "x"), entry)
+    assert (store.num_characters, entry.num_discards) == (30, 0)
+    assert list(store.entries_of("b")) == [] and not store.delete(("b", "x"))
+    assert store.delete(("a", "x")) and (store.num_characters, entry.num_discards) == (0, 1)

@@ -72,6 +72,8 @@ def test_greedy_answers_equal_those_of_transformers(smol: HttpTestServer) -> Non
                 "prompt": entry["prompt"],
                 "max_tokens": 24,
                 "temperature": 0,
+                "repetition_penalty": 1.0,
+                "frequency_penalty": 0.0,
                 "ignore_eos": True,
                 "return_token_ids": True,
             }

@@ -139,10 +139,6 @@ CHAT_CASES: list[tuple[dict[str, Any], str | None]] = [
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
         "messages[0].content[0].type",
     ),
-    (
-        {"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}]},
-        "messages[1].role",
-    ),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
@@ -156,11 +152,10 @@ CHAT_CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"logprobs": 1}, "logprobs"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"functions": [{}]}, "functions"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"functions": [{}]}, "functions[0].name"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
-        "response_format",
+        "response_format.json_schema.schema",
     ),
     ({"guided_regex": "("}, "guided_regex"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
@@ -197,7 +192,6 @@ CHAT_CASES: list[tuple[dict[str, Any], str | None]] = [
     ),
 ]
 COMPLETION_CASES: list[tuple[dict[str, Any], str | None]] = [
-    ({"prompt": None}, "prompt"),
     ({"prompt": 5}, "prompt"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -231,7 +225,7 @@ COMMON_CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.01}, "top_p"),
     ({"top_p": 1.01}, "top_p"),
     ({"top_k": -5}, "top_k"),
     ({"top_k": 1.5}, "top_k"),
@@ -252,7 +246,7 @@ COMMON_CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"stop": "x" * 1_000_000}, "stop"),
     ({"stop": 5}, "stop"),
     ({"seed": 2**64}, "seed"),
-    ({"seed": -1}, "seed"),
+    ({"seed": -(2**64)}, "seed"),
     ({"seed": "x"}, "seed"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -329,6 +323,7 @@ def test_known_and_placeholder_models_are_accepted(
 
 ACCEPTED_FIELDS = [
     {"temperature": 0},
+    {"top_p": 0},
     {"top_p": 1.0},
     {"top_k": -1},
     {"top_k": 0},
@@ -340,13 +335,16 @@ ACCEPTED_FIELDS = [
     {"stream": None},
     {"logit_bias": {}},
     {"response_format": {"type": "text"}},
+    {"response_format": {"type": "json_object"}},
     {"seed": 2**64 - 1},
+    {"seed": -1},
     {"user": "me"},
     {"metadata": {"a": "b"}},
     {"tools": []},
     {"tool_choice": "none"},
     {"functions": None},
     {"stream_options": None},
+    {"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}]},
 ]
 
 
@@ -357,6 +355,12 @@ def test_valid_and_unknown_fields_are_accepted(
     response = server.post(
         CHAT, {"messages": [{"role": "user", "content": "a\x00b"}], "max_tokens": 2, **more}
     )
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("more", [{"prompt": None}, {"top_p": 0}, {"seed": -1}], ids=json.dumps)
+def test_valid_completion_fields_are_accepted(server: HttpTestServer, more: dict[str, Any]) -> None:
+    response = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2, **more})
     assert response.status_code == 200, response.text
 
 
@@ -405,7 +409,10 @@ TGI_CASES: list[tuple[dict[str, Any], str]] = [
     ({"truncate": 600}, "`truncate` must be strictly positive and less than 511. Given: 600"),
     ({"seed": 2**64}, None),
     ({"seed": -1}, None),
-    ({"grammar": {"type": "regex", "value": "("}}, "grammar is not supported"),
+    (
+        {"grammar": {"type": "regex", "value": "("}},
+        "the regular expression is not valid: unclosed group",
+    ),
     ({"adapter_id": "x"}, "`adapter_id` is not supported: this server has no adapters"),
 ]
 
@@ -474,10 +481,14 @@ def test_markdown_images_are_plain_text(server: HttpTestServer) -> None:
 def test_unknown_routes_and_methods_are_refused(server: HttpTestServer) -> None:
     check_refusal(server.post("/v1/nope", {}), 404, tgi=False)
     check_refusal(server.post("/nope", {}), 404, tgi=True)
-    for path in (CHAT, GENERATE):
+    for path in (COMPLETIONS, GENERATE):
         response = server.get(path)
         check_refusal(response, 405, tgi=path == GENERATE)
         assert response.headers["allow"] == "POST"
+    assert server.get(CHAT).json()["object"] == "list"  # of stored chats
+    response = server.client.request("PUT", CHAT)
+    check_refusal(response, 405, tgi=False)
+    assert response.headers["allow"] == "GET, POST"
     assert server.client.request("DELETE", "/health").headers["allow"] == "GET"
     assert server.client.head("/health").status_code == 200
 
@@ -486,8 +497,8 @@ def test_unknown_routes_and_methods_are_refused(server: HttpTestServer) -> None:
     "headers",
     [
         {"content-type": "text/plain"},
-        {"content-type": ""},
         {"content-type": "application/json", "content-encoding": "gzip"},
+        {"content-type": "", "content-encoding": "gzip"},
     ],
 )
 def test_bodies_that_are_not_plain_json_are_refused(
@@ -497,6 +508,19 @@ def test_bodies_that_are_not_plain_json_are_refused(
         check_refusal(
             server.client.post(path, content=b"{}", headers=headers), 415, tgi=path == GENERATE
         )
+
+
+def test_json_without_a_content_type_is_accepted(server: HttpTestServer) -> None:
+    headers = {"content-type": ""}
+    bodies = {
+        COMPLETIONS: b'{"prompt": "a", "max_tokens": 1}',
+        GENERATE: b'{"inputs": "a", "parameters": {"max_new_tokens": 1}}',
+    }
+    for path, body in bodies.items():
+        response = server.client.post(path, content=body, headers=headers)
+        assert response.status_code == 200, response.text
+        broken = server.client.post(path, content=b"{", headers=headers)
+        check_refusal(broken, 400, tgi=path == GENERATE)
 
 
 def exchange(server: HttpTestServer, data: bytes) -> bytes:
@@ -654,17 +678,17 @@ def test_invalid_responses_requests_are_refused(server: HttpTestServer) -> None:
     cases = [
         ({"input": None}, "input"),
         ({"input": 5}, "input"),
-        ({"input": [{"type": "item_reference"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
         ),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
-        ({"tools": [{}]}, "tools"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
-        ({"max_output_tokens": 0}, "max_tokens"),
-        ({"background": True}, "background"),
-        ({"input": []}, "messages"),
+        ({"tools": [{}]}, "tools[0]"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"conversation": "conv_x"}, "conversation"),
+        ({"input": []}, "input"),
     ]
     for more, field in cases:
         assert (

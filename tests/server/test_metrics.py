@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from bloomery import __version__
 from bloomery.messages import EngineStats
 from bloomery.server.metric_names import COUNTERS, GAUGES, HISTOGRAMS, PREFIXES
 from bloomery.server.metrics import (
@@ -40,7 +41,11 @@ def read_samples(server: HttpTestServer) -> Samples:
 
 
 def value(samples: Samples, name: str, **labels: str) -> float:
-    common = {"model_name": "speaker", "engine": "0"} if name.startswith("vllm:") else {}
+    common = {}
+    if name.startswith("vllm:"):
+        common = {"model_name": "speaker", "engine": "0"}
+    elif name.startswith("bloomery_"):
+        common = {"model_name": "speaker"}
     return samples.get((name, frozenset({**common, **labels}.items())), 0.0)
 
 
@@ -222,12 +227,23 @@ def test_the_metrics_that_dashboards_read_exist(serve: Callable[..., HttpTestSer
     queries = [
         target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())
     ]
-    own_names = {name for query in queries for name in re.findall(r"\bbloomery_\w+", query)}
+    own_names = {
+        name for query in queries for name in re.findall(r"\b(?:bloomery|process)_\w+", query)
+    }
     assert len(queries) > 20 and own_names <= names, own_names - names
+    for query in queries:
+        assert 'instance=~"$instance"' in query
+        assert "process_" in query or 'model_name=~"$model"' in query
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    for name, label in (("model", "model_name"), ("instance", "instance")):
+        assert variables[name]["query"]["query"].endswith(f", {label})")
     for query in queries:
         for labels in re.findall(r"by \(([\w, ]+)\)", query):
             for label in labels.split(", "):
-                assert f'{label}="' in text, f"no metric has the label {label}"
+                # Prometheus itself adds the label "instance".
+                assert label == "instance" or f'{label}="' in text, (
+                    f"no metric has the label {label}"
+                )
 
 
 def test_prefill_and_decode_steps_are_counted_apart() -> None:
@@ -249,6 +265,35 @@ def test_prefill_and_decode_steps_are_counted_apart() -> None:
         'tgi_batch_inference_duration_sum{method="prefill"} 0.5',
         'tgi_batch_concat{reason="chunking"} 1.0',
         "tgi_batch_next_size_sum 10.0",
-        "bloomery_step_positions_sum 66.0",
+        'bloomery_step_tokens_sum{model_name="m"} 66.0',
+        'bloomery_step_duration_seconds_count{method="decode",model_name="m"} 2.0',
     ):
         assert line in text, line
+
+
+def test_build_and_process_metrics(serve: Callable[..., HttpTestServer]) -> None:
+    server = serve()
+    text = server.get("/metrics").text
+    build_lines = [line for line in text.splitlines() if line.startswith("bloomery_build_info{")]
+    assert len(build_lines) == 1
+    for label in (f'version="{__version__}"', "python_version=", "torch_version="):
+        assert label in build_lines[0]
+    samples = read_samples(server)
+    assert value(samples, "process_resident_memory_bytes") > 1e6
+    assert value(samples, "process_cpu_seconds_total") > 0
+    assert 0 < value(samples, "process_open_fds") < value(samples, "process_max_fds")
+    assert "python_gc_collections_total" in text
+
+
+def test_restarts_of_the_engine_are_counted() -> None:
+    engine = RestartedEngine(load_test_tokenizer())
+    text = ServerMetrics(engine, "m").prometheus_text().decode()
+    assert 'bloomery_engine_restarts_total{model_name="m"} 3.0' in text
+
+
+class RestartedEngine(InProcessEngine):
+    """An engine whose client has restarted it three times."""
+
+    @property
+    def num_restarts(self) -> int:
+        return 3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bloomery.errors import InvalidRequest
 from bloomery.server.errors import MalformedBodyError
 from bloomery.server.routes import build_routes
-from bloomery.server.schema import RequestBody, decode_json, parse_body
+from bloomery.server.schema import RequestBody, UnknownField, decode_json, parse_body
 from bloomery.server.service import ServerSettings
 from tests.server.conftest import HttpTestServer
 
@@ -63,8 +63,16 @@ def test_nulls_are_absent_and_unknown_fields_are_counted() -> None:
         "inner": {"a": None, "what": 2},
         "many": [{"z": 1}, {"a": 1}],
     }
-    parsed, num_unknown = parse_body(decode_json(json.dumps(body).encode()), SampleBody)
-    assert (parsed.n, parsed.x, parsed.s, num_unknown) == (None, 1.0, None, 3)
+    parsed, unknown = parse_body(decode_json(json.dumps(body).encode()), SampleBody)
+    assert (parsed.n, parsed.x, parsed.s) == (None, 1.0, None)
+    assert [field.name for field in unknown] == ["who", "what", "z"]
+
+
+def test_a_misspelt_field_has_a_nearest_name() -> None:
+    known = ("temperature", "max_tokens", "n")
+    cases = {"temprature": "temperature", "maxtokens": "max_tokens", "m": None, "speed": None}
+    for name, nearest in cases.items():
+        assert UnknownField(name, known).nearest_name() == nearest
 
 
 @pytest.mark.parametrize("value", ["1", "[1]", '{"a": 1}', '"x"', "true"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -12,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from bloomery.messages import EngineStatus
-from bloomery.server.service import resident_memory_bytes
+from bloomery.server.service import InferenceService, ServerSettings, resident_memory_bytes
+from bloomery.text.tokenizer import Tokenizer
 from tests.server.conftest import HttpTestServer
+from tests.server.scripted_engine import InProcessEngine
+from tests.waiting import wait_until_async
 
 
 @pytest.mark.parametrize("state", ["loading", "failed", "draining", "restarting", "closed"])
@@ -24,7 +28,8 @@ def test_health_and_requests_while_the_engine_is_not_ready(
     server.backend.status = EngineStatus(state, 0.25, "reading weights")
     if state == "loading":
         server.backend.capacity = None
-    for path in ("/health", "/ping", "/"):
+    assert server.get("/").status_code == 503
+    for path in ("/health", "/ping"):
         response = server.get(path)
         assert response.status_code == 503
         assert response.json() == {"error": "unhealthy", "error_type": "healthcheck"}
@@ -52,6 +57,30 @@ def test_health_and_requests_while_the_engine_is_not_ready(
         assert int(response.headers["retry-after"]) > 0
         closes = response.headers.get("connection") == "close"
         assert closes == (state in ("draining", "closed"))
+
+
+def test_a_worker_is_prepared_for_grammars_once_the_engine_is_ready(tokenizer: Tokenizer) -> None:
+    """The first request with a grammar need not wait, and the engine loads undisturbed."""
+
+    async def main() -> None:
+        backend = InProcessEngine(tokenizer)
+        capacity = backend.capacity
+        backend.capacity = None
+        settings = ServerSettings(model="speaker", warm=True, prepare_grammars=True)
+        service = InferenceService(backend, tokenizer, settings)
+        pool = service.tokenizer_pool
+        service.warm_up()
+        try:
+            assert await wait_until_async(lambda: pool.idle_workers)
+            assert not any(worker.has_vocabulary for worker in pool.idle_workers)
+            backend.capacity = capacity
+            assert await wait_until_async(
+                lambda: any(worker.has_vocabulary for worker in pool.idle_workers)
+            )
+        finally:
+            pool.close()
+
+    asyncio.run(main())
 
 
 def test_resident_memory_is_measured() -> None:

@@ -1,5 +1,8 @@
 """The ASGI application, and the uvicorn server that runs it.
 
+LoadingApp answers from the first second on, also while a model is downloaded. InferenceApp takes
+over as soon as the model is known.
+
 The application routes by an exact table. Each request goes through these steps in this order: check
 its headers, its Host and its API key, find its route, run the handler, format an error as the
 route's API does, and log one line. The line has times and counts, never a prompt.
@@ -13,8 +16,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.datastructures import Headers
@@ -22,6 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from bloomery.errors import RequestFailed
 from bloomery.server.auth import AllowedHosts, ApiKeys
 from bloomery.server.backend import InferenceBackend
 from bloomery.server.errors import (
@@ -32,6 +36,7 @@ from bloomery.server.errors import (
     HttpError,
     describe_error,
     error_formatter_for_path,
+    unavailable_error,
 )
 from bloomery.server.generation import EventStreamResponse
 from bloomery.server.limits import ABORT_CONNECTION, check_headers
@@ -51,6 +56,17 @@ log = logging.getLogger("bloomery.server")
 
 NUM_ACCEPTORS = 8  # connections accepted in one iteration of the event loop
 MEMORY_CHECK_SECONDS = 1.0
+DRAIN_REPORT_SECONDS = 5.0  # between two log lines about the requests that are waited for
+LOADING_RETRY_SECONDS = 5
+LOADING_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">
+<title>Bloomery is starting</title>
+<style>body{font:1.1rem system-ui,sans-serif;margin:20vh auto;max-width:34rem;padding:0 1rem;
+color-scheme:light dark}</style>
+<h1>Bloomery is starting</h1>
+<p>The model is being located or downloaded. This page opens the chat when it is there.</p></html>
+"""
+LOADING_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def create_app(
@@ -67,6 +83,66 @@ def create_app(
     return app
 
 
+class LoadingApp:
+    """Answers 503 "loading" until the app of the model is attached, then hands requests to it."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp | None = None
+        self.lifespan: asyncio.Future[None] | None = None
+        self.lifespan_messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._handle_lifespan(receive, send)
+        elif self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._loading_response(scope)(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1013})
+
+    async def attach(self, app: ASGIApp) -> None:
+        """Start `app` and hand all further requests to it."""
+        started = asyncio.Event()
+
+        async def on_lifespan_message(message: Any) -> None:
+            started.set()
+
+        scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
+        receive = self.lifespan_messages.get
+        self.lifespan = asyncio.ensure_future(app(scope, receive, on_lifespan_message))
+        self.lifespan_messages.put_nowait({"type": "lifespan.startup"})
+        await started.wait()
+        self.app = app
+
+    async def _handle_lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if self.lifespan is not None:
+            self.lifespan_messages.put_nowait({"type": "lifespan.shutdown"})
+            await self.lifespan
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def _loading_response(self, scope: Scope) -> Response:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        headers = {"retry-after": str(LOADING_RETRY_SECONDS)}
+        accept = Headers(scope=scope).get("accept", "")
+        if path == "/" and "text/html" in accept:
+            headers["content-security-policy"] = LOADING_PAGE_POLICY
+            return Response(LOADING_PAGE, 503, headers, "text/html")
+        content: Any
+        if path == "/live":
+            return Response(encode_json({"live": True}), media_type="application/json")
+        if path == "/ready":
+            detail = "the model is being located or downloaded"
+            content = {"state": "loading", "model": "", "progress": 0.0, "detail": detail}
+        else:
+            error = unavailable_error("the model is being loaded", LOADING_RETRY_SECONDS)
+            _, content = error_formatter_for_path(path)(error.info, "")
+        return Response(encode_json(content), 503, headers, "application/json")
+
+
 class InferenceApp:
     """The ASGI application: authentication, routing, error responses and the access log."""
 
@@ -77,11 +153,15 @@ class InferenceApp:
         self.api_keys = ApiKeys(settings.keys)
         self.allowed_hosts = AllowedHosts(settings.host, settings.allowed_hosts)
         self.exact_routes: dict[str, dict[str, Route]] = {}  # path -> method -> route
-        self.prefix_routes: dict[str, dict[str, Route]] = {}  # path before {parameter} -> ...
+        # (path before {parameter}, path after it) -> method -> route
+        self.parameter_routes: dict[tuple[str, str], dict[str, Route]] = {}
         for route in service.routes:
-            path, brace, _ = route.path.partition("{")
-            routes = self.prefix_routes if brace else self.exact_routes
-            routes.setdefault(path, {})[route.method] = route
+            before, brace, rest = route.path.partition("{")
+            if brace:
+                after = rest.partition("}")[2]
+                self.parameter_routes.setdefault((before, after), {})[route.method] = route
+            else:
+                self.exact_routes.setdefault(before, {})[route.method] = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -95,7 +175,7 @@ class InferenceApp:
         await receive()
         memory_watch = asyncio.create_task(self._watch_memory())
         if self.service.settings.warm:
-            self.service.tokenizer_pool.warm_up()
+            self.service.warm_up()
         await send({"type": "lifespan.startup.complete"})
         await receive()
         memory_watch.cancel()
@@ -107,6 +187,7 @@ class InferenceApp:
     async def _watch_memory(self) -> None:
         while True:
             self.service.relieve_memory_pressure()
+            self.service.metrics.record_sample()
             await asyncio.sleep(MEMORY_CHECK_SECONDS)
 
     async def _handle_http(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,10 +223,13 @@ class InferenceApp:
         """The routes of a path by method, and the value of its {parameter}."""
         if methods := self.exact_routes.get(path):
             return methods, ""
-        for prefix, methods in self.prefix_routes.items():
-            if path.startswith(prefix) and len(path) > len(prefix):
-                return methods, path[len(prefix) :]
-        return {}, ""
+        best: tuple[Mapping[str, Route], str] = {}, ""
+        for (before, after), methods in self.parameter_routes.items():
+            length = len(path) - len(before) - len(after)
+            matches = length > 0 and path.startswith(before) and path.endswith(after)
+            if matches and (after or not best[0]):
+                best = methods, path[len(before) : len(before) + length]
+        return best
 
     def _authenticate(self, scope: Scope, headers: Headers, route: Route | None) -> str:
         """Check headers, Host and API key, and return the tenant.
@@ -186,6 +270,9 @@ class InferenceApp:
                 self._abort_connection(call.scope)
             return 499
         except Exception as error:
+            if isinstance(error, RequestFailed):
+                # The engine was told to stop after the request had been admitted.
+                error = self.service.engine_error() or error
             call.record_failure(error)
             response = self._error_response(error, call.error_formatter, call.request_id)
         await response(call.scope, call.receive, send)
@@ -228,7 +315,8 @@ class InferenceApp:
         path = route.path if route else "unknown"
         seconds = round(time.monotonic() - arrived, 4)
         self.service.metrics.responses[path, str(status)] += 1
-        is_quiet = route is not None and route.quiet and status < 400
+        # A probe of a server that is not ready is no error.
+        is_quiet = route is not None and route.quiet and (status < 400 or status == 503)
         level = logging.DEBUG if is_quiet else logging.INFO
         if not log.isEnabledFor(level):
             return
@@ -238,11 +326,22 @@ class InferenceApp:
         log.log(level, message, extra={"fields": {"request": request_id, **head, **log_fields}})
 
 
+class DrainableEngine(Protocol):
+    """An engine, or several, that can finish its open requests before it ends."""
+
+    @property
+    def num_open_requests(self) -> int: ...
+
+    async def close(self, drain_seconds: float = 0.0) -> None: ...
+
+
 class InferenceServer(uvicorn.Server):
     """uvicorn's server without signal handling, which is left to the caller.
 
     uvicorn would raise a caught signal again at the end, but a requested stop is not a failure.
     """
+
+    draining: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -261,7 +360,9 @@ class InferenceServer(uvicorn.Server):
         for descriptor in [listener.fileno() for listener in listeners]:
             for _ in range(NUM_ACCEPTORS - 1):
                 duplicate = socket.socket(fileno=os.dup(descriptor))
-                server = await loop.create_server(self._create_protocol, sock=duplicate)
+                server = await loop.create_server(
+                    self._create_protocol, sock=duplicate, ssl=self.config.ssl
+                )
                 self.servers.append(server)
 
     def _create_protocol(self) -> asyncio.Protocol:
@@ -271,13 +372,34 @@ class InferenceServer(uvicorn.Server):
         )
         return protocol
 
-    def stop(
-        self,
-        close_engine: Callable[[float], Coroutine[Any, Any, None]],
-        drain_seconds: float,
-    ) -> None:
-        """Refuse new requests and give running ones `drain_seconds`; a second call ends at once."""
-        self.force_exit = self.should_exit
+    def stop(self, engine: DrainableEngine | None, drain_seconds: float) -> None:
+        """Refuse new requests and give running ones `drain_seconds`; a second call ends at once.
+
+        The server listens until the engine has drained, so that new requests get a 503.
+        """
+        if engine is None:  # the model is still being located
+            self.should_exit = True
+        elif self.draining is None:
+            self.draining = asyncio.create_task(self._drain(engine, drain_seconds))
+        else:
+            log.info("stopping at once; %d requests are ended", engine.num_open_requests)
+            self.force_exit = True
+            self.should_exit = True
+            self.closing = asyncio.create_task(engine.close(0.0))
+
+    async def _drain(self, engine: DrainableEngine, drain_seconds: float) -> None:
+        """Close the engine, report what is waited for, then let the server exit."""
+        closing = asyncio.create_task(engine.close(drain_seconds))
+        await asyncio.sleep(0)  # the engine is draining from here on
+        if engine.num_open_requests:
+            log.info(
+                "stopping: waiting up to %.0f s for %d open requests; "
+                "a second signal (Ctrl-C) ends them at once",
+                drain_seconds,
+                engine.num_open_requests,
+            )
+        else:
+            log.info("stopping")
+        while not (await asyncio.wait([closing], timeout=DRAIN_REPORT_SECONDS))[0]:
+            log.info("stopping: waiting for %d open requests", engine.num_open_requests)
         self.should_exit = True
-        seconds = 0 if self.force_exit else drain_seconds
-        self.closing = asyncio.create_task(close_engine(seconds))

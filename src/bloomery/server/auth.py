@@ -87,9 +87,11 @@ class AllowedHosts:
         valid_port = not port or port.isdecimal()
         if valid_port and (name in self.names or is_loopback(name)):
             return
-        raise HttpError(
-            421, "this server answers to local names only, such as localhost", "wrong_host"
+        message = (
+            "this server answers to local names only, such as localhost; to serve other names, "
+            "start it with --allowed-hosts NAME,..."
         )
+        raise HttpError(421, message, "wrong_host")
 
 
 def _split_host(host: str) -> tuple[str, str]:

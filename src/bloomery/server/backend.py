@@ -22,6 +22,11 @@ class InferenceBackend(Protocol):
     @property
     def stats(self) -> EngineStats: ...
 
+    @property
+    def num_restarts(self) -> int:
+        """Engines that were started because an earlier one had died."""
+        ...
+
     def add_step_observer(self, observer: Callable[[EngineStats, EngineStats], None]) -> None:
         """Call `observer` after every step with the stats before and after it."""
         ...

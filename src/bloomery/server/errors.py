@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from bloomery.engine.journal import GIVEN_UP
 from bloomery.errors import (
     BloomeryError,
     InvalidRequest,
@@ -131,7 +132,9 @@ def describe_error(error: BaseException) -> HttpErrorInfo:
         case InvalidRequest():
             return HttpErrorInfo(400, str(error), None, error.field, TGI_VALIDATION)
         case RequestFailed():
-            message = "the model failed on this request"
+            message = "the model failed on this request; other requests are not affected"
+            if str(error) == GIVEN_UP:
+                message = f"{GIVEN_UP}; other requests are not affected"
             return HttpErrorInfo(500, message, "generation_failed", tgi=TGI_GENERATION)
     message = "something went wrong inside the server"
     return HttpErrorInfo(500, message, "internal_error", tgi=TGI_INTERNAL)
@@ -182,10 +185,16 @@ def format_anthropic_error(error: HttpErrorInfo, request_id: str) -> tuple[int, 
     return error.status, {"type": "error", "error": content, "request_id": request_id}
 
 
+def format_ollama_error(error: HttpErrorInfo, request_id: str) -> tuple[int, Any]:
+    return error.status, {"error": error.message}
+
+
 def error_formatter_for_path(path: str) -> ErrorFormatter:
     """The wording to use for a path that has no route."""
     if path.startswith("/v1/messages"):
         return format_anthropic_error
     if path.startswith("/v1/"):
         return format_openai_error
+    if path.startswith("/api/"):
+        return format_ollama_error
     return format_tgi_error

@@ -32,7 +32,7 @@ from bloomery.server.errors import (
 )
 from bloomery.server.limits import AdmissionPermit
 from bloomery.server.schema import encode_json
-from bloomery.server.service import HttpCall, TokenizedPrompt
+from bloomery.server.service import HttpCall, PlannedResponse, ResponsePlan, TokenizedPrompt
 from bloomery.text.outputs import CompletionDelta, CompletionState, RequestState
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -46,8 +46,16 @@ EVENT_STREAM_HEADERS = {
 
 @dataclass(frozen=True)
 class GenerationInput:
+    """A prompt and how to answer it."""
+
     prompt: TokenizedPrompt
     params: SamplingParams
+    response: ResponsePlan | None = None  # how to parse the answer; None: all of it is content
+    grammar: str = ""  # what the answer must match; empty: anything
+
+    @classmethod
+    def from_plan(cls, planned: PlannedResponse, params: SamplingParams) -> Self:
+        return cls(planned.prompt, params, planned.plan, planned.grammar)
 
 
 class ResponseFormatter(Protocol):
@@ -96,13 +104,19 @@ class GenerationJob:
                 encode=lambda word: service.tokenizer.encode(word, add_special=False),
                 cache_salt=self.call.tenant,
                 tenant=self.call.tenant,
+                grammar=entry.grammar,
             )
         except InvalidRequest as error:
             if len(self.inputs) > 1 and error.field == "prompt":
                 error.field = f"prompt[{index}]"
             raise
         return RequestState(
-            requests[0].id, entry.prompt.text, entry.params, requests, service.tokenizer
+            requests[0].id,
+            entry.prompt.text,
+            entry.params,
+            requests,
+            service.tokenizer,
+            None if entry.response is None else entry.response.create_parser,
         )
 
     # ---- running ---------------------------------------------------------------------------
@@ -131,10 +145,12 @@ class GenerationJob:
         formatter: ResponseFormatter,
         headers: Mapping[str, str] | None = None,
         format_error: Callable[[HttpErrorInfo], bytes] | None = None,
+        keepalive: bytes = KEEPALIVE_COMMENT,
     ) -> EventStreamResponse:
         """An event stream. `format_error` writes an error that comes after the first event.
 
         By default such an error is an event with the body that the API has for any error.
+        `keepalive` is sent while the stream is silent; with b"" nothing is.
         """
         call = self.call
         limits = call.service.limits
@@ -152,7 +168,8 @@ class GenerationJob:
             deadline=call.deadline,
             keepalive_seconds=limits.keepalive_seconds,
             stall_seconds=limits.stall_seconds,
-            headers=EVENT_STREAM_HEADERS | dict(headers or {}),
+            headers=EVENT_STREAM_HEADERS | call.warning_headers | dict(headers or {}),
+            keepalive=keepalive,
         )
 
     async def events(self, formatter: ResponseFormatter) -> AsyncGenerator[bytes, None]:
@@ -291,15 +308,25 @@ class GenerationJob:
             return 0
         return sum(len(answer.token_ids) for answer in self.all_answers)
 
-    def openai_usage(self) -> dict[str, Any]:
+    @property
+    def num_reasoning_tokens(self) -> int:
+        parsed_answers = [answer.parsed for answer in self.all_answers]
+        return sum(parsed.reasoning_tokens for parsed in parsed_answers if parsed is not None)
+
+    def openai_usage(self, num_unsent: int = 0) -> dict[str, Any]:
+        """The usage so far, less `num_unsent` output tokens that the client has not seen yet."""
         num_prompt = self.num_prompt_tokens
-        num_output = self.num_output_tokens
-        return {
+        num_output = self.num_output_tokens - num_unsent
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
         }
+        if any(entry.response is not None for entry in self.inputs):
+            num_reasoning = min(self.num_reasoning_tokens, num_output)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
 
 
 def _split_by_token(output: TokenOutput) -> Iterator[TokenOutput]:
@@ -385,7 +412,9 @@ class EventStreamResponse:
         keepalive_seconds: float,
         stall_seconds: float,
         headers: Mapping[str, str],
+        keepalive: bytes = KEEPALIVE_COMMENT,
     ):
+        self.keepalive = keepalive
         self.events = events
         self.error_event = error_event
         self.deadline = deadline
@@ -432,7 +461,8 @@ class EventStreamResponse:
             await self.send({**start, "headers": self.headers.raw})
         self.is_sending = True
         self.last_activity = self.loop.time()
-        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+        if data:
+            await self.send({"type": "http.response.body", "body": data, "more_body": True})
         self.is_sending = False
         self.last_activity = self.loop.time()
 
@@ -454,6 +484,6 @@ class EventStreamResponse:
             watch.end(ClientStalled())
             return
         if not self.is_sending and silent_seconds >= self.keepalive_seconds:
-            self.keepalive_task = self.loop.create_task(self._write(KEEPALIVE_COMMENT))
+            self.keepalive_task = self.loop.create_task(self._write(self.keepalive))
             self.last_activity = self.loop.time()
         self._schedule_check(watch)

@@ -28,6 +28,9 @@ TOKEN_ID_FIELDS = ("prompt", "input", "inputs", "tokens")
 # An ASGI extension of BoundedProtocol: {"abort": a function that drops the connection}
 ABORT_CONNECTION = "bloomery.abort_connection"
 
+# What clients send that do not state a media type; the second is curl's default.
+UNSTATED_MEDIA_TYPES = ("", "application/x-www-form-urlencoded")
+
 HEADERS_TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"content-length: 0\r\n"
@@ -198,7 +201,11 @@ def _check_body_headers(headers: Headers, limit: int) -> None:
     is_json = media_type == "application/json" or (
         media_type.startswith("application/") and media_type.endswith("+json")
     )
-    if not is_json:
+    # JSON without its media type is accepted from programs, which includes `curl -d`. A page of
+    # another site could send it from a visitor's browser, which states where the request is from.
+    is_from_browser = "origin" in headers or "sec-fetch-site" in headers
+    may_be_json = media_type in UNSTATED_MEDIA_TYPES and not is_from_browser
+    if not is_json and not may_be_json:
         message = "send JSON, with the header Content-Type: application/json"
         raise HttpError(415, message, "unsupported_media_type")
     if headers.get("content-encoding", "identity").strip().lower() != "identity":

@@ -72,7 +72,7 @@ HISTOGRAMS = {
         "prefix hit: prompt tokens in the cache", tgi="request_skipped_tokens"
     ),
     "step_tokens_length": MetricNames(
-        "tokens computed in a step", own="step_positions", vllm="iteration_tokens_total"
+        "tokens computed in a step", own="step_tokens", vllm="iteration_tokens_total"
     ),
     "step_sequences_length": MetricNames(
         "sequences in a step", own="step_sequences", tgi="batch_next_size"
@@ -118,7 +118,8 @@ COUNTERS = {
     "steps": MetricNames("steps of the engine", own="steps"),
     "step_seconds": MetricNames("seconds the steps took", own="step_seconds"),
     "scheduling_overhead_seconds": MetricNames(
-        "seconds by which long requests were delayed for short ones", own="tax_seconds"
+        "seconds by which long requests were delayed for short ones",
+        own="scheduling_overhead_seconds",
     ),
     "floor": MetricNames("least seconds the hardware needs for the steps", own="floor_seconds"),
     "expected": MetricNames("seconds the steps were predicted to take", own="expected_seconds"),
@@ -132,6 +133,7 @@ COUNTERS = {
     "generated_tokens": MetricNames(
         "generated tokens", own="generated_tokens", vllm="generation_tokens"
     ),
+    "restarts": MetricNames("engines started after the first one", own="engine_restarts"),
     "requests": MetricNames("requests to generate", own="requests", tgi="request_count"),
     "success": MetricNames(
         "requests answered in full", own="requests_succeeded", tgi="request_success"

@@ -8,18 +8,22 @@ which Prometheus reads the metrics are in metric_names.py.
 from __future__ import annotations
 
 import math
+import platform
 import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 
+from bloomery import __version__
+from bloomery.config import installed_torch_version
 from bloomery.engine.loop import break_down_time
 from bloomery.messages import EngineStats
 from bloomery.server.backend import InferenceBackend
+from bloomery.server.history import HISTORY_FIELDS, INTERVAL_SECONDS, NUM_SAMPLES
 from bloomery.server.metric_names import COUNTERS, GAUGES, HISTOGRAMS, PREFIXES
 
 SECONDS_BUCKETS = (
@@ -144,8 +148,18 @@ class ServerMetrics:
         self.step_seconds = {method: MetricHistogram() for method in methods}
         self.mixed_steps = 0  # steps with a prefill beside running sequences
         backend.add_step_observer(self.observe_step)
+        self.build_info = {
+            "version": __version__,
+            "python_version": platform.python_version(),
+            "torch_version": installed_torch_version(),
+        }
+        self.samples: deque[dict[str, object]] = deque(maxlen=NUM_SAMPLES)  # for the dashboard
+        self.next_sample = 0.0  # on the monotonic clock
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        # Of the API process: processor time, memory, file descriptors, garbage collections.
+        ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
 
     # ---- observations ------------------------------------------------------------------------
 
@@ -224,6 +238,15 @@ class ServerMetrics:
 
     # ---- reading -----------------------------------------------------------------------------
 
+    def record_sample(self) -> None:
+        """Keep a sample for the dashboard's history if one is due; called once a second."""
+        now = time.monotonic()
+        if now < self.next_sample:
+            return
+        self.next_sample = now + INTERVAL_SECONDS - 0.5  # calls are not exactly a second apart
+        sample = self.dashboard_sample()
+        self.samples.append({name: sample[name] for name in HISTORY_FIELDS})
+
     def dashboard_sample(self) -> dict[str, object]:
         """One sample for the web page's dashboard."""
         stats = self.backend.stats
@@ -269,6 +292,8 @@ class ServerMetrics:
                 for name in _full_names(names):
                     yield self._metric(name, help_text, kind, [({}, values[key])])
         yield from self._labeled_counters()
+        build: LabeledSamples = [(self.build_info, 1)]
+        yield self._metric("bloomery_build_info", "versions of this server", "gauge", build)
         if capacity := self.backend.capacity:
             sizes = {"block_size": str(capacity.block_size), "num_gpu_blocks": str(capacity.blocks)}
             yield self._metric("vllm:cache_config_info", "the KV cache", "gauge", [(sizes, 1)])
@@ -286,6 +311,7 @@ class ServerMetrics:
             "kv_usage": stats.kv_used / max(stats.kv_blocks, 1),
             "limit": stats.roofline_share or 0.0,
             "ready": self.backend.status.state == "ready",
+            "restarts": self.backend.num_restarts,
             "requests": self.requests,
             "success": self.success,
             "prompt_tokens": self.prompt_tokens,
@@ -300,7 +326,10 @@ class ServerMetrics:
             "tgi_batch_inference_duration",
             "tgi_batch_forward_duration",
         ):
-            yield histogram_family(name, "seconds of a step", ["method"], seconds)
+            common = self._common_labels(name)
+            labels = [*common, "method"]
+            samples = {(*common.values(), *method): seconds[method] for method in seconds}
+            yield histogram_family(name, "seconds of a step", labels, samples)
         for phase in ("decode", "filter", "concat"):
             empty = dict.fromkeys(seconds, MetricHistogram())
             name = f"tgi_batch_{phase}_duration"
@@ -310,13 +339,13 @@ class ServerMetrics:
         ]
         failures: LabeledSamples = [({"method": method}, 0) for (method,) in seconds]
         mixed: LabeledSamples = [({"reason": "chunking"}, self.mixed_steps)]
-        for name, help_text, samples in (
+        for name, help_text, counter_samples in (
             ("tgi_batch_inference_count", "steps of the engine", counts),
             ("tgi_batch_inference_success", "steps of the engine", counts),
             ("tgi_batch_inference_failure", "none: a failed step is run again", failures),
             ("tgi_batch_concat", "steps with a prefill beside decodes", mixed),
         ):
-            yield self._metric(name, help_text, "counter", samples)
+            yield self._metric(name, help_text, "counter", counter_samples)
 
     def _labeled_counters(self) -> Iterator[Metric]:
         failures = _label_samples(self.failures, "err")
@@ -339,7 +368,12 @@ class ServerMetrics:
             yield self._metric(name, help_text, "counter", samples)
 
     def _common_labels(self, name: str) -> dict[str, str]:
-        return {"model_name": self.model, "engine": "0"} if name.startswith("vllm:") else {}
+        """The labels of every sample of a metric. TGI's metrics have none."""
+        if name.startswith("vllm:"):
+            return {"model_name": self.model, "engine": "0"}
+        if name.startswith("bloomery_"):
+            return {"model_name": self.model}
+        return {}
 
     def _metric(
         self, name: str, help_text: str, kind: str, samples: Sequence[tuple[dict[str, str], float]]

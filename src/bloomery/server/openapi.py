@@ -1,11 +1,13 @@
-"""The OpenAPI document, built from the route table, the body Structs and handler docstrings."""
+"""The OpenAPI document, built from the route table, the body Structs and handler docstrings.
+
+The page at /docs shows it to people and sends its examples. Its source is web/src/docs.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ from bloomery.sampling import FLOAT_RANGES, INT_RANGES
 from bloomery.server.errors import (
     ErrorFormatter,
     format_anthropic_error,
+    format_ollama_error,
     format_openai_error,
     format_tgi_error,
 )
@@ -59,11 +62,13 @@ ERROR_SHAPES: dict[str, dict[str, Any]] = {
         "request_id": "string",
     },
     "TgiError": {"error": "string", "error_type": "string"},
+    "OllamaError": {"error": "string"},
 }
 ERROR_NAMES: dict[ErrorFormatter, str] = {
     format_openai_error: "OpenAiError",
     format_anthropic_error: "AnthropicError",
     format_tgi_error: "TgiError",
+    format_ollama_error: "OllamaError",
 }
 EVENT_SHAPE = {"event?": "string", "data": "string"}  # of a stream; data is JSON or [DONE]
 
@@ -72,6 +77,49 @@ PUBLISHED_NAMES = {
     "ChatMessage": "Message",
     "AnthropicMessage": "MessageIn",
     "TgiParameters": "Parameters",
+}
+
+# The parts of the API by the beginning of a path; the first that matches counts.
+TAGS = (
+    ("/v1/messages", "Anthropic"),
+    ("/v1/", "OpenAI"),
+    ("/api/", "Ollama"),
+    ("/generate", "TGI"),
+    ("/invocations", "Clouds"),
+    ("/vertex", "Clouds"),
+    ("/tokenize", "Tokens"),
+    ("/chat_tokenize", "Tokens"),
+    ("/detokenize", "Tokens"),
+)
+QUESTION = "What is the capital of France?"
+CONVERSATION = [{"role": "user", "content": QUESTION}]
+# A body for each route that takes one, small enough to try on any machine.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": CONVERSATION, "max_tokens": 64, "stream": True},
+    "/v1/completions": {"prompt": "The capital of France is", "max_tokens": 16},
+    "/v1/responses": {"input": QUESTION, "max_output_tokens": 64},
+    "/v1/responses/input_tokens": {"input": QUESTION},
+    "/v1/messages": {"model": "default", "messages": CONVERSATION, "max_tokens": 64},
+    "/v1/messages/count_tokens": {"model": "default", "messages": CONVERSATION},
+    "/v1/embeddings": {"input": ["A furnace of clay.", "A shaft of fire."]},
+    "/": {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 16}},
+    "/generate": {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 16}},
+    "/generate_stream": {
+        "inputs": "The capital of France is",
+        "parameters": {"max_new_tokens": 16},
+    },
+    "/invocations": {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 16}},
+    "/vertex": {"instances": [{"inputs": "The capital of France is"}]},
+    "/tokenize": {"prompt": QUESTION},
+    "/chat_tokenize": {"messages": CONVERSATION},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/api/chat": {"model": "default", "messages": CONVERSATION, "options": {"num_predict": 64}},
+    "/api/generate": {
+        "model": "default",
+        "prompt": QUESTION,
+        "options": {"num_predict": 64},
+    },
+    "/api/show": {"model": "default"},
 }
 
 
@@ -119,6 +167,7 @@ def _operation(route: Route, body_references: Mapping[Any, Any], needs_key: bool
     error_schema = _error_schema(route)
     content = {media: {"schema": _response_schema(route, media)} for media in route.media_types}
     operation: dict[str, Any] = {
+        "tags": [_tag(route)],
         "operationId": re.sub(r"\W+", "_", f"{route.method}{route.path}").strip("_").lower(),
         "summary": route.summary,
         "responses": {
@@ -131,10 +180,10 @@ def _operation(route: Route, body_references: Mapping[Any, Any], needs_key: bool
     }
     if route.body_type is not None:
         reference = body_references[route.body_type]
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": reference}},
-        }
+        media: dict[str, Any] = {"schema": reference}
+        if route.path in EXAMPLES:
+            media["example"] = EXAMPLES[route.path]
+        operation["requestBody"] = {"required": True, "content": {"application/json": media}}
     if parameter := re.search(r"\{(\w+)\}", route.path):
         operation["parameters"] = [
             {"name": parameter[1], "in": "path", "required": True, "schema": {"type": "string"}}
@@ -142,6 +191,14 @@ def _operation(route: Route, body_references: Mapping[Any, Any], needs_key: bool
     if needs_key and not route.public:
         operation["security"] = [{"key": []}]
     return operation
+
+
+def _tag(route: Route) -> str:
+    """The part of the API that a route belongs to."""
+    if route.path == "/" and route.method == "POST":
+        return "TGI"
+    tags = (tag for beginning, tag in TAGS if route.path.startswith(beginning))
+    return next(tags, "Server")
 
 
 def _response_schema(route: Route, media_type: str) -> dict[str, Any]:
@@ -169,82 +226,3 @@ def _add_ranges(body_schema: dict[str, Any], ranges: Mapping[str, Mapping[str, f
         for option in field.get("anyOf", [field]):
             if option.get("type") in ("integer", "number") and name in ranges:
                 option.update(ranges[name])
-
-
-# ---- the documentation page ----------------------------------------------------------------
-
-STYLE = """
-:root { color-scheme: light dark }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-summary { cursor: pointer; padding: .4rem 0 }
-code { font-family: ui-monospace, monospace }
-b { display: inline-block; min-width: 4rem }
-table { border-collapse: collapse; margin: .3rem 0 1rem 1rem }
-td { padding: .1rem 1rem .1rem 0; vertical-align: top }
-"""
-
-
-def render_docs_page(document: Mapping[str, Any]) -> str:
-    """The document as one self-contained HTML page; each route unfolds to its body's fields."""
-    schemas = document["components"]["schemas"]
-    operations = [
-        _render_operation(path, method, operation, schemas)
-        for path, methods in document["paths"].items()
-        for method, operation in methods.items()
-    ]
-    info = document["info"]
-    title = escape(f"{info['title']} {info['version']}")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
-        f"<h1>{title}</h1><p>{escape(info['description'])}. "
-        f'For programs: <a href="openapi.json">openapi.json</a>.</p>'
-        f"{''.join(operations)}</body></html>"
-    )
-
-
-def _render_operation(
-    path: str, method: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]
-) -> str:
-    head = f"<b>{method.upper()}</b> <code>{escape(path)}</code> {escape(operation['summary'])}"
-    body = operation.get("requestBody")
-    if body is None:
-        return f"<p>{head}</p>"
-    reference = body["content"]["application/json"]["schema"]["$ref"]
-    fields = _render_fields(schemas[reference.rpartition("/")[2]], schemas)
-    return f"<details><summary>{head}</summary>{fields}</details>"
-
-
-def _render_fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    rows = []
-    for name, field in schema.get("properties", {}).items():
-        required = "required" if name in schema.get("required", ()) else ""
-        type_name = escape(_type_name(field))
-        rows.append(f"<tr><td><code>{escape(name)}</code><td>{type_name}<td>{required}")
-        for reference in _references(field):
-            nested = _render_fields(schemas[reference], schemas)
-            rows.append(f"<tr><td><td colspan=2>{nested}")
-    return f"<table>{''.join(rows)}</table>"
-
-
-def _references(field: Mapping[str, Any]) -> list[str]:
-    """Names of the schemas that a field or its list entries refer to."""
-    names = []
-    for option in field.get("anyOf", [field]):
-        reference = option.get("$ref") or option.get("items", {}).get("$ref")
-        if reference:
-            names.append(reference.rpartition("/")[2])
-    return names
-
-
-def _type_name(field: Mapping[str, Any]) -> str:
-    if "anyOf" in field:
-        names = [_type_name(option) for option in field["anyOf"]]
-        return " or ".join(name for name in names if name != "null")
-    if "enum" in field:
-        return " or ".join(map(str, field["enum"]))
-    if field.get("type") == "array":
-        return f"list of {_type_name(field['items'])}" if field.get("items") else "list"
-    if "type" in field:
-        return str(field["type"])
-    return "object" if "$ref" in field else "anything"

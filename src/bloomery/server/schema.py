@@ -1,8 +1,9 @@
 """JSON in and out: request bodies are read strictly into msgspec Structs.
 
 Nothing is coerced: "3" is not 3, true is not 1, 1.0 is not 1, and NaN is refused. An explicit
-null is an absent field. A field that the Struct does not declare is accepted and counted. A field
-in UNSUPPORTED_FIELDS is known but has no implementation, so it is refused by name.
+null is an absent field. A field that the Struct does not declare is accepted and counted, and the
+client is warned if it looks misspelt. A field in UNSUPPORTED_FIELDS is known but has no
+implementation, so it is refused by name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, ClassVar, Never, TypeVar
+from difflib import get_close_matches
+from typing import Any, ClassVar, NamedTuple, Never, TypeVar
 
 import msgspec
 
@@ -33,6 +35,10 @@ _TYPE_NAMES = {
     "object": "an object",
     "dict": "an object",
 }
+MISSPELT_SIMILARITY = 0.8  # of a name to a declared one, by difflib's measure. Chosen.
+_LONG_INTEGER = re.compile(rb"\d{19}")  # 2**63 has 19 digits
+MAX_INTEGER = 2**64 - 1
+MIN_INTEGER = -(2**63)
 # Values with which an unsupported field has no effect, so it is not refused.
 EMPTY_VALUES: tuple[Any, ...] = (None, False, [], {}, "")
 
@@ -41,12 +47,26 @@ class RequestBody(msgspec.Struct, kw_only=True):
     """The body of a POST route.
 
     UNSUPPORTED_FIELDS maps known fields without an implementation to the reason or a workaround.
+    IGNORED_FIELDS are known fields that change nothing here.
     """
 
     UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {}
+    IGNORED_FIELDS: ClassVar[frozenset[str]] = frozenset()
 
 
 BodyType = TypeVar("BodyType", bound=RequestBody)
+
+
+class UnknownField(NamedTuple):
+    """A field that an object has and its Struct does not declare."""
+
+    name: str
+    known_names: tuple[str, ...]
+
+    def nearest_name(self) -> str | None:
+        """The declared field that was probably meant."""
+        matches = get_close_matches(self.name[:64], self.known_names, 1, MISSPELT_SIMILARITY)
+        return matches[0] if matches else None
 
 
 def decode_json(body: bytes) -> dict[str, Any]:
@@ -60,14 +80,18 @@ def decode_json(body: bytes) -> dict[str, Any]:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         _raise_decode_error(body, error)
+    if _LONG_INTEGER.search(body):
+        _check_integers(value)
     if not isinstance(value, dict):
         type_name = _describe_type(type(value).__name__)
         raise InvalidRequest(f"the body must be a JSON object, not {type_name}")
     return value
 
 
-def parse_body(raw: dict[str, Any], body_type: type[BodyType]) -> tuple[BodyType, int]:
-    """The object as a Struct, and the number of fields that the Struct does not declare."""
+def parse_body(
+    raw: dict[str, Any], body_type: type[BodyType]
+) -> tuple[BodyType, list[UnknownField]]:
+    """The object as a Struct, and the fields that the Struct does not declare."""
     for name, reason in body_type.UNSUPPORTED_FIELDS.items():
         if raw.get(name) not in EMPTY_VALUES:
             raise InvalidRequest(f"{name} is not supported: {reason}", field=name)
@@ -75,19 +99,20 @@ def parse_body(raw: dict[str, Any], body_type: type[BodyType]) -> tuple[BodyType
         body = msgspec.convert(raw, body_type)
     except msgspec.ValidationError as error:
         _raise_validation_error(str(error))
-    return body, _count_unknown_fields(raw, body)
+    return body, list(_find_unknown_fields(raw, body))
 
 
-def _count_unknown_fields(raw: dict[str, Any], struct: msgspec.Struct) -> int:
+def _find_unknown_fields(raw: dict[str, Any], struct: msgspec.Struct) -> Iterator[UnknownField]:
     unsupported = getattr(struct, "UNSUPPORTED_FIELDS", ())
-    count = 0
+    ignored = getattr(struct, "IGNORED_FIELDS", ())
+    known = struct.__struct_fields__
     for name, value in raw.items():
-        if name not in struct.__struct_fields__:
-            count += name not in unsupported
+        if name not in known:
+            if name not in unsupported and name not in ignored:
+                yield UnknownField(name, known)
         elif isinstance(value, dict | list):
-            nested = _nested_structs(value, getattr(struct, name))
-            count += sum(_count_unknown_fields(inner, parsed) for inner, parsed in nested)
-    return count
+            for inner, parsed in _nested_structs(value, getattr(struct, name)):
+                yield from _find_unknown_fields(inner, parsed)
 
 
 def _nested_structs(raw: Any, parsed: Any) -> Iterator[tuple[dict[str, Any], msgspec.Struct]]:
@@ -136,6 +161,28 @@ def _raise_decode_error(body: bytes, error: Exception) -> Never:
 def _parse_int(digits: str) -> float:
     """Parse an integer. One of 20 digits or more does not fit 64 bits and counts as infinite."""
     return float(digits) if len(digits) < 20 else math.inf
+
+
+def _check_integers(value: Any) -> None:
+    """Refuse integers of more than 64 bits, which cannot be sent to other processes."""
+    for path, number in _find_integers(value, ""):
+        if not MIN_INTEGER <= number <= MAX_INTEGER:
+            field = path[:64] or None
+            name = field or "the body"
+            raise InvalidRequest(
+                f"{name} is a whole number beyond 64 bits: send it as a string", field
+            )
+
+
+def _find_integers(value: Any, path: str) -> Iterator[tuple[str, int]]:
+    if isinstance(value, int):
+        yield path, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _find_integers(inner, f"{path}.{name}" if path else name)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _find_integers(inner, f"{path}[{index}]")
 
 
 def _paths_of_infinite_numbers(value: Any, path: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from mmap import PAGESIZE
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -25,9 +26,10 @@ from starlette.types import ASGIApp, Receive, Scope
 from bloomery import __version__
 from bloomery.errors import InvalidRequest, PromptTooLong, RequestFailed
 from bloomery.messages import EngineCapacity, EngineRequest, TokenOutput
-from bloomery.sampling import SamplingParams
+from bloomery.response_format import FormatLookup, ResponseFormat, ResponseParser, ToolFunction
+from bloomery.sampling import SamplingParams, StructuredOutputs
 from bloomery.server.backend import InferenceBackend
-from bloomery.server.conversations import ConversationStore
+from bloomery.server.conversations import ConversationStore, StoredResponse
 from bloomery.server.errors import (
     ClientDisconnected,
     DeadlineExceeded,
@@ -47,6 +49,7 @@ from bloomery.server.limits import (
 )
 from bloomery.server.metrics import RequestTimings, ServerMetrics
 from bloomery.server.schema import BodyType, RequestBody, decode_json, encode_json, parse_body
+from bloomery.text.outputs import AnswerParser
 from bloomery.text.tokenizer import Tokenizer
 from bloomery.text.tokenizer_pool import TokenizerPool, encode_pieces
 
@@ -57,8 +60,19 @@ CLEAR_CONVERSATIONS_AT = 0.8
 REFUSE_REQUESTS_AT = 0.9
 SHED_LOAD_AT = 0.95
 
+WARNING_HEADER = "x-bloomery-warning"
+MAX_WARNING_CHARACTERS = 1000  # of the header; a proxy may refuse a response with large headers
+
+# Words of chat templates with reasoning or marked content. Without any, no format is looked for.
+REGION_WORDS = ("think", "reason", "channel")
+
+# Mistral's chat templates refuse ids of tool calls that do not have nine characters.
+SHORT_ID_CHECK = re.compile(r"length\s*!=\s*9")
+
 # A text of more characters, or a list of more token ids, goes to the tokenizer worker pool.
 MAX_INLINE_LENGTH = 1000
+
+READY_CHECK_SECONDS = 0.1  # between two looks at an engine that loads
 
 # Model names that clients send when no model was chosen.
 PLACEHOLDER_MODELS = ("", "tgi", "dummy", "default")
@@ -83,14 +97,41 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     open_metrics: bool = False  # /metrics without a key
     revision: str | None = None  # of the model
+    response_format: Path | None = None  # a file that replaces the format found in the checkpoint
     limits: ServerLimits = field(default_factory=ServerLimits)
     warm: bool = False  # start a tokenizer worker before the first request
+    prepare_grammars: bool = False  # when the engine is ready, before the first grammar comes
+    demo: bool = False  # the embedded model, which is there for a first look
+    recommended_model: Mapping[str, Any] | None = None  # a better one for this machine
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
     ids: Sequence[int]
     text: str | None = None  # None: the client sent token ids
+
+
+@dataclass(frozen=True)
+class ResponsePlan:
+    """How to parse an answer: the model's format, the tools it may call, and its prompt."""
+
+    format: ResponseFormat
+    tools: tuple[ToolFunction, ...] = ()
+    prompt: str = ""  # its end decides in which region the answer begins
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    def create_parser(self) -> AnswerParser:
+        return ResponseParser(self.format, self.tools, self.prompt, self.special_tokens)
+
+
+@dataclass(frozen=True)
+class PlannedResponse:
+    """A prompt, and what its answer must look like."""
+
+    prompt: TokenizedPrompt
+    plan: ResponsePlan | None = None  # None: the answer is not parsed
+    grammar: str = ""  # for the engine; empty: the answer is not constrained
+    warnings: tuple[str, ...] = ()
 
 
 class InferenceService:
@@ -121,7 +162,12 @@ class InferenceService:
             limits.text_seconds,
             limits.text_bytes,
         )
-        self.conversations = ConversationStore(limits.stored_responses, limits.stored_characters)
+        self.conversations: ConversationStore[StoredResponse] = ConversationStore(
+            limits.stored_responses, limits.stored_characters
+        )
+        self.stored_chats: ConversationStore[Any] = ConversationStore(
+            limits.stored_responses, limits.stored_characters
+        )
         self.fingerprint = f"bloomery-{__version__}"
         self.started = int(time.time())
         self.sampling_defaults = {
@@ -129,6 +175,19 @@ class InferenceService:
             for name, value in tokenizer.sampling_defaults.items()
             if name in DEFAULTED_FIELDS
         }
+        self.compiled_grammars: dict[str, str] = {}  # by their Lark text; see response_plan.py
+        self.prepared_tools: dict[str, tuple[list[Any], tuple[str, ...]]] = {}
+        # How the model writes reasoning and tool calls; None until it has been found.
+        self.response_format: FormatLookup | None = None
+        self._format_search: asyncio.Task[FormatLookup] | None = None
+        self._grammar_preparation: asyncio.Task[None] | None = None
+        templates = "".join(tokenizer.chat_templates.values())
+        self._has_short_call_ids = SHORT_ID_CHECK.search(templates) is not None
+        self._may_have_regions = (
+            settings.response_format is not None
+            or tokenizer.response_template is not None
+            or any(word in templates for word in REGION_WORDS)
+        )
 
     # ---- capacity ----------------------------------------------------------------------------
 
@@ -179,6 +238,7 @@ class InferenceService:
         self.memory_pressure = self.measure_memory() / self.limits.memory_bytes
         if self.memory_pressure > CLEAR_CONVERSATIONS_AT:
             self.conversations.clear()
+            self.stored_chats.clear()
         if self.memory_pressure > SHED_LOAD_AT:
             self.admission.shed_load()
 
@@ -212,7 +272,11 @@ class InferenceService:
         settings = self.settings
         if name is None or name in (settings.model, *settings.aliases, *PLACEHOLDER_MODELS):
             return
-        message = f"the model {name[:64]!r} is not served here; GET /v1/models says which is"
+        message = (
+            f"the model {name[:64]!r} is not served here: this server has {settings.model!r} "
+            f"(GET /v1/models). To serve it under another name, start the server with "
+            f"--served-model-name"
+        )
         raise HttpError(404, message, "model_not_found")
 
     # ---- text and token ids ------------------------------------------------------------------
@@ -248,10 +312,48 @@ class InferenceService:
         """Messages rendered by the model's chat template and tokenized, in a tokenizer worker."""
         num_characters = sum(len(str(message.get("content"))) for message in messages)
         self.check_prompt_characters(num_characters, "messages")
+        if self._has_short_call_ids:
+            from bloomery.server.response_plan import shorten_call_ids
+
+            messages = shorten_call_ids(messages)
         text, ids = await self.tokenizer_pool.render_chat(
             messages, options, self.max_prompt_characters
         )
         return TokenizedPrompt(ids, text)
+
+    def warm_up(self) -> None:
+        """Do before the first request what it would otherwise wait for."""
+        self.tokenizer_pool.warm_up()
+        self._start_format_search()
+        if self.settings.prepare_grammars:
+            self._grammar_preparation = asyncio.create_task(self._prepare_grammars())
+
+    async def _prepare_grammars(self) -> None:
+        """Get a tokenizer worker ready for grammars, once the engine no longer needs the cores."""
+        while self.backend.capacity is None:
+            await asyncio.sleep(READY_CHECK_SECONDS)
+        await self.tokenizer_pool.prepare_grammars()
+
+    def _start_format_search(self) -> asyncio.Task[FormatLookup]:
+        if self._format_search is None:
+            from bloomery.server.response_plan import search_response_format
+
+            self._format_search = asyncio.create_task(search_response_format(self))
+        return self._format_search
+
+    async def answers_have_regions(self) -> bool:
+        """Whether a plain answer has parts that must be told apart, such as reasoning."""
+        if not self._may_have_regions:
+            return False
+        lookup = await self.find_response_format()
+        return has_regions(lookup.format)
+
+    async def find_response_format(self) -> FormatLookup:
+        """How the model writes reasoning and tool calls: found once, then remembered."""
+        if self.response_format is not None:
+            return self.response_format
+        # Shielded, because other requests wait for the same search.
+        return await asyncio.shield(self._start_format_search())
 
     @property
     def max_prompt_characters(self) -> int:
@@ -264,6 +366,59 @@ class InferenceService:
         if num_characters > maximum:
             room = f"a context of {self.capacity.max_model_len} tokens holds at most {maximum}"
             raise PromptTooLong(f"the prompt has {num_characters} characters: {room}", field)
+
+
+async def plan_response(
+    call: HttpCall,
+    *,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[ToolFunction] = (),
+    tool_choice: str = "auto",
+    allowed_tools: Sequence[str] | None = None,
+    parallel: bool = True,
+    outputs: StructuredOutputs | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    reasoning_effort: str | None = None,
+    thinking_budget: int | None = None,
+    output_field: str = "response_format",
+) -> PlannedResponse:
+    """Render a conversation, and plan how its answer is constrained and parsed.
+
+    All chat APIs use this. `tool_choice` is "none", "auto", "required" or the name of a tool; with
+    `allowed_tools` only these may be called. `template_options` go to `apply_chat_template`.
+    `reasoning_effort` is "none" or a level. `thinking_budget` bounds the reasoning in tokens.
+    Errors of `outputs` name the request field `output_field`.
+    """
+    service = call.service
+    if not tools and outputs is None and not await service.answers_have_regions():
+        options = template_options or {}
+        return PlannedResponse(await service.apply_chat_template(messages, **options))
+    from bloomery.server.response_plan import ResponsePlanner
+
+    lookup = await service.find_response_format()
+    planner = ResponsePlanner(call, lookup, messages, dict(template_options or {}))
+    planner.set_tools(tools, tool_choice, allowed_tools, parallel)
+    planner.set_reasoning(reasoning_effort, thinking_budget)
+    planned = await planner.plan(outputs, output_field)
+    for warning in planned.warnings:
+        call.warn(warning)
+    return planned
+
+
+def has_regions(response_format: ResponseFormat) -> bool:
+    """Whether an answer without tool calls has parts that must be told apart."""
+    return response_format.reasoning is not None or bool(response_format.content.open)
+
+
+async def compile_outputs(call: HttpCall, outputs: StructuredOutputs, field: str) -> str:
+    """The grammar of an answer that is not parsed, such as a completion."""
+    from bloomery.server.response_plan import close_outputs
+
+    outputs = await asyncio.to_thread(close_outputs, outputs, field)
+    compiled = await call.service.tokenizer_pool.compile_grammar(outputs, field)
+    for warning in compiled.warnings:
+        call.warn(warning)
+    return compiled.grammar
 
 
 def resident_memory_bytes() -> int:
@@ -283,19 +438,20 @@ def resident_memory_bytes() -> int:
 class Route:
     """An entry of the route table."""
 
-    path: str  # exact, or ending in one {parameter} that takes the rest of the path
+    path: str  # exact, or with one {parameter}, which may contain slashes
     handler: Callable[[HttpCall], Awaitable[ASGIApp]]
     error_formatter: ErrorFormatter
-    body_type: type[RequestBody] | None = None  # of a POST; None: the route is a GET
+    body_type: type[RequestBody] | None = None  # of a POST; None: the request has no body
     public: bool = False  # needs no API key
     generates: bool = False  # runs the model, so the request is admitted, counted and traced
     quiet: bool = False  # a successful request is logged at debug level only
     media_types: tuple[str, ...] = JSON_MEDIA
     response_shape: Any = "object"  # see shapes.py
+    verb: str = ""  # the HTTP method if it is neither a POST with a body nor a GET without one
 
     @property
     def method(self) -> str:
-        return "GET" if self.body_type is None else "POST"
+        return self.verb or ("GET" if self.body_type is None else "POST")
 
     @property
     def summary(self) -> str:
@@ -319,6 +475,7 @@ class HttpCall:
     sampling_params: SamplingParams | None = None  # of its first prompt, once known
 
     def __post_init__(self) -> None:
+        self.warnings: list[str] = []  # for the client, in a header of the response
         self.error_formatter = self.route.error_formatter
         self.timings = RequestTimings(time.monotonic())
         self.unique_id = uuid4().hex
@@ -342,10 +499,29 @@ class HttpCall:
 
     def parse_body(self, raw: dict[str, Any], body_type: type[BodyType]) -> BodyType:
         """Parse a JSON object and count the fields that the body type does not declare."""
-        body, num_unknown = parse_body(raw, body_type)
-        if num_unknown:
-            self.service.metrics.unknown_fields[(self.route.path,)] += num_unknown
+        body, unknown_fields = parse_body(raw, body_type)
+        if unknown_fields:
+            self.service.metrics.unknown_fields[(self.route.path,)] += len(unknown_fields)
+        for unknown in unknown_fields[:8]:
+            nearest = unknown.nearest_name()
+            if nearest is not None:
+                self.warn(
+                    f"unknown field {unknown.name[:64]!r} is ignored: did you mean {nearest}?"
+                )
         return body
+
+    def warn(self, message: str) -> None:
+        """Tell the client, in a header of the response, about something that is not an error."""
+        log.info("request %s: %s", self.request_id, message)
+        self.warnings.append(message)
+
+    @property
+    def warning_headers(self) -> dict[str, str]:
+        if not self.warnings:
+            return {}
+        text = "; ".join(self.warnings)[:MAX_WARNING_CHARACTERS]
+        printable = "".join(c if " " <= c <= "~" else "?" for c in text)
+        return {WARNING_HEADER: printable}
 
     @property
     def deadline(self) -> float:
@@ -368,6 +544,8 @@ class HttpCall:
     def json_response(
         self, content: Any, headers: Mapping[str, str] | None = None, status: int = 200
     ) -> Response:
+        if self.warnings:
+            headers = {**self.warning_headers, **(headers or {})}
         return Response(encode_json(content), status, headers, "application/json")
 
     def record_failure(self, error: BaseException) -> HttpErrorInfo:

@@ -30,6 +30,7 @@ PROMPT_LOGPROBS: Shape = ["object?"]
 USAGE: Shape = {
     "prompt_tokens completion_tokens total_tokens": "integer",
     "prompt_tokens_details": {"cached_tokens": "integer"},
+    "completion_tokens_details?": {"reasoning_tokens": "integer"},
 }
 COMPLETION_HEAD: Shape = {
     "id object": "string",
@@ -54,9 +55,16 @@ TGI_GENERATION: Shape = {
 }
 TOKEN_OFFSETS: Shape = [{"id": "integer", "text": "string", "start stop": "integer"}]
 CHAT_TOKEN_OFFSETS: Shape = {"tokenize_response": TOKEN_OFFSETS, "templated_text": "string"}
+FUNCTION_CALL: Shape = {"name arguments": "string"}
 CHAT_CHOICE: Shape = {
     "index": "integer",
-    "message": {"role": "string", "content refusal": "string?"},
+    "message": {
+        "role": "string",
+        "content refusal": "string?",
+        "reasoning_content?": "string",
+        "tool_calls?": [{"id type": "string", "function": FUNCTION_CALL}],
+        "function_call?": FUNCTION_CALL,
+    },
     "logprobs": CHAT_LOGPROBS,
     "finish_reason": "string",
     "token_ids?": ["integer"],
@@ -68,6 +76,13 @@ CHAT_COMPLETION: Shape = {
     "prompt_logprobs?": PROMPT_LOGPROBS,
     "prompt_token_ids?": ["integer"],
 }
+STORED_LIST: Shape = {
+    "object": "string",
+    "data": ["object"],
+    "first_id last_id": "string?",
+    "has_more": "boolean",
+}
+DELETED_CHAT: Shape = {"id object": "string", "deleted": "boolean"}
 TEXT_CHOICE: Shape = {
     "index": "integer",
     "text": "string",
@@ -82,17 +97,39 @@ OPENAI_RESPONSE: Shape = {
     "id object": "string",
     "created_at": "integer",
     "status model": "string",
-    "output": [{"type id status role": "string", "content": ["object"]}],
-    "usage": {"input_tokens output_tokens total_tokens": "integer"},
+    "output": [
+        {
+            "type id status": "string",
+            "role? name? call_id? arguments? input? namespace?": "string",
+            "content?": ["object"],
+        }
+    ],
+    "usage": (
+        {
+            "input_tokens output_tokens total_tokens": "integer",
+            "input_tokens_details": {"cached_tokens cache_write_tokens": "integer"},
+            "output_tokens_details": {"reasoning_tokens": "integer"},
+        },
+        "null",
+    ),
     "previous_response_id": "string?",
     "incomplete_details": ({"reason": "string"}, "null"),
 }
 ANTHROPIC_MESSAGE: Shape = {
     "id type role model": "string",
-    "content": [{"type text": "string"}],
+    "content": [
+        {
+            "type": "string",
+            "text? thinking? signature? id? name?": "string",
+            "input?": "object",
+        }
+    ],
     "stop_reason": "string",
     "stop_sequence": "string?",
-    "usage": {"input_tokens output_tokens cache_read_input_tokens": "integer"},
+    "usage": {
+        "input_tokens output_tokens": "integer",
+        "cache_read_input_tokens cache_creation_input_tokens": "integer",
+    },
 }
 EMBEDDINGS: Shape = {
     "object": "string",
@@ -117,6 +154,9 @@ SERVER_INFO: Shape = {
     "max_concurrent_requests": "integer",
     "max_total_tokens": "integer?",
     "version": "string",
+    "has_chat_template demo": "boolean",
+    "sampling_defaults": "object",
+    "recommended_model": "object?",
 }
 READINESS: Shape = {"state model": "string", "progress": "number?", "detail": "string"}
 

@@ -61,7 +61,8 @@ def test_more_inputs_than_one_batch_holds(serve: Callable[..., HttpTestServer]) 
         ({"input": 7}, "input"),
         ({"input": "a", "pooling": "max"}, "pooling"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "a", "dimensions": 4}, "dimensions"),
+        ({"input": "a", "dimensions": 5}, "dimensions"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "user": "u" * 600}, "user"),
         ({"input": ["a"] * 2049}, "input"),
         ({"input": [300] * 513}, "input"),
@@ -82,3 +83,11 @@ def test_an_input_may_fill_the_context(server: HttpTestServer) -> None:
 
 def test_an_unknown_model_is_refused(server: HttpTestServer) -> None:
     assert server.post("/v1/embeddings", {"input": "a", "model": "ada"}).status_code == 404
+
+
+def test_dimensions_shorten_and_scale_a_vector(server: HttpTestServer) -> None:
+    (full,) = embed(server, "The iron")
+    response = server.post("/v1/embeddings", {"input": "The iron", "dimensions": 2}).json()
+    short = response["data"][0]["embedding"]
+    length = (full[0] ** 2 + full[1] ** 2) ** 0.5
+    assert short == pytest.approx([full[0] / length, full[1] / length])

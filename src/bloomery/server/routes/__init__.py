@@ -10,9 +10,11 @@ from bloomery.server.routes import (
     generate,
     messages,
     models,
+    ollama,
     page,
     responses,
     status,
+    stored_chats,
     tokens,
 )
 from bloomery.server.service import Route, ServerSettings
@@ -24,11 +26,13 @@ def build_routes(settings: ServerSettings) -> tuple[Route, ...]:
         *generate.ROUTES,
         *clouds.ROUTES,
         *chat.ROUTES,
+        *stored_chats.ROUTES,
         *completions.ROUTES,
         *responses.ROUTES,
         *messages.ROUTES,
         *embeddings.ROUTES,
         *models.ROUTES,
+        *ollama.ROUTES,
         *tokens.ROUTES,
         *status.build_status_routes(settings.open_metrics),
     )

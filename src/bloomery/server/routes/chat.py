@@ -1,4 +1,4 @@
-"""OpenAI's /v1/chat/completions."""
+"""OpenAI's /v1/chat/completions. Tools and reasoning are in chat_tools.py."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from bloomery.sampling import SamplingParams
 from bloomery.server.errors import format_openai_error
 from bloomery.server.generation import GenerationInput, GenerationJob
 from bloomery.server.routes.openai import (
-    NO_TOOLS,
     CompletionEnvelope,
     GenerationBody,
-    check_tool_choice,
     format_chat_logprobs,
     format_prompt_logprobs,
     openai_finish_reason,
     openai_sampling_params,
+    read_structured_outputs,
 )
-from bloomery.server.service import JSON_OR_EVENTS, HttpCall, Route, TokenizedPrompt
+from bloomery.server.service import (
+    JSON_OR_EVENTS,
+    HttpCall,
+    PlannedResponse,
+    Route,
+    TokenizedPrompt,
+    plan_response,
+)
 from bloomery.server.shapes import CHAT_COMPLETION
 from bloomery.text.outputs import CompletionDelta, CompletionState
 
@@ -30,12 +36,51 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Scalar = str | int | float | bool | None
 
 
+# Fields about tools and reasoning; without any of them, chat_tools.py is not needed.
+ANSWER_FIELDS = (
+    "tools",
+    "tool_choice",
+    "functions",
+    "function_call",
+    "reasoning_effort",
+    "reasoning",
+    "thinking_token_budget",
+    "thinking_budget",
+)
+# Arguments of the renderer itself, which are not variables of a chat template.
+RENDERER_NAMES = frozenset(
+    {
+        "messages",
+        "conversation",
+        "chat_template",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "tokenizer",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "strftime_now",
+        "raise_exception",
+    }
+)
+
+
 class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Role
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -43,10 +88,21 @@ class ChatBody(GenerationBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
     modalities: list[str] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    store: bool | None = None
     chat_template_kwargs: dict[str, Scalar] | None = None
 
 
@@ -55,8 +111,8 @@ async def chat_completions(call: HttpCall) -> ASGIApp:
     body = await call.read_body(ChatBody)
     params = chat_sampling_params(call, body)
     permit = call.admit(params.num_sequences)
-    prompt = await tokenize_chat(call, body)
-    job = GenerationJob(call, permit, [GenerationInput(prompt, params)])
+    planned = await plan_chat(call, body)
+    job = GenerationJob(call, permit, [GenerationInput.from_plan(planned, params)])
     return await job.respond(ChatFormatter(job, body), body.stream)
 
 
@@ -67,7 +123,6 @@ def chat_sampling_params(call: HttpCall, body: ChatBody) -> SamplingParams:
             raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
         if not 0 <= body.top_logprobs <= max_logprobs:
             raise InvalidRequest(f"top_logprobs must be from 0 to {max_logprobs}", "top_logprobs")
-    check_tool_choice(body.tool_choice)
     if set(body.modalities or ()) - {"text"}:
         raise InvalidRequest("modalities may be text only", "modalities")
     max_tokens = body.max_completion_tokens
@@ -82,14 +137,61 @@ def chat_sampling_params(call: HttpCall, body: ChatBody) -> SamplingParams:
     )
 
 
-async def tokenize_chat(call: HttpCall, body: ChatBody) -> TokenizedPrompt:
-    messages = to_template_messages(body.messages, call.service.tokenizer.chat_templates)
-    return await call.service.apply_chat_template(
-        messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=body.chat_template_kwargs,
+async def plan_chat(call: HttpCall, body: ChatBody) -> PlannedResponse:
+    """The prompt of a conversation, and how its answer is constrained and parsed."""
+    templates = call.service.tokenizer.chat_templates
+    messages = to_template_messages(body.messages, templates)
+    options = template_options(body)
+    constraint = read_structured_outputs(body)
+    if constraint is None and not any(getattr(body, name) is not None for name in ANSWER_FIELDS):
+        return await plan_response(call, messages=messages, template_options=options)
+    from bloomery.server.routes.chat_tools import parse_tool_request, reasoning_request
+
+    outputs, output_field = constraint or (None, "response_format")
+    request = parse_tool_request(body)
+    effort, budget = reasoning_request(body)
+    return await plan_response(
+        call,
+        messages=messages,
+        tools=request.tools,
+        tool_choice=request.choice,
+        allowed_tools=request.allowed,
+        parallel=request.parallel,
+        outputs=outputs,
+        output_field=output_field,
+        template_options=options,
+        reasoning_effort=effort,
+        thinking_budget=budget,
     )
+
+
+def template_options(body: ChatBody) -> dict[str, Any]:
+    """What a body sets for `apply_chat_template`, without its tools."""
+    variables = body.chat_template_kwargs
+    for name in variables or ():
+        if name in RENDERER_NAMES:
+            field = f"chat_template_kwargs.{name}"
+            message = f"{field} is set by the server and cannot be changed: leave it out"
+            raise InvalidRequest(message, field)
+    if body.enable_thinking is not None:
+        variables = {"enable_thinking": body.enable_thinking, **(variables or {})}
+    return {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": bool(body.continue_final_message),
+        "chat_template_kwargs": variables,
+    }
+
+
+async def tokenize_chat(call: HttpCall, body: ChatBody) -> TokenizedPrompt:
+    """The prompt of a conversation, tools included."""
+    messages = to_template_messages(body.messages, call.service.tokenizer.chat_templates)
+    options = template_options(body)
+    if body.tools or body.functions:
+        from bloomery.server.response_plan import to_template_tool
+        from bloomery.server.routes.chat_tools import parse_tool_request
+
+        options["tools"] = [to_template_tool(tool) for tool in parse_tool_request(body).tools]
+    return await call.service.apply_chat_template(messages, **options)
 
 
 def to_template_messages(
@@ -105,15 +207,20 @@ def to_template_messages(
     template_messages = []
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
-        if message.tool_calls or message.role in ("tool", "function"):
-            raise InvalidRequest(f"{path} is about a tool: {NO_TOOLS}", f"{path}.role")
-        if message.content is None:
-            raise InvalidRequest(f"{path}.content is missing", f"{path}.content")
         if isinstance(message.content, list):
             check_text_parts(message.content, f"{path}.content")
+        has_calls = message.tool_calls or message.function_call
+        if has_calls or message.role in ("tool", "function"):
+            from bloomery.server.routes.chat_tools import to_tool_message
+
+            template_messages.append(to_tool_message(message, path))
+            continue
+        if message.content is None and not (message.reasoning_content or message.reasoning):
+            raise InvalidRequest(f"{path}.content is missing", f"{path}.content")
         is_system = message.role == "developer" and not knows_developer
         role = "system" if is_system else message.role
-        template_messages.append({**msgspec.to_builtins(message), "role": role})
+        fields = msgspec.to_builtins(message)
+        template_messages.append({"content": "", **fields, "role": role})
     return template_messages
 
 
@@ -143,6 +250,12 @@ class ChatFormatter:
             body.logprobs or body.return_token_ids or self.envelope.continuous_usage
         )
         self.started_choices: set[int] = set()
+        self.has_tools = bool(body.tools or body.functions)
+        # How a parsed answer is shown; see chat_tools.py.
+        self.parsed_options = {
+            "is_legacy": body.functions is not None,
+            "shows_reasoning": body.include_reasoning is not False,
+        }
 
     def full_response(self) -> dict[str, Any]:
         more = self._prompt_token_ids()
@@ -152,9 +265,14 @@ class ChatFormatter:
             more["prompt_logprobs"] = format_prompt_logprobs(self.tokenizer, entries, num_top)
         choices = []
         for index, answer in enumerate(self.job.best_answers):
-            message = {"role": "assistant", "content": answer.text, "refusal": None}
-            choices.append(self._choice(index, {"message": message}, answer, answer.finish_reason))
-        return self.envelope.full_response(choices, **more)
+            content = {"message": self._message(answer)}
+            choices.append(self._choice(index, content, answer, self._finish_reason(answer)))
+        response = self.envelope.full_response(choices, **more)
+        if self.body.store:
+            from bloomery.server.routes.stored_chats import store_chat
+
+            store_chat(self.job.call, self.body, response)
+        return response
 
     def delta_events(self, prompt_index: int, delta: CompletionDelta) -> bytes:
         index = delta.index
@@ -162,17 +280,52 @@ class ChatFormatter:
         if index not in self.started_choices:
             more = {} if self.started_choices else self._prompt_token_ids()
             self.started_choices.add(index)
-            opening = {"delta": {"role": "assistant", "content": "", "refusal": None}}
-            events = self.envelope.chunk_event(self._choice(index, opening), **more)
-        if delta.text or not self.skips_empty_text:
-            choice = self._choice(index, {"delta": {"content": delta.text}}, delta)
+            empty_content = None if self.has_tools else ""
+            opening = {"role": "assistant", "content": empty_content, "refusal": None}
+            events = self.envelope.chunk_event(
+                self._choice(index, {"delta": opening}), len(delta.token_ids), **more
+            )
+        tokens: CompletionDelta | None = delta
+        for content in self._delta_contents(delta):
+            choice = self._choice(index, {"delta": content}, tokens)
             events += self.envelope.chunk_event(choice)
+            tokens = None  # several chunks of one token show its log-probability once
         if delta.finish_reason is not None:
-            choice = self._choice(index, {"delta": {}}, None, delta.finish_reason)
+            answer = self.job.all_answers[index]
+            choice = self._choice(index, {"delta": {}}, None, self._finish_reason(answer))
             events += self.envelope.chunk_event(choice)
         return events
 
+    def _message(self, answer: CompletionState) -> dict[str, Any]:
+        if answer.parsed is None:
+            return {"role": "assistant", "content": answer.text, "refusal": None}
+        from bloomery.server.routes.chat_tools import format_parsed_message
+
+        return format_parsed_message(answer.parsed, has_tools=self.has_tools, **self.parsed_options)
+
+    def _delta_contents(self, delta: CompletionDelta) -> list[dict[str, Any]]:
+        """The deltas to send for new tokens, each in a chunk of its own."""
+        contents: list[dict[str, Any]] = []
+        if delta.events:
+            from bloomery.server.routes.chat_tools import format_parsed_deltas
+
+            contents = format_parsed_deltas(delta.events, **self.parsed_options)
+        elif delta.text:
+            contents = [{"content": delta.text}]
+        if not contents and not self.skips_empty_text:
+            contents = [{"content": ""}]
+        return contents
+
+    def _finish_reason(self, answer: CompletionState) -> str | None:
+        """OpenAI's finish reason; a complete answer with calls ends for the sake of them."""
+        has_calls = answer.parsed is not None and answer.parsed.calls
+        if has_calls and answer.finish_reason == "stop":
+            return "function_call" if self.parsed_options["is_legacy"] else "tool_calls"
+        return openai_finish_reason(answer.finish_reason)
+
     def final_events(self) -> bytes:
+        if self.body.store:
+            self.full_response()  # stores it
         return self.envelope.final_events()
 
     def _choice(
@@ -191,7 +344,7 @@ class ChatFormatter:
             "index": index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": openai_finish_reason(finish_reason),
+            "finish_reason": finish_reason,
         }
         if tokens is not None and self.body.return_token_ids:
             choice["token_ids"] = tokens.token_ids

@@ -58,16 +58,18 @@ async def _vertex_input(call: HttpCall, raw: dict[str, Any]) -> GenerationInput:
     if raw.get("messages") is not None:
         chat_body = call.parse_body(raw, chat.ChatBody)
         params = chat.chat_sampling_params(call, chat_body)
-        prompt = await chat.tokenize_chat(call, chat_body)
+        entry = GenerationInput.from_plan(await chat.plan_chat(call, chat_body), params)
     else:
         body = call.parse_body(raw, generate.GenerateBody)
         if body.parameters is not None and body.parameters.do_sample is None:
             body.parameters.do_sample = True
         params = generate.tgi_sampling_params(call, body, stream=False)
         prompt = await generate.tokenize_inputs(call, body, params)
+        grammar = await generate.compile_grammar(call, body)
+        entry = GenerationInput(prompt, params, grammar=grammar)
     if params.num_sequences > 1:
         raise InvalidRequest("an instance has one answer: leave out n and best_of")
-    return GenerationInput(prompt, params)
+    return entry
 
 
 ROUTES = (

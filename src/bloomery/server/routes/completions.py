@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from starlette.types import ASGIApp
@@ -19,6 +20,7 @@ from bloomery.server.routes.openai import (
     format_prompt_logprobs,
     openai_finish_reason,
     openai_sampling_params,
+    read_structured_outputs,
 )
 from bloomery.server.service import (
     JSON_OR_EVENTS,
@@ -26,12 +28,14 @@ from bloomery.server.service import (
     InferenceService,
     Route,
     TokenizedPrompt,
+    compile_outputs,
 )
 from bloomery.server.shapes import TEXT_COMPLETION
 from bloomery.text.outputs import CompletionDelta
-from bloomery.text.tokenizer import Tokenizer
+from bloomery.text.tokenizer import GapTokens, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+CHAT_ONLY = "a completion has no conversation; use /v1/chat/completions"
 PROMPT_TYPES = (
     "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 )
@@ -40,9 +44,12 @@ PROMPT_TYPES = (
 class CompletionBody(GenerationBody, kw_only=True):
     UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {
         **GenerationBody.UNSUPPORTED_FIELDS,
-        "suffix": "this server completes text, it does not fill gaps; leave it out",
+        "tools": CHAT_ONLY,
+        "functions": CHAT_ONLY,
+        "reasoning_effort": CHAT_ONLY,
     }
-    prompt: str | list[Any]
+    prompt: str | list[Any] | None
+    suffix: str | None = None
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -53,12 +60,21 @@ async def completions(call: HttpCall) -> ASGIApp:
     """Complete a prompt, or several."""
     body = await call.read_body(CompletionBody)
     params = completion_sampling_params(call, body)
-    prompts = split_prompts(body.prompt)
+    prompts = split_prompts(default_prompt(call) if body.prompt is None else body.prompt)
     permit = call.admit(len(prompts) * params.num_sequences)
+    constraint = read_structured_outputs(body)
+    grammar = "" if constraint is None else await compile_outputs(call, *constraint)
+    gap_tokens = find_gap_tokens(call.service) if body.suffix else None
+    if gap_tokens is not None:
+        stop_ids = [*(params.stop_token_ids or ()), *gap_tokens.end_ids]
+        params = replace(params, stop_token_ids=stop_ids)
     inputs = []
     for prompt in prompts:
-        tokenized = await tokenize_prompt(call.service, prompt, body.add_special_tokens)
-        inputs.append(GenerationInput(tokenized, params))
+        if gap_tokens is not None:
+            tokenized = await tokenize_gap(call.service, gap_tokens, prompt, body.suffix or "")
+        else:
+            tokenized = await tokenize_prompt(call.service, prompt, body.add_special_tokens)
+        inputs.append(GenerationInput(tokenized, params, grammar=grammar))
     job = GenerationJob(call, permit, inputs)
     job.hides_output = body.max_tokens == 0
     return await job.respond(CompletionFormatter(job, body), body.stream)
@@ -84,6 +100,17 @@ def completion_sampling_params(call: HttpCall, body: CompletionBody) -> Sampling
     )
 
 
+def default_prompt(call: HttpCall) -> list[Any]:
+    """The prompt of a body with `prompt: null`: the token with which the model's texts begin."""
+    tokenizer = call.service.tokenizer
+    first_ids = [tokenizer.bos_id, *tokenizer.eos_ids]
+    token_id = next((token_id for token_id in first_ids if token_id is not None), None)
+    if token_id is None:
+        message = "prompt is null, and the model has no token to begin with: give a prompt"
+        raise InvalidRequest(message, "prompt")
+    return [token_id]
+
+
 def split_prompts(prompt: str | list[Any], field: str = "prompt") -> list[str | list[Any]]:
     """The prompts of a request; a list of numbers is one prompt of token ids."""
     if isinstance(prompt, str) or (prompt and not isinstance(prompt[0], str | list)):
@@ -105,6 +132,31 @@ async def tokenize_prompt(
         return await service.tokenize(prompt, add_special is not False, field)
     service.check_prompt_characters(len(prompt), field)
     return TokenizedPrompt(prompt)
+
+
+def find_gap_tokens(service: InferenceService) -> GapTokens:
+    """The model's tokens for fill in the middle."""
+    gap_tokens = service.tokenizer.find_gap_tokens()
+    if gap_tokens is None:
+        message = (
+            "this model cannot fill in the middle: its tokenizer has no tokens for it. "
+            "Leave suffix out, or serve a code model such as Qwen2.5-Coder"
+        )
+        raise InvalidRequest(message, "suffix")
+    return gap_tokens
+
+
+async def tokenize_gap(
+    service: InferenceService, gap_tokens: GapTokens, prompt: str | list[Any], suffix: str
+) -> TokenizedPrompt:
+    """A prompt after which the model writes what lies between `prompt` and `suffix`."""
+    before = await tokenize_prompt(service, prompt, add_special=False)
+    after = await service.tokenize(suffix, False, "suffix")
+    ids = gap_tokens.build_prompt(before.ids, after.ids)
+    bos_id = service.tokenizer.bos_id
+    if bos_id is not None and bos_id in service.tokenizer.encode(""):
+        ids = [bos_id, *ids]
+    return TokenizedPrompt(ids, before.text)
 
 
 class CompletionFormatter:
@@ -201,9 +253,7 @@ class CompletionFormatter:
             self.text_offsets[index] += len(token)
         nulls = [None] * len(first_ids)
         num_top = self.body.logprobs or 0
-        top_logprobs = None
-        if num_top:
-            top_logprobs = [*nulls, *(self._top_logprobs(entry, num_top) for entry in entries)]
+        top_logprobs = [*nulls, *(self._top_logprobs(entry, num_top) for entry in entries)]
         return {
             "tokens": tokens,
             "token_logprobs": [*nulls, *(clamp_logprob(entry.logprob) for entry in entries)],

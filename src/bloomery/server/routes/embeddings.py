@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from array import array
 from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from starlette.types import ASGIApp
 
@@ -27,12 +28,10 @@ MAX_INPUTS = 2048  # of one request, as OpenAI allows
 
 
 class EmbeddingBody(RequestBody, kw_only=True):
-    UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {
-        "dimensions": "the embeddings of this model are not made to be shortened; leave it out"
-    }
     input: str | list[Any]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
     pooling: PoolingType | None = None
     add_special_tokens: bool | None = None
     user: str | None = None
@@ -40,11 +39,31 @@ class EmbeddingBody(RequestBody, kw_only=True):
 
 async def embeddings(call: HttpCall) -> ASGIApp:
     """Turn texts into vectors; pooling is mean (of all positions, the default) or last (the last
-    token's)."""
+    token's). With dimensions, vectors are cut to their first numbers and scaled to length 1."""
     body = await call.read_body(EmbeddingBody)
     service = call.service
     service.check_model(body.model)
     check_labels(body.user, None, service.limits)
+    vectors, num_tokens = await embed_inputs(call, body)
+    data = []
+    for index, vector in enumerate(vectors):
+        encoded = encode_vector(vector, body.encoding_format)
+        data.append({"object": "embedding", "index": index, "embedding": encoded})
+    return call.json_response(
+        {
+            "object": "list",
+            "data": data,
+            "model": service.settings.model,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+    )
+
+
+async def embed_inputs(call: HttpCall, body: EmbeddingBody) -> tuple[list[Sequence[float]], int]:
+    """The vector of each input, and the number of tokens in all of them."""
+    service = call.service
+    if body.dimensions is not None and body.dimensions < 1:
+        raise InvalidRequest("dimensions must be a whole number, at least 1", "dimensions")
     inputs = split_prompts(body.input, "input")
     if len(inputs) > MAX_INPUTS:
         message = f"input may have at most {MAX_INPUTS} entries, not {len(inputs)}"
@@ -70,18 +89,8 @@ async def embeddings(call: HttpCall) -> ASGIApp:
     call.timings.last_token = time.monotonic()
     service.metrics.observe_embedding(call.timings, num_tokens)
     call.log_fields |= {"prompt_tokens": num_tokens, "inputs": len(requests)}
-    data = []
-    for index, request in enumerate(requests):
-        vector = encode_vector(vectors[request.id], body.encoding_format)
-        data.append({"object": "embedding", "index": index, "embedding": vector})
-    return call.json_response(
-        {
-            "object": "list",
-            "data": data,
-            "model": service.settings.model,
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
-    )
+    ordered = [shorten_vector(vectors[request.id], body.dimensions) for request in requests]
+    return ordered, num_tokens
 
 
 async def _embedding_request(
@@ -115,6 +124,20 @@ async def _collect_vectors(
                 raise call.service.error_for(output, permit)
             vectors[output.request] = output.embedding
     return vectors
+
+
+def shorten_vector(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
+    """The first `dimensions` numbers at length 1, as models with nested embeddings expect it."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    if dimensions > len(vector):
+        message = f"dimensions may be at most {len(vector)}, the size of this model's embeddings"
+        raise InvalidRequest(message, "dimensions")
+    shortened = vector[:dimensions]
+    length = math.hypot(*shortened)
+    if not length:
+        return shortened
+    return [number / length for number in shortened]
 
 
 def encode_vector(vector: Sequence[float], encoding_format: str | None) -> list[float] | str:

@@ -27,6 +27,7 @@ from bloomery.server.service import (
     HttpCall,
     Route,
     TokenizedPrompt,
+    compile_outputs,
 )
 from bloomery.server.shapes import TGI_GENERATION
 from bloomery.text.outputs import CompletionDelta, CompletionState, Detokenizer
@@ -120,7 +121,18 @@ async def _create_job(call: HttpCall, body: GenerateBody, stream: bool) -> Gener
     params = tgi_sampling_params(call, body, stream)
     permit = call.admit(params.num_sequences)
     prompt = await tokenize_inputs(call, body, params)
-    return GenerationJob(call, permit, [GenerationInput(prompt, params)])
+    grammar = await compile_grammar(call, body)
+    return GenerationJob(call, permit, [GenerationInput(prompt, params, grammar=grammar)])
+
+
+async def compile_grammar(call: HttpCall, body: GenerateBody) -> str:
+    """The grammar that `parameters.grammar` asks for, as the engine takes it."""
+    value = body.parameters and body.parameters.grammar
+    if value is None:
+        return ""
+    from bloomery.server.routes.constraints import parse_tgi_grammar
+
+    return await compile_outputs(call, parse_tgi_grammar(value, "grammar"), "grammar")
 
 
 def _compute_headers(job: GenerationJob, body: GenerateBody) -> dict[str, str]:
@@ -222,8 +234,6 @@ def _parameter_errors(
     if parameters.truncate is not None and not 0 < parameters.truncate < context_len:
         message = f"`truncate` must be strictly positive and less than {context_len - 1}"
         yield "truncate", f"{message}. Given: {parameters.truncate}"
-    if parameters.grammar is not None:
-        yield "grammar", "grammar is not supported"
     if parameters.adapter_id is not None:
         yield "adapter_id", "`adapter_id` is not supported: this server has no adapters"
 

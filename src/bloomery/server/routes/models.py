@@ -1,7 +1,8 @@
-"""OpenAI's /v1/models: the model under each of its names."""
+"""/v1/models: the model under each of its names, in OpenAI's form or in Anthropic's."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -15,9 +16,11 @@ async def models(call: HttpCall) -> ASGIApp:
     """The models served here."""
     settings = call.service.settings
     names = (settings.model, *settings.aliases)
-    return call.json_response(
-        {"object": "list", "data": [describe_model(call, name) for name in names]}
-    )
+    data = [describe_model(call, name) for name in names]
+    if is_anthropic_client(call):
+        page = {"data": data, "first_id": names[0], "last_id": names[-1], "has_more": False}
+        return call.json_response(page)
+    return call.json_response({"object": "list", "data": data})
 
 
 async def model(call: HttpCall) -> ASGIApp:
@@ -27,8 +30,22 @@ async def model(call: HttpCall) -> ASGIApp:
     return call.json_response(describe_model(call, name or call.service.settings.model))
 
 
+def is_anthropic_client(call: HttpCall) -> bool:
+    return "anthropic-version" in call.headers
+
+
 def describe_model(call: HttpCall, name: str) -> dict[str, Any]:
     capacity = call.service.backend.capacity
+    if is_anthropic_client(call):
+        return {
+            "id": name,
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(call.service.started, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": capacity and capacity.max_model_len,
+            "max_tokens": capacity and capacity.max_model_len,
+        }
     return {
         "id": name,
         "object": "model",

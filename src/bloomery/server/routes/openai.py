@@ -13,15 +13,13 @@ import msgspec
 
 from bloomery.errors import InvalidRequest
 from bloomery.messages import TokenLogprob
-from bloomery.sampling import SamplingParams
+from bloomery.sampling import SamplingParams, StructuredOutputs
 from bloomery.server.generation import DONE_EVENT, GenerationJob, format_event
 from bloomery.server.limits import check_labels, check_sampling_limits
 from bloomery.server.schema import RequestBody
 from bloomery.server.service import HttpCall
 from bloomery.text.tokenizer import Tokenizer
 
-NO_TOOLS = "this server does not call tools yet; leave it out"
-NO_GRAMMAR = "this server does not constrain its output yet; leave it out"
 TEXT_ONLY = "this server generates text only; leave it out"
 
 # SamplingParams fields that a body sets under the same name. Each route reads the others itself.
@@ -30,7 +28,24 @@ COMMON_FIELDS = {field.name for field in fields(SamplingParams)} - {
     "logprobs",
     "prompt_logprobs",
     "logit_bias",
+    "structured_outputs",
 }
+# Fields that constrain the answer. At most one of them may be given.
+CONSTRAINT_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "grammar",
+    "structural_tag",
+)
+SMALLEST_TOP_P = 1e-9  # OpenAI allows 0: the most likely token alone
+MIN_SEED = -(2**63)  # OpenAI's; a negative seed is read as the same 64 bits without a sign
 MIN_LOGPROB = -9999.0  # what OpenAI writes for any smaller log-probability
 
 
@@ -43,23 +58,28 @@ class GenerationBody(RequestBody, kw_only=True):
     """Fields of every OpenAI route that generates."""
 
     UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {
-        "tools": NO_TOOLS,
-        "functions": NO_TOOLS,
-        "function_call": NO_TOOLS,
-        "guided_json": NO_GRAMMAR,
-        "guided_regex": NO_GRAMMAR,
-        "guided_choice": NO_GRAMMAR,
-        "guided_grammar": NO_GRAMMAR,
-        "structured_outputs": NO_GRAMMAR,
-        "grammar": NO_GRAMMAR,
         "audio": TEXT_ONLY,
         "prediction": TEXT_ONLY,
-        "web_search_options": TEXT_ONLY,
+        "web_search_options": "this server does not search the web; leave it out, or give a tool",
         "prompt_embeds": TEXT_ONLY,
         "adapter_id": "this server has no adapters; leave it out",
         "chat_template": "the model's own template is used; leave it out",
         "logits_processors": "this server runs no code of its clients; leave it out",
+        "custom_logit_processor": "this server runs no code of its clients; leave it out",
+        "use_beam_search": "this server samples; use n or best_of",
+        "stop_regex": "use stop for fixed texts, or regex to constrain the whole answer",
     }
+    IGNORED_FIELDS: ClassVar[frozenset[str]] = frozenset(
+        {
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "verbosity",
+            "guided_decoding_backend",
+            "tool_prompt",
+        }
+    )
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -88,7 +108,19 @@ class GenerationBody(RequestBody, kw_only=True):
     return_token_ids: bool | None = None
     priority: int | None = None
     deadline_ms: int | None = None
+    # Structured output: OpenAI's and TGI's, vLLM's, SGLang's and llama.cpp's fields.
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | dict[str, Any] | None = None
+    structural_tag: str | dict[str, Any] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
 
@@ -99,15 +131,14 @@ def openai_sampling_params(
     """Check the common fields and combine them with the values that the route computed."""
     call.service.check_model(body.model)
     check_labels(body.user, body.metadata, call.service.limits)
-    format_type = (body.response_format or {}).get("type", "text")
-    if format_type != "text":
-        message = f"response_format {str(format_type)[:64]!r} is not supported: {NO_GRAMMAR}"
-        raise InvalidRequest(message, "response_format")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options may be given only with stream: true", "stream_options")
     if body.stream and body.prompt_logprobs is not None:
         message = "prompt_logprobs cannot be streamed: leave out one of the two"
         raise InvalidRequest(message, "prompt_logprobs")
+    if body.repetition_penalty is None and is_constrained(body):
+        # A penalty by default would drive the model away from the quotes and braces of JSON.
+        route_values["repetition_penalty"] = 1.0
     if body.logit_bias:
         route_values["logit_bias"] = {
             _parse_token_id(name): bias for name, bias in body.logit_bias.items()
@@ -125,12 +156,32 @@ def merge_sampling_params(
         if value is not None:
             values[name] = value
     values |= route_values
+    if values.get("top_p") == 0:
+        values["top_p"] = SMALLEST_TOP_P
+    seed = values.get("seed")
+    if seed is not None and MIN_SEED <= seed < 0:
+        values["seed"] = seed % 2**64
     return check_sampling_limits(SamplingParams(**values), call.service.limits)
 
 
-def check_tool_choice(choice: Any) -> None:
-    if choice not in (None, "none", "auto"):
-        raise InvalidRequest(f"tool_choice is not supported: {NO_TOOLS}", "tool_choice")
+def is_constrained(body: GenerationBody) -> bool:
+    """Whether a grammar prescribes the whole answer."""
+    tool_choice = getattr(body, "tool_choice", None)
+    if tool_choice not in (None, "none", "auto"):
+        return True
+    format_type = (body.response_format or {}).get("type", "text")
+    others = [getattr(body, name) for name in CONSTRAINT_FIELDS if name != "response_format"]
+    return format_type != "text" or any(value is not None for value in others)
+
+
+def read_structured_outputs(body: GenerationBody) -> tuple[StructuredOutputs, str] | None:
+    """What the answer must look like, and the field that says so; None if nothing is asked."""
+    fields = {name: getattr(body, name) for name in CONSTRAINT_FIELDS}
+    if not any(value is not None for value in fields.values()):
+        return None
+    from bloomery.server.routes.constraints import parse_constraints
+
+    return parse_constraints(fields, body.guided_whitespace_pattern)
 
 
 def _parse_token_id(name: str) -> int:
@@ -161,10 +212,11 @@ class CompletionEnvelope:
         usage = self.job.openai_usage()
         return {**self.head, "choices": choices, "usage": usage, **self.tail, **more}
 
-    def chunk_event(self, choice: dict[str, Any], **more: Any) -> bytes:
+    def chunk_event(self, choice: dict[str, Any], num_unsent: int = 0, **more: Any) -> bytes:
+        """One chunk. `num_unsent` tokens have been generated but are sent in later chunks."""
         chunk = {**self.head, **self.tail, "choices": [choice]}
         if self.continuous_usage:
-            chunk["usage"] = self.job.openai_usage()
+            chunk["usage"] = self.job.openai_usage(num_unsent)
         elif self.include_usage:
             chunk["usage"] = None
         return format_event({**chunk, **more})

@@ -14,18 +14,15 @@ from typing import Any, NamedTuple
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from bloomery import __version__
 from bloomery.server.errors import HttpError, format_tgi_error
-from bloomery.server.openapi import build_openapi_document, render_docs_page
-from bloomery.server.routes import status
+from bloomery.server.openapi import build_openapi_document
 from bloomery.server.service import HttpCall, Route
 
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; font-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
-)
-DOCS_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
 )
 SECURITY_HEADERS = {
     "content-security-policy": PAGE_POLICY,
@@ -43,11 +40,40 @@ class WebFile(NamedTuple):
     media_type: str
 
 
+ROOT_TEXT = """\
+Bloomery {version} serves {model} ({state}).
+
+  chat and dashboard  {url}/  (in a browser)
+  API reference       {url}/docs
+  OpenAI's API        {url}/v1
+  Anthropic's API     {url}  (POST /v1/messages)
+  TGI's API           {url}  (POST /generate)
+  Ollama's API        {url}  (POST /api/chat)
+
+Try:
+
+  curl {url}/v1/chat/completions{key} -d '{{
+    "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+"""
+
+
 async def root(call: HttpCall) -> ASGIApp:
-    """The web page for a browser, TGI's health check for everybody else."""
-    if "text/html" not in call.headers.get("accept", ""):
-        return await status.health(call)
-    return _file_response(call, "index.html", "no-cache")
+    """The web page for a browser; a short text, with the status of /health, for other clients."""
+    if "text/html" in call.headers.get("accept", ""):
+        return _file_response(call, "index.html", "no-cache")
+    settings = call.service.settings
+    state = call.service.backend.status.state
+    host = call.headers.get("host") or settings.host
+    text = ROOT_TEXT.format(
+        version=__version__,
+        model=settings.model,
+        state=state,
+        url=f"{call.scope.get('scheme', 'http')}://{host}",
+        key=" -H 'Authorization: Bearer KEY'" if settings.keys else "",
+    )
+    is_ready = state == "ready"
+    headers = {} if is_ready else {"retry-after": "5"}
+    return Response(text, 200 if is_ready else 503, headers, "text/plain")
 
 
 async def asset(call: HttpCall) -> ASGIApp:
@@ -92,16 +118,14 @@ async def openapi_document(call: HttpCall) -> ASGIApp:
 
 
 async def docs(call: HttpCall) -> ASGIApp:
-    """This API, described for people."""
-    headers = {**SECURITY_HEADERS, "content-security-policy": DOCS_POLICY}
-    html = render_docs_page(_openapi_document(call))
-    return Response(html, headers=headers, media_type="text/html")
+    """This API, described for people, who can try it there."""
+    return _file_response(call, "docs.html", "no-cache")
 
 
 ROUTES = (
     Route("/", root, format_tgi_error, public=True, quiet=True, media_types=()),
     Route("/assets/{file}", asset, format_tgi_error, public=True, quiet=True, media_types=("*/*",)),
-    Route("/docs", docs, format_tgi_error, quiet=True, media_types=("text/html",)),
+    Route("/docs", docs, format_tgi_error, public=True, quiet=True, media_types=("text/html",)),
     Route("/openapi.json", openapi_document, format_tgi_error, quiet=True),
     Route("/api-doc/openapi.json", openapi_document, format_tgi_error, quiet=True),
 )

@@ -6,6 +6,7 @@ Probes report whether a request would be answered: it would if the state is "rea
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
@@ -13,7 +14,9 @@ from starlette.types import ASGIApp
 
 from bloomery import __version__
 from bloomery.config import active_profiler
+from bloomery.sampling import SamplingParams
 from bloomery.server.errors import format_tgi_error
+from bloomery.server.history import build_columns
 from bloomery.server.service import HttpCall, Route
 from bloomery.server.shapes import READINESS, SERVER_INFO
 
@@ -56,6 +59,7 @@ async def info(call: HttpCall) -> ASGIApp:
     settings = call.service.settings
     capacity = call.service.backend.capacity
     limits = call.service.limits
+    lookup = call.service.response_format
     content = {
         "model_id": settings.model,
         "model_sha": settings.revision,
@@ -72,11 +76,31 @@ async def info(call: HttpCall) -> ASGIApp:
         "sha": None,
         "docker_label": None,
         "limits": asdict(limits),
+        "has_chat_template": bool(call.service.tokenizer.chat_templates),
+        "sampling_defaults": describe_sampling_defaults(call),
+        "response_format": lookup and lookup.to_dict(),  # null until it has been found
+        "demo": settings.demo,
+        "recommended_model": settings.recommended_model,
     }
     profiler = active_profiler()
     if profiler:
         content["profiling"] = profiler  # a warning: timings under a profiler are not valid
     return call.json_response(content)
+
+
+def describe_sampling_defaults(call: HttpCall) -> dict[str, Any]:
+    """What is used where a request states nothing, under generation_config.json's names."""
+    params = SamplingParams(**call.service.sampling_defaults)
+    return {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "typical_p": params.typical_p,
+        "repetition_penalty": params.repetition_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "source": call.service.tokenizer.sampling_source,
+    }
 
 
 async def version(call: HttpCall) -> ASGIApp:
@@ -87,6 +111,11 @@ async def version(call: HttpCall) -> ASGIApp:
 async def stats(call: HttpCall) -> ASGIApp:
     """A sample for the web page's dashboard."""
     return call.json_response(call.service.metrics.dashboard_sample())
+
+
+async def stats_history(call: HttpCall) -> ASGIApp:
+    """Samples of the last half hour for the web page's dashboard, in columns."""
+    return call.json_response(build_columns(call.service.metrics.samples))
 
 
 async def metrics(call: HttpCall) -> ASGIApp:
@@ -105,6 +134,7 @@ def build_status_routes(open_metrics: bool) -> tuple[Route, ...]:
         Route("/info", info, tgi, response_shape=SERVER_INFO),
         Route("/version", version, tgi, response_shape={"version": "string"}),
         Route("/stats", stats, tgi, quiet=True),
+        Route("/stats/history", stats_history, tgi, quiet=True),
         Route(
             "/metrics", metrics, tgi, public=open_metrics, quiet=True, media_types=("text/plain",)
         ),
