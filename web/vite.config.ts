@@ -8,7 +8,7 @@ import { defineConfig, type Plugin } from 'vite'
 
 const root = import.meta.dirname
 const output = join(root, '../src/bloomery/server/web')
-const sources = ['.npmrc', 'index.html', 'package-lock.json', 'package.json', 'src', 'svelte.config.js', 'tsconfig.json', 'vite.config.ts']
+const sources = ['.npmrc', 'docs.html', 'index.html', 'package-lock.json', 'package.json', 'src', 'svelte.config.js', 'tsconfig.json', 'vite.config.ts']
 
 const sha256 = (data: string | Buffer) => createHash('sha256').update(data).digest('hex')
 
@@ -39,6 +39,7 @@ export default defineConfig({
   plugins: [svelte(), manifest()],
   build: {
     outDir: output,
+    rollupOptions: { input: [join(root, 'index.html'), join(root, 'docs.html')] },
     emptyOutDir: true,
     target: ['chrome123', 'firefox121', 'safari17.5'],
     assetsInlineLimit: 0,
@@ -46,6 +47,6 @@ export default defineConfig({
     reportCompressedSize: true,
   },
   server: {
-    proxy: Object.fromEntries(['/v1', '/ready', '/stats', '/docs', '/metrics'].map((path) => [path, 'http://127.0.0.1:8000'])),
+    proxy: Object.fromEntries(['/v1', '/ready', '/info', '/stats', '/tokenize', '/openapi.json', '/metrics'].map((path) => [path, 'http://127.0.0.1:8000'])),
   },
 })

@@ -13,7 +13,7 @@ interface Place {
 }
 
 export function examples(place: Place): Example[] {
-  return [chat(place), plain(place), generate(place), embeddings(place)]
+  return [chat(place), plain(place), schema(place), generate(place), embeddings(place)]
 }
 
 const curl = ({ key }: Place, url: string, body: object, more = '') =>
@@ -99,6 +99,48 @@ with urllib.request.urlopen(request) as response:
   }),
 })
 console.log((await response.json()).choices[0].message.content)`,
+    },
+  }
+}
+
+function schema(place: Place): Example {
+  const { url, model } = place
+  const shape = {
+    type: 'object', properties: { name: { type: 'string' }, year: { type: 'integer' } }, required: ['name', 'year'], additionalProperties: false,
+  }
+  const wanted = 'Name an invention and the year it was made.'
+  const format = { type: 'json_schema', json_schema: { name: 'invention', schema: shape, strict: true } }
+  return {
+    title: 'JSON by a schema',
+    note: { python: 'pip install openai', javascript: 'npm install openai' },
+    code: {
+      curl: curl(place, `${url}/v1/chat/completions`, { model, messages: [{ role: 'user', content: wanted }], response_format: format }),
+      python: `${imports(place)}from openai import OpenAI
+from pydantic import BaseModel
+
+
+class Invention(BaseModel):
+    name: str
+    year: int
+
+
+client = OpenAI(base_url=${text(`${url}/v1`)}, api_key=${pythonKey(place)})
+answer = client.chat.completions.parse(
+    model=${text(model)},
+    messages=[{"role": "user", "content": ${text(wanted)}}],
+    response_format=Invention,
+)
+print(answer.choices[0].message.parsed)`,
+      javascript: `import OpenAI from 'openai'
+
+const client = new OpenAI({ baseURL: ${text(`${url}/v1`)}, apiKey: ${scriptKey(place)} })
+const schema = ${line(shape)}
+const answer = await client.chat.completions.create({
+  model: ${text(model)},
+  messages: [{ role: 'user', content: ${text(wanted)} }],
+  response_format: { type: 'json_schema', json_schema: { name: 'invention', schema, strict: true } },
+})
+console.log(JSON.parse(answer.choices[0].message.content))`,
     },
   }
 }

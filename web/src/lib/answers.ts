@@ -1,6 +1,8 @@
 // Getting answers: one request per answer, streamed into its turn, stopped by closing the connection.
-import { append, messages, path, type Conversation, type Stats, type Turn } from './conversation'
+import { optionFields } from './options'
+import { append, messages, path, type Attachment, type Conversation, type Stats, type Turn } from './conversation'
 import { conversations } from './conversations.svelte'
+import { loops } from './repetition'
 import { server, ServerError } from './server.svelte'
 import { events } from './stream'
 
@@ -9,10 +11,16 @@ interface Usage {
   completion_tokens?: number
   prompt_tokens_details?: { cached_tokens?: number } | null
 }
+interface CallDelta {
+  index?: number
+  id?: string | null
+  function?: { name?: string | null; arguments?: string | null }
+}
 interface Delta {
   content?: string | null
   reasoning_content?: string | null
   reasoning?: string | null
+  tool_calls?: CallDelta[] | null
 }
 interface Chunk {
   choices?: { delta?: Delta; finish_reason?: string | null }[]
@@ -23,45 +31,60 @@ interface Chunk {
 /** The screen follows at this pace however fast tokens come, and storage at a slower one. */
 const SHOW_EVERY = 40
 const SAVE_EVERY = 1000
+/** An answer longer than this is asked for piece by piece: the reader says "Continue". */
+const DEFAULT_MAX_TOKENS = 1024
+const REASONING_MAX_TOKENS = 4096 // a thought takes its share, and cannot be continued
+export const defaultMaxTokens = () => (server.reasons ? REASONING_MAX_TOKENS : DEFAULT_MAX_TOKENS)
 const LOST = 'The connection was lost before the answer ended.'
 
 const open = new Map<string, AbortController>()
 
-export function send(conversation: Conversation, text: string) {
-  const message = append(conversation, path(conversation).at(-1)?.id ?? null, 'user', text)
+interface How {
+  extend?: boolean // write on where the turn ended
+  allowLoops?: boolean // let it repeat itself
+}
+
+export function send(conversation: Conversation, text: string, attachments: Attachment[] = []) {
+  const message = append(conversation, path(conversation).at(-1)?.id ?? null, 'user', text, attachments)
   conversations.keep(conversation)
   void answer(conversation, append(conversation, message.id, 'assistant', ''))
 }
 
 /** Says the user's `turn` differently, beside the first version. */
 export function resend(conversation: Conversation, turn: Turn, text: string) {
-  const message = append(conversation, turn.parent, 'user', text)
+  const message = append(conversation, turn.parent, 'user', text, turn.attachments)
   void answer(conversation, append(conversation, message.id, 'assistant', ''))
 }
 
 /** Answers again beside `turn`, or in its place when it holds nothing. */
 export function retry(conversation: Conversation, turn: Turn) {
-  void answer(conversation, turn.text || turn.reasoning ? append(conversation, turn.parent, 'assistant', '') : turn)
+  const isEmpty = !turn.text && !turn.reasoning && !turn.calls.length
+  void answer(conversation, isEmpty ? turn : append(conversation, turn.parent, 'assistant', ''))
 }
 
 /** Writes on where `turn` ended. */
-export function resume(conversation: Conversation, turn: Turn) {
-  void answer(conversation, turn, true)
+export function resume(conversation: Conversation, turn: Turn, allowLoops = false) {
+  void answer(conversation, turn, { extend: true, allowLoops })
+}
+
+/** Goes on after the results of `turn`'s tool calls were entered. */
+export function sendToolResults(conversation: Conversation, turn: Turn) {
+  void answer(conversation, append(conversation, turn.id, 'assistant', ''))
 }
 
 export const stop = (turn: Turn) => open.get(turn.id)?.abort()
 
-async function answer(conversation: Conversation, turn: Turn, extend = false) {
+async function answer(conversation: Conversation, turn: Turn, { extend = false, allowLoops = false }: How = {}) {
   const abort = new AbortController()
-  const writer = new Writer(conversation, turn)
+  const writer = new Writer(conversation, turn, allowLoops ? null : () => abort.abort())
   open.set(turn.id, abort)
   Object.assign(turn, { error: '', finish: '', progress: server.state === 'ready' ? 'asking' : 'waiting' })
   conversation.updated = Date.now()
   try {
     await server.whenReady(abort.signal)
     turn.progress = 'asking'
-    writer.begin()
     const body = JSON.stringify(request(conversation, turn, extend))
+    writer.begin()
     const response = await server.request('v1/chat/completions', { method: 'POST', body, signal: abort.signal })
     if (!(await writer.follow(response))) throw new Error(LOST)
     turn.progress = 'done'
@@ -76,15 +99,25 @@ async function answer(conversation: Conversation, turn: Turn, extend = false) {
   }
 }
 
+/** Sampling as the API takes it: what is not set is left to the server, but for the length. */
+export function samplingFields({ stop, ...numbers }: Conversation['sampling']): Record<string, unknown> {
+  const chosen = Object.entries(numbers).filter(([, value]) => value !== null)
+  return { max_tokens: defaultMaxTokens(), ...Object.fromEntries(chosen), ...(stop.length && { stop }) }
+}
+
 function request(conversation: Conversation, turn: Turn, extend: boolean) {
-  const { stop, ...numbers } = conversation.sampling
+  const options = optionFields(conversation)
+  const hasResults = conversation.turns.some(({ id, calls }) => id === turn.parent && calls.length > 0)
+  if (hasResults && options.tool_choice === 'required') delete options.tool_choice // or it would call again and again
+  turn.json = 'response_format' in options
   return {
     model: server.name,
     messages: messages(conversation, extend ? turn.id : turn.parent),
     stream: true,
-    stream_options: { include_usage: true },
-    ...Object.fromEntries(Object.entries(numbers).filter(([, value]) => value !== null)),
-    ...(stop.length && { stop }),
+    // Usage with every event, so that an answer that is stopped knows its size.
+    stream_options: { include_usage: true, continuous_usage_stats: true },
+    ...samplingFields(conversation.sampling),
+    ...options,
     ...(extend && { continue_final_message: true, add_generation_prompt: false }),
   }
 }
@@ -99,6 +132,8 @@ function reason(error: unknown): string {
 class Writer {
   #text = ''
   #reasoning = ''
+  #written = 0 // characters of this request, for the repetition check
+  #thinking = 0 // when reasoning began
   #timer: ReturnType<typeof setTimeout> | undefined
   #saved = 0
   #started = 0
@@ -108,7 +143,8 @@ class Writer {
   #usage: Usage | null = null
   readonly #before: Stats | null
 
-  constructor(readonly conversation: Conversation, readonly turn: Turn) {
+  /** `giveUp` ends an answer that only repeats itself. */
+  constructor(readonly conversation: Conversation, readonly turn: Turn, readonly giveUp: (() => void) | null) {
     this.#before = turn.text ? turn.stats : null
   }
 
@@ -128,6 +164,7 @@ class Writer {
 
   end() {
     clearTimeout(this.#timer)
+    if (this.#thinking && this.#last) this.turn.thought ??= (this.#last - this.#thinking) / 1000
     this.#show()
   }
 
@@ -138,13 +175,27 @@ class Writer {
     if (choice?.finish_reason) this.turn.finish = choice.finish_reason
     const text = choice?.delta?.content ?? ''
     const reasoning = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning ?? ''
-    if (!text && !reasoning) return
-    this.#text += text
-    this.#reasoning += reasoning
+    const calls = choice?.delta?.tool_calls ?? []
+    if (!text && !reasoning && !calls.length) return
     this.#last = performance.now()
     this.#first ||= this.#last
     this.#chunks += 1
+    this.#text += text
+    this.#reasoning += reasoning
+    if (reasoning) this.#thinking ||= this.#last
+    else if (this.#thinking) this.turn.thought ??= (this.#last - this.#thinking) / 1000
+    for (const call of calls) this.#call(call)
     this.#timer ??= setTimeout(() => this.#show(), SHOW_EVERY)
+  }
+
+  /** A call's first piece names it, the others add to its arguments. */
+  #call({ index = 0, id, function: piece }: CallDelta) {
+    const { calls } = this.turn
+    while (calls.length <= index) calls.push({ id: '', name: '', arguments: '', result: null })
+    const call = calls[index]!
+    call.id ||= id ?? ''
+    call.name ||= piece?.name ?? ''
+    call.arguments += piece?.arguments ?? ''
   }
 
   #show() {
@@ -152,14 +203,24 @@ class Writer {
     const { turn } = this
     if (this.#first) {
       if (turn.progress === 'asking') turn.progress = 'streaming'
+      this.#written += this.#text.length + this.#reasoning.length
       turn.text += this.#text
       turn.reasoning += this.#reasoning
       this.#text = this.#reasoning = ''
       turn.stats = this.#stats()
+      if (turn.progress === 'streaming') this.#watch()
     }
     if (performance.now() - this.#saved < SAVE_EVERY) return
     this.#saved = performance.now()
     void conversations.save(this.conversation)
+  }
+
+  #watch() {
+    const { turn } = this
+    const text = (turn.text || turn.reasoning).slice(-this.#written)
+    if (!this.giveUp || !loops(text)) return
+    turn.finish = 'repetition'
+    this.giveUp()
   }
 
   #stats(): Stats {
@@ -170,6 +231,7 @@ class Writer {
       seconds: (before?.seconds ?? 0) + (this.#last - this.#first) / 1000,
       promptTokens: this.#usage?.prompt_tokens ?? before?.promptTokens ?? null,
       cachedTokens: this.#usage?.prompt_tokens_details?.cached_tokens ?? before?.cachedTokens ?? null,
+      contextTokens: this.#usage?.prompt_tokens ? this.#usage.prompt_tokens + (this.#usage.completion_tokens ?? 0) : null,
     }
   }
 }

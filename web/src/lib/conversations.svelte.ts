@@ -1,6 +1,6 @@
 // The reader's conversations: loaded once, kept in this browser, shared between its tabs.
 import { identifier, remembered } from './browser'
-import { create, isRunning, path, restore, restoreSampling, unset, type Conversation } from './conversation'
+import { create, isRunning, path, restore, restoreOptions, restoreSampling, show, type Conversation, type Turn } from './conversation'
 import * as storage from './storage'
 
 const storedDefaults = remembered('defaults')
@@ -10,13 +10,17 @@ class Conversations {
   /** The one on screen; a new one joins `all` with its first message. */
   current = $state<Conversation>(this.#fresh())
   loaded = $state(false)
+  /** The turn a search led to; the view scrolls there. */
+  revealed = $state<string | null>(null)
   sorted = $derived(this.all.toSorted((a, b) => b.updated - a.updated))
   /** Whether an answer is being written in the conversation on screen. */
   running = $derived(path(this.current).find(isRunning) ?? null)
   #tabs = new BroadcastChannel('bloomery')
 
   async load() {
-    this.all = (await storage.readAll()).map(restore).filter((conversation) => conversation !== null)
+    const stored = (await storage.readAll()).map(restore).filter((conversation) => conversation !== null)
+    const started = new Set(this.all.map((conversation) => conversation.id)) // while storage was being read
+    this.all = [...stored.filter((conversation) => !started.has(conversation.id)), ...this.all]
     this.loaded = true
     this.#tabs.onmessage = ({ data }) => this.#reload(String(data))
   }
@@ -60,17 +64,24 @@ class Conversations {
     return found.length
   }
 
-  /** New conversations begin with this one's system prompt and sampling. */
-  setDefaults({ system, sampling }: Conversation) {
-    storedDefaults.set(JSON.stringify({ system, sampling }))
+  /** New conversations begin with this one's system prompt, sampling, tools and schema. */
+  setDefaults({ system, sampling, tools, toolChoice, schema, thinking }: Conversation) {
+    storedDefaults.set(JSON.stringify({ system, sampling, tools, toolChoice, schema, thinking }))
+  }
+
+  /** Shows a conversation at `turn`, on whichever path it lies. */
+  reveal(conversation: Conversation, turn: Turn | null) {
+    this.current = conversation
+    if (turn && !path(conversation).some((other) => other.id === turn.id)) show(conversation, turn)
+    this.revealed = turn?.id ?? null
   }
 
   #fresh(): Conversation {
     try {
-      const { system, sampling } = JSON.parse(storedDefaults.get() ?? '{}')
-      return create(typeof system === 'string' ? system : '', restoreSampling(sampling))
+      const kept = JSON.parse(storedDefaults.get() ?? '{}')
+      return create(typeof kept.system === 'string' ? kept.system : '', restoreSampling(kept.sampling), restoreOptions(kept))
     } catch {
-      return create('', unset())
+      return create()
     }
   }
 

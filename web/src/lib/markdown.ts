@@ -2,7 +2,7 @@
 // build, whatever it contains. Raw HTML stays text, images become links, and links go to http, https and mailto only.
 import { Lexer, Tokenizer, type MarkedOptions, type Token, type Tokens } from 'marked'
 
-export type Node = string | Element | Code
+export type Node = string | Element | Code | Formula
 export interface Element {
   tag: string
   attributes?: Record<string, string | number | undefined>
@@ -11,6 +11,10 @@ export interface Element {
 export interface Code {
   code: string
   language: string
+}
+export interface Formula {
+  tex: string
+  display: boolean
 }
 export interface Block {
   source: string
@@ -22,16 +26,46 @@ class Grammar extends Tokenizer {
   override lheading() {
     return undefined
   }
-
-  /** Formulas are shown as written: their backslashes and underscores are not markdown. */
-  override escape(source: string) {
-    const math = /^\\(?:\(([\s\S]+?)\\\)|\[([\s\S]+?)\\\])/.exec(source)
-    if (!math) return super.escape(source)
-    return { type: 'math', raw: math[0], text: (math[1] ?? math[2] ?? '').trim() } as unknown as Tokens.Escape
-  }
 }
 
-const options: MarkedOptions = { gfm: true, tokenizer: new Grammar() }
+type Math = Tokens.Generic & { text: string; display: boolean }
+const math = (raw: string, text: string, display: boolean): Math => ({ type: 'math', raw, text: text.trim(), display })
+
+/** A display formula on lines of its own, which may hold what would be lists or rules in markdown. */
+function displayed(source: string): Math | undefined {
+  const match = /^ {0,3}(?:\$\$([\s\S]+?)\$\$|\\\[([\s\S]+?)\\\])[ \t]*(?:\n+|$)/.exec(source)
+  return match ? math(match[0], match[1] ?? match[2] ?? '', true) : undefined
+}
+
+/** A formula within a line. One dollar sign is a price unless it hugs its formula as TeX writers do. */
+function inlined(source: string): Math | undefined {
+  const marked = /^\\(?:\(([\s\S]+?)\\\)|\[([\s\S]+?)\\\])|^\$\$([^$]+?)\$\$/.exec(source)
+  if (marked) return math(marked[0], marked[1] ?? marked[2] ?? marked[3] ?? '', marked[1] === undefined)
+  const single = /^\$(?![\s$])((?:\\[\s\S]|[^\\$\n])*?)(?<![\s\\])\$(?![\d$\w])/.exec(source)
+  if (!single || isPrice(single[1]!)) return undefined
+  return math(single[0], single[1]!, false)
+}
+
+/** "$100 and 200$" and "$5 a piece or 3$": a number, then words, is talk about money. */
+const isPrice = (text: string) => /^\d[\d.,]*\s*(?:[-–]\s*)?[A-Za-z]{2,}/.test(text) || /^[\d.,\s]+[kKmMbB]?\s+[a-z]+\s/.test(text)
+
+/** Where a formula may begin; a dollar sign inside a word or behind another is none. */
+const begins = (source: string) => {
+  const found = /\\[([]|(?<![\w$\\])\$(?!\s)/.exec(source)
+  return found ? found.index : -1
+}
+const beginsBlock = (source: string) => {
+  const found = /(?<=\n) {0,3}(?:\$\$|\\\[)/.exec(source)
+  return found && displayed(source.slice(found.index)) ? found.index : -1
+}
+
+const options: MarkedOptions = {
+  gfm: true,
+  tokenizer: new Grammar(),
+  extensions: {
+    renderers: {}, childTokens: {}, block: [displayed], inline: [inlined], startBlock: [beginsBlock], startInline: [begins],
+  },
+}
 
 /** The blocks of `text`. While it is unfinished those unchanged since `before` are the same objects: only the last is drawn. */
 export function blocks(text: string, unfinished: boolean, before: Block[]): Block[] {
@@ -60,6 +94,8 @@ function block(token: Token): Node {
         { start: token.ordered && token.start !== 1 ? token.start : undefined })
     case 'table':
       return table(token as Tokens.Table)
+    case 'math':
+      return element('p', [{ tex: token.text, display: true }])
     case 'hr':
       return { tag: 'hr' }
     case 'text':
@@ -93,7 +129,7 @@ const inline = (tokens: Token[] = []): Node[] => tokens.flatMap((token): Node[] 
     case 'codespan':
       return [element('code', [token.text])]
     case 'math':
-      return [element('code', [token.text], { class: 'math' })]
+      return [{ tex: token.text, display: token.display }]
     case 'br':
       return [{ tag: 'br' }]
     case 'link':
@@ -133,7 +169,21 @@ export function healed(text: string): string {
   return text.slice(0, start) + closed(tabled(text.slice(start)))
 }
 
+/** What closes the display formula or the bracketed one that `tail` ends in; empty when none is open. */
+function openFormula(tail: string): string {
+  const plain = tail.replace(/`[^`\n]*`/g, '')
+  if ((plain.match(/\$\$/g)?.length ?? 0) % 2) return '$$'
+  const last = plain.match(/\\[()[\]]/g)?.at(-1)
+  return last === '\\(' ? '\\)' : last === '\\[' ? '\\]' : ''
+}
+
 function closed(tail: string): string {
+  const close = openFormula(tail)
+  if (close) return tail.replace(/[\\$]$/, '') + close
+  return closeMarks(tail)
+}
+
+function closeMarks(tail: string): string {
   const plain = tail.replace(/`[^`\n]+`/g, '')
   if (/`[^`]+$/.test(plain)) return `${tail}\``
   const begun = plain.endsWith('`') ? tail.replace(/`+$/, '') : tail

@@ -1,6 +1,7 @@
-// Where the reader is, as the address after '#': a new chat, #/chat/ID, #/dashboard or #/api. Back and forward just work.
+// Where the reader is, as the address after '#': a new chat, #/chat/ID, #/complete, #/dashboard or #/api. Back and forward just work.
 
-export type View = 'chat' | 'dashboard' | 'api'
+export type View = 'chat' | 'complete' | 'dashboard' | 'api'
+const VIEWS: View[] = ['complete', 'dashboard', 'api']
 
 class Route {
   view = $state<View>('chat')
@@ -19,7 +20,7 @@ class Route {
 
   #read() {
     const [, view, id] = location.hash.split('/')
-    this.view = view === 'dashboard' || view === 'api' ? view : 'chat'
+    this.view = VIEWS.find((name) => name === view) ?? 'chat'
     this.id = (view === 'chat' && id) || null
   }
 }

@@ -7,6 +7,19 @@ export interface Model {
   max_model_len?: number
 }
 
+/** What /info says about the model, as far as the page uses it. */
+export interface Info {
+  model_id?: string
+  max_total_tokens?: number | null
+  version?: string
+  sampling_defaults?: Record<string, number | string | null>
+  /** How the model writes its answers; null until the server has found out. */
+  response_format?: { format?: { reasoning?: object | null; calls?: object | null }; tool_problem?: string } | null
+  has_chat_template?: boolean
+  demo?: boolean
+  recommended_model?: { model: string; arguments: string; gigabytes: number; tokens_per_second: number } | null
+}
+
 export class ServerError extends Error {
   constructor(message: string, readonly status: number) {
     super(message)
@@ -24,6 +37,7 @@ class Server {
   progress = $state<number | null>(null)
   detail = $state('')
   models = $state.raw<Model[]>([])
+  info = $state.raw<Info | null>(null)
   chosen = $state(storedModel.get() ?? '')
   /** Set while the page asks for a key: was one refused, or was there none? */
   asking = $state<'missing' | 'refused' | null>(null)
@@ -37,6 +51,12 @@ class Server {
   /** The model requests go to: the reader's choice where the server has it, else its first. */
   model = $derived<Model | null>(this.models.find((model) => model.id === this.chosen) ?? this.models[0] ?? null)
   name = $derived(this.model?.id ?? this.#reported)
+  /** Whether the model can chat: a base model has no chat template, and only continues texts. */
+  chats = $derived(this.info?.has_chat_template !== false)
+  /** Whether the model thinks before it answers; null: unknown. */
+  reasons = $derived(this.info?.response_format ? !!this.info.response_format.format?.reasoning : null)
+  /** Why the model cannot call tools; empty when it can, or when that is unknown. */
+  toolProblem = $derived(this.info?.response_format?.tool_problem ?? '')
   hasKey = $derived(this.#key !== '')
   url = address('.').replace(/\/$/, '')
 
@@ -66,7 +86,8 @@ class Server {
       this.state = 'unreachable'
     }
     if (this.state !== 'ready') return
-    if (before !== 'ready' || !this.models.length) await this.#list()
+    const isKnown = this.models.length && this.info?.response_format !== null
+    if (before !== 'ready' || !isKnown) await this.#list()
     for (const go of this.#waiting) go()
   }
 
@@ -88,6 +109,15 @@ class Server {
 
   async json<T>(path: string, init?: RequestInit): Promise<T> {
     return (await this.request(path, { quiet: true, ...init })).json()
+  }
+
+  /** Calls the server and returns whatever it answers, errors too; asks for a key as `request` does. */
+  async attempt(path: string, init: RequestInit = {}): Promise<Response> {
+    for (;;) {
+      const key = this.#key
+      const response = await fetch(address(path), { ...init, headers: this.#headers(init.body != null), cache: 'no-store' })
+      if (response.status !== 401 || !(this.#key !== key || (await this.#ask(key)))) return response
+    }
   }
 
   /** Calls the server; asks the reader for a key on 401 and tries again. A `quiet` call asks only once per page. */
@@ -124,6 +154,7 @@ class Server {
   async #list() {
     try {
       this.models = (await this.json<{ data: Model[] }>('v1/models')).data
+      this.info = await this.json<Info>('info')
     } catch {
       this.models = [] // asked again with the next check
     }
