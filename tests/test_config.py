@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,14 @@ from bloomery.config import (
     EngineConfig,
     EnginePlan,
     ServerConfig,
+    cache_directory,
     child_environment,
     flag_name,
     option_fields,
+    read_config_file,
     read_environment,
     resolve_plan,
+    use_cache_directory,
 )
 from bloomery.errors import ConfigError
 
@@ -49,6 +54,106 @@ def test_parallel_sizes_have_short_flags() -> None:
     args = build_parser("generate").parse_args(["generate", "--tp", "2", "--pp", "3"])
     config = build_config(args)
     assert (config.tensor_parallel_size, config.pipeline_parallel_size) == (2, 3)
+
+
+def test_the_model_may_be_named_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOOMERY_MODEL", "org/name")
+    assert build_config(build_parser("serve").parse_args(["serve"])).model == "org/name"
+    assert build_config(build_parser("serve").parse_args(["serve", "other"])).model == "other"
+
+
+def test_help_names_defaults_and_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser("serve").parse_args(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "port to listen on; default: 8000 [BLOOMERY_PORT]" in text
+    assert "capture decode steps as CUDA graphs; default: on [BLOOMERY_CUDA_GRAPHS]" in text
+    for field in option_fields(EngineConfig, ServerConfig):
+        assert f"[BLOOMERY_{field.name.upper()}]" in text
+
+
+CONFIG_FILE = """
+model = "org/name"
+max-model-len = 512
+prefix_cache = false
+port = 8123
+cors-origins = ["https://a.org", "https://b.org"]
+
+[limits]
+requests = 7
+"""
+
+
+def test_a_file_holds_the_options_of_engine_and_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bloomery.toml"
+    path.write_text(CONFIG_FILE)
+    args = build_parser("serve").parse_args(["serve", "--config", str(path), "--port", "9000"])
+    config = build_config(args)
+    assert (config.model, config.max_model_len, config.prefix_cache) == ("org/name", 512, False)
+    server_config = build_config(args, ServerConfig)
+    assert server_config.port == 9000, "a flag takes precedence"
+    assert server_config.cors_origins == "https://a.org,https://b.org"
+    assert server_config.limits == "requests=7"
+    monkeypatch.setenv("BLOOMERY_CONFIG", str(path))
+    monkeypatch.setenv("BLOOMERY_MAX_MODEL_LEN", "256")
+    config = build_config(build_parser("generate").parse_args(["generate"]))
+    assert (config.model, config.max_model_len) == ("org/name", 256)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-model-length = 5", "no option 'max-model-length'; did you mean max-model-len?"),
+        ("port = 'http'", "port must be a whole number, not 'http'"),
+        ("port = [1, 2]", "port must be a text, a number"),
+        ("port 5", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_key(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bloomery.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        read_config_file(str(path), ServerConfig)
+    assert message in str(raised.value) and str(path) in str(raised.value)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_config_file(str(tmp_path / "absent"))
+
+
+def test_ports_and_certificates_are_checked() -> None:
+    with pytest.raises(ConfigError, match="port must be at most 65535, not 80000"):
+        ServerConfig(port=80000)
+    with pytest.raises(ConfigError, match="both ssl_certfile and ssl_keyfile"):
+        ServerConfig(ssl_certfile="cert.pem")
+
+
+def test_caches_go_to_the_folder_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BLOOMERY_CACHE_DIR", raising=False)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    asked = tmp_path / "caches"
+    assert use_cache_directory(str(asked)) == cache_directory() == asked
+    assert os.environ["TRITON_CACHE_DIR"] == str(asked / "triton")
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    with pytest.raises(ConfigError, match="cannot be written; name a folder that can"):
+        use_cache_directory(str(occupied / "below"))
+
+
+def test_without_a_writable_home_caches_are_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    os.environ.pop("BLOOMERY_CACHE_DIR", None)
+    home = tmp_path / "home"
+    home.write_text("")  # no folder can be created below a file
+    monkeypatch.setattr(Path, "home", lambda: home)
+    folder = use_cache_directory(None)
+    assert folder.parent == Path(tempfile.gettempdir())
+    assert folder.stat().st_mode & 0o077 == 0, "other users must not be able to write there"
+    assert cache_directory() == folder
 
 
 def test_an_unknown_variable_is_reported_with_the_closest_name() -> None:

@@ -28,8 +28,6 @@ from tests.chaos.http import free_port
 from tests.waiting import WAIT_SECONDS, wait_until
 
 KNOWN_OPTIONS = {field.name for field in option_fields(EngineConfig, ServerConfig)}
-# Options that Bloomery does not have yet. Their flags are accepted with a warning.
-MISSING_OPTIONS = {"speculate", "lora_adapters"}
 
 
 def translate(*arguments: str, **environ: str) -> tuple[dict[str, str], list[str]]:
@@ -54,7 +52,14 @@ def test_every_flag_leads_to_an_option_that_exists() -> None:
         if flag.option.startswith(LIMIT_PREFIX):
             assert flag.option.removeprefix(LIMIT_PREFIX) in limits
         elif flag.option:
-            assert flag.option in KNOWN_OPTIONS | {"model"} | MISSING_OPTIONS, flag.name
+            assert flag.option in KNOWN_OPTIONS | {"model"}, flag.name
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3fn", "fp8_e5m2"])
+def test_the_precision_of_the_kv_cache_is_translated(name: str) -> None:
+    values, warnings = translate("--kv-cache-dtype", name)
+    assert not warnings
+    assert EngineConfig(**build_fields(values, EngineConfig)).kv_cache_dtype == "fp8"
 
 
 def test_a_deployment_by_variables() -> None:
@@ -80,7 +85,7 @@ def test_a_deployment_by_variables() -> None:
         "--max-input-length has no meaning here: "
         "a prompt may have one token less than --max-total-tokens"
     ]
-    config = EngineConfig(values["model"], **build_fields(values, EngineConfig))
+    config = EngineConfig(**build_fields(values, EngineConfig))
     assert (config.model, config.tensor_parallel_size, config.quantization, config.dtype) == (
         "org/name",
         2,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
 import sys
 
 import pytest
 
 from bloomery.logs import (
+    CLEAR_LINE,
     HumanFormatter,
     JsonFormatter,
+    TerminalHandler,
     resolve_log_format,
     show_load_progress,
 )
@@ -51,6 +54,25 @@ def test_the_automatic_format_is_for_people_in_a_terminal(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     assert resolve_log_format("auto") == expected
     assert resolve_log_format("json") == "json"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_log_line_replaces_the_progress_bar_of_a_terminal(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    TerminalHandler().handle(make_record(logging.INFO))
+    expected = f"{CLEAR_LINE}7 tokens\n" if is_terminal else "7 tokens\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_the_age_of_a_process_includes_its_start() -> None:
+    code = (
+        "import time; time.sleep(0.3)\n"
+        "from bloomery.logs import process_age_seconds; print(process_age_seconds())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.3 <= float(done.stdout) < 60
 
 
 def test_the_load_bar_shows_progress_until_the_model_is_loaded(

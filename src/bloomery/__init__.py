@@ -3,15 +3,15 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the offline API on first use, so that submodules can be imported without it."""
-    if name == "SamplingParams":
-        from bloomery.sampling import SamplingParams
+    if name in ("SamplingParams", "StructuredOutputs"):
+        from bloomery import sampling
 
-        return SamplingParams
+        return getattr(sampling, name)
     if name in ("LLM", "AsyncLLM"):
         from bloomery import llm
 

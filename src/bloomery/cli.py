@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -21,22 +19,18 @@ from bloomery.config import (
     ConfigClass,
     EngineConfig,
     ServerConfig,
+    config_file_variable,
     flag_name,
     option_fields,
     parse_option,
+    read_config_file,
     read_environment,
+    variable_name,
 )
 from bloomery.errors import BloomeryError
+from bloomery.logs import TerminalHandler
 from bloomery.sampling import SamplingParams
 
-CHAT_HELP = """\
-  /reset          forget the conversation
-  /system TEXT    set the system prompt and start a new conversation
-  /help           this list
-  Ctrl-C stops an answer, Ctrl-D ends the chat."""
-# Control characters other than newline and tab. They are dropped from the model's output, which
-# must not be able to drive the terminal.
-CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SAMPLING_FIELDS = (
     "max_tokens",
     "temperature",
@@ -56,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     command = next(iter(arguments), None)
     args = build_parser(command).parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[TerminalHandler()])
     try:
         return int(args.run(args))
     except BloomeryError as error:
@@ -67,6 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 141
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"bloomery: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -81,7 +80,9 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         prog="bloomery",
         description="Run open large language models. Without MODEL: the embedded "
         "SmolLM2-135M-Instruct.",
-        epilog="Every model flag is also a variable: --max-model-len is BLOOMERY_MAX_MODEL_LEN.",
+        epilog="Every model flag is also a variable and a key of --config FILE: --max-model-len is "
+        "BLOOMERY_MAX_MODEL_LEN and max-model-len. Flags take precedence over variables, and "
+        "variables over the file.",
     )
     parser.add_argument("--version", action="version", version=f"bloomery {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -108,7 +109,7 @@ def add_serve_command(subparsers: Subparsers, name: str) -> None:
 def add_chat_command(subparsers: Subparsers, name: str) -> None:
     parser = add_model_command(subparsers, name, run_chat, "talk to a model in the terminal")
     parser.add_argument("--system", help="system prompt")
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, max_tokens_default="1024, and /continue goes on")
 
 
 def add_profile_command(subparsers: Subparsers, name: str) -> None:
@@ -160,7 +161,12 @@ def add_model_command(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="folder, .gguf file or Hub id; default: the embedded model",
+        help="folder, .gguf file or Hub id; default: the embedded model [BLOOMERY_MODEL]",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file whose keys are the names of flags, and model [BLOOMERY_CONFIG]",
     )
     groups: dict[str, Any] = {}
     for field in option_fields(*more_configs, EngineConfig):
@@ -182,13 +188,24 @@ def add_option_flag(group: Any, field: dataclasses.Field[Any]) -> None:
     settings: dict[str, Any] = {
         "dest": field.name,
         "default": None,
-        "help": field.metadata["help"],
+        "help": option_help(field),
     }
     if field.metadata["kind"] is bool:
         settings["action"] = argparse.BooleanOptionalAction
     else:
         settings["metavar"] = flag_metavar(field)
     group.add_argument(*flags, **settings)
+
+
+def option_help(field: dataclasses.Field[Any]) -> str:
+    """The help text of an option with its default, unless the text has it, and its variable."""
+    text = field.metadata["help"]
+    default = field.default
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    if default is not None and "default:" not in text:
+        text += f"; default: {default}"
+    return f"{text} [{variable_name(field)}]"
 
 
 def flag_metavar(field: dataclasses.Field[Any]) -> str:
@@ -198,14 +215,16 @@ def flag_metavar(field: dataclasses.Field[Any]) -> str:
     return {int: "N", float: "X"}.get(field.metadata["kind"], "TEXT")
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+def add_sampling_flags(
+    parser: argparse.ArgumentParser, max_tokens_default: str = "what fits the context"
+) -> None:
     group = parser.add_argument_group("Sampling")
     group.add_argument(
         "-n",
         "--max-tokens",
         type=int,
         metavar="N",
-        help="most output tokens; default: what fits the context",
+        help=f"most output tokens; default: {max_tokens_default}",
     )
     group.add_argument(
         "-t", "--temperature", type=float, metavar="X", help="0 is greedy; default: the model's own"
@@ -224,10 +243,17 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def build_config(args: argparse.Namespace, config_class: ConfigClass = EngineConfig) -> Any:
-    """Build a configuration: flags take precedence over variables, variables over defaults."""
-    values, warnings = read_environment(of=config_class)
+    """Build a configuration.
+
+    Flags take precedence over variables, variables over the configuration file, and that over the
+    defaults.
+    """
+    path = args.config or config_file_variable()
+    file_values = read_config_file(path, config_class) if path else {}
+    variable_values, warnings = read_environment(of=config_class)
+    values = {**file_values, **variable_values}
     if config_class is EngineConfig:
-        values["model"] = args.model
+        values["model"] = args.model or values.get("model") or None
         for warning in warnings:
             logging.warning(warning)
     for field in option_fields(config_class):
@@ -272,6 +298,8 @@ def run_generate(args: argparse.Namespace) -> int:
     llm = load_llm(args)
     if args.chat:
         prompt = llm.build_chat_prompt([{"role": "user", "content": prompt}])
+    from bloomery.tools.chat import write_text
+
     for delta in llm.stream(prompt, build_sampling_params(args, llm.default_params)):
         write_text(delta.text)
     print()
@@ -285,92 +313,27 @@ def run_profile(args: argparse.Namespace) -> int:
 
 
 def run_chat(args: argparse.Namespace) -> int:
-    """Chat in the terminal until the input ends. Lines that begin with / are commands."""
+    """Chat in the terminal until the input ends."""
+    from bloomery.tools import chat
+
     llm = load_llm(args)
     params = build_sampling_params(args, llm.default_params)
-    print(f"{llm.plan.name}. Type a message; /help lists the commands.")
-    system_prompt = args.system
-    messages = start_conversation(system_prompt)
-    for line in read_lines():
-        command, _, argument = line.partition(" ")
-        if command in ("/reset", "/system"):
-            if command == "/system" and argument:
-                system_prompt = argument
-            messages = start_conversation(system_prompt)
-            print("A new conversation.")
-        elif command == "/help":
-            print(CHAT_HELP)
-        elif line.strip():
-            answer_message(llm, messages, line, params)
-    return 0
-
-
-def start_conversation(system_prompt: str | None) -> list[dict[str, str]]:
-    if not system_prompt:
-        return []
-    return [{"role": "system", "content": system_prompt}]
-
-
-def read_lines() -> Iterator[str]:
-    """Yield the lines that the user types, with line editing and history in a terminal."""
-    prompt = "\n> " if sys.stdin.isatty() else ""
-    if prompt:
-        import readline  # noqa: F401  importing it gives input() editing and history
-    while True:
-        try:
-            yield input(prompt)
-        except KeyboardInterrupt:
-            print()
-        except EOFError:
-            print()
-            return
-
-
-def answer_message(
-    llm: Any, messages: list[dict[str, str]], text: str, params: SamplingParams
-) -> None:
-    """Stream the model's answer to `text` and append both to the conversation.
-
-    Ctrl-C ends the answer early and keeps its text. An error leaves `messages` unchanged.
-    """
-    conversation = [*messages, {"role": "user", "content": text}]
-    answer = ""
-    num_tokens = 0
-    start_time = time.monotonic()
-    ttft_seconds = 0.0
-    try:
-        stream = llm.stream(llm.build_chat_prompt(conversation), params)
-        try:
-            for delta in stream:
-                ttft_seconds = ttft_seconds or time.monotonic() - start_time
-                answer += delta.text
-                num_tokens += len(delta.token_ids)
-                write_text(delta.text)
-        except KeyboardInterrupt:
-            stream.close()
-    except BloomeryError as error:
-        print(f"bloomery: {error}", file=sys.stderr)
-        return
-    messages[:] = [*conversation, {"role": "assistant", "content": answer}]
-    decode_seconds = time.monotonic() - start_time - ttft_seconds
-    tokens_per_second = (num_tokens - 1) / max(decode_seconds, 1e-9)
-    print()
-    if sys.stdout.isatty():
-        ttft_ms = ttft_seconds * 1000
-        summary = f"{num_tokens} tokens, TTFT {ttft_ms:.0f} ms, {tokens_per_second:.0f} tokens/s"
-        print(f"\x1b[2m{summary}\x1b[0m")
-
-
-def write_text(text: str) -> None:
-    """Write the model's output to the terminal, without control characters."""
-    sys.stdout.write(CONTROL_CHARACTERS.sub("", text))
-    sys.stdout.flush()
+    if build_config(args).model is None and sys.stdout.isatty():
+        chat.print_recommendation(args.device or "auto")
+    return chat.run_chat(llm, params, args.system)
 
 
 COMMANDS: Mapping[str, Callable[[Subparsers, str], None]] = {
     "generate": add_generate_command,
     "serve": add_serve_command,
+    "run": add_chat_command,
     "chat": add_chat_command,
+    "models": tool_command(
+        "bloomery.tools.list_models", "list open models, which fit this machine, and their speed"
+    ),
+    "doctor": tool_command(
+        "bloomery.tools.doctor", "check what a server needs on this machine and name remedies"
+    ),
     "plan": tool_command(
         "bloomery.tools.plan.command",
         "estimate what a model needs, where it fits and how fast it runs; reads no weights",

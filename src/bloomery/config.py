@@ -1,8 +1,8 @@
 """Configuration: the user's options (EngineConfig) and the resolved plan (EnginePlan).
 
-Command-line flags, BLOOMERY_* environment variables and keyword arguments of the offline `LLM` are
-all derived from the dataclass fields below, so an option is declared once. `resolve_plan` replaces
-every default by a value and returns an immutable EnginePlan.
+Command-line flags, BLOOMERY_* environment variables, the keys of a configuration file and keyword
+arguments of the offline `LLM` are all derived from the dataclass fields below, so an option is
+declared once. `resolve_plan` replaces every default by a value and returns an immutable EnginePlan.
 
 This is the only module that reads the process environment. It must not import torch.
 """
@@ -10,18 +10,24 @@ This is the only module that reads the process environment. It must not import t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import difflib
+import logging
 import os
+import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from bloomery.errors import ConfigError
+
+log = logging.getLogger("bloomery")
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("auto", "int8", "int4", "int4-64", "int3", "int2", "nf4", "fp4", "fp8", "w8a8")
@@ -30,11 +36,16 @@ EXECUTORS = ("auto", "ray")
 KV_CACHE_DTYPES = ("auto", "model", "fp8", "int8")
 POLICIES = ("auto", "fair", "fcfs")
 LOG_FORMATS = ("auto", "human", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_PORT = 65535
 
 ENVIRONMENT_PREFIX = "BLOOMERY_"
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
 SECRET_VARIABLES = (f"{ENVIRONMENT_PREFIX}API_KEY", "API_KEY")
+MODEL_VARIABLE = f"{ENVIRONMENT_PREFIX}MODEL"
+CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
+CACHE_VARIABLE = f"{ENVIRONMENT_PREFIX}CACHE_DIR"
 
 # Environment variables set by Nsight Systems, Nsight Compute, torch's Kineto daemon and VizTracer.
 PROFILER_VARIABLES = (
@@ -111,6 +122,15 @@ class EngineConfig:
         "Model",
         kind=int,
     )
+    chat_template: str | None = option(
+        None, "file with a Jinja chat template; default: the model's own", "Model"
+    )
+    response_format: str | None = option(
+        None,
+        "file that says how the model writes reasoning and tool calls; "
+        "default: derived from its chat template",
+        "Model",
+    )
     device: str = option("auto", "cpu, cuda, cuda:1; auto: a GPU if there is one", "Hardware")
     threads: int | None = option(
         None,
@@ -147,6 +167,12 @@ class EngineConfig:
     interface: str | None = option(
         None,
         "network interface for communication between machines; default: that of Ray's address",
+        "Hardware",
+    )
+    cache_dir: str | None = option(
+        None,
+        "folder for compiled kernels, measurements and the GPU's caches; "
+        "default: ~/.cache/bloomery",
         "Hardware",
     )
     kv_cache_gib: float | None = option(
@@ -238,6 +264,10 @@ class ServerConfig:
     allowed_hosts: str | None = option(
         None, "accepted Host headers, besides the local names", "Server"
     )
+    ssl_certfile: str | None = option(
+        None, "PEM file with the certificate chain, to serve HTTPS", "Server"
+    )
+    ssl_keyfile: str | None = option(None, "PEM file with the certificate's private key", "Server")
     cors_origins: str | None = option(None, "other origins whose pages may use the API", "Server")
     open_metrics: bool = option(False, "serve /metrics without a key", "Server")
     log_format: str = option(
@@ -245,6 +275,9 @@ class ServerConfig:
         "one log line per request, for people or as JSON; auto: JSON unless on a terminal",
         "Server",
         LOG_FORMATS,
+    )
+    log_level: str = option(
+        "info", "least severe messages to log; debug includes probes", "Server", LOG_LEVELS
     )
     limits: str | None = option(
         None, "limits on requests, as name=value; GET /info lists all names", "Server"
@@ -262,6 +295,10 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.port > MAX_PORT:
+            raise ConfigError(f"port must be at most {MAX_PORT}, not {self.port}")
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise ConfigError("HTTPS needs both ssl_certfile and ssl_keyfile: give both or neither")
         if not is_local_host(self.host) and not self.api_key:
             raise ConfigError(
                 f"host {self.host} can be reached from other machines, and there is no API key: "
@@ -328,7 +365,11 @@ def parse_option(field: dataclasses.Field[Any], text: str, name: str) -> Any:
         raise ConfigError(f"{name} must be {expected}, not {text!r}") from None
 
 
-# ---- environment ---------------------------------------------------------------------------------
+# ---- environment and configuration file ----------------------------------------------------------
+
+
+def variable_name(field: dataclasses.Field[Any]) -> str:
+    return ENVIRONMENT_PREFIX + field.name.upper()
 
 
 def read_environment(
@@ -340,24 +381,77 @@ def read_environment(
     option at all.
     """
     environ = os.environ if environ is None else environ
-    all_fields = _fields_by_variable(EngineConfig, ServerConfig)
-    requested_fields = _fields_by_variable(of)
+    all_fields = {
+        variable_name(field): field for field in option_fields(EngineConfig, ServerConfig)
+    }
+    requested_names = {field.name for field in option_fields(of)}
     values: dict[str, Any] = {}
     warnings = []
     for variable in sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX)):
-        if variable not in all_fields:
-            closest = difflib.get_close_matches(variable, all_fields, 1)
-            suggestion = f"; did you mean {closest[0]}?" if closest else ""
+        text = environ[variable]
+        field = all_fields.get(variable)
+        if variable == MODEL_VARIABLE and of is EngineConfig:
+            values["model"] = text
+        elif field is not None and field.name in requested_names:
+            values[field.name] = parse_option(field, text, variable)
+        elif field is None and variable not in (MODEL_VARIABLE, CONFIG_VARIABLE):
+            suggestion = _suggest(variable, [*all_fields, MODEL_VARIABLE, CONFIG_VARIABLE])
             warnings.append(f"{variable} has no meaning{suggestion}")
-        elif variable in requested_fields:
-            field = requested_fields[variable]
-            values[field.name] = parse_option(field, environ[variable], variable)
     return values, warnings
 
 
-def _fields_by_variable(*config_classes: ConfigClass) -> dict[str, dataclasses.Field[Any]]:
-    fields = option_fields(*config_classes)
-    return {ENVIRONMENT_PREFIX + field.name.upper(): field for field in fields}
+def read_config_file(path: str, of: ConfigClass = EngineConfig) -> dict[str, Any]:
+    """Read the fields of class `of` from a TOML file whose keys are the names of flags.
+
+    One file may hold the options of the engine and of the server. An unknown key is refused.
+    """
+    import tomllib  # only this function needs it
+
+    try:
+        keys = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config: {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"config: {path} is not valid TOML: {error}") from None
+    all_fields = {field.name: field for field in option_fields(EngineConfig, ServerConfig)}
+    requested_names = {field.name for field in option_fields(of)}
+    values: dict[str, Any] = {}
+    for key, value in keys.items():
+        name = key.replace("-", "_")
+        if name != "model" and name not in all_fields:
+            flags = [flag.replace("_", "-") for flag in ("model", *all_fields)]
+            suggestion = _suggest(key.replace("_", "-"), flags)
+            raise ConfigError(f"config: {path}: there is no option {key!r}{suggestion}")
+        text = _text_of_toml(value, f"config: {path}: {key}")
+        if name == "model" and of is EngineConfig:
+            values[name] = text
+        elif name in requested_names:
+            values[name] = parse_option(all_fields[name], text, f"config: {path}: {key}")
+    return values
+
+
+def _text_of_toml(value: Any, name: str) -> str:
+    """Return a TOML value as its flag would be written: lists and tables separated by commas."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str() | int() | float():
+            return str(value)
+        case list() if all(isinstance(entry, str) for entry in value):
+            return ",".join(value)
+        case dict() if all(isinstance(entry, int | float) for entry in value.values()):
+            return ",".join(f"{entry_name}={entry}" for entry_name, entry in value.items())
+    raise ConfigError(f"{name} must be a text, a number, true or false, or a list of texts")
+
+
+def _suggest(name: str, known_names: Iterable[str]) -> str:
+    closest = difflib.get_close_matches(name, list(known_names), 1)
+    return f"; did you mean {closest[0]}?" if closest else ""
+
+
+def config_file_variable() -> str | None:
+    """The configuration file that BLOOMERY_CONFIG names."""
+    return os.environ.get(CONFIG_VARIABLE) or None
 
 
 def process_environment() -> Mapping[str, str]:
@@ -387,6 +481,72 @@ def active_profiler(environ: Mapping[str, str] | None = None) -> str | None:
                 return str(name)
     environ = os.environ if environ is None else environ
     return next((name for name in PROFILER_VARIABLES if environ.get(name)), None)
+
+
+# ---- the cache folder ----------------------------------------------------------------------------
+
+
+def use_cache_directory(cache_dir: str | None) -> Path:
+    """Choose the folder of all caches for this process and its children, and return it.
+
+    It is `cache_dir`, else BLOOMERY_CACHE_DIR, else ~/.cache/bloomery. A folder that was asked for
+    must be writable. Where the default is not, a folder for temporary files takes its place, which
+    the next start may not find again. Must run before Triton or CUDA is initialized.
+    """
+    requested = cache_dir or os.environ.get(CACHE_VARIABLE)
+    folder = Path(requested).expanduser() if requested else _home_cache_directory()
+    is_writable = folder is not None and _is_writable(folder)
+    if requested and not is_writable:
+        raise ConfigError(f"cache_dir: {folder} cannot be written; name a folder that can")
+    if folder is None or not is_writable:
+        folder = _temporary_cache_directory()
+        log.warning(
+            "the home directory cannot be written, so compiled kernels and measurements are kept "
+            "in %s; --cache-dir FOLDER keeps them elsewhere",
+            folder,
+        )
+    if requested or not is_writable:
+        # Child processes follow. Triton and CUDA would use the home directory otherwise.
+        os.environ[CACHE_VARIABLE] = str(folder)
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+        os.environ.setdefault("CUDA_CACHE_PATH", str(folder / "cuda"))
+    return folder
+
+
+def cache_directory() -> Path:
+    """The folder of all caches: compiled kernels, measurements. It may not exist yet."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    return Path(chosen).expanduser() if chosen else use_cache_directory(None)
+
+
+def _home_cache_directory() -> Path | None:
+    """The default folder; None where the user has no home directory."""
+    try:
+        return Path.home() / ".cache" / "bloomery"
+    except RuntimeError:
+        return None
+
+
+def _temporary_cache_directory() -> Path:
+    """A folder that only this user can write, so that no other user can plant a library in it."""
+    folder = Path(tempfile.gettempdir()) / f"bloomery-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        if is_private and status.st_uid == os.getuid() and _is_writable(folder):
+            return folder
+    return Path(tempfile.mkdtemp(prefix="bloomery-"))
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether files can be created in the folder, which is created if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 # ---- argument types for flags that are not options -----------------------------------------------

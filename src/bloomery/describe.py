@@ -14,7 +14,13 @@ from bloomery import layout
 from bloomery.artifacts import gguf, safetensors
 from bloomery.artifacts.files import parse_strict_json
 from bloomery.artifacts.locate import ModelArtifact, locate_model
-from bloomery.config import EngineConfig, EnginePlan, resolve_device, resolve_plan
+from bloomery.config import (
+    EngineConfig,
+    EnginePlan,
+    resolve_device,
+    resolve_plan,
+    use_cache_directory,
+)
 from bloomery.errors import ConfigError, UnsupportedModel
 from bloomery.families import ModelDescription, describe_config
 from bloomery.families.gguf import describe_gguf
@@ -81,6 +87,7 @@ def checkpoint_dtype(artifact: ModelArtifact, dummy: bool = False) -> str:
 
 def build_engine_plan(config: EngineConfig) -> tuple[EnginePlan, ModelArtifact]:
     """Locate and describe the model, and resolve the plan of the engine that will run it."""
+    use_cache_directory(config.cache_dir)
     dummy = config.load_format == "dummy"
     artifact = locate_model(config.model, config.revision, weights=not dummy)
     description = describe_model(artifact)

@@ -31,6 +31,10 @@ class TemplateError(InvalidRequest):
     """The chat template refused the messages, or the model has no chat template."""
 
 
+class RenderedChatTooLong(PromptTooLong, TemplateError):
+    """The chat template wrote more than the context can hold."""
+
+
 class ConfigError(BloomeryError):
     """A flag, an environment variable or an argument has a value that cannot be used."""
 

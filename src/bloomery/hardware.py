@@ -18,11 +18,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bloomery.config import count_physical_cores
+from bloomery.config import cache_directory, count_physical_cores
 from bloomery.errors import ConfigError
-from bloomery.measurement_cache import CACHE_FOLDER, load_measurements, save_measurement
+from bloomery.measurement_cache import load_measurements, save_measurement
 
-RATES_FILE = CACHE_FOLDER / "machines.json"
+# With less memory a server loads what structured output needs, about 50 MB for a small vocabulary
+# and 120 MB for one of 150,000 tokens, only when the first request asks for it. Chosen.
+AMPLE_MEMORY_BYTES = 4 << 30
+CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 # Share of `memory_efficiency` that matrix products with packed weights reach on an H200, by weight
 # format: with one token in the step, and with more. Fitted by benchmarks/plan_check.py.
@@ -232,7 +235,7 @@ def find_hardware(name: str) -> HardwareSpec:
 # ---- this machine --------------------------------------------------------------------------------
 
 
-def detect_hardware(device: str, path: Path = RATES_FILE) -> HardwareSpec:
+def detect_hardware(device: str, path: Path | None = None) -> HardwareSpec:
     """The hardware behind `cpu` or `cuda`, with measured rates where there are any."""
     if device == "cpu":
         spec = _detect_cpu()
@@ -265,15 +268,36 @@ def with_measured_rates(spec: HardwareSpec, measured: Mapping[str, Any] | None) 
     return replace(spec, bandwidth=measured["bandwidth"], rates=rates, measured=True)
 
 
-def load_measured_rates(path: Path = RATES_FILE) -> dict[str, Any]:
+def rates_file() -> Path:
+    return cache_directory() / "machines.json"
+
+
+def load_measured_rates(path: Path | None = None) -> dict[str, Any]:
     """Saved measurements: device title -> {"bandwidth": ..., "rates": ...}."""
-    return load_measurements(path)
+    return load_measurements(path or rates_file())
 
 
 def save_measured_rates(
-    title: str, bandwidth: float, rates: Mapping[str, float], path: Path = RATES_FILE
+    title: str, bandwidth: float, rates: Mapping[str, float], path: Path | None = None
 ) -> Path:
-    return save_measurement(path, title, {"bandwidth": bandwidth, "rates": dict(rates)})
+    return save_measurement(
+        path or rates_file(), title, {"bandwidth": bandwidth, "rates": dict(rates)}
+    )
+
+
+def usable_memory_bytes(hardware: HardwareSpec) -> float:
+    """The device's memory; of a CPU no more than this container may use."""
+    if not hardware.is_cpu:
+        return hardware.memory_bytes
+    try:
+        return min(hardware.memory_bytes, int(CGROUP_MEMORY_LIMIT.read_text()))
+    except (OSError, ValueError):  # there is no limit, or Linux states none
+        return hardware.memory_bytes
+
+
+def has_ample_memory() -> bool:
+    """Whether this machine may hold in memory what only some requests need."""
+    return usable_memory_bytes(_detect_cpu()) >= AMPLE_MEMORY_BYTES
 
 
 def _detect_cpu() -> HardwareSpec:

@@ -70,9 +70,9 @@ TGI_FLAGS = (
     TgiFlag("sharded", why="give --num-shard"),
     TgiFlag("num-shard", "tensor_parallel_size"),
     TgiFlag("quantize", "quantization"),
-    TgiFlag("speculate", "speculate"),
+    TgiFlag("speculate", why="there is no speculative decoding yet"),
     TgiFlag("dtype", "dtype"),
-    TgiFlag("kv-cache-dtype", "kv_cache_dtype"),
+    TgiFlag("kv-cache-dtype", "kv_cache_dtype", "fp8 is 8 bits with a scale per head here"),
     TgiFlag("trust-remote-code", why="no code of a checkpoint is ever run", switch=True),
     TgiFlag("max-concurrent-requests", LIMIT_PREFIX + "requests"),
     TgiFlag("max-best-of", LIMIT_PREFIX + "best_of"),
@@ -124,7 +124,7 @@ TGI_FLAGS = (
         "env", why="the plan is always printed at start", switch=True, short="-e", variable=False
     ),
     TgiFlag("max-client-batch-size", LIMIT_PREFIX + "fan_out"),
-    TgiFlag("lora-adapters", "lora_adapters"),
+    TgiFlag("lora-adapters", why="there are no LoRA adapters yet; merge them into the weights"),
     TgiFlag("usage-stats", why="nothing is ever sent anywhere"),
     TgiFlag("payload-limit", LIMIT_PREFIX + "tgi_body_bytes"),
     TgiFlag(
@@ -165,8 +165,14 @@ def translate_json_output(text: str) -> str:
     return "auto" if text.lower() in ("false", "0") else "json"
 
 
+def translate_kv_cache_dtype(text: str) -> str:
+    """TGI's fp8_e4m3fn and fp8_e5m2 become fp8; everything else is checked as our own value."""
+    return "fp8" if text.startswith("fp8") else text
+
+
 VALUE_TRANSLATORS: Mapping[str, Callable[[str], str]] = {
     "quantize": translate_quantization,
+    "kv-cache-dtype": translate_kv_cache_dtype,
     "hostname": translate_hostname,
     "cuda-graphs": translate_cuda_graphs,
     "json-output": translate_json_output,
@@ -237,8 +243,7 @@ def translate_flags(
             translate_value = VALUE_TRANSLATORS.get(flag.name, str)
             values[flag.option] = translate_value(text)
         else:
-            reason = flag.why or "there is no such option yet"
-            warnings.append(f"--{flag.name} has no meaning here: {reason}")
+            warnings.append(f"--{flag.name} has no meaning here: {flag.why}")
     if limits:
         values["limits"] = ",".join(limits)
     return values, warnings
@@ -250,6 +255,8 @@ def build_fields(values: dict[str, str], config_class: ConfigClass) -> dict[str,
     TGI's flags take precedence over BLOOMERY_* variables, and these over TGI's defaults.
     """
     fields, _ = read_environment(of=config_class)
+    if config_class is EngineConfig and "model" in values:
+        fields["model"] = values["model"]
     for field in option_fields(config_class):
         if field.name in values:
             fields[field.name] = parse_option(field, values[field.name], field.name)
@@ -281,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _, environment_warnings = read_environment()
         for warning in (*warnings, *environment_warnings):
             log.warning(warning)
-        config = EngineConfig(values.get("model"), **build_fields(values, EngineConfig))
+        config = EngineConfig(**build_fields(values, EngineConfig))
         server_config = build_server_config(values)
 
         from bloomery.serve_main import prestart_engine_and_serve

@@ -9,10 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+PROCESS_IMPORT_TIME = time.monotonic()
+CLEAR_LINE = "\r\x1b[2K"  # returns to the beginning of the terminal's line and erases it
 PROGRESS_INTERVAL_SECONDS = 0.1  # between two updates of the load progress bar
 
 
@@ -46,12 +51,43 @@ def resolve_log_format(log_format: str) -> str:
     return "human" if sys.stderr.isatty() else "json"
 
 
-def configure_logging(log_format: str, message_format: str = "%(message)s") -> None:
+class TerminalHandler(logging.StreamHandler[Any]):
+    """Writes log lines to standard error and keeps them apart from a progress bar.
+
+    A progress bar redraws its line several times a second, in this process or in its parent. A log
+    line erases the bar and takes its place, and the bar appears again below it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.is_terminal = sys.stderr.isatty()
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return CLEAR_LINE + text if self.is_terminal else text
+
+
+def configure_logging(
+    log_format: str, message_format: str = "%(message)s", level: str = "info"
+) -> None:
     """Write the log of this process to standard error from now on."""
     formatter = HumanFormatter if log_format == "human" else JsonFormatter
-    handler = logging.StreamHandler(sys.stderr)
+    handler = TerminalHandler()
     handler.setFormatter(formatter(message_format))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def process_age_seconds() -> float:
+    """Seconds since this process was started, its interpreter included where Linux tells."""
+    since_import = time.monotonic() - PROCESS_IMPORT_TIME
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start_seconds = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - start_seconds
+    except (OSError, ValueError, IndexError, AttributeError):
+        return since_import
+    # A container may hide its own start behind another clock; then the import is all we know.
+    return age if since_import <= age < since_import + 60 else since_import
 
 
 async def show_load_progress(

@@ -11,27 +11,39 @@ import contextlib
 import gc
 import logging
 import signal
-import time
-from collections.abc import Callable
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from bloomery.artifacts.locate import ModelArtifact
 from bloomery.config import EngineConfig, EnginePlan, ServerConfig
 from bloomery.describe import build_engine_plan
 from bloomery.engine.client import EngineClient, EngineTimeouts
 from bloomery.engine.replicas import ReplicaSet, plan_for_replica
-from bloomery.errors import BloomeryError
+from bloomery.errors import BloomeryError, ConfigError
+from bloomery.hardware import has_ample_memory
 from bloomery.ipc import ChildHandle, build_engine_command
-from bloomery.logs import configure_logging, resolve_log_format, show_load_progress
-from bloomery.server.app import InferenceServer, create_app
+from bloomery.logs import (
+    configure_logging,
+    process_age_seconds,
+    resolve_log_format,
+    show_load_progress,
+)
+from bloomery.recommend import recommend_model
+from bloomery.server.app import InferenceServer, LoadingApp, create_app
 from bloomery.server.limits import ServerLimits, bounded_protocol
 from bloomery.server.service import ServerSettings
 from bloomery.server.tracing import create_trace_recorder
 from bloomery.text.load import load_tokenizer
+from bloomery.text.tokenizer import Tokenizer
 from bloomery.text.tokenizer_pool import release_free_memory
 
 log = logging.getLogger("bloomery")
@@ -44,44 +56,89 @@ SHUTDOWN_GRACE_SECONDS = 5
 GC_THRESHOLDS = (10_000, 4, 2)
 
 
+AnyEngineClient = EngineClient | ReplicaSet
+ResultT = TypeVar("ResultT")
+
+
 def serve(
-    config: EngineConfig, server_config: ServerConfig, prestarted: ChildHandle | None = None
+    config: EngineConfig,
+    server_config: ServerConfig,
+    listeners: Sequence[socket.socket],
+    prestarted: ChildHandle | None = None,
 ) -> int:
     """Serve until a signal or until the engine fails for good; return the exit status.
 
-    `prestarted` is an engine process that was started before this module was imported.
+    `listeners` are bound to the server's address. `prestarted` is an engine process that was
+    started before this module was imported.
     """
     log_format = resolve_log_format(server_config.log_format)
-    configure_logging(log_format)
+    configure_logging(log_format, level=server_config.log_level)
     for noisy_logger in ("uvicorn", "uvicorn.error", "asyncio"):
         logging.getLogger(noisy_logger).setLevel(logging.WARNING)
-    plan, artifact = build_engine_plan(config)
-    settings = build_server_settings(server_config, artifact)
-    log_plan(plan, artifact.origin)
-    limits = settings.limits
-    timeouts = replace(
-        EngineTimeouts.for_device(plan.device, limits.step_seconds),
-        queue_seconds=limits.queue_seconds,
-        max_restarts=limits.restarts,
-    )
-    client = create_engine_client(plan, server_config.replicas, timeouts, log_format, prestarted)
-    traces = None
-    if server_config.otlp_endpoint:
-        traces = create_trace_recorder(server_config.otlp_endpoint, server_config.otlp_service_name)
-
-    def build_app() -> Any:
-        tokenizer = load_tokenizer(artifact)
-        release_free_memory()
-        return create_app(client, tokenizer, settings, traces)
-
+    start = ServerStart(config, server_config, log_format, prestarted)
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    return runner.run(run_server(client, build_app, server_config, limits))
+    return runner.run(run_server(start.plan, start.build_app, server_config, listeners))
 
 
-def build_server_settings(server_config: ServerConfig, artifact: ModelArtifact) -> ServerSettings:
+class ServerStart:
+    """The two blocking parts of the start: locating the model, and loading its tokenizer."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        server_config: ServerConfig,
+        log_format: str,
+        prestarted: ChildHandle | None,
+    ):
+        self.config = config
+        self.server_config = server_config
+        self.log_format = log_format
+        self.prestarted = prestarted
+        self.limits = ServerLimits.parse(server_config.limits)
+        self.keys = server_config.api_keys
+        self.artifact: ModelArtifact | None = None
+
+    def plan(self) -> AnyEngineClient:
+        """Locate the model, download it if need be, and create the client of its engine."""
+        plan, artifact = build_engine_plan(self.config)
+        self.artifact = artifact
+        log_plan(plan, artifact.origin)
+        timeouts = replace(
+            EngineTimeouts.for_device(plan.device, self.limits.step_seconds),
+            queue_seconds=self.limits.queue_seconds,
+            max_restarts=self.limits.restarts,
+        )
+        return create_engine_client(
+            plan, self.server_config, timeouts, self.log_format, self.prestarted
+        )
+
+    def build_app(self, client: AnyEngineClient) -> Callable[[], ASGIApp]:
+        """Load the tokenizer; the returned function creates the app in the event loop."""
+        artifact = self.artifact
+        assert artifact is not None, "plan() comes first"
+        tokenizer = load_tokenizer(artifact, self.config.chat_template)
+        release_free_memory()
+        if self.config.response_format:
+            check_response_format(self.config.response_format)
+        log_sampling_defaults(tokenizer)
+        settings = build_server_settings(self.config, self.server_config, artifact)
+        if settings.demo and settings.recommended_model:
+            log_recommendation(settings.recommended_model)
+        traces = None
+        if self.server_config.otlp_endpoint:
+            traces = create_trace_recorder(
+                self.server_config.otlp_endpoint, self.server_config.otlp_service_name
+            )
+        return lambda: create_app(client, tokenizer, settings, traces)
+
+
+def build_server_settings(
+    config: EngineConfig, server_config: ServerConfig, artifact: ModelArtifact
+) -> ServerSettings:
     """Build the settings of the HTTP app. The first served model name is the main one."""
     model_names = server_config.split_list(server_config.served_model_name) or (artifact.name,)
     model = model_names[0]
+    recommendation = recommend_model(config.device) if artifact.is_demo else None
     return ServerSettings(
         model=model,
         aliases=tuple(name for name in (*model_names[1:], artifact.name) if name != model),
@@ -93,86 +150,185 @@ def build_server_settings(server_config: ServerConfig, artifact: ModelArtifact) 
         revision=artifact.revision,
         limits=ServerLimits.parse(server_config.limits),
         warm=True,
+        prepare_grammars=has_ample_memory(),
+        response_format=Path(config.response_format) if config.response_format else None,
+        demo=artifact.is_demo,
+        recommended_model=recommendation.to_dict() if recommendation else None,
     )
+
+
+def check_response_format(path: str) -> None:
+    """Report an error in the file now, not at the first request that needs it."""
+    from bloomery.response_format import load_response_format
+
+    load_response_format(Path(path))
 
 
 def create_engine_client(
     plan: EnginePlan,
-    num_replicas: int,
+    server_config: ServerConfig,
     timeouts: EngineTimeouts,
     log_format: str,
     prestarted: ChildHandle | None,
-) -> EngineClient | ReplicaSet:
+) -> AnyEngineClient:
     """Create the client of one engine process, or of several replicas."""
+    num_replicas = server_config.replicas
+    log_level = server_config.log_level
     if num_replicas == 1:
         num_ranks = plan.tensor_parallel_size * plan.pipeline_parallel_size
         is_local_cpu = plan.device == "cpu" and num_ranks == 1 and plan.executor == "auto"
-        command = build_engine_command(log_format, preload_cpu=is_local_cpu)
+        command = build_engine_command(log_format, is_local_cpu, log_level)
         return EngineClient(plan, command, timeouts, prestarted=prestarted)
     replica_plans = [plan_for_replica(plan, i, num_replicas) for i in range(num_replicas)]
-    command = build_engine_command(log_format)
+    command = build_engine_command(log_format, log_level=log_level)
     clients = [EngineClient(replica_plan, command, timeouts) for replica_plan in replica_plans]
     return ReplicaSet(clients)
 
 
+# ---- serving -------------------------------------------------------------------------------------
+
+
 async def run_server(
-    client: EngineClient | ReplicaSet,
-    build_app: Callable[[], Any],
+    plan: Callable[[], AnyEngineClient],
+    build_app: Callable[[AnyEngineClient], Callable[[], ASGIApp]],
     server_config: ServerConfig,
+    listeners: Sequence[socket.socket],
     limits: ServerLimits | None = None,
 ) -> int:
     """Serve until a signal or until the engine fails for good; return the exit status.
 
-    The engine loads while the app is built.
+    The server answers 503 from the beginning. `plan` and `build_app` take long, so they run in a
+    thread. The engine loads while the app is built.
     """
-    limits = limits or ServerLimits()
-    await client.start()
-    try:
-        app = build_app()
-    except BaseException:
-        await client.close()
-        raise
-    drain_seconds = server_config.drain_seconds
-    server = InferenceServer(
-        uvicorn.Config(
-            app,
-            server_config.host,
-            server_config.port,
-            http=bounded_protocol(limits),
-            lifespan="on",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=int(limits.idle_seconds),
-            log_config=None,
-            timeout_graceful_shutdown=int(drain_seconds) + SHUTDOWN_GRACE_SECONDS,
-        )
-    )
+    limits = limits or ServerLimits.parse(server_config.limits)
+    loading_app = LoadingApp()
+    server = InferenceServer(build_uvicorn_config(loading_app, server_config, limits))
+    serving = asyncio.create_task(server.serve(sockets=list(listeners)))
+    client: AnyEngineClient | None = None
+
+    def stop() -> None:
+        server.stop(client, server_config.drain_seconds)
+
     event_loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
-        event_loop.add_signal_handler(signal_number, server.stop, client.close, drain_seconds)
-    url = f"http://{server_config.host}:{server_config.port}"
-    startup = asyncio.create_task(report_startup(client, url))
+        event_loop.add_signal_handler(signal_number, stop)
+    try:
+        planning = run_in_thread(plan)
+        await asyncio.wait((planning, serving), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            return finish_serving(server, serving)
+        client = planning.result()
+        await client.start()
+        building = run_in_thread(lambda: build_app(client))
+        await asyncio.wait((building, serving), return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            await loading_app.attach(building.result()())
+            return await watch_engine(client, server, serving, server_config)
+        return finish_serving(server, serving)
+    finally:
+        server.should_exit = True
+        if client is not None:
+            await client.close()
+        await asyncio.wait([serving])
+
+
+def finish_serving(server: InferenceServer, serving: asyncio.Task[None]) -> int:
+    """The exit status of a server that has ended. Its own error, if there is one, is raised."""
+    serving.result()
+    return 0 if server.started else 1
+
+
+async def watch_engine(
+    client: AnyEngineClient,
+    server: InferenceServer,
+    serving: asyncio.Task[None],
+    server_config: ServerConfig,
+) -> int:
+    """Wait until the server ends or the engine fails for good; return the exit status."""
+    startup = asyncio.create_task(report_startup(client, base_url(server_config)))
     failure = asyncio.create_task(client.wait_failed())
-    serving = asyncio.create_task(server.serve())
     try:
         await asyncio.wait((serving, failure), return_when=asyncio.FIRST_COMPLETED)
         if failure.done() and not server.should_exit:
             log.error("%s", failure.result())
             server.should_exit = True
         await serving
+        failed = failure.done()
     finally:
         startup.cancel()
-        await client.close()
-        failed = failure.done()
         failure.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(startup, failure, return_exceptions=True)
-    return 1 if failed or not server.started else 0
+    return 1 if failed else finish_serving(server, serving)
 
 
-async def report_startup(client: EngineClient | ReplicaSet, url: str) -> None:
+def build_uvicorn_config(
+    app: ASGIApp, server_config: ServerConfig, limits: ServerLimits
+) -> uvicorn.Config:
+    """Build uvicorn's configuration. Errors in the certificate files are reported here."""
+    if server_config.ssl_certfile and server_config.ssl_keyfile:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(server_config.ssl_certfile, server_config.ssl_keyfile)
+        except OSError as error:
+            raise ConfigError(
+                f"ssl_certfile {server_config.ssl_certfile} and ssl_keyfile "
+                f"{server_config.ssl_keyfile} cannot be used: {error.strerror or error}"
+            ) from None
+    return uvicorn.Config(
+        app,
+        server_config.host,
+        server_config.port,
+        http=bounded_protocol(limits),
+        lifespan="on",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=int(limits.idle_seconds),
+        log_config=None,
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,
+        ssl_certfile=server_config.ssl_certfile,
+        ssl_keyfile=server_config.ssl_keyfile,
+    )
+
+
+def run_in_thread(function: Callable[[], ResultT]) -> asyncio.Future[ResultT]:
+    """Run `function` in a thread that does not keep the process alive, unlike asyncio's own."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[ResultT] = loop.create_future()
+
+    def set_result(result: ResultT | None, error: BaseException | None) -> None:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result: ResultT | None = None
+        raised: BaseException | None = None
+        try:
+            result = function()
+        except BaseException as error:
+            raised = error
+        with contextlib.suppress(RuntimeError):  # the loop may be closed already
+            loop.call_soon_threadsafe(set_result, result, raised)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+# ---- start-up report -----------------------------------------------------------------------------
+
+
+def base_url(server_config: ServerConfig) -> str:
+    scheme = "https" if server_config.ssl_certfile else "http"
+    host = server_config.host
+    if ":" in host:
+        host = f"[{host}]"
+    return f"{scheme}://{host}:{server_config.port}"
+
+
+async def report_startup(client: AnyEngineClient, url: str) -> None:
     """Show a bar while the model loads, then log what the engine can hold and where to connect."""
-    start_time = time.monotonic()
     ready = asyncio.create_task(client.ready())
 
     def read_progress() -> tuple[str, float]:
@@ -182,19 +338,36 @@ async def report_startup(client: EngineClient | ReplicaSet, url: str) -> None:
     try:
         capacity = await ready
     except BloomeryError:
-        return  # run_server logs the reason, which it gets from wait_failed
+        return  # watch_engine logs the reason, which it gets from wait_failed
     freeze_garbage_collector()
     for note in capacity.notes:
         log.warning(note)
     log.info(
         "ready in %.1f s: KV cache for %d tokens, %d sequences at once, up to %d tokens each",
-        time.monotonic() - start_time,
+        process_age_seconds(),
         capacity.blocks * capacity.block_size,
         capacity.max_num_seqs,
         capacity.max_model_len,
     )
     log.info(
         "open %s to chat; clients: OpenAI at %s/v1, TGI at %s; docs at %s/docs", url, url, url, url
+    )
+
+
+def log_sampling_defaults(tokenizer: Tokenizer) -> None:
+    """Log how answers are sampled when a request does not say it."""
+    values = [f"{name} {value:g}" for name, value in tokenizer.sampling_defaults.items()]
+    defaults = ", ".join(values) or "temperature 1"
+    log.info("sampling defaults (%s): %s", tokenizer.sampling_source, defaults)
+
+
+def log_recommendation(recommended: Mapping[str, Any]) -> None:
+    log.info(
+        "this small model is for a first look; a better one for this machine: bloomery serve %s "
+        "(%.1f GB, about %.0f tokens/s); `bloomery models` lists more",
+        recommended["arguments"],
+        recommended["gigabytes"],
+        recommended["tokens_per_second"],
     )
 
 

@@ -273,7 +273,14 @@ def test_prompt_logprobs_do_not_depend_on_the_prefix_cache_or_chunked_prefill(ll
 def test_default_params_come_from_the_checkpoint(llm: LLM) -> None:
     assert llm.tokenizer is not None
     original_defaults = llm.tokenizer.sampling_defaults
-    assert llm.default_params == SamplingParams(temperature=0.2, top_p=0.9, max_tokens=None)
+    expected = SamplingParams(
+        temperature=0.2,
+        top_p=0.9,
+        repetition_penalty=1.05,
+        frequency_penalty=0.2,
+        max_tokens=None,
+    )
+    assert llm.default_params == expected
     try:
         llm.tokenizer.sampling_defaults = {"top_k": 7, "max_tokens": 3, "unknown": 1}
         assert llm.default_params == SamplingParams(top_k=7, max_tokens=3)

@@ -74,6 +74,8 @@ def test_a_stream_survives_its_engine_and_a_signal_ends_the_server(server: Serve
         "prompt": entry["prompt"],
         "max_tokens": 60,
         "temperature": 0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
@@ -89,6 +91,8 @@ def test_a_stream_survives_its_engine_and_a_signal_ends_the_server(server: Serve
                 killed = True
     assert killed
     assert token_ids == entry["ids"][:60], "a gap, a repetition or another text"
+    metrics = client.get("/metrics").text
+    assert re.search(r"^bloomery_engine_restarts_total\{.*\} 1\.0$", metrics, re.MULTILINE)
     page = client.get("/", headers={"accept": "text/html"})
     assert page.status_code == 200
     assert "<title>" in page.text

@@ -47,14 +47,20 @@ def server(tmp_path: Path) -> Iterator[tuple[httpx2.Client, subprocess.Popen[byt
         process.wait(30)
 
 
-def test_a_watermark_request_succeeds_and_the_engine_survives_it(
+def test_watermark_requests_succeed_and_the_engine_survives_them(
     server: tuple[httpx2.Client, subprocess.Popen[bytes]],
 ) -> None:
+    """A second one matters: a server whose engine dies again and again would stop."""
     client, process = server
     (engine_pid,) = engine_pids(process)
     parameters = {"max_new_tokens": 8, "watermark": True, "details": True}
     body = {"inputs": "The smith heats the iron", "parameters": parameters}
-    response = client.post("/generate", json=body)
-    assert response.status_code == 200, response.text
-    assert response.json()["details"]["generated_tokens"] == 8
+    for _ in range(2):
+        response = client.post("/generate", json=body)
+        assert response.status_code == 200, response.text
+        assert response.json()["details"]["generated_tokens"] == 8
+        assert engine_pids(process) == [engine_pid], "the request killed the engine"
+    streamed = client.post("/generate_stream", json=body)
+    events = [line for line in streamed.text.splitlines() if line.startswith("data:")]
+    assert len(events) == 8 and '"generated_text":null' not in events[-1].replace(" ", "")
     assert engine_pids(process) == [engine_pid], "the request killed the engine"

