@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: serve test sanitize format clean help web
+.PHONY: serve test sanitize format clean help web dist docs suites
 help:
 	@echo "make serve   serve the embedded model with its web page (sets everything up on first use)"
 	@echo "make test    format, lint, types, layering and all tests"
 	@echo "make sanitize  the native kernels' tests under address and undefined-behaviour checks"
+	@echo "make dist    the sdist and the wheels, with compiled kernels, in dist/"
+	@echo "make docs    the documentation as a static site, in build/site"
+	@echo "make suites  the test suites of other projects against a real server (long)"
 	@echo "make format  let ruff mend what it can"
 	@echo "make web     build the web page from web/ (needs Node; its assets are in the package already)"
 
@@ -41,8 +44,8 @@ serve: $(VENV)/.run
 # With worksteal each of the two workers runs neighbouring tests, so that they share fixtures.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.dev $(VENV)/.browser
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks examples docs release
+	$(BIN)/ruff check src tests benchmarks examples docs release
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m browser tests/e2e/test_page.py
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -52,9 +55,32 @@ sanitize: $(VENV)/.dev
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" NATIVE_CHECKS=1 \
 	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:cacheprovider tests/native/test_ops.py tests/native/test_trace.py tests/native/test_thread_pool.py
 
+# What a release uploads (docs/releasing.md). ziglang compiles for all processors; hatchling packs.
+build/dist-tools: pyproject.toml
+	@$(PYTHON) -m venv $@
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check hatchling ziglang
+	@touch $@
+
+dist: build/dist-tools $(VENV)/.run
+	rm -rf dist
+	PYTHONPATH=src build/dist-tools/bin/python release/dist.py dist
+	$(BIN)/python release/try_wheel.py dist
+
+# The documentation as a static site, with tools of its own.
+build/docs/bin/mkdocs:
+	@$(PYTHON) -m venv build/docs
+	@build/docs/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.6'
+
+docs: build/docs/bin/mkdocs
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
+
+# Suites of other projects; docs/quality.md has their results.
+suites: $(VENV)/.dev
+	$(BIN)/python -m tests.suites.run_suites
+
 format: $(VENV)/.dev
-	$(BIN)/ruff format src tests benchmarks
-	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks examples docs release
+	$(BIN)/ruff check --fix src tests benchmarks examples docs release
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

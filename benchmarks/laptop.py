@@ -215,7 +215,8 @@ class StreamTiming:
 
 async def stream_request(port: int, path: str, body: dict) -> StreamTiming:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    payload = json.dumps({"stream": True, "temperature": 0, **body}).encode()
+    greedy = {"temperature": 0, "repetition_penalty": 1.0, "frequency_penalty": 0.0}
+    payload = json.dumps({"stream": True, **greedy, **body}).encode()
     sent = time.perf_counter()
     writer.write(
         f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"

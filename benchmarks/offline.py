@@ -4,7 +4,8 @@
         mixed:256 prefill:8192
 
 Workloads: fixed:BATCH:IN:OUT, mixed:N (lengths of prompt and output uniform in 100..1024),
-prefill:N (one prompt of N tokens, one output token).
+mixedlong:N (prompts of 1,000 to 8,000 and outputs of 50 to 400 tokens), prefill:N (one prompt of N
+tokens, one output token).
 
 Prints one JSON line per workload. `ms_step` is the whole time over the output length, prefill
 included. `idle` is the share of the time in which the GPU waited for the host, by the step meter.
@@ -13,6 +14,9 @@ operations over the rate of a large matrix product, both measured in the same ru
 
 --quantization FORMAT quantizes the weights while loading. Use --option kv_cache_gib=0.5 for a
 meaningful `peak_gib`: otherwise the KV cache takes all memory.
+
+--engine vllm runs the same workloads in vLLM, where it is installed, for a comparison on the same
+machine. Only the times are printed then.
 """
 
 from __future__ import annotations
@@ -130,10 +134,14 @@ def build_workload(name: str, vocab_size: int) -> OfflineWorkload:
         count = int(numbers[0])
         prompts = [random_ids(rng.randint(100, 1024)) for _ in range(count)]
         return OfflineWorkload(prompts, [rng.randint(100, 1024) for _ in range(count)])
+    if kind == "mixedlong":
+        count = int(numbers[0])
+        prompts = [random_ids(rng.randint(1000, 8000)) for _ in range(count)]
+        return OfflineWorkload(prompts, [rng.randint(50, 400) for _ in range(count)])
     if kind == "prefill":
         return OfflineWorkload([random_ids(int(numbers[0]))], [1])
     raise SystemExit(
-        f"unknown workload {name!r}: expected fixed:BATCH:IN:OUT, mixed:N or prefill:N"
+        f"unknown workload {name!r}: expected fixed:BATCH:IN:OUT, mixed:N, mixedlong:N or prefill:N"
     )
 
 
@@ -209,6 +217,62 @@ def parse_value(text: str) -> int | float | str:
     return text
 
 
+def create_engine(name: str, folder: Path, options: dict[str, Any]) -> Any:
+    """An LLM of either engine with random weights of the shape in `folder`."""
+    common = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+    }
+    if name == "vllm":
+        import vllm
+
+        if options.get("quantization") == "auto":
+            del options["quantization"]
+        limits = {"max_model_len": 16384, "gpu_memory_utilization": 0.85}
+        return vllm.LLM(str(folder), disable_log_stats=True, **common, **(limits | options))
+    from bloomery import LLM
+
+    return LLM(str(folder), **common, **options)
+
+
+def run_vllm_workload(llm: Any, workload: OfflineWorkload) -> RunResult:
+    import vllm
+
+    params = [
+        vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        for count in workload.output_lens
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
+    start = time.time()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.time() - start
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return RunResult(seconds, num_tokens, 0.0)
+
+
+def compare_with_vllm(shape: str, folder: Path, options: dict[str, Any], args: Any) -> None:
+    """Print the times of the workloads in vLLM."""
+    start = time.time()
+    llm = create_engine("vllm", folder, options)
+    startup = {"engine": "vllm", "shape": shape, "startup_s": round(time.time() - start, 1)}
+    print(json.dumps(startup), flush=True)
+    run_vllm_workload(llm, OfflineWorkload([[11] * 64] * 4, [8] * 4))  # warm-up
+    for name in args.work:
+        workload = build_workload(name, SHAPES[shape]["vocab_size"])
+        results = [run_vllm_workload(llm, workload) for _ in range(args.repeat)]
+        fastest = min(results, key=lambda result: result.seconds)
+        row = {
+            "engine": "vllm",
+            "shape": shape,
+            "work": name,
+            "s": round(fastest.seconds, 4),
+            "tok_s": round(fastest.num_tokens / fastest.seconds, 1),
+            "ms_step": round(1000 * fastest.seconds / max(workload.output_lens), 3),
+        }
+        print(json.dumps(row), flush=True)
+
+
 def run_workload(llm: Any, workload: OfflineWorkload) -> RunResult:
     from bloomery import SamplingParams
     from bloomery.messages import StepTiming
@@ -235,13 +299,22 @@ def main() -> None:
     )
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("work", nargs="+")
+    parser.add_argument("--engine", choices=("bloomery", "vllm"), default="bloomery")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for LLM(...)")
     args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp()) / args.shape
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
+    options: dict[str, Any] = {"quantization": args.quantization}
+    for pair in args.option:
+        name, _, value = pair.partition("=")
+        options[name] = parse_value(value)
+    if args.engine == "vllm":
+        compare_with_vllm(args.shape, folder, options, args)
+        return
     import torch
-
-    from bloomery import LLM
 
     rates = measure_rates()
     torch.cuda.empty_cache()
@@ -250,21 +323,8 @@ def main() -> None:
         f"multiplies at {rates.matmul / 1e12:.0f} TFLOP/s",
         flush=True,
     )
-    folder = Path(tempfile.mkdtemp()) / args.shape
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
-    options: dict[str, Any] = {"quantization": args.quantization}
-    for pair in args.option:
-        name, _, value = pair.partition("=")
-        options[name] = parse_value(value)
     start = time.time()
-    llm = LLM(
-        str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        **options,
-    )
+    llm = create_engine("bloomery", folder, options)
     weights_gib = llm.capacity.weights_bytes / 2**30
     startup = {
         "shape": args.shape,

@@ -54,6 +54,14 @@ def test_folder_of_safetensors(tmp_path):
     assert locate_model(path) == ModelArtifact("mine", "folder", tmp_path / "mine", "local folder")
 
 
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path):
+    """Tests may run as root, who may read everything; this file gives an error for everyone."""
+    (tmp_path / "bad.gguf").symlink_to("/proc/self/mem")
+    for model in (tmp_path / "bad.gguf", tmp_path):
+        with pytest.raises(CheckpointError, match=r"bad\.gguf: cannot be read \(Input/output"):
+            locate_model(str(model))
+
+
 def test_gguf_file_and_folder_with_one_gguf_file(tmp_path):
     path = write_folder(tmp_path, "tiny.gguf", "config.json")
     for model in (path, f"{path}/tiny.gguf"):

@@ -86,7 +86,7 @@ REFUSED = [
         "tie_word_embeddings must be true or false",
     ),
     (
-        config_with("bloom", apply_residual_connection_post_layernorm=True),
+        config_with("falcon-40b", apply_residual_connection_post_layernorm=True),
         "apply_residual_connection_post_layernorm",
     ),
     (config_with("falcon-40b", num_ln_in_parallel_attn=3), "num_ln_in_parallel_attn 3"),

@@ -1,0 +1,1 @@
+"""Tests of what is shipped: wheels, images, kernels of other processors."""

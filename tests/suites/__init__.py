@@ -1,0 +1,1 @@
+"""The test suites of other projects, run against a real server."""
