@@ -126,7 +126,7 @@ def test_info_states_the_sampling_defaults_and_a_better_model(server: HttpsServe
         "min_p": 0.0,
         "typical_p": 1.0,
         "repetition_penalty": 1.05,
-        "frequency_penalty": 0.2,
+        "frequency_penalty": 0.3,
         "source": "the embedded model's",
     }
     assert info["demo"] and info["has_chat_template"]

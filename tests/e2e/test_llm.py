@@ -277,7 +277,7 @@ def test_default_params_come_from_the_checkpoint(llm: LLM) -> None:
         temperature=0.2,
         top_p=0.9,
         repetition_penalty=1.05,
-        frequency_penalty=0.2,
+        frequency_penalty=0.3,
         max_tokens=None,
     )
     assert llm.default_params == expected

@@ -32,7 +32,7 @@ EMBEDDED_SAMPLING_DEFAULTS = (
     ("temperature", 0.2),
     ("top_p", 0.9),
     ("repetition_penalty", 1.05),
-    ("frequency_penalty", 0.2),
+    ("frequency_penalty", 0.3),
 )
 # org/name, or org/name:file.gguf
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:[\w./ -]+)?")

@@ -28,8 +28,7 @@ MAX_CACHED_GRAMMARS = 64
 MAX_LEXERS_PER_GRAMMAR = 4
 # A lexer grows with the texts it has seen. After this many requests it is replaced by a new one.
 MAX_REQUESTS_PER_GRAMMAR = 2000
-MAX_MASK_THREADS = 6  # a mask takes about 20 microseconds, so more threads mostly wait
-NUM_COMPILE_THREADS = 2
+MAX_GRAMMAR_THREADS = 6  # a mask takes about 20 microseconds, so more threads mostly wait
 
 
 class TokenSource(Protocol):
@@ -136,9 +135,9 @@ class MaskBuilder:
         """`vocab_size` counts the ids of the model; those without a token are never allowed."""
         self.vocabulary = vocabulary  # may still be loading
         self.vocab_size = vocab_size
-        threads = num_threads or min(MAX_MASK_THREADS, max(1, (os.cpu_count() or 1) - 1))
+        threads = num_threads or min(MAX_GRAMMAR_THREADS, max(1, (os.cpu_count() or 1) - 1))
         self.executor = LLExecutor(threads)
-        self.compile_pool = ThreadPoolExecutor(NUM_COMPILE_THREADS, "grammar")
+        self.compile_pool = ThreadPoolExecutor(threads, "grammar")
         self.cache: OrderedDict[str, list[LLMatcher]] = OrderedDict()
         self.num_uses: dict[str, int] = {}
         self.cache_lock = Lock()
