@@ -126,6 +126,13 @@ class InstantExecutor(FakeExecutor):
         return SampledTokens(request.sequence, (length % VOCAB,))
 
 
+def load_test_vocabulary(plan: EnginePlan) -> object:
+    from bloomery.structured.matcher import TokenVocabulary
+    from tests.server.scripted_engine import load_test_tokenizer
+
+    return TokenVocabulary(load_test_tokenizer())
+
+
 def fake_engine_command(*options: str) -> tuple[str, ...]:
     """Return the command of this engine, without the descriptor that its client appends."""
     return (sys.executable, __file__, *options)
@@ -162,7 +169,9 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
     return run_engine_process(
-        arguments.descriptor, lambda plan, report: FaultyExecutor(arguments, report)
+        arguments.descriptor,
+        lambda plan, report: FaultyExecutor(arguments, report),
+        load_test_vocabulary if arguments.scripted else None,
     )
 
 
