@@ -154,7 +154,7 @@ def test_tokens_are_passed_on_one_by_one(proxied: ProxiedServer) -> None:
         assert response.status_code == 200
         pieces = read_text(response.iter_lines())
         text = next(pieces) + next(pieces)
-        assert engine.num_steps == engine.max_steps, "the engine has not paused"
+        assert wait_until(lambda: engine.num_steps == engine.max_steps), "the engine never paused"
         engine.max_steps = None
         text += "".join(pieces)
     assert text == whole_text
