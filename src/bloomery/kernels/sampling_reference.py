@@ -1,7 +1,7 @@
-"""Sampling in torch: Gumbel noise, a total order of tokens, truncation and penalties.
+"""Sampling in torch: Gumbel noise, a total order of tokens, truncation, penalties and the rest.
 
-runtime/sampler builds on these functions on every device, and the fused kernels (kernels/sampling
-in Triton, native/ on a CPU) must agree with them. This file must not know requests or rows.
+The kernels (kernels/sampling in Triton, native/ on a CPU) must agree with these functions. They
+also sample on a CPU without native kernels. This file must not know requests.
 
 Noise. Gumbel noise is a function of (seed, position, token id) and of nothing else. No random
 stream is consumed, so a result does not depend on other requests in the batch, on how the
@@ -44,65 +44,58 @@ depend on how wide other requests make the tensor.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
 
 import torch
 import torch.nn.functional as F
 
+from bloomery.kernels.sampling_rows import (
+    BAD,
+    BANNED_FLAG,
+    BIASED,
+    BIASED_FLAG,
+    DELTA,
+    FIRST_END,
+    FLAGS,
+    FREQUENCY,
+    GREEN,
+    GREEN_FLAG,
+    LOGPROBS_FLAG,
+    MAX_COUNT,
+    MAX_TOP_LOGPROBS,
+    NUM_RECENT,
+    NUM_TOP,
+    NUM_WORDS,
+    OUTPUT,
+    PENALIZED_FLAG,
+    PERMITTED,
+    PERMITTED_FLAG,
+    PRESENCE,
+    PROMPT,
+    PROMPT_LEN,
+    REPETITION,
+    SEED_WORDS,
+    STOPS,
+    TOP_K,
+    TYPICAL_P,
+    SampleOutputs,
+    SamplingRows,
+)
+
+NUM_FIRST_CANDIDATES = 512  # tokens that are sorted first; more only if these are not enough
 GREEDY_TEMPERATURE = 1e-5  # below it sampling is greedy: noise would not change the result
 UINT32_MASK = 0xFFFFFFFF
 MULTIPLIER_1 = 0x7FEB352D
 MULTIPLIER_2 = 0x846CA68B
 INCREMENT_1 = 0x9E3779B9
-INCREMENT_2 = 0x85EBCA6B
 UNIFORM_SCALE = (1 - 2.0**-24) * 2.0**-31
-
-
-class SamplingTensors(NamedTuple):
-    """Sampling parameters on the device, one entry for each row.
-
-    The three floats are columns of one table, or tensors of their own.
-    """
-
-    temperature: torch.Tensor
-    top_p: torch.Tensor  # 1 is off
-    min_p: torch.Tensor  # 0 is off
-    top_k: torch.Tensor  # integers; 0 is off
-    seed_words: torch.Tensor  # [rows, 2] int32, from `seed_words`
-
-
-class SampleResult(NamedTuple):
-    """One sampled token for each row of logits."""
-
-    tokens: torch.Tensor  # [samples] int32
-    logprobs: torch.Tensor  # [samples] float32, of the tokens under the unchanged logits
-    ranks: torch.Tensor  # [samples] int32; 1 is the most likely token
-
-
-class PenaltyTensors(NamedTuple):
-    """Penalties in float32 and the token history, one entry for each row."""
-
-    repetition: torch.Tensor  # over prompt and output; 1 is off
-    frequency: torch.Tensor  # over the output; 0 is off
-    presence: torch.Tensor  # over the output; 0 is off
-    history: torch.Tensor  # [rows, length] int32; a sample at position p reads positions below p
-    prompt_lens: torch.Tensor  # [rows]
 
 
 # ---- noise ----
 
 
-def seed_words(seed: int) -> tuple[int, int]:
-    """Turn a 64-bit seed into the two int32 words that `noise_keys` takes, once per request."""
-    low = seed & UINT32_MASK
-    high = seed >> 32 & UINT32_MASK
-    first = _mix(_mix(low + INCREMENT_1) ^ high)
-    second = _mix(_mix(high + INCREMENT_2) ^ low)
-    return _to_signed(first), _to_signed(second)
-
-
 def noise_keys(word_pairs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Mix word pairs [samples, 2] from `seed_words` with positions [samples] into key pairs.
+    """Mix word pairs [samples, 2] of the seeds with positions [samples] into key pairs.
 
     All are int32.
     """
@@ -135,13 +128,6 @@ def gumbel_noise(key_pairs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def _xor_shift(x: torch.Tensor, shift: int) -> None:
     """Compute x ^= x >> shift in place with a logical shift."""
     x ^= (x >> shift).bitwise_and_(UINT32_MASK >> shift)
-
-
-def _mix(x: int) -> int:
-    x &= UINT32_MASK
-    x = ((x ^ x >> 16) * MULTIPLIER_1) & UINT32_MASK
-    x = ((x ^ x >> 15) * MULTIPLIER_2) & UINT32_MASK
-    return x ^ x >> 16
 
 
 def _to_signed(x: int) -> int:
@@ -232,76 +218,200 @@ def _exclusive(running_sum: torch.Tensor) -> torch.Tensor:
     return F.pad(running_sum[:, :-1], (1, 0))
 
 
-# ---- penalties ----
+# ---- adjusted scores ----
+
+
+def unpack_bits(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Turn a bit set [words] int32 into booleans [vocab]."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    bits = (words.unsqueeze(-1) >> shifts) & 1
+    return bits.flatten()[:vocab_size].bool()
+
+
+def adjusted_scores(
+    logits: torch.Tensor, row: int, position: int, state: SamplingRows
+) -> torch.Tensor:
+    """Return the scores [vocab] of one sample as float32: its logits, unless its row changes them.
+
+    The order is: permitted tokens, bias, banned tokens, green list, penalties.
+    """
+    scores = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    flags = int(state.ints[row, FLAGS])
+    vocab_size = len(scores)
+    params = state.floats[row].float()
+    bit_sets = state.bits[row]
+    permitted = None
+    if flags & PERMITTED_FLAG:
+        permitted = unpack_bits(bit_sets[PERMITTED], vocab_size)
+        scores = scores.masked_fill(~permitted, -torch.inf)
+    if flags & BIASED_FLAG:
+        biased = unpack_bits(bit_sets[BIASED], vocab_size)
+        scores = torch.where(biased, scores + state.bias[row], scores)
+    if flags & BANNED_FLAG:
+        if permitted is None:
+            permitted = torch.ones(vocab_size, dtype=torch.bool, device=scores.device)
+        banned = banned_tokens(row, position, permitted, state)
+        scores = scores.masked_fill(banned, -torch.inf)
+    if flags & GREEN_FLAG:
+        green = unpack_bits(bit_sets[GREEN], vocab_size)
+        scores = torch.where(green, scores + params[DELTA], scores)
+    if flags & PENALIZED_FLAG:
+        in_output = unpack_bits(bit_sets[OUTPUT], vocab_size)
+        occurs = in_output | unpack_bits(bit_sets[PROMPT], vocab_size)
+        counts = torch.where(in_output, state.counts[row].float(), 0.0)
+        scores = penalized(
+            scores, occurs, counts, params[REPETITION], params[FREQUENCY], params[PRESENCE]
+        )
+    return scores
 
 
 def penalized(
     scores: torch.Tensor,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    prompt_lens: torch.Tensor,
+    occurs: torch.Tensor,
+    output_counts: torch.Tensor,
     repetition: torch.Tensor,
     frequency: torch.Tensor,
     presence: torch.Tensor,
 ) -> torch.Tensor:
-    """Return scores [samples, vocab] with penalties for the tokens so far.
+    """Return scores [vocab] with penalties, all in float32.
 
-    tokens [samples, length] are the histories; those below the sample's position count. Positions,
-    prompt lengths and penalties are [samples, 1], the penalties in float32.
+    occurs: whether the prompt or the output has the token.
     """
-    place = torch.arange(tokens.shape[1], device=scores.device)
-    present = place < positions
-    in_output = present & (place >= prompt_lens)
-    occurs = torch.zeros_like(scores).scatter_add_(1, tokens, present.float()) > 0
-    output_counts = torch.zeros_like(scores).scatter_add_(1, tokens, in_output.float())
     repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
-    penalized_scores = torch.where(occurs, repeated, scores)
-    return penalized_scores - frequency * output_counts - presence * (output_counts > 0)
+    scores = torch.where(occurs, repeated, scores)
+    return scores - frequency * output_counts - presence * (output_counts > 0)
 
 
-def apply_penalties_reference(
-    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, penalties: PenaltyTensors
-) -> None:
-    """Change logits [samples, vocab] in place; rows and positions are [samples]."""
-    index = rows.long()
-    repetition, frequency, presence = (values[index].unsqueeze(-1) for values in penalties[:3])
-    result = penalized(
-        logits,
-        penalties.history[index].long(),
-        positions.unsqueeze(-1),
-        penalties.prompt_lens[index].unsqueeze(-1),
-        repetition,
-        frequency,
-        presence,
-    )
-    logits.copy_(result)
+def banned_tokens(
+    row: int, position: int, permitted: torch.Tensor, state: SamplingRows
+) -> torch.Tensor:
+    """Return which tokens [vocab] bad words and min_tokens forbid at a position.
+
+    A bad word forbids its last token if its other tokens end the output. Bad words that would leave
+    no permitted token are ignored, and then stop tokens are, for the same reason.
+    """
+    vocab_size = len(permitted)
+    ints = state.ints[row].tolist()
+    banned = unpack_bits(state.bits[row, BAD], vocab_size)
+    for last_token, start, length in state.bad_words[row, : ints[NUM_WORDS]].tolist():
+        if position - length < ints[PROMPT_LEN]:
+            continue
+        expected = state.word_tokens[row, start : start + length].tolist()
+        places = [place % NUM_RECENT for place in range(position - length, position)]
+        if state.recent[row, places].tolist() == expected:
+            banned[last_token] = True
+    if not (permitted & ~banned).any():
+        banned = torch.zeros_like(banned)
+    if position < ints[FIRST_END]:
+        with_stops = banned | unpack_bits(state.bits[row, STOPS], vocab_size)
+        if (permitted & ~with_stops).any():
+            banned = with_stops
+    return banned
 
 
 # ---- sampling ----
 
 
 def sample_tokens_reference(
-    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: SamplingTensors
-) -> SampleResult:
-    """Sample one token for each row of logits by sorting; see kernels/sampling.sample_tokens."""
-    raw = logits.float()
-    vocab_size = raw.shape[-1]
-    index = rows.long()
-    temperature, top_p, min_p, top_k = (values[index].unsqueeze(-1) for values in params[:4])
-    values, ids = stable_topk(raw, vocab_size)
-    divisor = temperature.double().clamp(min=GREEDY_TEMPERATURE)
-    z = (values.double() - values[:, :1]) / divisor
-    keep, _ = truncation_mask(z, min_p.double(), top_k, top_p.double(), None, None)
-    noise = gumbel_noise(noise_keys(params.seed_words[index], positions), ids)
-    noisy = torch.where(keep, z + noise, -torch.inf)
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    state: SamplingRows,
+    outputs: SampleOutputs,
+) -> None:
+    """Sample one token for each row of logits; see kernels/sampling.sample_tokens."""
+    for sample, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+        scores = adjusted_scores(logits[sample], row, position, state)
+        token = choose_token(scores, row, position, state)
+        outputs.tokens[sample] = token
+        if int(state.ints[row, FLAGS]) & LOGPROBS_FLAG:
+            num_top = int(state.ints[row, NUM_TOP])
+            outputs.reports[sample] = report_logprobs(logits[sample].float(), token, num_top)
+        record_token(row, position, token, state)
+
+
+def choose_token(scores: torch.Tensor, row: int, position: int, state: SamplingRows) -> int:
+    """Return the token that a row samples from its scores [vocab].
+
+    Few tokens are sorted at first, and more only if they are needed.
+    """
+    vocab_size = len(scores)
+    temperature, top_p, min_p, typical_p = state.floats[row, : TYPICAL_P + 1].tolist()
+    top_k = int(state.ints[row, TOP_K])
+    if temperature < GREEDY_TEMPERATURE or not (scores > -torch.inf).any():
+        return int(scores.argmax())
+    seeds = state.ints[row, SEED_WORDS : SEED_WORDS + 2].unsqueeze(0)
+    key_pairs = noise_keys(seeds, torch.tensor([position], device=scores.device))
+    relative = (scores - scores.amax()).nan_to_num(nan=0.0, neginf=-torch.inf)
+    z = relative / torch.tensor(temperature, dtype=torch.float32, device=scores.device)
+    z = z.masked_fill(z < min_z(min_p), -torch.inf)
+    if top_k == 0 and top_p >= 1.0 and typical_p >= 1.0:
+        all_ids = torch.arange(vocab_size, dtype=torch.int32, device=scores.device)
+        return int((z + gumbel_noise(key_pairs, all_ids)[0]).argmax())
+    total_mass = z.exp().sum(dtype=torch.float64).view(1, 1)
+    width = min(vocab_size, max(NUM_FIRST_CANDIDATES, top_k))
+    while True:
+        values, ids = stable_topk(scores.unsqueeze(0), width)
+        sorted_z = (values.double() - values[:, :1]).nan_to_num(nan=0.0, neginf=-torch.inf)
+        sorted_z = sorted_z / temperature
+
+        def column(number: float) -> torch.Tensor:
+            return torch.tensor([[number]], dtype=torch.float64, device=scores.device)
+
+        keep, enough = truncation_mask(
+            sorted_z,
+            column(min_p),
+            column(top_k),
+            column(top_p),
+            column(typical_p) if typical_p < 1.0 else None,
+            total_mass,
+        )
+        if bool(enough) or width == vocab_size:
+            break
+        width = min(vocab_size, 16 * width)
+    noisy = torch.where(keep, sorted_z + gumbel_noise(key_pairs, ids), -torch.inf)
     is_best = noisy == noisy.amax(-1, keepdim=True)
-    winners = torch.where(is_best, ids, vocab_size).amin(-1)
-    is_greedy = temperature.squeeze(-1) < GREEDY_TEMPERATURE
-    tokens = torch.where(is_greedy, ids[:, 0], winners)
-    token_logits = raw.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    token_places = (ids == tokens.unsqueeze(-1)).to(torch.int32).argmax(-1)
-    return SampleResult(
-        tokens.to(torch.int32),
-        token_logits - raw.logsumexp(-1),
-        token_places.to(torch.int32) + 1,
-    )
+    return int(torch.where(is_best, ids, vocab_size).amin())
+
+
+def min_z(min_p: float) -> float:
+    """Return the lowest scaled score that min_p keeps, rounded to float32."""
+    if min_p <= 0.0:
+        return -math.inf
+    return torch.tensor(min_p, dtype=torch.float64).log().float().item()
+
+
+def record_token(row: int, position: int, token: int, state: SamplingRows) -> None:
+    """Update a row's state with the token that was sampled for a position."""
+    flags = int(state.ints[row, FLAGS])
+    if flags & (BANNED_FLAG | GREEN_FLAG):
+        state.recent[row, position % NUM_RECENT] = token
+    if not flags & PENALIZED_FLAG:
+        return
+    word = int(state.bits[row, OUTPUT, token // 32])
+    bit = _to_signed(1 << token % 32)
+    count = 0
+    if word & bit:
+        count = int(state.counts[row, token])
+    state.bits[row, OUTPUT, token // 32] = word | bit
+    state.counts[row, token] = min(count + 1, MAX_COUNT)
+
+
+# ---- log-probabilities ----
+
+
+def report_logprobs(logits: torch.Tensor, token: int, num_top: int) -> torch.Tensor:
+    """Return the report of one sample: the log-probabilities under its unchanged logits [vocab]."""
+    log_sum_exp = logits.logsumexp(-1)
+    lower_id = torch.arange(len(logits), device=logits.device) < token
+    comes_before = (logits > logits[token]) | ((logits == logits[token]) & lower_id)
+    num_top = min(num_top, len(logits))
+    top_logits, top_ids = stable_topk(logits.unsqueeze(0), num_top)
+    report = torch.zeros(2 + 2 * MAX_TOP_LOGPROBS, dtype=torch.int32, device=logits.device)
+    report[0] = 1 + comes_before.sum()
+    report[1] = (logits[token] - log_sum_exp).view(torch.int32)
+    report[2 : 2 + num_top] = top_ids[0].to(torch.int32)
+    top_logprobs = (top_logits[0] - log_sum_exp).contiguous()
+    first = 2 + MAX_TOP_LOGPROBS
+    report[first : first + num_top] = top_logprobs.view(torch.int32)
+    return report

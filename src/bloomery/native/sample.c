@@ -1,11 +1,12 @@
 // The sampler on a CPU: logits to tokens, one row of logits a thread (kernels/sampling.py on a
 // GPU).
 //
-// The sampled token has the highest (logit - best) / temperature + Gumbel noise among the tokens
-// that min_p, top_k and top_p allow; of equals, the lowest id. With temperature 0 it is the highest
-// logit. The winner among all tokens is tried first. If top_p rejects it, the next candidate is the
-// winner among the tokens that rank before it (higher logit, or equal logit and lower id). The
-// noise is the function of (seed, position, token) of kernels/sampling_reference.py.
+// The scores of a row are its logits, changed by whatever the row asks for (adjust_scores). The
+// sampled token has the highest (score - best) / temperature + Gumbel noise among the tokens that
+// min_p, top_k, top_p and typical_p allow; of equals, the lowest id. With temperature 0 it is the
+// highest score. The winner among all tokens is tried first. If top_p rejects it, the next candidate
+// is the winner among the tokens that rank before it (higher score, or equal score and lower id).
+// The noise is the function of (seed, position, token) of kernels/sampling_reference.py.
 #include "native.h"
 
 #include <math.h>
@@ -16,15 +17,62 @@
 
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
 
+// The tables of kernels/sampling_rows.py, which explains them.
+enum {PERMITTED_FLAG = 1, BIASED_FLAG = 2, BANNED_FLAG = 4, GREEN_FLAG = 8, PENALIZED_FLAG = 16,
+      LOGPROBS_FLAG = 32, ADJUSTED_FLAGS = 31};
+enum {PERMITTED, BIASED, BANNED, GREEN, PROMPT, OUTPUT, BAD, STOPS, NUM_BIT_SETS};
+enum {TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, REPETITION, FREQUENCY, PRESENCE, DELTA, NUM_FLOATS};
+enum {FLAGS, TOP_K, SEED_WORDS, NUM_TOP = 4, PROMPT_LEN, FIRST_END, NUM_WORDS, NUM_INTS};
+enum {MAX_BAD_WORDS = 512, MAX_BAD_WORD_TOKENS = 4096, NUM_RECENT = 128, MAX_TOP = 128,
+      MAX_COUNT = 32767};
+
+typedef struct {
+    const double *floats;
+    const int32_t *ints;
+    uint32_t *bits;
+    const float *bias;
+    int16_t *counts;
+    const int32_t *bad_words, *word_tokens;
+    int32_t *recent;
+} SamplingRows;
+
 typedef struct {
     const float *logits;
     const int32_t *rows;
-    const int64_t *positions, *top_k;
-    const double *params;  // of a row: temperature, top_p, min_p, then values not read here
-    const int32_t *seeds;  // of a row: two seed words
+    const int64_t *positions;
+    SamplingRows state;
     int64_t *tokens;
-    long count, vocab, stride;  // stride: params of a row
+    int32_t *reports;
+    long count, vocab;
 } Sample;
+
+// The state of one row.
+typedef struct {
+    const double *floats;
+    const int32_t *ints;
+    uint32_t *bits;
+    const float *bias;
+    int16_t *counts;
+    const int32_t *bad_words, *word_tokens;
+    int32_t *recent;
+    long vocab, bit_words;
+    int64_t position;
+} Row;
+
+static Row get_row(const SamplingRows *s, long row, long vocab, int64_t position) {
+    long bit_words = (vocab + 31) / 32;
+    return (Row){s->floats + row * NUM_FLOATS,
+                 s->ints + row * NUM_INTS,
+                 s->bits + row * NUM_BIT_SETS * bit_words,
+                 s->bias + row * vocab,
+                 s->counts + row * vocab,
+                 s->bad_words + row * MAX_BAD_WORDS * 3,
+                 s->word_tokens + row * MAX_BAD_WORD_TOKENS,
+                 s->recent + row * NUM_RECENT,
+                 vocab,
+                 bit_words,
+                 position};
+}
 
 typedef struct {
     const float *logits;
@@ -164,23 +212,197 @@ static int32_t argmax(const float *logits, long vocab) {
     return 0;
 }
 
-static int32_t sample_row(const Sample *a, long index, int32_t *ids) {
-    const float *logits = a->logits + index * a->vocab;
-    long row = a->rows[index];
-    const double *params = a->params + row * a->stride;
-    float temperature = (float)params[0], min_z = logf((float)params[2]);
-    double top_p = params[1];
-    int32_t top = argmax(logits, a->vocab);
-    Candidates c = {logits, NULL, a->vocab, logits[top], temperature, min_z, {0, 0}};
+// ---- adjusted scores ---------------------------------------------------------------------------
+
+static bool leaves_token(const Row *r, bool with_words, bool with_stops) {
+    const uint32_t *permitted = r->bits + PERMITTED * r->bit_words;
+    const uint32_t *banned = r->bits + BANNED * r->bit_words;
+    const uint32_t *stops = r->bits + STOPS * r->bit_words;
+    bool has_mask = r->ints[FLAGS] & PERMITTED_FLAG;
+    for (long w = 0; w < r->bit_words; w++) {
+        long n = r->vocab - 32 * w;
+        uint32_t left = n >= 32 ? ~0u : (1u << n) - 1;
+        if (has_mask) left &= permitted[w];
+        if (with_words) left &= ~banned[w];
+        if (with_stops) left &= ~stops[w];
+        if (left) return true;
+    }
+    return false;
+}
+
+static bool ends_output(const Row *r, const int32_t *word) {
+    int32_t first = word[1], length = word[2];
+    if (r->position - length < r->ints[PROMPT_LEN]) return false;
+    for (int32_t i = 0; i < length; i++) {
+        int64_t place = (r->position - length + i) % NUM_RECENT;
+        if (r->recent[place] != r->word_tokens[first + i]) return false;
+    }
+    return true;
+}
+
+// Computes the BANNED bits. Bad words that leave no permitted token are ignored; so are stop tokens.
+static void find_banned(const Row *r) {
+    uint32_t *banned = r->bits + BANNED * r->bit_words;
+    const uint32_t *stops = r->bits + STOPS * r->bit_words;
+    memcpy(banned, r->bits + BAD * r->bit_words, r->bit_words * sizeof *banned);
+    for (int32_t i = 0; i < r->ints[NUM_WORDS]; i++) {
+        const int32_t *word = r->bad_words + 3 * i;
+        if (ends_output(r, word)) banned[word[0] / 32] |= 1u << word[0] % 32;
+    }
+    if (!leaves_token(r, true, false)) memset(banned, 0, r->bit_words * sizeof *banned);
+    if (r->position < r->ints[FIRST_END] && leaves_token(r, true, true))
+        for (long w = 0; w < r->bit_words; w++) banned[w] |= stops[w];
+}
+
+static float penalize(const Row *r, float score, int32_t token, bool in_output) {
+    float repetition = (float)r->floats[REPETITION];
+    score = score > 0 ? score / repetition : score * repetition;
+    if (!in_output) return score;
+    float lowered = score - (float)r->floats[FREQUENCY] * r->counts[token];
+    return lowered - (float)r->floats[PRESENCE];
+}
+
+// Writes the scores of a row: its logits, with everything applied that the row asks for.
+static void adjust_scores(const Row *r, const float *logits, float *scores) {
+    int32_t flags = r->ints[FLAGS];
+    if (flags & BANNED_FLAG) find_banned(r);
+    float delta = (float)r->floats[DELTA];
+    memcpy(scores, logits, r->vocab * sizeof *scores);
+    for (long w = 0; w < r->bit_words; w++) {
+        const uint32_t *at = r->bits + w;
+        uint32_t forbidden = flags & PERMITTED_FLAG ? ~at[PERMITTED * r->bit_words] : 0;
+        uint32_t biased = flags & BIASED_FLAG ? at[BIASED * r->bit_words] : 0;
+        uint32_t green = flags & GREEN_FLAG ? at[GREEN * r->bit_words] : 0;
+        uint32_t output = flags & PENALIZED_FLAG ? at[OUTPUT * r->bit_words] : 0;
+        uint32_t prompt = flags & PENALIZED_FLAG ? at[PROMPT * r->bit_words] : 0;
+        if (flags & BANNED_FLAG) forbidden |= at[BANNED * r->bit_words];
+        uint32_t changed = forbidden | biased | green | output | prompt;
+        while (changed) {
+            int i = __builtin_ctz(changed);
+            changed &= changed - 1;
+            int32_t token = (int32_t)(32 * w + i);
+            if (token >= r->vocab) break;
+            float score = scores[token];
+            if (biased >> i & 1) score += r->bias[token];
+            if (forbidden >> i & 1) score = -INFINITY;
+            if (green >> i & 1) score += delta;
+            if ((output | prompt) >> i & 1) score = penalize(r, score, token, output >> i & 1);
+            scores[token] = score;
+        }
+    }
+}
+
+static void record_token(const Row *r, int32_t token) {
+    int32_t flags = r->ints[FLAGS];
+    if (flags & (BANNED_FLAG | GREEN_FLAG)) r->recent[r->position % NUM_RECENT] = token;
+    if (!(flags & PENALIZED_FLAG)) return;
+    uint32_t *word = r->bits + OUTPUT * r->bit_words + token / 32, bit = 1u << token % 32;
+    int count = *word & bit ? r->counts[token] : 0;
+    *word |= bit;
+    r->counts[token] = (int16_t)(count < MAX_COUNT ? count + 1 : MAX_COUNT);
+}
+
+// ---- typical_p ---------------------------------------------------------------------------------
+
+// Writes the candidates that min_p keeps to `ids`; returns how many there are.
+static long list_candidates(const Candidates *c, int32_t *ids) {
+    long n = 0;
+    for (long i = 0; i < c->count; i++) {
+        int32_t id = c->ids ? c->ids[i] : (int32_t)i;
+        if (c->logits[id] > -INFINITY && scaled_logit(c, c->logits[id]) >= c->min_z) ids[n++] = id;
+    }
+    return n;
+}
+
+static uint32_t to_ordinal(float score) {
+    union {
+        float value;
+        uint32_t bits;
+    } x = {.value = score + 0.0f};
+    return x.bits >> 31 ? ~x.bits : x.bits | 0x80000000u;
+}
+
+static double mass_above(const Candidates *c, uint32_t border) {
+    double mass = 0;
+    for (long i = 0; i < c->count; i++) {
+        float logit = c->logits[c->ids[i]];
+        if (to_ordinal(logit) > border) mass += exp((double)scaled_logit(c, logit));
+    }
+    return mass;
+}
+
+// Keeps the likeliest candidates while those before hold less than the limit; returns how many. The
+// lowest kept score is searched bit by bit. Of the candidates with that score the first are kept.
+static long keep_top_p(const Candidates *c, double limit, int32_t *ids) {
+    uint32_t border = 0;
+    for (uint32_t bit = 0x80000000u; bit; bit >>= 1)
+        if (mass_above(c, border | (bit - 1)) >= limit) border |= bit;
+    double mass = mass_above(c, border);
+    long n = 0;
+    for (long i = 0; i < c->count; i++) {
+        float logit = c->logits[c->ids[i]];
+        uint32_t ordinal = to_ordinal(logit);
+        if (ordinal > border) ids[n++] = c->ids[i];
+        if (ordinal == border && mass < limit) {
+            ids[n++] = c->ids[i];
+            mass += exp((double)scaled_logit(c, logit));
+        }
+    }
+    return n;
+}
+
+// The winner among the candidates that typical_p keeps. As with top_p, the winner among all is
+// tried first, then the winner among those before it. The order is the distance of the surprise
+// from the entropy, and likelier first among equals.
+static int32_t find_typical_winner(Candidates *c, double typical_p, int32_t *ids) {
+    double total = 0, weighted = 0;
+    for (long i = 0; i < c->count; i++) {
+        double z = scaled_logit(c, c->logits[c->ids[i]]), mass = exp(z);
+        total += mass;
+        weighted += mass * z;
+    }
+    double center = weighted / total;
+    for (;;) {
+        int32_t winner = find_winner(c);
+        if (winner == NO_TOKEN) return winner;
+        double distance = fabs(center - scaled_logit(c, c->logits[winner])), mass = 0;
+        long n = 0;
+        for (long i = 0; i < c->count; i++) {
+            int32_t id = c->ids[i];
+            double z = scaled_logit(c, c->logits[id]), own = fabs(center - z);
+            if (own < distance || (own == distance && ranks_before(c->logits, id, winner))) {
+                mass += exp(z);
+                ids[n++] = id;  // in place: the list only shrinks
+            }
+        }
+        if (mass < typical_p * total) return winner;
+        c->count = n;
+    }
+}
+
+// ---- sampling ----------------------------------------------------------------------------------
+
+static int32_t choose_token(const Row *r, const float *scores, int32_t *ids) {
+    float temperature = (float)r->floats[TEMPERATURE], min_z = logf((float)r->floats[MIN_P]);
+    double top_p = r->floats[TOP_P], typical_p = r->floats[TYPICAL_P];
+    int32_t top = argmax(scores, r->vocab), top_k = r->ints[TOP_K];
+    Candidates c = {scores, NULL, r->vocab, scores[top], temperature, min_z, {0, 0}};
     if (temperature < GREEDY_BELOW || !(c.best > -INFINITY)) return top;
     for (int i = 0; i < 2; i++)
-        c.key[i] = hash((uint32_t)a->seeds[2 * row + i] ^ (uint32_t)a->positions[index]);
-    if (a->top_k[row] > 0 && a->top_k[row] < a->vocab) {
-        select_top_k(logits, a->vocab, a->top_k[row], ids);
+        c.key[i] = hash((uint32_t)r->ints[SEED_WORDS + i] ^ (uint32_t)r->position);
+    if (top_k > 0 && top_k < r->vocab) {
+        select_top_k(scores, r->vocab, top_k, ids);
         c.ids = ids;
-        c.count = a->top_k[row];
+        c.count = top_k;
     }
     double mass_limit = top_p < 1 ? top_p * sum_exp(&c) : INFINITY;
+    if (typical_p < 1) {
+        c.count = list_candidates(&c, ids);
+        c.ids = ids;
+        if (top_p < 1) c.count = keep_top_p(&c, mass_limit, ids);
+        int32_t winner = find_typical_winner(&c, typical_p, ids);
+        return winner == NO_TOKEN ? top : winner;
+    }
     for (;;) {
         int32_t winner = find_winner(&c);
         if (winner == NO_TOKEN) return top;
@@ -193,49 +415,81 @@ static int32_t sample_row(const Sample *a, long index, int32_t *ids) {
     }
 }
 
-static void sample_kernel(const void *arguments, const ThreadContext *ctx) {
-    const Sample *a = arguments;
-    long first, end;
-    while (next_chunk(ctx, a->count, 1, &first, &end))
-        a->tokens[first] = sample_row(a, first, (int32_t *)ctx->scratch);
-}
-
-typedef struct {
-    float *logits;
-    const int32_t *words;  // [count, num_words], one bit a token
-    const int64_t *slots;  // the row of logits of each mask
-    long count, vocab, num_words;
-} TokenMask;
-
-static void mask_kernel(const void *arguments, const ThreadContext *ctx) {
-    const TokenMask *a = arguments;
-    long first, end;
-    while (next_chunk(ctx, a->count, 1, &first, &end)) {
-        const int32_t *words = a->words + first * a->num_words;
-        float *logits = a->logits + a->slots[first] * a->vocab;
-        for (long w = 0; w < a->num_words; w++) {
-            uint32_t forbidden = ~(uint32_t)words[w];
-            if (!forbidden) continue;
-            long n = a->vocab - 32 * w < 32 ? a->vocab - 32 * w : 32;
-            for (long i = 0; i < n; i++)
-                if (forbidden >> i & 1) logits[32 * w + i] = -INFINITY;
-        }
+// Writes the rank and log-probability of a token and the likeliest tokens, under the logits.
+static void write_report(const float *logits, long vocab, int32_t token, long num_top, int32_t *ids,
+                         int32_t *report) {
+    Candidates all = {logits, NULL, vocab, logits[argmax(logits, vocab)], 1.0f, -INFINITY, {0, 0}};
+    float log_sum_exp = (float)(all.best + log(sum_exp(&all))), own = logits[token];
+    long num_before = 0;
+    for (long i = 0; i < vocab; i++) num_before += logits[i] > own;
+    for (long i = 0; i < token; i++) num_before += logits[i] == own;
+    float logprob = own - log_sum_exp;
+    report[0] = (int32_t)num_before + 1;
+    memcpy(report + 1, &logprob, sizeof logprob);
+    if (num_top > vocab) num_top = vocab;
+    if (num_top) select_top_k(logits, vocab, num_top, ids);
+    for (long i = 0; i < num_top; i++) {
+        long place = 0;
+        for (long j = 0; j < num_top; j++) place += ranks_before(logits, ids[j], ids[i]);
+        logprob = logits[ids[i]] - log_sum_exp;
+        report[2 + place] = ids[i];
+        memcpy(report + 2 + MAX_TOP + place, &logprob, sizeof logprob);
     }
 }
 
-// Sets the logits of tokens whose bit is 0 to -inf, in the rows `slots` of logits [n, vocab].
-void native_mask_logits(ThreadPool *pool, float *logits, long vocab, const int32_t *words,
-                        long num_words, const int64_t *slots, long count) {
-    TokenMask a = {logits, words, slots, count, vocab, num_words};
-    issue(pool, mask_kernel, &a, sizeof a, count * vocab / 8.0);
+static void sample_kernel(const void *arguments, const ThreadContext *ctx) {
+    const Sample *a = arguments;
+    float *adjusted = (float *)ctx->scratch;
+    int32_t *ids = (int32_t *)(adjusted + a->vocab);
+    long first, end;
+    while (next_chunk(ctx, a->count, 1, &first, &end)) {
+        const float *logits = a->logits + first * a->vocab, *scores = logits;
+        Row row = get_row(&a->state, a->rows[first], a->vocab, a->positions[first]);
+        if (row.ints[FLAGS] & ADJUSTED_FLAGS) {
+            adjust_scores(&row, logits, adjusted);
+            scores = adjusted;
+        }
+        int32_t token = choose_token(&row, scores, ids);
+        a->tokens[first] = token;
+        if (row.ints[FLAGS] & LOGPROBS_FLAG)
+            write_report(logits, a->vocab, token, row.ints[NUM_TOP], ids,
+                         a->reports + first * (2 + 2 * MAX_TOP));
+        record_token(&row, token);
+    }
 }
 
-// logits [count, vocab]; rows [count]: where the params of each are; positions [count] of the
-// tokens.
-void native_sample(ThreadPool *pool, const float *logits, long count, long vocab,
-                   const int32_t *rows, const int64_t *positions, const double *params, long stride,
-                   const int64_t *top_k, const int32_t *seeds, int64_t *tokens) {
-    Sample a = {logits, rows, positions, top_k, params, seeds, tokens, count, vocab, stride};
+typedef struct {
+    const float *logits;
+    const int64_t *tokens;
+    int32_t *reports;
+    long count, vocab, num_top;
+} Scoring;
+
+static void score_kernel(const void *arguments, const ThreadContext *ctx) {
+    const Scoring *a = arguments;
+    long first, end;
+    while (next_chunk(ctx, a->count, 1, &first, &end))
+        write_report(a->logits + first * a->vocab, a->vocab, (int32_t)a->tokens[first], a->num_top,
+                     (int32_t *)ctx->scratch, a->reports + first * (2 + 2 * MAX_TOP));
+}
+
+// Reports the log-probabilities of tokens [count] under logits [count, vocab].
+void native_score(ThreadPool *pool, const float *logits, long count, long vocab,
+                  const int64_t *tokens, long num_top, int32_t *reports) {
+    Scoring a = {logits, tokens, reports, count, vocab, num_top};
     reserve_scratch(pool, vocab * sizeof(int32_t));
+    issue(pool, score_kernel, &a, sizeof a, count * vocab / 2.0);
+}
+
+// logits [count, vocab]; rows [count]: where the state of each is; positions [count] of the tokens.
+// Writes tokens [count] and, for rows that ask for them, reports; updates the state.
+void native_sample(ThreadPool *pool, const float *logits, long count, long vocab,
+                   const int32_t *rows, const int64_t *positions, const double *floats,
+                   const int32_t *ints, uint32_t *bits, const float *bias, int16_t *counts,
+                   const int32_t *bad_words, const int32_t *word_tokens, int32_t *recent,
+                   int64_t *tokens, int32_t *reports) {
+    SamplingRows state = {floats, ints, bits, bias, counts, bad_words, word_tokens, recent};
+    Sample a = {logits, rows, positions, state, tokens, reports, count, vocab};
+    reserve_scratch(pool, vocab * (sizeof(float) + sizeof(int32_t)));
     issue(pool, sample_kernel, &a, sizeof a, count * vocab / 4.0);
 }

@@ -10,317 +10,217 @@ score / temperature + Gumbel noise. The lowest id wins among equals.
 A request occupies a row for as long as it runs. A sample is one token to choose: one row of logits
 at one position of one request; a request with n drafts (speculative decoding) has 1 + n samples.
 
-Parameters that many requests use are tensors with an entry for each row. Rare ones are logits
-processors, which act only on the samples of requests that have them. The only state is the token
-history, stored only for requests that need it. A sample at position p reads the tokens below p, so
-rejected drafts need no undoing.
-
-`FusedSampler` samples inside a captured step (CUDA graph or CPU trace) for requests that
-`supports_fused_sampling` admits. This file must not know schedules, blocks or why a request ends.
+All parameters and all state are tables on the device with an entry for each row
+(kernels/sampling_rows). The host writes them when a request joins, and then only the masks of
+grammars and the green lists of watermarks. So a step samples for any mix of requests inside its
+CUDA graph or CPU trace. This file must not know schedules, blocks or why a request ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from bloomery.attention.base import download, upload
-from bloomery.kernels.sampling import SamplingScratch, sample_tokens
-from bloomery.kernels.sampling_reference import (
-    GREEDY_TEMPERATURE,
-    SamplingTensors,
-    gumbel_noise,
-    noise_keys,
-    penalized,
-    seed_words,
-    stable_topk,
-    truncation_mask,
+from bloomery.attention.base import download, index_dtype, upload
+from bloomery.kernels.launch import use_triton
+from bloomery.kernels.sampling import (
+    SamplingScratch,
+    sample_tokens_triton,
+    score_tokens_triton,
 )
-from bloomery.kernels.token_mask import TokenMasks, mask_logits
+from bloomery.kernels.sampling_reference import (
+    INCREMENT_1,
+    MULTIPLIER_1,
+    MULTIPLIER_2,
+    UINT32_MASK,
+    report_logprobs,
+    sample_tokens_reference,
+)
+from bloomery.kernels.sampling_rows import (
+    BAD,
+    BANNED_FLAG,
+    BIASED,
+    BIASED_FLAG,
+    FLAGS,
+    GREEN,
+    GREEN_FLAG,
+    LOGPROBS_FLAG,
+    MAX_TOP_LOGPROBS,
+    NUM_RECENT,
+    NUM_TOP,
+    OUTPUT,
+    PENALIZED_FLAG,
+    PERMITTED,
+    PERMITTED_FLAG,
+    PROMPT,
+    STOPS,
+    SampleOutputs,
+    SamplingRows,
+)
 from bloomery.messages import NewRequestData, ResolvedSampling, TokenLogprob
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
+from bloomery.runtime.watermark import GreenLists
 
-NUM_FIRST_CANDIDATES = 512  # tokens that are sorted first; more only if these are not enough
-MAX_CHUNK_LOGITS = 1 << 22  # logits processed at a time where the work takes much more memory
+INCREMENT_2 = 0x85EBCA6B  # of `seed_words`
+SCORED_TOKENS = 64  # prompt tokens whose log-probabilities are computed at a time
 
 # The tokens that one request gained in a step, and their log-probabilities if requested.
 AcceptedTokens = tuple[tuple[int, ...], tuple[TokenLogprob, ...]]
 
-# ---- logits processors ----
+
+# ---- a request's entries in the tables ----
 
 
-class LogitsProcessor(Protocol):
-    """Changes the scores [vocab] of one sample in place.
-
-    `history` holds the request's tokens; those below `position` are valid.
-    """
-
-    def apply(self, scores: torch.Tensor, position: int, history: torch.Tensor) -> None: ...
-
-
-@dataclass(frozen=True)
-class AllowedTokensProcessor:
-    """Allows only some token ids."""
-
-    ids: torch.Tensor
-
-    def apply(self, scores: torch.Tensor, position: int, history: torch.Tensor) -> None:
-        allowed = scores[self.ids]
-        scores.fill_(-torch.inf)
-        scores[self.ids] = allowed
+def seed_words(seed: int) -> tuple[int, int]:
+    """Turn a 64-bit seed into two int32 words, by the recipe in kernels/sampling_reference.py."""
+    low = seed & UINT32_MASK
+    high = seed >> 32 & UINT32_MASK
+    first = mix_bits(mix_bits(low + INCREMENT_1) ^ high)
+    second = mix_bits(mix_bits(high + INCREMENT_2) ^ low)
+    return as_int32(first), as_int32(second)
 
 
-@dataclass(frozen=True)
-class LogitBiasProcessor:
-    """Adds a bias to the scores of some token ids."""
-
-    ids: torch.Tensor
-    values: torch.Tensor
-
-    def apply(self, scores: torch.Tensor, position: int, history: torch.Tensor) -> None:
-        scores.index_add_(0, self.ids, self.values)
+def mix_bits(x: int) -> int:
+    """Hash a 32-bit integer."""
+    x &= UINT32_MASK
+    x = ((x ^ x >> 16) * MULTIPLIER_1) & UINT32_MASK
+    x = ((x ^ x >> 15) * MULTIPLIER_2) & UINT32_MASK
+    return x ^ x >> 16
 
 
-@dataclass(frozen=True)
-class BadWordsProcessor:
-    """Forbids the last token of a word whose other tokens end the output so far.
-
-    Prompt tokens do not count as output.
-    """
-
-    prefixes: torch.Tensor  # [words, longest word - 1], right-aligned; -1 matches anything
-    last_tokens: torch.Tensor  # [words]
-    prompt_len: int
-
-    def apply(self, scores: torch.Tensor, position: int, history: torch.Tensor) -> None:
-        width = self.prefixes.shape[1]
-        recent = self.prefixes.new_full((width,), -2)
-        count = min(width, position - self.prompt_len)
-        recent[width - count :] = history[position - count : position]
-        matches = ((self.prefixes == recent) | (self.prefixes == -1)).all(-1)
-        forbid_tokens(scores, self.last_tokens, matches)
+def as_int32(x: int) -> int:
+    """Reinterpret an unsigned 32-bit integer as a signed one."""
+    return x - (1 << 32) if x >> 31 else x
 
 
-@dataclass(frozen=True)
-class MinTokensProcessor:
-    """Forbids stop tokens before the request may end."""
-
-    stop_ids: torch.Tensor
-    first_end_position: int  # the first position at which the request may end
-
-    def apply(self, scores: torch.Tensor, position: int, history: torch.Tensor) -> None:
-        if position < self.first_end_position:
-            forbidden = torch.ones_like(self.stop_ids, dtype=torch.bool)
-            forbid_tokens(scores, self.stop_ids, forbidden)
+def pack_token_bits(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return the bit set of tokens [words] int32; bit i of word w is token 32 w + i."""
+    num_words = -(-vocab_size // 32)
+    flags = np.zeros(32 * num_words, np.bool_)
+    if len(tokens):
+        flags[np.asarray(tokens)] = True
+    return np.packbits(flags, bitorder="little").view(np.int32)
 
 
-@dataclass(frozen=True)
-class WatermarkProcessor:
-    """Favours a green list that the previous token selects, exactly as TGI does on a CPU.
+class RequestSampling(NamedTuple):
+    """The host's copy of what a row asks for."""
 
-    The list is a prefix of torch.randperm from a CPU generator seeded by a prime times the token,
-    whatever device the logits are on. TGI on a GPU uses that GPU's generator, whose lists differ.
-    Reading the token waits for the device.
-    """
-
-    gamma: float
-    delta: float
-
-    def apply(self, scores: torch.Tensor, position: int, history: torch.Tensor) -> None:
-        previous_token = int(history[position - 1])
-        generator = torch.Generator().manual_seed(15485863 * previous_token)
-        green_count = int(len(scores) * self.gamma)
-        green_list = torch.randperm(len(scores), generator=generator)[:green_count]
-        scores[green_list.to(scores.device)] += self.delta
+    flags: int
+    num_logprobs: int | None  # likeliest tokens to report; None: no log-probabilities
+    permitted: np.ndarray | None  # the bits of allowed_token_ids
+    gamma: float  # of a watermark
 
 
-def forbid_tokens(scores: torch.Tensor, ids: torch.Tensor, forbidden: torch.Tensor) -> None:
-    """Rule out the ids where `forbidden` [ids] is set, unless that would leave no token at all."""
-    limits = torch.where(forbidden, -torch.inf, torch.inf)
-    limited = scores.scatter_reduce(0, ids, limits, "amin")
-    scores.copy_(torch.where(limited.isneginf().all(), scores, limited))
-
-
-def build_logits_processors(
-    new_request: NewRequestData, device: torch.device
-) -> tuple[LogitsProcessor, ...]:
-    """Return the logits processors of a request, in the order in which they apply."""
+def find_flags(new_request: NewRequestData) -> int:
+    """Return the flags of a request's row."""
     sampling = new_request.sampling
-    processors = list[LogitsProcessor]()
-    if sampling.allowed_token_ids:
-        processors.append(AllowedTokensProcessor(upload(sampling.allowed_token_ids, device)))
-    if sampling.logit_bias:
-        ids, values = zip(*sampling.logit_bias)
-        biases = upload(values, device, torch.float32)
-        processors.append(LogitBiasProcessor(upload(ids, device), biases))
-    if sampling.bad_words:
-        width = max(map(len, sampling.bad_words)) - 1
-        padded = [[-1] * (width + 1 - len(word)) + list(word[:-1]) for word in sampling.bad_words]
-        prefixes = upload(padded, device).reshape(len(padded), width)
-        last_tokens = upload([word[-1] for word in sampling.bad_words], device)
-        processors.append(BadWordsProcessor(prefixes, last_tokens, new_request.prompt_len))
-    if sampling.min_tokens and new_request.stop_ids:
-        stop_ids = upload(new_request.stop_ids, device)
-        first_end_position = new_request.prompt_len + sampling.min_tokens
-        processors.append(MinTokensProcessor(stop_ids, first_end_position))
-    if sampling.watermark:
-        processors.append(WatermarkProcessor(*sampling.watermark))
-    return tuple(processors)
-
-
-# ---- log-probabilities ----
-
-
-@dataclass(frozen=True)
-class LogprobTensors:
-    """Log-probabilities of one token for each sample, still on the device."""
-
-    tokens: torch.Tensor  # [samples]
-    logprobs: torch.Tensor  # [samples]
-    ranks: torch.Tensor  # [samples]
-    top_ids: torch.Tensor  # [samples, count], most likely first
-    top_logprobs: torch.Tensor  # [samples, count]
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[LogprobTensors]) -> LogprobTensors:
-        """Concatenate along the samples."""
-        if len(parts) == 1:
-            return parts[0]
-        columns = zip(*(part.fields for part in parts), strict=True)
-        return cls(*(torch.cat(column) for column in columns))
-
-    @property
-    def fields(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, in the order of the constructor."""
-        return self.tokens, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
-
-    def to_list(self, counts: Sequence[int]) -> list[TokenLogprob]:
-        """Convert to messages; `counts` has the number of top tokens to return for each sample."""
-        columns = (values.tolist() for values in self.fields)
-        entries = []
-        for count, token, logprob, rank, ids, logprobs in zip(counts, *columns):
-            top = tuple(zip(ids[:count], logprobs[:count]))
-            entries.append(TokenLogprob(token, logprob, rank, top))
-        return entries
-
-
-def compute_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, count: int, chunk_rows: int = 1
-) -> LogprobTensors:
-    """Compute log-probabilities of tokens [samples] under unchanged logits [samples, vocab].
-
-    `count` top tokens are listed for each sample. Equal logits rank by id, as in the top list.
-    `chunk_rows` rows of logits are summed at a time.
-    """
-    logits = logits.float()
-    chunks = logits.split(chunk_rows)
-    log_sum_exp = torch.cat([chunk.logsumexp(-1, keepdim=True) for chunk in chunks])
-    token_logits = logits.gather(-1, tokens.unsqueeze(-1))
-    lower_id = torch.arange(logits.shape[-1], device=logits.device) < tokens.unsqueeze(-1)
-    comes_before = (logits > token_logits) | ((logits == token_logits) & lower_id)
-    ranks = 1 + comes_before.sum(-1)
-    top_logits, top_ids = stable_topk(logits, min(count, logits.shape[-1]))
-    logprobs = (token_logits - log_sum_exp).squeeze(-1)
-    return LogprobTensors(tokens, logprobs, ranks, top_ids, top_logits - log_sum_exp)
-
-
-# ---- requests and samples ----
-
-
-def has_penalties(sampling: ResolvedSampling) -> bool:
-    """Whether a repetition, frequency or presence penalty is set."""
-    return (
+    penalized = (
         sampling.repetition_penalty != 1.0
         or sampling.frequency_penalty != 0.0
         or sampling.presence_penalty != 0.0
     )
+    flags = 0
+    if sampling.allowed_token_ids:
+        flags |= PERMITTED_FLAG
+    if sampling.logit_bias:
+        flags |= BIASED_FLAG
+    if sampling.bad_words or (sampling.min_tokens and new_request.stop_ids):
+        flags |= BANNED_FLAG
+    if sampling.watermark:
+        flags |= GREEN_FLAG
+    if penalized:
+        flags |= PENALIZED_FLAG
+    if sampling.logprobs is not None:
+        flags |= LOGPROBS_FLAG
+    return flags
 
 
-@dataclass(frozen=True)
-class RequestSampling:
-    """The host's copy of a request's sampling parameters: selects how its samples are computed."""
-
-    row: int
-    sampling: ResolvedSampling
-    processors: tuple[LogitsProcessor, ...]
-    prompt_len: int
-
-    @property
-    def float_params(self) -> tuple[float, ...]:
-        """The request's row of `Sampler.float_params`."""
-        sampling = self.sampling
-        return (
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.typical_p,
-            sampling.repetition_penalty,
-            sampling.frequency_penalty,
-            sampling.presence_penalty,
-        )
-
-    @property
-    def has_penalties(self) -> bool:
-        return has_penalties(self.sampling)
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether sampling reads earlier tokens of the request."""
-        sampling = self.sampling
-        return self.has_penalties or bool(sampling.bad_words) or sampling.watermark is not None
-
-    @property
-    def method(self) -> Literal["greedy", "untruncated", "truncated"]:
-        """Which tokens can be sampled: the best, any (min_p needs no sorting), or the top ones."""
-        sampling = self.sampling
-        if sampling.temperature < GREEDY_TEMPERATURE:
-            return "greedy"
-        if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.typical_p < 1.0:
-            return "truncated"
-        return "untruncated"
+def encode_floats(sampling: ResolvedSampling) -> tuple[float, ...]:
+    """Return a request's row of `SamplingRows.floats`."""
+    delta = sampling.watermark[1] if sampling.watermark else 0.0
+    return (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.typical_p,
+        sampling.repetition_penalty,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+        delta,
+    )
 
 
-@dataclass(frozen=True)
-class SampleBatch:
-    """Some or all samples of a step: their requests, and the positions of the tokens to choose."""
+def encode_ints(new_request: NewRequestData, flags: int, vocab_size: int) -> tuple[int, ...]:
+    """Return a request's row of `SamplingRows.ints`."""
+    sampling = new_request.sampling
+    first_end = 0
+    if sampling.min_tokens and new_request.stop_ids:
+        first_end = min(new_request.prompt_len + sampling.min_tokens, 2**31 - 1)
+    return (
+        flags,
+        sampling.top_k if 0 < sampling.top_k < vocab_size else 0,
+        *seed_words(sampling.seed),
+        sampling.logprobs or 0,
+        new_request.prompt_len,
+        first_end,
+        sum(len(word) > 1 for word in sampling.bad_words),
+    )
 
-    requests: Sequence[RequestSampling]
-    positions: Sequence[int]
-    row_index: torch.Tensor  # [samples], the requests' rows on the device
-    position_index: torch.Tensor  # [samples], the positions on the device
 
-    @classmethod
-    def build(
-        cls,
-        requests: Sequence[RequestSampling],
-        positions: Sequence[int],
-        device: torch.device,
-    ) -> SampleBatch:
-        """Upload the rows and positions of samples."""
-        row_index = upload([request.row for request in requests], device)
-        return cls(requests, positions, row_index, upload(positions, device))
+def find_bit_sets(new_request: NewRequestData, flags: int) -> list[tuple[int, Sequence[int]]]:
+    """Return the bit sets that a request's row needs: (which one, its tokens)."""
+    sampling = new_request.sampling
+    bit_sets: list[tuple[int, Sequence[int]]] = []
+    if flags & PERMITTED_FLAG:
+        bit_sets.append((PERMITTED, sampling.allowed_token_ids))
+    if flags & BIASED_FLAG:
+        bit_sets.append((BIASED, [token for token, _ in sampling.logit_bias]))
+    if flags & BANNED_FLAG:
+        bit_sets.append((BAD, [word[0] for word in sampling.bad_words if len(word) == 1]))
+        bit_sets.append((STOPS, new_request.stop_ids if sampling.min_tokens else ()))
+    if flags & PENALIZED_FLAG:
+        bit_sets.append((PROMPT, new_request.tokens[: new_request.prompt_len]))
+        bit_sets.append((OUTPUT, new_request.tokens[new_request.prompt_len :]))
+    return bit_sets
 
-    def chunk(self, first: int, count: int) -> SampleBatch:
-        """Return `count` samples from the `first` one on."""
-        part = slice(first, first + count)
-        return SampleBatch(
-            self.requests[part],
-            self.positions[part],
-            self.row_index[part],
-            self.position_index[part],
-        )
 
-    def select(self, chosen: Sequence[int]) -> tuple[torch.Tensor, SampleBatch]:
-        """Return the chosen indices on the device, and those samples."""
-        index = upload(chosen, self.row_index.device)
-        requests = [self.requests[i] for i in chosen]
-        positions = [self.positions[i] for i in chosen]
-        batch = SampleBatch(requests, positions, self.row_index[index], self.position_index[index])
-        return index, batch
+# ---- results ----
+
+
+def read_reports(
+    reports: torch.Tensor, tokens: Sequence[int], counts: Sequence[int | None]
+) -> list[TokenLogprob | None]:
+    """Convert reports on the host; `counts` has the number of top tokens to return for each."""
+    table = reports.numpy()
+    wanted = [count for count in counts if count is not None]
+    width = min(max(wanted, default=0), MAX_TOP_LOGPROBS)
+    first_logprob = 2 + MAX_TOP_LOGPROBS
+    ranks = table[:, 0].tolist()
+    logprobs = as_floats(table[:, 1]).tolist()
+    top_ids = table[:, 2 : 2 + width].tobytes()
+    top_floats = as_floats(table[:, first_logprob : first_logprob + width])
+    top_logprobs = top_floats.astype(np.float64).tobytes()
+    entries: list[TokenLogprob | None] = []
+    for i, (token, count) in enumerate(zip(tokens, counts, strict=True)):
+        if count is None:
+            entries.append(None)
+            continue
+        first = width * i
+        end = first + min(count, width)
+        packed_top = top_ids[4 * first : 4 * end] + top_logprobs[8 * first : 8 * end]
+        entries.append(TokenLogprob(token, logprobs[i], ranks[i], packed_top))
+    return entries
+
+
+def as_floats(bits: np.ndarray) -> np.ndarray:
+    """Reinterpret int32 as float32."""
+    return np.ascontiguousarray(bits).view(np.float32)
 
 
 @dataclass(frozen=True)
@@ -329,16 +229,22 @@ class SamplerOutput:
 
     tokens: torch.Tensor  # [samples]
     drafts: tuple[Sequence[int], ...]  # of each request; it has one sample more than drafts
-    logprobs: LogprobTensors | None = None  # of the samples that request log-probabilities
-    # Sample index -> number of top tokens to return.
-    logprob_counts: Mapping[int, int] = field(default_factory=dict)
+    reports: torch.Tensor | None = None  # [samples, ...], see SampleOutputs; None: none is wanted
+    counts: Sequence[int | None] = ()  # likeliest tokens to return for each sample, with reports
 
     def copy_to_host(self) -> SamplerOutput:
         """Start to copy the results to the host, without waiting."""
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = LogprobTensors(*map(download, self.logprobs.fields))
-        return replace(self, tokens=download(self.tokens), logprobs=logprobs)
+        reports = None
+        if self.reports is not None:
+            reports = download(self.reports)
+        return replace(self, tokens=download(self.tokens), reports=reports)
+
+    def read(self) -> tuple[list[int], Sequence[TokenLogprob | None]]:
+        """Return each sample's token and, if any sample wants them, its log-probabilities."""
+        tokens = self.tokens.tolist()
+        if self.reports is None:
+            return tokens, ()
+        return tokens, read_reports(self.reports.cpu(), tokens, self.counts)
 
     def collect(self) -> list[AcceptedTokens]:
         """Return the accepted tokens of each request.
@@ -346,18 +252,14 @@ class SamplerOutput:
         Drafts are accepted as long as they equal the tokens sampled at their positions. The first
         sample that differs, or the one after the last draft, is accepted too.
         """
-        tokens = self.tokens.tolist()
-        logprobs = dict[int, TokenLogprob]()
-        if self.logprobs is not None:
-            entries = self.logprobs.to_list(tuple(self.logprob_counts.values()))
-            logprobs = dict(zip(self.logprob_counts, entries))
+        tokens, logprobs = self.read()
         accepted = []
         first = 0
         for drafts in self.drafts:
             sampled = tokens[first : first + len(drafts) + 1]
             num_accepted = count_matching(drafts, sampled) + 1
-            samples = range(first, first + num_accepted)
-            own_logprobs = tuple(logprobs[i] for i in samples if i in logprobs)
+            entries = logprobs[first : first + num_accepted]
+            own_logprobs = tuple([entry for entry in entries if entry is not None])
             accepted.append((tuple(sampled[:num_accepted]), own_logprobs))
             first += len(drafts) + 1
         return accepted
@@ -371,371 +273,337 @@ def count_matching(drafts: Sequence[int], sampled: Sequence[int]) -> int:
     return len(drafts)
 
 
+class PreviousTokens(NamedTuple):
+    """The tokens before the ones to sample, on their way to the host."""
+
+    rows: list[int]
+    tokens: torch.Tensor
+    copied: torch.cuda.Event | None
+
+
+class BitUpload:
+    """Copies bit sets to the device through pinned buffers that are allocated once.
+
+    Bit sets are large, and allocating pinned memory for every step would stall the host for
+    milliseconds. There are two buffers: while one is being copied, the other can be filled.
+    """
+
+    def __init__(self, max_sets: int, num_words: int, device: torch.device):
+        self.shape = (max_sets, num_words)
+        self.device = device
+        self.hosts: list[torch.Tensor] = []  # pinned, allocated by the first sets
+        self.copied: list[torch.cuda.Event] = []  # when each of them may be filled again
+        self.turn = 0
+
+    def copy(self, bits: np.ndarray) -> torch.Tensor:
+        """Return bit sets [sets, words] int32 on the device; queues the copy without waiting."""
+        source = torch.from_numpy(np.require(bits, requirements=["C", "W"]))
+        if self.device.type != "cuda":
+            return source
+        if not self.hosts:
+            for _ in range(2):
+                self.hosts.append(torch.empty(self.shape, dtype=torch.int32, pin_memory=True))
+                self.copied.append(torch.cuda.Event())
+        self.turn = 1 - self.turn
+        host = self.hosts[self.turn][: len(bits)]
+        self.copied[self.turn].synchronize()
+        host.copy_(source)
+        target = host.to(self.device, non_blocking=True)
+        self.copied[self.turn].record()
+        return target
+
+
+# ---- the sampler ----
+
+
 class Sampler:
-    """Samples tokens with torch, for any combination of sampling parameters."""
+    """Samples tokens for any combination of sampling parameters.
+
+    A captured step calls the sampler itself. `sample` is for steps that the host lays out.
+    """
 
     def __init__(
         self,
         num_rows: int,
         vocab_size: int,
         device: torch.device | str = "cpu",
-        batch_invariant: bool = False,
-        max_model_len: int = 1 << 31,
+        extra_samples: int = 0,
+        pool: ThreadPool | None = None,
     ):
-        """Allocate parameters for `num_rows` requests.
+        """Allocate the tables of `num_rows` requests, and one more row to score prompts with.
 
-        batch_invariant: no result may depend on the number of samples in a batch.
-        max_model_len: no sequence has more tokens.
+        There can be one sample of every row and `extra_samples` more at a time.
         """
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self.max_model_len = max_model_len
+        self.pool = pool
+        self.scoring_row = num_rows
+        self.state = SamplingRows.allocate(num_rows + 1, vocab_size, self.device)
+        self.state.ints[self.scoring_row, FLAGS] = LOGPROBS_FLAG
+        num_samples = max(num_rows + extra_samples, SCORED_TOKENS)
+        self.outputs = SampleOutputs.allocate(num_samples, self.device)
+        self.scratch: SamplingScratch | None = None
+        if self.device.type == "cuda":
+            self.scratch = SamplingScratch.allocate(num_samples, vocab_size, self.device)
         self.requests: dict[int, RequestSampling] = {}  # by row
-        self.new_rows: list[int] = []  # rows whose parameters are not on the device yet
-        # [rows, 7]: the columns that `_params` returns.
-        self.float_params = torch.zeros(num_rows, 7, dtype=torch.float64, device=self.device)
-        self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        self.seed_words = torch.zeros(num_rows, 2, dtype=torch.int32, device=self.device)
-        self.prompt_lens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        # [rows, width]; the width grows on demand.
-        self.history = torch.zeros(num_rows, 0, dtype=torch.int32, device=self.device)
-        # Rows of logits processed at a time where the work takes many times their memory.
-        self.max_chunk_rows = max(1, MAX_CHUNK_LOGITS // vocab_size)
-        # Rows of logits processed at a time elsewhere. On a CPU one row fits into the cache.
-        one_by_one = batch_invariant or self.device.type == "cpu"
-        self.chunk_rows = 1 if one_by_one else self.max_chunk_rows
-        self.all_ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)
+        self.new_requests: dict[int, NewRequestData] = {}  # not on the device yet, by row
+        self.green_lists = GreenLists(vocab_size, pack_token_bits)
+        self.bit_upload = BitUpload(num_rows, -(-vocab_size // 32), self.device)
+
+    def __call__(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> SampleOutputs:
+        """Sample one token for each row of logits [samples, vocab], without any work on the host.
+
+        rows and positions [samples] are those of the tokens to sample. The results lie in buffers
+        that the next call overwrites. Afterwards the tokens count as part of the requests.
+        """
+        outputs = SampleOutputs(*[values[: len(logits)] for values in self.outputs])
+        if self.pool is not None and self.pool.accepts(logits):
+            ops.sample_tokens(self.pool, logits, rows, positions, self.state, *outputs)
+        elif use_triton(logits) and self.scratch is not None:
+            sample_tokens_triton(logits, rows, positions, self.state, outputs, self.scratch)
+        else:
+            sample_tokens_reference(logits, rows, positions, self.state, outputs)
+        return outputs
+
+    # ---- requests join and leave ----
 
     def admit(self, row: int, new_request: NewRequestData) -> None:
         """Start or resume a request in a row.
 
         `new_request.tokens` is the prompt and whatever output the request already has.
         """
-        processors = build_logits_processors(new_request, self.device)
-        request = RequestSampling(row, new_request.sampling, processors, new_request.prompt_len)
-        self.requests[row] = request
-        self.new_rows.append(row)
-        if request.needs_history:
-            self._append_history(row, 0, new_request.tokens)
-
-    def upload_new_requests(self) -> None:
-        """Send the parameters of new requests to the device: once a step, before it samples."""
-        if not self.new_rows:
-            return
-        requests = [self.requests[row] for row in self.new_rows]
-        index = upload([request.row for request in requests], self.device)
-        float_params = [request.float_params for request in requests]
-        word_pairs = [seed_words(request.sampling.seed) for request in requests]
-        top_k = [self._effective_top_k(request.sampling.top_k) for request in requests]
-        prompt_lens = [request.prompt_len for request in requests]
-        self.float_params[index] = upload(float_params, self.device, torch.float64)
-        self.seed_words[index] = upload(word_pairs, self.device, torch.int32)
-        self.top_k[index] = upload(top_k, self.device)
-        self.prompt_lens[index] = upload(prompt_lens, self.device)
-        self.new_rows.clear()
+        sampling = new_request.sampling
+        flags = find_flags(new_request)
+        permitted = None
+        if sampling.allowed_token_ids:
+            permitted = pack_token_bits(sampling.allowed_token_ids, self.vocab_size)
+        gamma = sampling.watermark[0] if sampling.watermark else 0.0
+        self.requests[row] = RequestSampling(flags, sampling.logprobs, permitted, gamma)
+        self.new_requests[row] = new_request
 
     def release(self, row: int) -> None:
         """Forget the request in a row: it has ended or was preempted."""
         del self.requests[row]
-        if row in self.new_rows:
-            self.new_rows.remove(row)
+        self.new_requests.pop(row, None)
+
+    def upload_new_requests(self) -> None:
+        """Send the parameters of new requests to the device: once a step, before it samples."""
+        if not self.new_requests:
+            return
+        floats = []
+        ints = []
+        bit_sets = []
+        for row, request in self.new_requests.items():
+            flags = self.requests[row].flags
+            floats.append(encode_floats(request.sampling))
+            ints.append(encode_ints(request, flags, self.vocab_size))
+            bit_sets += [(row, *bit_set) for bit_set in find_bit_sets(request, flags)]
+        index = upload(list(self.new_requests), self.device)
+        self.state.floats[index] = upload(floats, self.device, torch.float64)
+        self.state.ints[index] = upload(ints, self.device, torch.int32)
+        if bit_sets:
+            places = upload([(row, kind) for row, kind, _ in bit_sets], self.device)
+            packed_sets = [pack_token_bits(tokens, self.vocab_size) for _, _, tokens in bit_sets]
+            packed = upload(torch.from_numpy(np.stack(packed_sets)), self.device, torch.int32)
+            self.state.bits[places[:, 0], places[:, 1]] = packed
+        self._upload_biases()
+        self._upload_counts()
+        self._upload_recent_tokens()
+        self._upload_bad_words()
+        self.new_requests.clear()
+
+    def _upload_biases(self) -> None:
+        entries = [
+            (row, token, bias)
+            for row, request in self.new_requests.items()
+            for token, bias in request.sampling.logit_bias
+        ]
+        if entries:
+            rows, tokens, biases = zip(*entries)
+            values = upload(biases, self.device, torch.float32)
+            self.state.bias[upload(rows, self.device), upload(tokens, self.device)] = values
+
+    def _upload_counts(self) -> None:
+        """Count the output that requests already have, for those with penalties."""
+        entries = []
+        for row, request in self.new_requests.items():
+            output = request.tokens[request.prompt_len :]
+            if output and self.requests[row].flags & PENALIZED_FLAG:
+                entries += [(row, token, count) for token, count in Counter(output).items()]
+        if entries:
+            rows, tokens, counts = upload(entries, self.device).unbind(1)
+            self.state.counts[rows, tokens] = counts.to(torch.int16)
+
+    def _upload_recent_tokens(self) -> None:
+        entries = []
+        for row, request in self.new_requests.items():
+            if self.requests[row].flags & (BANNED_FLAG | GREEN_FLAG):
+                length = len(request.tokens)
+                first = max(0, length - NUM_RECENT)
+                entries += [
+                    (row, position % NUM_RECENT, request.tokens[position])
+                    for position in range(first, length)
+                ]
+        if entries:
+            rows, places, tokens = upload(entries, self.device, torch.int64).unbind(1)
+            self.state.recent[rows, places] = tokens.to(torch.int32)
+
+    def _upload_bad_words(self) -> None:
+        """Send bad words of several tokens; those of one token are a bit set."""
+        entries = []
+        prefixes = []
+        for row, request in self.new_requests.items():
+            num_tokens = 0
+            long_words = [word for word in request.sampling.bad_words if len(word) > 1]
+            for number, word in enumerate(long_words):
+                entries.append((row, number, word[-1], num_tokens, len(word) - 1))
+                for token in word[:-1]:
+                    prefixes.append((row, num_tokens, token))
+                    num_tokens += 1
+        if entries:
+            table = upload(entries, self.device, torch.int64)
+            self.state.bad_words[table[:, 0], table[:, 1]] = table[:, 2:].to(torch.int32)
+            rows, places, tokens = upload(prefixes, self.device, torch.int64).unbind(1)
+            self.state.word_tokens[rows, places] = tokens.to(torch.int32)
+
+    # ---- what the host adds to a step ----
+
+    def set_masks(self, rows: Sequence[int], bits: np.ndarray) -> None:
+        """Permit only the tokens of a grammar's mask, bits [rows, words], in each of these rows.
+
+        The mask holds until the next one.
+        """
+        self.upload_new_requests()
+        num_words = self.state.bits.shape[2]
+        masks = np.zeros((len(rows), num_words), np.int32)
+        width = min(num_words, bits.shape[1])
+        masks[:, :width] = bits[:, :width]
+        new_flags = []
+        for i, row in enumerate(rows):
+            request = self.requests[row]
+            if request.permitted is not None:
+                masks[i] &= request.permitted
+            if not request.flags & PERMITTED_FLAG:
+                flags = request.flags | PERMITTED_FLAG
+                self.requests[row] = request._replace(flags=flags)
+                new_flags.append((row, flags))
+        index = upload(rows, self.device)
+        self.state.bits[index, PERMITTED] = self.bit_upload.copy(masks)
+        if new_flags:
+            flagged_rows, values = upload(new_flags, self.device).unbind(1)
+            self.state.ints[flagged_rows, FLAGS] = values.to(torch.int32)
+
+    def fetch_previous_tokens(self, samples: Sequence[tuple[int, int]]) -> PreviousTokens | None:
+        """Start to fetch the tokens before (row, position) samples, for those with watermarks.
+
+        Call it before the forward pass is queued, so that the copy does not wait for it.
+        """
+        wanted = [sample for sample in samples if self.requests[sample[0]].flags & GREEN_FLAG]
+        if not wanted:
+            return None
+        self.upload_new_requests()
+        places = [(row, (position - 1) % NUM_RECENT) for row, position in wanted]
+        rows, recent_places = upload(places, self.device).unbind(1)
+        tokens = download(self.state.recent[rows, recent_places])
+        copied = None
+        if self.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+        return PreviousTokens([row for row, _ in wanted], tokens, copied)
+
+    def set_green_lists(self, previous: PreviousTokens | None) -> None:
+        """Favour the green lists that the previous tokens select."""
+        if previous is None:
+            return
+        if previous.copied is not None:
+            previous.copied.synchronize()
+        gammas = [self.requests[row].gamma for row in previous.rows]
+        lists = self.green_lists.find(list(zip(previous.tokens.tolist(), gammas, strict=True)))
+        self.state.bits[upload(previous.rows, self.device), GREEN] = self.bit_upload.copy(lists)
+
+    # ---- steps that the host lays out ----
 
     def sample(
         self,
         logits: torch.Tensor,
         requests: Sequence[tuple[int, int, Sequence[int]]],
-        masks: TokenMasks | None = None,
     ) -> SamplerOutput:
         """Sample one token for each row of logits [samples, vocab].
 
         requests: (row, position of the token to sample, drafts). Each request has 1 + len(drafts)
-        consecutive rows of logits. masks: the tokens that grammars allow.
+        consecutive rows of logits. Drafts are verified one after another: each must count as part
+        of the request before the next is sampled.
         """
         self.upload_new_requests()
-        for row, position, drafts in requests:
-            if drafts and self.requests[row].needs_history:
-                self._append_history(row, position, drafts)
-        sample_requests = list[RequestSampling]()
-        positions = list[int]()
-        for row, position, drafts in requests:
-            num_samples = len(drafts) + 1
-            sample_requests += [self.requests[row]] * num_samples
-            positions += range(position, position + num_samples)
-        batch = SampleBatch.build(sample_requests, positions, self.device)
-        raw = logits.float()
-        tokens = self._choose_tokens(self._process_logits(raw, batch, masks), batch)
-        self._store_history(tokens, batch)
+        first_samples = []
+        counts: list[int | None] = []
+        for row, _, drafts in requests:
+            first_samples.append(len(counts))
+            counts += [self.requests[row].num_logprobs] * (1 + len(drafts))
+        wants_logprobs = any(count is not None for count in counts)
+        tokens = torch.empty(len(counts), dtype=torch.int64, device=self.device)
+        reports = None
+        if wants_logprobs:
+            width = self.outputs.reports.shape[1]
+            reports = torch.empty(len(counts), width, dtype=torch.int32, device=self.device)
+        for turn in range(1 + max(len(drafts) for _, _, drafts in requests)):
+            samples = [
+                (first + turn, row, position + turn)
+                for first, (row, position, drafts) in zip(first_samples, requests)
+                if turn <= len(drafts)
+            ]
+            self.set_green_lists(
+                self.fetch_previous_tokens([(row, position) for _, row, position in samples])
+            )
+            index, rows, positions = upload(samples, self.device).t().contiguous()
+            chosen = logits if len(samples) == len(logits) else logits[index]
+            # The types of a captured step, so that the kernels are compiled once.
+            outputs = self(chosen, rows.to(torch.int32), positions.to(index_dtype(self.device)))
+            tokens[index] = outputs.tokens
+            if reports is not None:
+                reports[index] = outputs.reports
         all_drafts = tuple(drafts for _, _, drafts in requests)
-        counts = {
-            i: request.sampling.logprobs
-            for i, request in enumerate(sample_requests)
-            if request.sampling.logprobs is not None
-        }
-        if not counts:
-            return SamplerOutput(tokens, all_drafts)
-        index, _ = batch.select(list(counts))
-        max_count = max(counts.values())
-        logprobs = [
-            compute_logprobs(raw[part], tokens[part], max_count, self.chunk_rows)
-            for part in index.split(self.max_chunk_rows)
-        ]
-        return SamplerOutput(tokens, all_drafts, LogprobTensors.concatenate(logprobs), counts)
+        output = SamplerOutput(tokens, all_drafts, reports, counts if wants_logprobs else ())
+        if any(all_drafts):
+            self._forget_rejected(output, [row for row, _, _ in requests])
+        return output
 
-    def prompt_logprobs(
-        self, logits: torch.Tensor, next_tokens: Sequence[int], count: int
-    ) -> list[TokenLogprob]:
-        """Score a prompt: logits [positions, vocab] and the token that follows each position."""
-        entries = list[TokenLogprob]()
-        tokens = upload(next_tokens, self.device)
-        chunks = zip(logits.split(self.max_chunk_rows), tokens.split(self.max_chunk_rows))
-        for chunk_logits, chunk_tokens in chunks:
-            logprobs = compute_logprobs(chunk_logits, chunk_tokens, count, self.chunk_rows)
-            entries += logprobs.to_list([count] * len(chunk_tokens))
-        return entries
+    def _forget_rejected(self, output: SamplerOutput, rows: Sequence[int]) -> None:
+        """Take tokens that were sampled after a wrong draft off the penalty counts."""
+        tokens = output.tokens.tolist()
+        first = 0
+        for row, drafts, (accepted, _) in zip(rows, output.drafts, output.collect(), strict=True):
+            rejected = tokens[first + len(accepted) : first + len(drafts) + 1]
+            first += len(drafts) + 1
+            if not self.requests[row].flags & PENALIZED_FLAG:
+                continue
+            for token in rejected:
+                count = int(self.state.counts[row, token]) - 1
+                self.state.counts[row, token] = count
+                if not count:
+                    word = int(self.state.bits[row, OUTPUT, token // 32]) & ~(1 << token % 32)
+                    self.state.bits[row, OUTPUT, token // 32] = as_int32(word & UINT32_MASK)
 
-    def _effective_top_k(self, top_k: int) -> int:
-        """Return 0, which is off, for a top_k that excludes nothing."""
-        return top_k if 0 < top_k < self.vocab_size else 0
-
-    # ---- token history ----
-
-    def _widen_history(self, length: int) -> None:
-        num_rows, width = self.history.shape
-        if length > width:
-            new_width = max(length, min(2 * width, self.max_model_len))
-            wider = self.history.new_zeros(num_rows, new_width)
-            wider[:, :width] = self.history
-            self.history = wider
-
-    def _append_history(self, row: int, position: int, tokens: Sequence[int]) -> None:
-        end = position + len(tokens)
-        self._widen_history(end)
-        self.history[row, position:end] = upload(tokens, self.device)
-
-    def _store_history(self, tokens: torch.Tensor, batch: SampleBatch) -> None:
-        """Store the sampled tokens of requests that need their history."""
-        chosen = [i for i, request in enumerate(batch.requests) if request.needs_history]
-        if not chosen:
-            return
-        index, part = batch.select(chosen)
-        self._widen_history(max(part.positions) + 1)
-        self.history[part.row_index, part.position_index] = tokens[index].to(torch.int32)
-
-    # ---- logits processors and penalties ----
-
-    def _process_logits(
-        self, raw: torch.Tensor, batch: SampleBatch, masks: TokenMasks | None
+    def score_tokens(
+        self, logits: torch.Tensor, tokens: Sequence[int], num_top: int
     ) -> torch.Tensor:
-        """Return the raw logits themselves if no sample changes them, else a changed copy."""
-        with_penalties = [i for i, request in enumerate(batch.requests) if request.has_penalties]
-        has_processors = any(request.processors for request in batch.requests)
-        if not with_penalties and not has_processors and masks is None:
-            return raw
-        scores = raw.clone()
-        if masks is not None:
-            mask_logits(scores, masks)
-        for row_scores, request, position in zip(scores, batch.requests, batch.positions):
-            for processor in request.processors:
-                processor.apply(row_scores, position, self.history[request.row])
-        if with_penalties:
-            self._apply_penalties(scores, *batch.select(with_penalties))
-        return scores
-
-    def _apply_penalties(
-        self, scores: torch.Tensor, index: torch.Tensor, batch: SampleBatch
-    ) -> None:
-        """Change the scores [all samples, vocab] of the samples `index`, which are `batch`."""
-        max_position = max(batch.positions)
-        history_rows = max(1, MAX_CHUNK_LOGITS // max(max_position, 1))
-        chunk_rows = min(self.chunk_rows, history_rows)
-        for part, rows, positions in zip(
-            index.split(chunk_rows),
-            batch.row_index.split(chunk_rows),
-            batch.position_index.split(chunk_rows),
-        ):
-            *_, repetition, frequency, presence = self._params(rows)
-            scores[part] = penalized(
-                scores[part],
-                self.history[rows, :max_position].to(torch.int64),
-                positions.unsqueeze(-1),
-                self.prompt_lens[rows].unsqueeze(-1),
-                repetition.float(),
-                frequency.float(),
-                presence.float(),
-            )
-
-    # ---- choosing tokens ----
-
-    def _params(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the float parameters of samples, each [samples, 1] in float64.
-
-        They are: temperature, top_p, min_p, typical_p, repetition, frequency and presence penalty.
-        """
-        return self.float_params[rows].unsqueeze(-1).unbind(1)
-
-    def _choose_tokens(self, scores: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
-        """Choose a token for each sample by the method of its request."""
-        methods = [request.method for request in batch.requests]
-        if "greedy" in methods:
-            tokens = scores.argmax(-1)
-        else:
-            tokens = torch.empty_like(batch.position_index)
-        for method, choose in (
-            ("untruncated", self._sample_untruncated),
-            ("truncated", self._sample_truncated),
-        ):
-            chosen = [i for i, request_method in enumerate(methods) if request_method == method]
-            if len(chosen) == len(methods):
-                return choose(scores, batch)
-            if chosen:
-                index, part = batch.select(chosen)
-                tokens[index] = choose(scores[index], part)
-        return tokens
-
-    def _sample_untruncated(self, scores: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
-        """Sample from all tokens, without sorting them."""
-        key_pairs = noise_keys(self.seed_words[batch.row_index], batch.position_index)
-        tokens = []
-        for part_scores, part_rows, part_key_pairs in zip(
-            scores.split(self.chunk_rows),
-            batch.row_index.split(self.chunk_rows),
-            key_pairs.split(self.chunk_rows),
-        ):
-            z = self._relative_logprobs(part_scores, part_rows)
-            tokens.append(z.add_(gumbel_noise(part_key_pairs, self.all_ids)).argmax(-1))
-        return torch.cat(tokens)
-
-    def _relative_logprobs(self, scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return log-probabilities less the best one in float32; -inf where min_p excludes."""
-        temperature, _, min_p, *_ = self._params(rows)
-        z = (scores - scores.amax(-1, keepdim=True)).div_(temperature.float())
-        return z.masked_fill_(z < min_p.log().float(), -torch.inf)
-
-    def _sample_truncated(self, scores: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
-        """Sample from the top tokens only.
-
-        On a CPU few tokens are sorted at first, and more only for the samples that need more. On a
-        GPU that check would make the host wait, so all tokens are sorted.
-        """
-        if len(scores) > self.max_chunk_rows:
-            chunks = []
-            for first in range(0, len(scores), self.max_chunk_rows):
-                part = batch.chunk(first, self.max_chunk_rows)
-                part_scores = scores[first : first + self.max_chunk_rows]
-                chunks.append(self._sample_truncated(part_scores, part))
-            return torch.cat(chunks)
-        top_ks = [request.sampling.top_k for request in batch.requests]
-        if all(0 < top_k <= NUM_FIRST_CANDIDATES for top_k in top_ks):
-            width = min(self.vocab_size, max(top_ks))
-            return self._sample_among_best(scores, width, batch, None)[0]
-        total_mass = self._total_mass(scores, batch)
-        width = self.vocab_size
-        if self.device.type == "cpu":
-            width = min(self.vocab_size, NUM_FIRST_CANDIDATES)
-        tokens, enough = self._sample_among_best(scores, width, batch, total_mass)
-        while width < self.vocab_size and not enough.all():
-            index, part = batch.select((~enough).nonzero().squeeze(-1).tolist())
-            width = min(self.vocab_size, 16 * width)
-            tokens[index], enough[index] = self._sample_among_best(
-                scores[index], width, part, total_mass[index]
-            )
-        return tokens
-
-    def _total_mass(self, scores: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
-        """Return the mass [samples, 1] of all tokens that min_p keeps, in float64."""
-        masses = []
-        for part_scores, part_rows in zip(
-            scores.split(self.chunk_rows), batch.row_index.split(self.chunk_rows)
-        ):
-            z = self._relative_logprobs(part_scores, part_rows)
-            masses.append(z.exp_().sum(-1, True, dtype=torch.float64))
-        return torch.cat(masses)
-
-    def _sample_among_best(
-        self,
-        scores: torch.Tensor,
-        width: int,
-        batch: SampleBatch,
-        total_mass: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample tokens [samples] from the best `width` of the vocabulary.
-
-        Also returns whether that width was enough [samples].
-        """
-        temperature, top_p, min_p, typical_p, *_ = self._params(batch.row_index)
-        values, ids = stable_topk(scores, width)
-        z = (values.double() - values[:, :1]) / temperature
-        any_typical = any(request.sampling.typical_p < 1.0 for request in batch.requests)
-        keep, enough = truncation_mask(
-            z,
-            min_p,
-            self.top_k[batch.row_index].unsqueeze(-1),
-            top_p,
-            typical_p if any_typical else None,
-            total_mass,
-        )
-        key_pairs = noise_keys(self.seed_words[batch.row_index], batch.position_index)
-        noisy = torch.where(keep, z + gumbel_noise(key_pairs, ids), -torch.inf)
-        is_best = noisy == noisy.amax(-1, keepdim=True)
-        return torch.where(is_best, ids, self.vocab_size).amin(-1), enough
-
-
-# ---- fused sampling ----
-
-
-def supports_fused_sampling(new_request: NewRequestData) -> bool:
-    """Whether the fused kernels can sample for this request inside a captured step.
-
-    They use only logits and the row's parameters: no logits processors, penalties, typical_p or
-    log-probabilities.
-    """
-    sampling = new_request.sampling
-    has_processors = (
-        sampling.allowed_token_ids
-        or sampling.logit_bias
-        or sampling.bad_words
-        or sampling.watermark
-        or (sampling.min_tokens and new_request.stop_ids)
-    )
-    return (
-        not has_processors
-        and not has_penalties(sampling)
-        and sampling.typical_p >= 1.0
-        and sampling.logprobs is None
-    )
-
-
-class FusedSampler:
-    """Samples without any work on the host, as a captured step requires.
-
-    It reads the parameters of a Sampler and returns the tokens that Sampler.sample would return.
-    """
-
-    def __init__(self, sampler: Sampler, extra_samples: int = 0, pool: ThreadPool | None = None):
-        """Allocate scratch for one sample of every row and `extra_samples` more."""
-        self.pool = pool
-        self.float_params = sampler.float_params
-        temperature, top_p, min_p = self.float_params[:, :3].unbind(1)
-        self.params = SamplingTensors(temperature, top_p, min_p, sampler.top_k, sampler.seed_words)
-        num_samples = len(sampler.top_k) + extra_samples
-        self.scratch = SamplingScratch.allocate(num_samples, sampler.vocab_size, sampler.device)
-
-    def __call__(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Return tokens [samples] for logits [samples, vocab].
-
-        rows and positions [samples] are those of the tokens to sample.
-        """
-        if self.pool is not None and self.pool.accepts(logits):
-            return ops.sample_tokens(
-                self.pool,
-                logits,
-                rows,
-                positions,
-                self.float_params,
-                self.float_params.stride(0),
-                self.params.top_k,
-                self.params.seed_words,
-            )
-        return sample_tokens(logits, rows, positions, self.params, self.scratch).tokens
+        """Return the reports of tokens under logits [tokens, vocab], still on the device."""
+        chunks = []
+        self.state.ints[self.scoring_row, NUM_TOP].fill_(num_top)
+        for first in range(0, len(tokens), SCORED_TOKENS):
+            part = logits[first : first + SCORED_TOKENS]
+            ids = upload(tokens[first : first + SCORED_TOKENS], self.device)
+            reports = self.outputs.reports[: len(ids)]
+            if self.pool is not None and self.pool.accepts(part):
+                ops.score_tokens(self.pool, part, ids, min(num_top, MAX_TOP_LOGPROBS), reports)
+            elif use_triton(part) and self.scratch is not None:
+                rows = torch.full_like(ids, self.scoring_row, dtype=torch.int32)
+                outputs = SampleOutputs(ids, reports)
+                score_tokens_triton(part, rows, self.state, outputs, self.scratch)
+            else:
+                for place, token in enumerate(ids.tolist()):
+                    reports[place] = report_logprobs(part[place].float(), token, num_top)
+            chunks.append(reports.clone())
+        return torch.cat(chunks)
