@@ -10,6 +10,8 @@ SampledTokens, because a step may hold hundreds of them.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar, dataclass_transform
 
@@ -19,6 +21,7 @@ T = TypeVar("T")
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 PoolingType = Literal["mean", "last"]  # over the final hidden states of a prompt
 EngineState = Literal["loading", "ready", "stalled", "restarting", "draining", "failed", "closed"]
+NULL_BLOCK = -1  # an entry of a block table without a block
 
 
 @dataclass_transform(frozen_default=True)
@@ -98,7 +101,10 @@ class ScheduledRequest:
     sequence: int  # id of the sequence
     start: int  # first position to compute
     count: int  # positions to compute, without drafts
-    blocks: tuple[int, ...]  # in the first step the full block table, later only new blocks
+    # In the first step the whole block tables, later only new blocks: page after page, and in each
+    # page the blocks of every cache group, table after table (cache_groups.py). NULL_BLOCK stands
+    # for a block that no position of this step or a later one reads.
+    blocks: tuple[int, ...]
     new_request: NewRequestData | None
     drafts: tuple[int, ...]  # proposed tokens to verify (speculative decoding)
     samples: bool  # whether the step samples a token for this sequence
@@ -134,14 +140,30 @@ class ScheduledStep:
         return (*decodes, *self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
+@lightweight_message
 class TokenLogprob:
     """The log-probability of a token under the model, before penalties and temperature."""
 
     token: int
     logprob: float
     rank: int  # 1 is the most likely token
-    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), most likely first
+    # The most likely tokens: their ids as int32, then their log-probabilities as float64. A batch
+    # has thousands of them in each step, and as objects they would cost more than sampling.
+    packed_top: bytes = b""
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """(token, logprob) of the most likely tokens, most likely first."""
+        count = len(self.packed_top) // 12
+        values = struct.unpack(f"={count}i{count}d", self.packed_top)
+        return tuple(zip(values[:count], values[count:]))
+
+
+def pack_top(top: Sequence[tuple[int, float]]) -> bytes:
+    """Return `packed_top` of (token, logprob) pairs."""
+    tokens = [token for token, _ in top]
+    logprobs = [logprob for _, logprob in top]
+    return struct.pack(f"={len(top)}i{len(top)}d", *tokens, *logprobs)
 
 
 @lightweight_message
@@ -183,6 +205,8 @@ class StepOutput:
     timing: StepTiming | None = None  # of the steps that have ended by now
     # The tokens of all decodes, in the order of the step. Empty: `samples` contains them.
     tokens: tuple[int, ...] = ()
+    # Their log-probabilities, None where the request wants none. Empty: no request wants them.
+    logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 @lightweight_message
@@ -202,11 +226,29 @@ class TokenOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that cache the same positions. A sequence has own block tables in every group.
+
+    All groups take blocks of equal size from one pool. See cache_groups.py.
+    """
+
+    window: int | None = None  # positions that a query reads, its own included; None: all
+    num_tables: int = 1  # block tables, each for a part of the layers
+    blocks_per_page: int = 1  # in each table; a page has `EngineCapacity.block_size` positions
+    num_layers: int = 0  # of the whole model; 0: not known
+
+    @property
+    def page_blocks(self) -> int:
+        """Blocks that hold one page of a sequence, in all tables of the group."""
+        return self.num_tables * self.blocks_per_page
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCapacity:
     """What an executor can hold once its weights are loaded."""
 
     blocks: int  # of the KV cache
-    block_size: int  # positions in a block
+    block_size: int  # positions in a page: in one block, unless groups differ in their heads
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int  # prompt plus output of one sequence
@@ -220,6 +262,7 @@ class EngineCapacity:
     # Expected times of typical steps: (tokens, keys of decodes, query-key pairs of prefill,
     # seconds). The first is a step of one token. Empty: unknown. See engine/step_time.py.
     expected_steps: tuple[tuple[int, int, int, float], ...] = ()
+    cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +297,7 @@ class EngineStats:
     timing: StepTiming = StepTiming()
     # The utilization: hardware limit over the time taken, in the last seconds. Not a sum.
     roofline_share: float | None = None
-    pending_captures: int = 0  # CUDA graphs not captured yet; their steps run eagerly until then
+    kv_used_by_group: tuple[int, ...] = ()  # kv_used, by cache group
 
 
 @dataclass(frozen=True, slots=True)

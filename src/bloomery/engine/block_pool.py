@@ -1,13 +1,21 @@
 """The KV cache as the scheduler sees it: a pool of numbered blocks with a prefix cache on top.
 
-The prefix cache is a tree of full blocks. The key of a block is (serial of its parent block, its
-own tokens as bytes). A Python dictionary compares the whole key on a hit, so two different prefixes
-are never confused. Python hashes bytes with a secret of the process, so a client cannot construct
-collisions. Each cache salt has a root of its own.
+Sequences are cut into pages. In each cache group (cache_groups.py) a page has its own blocks, which
+are taken, published and given back together (PageBlocks). All groups take blocks from one pool.
 
-A block is published when the step that fills it is scheduled, before that step has run. This is
+The prefix cache finds a page by its digest, which covers all tokens up to the page's end and the
+cache salt. The digest is cryptographic, so no client can construct two prefixes that share one.
+Each group has its own pages, because they are given back at different times. A sequence can resume
+at the end of a page where every group can: a group that keeps all positions needs every page before
+it, and a window group needs the pages that the next position reads.
+
+A page is published when the step that fills it is scheduled, before that step has run. This is
 safe: steps run in order, and within a step each layer writes all keys and values before any
-sequence attends to them. A later prefix hit therefore always reads a filled block.
+sequence attends to them. A later prefix hit therefore always reads filled blocks.
+
+A window group gives back pages that have left the window of a running sequence. They stay findable,
+but are evicted first. Exceptions are pages near a position at which a later sequence is likely to
+resume: where this one resumed, where another one parted from it, and the end of its prompt.
 
 This module knows block numbers only. It must not know tensors, devices or scheduling policies.
 """
@@ -16,146 +24,299 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
 
-from bloomery.engine.sequence import Sequence
+from bloomery.cache_groups import count_held_blocks, count_pages, first_visible_page
+from bloomery.engine.sequence import PageBlocks, Sequence
+from bloomery.messages import NULL_BLOCK, CacheGroup
 
-BlockKey = tuple[int, bytes]  # serial of the parent block, token ids of the block
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The pages that a sequence can share instead of computing them."""
+
+    num_pages: int = 0
+    pages: tuple[list[PageBlocks | None], ...] = ()  # by group; None: not needed
+    # Pages that only groups that keep all positions still have. Another sequence went this far.
+    num_matched: int = 0
 
 
 class BlockPool:
     """Allocates blocks for sequences, counts references, and finds cached prefixes."""
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True):
+    def __init__(
+        self,
+        num_blocks: int,
+        page_size: int,
+        prefix_cache: bool = True,
+        groups: tuple[CacheGroup, ...] = (CacheGroup(),),
+    ):
         self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.page_size = page_size
         self.prefix_cache = prefix_cache
-        self.ref_counts = [0] * num_blocks
-        # Blocks without references, least recently used first. They may still be in the prefix
-        # cache; taking one evicts it.
-        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.published: dict[BlockKey, int] = {}  # the prefix cache: key -> block
-        self.key_of: dict[int, BlockKey] = {}  # block -> key, for published blocks
-        # Serial numbers of published blocks. A block gets a new one each time it is published.
-        self.serial_of: dict[int, int] = {}
-        self.salt_roots: dict[str, int] = {}  # cache salt -> serial of its root
-        self.last_serial = 0
+        self.groups = groups
+        self.page_blocks = sum(group.page_blocks for group in groups)  # of one page, in all groups
+        self.windows = [(i, group) for i, group in enumerate(groups) if group.window is not None]
+        self.free_blocks = list(reversed(range(num_blocks)))  # neither held nor cached
+        # The prefix cache by group: digest -> page.
+        self.published: list[dict[bytes, PageBlocks]] = [{} for _ in groups]
+        # Cached pages that no sequence holds. Passed pages have left the window of the sequence
+        # that held them last, and are evicted first; the others are the least recently used first.
+        self.passed_pages: OrderedDict[PageBlocks, None] = OrderedDict()
+        self.cached_pages: OrderedDict[PageBlocks, None] = OrderedDict()
+        self.num_evictable = 0  # blocks of both
+        self.used_by_group = [0] * len(groups)  # blocks that sequences hold
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks no sequence holds. Blocks that only the prefix cache holds are free."""
-        return len(self.free_blocks)
+        return len(self.free_blocks) + self.num_evictable
 
-    def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Return the blocks of the longest cached prefix of `sequence`.
+    # ---- prefix hits -----------------------------------------------------------------------------
+
+    def find_prefix(self, sequence: Sequence) -> PrefixHit:
+        """Return the longest cached prefix at whose end `sequence` can resume.
 
         The prefix never covers the last token, because that token must be computed to sample the
         next one. Requests that need the output of every prompt position get no prefix hit.
         """
-        prefix_blocks: list[int] = []
         request = sequence.request
         needs_every_position = (
             request.sampling.prompt_logprobs is not None or request.pooling == "mean"
         )
-        if not self.prefix_cache or needs_every_position:
-            return prefix_blocks
-        parent = self._root_serial(request.cache_salt)
-        for block_tokens in self._full_blocks(sequence, 0, len(sequence.tokens) - 1):
-            block = self.published.get((parent, block_tokens))
-            if block is None:
-                break
-            prefix_blocks.append(block)
-            parent = self.serial_of[block]
-        return prefix_blocks
+        num_pages = (len(sequence.tokens) - 1) // self.page_size
+        if not self.prefix_cache or needs_every_position or not num_pages:
+            return PrefixHit()
+        digests = self._digests(sequence, num_pages)
+        for group, published in zip(self.groups, self.published, strict=True):
+            if group.window is None:
+                num_pages = count_leading(digests[:num_pages], published)
+        num_matched = num_pages
+        if self.windows:
+            num_pages = self._find_resume_page(digests, num_pages)
+        pages = []
+        for group, published in zip(self.groups, self.published, strict=True):
+            first = first_visible_page(group, num_pages * self.page_size, self.page_size)
+            visible_pages = [published[digest] for digest in digests[first:num_pages]]
+            pages.append([*[None] * first, *visible_pages])
+        return PrefixHit(num_pages, tuple(pages), num_matched)
 
-    def count_unreferenced(self, blocks: list[int]) -> int:
-        """Count the blocks that are free until a sequence shares them."""
-        return sum(self.ref_counts[block] == 0 for block in blocks)
+    def _find_resume_page(self, digests: list[bytes], num_pages: int) -> int:
+        """Return the largest number of pages, at most `num_pages`, behind which windows are whole.
 
-    def extend(self, sequence: Sequence, length: int, prefix_blocks: list[int]) -> list[int] | None:
-        """Grow the block table to hold `length` positions, beginning with `prefix_blocks`.
-
-        Returns the blocks that were added, prefix blocks included. Returns None and changes
-        nothing if the pool has too few free blocks.
+        A window group must have the pages that the next position reads.
         """
-        num_needed = -(-length // self.block_size)
-        num_new = num_needed - len(sequence.block_table) - len(prefix_blocks)
-        if num_new > len(self.free_blocks) - self.count_unreferenced(prefix_blocks):
+        while num_pages:
+            missing = -1  # the last page that a window group needs and does not have
+            for index, group in self.windows:
+                published = self.published[index]
+                first = first_visible_page(group, num_pages * self.page_size, self.page_size)
+                for page in range(num_pages - 1, max(first, missing + 1) - 1, -1):
+                    if digests[page] not in published:
+                        missing = page
+                        break
+            if missing < 0:
+                break
+            # No prefix that ends right behind the missing page can be resumed.
+            num_pages = missing
+        return num_pages
+
+    def count_unreferenced(self, hit: PrefixHit) -> int:
+        """Count the blocks of a prefix hit that are free until a sequence shares them."""
+        return sum(
+            len(page.blocks)
+            for pages in hit.pages
+            for page in pages
+            if page is not None and page.ref_count == 0
+        )
+
+    # ---- the blocks of a sequence ----------------------------------------------------------------
+
+    def count_held_blocks(self, length: int, step_tokens: int) -> int:
+        """The most blocks that a sequence of `length` positions ever holds."""
+        return count_held_blocks(self.groups, length, self.page_size, step_tokens)
+
+    def extend(
+        self, sequence: Sequence, length: int, hit: PrefixHit | None = None
+    ) -> tuple[int, ...] | None:
+        """Grow the block tables to hold `length` positions; a new sequence begins with a hit.
+
+        Returns the blocks that were added, those of the hit included, page after page. Returns
+        None and changes nothing if the pool has too few free blocks.
+        """
+        num_shared = 0
+        num_reserved = 0
+        if hit is not None and hit.num_pages:
+            num_shared = hit.num_pages
+            num_reserved = self.count_unreferenced(hit)
+        num_new = count_pages(length, self.page_size) - sequence.num_pages - num_shared
+        if num_new * self.page_blocks > self.num_free_blocks - num_reserved:
             return None
-        for block in prefix_blocks:
-            self.free_blocks.pop(block, None)
-            self.ref_counts[block] += 1
-        sequence.block_serials += [self.serial_of[block] for block in prefix_blocks]
-        new_blocks = [self._take_free_block() for _ in range(num_new)]
-        added = [*prefix_blocks, *new_blocks]
-        sequence.block_table += added
-        return added
+        if not sequence.pages:
+            sequence.pages = [[] for _ in self.groups]
+            sequence.num_kept_from = [0] * len(self.groups)
+        added: list[int] = []
+        if hit is not None:
+            self._share(sequence, hit, added)
+        for _ in range(num_new):
+            for index, group in enumerate(self.groups):
+                page = PageBlocks(index, self._take_blocks(group.page_blocks))
+                self.used_by_group[index] += group.page_blocks
+                sequence.pages[index].append(page)
+                added += page.blocks
+        sequence.num_pages += max(num_new, 0)
+        return tuple(added)
+
+    def _share(self, sequence: Sequence, hit: PrefixHit, added: list[int]) -> None:
+        """Give the pages of a prefix hit to a sequence that holds none."""
+        sequence.num_pages = hit.num_pages
+        sequence.num_published = hit.num_pages
+        sequence.resume_pages = [hit.num_pages, hit.num_matched]
+        for index, pages in enumerate(hit.pages):
+            for page in pages:
+                if page is not None:
+                    self._reference(page)
+            sequence.pages[index] += pages
+            sequence.num_kept_from[index] = pages.count(None)
+        for page_index in range(hit.num_pages):
+            for group, pages in zip(self.groups, hit.pages, strict=True):
+                page = pages[page_index]
+                added += page.blocks if page is not None else (NULL_BLOCK,) * group.page_blocks
+
+    def free_passed_pages(self, sequence: Sequence, position: int) -> None:
+        """Give back the pages that no query from `position` on reads.
+
+        All earlier positions must have been computed: their steps have ended.
+        """
+        for index, group in self.windows:
+            pages = sequence.pages[index]
+            first = sequence.num_kept_from[index]
+            end = min(first_visible_page(group, position, self.page_size), len(pages))
+            if first >= end:
+                continue
+            resumable = self._resumable_pages(sequence, group)
+            for page_index in range(first, end):
+                page = pages[page_index]
+                assert page is not None
+                self._release_page(page, any(page_index in span for span in resumable))
+                pages[page_index] = None
+            sequence.num_kept_from[index] = end
+
+    def _resumable_pages(self, sequence: Sequence, group: CacheGroup) -> list[range]:
+        """Pages of a window group that other sequences need to resume where this one may part.
+
+        These are the position at which it resumed itself, the end of what it had in common with
+        another one, and the end of its prompt.
+        """
+        prompt_end = (sequence.initial_length - 1) // self.page_size
+        return [
+            range(first_visible_page(group, end * self.page_size, self.page_size), end)
+            for end in {*sequence.resume_pages, prompt_end}
+        ]
 
     def publish(self, sequence: Sequence) -> None:
-        """Put the full blocks of `sequence` into the prefix cache.
+        """Put the full pages of `sequence` into the prefix cache.
 
-        A block qualifies when all its positions are computed or scheduled and all its tokens are
-        known to the scheduler.
+        A page qualifies when all its positions are computed or scheduled and all its tokens are
+        known to the scheduler. If another sequence has published the same page, this one keeps its
+        own blocks to itself.
         """
+        num_full = min(sequence.num_computed, len(sequence.tokens)) // self.page_size
+        first = sequence.num_published
+        if num_full <= first:
+            return
+        sequence.num_published = num_full
         if not self.prefix_cache:
             return
-        num_published = len(sequence.block_serials)
-        end = min(sequence.num_computed, len(sequence.tokens))
-        if end // self.block_size <= num_published:
-            return
-        if num_published:
-            parent = sequence.block_serials[-1]
-        else:
-            parent = self._root_serial(sequence.request.cache_salt)
-        full_blocks = self._full_blocks(sequence, num_published, end)
-        for index, block_tokens in enumerate(full_blocks, num_published):
-            key = (parent, block_tokens)
-            block = self.published.get(key)
-            if block is None:
-                block = sequence.block_table[index]
-                self.published[key] = block
-                self.key_of[block] = key
-                self.serial_of[block] = self._new_serial()
-            # If another sequence has published the same prefix, this sequence uses its serial.
-            parent = self.serial_of[block]
-            sequence.block_serials.append(parent)
+        digests = self._digests(sequence, num_full)
+        for pages, published in zip(sequence.pages, self.published, strict=True):
+            for index in range(first, num_full):
+                page = pages[index]
+                digest = digests[index]
+                if page is not None and digest not in published:
+                    published[digest] = page
+                    page.digest = digest
 
     def release(self, sequence: Sequence) -> None:
         """Return all blocks of `sequence` to the pool. Published ones stay in the prefix cache.
 
-        The last block is freed first and so evicted first: a published block never outlives its
-        parent.
+        The last page is freed first and so evicted first: a sequence can resume behind the
+        pages that are left.
         """
-        for block in reversed(sequence.block_table):
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                self.free_blocks[block] = None
-        sequence.block_table.clear()
-        sequence.block_serials.clear()
+        for page_index in range(sequence.num_pages - 1, -1, -1):
+            for pages in sequence.pages:
+                page = pages[page_index]
+                if page is not None:
+                    self._release_page(page, True)
+        sequence.pages = []
+        sequence.num_pages = 0
+        sequence.num_published = 0
 
-    def _take_free_block(self) -> int:
-        """Take the least recently used free block and evict it from the prefix cache."""
-        block, _ = self.free_blocks.popitem(last=False)
-        key = self.key_of.pop(block, None)
-        if key is not None:
-            del self.published[key]
-            del self.serial_of[block]
-        self.ref_counts[block] = 1
-        return block
+    # ---- references and eviction -----------------------------------------------------------------
 
-    def _full_blocks(self, sequence: Sequence, first: int, end: int) -> Iterator[bytes]:
-        """Yield the tokens of each full block, from block `first` up to position `end`."""
-        size = self.block_size
-        for block_end in range((first + 1) * size, end + 1, size):
-            yield array("I", sequence.tokens[block_end - size : block_end]).tobytes()
+    def _reference(self, page: PageBlocks) -> None:
+        page.ref_count += 1
+        if page.ref_count == 1:
+            self.passed_pages.pop(page, None)
+            self.cached_pages.pop(page, None)
+            self.num_evictable -= len(page.blocks)
+            self.used_by_group[page.group] += len(page.blocks)
 
-    def _root_serial(self, cache_salt: str) -> int:
-        root = self.salt_roots.get(cache_salt)
-        if root is None:
-            root = self._new_serial()
-            self.salt_roots[cache_salt] = root
-        return root
+    def _release_page(self, page: PageBlocks, is_resumable: bool) -> None:
+        page.ref_count -= 1
+        if page.ref_count:
+            return
+        self.used_by_group[page.group] -= len(page.blocks)
+        if page.digest is None:
+            self.free_blocks += page.blocks
+            return
+        self.num_evictable += len(page.blocks)
+        if is_resumable:
+            self.cached_pages[page] = None
+        else:
+            self.passed_pages[page] = None
 
-    def _new_serial(self) -> int:
-        self.last_serial += 1
-        return self.last_serial
+    def _take_blocks(self, count: int) -> tuple[int, ...]:
+        """Take free blocks; evicts pages from the prefix cache if there are too few."""
+        free_blocks = self.free_blocks
+        if count == 1 and free_blocks:
+            return (free_blocks.pop(),)
+        while len(free_blocks) < count:
+            queue = self.passed_pages or self.cached_pages
+            page, _ = queue.popitem(last=False)
+            assert page.digest is not None
+            del self.published[page.group][page.digest]
+            self.num_evictable -= len(page.blocks)
+            free_blocks += page.blocks
+        return tuple([free_blocks.pop() for _ in range(count)])
+
+    # ---- digests ---------------------------------------------------------------------------------
+
+    def _digests(self, sequence: Sequence, num_pages: int) -> list[bytes]:
+        """Return the digests of at least the first `num_pages` pages; the sequence keeps them."""
+        digests = sequence.page_digests
+        size = self.page_size
+        digest = digests[-1] if digests else self._salt_digest(sequence.request.cache_salt)
+        for page in range(len(digests), num_pages):
+            tokens = array("I", sequence.tokens[page * size : (page + 1) * size])
+            digest = blake2b(digest + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()
+            digests.append(digest)
+        return digests
+
+    def _salt_digest(self, cache_salt: str) -> bytes:
+        salt = cache_salt.encode(errors="surrogatepass")
+        return blake2b(salt, digest_size=DIGEST_BYTES, person=b"salt").digest()
+
+
+def count_leading(digests: Iterable[bytes], published: dict[bytes, PageBlocks]) -> int:
+    """Count the digests before the first that is not published."""
+    count = 0
+    for digest in digests:
+        if digest not in published:
+            break
+        count += 1
+    return count

@@ -46,7 +46,7 @@ def build_engine(
         return MaskBuilder(load_vocabulary(), capacity.vocab)
 
     scheduler = Scheduler(
-        BlockPool(capacity.blocks, capacity.block_size, plan.prefix_cache),
+        BlockPool(capacity.blocks, capacity.block_size, plan.prefix_cache, capacity.cache_groups),
         capacity.max_num_batched_tokens,
         capacity.max_num_seqs,
         create_policy(plan, capacity),

@@ -53,12 +53,14 @@ def run_engine_process(
     create_executor: Callable[[EnginePlan, LoadProgress], Executor],
     load_vocabulary: Callable[[EnginePlan], object] | None = None,
     prepare_grammars: bool = True,
+    has_spare_cores: bool = False,
 ) -> int:
     """Serve the client at the inherited socket `descriptor` until the client is gone.
 
     The first message must be EngineHello. Its plan is loaded, and then steps run. Returns the exit
     status of the process. `load_vocabulary` loads what requests with a grammar need: as soon as
     the engine is idle if `prepare_grammars`, otherwise when the first of them arrives.
+    A machine with spare cores does so while the weights load.
     """
     die_with_parent()
     channel = open_inherited_channel(descriptor, ENGINE_CODEC)
@@ -72,7 +74,7 @@ def run_engine_process(
                 raise ProtocolError(f"expected EngineHello, got {type(hello).__name__}")
             get_vocabulary = None
             if load_vocabulary is not None:
-                get_vocabulary = start_loading(load_vocabulary, hello.plan)
+                get_vocabulary = start_loading(load_vocabulary, hello.plan, has_spare_cores)
             try:
                 executor = create_executor(hello.plan, create_progress_reporter(channel.send))
                 cleanup.callback(executor.close)
@@ -101,15 +103,15 @@ def run_engine_process(
 
 
 def start_loading(
-    load_vocabulary: Callable[[EnginePlan], object], plan: EnginePlan
+    load_vocabulary: Callable[[EnginePlan], object], plan: EnginePlan, has_spare_cores: bool
 ) -> Callable[[], Future[Any]]:
     """Return a function that gets the vocabulary for grammars, which loads on another thread.
 
-    With a GPU it loads now, while the weights are copied. On a CPU it would take the cores that
-    load the model, so it loads when that function is called.
+    With a GPU or spare cores it loads now, while the weights are copied. Otherwise it would take
+    the cores that load the model, so it loads when that function is called.
     """
     load = partial(load_vocabulary, plan)
-    if plan.device == "cpu":
+    if plan.device == "cpu" and not has_spare_cores:
         return partial(run_in_background, load)
     vocabulary = run_in_background(load)
     return lambda: vocabulary
@@ -157,9 +159,7 @@ class EngineProcess:
         self.submitted_steps = 0
         self.step_sizes: deque[StepSize] = deque()  # of the steps in flight, oldest first
         self.last_output_time = 0.0
-        self.ready_time = clock()
         self.prepares_grammars = prepare_grammars  # still to be done, once the engine is idle
-        self.has_graphs = False  # the executor captures CUDA graphs in the background
 
     def run(self, early_messages: list[EngineMessage]) -> None:
         """Report the capacity, then run until the client is gone or a step fails."""
@@ -173,7 +173,6 @@ class EngineProcess:
         was_busy = self.loop.busy
         begin = self.clock()
         self.receive_messages()
-        self.capture_graphs()
         if not was_busy:
             begin = self.clock()  # waiting for the first request is no part of the step
         outputs = self.loop.step()
@@ -191,7 +190,7 @@ class EngineProcess:
 
         A request that arrives early in the window does not start the next step early.
         """
-        if self.loop.busy or self.loop.pending_captures:
+        if self.loop.busy:
             wait_seconds = self.loop.compute_batching_window()
         else:
             wait_seconds = HEARTBEAT_SECONDS
@@ -213,16 +212,6 @@ class EngineProcess:
             self.loop.prepare_grammars()
         except Exception:  # the first request with a grammar tries again
             log.exception("structured output could not be prepared")
-
-    def capture_graphs(self) -> None:
-        """Capture one CUDA graph in the background, if any is missing."""
-        if not self.loop.pending_captures:
-            return
-        self.has_graphs = self.has_graphs or self.loop.pending_captures > 1
-        self.loop.capture_in_background()
-        if not self.loop.pending_captures and self.has_graphs:
-            seconds = self.clock() - self.ready_time
-            log.info("all CUDA graphs are captured, %.1f s after the engine was ready", seconds)
 
     def count_steps(self, completed_steps: int, seconds: float) -> None:
         """Add the steps that have completed since the last call to the statistics."""
@@ -294,11 +283,11 @@ class EngineProcess:
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             kv_used=self.block_pool.num_blocks - self.block_pool.num_free_blocks,
+            kv_used_by_group=tuple(self.block_pool.used_by_group),
             tokens_out=self.stats.tokens_out + sum(len(output.ids) for output in outputs),
             preemptions=self.scheduler.num_preemptions,
             scheduling_overhead_seconds=self.scheduler.policy.overhead_seconds,
             timing=self.loop.timing,
-            pending_captures=self.loop.pending_captures,
             roofline_share=self.utilization.observe(self.loop.timing, self.clock()),
         )
         self.channel.send(EngineOutput(self.epoch, self.stats, outputs))

@@ -34,15 +34,11 @@ class Executor(Protocol):
     """Runs steps on one or several workers."""
 
     def start(self, plan: Any) -> EngineCapacity:
-        """Load the model and report what fits into memory."""
+        """Load the model, prepare every step, and report what fits into memory."""
         ...
 
     def submit(self, step: ScheduledStep) -> PendingStep:
         """Queue a step; results come in the order of submission."""
-        ...
-
-    def capture_next_graph(self) -> int:
-        """Capture one CUDA graph if any is missing; return how many are still to be captured."""
         ...
 
     def close(self) -> None: ...

@@ -47,9 +47,6 @@ IMMEDIATE_RESULT_SECONDS = 3e-4
 MAX_STEPS_IN_FLIGHT = 8
 # Seconds that an otherwise idle loop waits for a grammar before it looks for messages again.
 GRAMMAR_WAIT_SECONDS = 2e-3
-# While requests wait, the loop rests this many times the duration of a graph capture before the
-# next one, so captures take at most a tenth of the time.
-CAPTURE_REST_FACTOR = 10
 
 UTILIZATION_INTERVAL_SECONDS = 1.0  # between two samples of the timing sums
 UTILIZATION_SAMPLES = 5  # samples that the reported utilization covers
@@ -114,9 +111,6 @@ class EngineLoop:
         self.last_step_end = 0.0  # when a step last ended, as far as is known
         self.last_step_seconds = inf
         self.timing = StepTiming()  # sum over all steps
-        # CUDA graphs still to capture. Their number is not known before the first capture.
-        self.pending_captures = 1
-        self.next_capture_time = 0.0  # a busy engine captures no graph before this time
         self.create_mask_builder = create_mask_builder
         self.mask_builder: MaskSource | None = None
         self.pending_grammars: dict[str, PendingGrammar] = {}  # by request id
@@ -141,17 +135,6 @@ class EngineLoop:
     def busy(self) -> bool:
         """Whether any step is in flight or any request has not ended."""
         return bool(self.in_flight or self.pending_grammars) or self.scheduler.busy
-
-    def capture_in_background(self) -> None:
-        """Capture one CUDA graph: at once while the engine is idle, else only now and then."""
-        begin = self.clock()
-        must_wait = self.busy and begin < self.next_capture_time
-        if not self.pending_captures or must_wait:
-            return
-        self.pending_captures = self.executor.capture_next_graph()
-        end = self.clock()
-        self.last_step_end = end  # the capture is no part of the step in flight
-        self.next_capture_time = end + CAPTURE_REST_FACTOR * (end - begin)
 
     def prepare_grammars(self) -> None:
         """Start to load what requests with a grammar need, so that the first need not wait."""

@@ -131,7 +131,9 @@ class ReplicaSet:
             waiting=sum(stats.waiting for stats in all_stats),
             kv_used=sum(stats.kv_used for stats in all_stats),
             kv_blocks=sum(stats.kv_blocks for stats in all_stats),
-            pending_captures=sum(stats.pending_captures for stats in all_stats),
+            kv_used_by_group=tuple(
+                map(sum, zip(*(stats.kv_used_by_group for stats in all_stats), strict=False))
+            ),
             roofline_share=sum(shares) / len(shares) if shares else None,
         )
 

@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from bloomery.engine.block_pool import BlockPool
+from bloomery.cache_groups import longest_sequence
+from bloomery.engine.block_pool import BlockPool, PrefixHit
 from bloomery.engine.policy import FcfsPolicy, Policy, SchedulerBudget
 from bloomery.engine.sequence import Sequence, TokenMatcher
 from bloomery.engine.step_time import StepFeatures
@@ -117,13 +118,7 @@ class Scheduler:
 
         A request with a grammar comes with the grammar's `matcher`.
         """
-        length = len(request.prompt) + request.max_tokens
-        capacity = self.block_pool.num_blocks * self.block_pool.block_size
-        if length > capacity:
-            raise InvalidRequest(
-                f"prompt and max_tokens need {length} cache positions, there are {capacity}",
-                "max_tokens",
-            )
+        self._check_capacity(len(request.prompt) + request.max_tokens)
         if request.id in self.by_request:
             raise InvalidRequest(f"request id {request.id!r} is already in use", "id")
         sequence = Sequence.from_request(self.next_id, request, now, matcher)
@@ -132,6 +127,19 @@ class Scheduler:
         if request.deadline is not None:
             heapq.heappush(self.deadlines, (now + request.deadline, sequence.id, sequence))
         self._enqueue(sequence, now)
+
+    def _check_capacity(self, length: int) -> None:
+        """Raise InvalidRequest if the KV cache cannot hold a sequence of `length` tokens."""
+        pool = self.block_pool
+        needed_blocks = pool.count_held_blocks(length, self.max_num_batched_tokens)
+        if needed_blocks > pool.num_blocks:
+            capacity = longest_sequence(
+                pool.groups, pool.num_blocks, pool.page_size, self.max_num_batched_tokens, length
+            )
+            raise InvalidRequest(
+                f"prompt and max_tokens need {length} cache positions, there are {capacity}",
+                "max_tokens",
+            )
 
     def _enqueue(self, sequence: Sequence, now: float) -> None:
         sequence.is_waiting = True
@@ -195,7 +203,7 @@ class Scheduler:
         num_running = len(self.running)
         return (
             not self.waiting
-            and num_running <= self.block_pool.num_free_blocks
+            and num_running * self.block_pool.page_blocks <= self.block_pool.num_free_blocks
             and all(len(step.decodes) == num_running and not step.chunks for step in self.in_flight)
             and not any(
                 sequence.request.stop_ids or sequence.matcher is not None
@@ -264,6 +272,7 @@ class Scheduler:
             count = min(remaining, step_tokens - len(drafts))
             if remaining > 1:
                 count = min(count, budget.compute_prefill_limit(sequence, prefill_tokens))
+                count = self._limit_chunk(sequence, count)
             if count <= 0:
                 continue
             length = sequence.num_computed + count + len(drafts)
@@ -273,7 +282,7 @@ class Scheduler:
             # A worker has the token of a decode only if it has sampled that token itself.
             is_sampled_by_worker = sequence.num_computed >= sequence.initial_length
             if remaining == 1 and not sequence.drafts and is_sampled_by_worker:
-                step.decode_blocks.append((sequence.id, tuple(new_blocks)))
+                step.decode_blocks.append((sequence.id, new_blocks))
                 add_decode(sequence)
                 self._set_decode_limit(sequence)
             else:
@@ -284,16 +293,31 @@ class Scheduler:
                 prefill_tokens -= count
         return step_tokens, prefill_tokens
 
-    def _allocate(self, sequence: Sequence, length: int, now: float) -> Collection[int] | None:
-        """Grow the block table to `length` positions and return the new blocks.
+    def _limit_chunk(self, sequence: Sequence, count: int) -> int:
+        """Shorten a chunk to what free blocks can hold, if blocks return to the pool behind it.
+
+        In a window group a long chunk takes more blocks than the sequence keeps. A shorter chunk
+        is better than a preemption.
+        """
+        pool = self.block_pool
+        if not pool.windows:
+            return count
+        num_free_pages = pool.num_free_blocks // pool.page_blocks
+        free_positions = (sequence.num_pages + num_free_pages) * pool.page_size
+        fitting = free_positions - sequence.num_computed
+        return min(count, fitting) if fitting > 0 else count
+
+    def _allocate(self, sequence: Sequence, length: int, now: float) -> tuple[int, ...] | None:
+        """Grow the block tables to `length` positions and return the new blocks.
 
         Preempts other sequences if the pool is empty. Returns None if the sequence cannot be part
         of this step.
         """
-        if length <= len(sequence.block_table) * self.block_pool.block_size:
+        pool = self.block_pool
+        if length <= sequence.num_pages * pool.page_size:
             return ()
         while True:
-            new_blocks = self.block_pool.extend(sequence, length, [])
+            new_blocks = pool.extend(sequence, length)
             if new_blocks is not None:
                 return new_blocks
             if not self._preempt_for(sequence, now) or sequence.is_waiting:
@@ -309,6 +333,8 @@ class Scheduler:
         victim = self.policy.select_victim(self.running.values(), claimant, now)
         if victim is None:
             return False
+        if victim is claimant and victim.steps_in_flight and self.block_pool.windows:
+            return False  # the end of these steps may free blocks of its own
         if victim.steps_in_flight:
             self.pending_victim = victim
             victim.is_pending_victim = True
@@ -331,21 +357,21 @@ class Scheduler:
 
     def _admit_waiting(self, step: InFlightStep, prefill_tokens: int, now: float) -> None:
         """Start waiting sequences while rows, blocks and prefill tokens last."""
-        block_size = self.block_pool.block_size
+        page_size = self.block_pool.page_size
         while self.waiting and prefill_tokens > 0:
             free_rows = self.max_num_seqs - len(self.running)
             sequence = self.policy.select_next(free_rows)
             if sequence is None:
                 return
-            prefix_blocks = self.block_pool.find_prefix(sequence)
+            hit = self.block_pool.find_prefix(sequence)
             blocks = None
             if free_rows > 0:
-                blocks = self._allocate_first_chunk(sequence, prefix_blocks, prefill_tokens)
+                blocks = self._allocate_first_chunk(sequence, hit, prefill_tokens)
             if blocks is None:
                 if self.running:
                     self._preempt_for(sequence, now)
                 return
-            num_hit_tokens = len(prefix_blocks) * block_size
+            num_hit_tokens = hit.num_pages * page_size
             count = min(sequence.length - num_hit_tokens, prefill_tokens)
             new_request = self._move_to_running(sequence, num_hit_tokens)
             self._add_chunk(step, sequence, count, blocks, new_request, [])
@@ -360,6 +386,7 @@ class Scheduler:
         sequence.is_waiting = False
         self.running[sequence.id] = sequence
         sequence.num_computed = num_hit_tokens
+        sequence.num_settled = num_hit_tokens
         sequence.initial_length = len(sequence.tokens)
         if sequence.num_cached is None:
             sequence.num_cached = num_hit_tokens
@@ -373,35 +400,35 @@ class Scheduler:
         )
 
     def _allocate_first_chunk(
-        self, sequence: Sequence, prefix_blocks: list[int], prefill_tokens: int
-    ) -> list[int] | None:
+        self, sequence: Sequence, hit: PrefixHit, prefill_tokens: int
+    ) -> tuple[int, ...] | None:
         """Allocate blocks for the first chunk after the prefix hit.
 
         Returns None if the policy does not admit the sequence or too few blocks are free.
         """
         pool = self.block_pool
-        block_size = pool.block_size
         length = sequence.length
-        num_hit_blocks = len(prefix_blocks)
-        num_blocks = -(-length // block_size)
+        num_hit_blocks = sum(len(page.blocks) for pages in hit.pages for page in pages if page)
+        step_tokens = self.max_num_batched_tokens
+        num_blocks = pool.count_held_blocks(length, step_tokens)
         free_blocks = (
             pool.num_free_blocks
-            - (num_blocks - num_hit_blocks)
-            - pool.count_unreferenced(prefix_blocks)
+            - max(num_blocks - num_hit_blocks, 0)
+            - pool.count_unreferenced(hit)
         )
         final_length = length + sequence.request.max_tokens - sequence.num_output_tokens
-        growth_blocks = -(-final_length // block_size) - num_blocks
+        growth_blocks = pool.count_held_blocks(final_length, step_tokens) - num_blocks
         if not self.policy.admit(sequence, free_blocks, growth_blocks, not self.running):
             return None
-        chunk_end = min(length, num_hit_blocks * block_size + prefill_tokens)
-        return pool.extend(sequence, chunk_end, prefix_blocks)
+        chunk_end = min(length, hit.num_pages * pool.page_size + prefill_tokens)
+        return pool.extend(sequence, chunk_end, hit)
 
     def _add_chunk(
         self,
         step: InFlightStep,
         sequence: Sequence,
         count: int,
-        new_blocks: Collection[int],
+        new_blocks: tuple[int, ...],
         new_request: NewRequestData | None,
         drafts: list[int],
     ) -> None:
@@ -410,7 +437,7 @@ class Scheduler:
         samples = start + count == sequence.length
         step.chunks.append(
             ScheduledRequest(
-                sequence.id, start, count, tuple(new_blocks), new_request, tuple(drafts), samples
+                sequence.id, start, count, new_blocks, new_request, tuple(drafts), samples
             )
         )
         step.chunk_sequences.append(sequence)
@@ -423,7 +450,7 @@ class Scheduler:
 
     def _set_decode_limit(self, sequence: Sequence) -> None:
         """Let the sequence decode until it needs a block or samples its last token."""
-        block_positions = len(sequence.block_table) * self.block_pool.block_size
+        block_positions = sequence.num_pages * self.block_pool.page_size
         sequence.decode_until = min(block_positions, sequence.max_num_tokens - 1)
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
@@ -455,24 +482,30 @@ class Scheduler:
         sampled = {entry.sequence: entry for entry in output.samples}
         outputs: list[TokenOutput] = []
         if output.tokens:
-            self._append_decoded(in_flight.decodes, output.tokens, outputs)
+            self._append_decoded(in_flight.decodes, output.tokens, output.logprobs, outputs)
         else:
             for sequence in in_flight.decodes:
                 self._update_sequence(sequence, True, sampled.get(sequence.id), outputs)
         for chunk, sequence in zip(step.chunks, in_flight.chunk_sequences, strict=True):
+            sequence.num_settled = chunk.start + chunk.count
             self._update_sequence(sequence, chunk.samples, sampled.get(sequence.id), outputs)
         return outputs
 
     def _append_decoded(
-        self, decodes: Iterable[Sequence], tokens: Iterable[int], outputs: list[TokenOutput]
+        self,
+        decodes: Iterable[Sequence],
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprob | None, ...],
+        outputs: list[TokenOutput],
     ) -> None:
-        """Append one token to each decoding sequence.
+        """Append one token to each decoding sequence; `logprobs` may be empty.
 
         This is the fast path of `_update_sequence` for the usual case, in which the request does
-        not end and no block becomes full.
+        not end and no page becomes full.
         """
-        block_size = self.block_pool.block_size if self.block_pool.prefix_cache else 0
-        for sequence, token in zip(decodes, tokens, strict=True):
+        entries = logprobs or (None,) * len(tokens)
+        for sequence, token, entry in zip(decodes, tokens, entries, strict=True):
+            own_logprobs = () if entry is None else (entry,)
             request = sequence.request
             known_tokens = sequence.tokens
             length = len(known_tokens) + 1
@@ -482,10 +515,10 @@ class Scheduler:
                 or token in request.stop_ids
                 or sequence.drafts
                 or sequence.matcher is not None
-                or (block_size and length // block_size > len(sequence.block_serials))
+                or length >= sequence.page_end
             ):
-                entry = SampledTokens(sequence.id, (token,))
-                self._update_sequence(sequence, True, entry, outputs)
+                sampled = SampledTokens(sequence.id, (token,), own_logprobs)
+                self._update_sequence(sequence, True, sampled, outputs)
                 continue
             sequence.steps_in_flight -= 1
             sequence.num_pending -= 1
@@ -495,7 +528,7 @@ class Scheduler:
                     request.id,
                     length - 1 - len(request.prompt),
                     (token,),
-                    (),
+                    own_logprobs,
                     (),
                     sequence.num_cached or 0,
                 )
@@ -514,10 +547,13 @@ class Scheduler:
         if sequence.finish_reason is not None:
             if not sequence.steps_in_flight:
                 self.block_pool.release(sequence)
-        elif entry is not None:
+            return
+        if entry is not None:
             sequence.prompt_logprobs += entry.prompt_logprobs
             if samples:
                 outputs.append(self._accept_tokens(sequence, entry))
+                return
+        self._free_passed_pages(sequence)
 
     def _accept_tokens(self, sequence: Sequence, entry: SampledTokens) -> TokenOutput:
         """Append sampled tokens, end the request if it must end, and return its output."""
@@ -551,6 +587,8 @@ class Scheduler:
         if position == len(request.emitted):
             prompt_logprobs = tuple(sequence.prompt_logprobs)
         self.block_pool.publish(sequence)
+        self._set_page_end(sequence)
+        self._free_passed_pages(sequence)
         error = None
         if finish:
             self._finish_sequence(sequence, finish)
@@ -560,6 +598,28 @@ class Scheduler:
         return TokenOutput(
             request.id, position, ids, logprobs, prompt_logprobs, num_cached, finish, error
         )
+
+    def _set_page_end(self, sequence: Sequence) -> None:
+        """Let `_append_decoded` append tokens until a page is full."""
+        pool = self.block_pool
+        if pool.prefix_cache or pool.windows:
+            sequence.page_end = (sequence.num_published + 1) * pool.page_size
+        else:
+            sequence.page_end = sequence.max_num_tokens
+
+    def _free_passed_pages(self, sequence: Sequence) -> None:
+        """Give back blocks that have left all windows.
+
+        Only positions whose steps have ended count: a step in flight may still read a block that
+        a later one no longer needs.
+        """
+        if not self.block_pool.windows:
+            return
+        num_settled = sequence.num_settled
+        if len(sequence.tokens) > sequence.initial_length:
+            # A sampled token has come back, so all positions before the last token are computed.
+            num_settled = len(sequence.tokens) - 1
+        self.block_pool.free_passed_pages(sequence, num_settled)
 
     def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a request. Its blocks stay until no step in flight writes to them."""

@@ -27,6 +27,16 @@ class TokenMatcher(Protocol):
 
 
 @dataclass(eq=False, slots=True)
+class PageBlocks:
+    """The blocks of one page in one cache group."""
+
+    group: int
+    blocks: tuple[int, ...]  # table after table
+    ref_count: int = 1  # sequences that hold it
+    digest: bytes | None = None  # set while it is in the prefix cache
+
+
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A request inside the engine. `num_computed` catches up with `length`.
 
@@ -43,12 +53,20 @@ class Sequence:
     steps_in_flight: int = 0  # steps in flight that contain this sequence
     # len(tokens) at admission. The worker samples later tokens itself and is not sent them.
     initial_length: int = 0
-    # While num_computed is below this, each step decodes one position: the block table is long
+    # While num_computed is below this, each step decodes one position: the block tables are long
     # enough and the sequence cannot reach its maximum length.
     decode_until: int = 0
     num_cached: int | None = None  # prompt tokens that were a prefix hit at the first admission
-    block_table: list[int] = field(default_factory=list)
-    block_serials: list[int] = field(default_factory=list)  # of its published blocks: BlockPool
+    num_settled: int = 0  # prompt positions whose steps have ended
+    # The length at which the block pool must be told next: a page has become full.
+    page_end: int = 0
+    # The fields up to `page_digests` belong to the block pool.
+    num_pages: int = 0  # of each block table
+    pages: list[list[PageBlocks | None]] = field(default_factory=list)  # by cache group
+    num_kept_from: list[int] = field(default_factory=list)  # by group: pages before it are freed
+    num_published: int = 0  # pages
+    resume_pages: list[int] = field(default_factory=list)  # ends of prefixes worth keeping
+    page_digests: list[bytes] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # proposed next tokens, to be verified
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None

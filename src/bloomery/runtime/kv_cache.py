@@ -8,9 +8,22 @@ from dataclasses import dataclass
 import torch
 
 from bloomery.attention.base import kv_cache_shape
+from bloomery.cache_groups import (
+    CacheLayout,
+    LayerPlace,
+    count_held_blocks,
+    count_pages,
+    longest_sequence,
+    plan_cache_groups,
+    single_group,
+)
 from bloomery.config import EnginePlan
 from bloomery.errors import ConfigError
-from bloomery.kernels.quantized_kv_cache import kv_cache_nbytes, view_kv_cache
+from bloomery.kernels.quantized_kv_cache import (
+    is_quantized_dtype,
+    kv_cache_nbytes,
+    view_kv_cache,
+)
 from bloomery.parallel.groups import DeviceMesh
 from bloomery.runtime.device import free_memory
 from bloomery.spec import ModelSpec
@@ -19,7 +32,7 @@ from bloomery.spec import ModelSpec
 CPU_MEMORY_FRACTION = 0.25  # of free memory
 CPU_MAX_BYTES = 4 << 30
 CPU_MIN_POSITIONS = 8192  # the cache holds these or the longest sequence, whichever is more
-MIN_BLOCKS = 4  # with fewer, lowering max_model_len is no help
+MIN_PAGES = 4  # with fewer, lowering max_model_len is no help
 
 
 @dataclass(frozen=True)
@@ -41,16 +54,88 @@ def resolve_kv_cache_dtype(
     return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(option, dtype)
 
 
-def kv_block_bytes(model: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block in all layers."""
-    shapes = [kv_cache_shape(layer.attention, 1, block_size) for layer in model.layers]
-    return sum(kv_cache_nbytes(shape, dtype) for shape in shapes)
+@dataclass(frozen=True)
+class StageCache:
+    """The KV cache of a rank's layers, apart from its number of blocks.
+
+    Layers of different block tables may share a layer slot, and so the memory of a block.
+    """
+
+    model: ModelSpec  # the part that this rank has
+    layout: CacheLayout  # of the whole model: the same on all ranks
+    places: tuple[LayerPlace, ...]  # of each layer
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def layer_tables(self) -> tuple[int, ...]:
+        """The block table of each layer."""
+        return tuple(place.table for place in self.places)
+
+    @property
+    def kernel_block_size(self) -> int:
+        """Positions of a block as the kernels count blocks, in every table."""
+        return self.page_size // self.layout.blocks_per_page
+
+    def layer_shape(self, layer: int, num_blocks: int) -> tuple[int, ...]:
+        """Return the shape of one layer's KV cache: [2, slots, kv heads, head dim]."""
+        table = self.layout.tables[self.places[layer].table]
+        block_size = self.page_size // table.blocks_per_page
+        return kv_cache_shape(self.model.layers[layer].attention, num_blocks, block_size)
+
+    def slot_bytes(self, num_blocks: int) -> dict[int, int]:
+        """Return the bytes of each layer slot. Layers that share a slot take equally many."""
+        return {
+            place.slot: kv_cache_nbytes(self.layer_shape(layer, num_blocks), self.dtype)
+            for layer, place in enumerate(self.places)
+        }
+
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of one block on this rank."""
+        return sum(self.slot_bytes(1).values())
+
+    def allocate(self, num_blocks: int, device: torch.device) -> list[torch.Tensor]:
+        """Allocate a tensor for each layer; those of layers that share a slot share memory.
+
+        Zeros make the values that masked positions read finite.
+        """
+        memories = {
+            slot: zero_bytes(num_bytes, device)
+            for slot, num_bytes in self.slot_bytes(num_blocks).items()
+        }
+        return [
+            view_kv_cache(memories[place.slot], self.layer_shape(layer, num_blocks), self.dtype)
+            for layer, place in enumerate(self.places)
+        ]
+
+
+def plan_stage_cache(
+    plan: EnginePlan, model: ModelSpec, local_model: ModelSpec, layers: range, dtype: torch.dtype
+) -> StageCache:
+    """Divide the KV cache of `model` into groups, for a rank that has these layers."""
+    layout = plan_cache_groups(
+        model,
+        plan.max_model_len,
+        plan.block_size,
+        plan.tensor_parallel_size,
+        is_quantized_dtype(dtype),
+    )
+    places = layout.place_layers(layers)
+    return StageCache(local_model, layout, places, plan.block_size, dtype)
+
+
+def single_table_cache(model: ModelSpec, block_size: int, dtype: torch.dtype) -> StageCache:
+    """A KV cache in which all layers use one block table."""
+    layout = single_group(model)
+    return StageCache(
+        model, layout, layout.place_layers(range(len(model.layers))), block_size, dtype
+    )
 
 
 def fit_kv_cache(
     plan: EnginePlan,
-    model: ModelSpec,
-    dtype: torch.dtype,
+    cache: StageCache,
     device: torch.device,
     reserved_bytes: int = 0,
     mesh: DeviceMesh = DeviceMesh(),  # noqa: B008 (it is frozen)
@@ -58,61 +143,62 @@ def fit_kv_cache(
     """Take as many blocks as memory allows and the batch can use.
 
     If the longest sequence does not fit, max_model_len is lowered, unless the user has set it.
-    `reserved_bytes` is what the largest step takes besides weights and KV cache. `model` is the
-    part that this rank has. All ranks have the same number of blocks, each for its own layers and
-    heads.
+    `reserved_bytes` is what the largest step takes besides weights and KV cache. All ranks have the
+    same number of blocks, each for its own layers and heads.
     """
-    block_bytes = kv_block_bytes(model, plan.block_size, dtype)
-    budget = kv_cache_budget(plan, block_bytes, device, reserved_bytes, mesh)
-    blocks_per_seq = -(-plan.max_model_len // plan.block_size)
+    groups = cache.layout.groups
+    step_tokens = plan.max_num_batched_tokens
+    block_bytes = cache.block_bytes
+    budget = kv_cache_budget(plan, cache, device, reserved_bytes, mesh)
+    blocks_per_seq = count_held_blocks(groups, plan.max_model_len, plan.block_size, step_tokens)
     affordable = max(budget, 0) // block_bytes
     num_blocks = mesh.min_over_ranks(min(affordable, blocks_per_seq * plan.max_num_seqs))
-    num_positions = num_blocks * plan.block_size
+    max_len = longest_sequence(groups, num_blocks, plan.block_size, step_tokens, plan.max_model_len)
     num_bytes = num_blocks * block_bytes
-    if num_positions >= plan.max_model_len:
+    if max_len >= plan.max_model_len:
         return KvCacheSize(num_blocks, plan.max_model_len, num_bytes)
     needed_gib = blocks_per_seq * block_bytes * mesh.world_size / 2**30
     available_gib = budget * mesh.world_size / 2**30
-    if plan.max_model_len_is_fixed or num_blocks < MIN_BLOCKS:
+    page_blocks = sum(group.page_blocks for group in groups)
+    if plan.max_model_len_is_fixed or num_blocks < MIN_PAGES * page_blocks:
         raise ConfigError(
             f"one sequence of {plan.max_model_len} tokens needs {needed_gib:.2f} GiB of KV cache, "
-            f"and {available_gib:.2f} are available: lower max_model_len to {num_positions} or "
+            f"and {available_gib:.2f} are available: lower max_model_len to {max_len} or "
             f"raise kv_cache_gib to {needed_gib:.2f}"
         )
     note = (
-        f"the KV cache holds {num_positions} of the model's {plan.max_model_len} positions; "
+        f"the KV cache holds {max_len} of the model's {plan.max_model_len} positions; "
         f"raise kv_cache_gib to {needed_gib:.2f} for all of them"
     )
-    return KvCacheSize(num_blocks, num_positions, num_bytes, note)
+    return KvCacheSize(num_blocks, max_len, num_bytes, note)
 
 
 def kv_cache_budget(
-    plan: EnginePlan, block_bytes: int, device: torch.device, reserved_bytes: int, mesh: DeviceMesh
+    plan: EnginePlan,
+    cache: StageCache,
+    device: torch.device,
+    reserved_bytes: int,
+    mesh: DeviceMesh,
 ) -> int:
     """Bytes that the KV cache of this rank may take; negative if memory is already short."""
     if plan.kv_cache_bytes is not None:
         return plan.kv_cache_bytes // mesh.world_size
     if device.type == "cpu":
-        num_positions = max(plan.max_model_len, CPU_MIN_POSITIONS)
-        enough = -(-num_positions // plan.block_size) * block_bytes * mesh.world_size
+        groups = cache.layout.groups
+        # Several short sequences hold all their positions, whatever the windows are.
+        short_blocks = count_pages(CPU_MIN_POSITIONS, plan.block_size) * sum(
+            group.page_blocks for group in groups
+        )
+        long_blocks = count_held_blocks(
+            groups, plan.max_model_len, plan.block_size, plan.max_num_batched_tokens
+        )
+        enough = max(short_blocks, long_blocks) * cache.block_bytes * mesh.world_size
         affordable = int(free_memory(device) * CPU_MEMORY_FRACTION)
         return min(affordable, CPU_MAX_BYTES, enough) // mesh.world_size
     total_bytes = torch.cuda.mem_get_info(device)[1]
     unusable_bytes = int(total_bytes * (1 - plan.gpu_memory_utilization))
     budget = free_memory(device) - unusable_bytes - reserved_bytes
     return budget // mesh.world_size if mesh.shares_device else budget
-
-
-def allocate_kv_cache(
-    model: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[torch.Tensor]:
-    """Allocate one tensor per layer. Zeros make the values that masked positions read finite."""
-    caches = []
-    for layer in model.layers:
-        shape = kv_cache_shape(layer.attention, num_blocks, block_size)
-        memory = zero_bytes(kv_cache_nbytes(shape, dtype), device)
-        caches.append(view_kv_cache(memory, shape, dtype))
-    return caches
 
 
 def zero_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,11 @@
 State that one step hands to the next stays on the device. The token that a step samples becomes the
 `last_tokens` entry of its row, at the position in `positions`, and the next step reads it from
 there. The host knows only the tokens that a request was admitted with. One extra row is the padding
-row: its block table holds the null block, and batch slots that pad a step point at it.
+row: its block tables hold the null block, and batch slots that pad a step point at it.
+
+A row has a block table for each part of the model's cache groups (cache_groups.py). On the device
+all tables have blocks of the same number of positions. Blocks that have left a window stay in the
+tables: attention does not depend on what they hold.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ import numpy as np
 import torch
 
 from bloomery.attention.base import index_dtype, upload
-from bloomery.messages import NewRequestData, ScheduledRequest
+from bloomery.cache_groups import BlockTableSpec
+from bloomery.messages import NULL_BLOCK, NewRequestData, ScheduledRequest
 from bloomery.native.thread_pool import ThreadPool
 
 
@@ -25,9 +30,8 @@ class RequestRow:
 
     index: int  # into every per-row tensor
     request: NewRequestData
-    fused_sampling: bool  # the captured step itself can sample its tokens
-    block_table: list[int] = field(default_factory=list)
-    num_uploaded_blocks: int = 0  # blocks of the table that the device knows
+    block_tables: list[list[int]] = field(default_factory=list)  # as the kernels count blocks
+    num_uploaded_blocks: int = 0  # blocks of each table that the device knows
     pooled_sum: torch.Tensor | None = None  # [hidden] for mean pooling, see pooling.py
 
     @property
@@ -39,6 +43,9 @@ class RequestRow:
         """Whether the host knows the token at that position; else it is the row's last token."""
         return position < len(self.request.tokens)
 
+
+# The block table of a model with one cache group.
+SINGLE_TABLE = BlockTableSpec(group=0, window=None, blocks_per_page=1, kernel_blocks=1)
 
 # A scheduled request and its row.
 PlacedRequest = tuple[ScheduledRequest, RequestRow]
@@ -56,7 +63,9 @@ class BatchOrder:
     step_indices: tuple[int, ...] = ()  # index of each batch slot's sequence in that list
     rows: tuple[RequestRow, ...] = ()
     row_indices: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of `rows`
-    fused_sampling: bool = True  # for all of the rows
+    # Likeliest tokens to report for each row; empty if no row wants log-probabilities.
+    num_logprobs: tuple[int | None, ...] = ()
+    is_watermarked: bool = False  # a row needs a green list, which the host computes
 
 
 EMPTY_ORDER = BatchOrder()
@@ -72,7 +81,9 @@ class RequestRows:
         null_block: int,
         device: torch.device,
         pool: ThreadPool | None = None,
+        tables: Sequence[BlockTableSpec] = (SINGLE_TABLE,),
     ):
+        """`max_blocks_per_seq` counts blocks as the kernels do, `null_block` as the scheduler."""
         self.pool = pool  # of the native CPU kernels that read and write the rows
         dtype = index_dtype(device)
         self.max_num_seqs = max_num_seqs
@@ -82,38 +93,65 @@ class RequestRows:
         self.decode_order = EMPTY_ORDER  # of the last step
         # Rows whose block tables have grown since the last upload, by index.
         self.grown_rows: dict[int, RequestRow] = {}
+        self.null_block = null_block
+        self.tables = tuple(tables)
+        # Scheduler and kernels count the blocks of the only table alike.
+        self.has_single_table = len(tables) == 1 and tables[0].kernel_blocks == 1
+        self.null_blocks = [null_block * table.kernel_blocks for table in tables]  # of each table
         num_rows = max_num_seqs + 1
         self.last_tokens = torch.zeros(num_rows, dtype=dtype, device=device)
         self.positions = torch.zeros(num_rows, dtype=dtype, device=device)
-        self.block_tables = torch.full(
-            (num_rows, max_blocks_per_seq), null_block, dtype=dtype, device=device
-        )
+        null_entries = torch.tensor(self.null_blocks, dtype=dtype).view(-1, 1, 1)
+        # [tables, rows, blocks]
+        self.block_tables = null_entries.repeat(1, num_rows, max_blocks_per_seq).to(device)
 
-    def add(self, sequence: int, request: NewRequestData, fused_sampling: bool) -> RequestRow:
+    def add(self, sequence: int, request: NewRequestData) -> RequestRow:
         """Assign a free row to a new request."""
-        row = RequestRow(self.free_rows.pop(), request, fused_sampling)
+        row = RequestRow(self.free_rows.pop(), request)
+        row.block_tables = [[] for _ in self.tables]
         self.by_sequence[sequence] = row
         return row
 
     def append_blocks(self, sequence: int, blocks: Sequence[int]) -> RequestRow:
-        """Extend the block table of a request; `upload_new_blocks` sends it to the device."""
+        """Extend the block tables of a request; `upload_new_blocks` sends them to the device.
+
+        blocks: those of new pages, as in ScheduledRequest.
+        """
         row = self.by_sequence[sequence]
         if blocks:
-            row.block_table += blocks
+            if self.has_single_table and NULL_BLOCK not in blocks:
+                row.block_tables[0] += blocks
+            else:
+                self._append_pages(row, blocks)
             self.grown_rows[row.index] = row
         return row
+
+    def _append_pages(self, row: RequestRow, blocks: Sequence[int]) -> None:
+        """Distribute the blocks of pages over the tables, in the way the kernels count blocks."""
+        first = 0
+        while first < len(blocks):
+            for block_table, table in zip(row.block_tables, self.tables, strict=True):
+                for block in blocks[first : first + table.blocks_per_page]:
+                    block = self.null_block if block == NULL_BLOCK else block
+                    start = block * table.kernel_blocks
+                    block_table += range(start, start + table.kernel_blocks)
+                first += table.blocks_per_page
 
     def order_decodes(self, sequences: tuple[int, ...], positions: Sequence[int]) -> BatchOrder:
         """Order the decodes of a step; returns the previous order if the sequences are the same."""
         if sequences != self.decode_order.sequences:
             indices = sorted(range(len(sequences)), key=positions.__getitem__, reverse=True)
             rows = tuple([self.by_sequence[sequences[index]] for index in indices])
+            samplings = [row.request.sampling for row in rows]
+            num_logprobs = tuple([sampling.logprobs for sampling in samplings])
+            wants_logprobs = any(count is not None for count in num_logprobs)
             self.decode_order = BatchOrder(
                 sequences=sequences,
                 step_indices=tuple(indices),
                 rows=rows,
                 row_indices=np.array([row.index for row in rows], np.int32),
-                fused_sampling=all(row.fused_sampling for row in rows),
+                num_logprobs=num_logprobs if wants_logprobs else (),
+                is_watermarked=any(sampling.watermark for sampling in samplings),
             )
         return self.decode_order
 
@@ -141,14 +179,17 @@ class RequestRows:
         """Write the blocks that rows have gained into the block tables on the device."""
         if not self.grown_rows:
             return
-        new_entries = []
+        _, num_rows, width = self.block_tables.shape
+        new_entries: list[tuple[int, int]] = []  # (index into all tables, block)
         for row in self.grown_rows.values():
-            new_places = range(row.num_uploaded_blocks, len(row.block_table))
-            new_entries += [(row.index, place, row.block_table[place]) for place in new_places]
-            row.num_uploaded_blocks = len(row.block_table)
+            start = row.num_uploaded_blocks
+            for table, block_table in enumerate(row.block_tables):
+                first = (table * num_rows + row.index) * width + start
+                new_entries += enumerate(block_table[start:], first)
+            row.num_uploaded_blocks = len(row.block_tables[0])
         self.grown_rows.clear()
-        rows, places, blocks = upload(new_entries, self.block_tables.device).unbind(1)
-        self.block_tables[rows, places] = blocks.to(self.block_tables.dtype)
+        places, blocks = upload(new_entries, self.block_tables.device).unbind(1)
+        self.block_tables.view(-1)[places] = blocks.to(self.block_tables.dtype)
 
     def set_last_tokens(
         self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor

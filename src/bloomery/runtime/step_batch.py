@@ -11,7 +11,7 @@ This file must not run the model or sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -27,9 +27,9 @@ from bloomery.runtime.rows import PlacedRequest, RequestRow, RequestRows
 NUM_PREFILL_SLOTS = 8
 # Decode slots of captured mixed steps; the number of rows is added to them.
 MIXED_DECODE_SLOTS = (8, 32, 64, 128, 192)
-# Tokens of captured mixed steps. The list is short, so that all shapes are captured soon after the
-# start; the first two steps of any other shape run without a graph. Steps beyond the last size need
-# no graph: they keep the device busy for longer than the host needs to launch their kernels.
+# Tokens of captured mixed steps. The list is short, because all of them are captured before the
+# engine is ready. Steps beyond the last size need no graph: they keep the device busy for longer
+# than the host needs to launch their kernels.
 MIXED_TOKENS = (32, 64, 128, 192, 256, *range(384, 1025, 128), *range(1280, 2049, 256))
 MAX_MIXED_TOKENS = MIXED_TOKENS[-1]
 # Decodes with at most this many positions may go through the prefill kernel, if they are few
@@ -58,7 +58,7 @@ class StepBatch(NamedTuple):
     """The model inputs of one step: decodes first, then prefill chunks."""
 
     token_ids: torch.Tensor  # [tokens]
-    metadata: AttentionMetadata
+    layouts: tuple[AttentionMetadata, ...]  # one per block table of the model
     # Positions whose hidden states the model returns [n]; None: all of them.
     output_indices: torch.Tensor | None = None
     # Self-feeding steps: the row that each sequence samples for [sequences], perhaps padding.
@@ -70,12 +70,12 @@ class StepBatch(NamedTuple):
 
 
 def build_host_batch(
-    placed: Sequence[PlacedRequest], last_tokens: torch.Tensor, block_size: int
+    placed: Sequence[PlacedRequest], rows: RequestRows, block_size: int
 ) -> StepBatch:
-    """Lay out a step on the host; `last_tokens` [rows] has tokens that only the device knows."""
+    """Lay out a step on the host; `rows` have tokens that only the device knows."""
     # Sequences with a single position come first.
     placed = sorted(placed, key=lambda pair: pair[0].count + len(pair[0].drafts) > 1)
-    device = last_tokens.device
+    device = rows.last_tokens.device
     token_ids: list[int] = []
     device_tokens: list[tuple[int, int]] = []  # (index in the batch, row)
     requests = []
@@ -92,13 +92,16 @@ def build_host_batch(
         token_ids += scheduled.drafts
         query_lens.append(scheduled.count + len(scheduled.drafts))
         seq_lens.append(end + len(scheduled.drafts))
-    block_tables = [row.block_table for _, row in placed]
-    ids, metadata = build_step_tensors(
-        token_ids, query_lens, seq_lens, block_tables, block_size, device
+    block_tables = [
+        [row.block_tables[table] for _, row in placed] for table in range(len(rows.tables))
+    ]
+    windows = [table.window for table in rows.tables]
+    ids, layouts = build_step_tensors(
+        token_ids, query_lens, seq_lens, block_tables, block_size, device, windows
     )
     if device_tokens:
-        indices, rows = upload(device_tokens, device).unbind(1)
-        ids[indices] = last_tokens[rows].to(ids.dtype)
+        indices, token_rows = upload(device_tokens, device).unbind(1)
+        ids[indices] = rows.last_tokens[token_rows].to(ids.dtype)
     sampled = [
         request
         for request in requests
@@ -111,7 +114,7 @@ def build_host_batch(
     )
     return StepBatch(
         token_ids=ids,
-        metadata=metadata,
+        layouts=layouts,
         output_indices=None if all_outputs else sample_indices,
         requests=tuple(requests),
         sampled_requests=tuple(sampled),
@@ -126,7 +129,7 @@ class StepShape(NamedTuple):
     num_tokens: int  # padding included
     num_prefills: int = 0  # prefill slots: 0 or NUM_PREFILL_SLOTS
     decodes_as_prefills: bool = False  # attention treats decodes as prefills of one position
-    fused_sampling: bool = True  # the step ends with sampled tokens, else with logits
+    is_masked: bool = False  # the step ends with logits, and samples when it has its masks
 
     @property
     def num_sequences(self) -> int:
@@ -134,18 +137,16 @@ class StepShape(NamedTuple):
         return self.num_decodes + self.num_prefills
 
 
-def decode_shape(num_decodes: int, fused_sampling: bool = True) -> StepShape:
+def decode_shape(num_decodes: int, is_masked: bool = False) -> StepShape:
     """The shape of a step without prefill chunks."""
-    return StepShape(num_decodes, num_decodes, fused_sampling=fused_sampling)
+    return StepShape(num_decodes, num_decodes, is_masked=is_masked)
 
 
 def mixed_shape(
-    num_decodes: int, num_tokens: int, decodes_as_prefills: bool, fused_sampling: bool = True
+    num_decodes: int, num_tokens: int, decodes_as_prefills: bool, is_masked: bool = False
 ) -> StepShape:
     """The shape of a step with prefill chunks."""
-    return StepShape(
-        num_decodes, num_tokens, NUM_PREFILL_SLOTS, decodes_as_prefills, fused_sampling
-    )
+    return StepShape(num_decodes, num_tokens, NUM_PREFILL_SLOTS, decodes_as_prefills, is_masked)
 
 
 def decode_batch_sizes(max_num_seqs: int, tile_size: int = 1) -> list[int]:
@@ -180,10 +181,10 @@ class CaptureSizes:
             mixed_tokens=[*tokens, max_mixed_tokens],
         )
 
-    def decode_shapes(self, fused_sampling: bool = True) -> list[StepShape]:
+    def decode_shapes(self, is_masked: bool = False) -> list[StepShape]:
         """Decode steps to capture at the start: the largest first, then the others ascending."""
         sizes = [*self.decodes[-1:], *self.decodes[:-1]]
-        return [decode_shape(size, fused_sampling) for size in sizes]
+        return [decode_shape(size, is_masked) for size in sizes]
 
     def mixed_shapes(self) -> list[StepShape]:
         """Mixed steps to capture at the start: all that leave room for a prefill token.
@@ -205,20 +206,18 @@ class CaptureSizes:
                 ]
         return list(dict.fromkeys(shapes))
 
-    def pad_decode(self, num_decodes: int, fused_sampling: bool = True) -> StepShape:
+    def pad_decode(self, num_decodes: int, is_masked: bool = False) -> StepShape:
         """The shape of a decode step of that many rows."""
-        return decode_shape(round_up(num_decodes, self.decodes), fused_sampling)
+        return decode_shape(round_up(num_decodes, self.decodes), is_masked)
 
     def pad_mixed(
-        self, num_decodes: int, num_tokens: int, max_position: int, fused_sampling: bool = True
+        self, num_decodes: int, num_tokens: int, max_position: int, is_masked: bool = False
     ) -> StepShape:
         """The shape of a mixed step whose decodes are at positions up to `max_position`."""
         slots = round_up(num_decodes, self.mixed_decodes)
         few_decodes = slots <= MIXED_DECODE_SLOTS[0]
         as_prefills = few_decodes and max_position < SHORT_DECODE_POSITIONS
-        return mixed_shape(
-            slots, round_up(num_tokens, self.mixed_tokens), as_prefills, fused_sampling
-        )
+        return mixed_shape(slots, round_up(num_tokens, self.mixed_tokens), as_prefills, is_masked)
 
 
 def round_up(count: int, sizes: Sequence[int]) -> int:
@@ -283,34 +282,56 @@ class StepBuffers:
         if not shape.num_prefills:
             sampling_rows = self.decode_rows[:num_decodes]
             decodes = gather_decode_inputs(sampling_rows, *state, rows.pool)
-            metadata = AttentionMetadata(
+            layout = AttentionMetadata(
                 num_decodes=num_decodes,
                 num_prefills=0,
                 query_start_loc=self.decode_start_loc[: num_decodes + 1],
                 seq_lens=decodes.seq_lens,
                 positions=decodes.positions,
-                slot_mapping=decodes.slot_mapping,
-                block_tables=decodes.block_tables,
+                slot_mapping=decodes.slot_mapping[0],
+                block_tables=decodes.block_tables[0],
                 block_size=self.block_size,
+                window=rows.tables[0].window,
             )
-            return StepBatch(decodes.token_ids, metadata, None, sampling_rows)
+            layouts = self._layout_tables(layout, decodes.slot_mapping, decodes.block_tables)
+            return StepBatch(decodes.token_ids, layouts, None, sampling_rows)
         packed = self.packed[: packed_length(num_decodes, shape.num_tokens)]
         mixed = gather_mixed_inputs(
             packed, *state, num_decodes, shape.num_prefills, shape.num_tokens
         )
         attended_decodes = 0 if shape.decodes_as_prefills else num_decodes
-        metadata = AttentionMetadata(
+        layout = AttentionMetadata(
             num_decodes=attended_decodes,
             num_prefills=shape.num_sequences - attended_decodes,
             query_start_loc=mixed.query_start_loc,
             seq_lens=mixed.seq_lens,
             positions=mixed.positions,
-            slot_mapping=mixed.slot_mapping,
-            block_tables=mixed.block_tables,
+            slot_mapping=mixed.slot_mapping[0],
+            block_tables=mixed.block_tables[0],
             block_size=self.block_size,
+            window=rows.tables[0].window,
         )
+        layouts = self._layout_tables(layout, mixed.slot_mapping, mixed.block_tables)
         sampling_rows = packed[: shape.num_sequences]
-        return StepBatch(mixed.token_ids, metadata, mixed.sample_indices, sampling_rows)
+        return StepBatch(mixed.token_ids, layouts, mixed.sample_indices, sampling_rows)
+
+    def _layout_tables(
+        self, first: AttentionMetadata, slot_mapping: torch.Tensor, block_tables: torch.Tensor
+    ) -> tuple[AttentionMetadata, ...]:
+        """Return one layout per block table, given that of the first.
+
+        slot_mapping [tables, tokens], block_tables [tables, sequences, blocks].
+        """
+        others = [
+            replace(
+                first,
+                slot_mapping=slot_mapping[index],
+                block_tables=block_tables[index],
+                window=self.rows.tables[index].window,
+            )
+            for index in range(1, len(self.rows.tables))
+        ]
+        return (first, *others)
 
 
 def packed_length(num_decodes: int, num_tokens: int) -> int:
