@@ -32,10 +32,15 @@ class ResidualEpilogue(NamedTuple):
 
 
 class ActivationEpilogue(NamedTuple):
-    """Returns name(y), or name(gate) * up if the rows of the weights are gate | up."""
+    """Returns name(y), or name(gate) * up if the rows of the weights are gate | up.
+
+    `params` are the numbers of activations that have some (see kernels/activation.py):
+    clamped_swiglu has limit, alpha and offset of up; xielu has alpha_p, alpha_n and beta.
+    """
 
     name: str
     gated: bool
+    params: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ class QkTransform:
     """How q, k and v change between the QKV projection and the attention.
 
     First q, k and v are clipped to [-clip, clip], then each head of q and k is normed, then rope is
-    applied.
+    applied (with `norm_after_rope` the other way around), then q is scaled by its position. Values
+    are normed and get no rope.
     """
 
     # cos, sin in float32: [tokens, rope dim / 2], or with `positions` tables [max len, ...]
@@ -54,17 +60,24 @@ class QkTransform:
     weights: TensorPair | None = None  # of q and k: [head dim], or [heads, head dim]
     eps: float = 0.0
     clip: float | None = None
+    norm_after_rope: bool = False
+    v_norm: NormPrologue | None = None  # of each value head, without a bias
+    keys_as_values: bool = False  # values are the clipped keys: the projection has only q | k
+    # Factors of q in float32: [tokens], or with `positions` a table [max len]
+    query_scales: torch.Tensor | None = None
 
 
 class QkvEpilogue(NamedTuple):
     """Applies rope to q and k, writes k and v to the KV cache, and returns q.
 
-    The rows of the weights are q | k | v.
+    The rows of the weights are q | k | v, or q | k | v | gate. The products of the gate rows are
+    written to `gate`.
     """
 
     kv_cache: torch.Tensor  # [2, slots, kv heads, head dim]
     slot_mapping: torch.Tensor  # [tokens]: the KV cache slot of each token
     transform: QkTransform
+    gate: torch.Tensor | None = None  # [tokens, gate rows]
 
 
 Epilogue = ResidualEpilogue | ActivationEpilogue | QkvEpilogue | None

@@ -116,7 +116,7 @@ class TensorParallelLayout:
     # ---- weights ----
 
     def qkv(self, spec: AttentionSpec) -> WeightShard:
-        """Return the shard of the QKV projection: rows of q | k | v.
+        """Return the shard of the QKV projection: rows of q | k | v | gate.
 
         With a norm over all heads every rank computes all of q and k, which is cheaper than another
         all-reduce.
@@ -126,14 +126,19 @@ class TensorParallelLayout:
         q_heads, (kv_first, kv_end) = self.heads(spec)
         k_offset = spec.num_heads
         v_offset = spec.num_heads + spec.num_kv_heads
-        qk_heads = [q_heads, (k_offset + kv_first, k_offset + kv_end)]
+        heads = [q_heads, (k_offset + kv_first, k_offset + kv_end)]
         if norms_all_heads(spec):
-            qk_heads = [(0, v_offset)]
-        v_heads = (v_offset + kv_first, v_offset + kv_end)
+            heads = [(0, v_offset)]
+        if not spec.keys_as_values:
+            heads.append((v_offset + kv_first, v_offset + kv_end))
         dim = spec.head_dim
-        return WeightShard(
-            rows=tuple((start * dim, end * dim) for start, end in [*qk_heads, v_heads])
-        )
+        rows = [(start * dim, end * dim) for start, end in heads]
+        gate_dim = gate_size(spec) // spec.num_heads
+        if gate_dim:
+            gate_offset = sum(qkv_sizes(spec))
+            first, end = q_heads
+            rows.append((gate_offset + first * gate_dim, gate_offset + end * gate_dim))
+        return WeightShard(rows=tuple(rows))
 
     def out(self, spec: AttentionSpec) -> WeightShard:
         """Return the shard of the output projection: the columns of this rank's heads."""
@@ -169,6 +174,20 @@ class TensorParallelLayout:
 def norms_all_heads(spec: AttentionSpec) -> bool:
     """Whether q and k are normed over all heads at once."""
     return spec.qk_norm is not None and spec.qk_norm_over == "all"
+
+
+def qkv_sizes(spec: AttentionSpec) -> list[int]:
+    """Return the rows of q, k and v in the QKV projection; no v if keys serve as values."""
+    kv_size = spec.num_kv_heads * spec.head_dim
+    sizes = [spec.num_heads * spec.head_dim, kv_size]
+    return sizes if spec.keys_as_values else [*sizes, kv_size]
+
+
+def gate_size(spec: AttentionSpec) -> int:
+    """Return the rows of the output gate in the QKV projection; they follow q, k and v."""
+    if spec.gate is None:
+        return 0
+    return spec.num_heads * (1 if spec.gate.per_head else spec.head_dim)
 
 
 # ---- what can be split ---------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from math import ceil, hypot
 from typing import NamedTuple, Protocol
 
 from bloomery.hardware import FEW_ROWS, PACKED_EFFICIENCY, SINGLE_ROW, HardwareSpec
-from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from bloomery.layout import gate_size, qkv_sizes
+from bloomery.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 # ---- parameters and bytes ------------------------------------------------------------------------
 
@@ -65,10 +66,8 @@ def _matrix_sizes(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
     """Parameters of each matrix of a layer that every token is multiplied by."""
     attention = layer.attention
     mlp = layer.mlp
-    q_size = attention.num_heads * attention.head_dim
-    kv_size = attention.num_kv_heads * attention.head_dim
-    qkv = hidden * (q_size + 2 * kv_size)
-    out = q_size * hidden
+    qkv = hidden * (sum(qkv_sizes(attention)) + gate_size(attention))
+    out = attention.num_heads * attention.head_dim * hidden
     if isinstance(mlp, MlpSpec):
         return qkv, out, *_mlp_sizes(mlp, hidden)
     router = hidden * (mlp.num_experts + mlp.shared_gate)
@@ -88,7 +87,12 @@ def _mlp_sizes(mlp: MlpSpec, hidden: int) -> tuple[int, int]:
 def _experts_size(layer: LayerSpec, hidden: int) -> int:
     if not isinstance(layer.mlp, MoeSpec):
         return 0
-    return layer.mlp.num_experts * sum(_mlp_sizes(layer.mlp.mlp, hidden))
+    return layer.mlp.num_experts * _expert_size(layer.mlp, hidden)
+
+
+def _expert_size(moe: MoeSpec, hidden: int) -> int:
+    """Parameters of one expert, with its biases: a step reads those of chosen experts only."""
+    return sum(_mlp_sizes(moe.mlp, hidden)) + _mlp_vector_size(moe.mlp, hidden)
 
 
 def _norm_size(norm: NormSpec | None, size: int) -> int:
@@ -98,7 +102,7 @@ def _norm_size(norm: NormSpec | None, size: int) -> int:
 
 
 def _vector_size(layer: LayerSpec, hidden: int) -> int:
-    """Parameters of all norms and biases of a layer."""
+    """Parameters of all norms, biases and sinks of a layer."""
     attention = layer.attention
     mlp = layer.mlp
     norms = (
@@ -113,7 +117,9 @@ def _vector_size(layer: LayerSpec, hidden: int) -> int:
     q_size = attention.num_heads * attention.head_dim
     kv_size = attention.num_kv_heads * attention.head_dim
     if attention.bias:
-        total += q_size + 2 * kv_size
+        total += sum(qkv_sizes(attention))
+        if attention.gate is not None and attention.gate.stored == "packed":
+            total += gate_size(attention)
     if attention.out_bias:
         total += hidden
     if attention.qk_norm:
@@ -121,10 +127,31 @@ def _vector_size(layer: LayerSpec, hidden: int) -> int:
         if attention.qk_norm_over == "head":
             sizes = (attention.head_dim, attention.head_dim)
         total += sum(_norm_size(attention.qk_norm, size) for size in sizes)
-    if isinstance(mlp, MlpSpec) and mlp.bias:
-        num_inputs = 2 if mlp.gated else 1
-        total += num_inputs * mlp.size + hidden
+    total += _norm_size(attention.v_norm, attention.head_dim)
+    if attention.sinks:
+        total += attention.num_heads
+    if isinstance(mlp, MlpSpec):
+        return total + _mlp_vector_size(mlp, hidden)
+    moe_norms = (
+        mlp.router_norm,
+        mlp.expert_norm,
+        mlp.expert_post_norm,
+        mlp.shared_norm,
+        mlp.shared_post_norm,
+    )
+    total += sum(_norm_size(norm, hidden) for norm in moe_norms)
+    router = mlp.router
+    total += mlp.num_experts * (router.bias + router.correction_bias + router.expert_scale)
+    if mlp.shared is not None:
+        total += _mlp_vector_size(mlp.shared, hidden)
     return total
+
+
+def _mlp_vector_size(mlp: MlpSpec, hidden: int) -> int:
+    """Parameters of the biases of an MLP and of its activation."""
+    num_inputs = 2 if mlp.gated else 1
+    biases = mlp.bias * (num_inputs * mlp.size + hidden)
+    return biases + 2 * (mlp.activation == "xielu")
 
 
 def kv_bytes_per_token(model: ModelSpec, kv_bits: float = 16) -> float:
@@ -137,12 +164,15 @@ def kv_bytes_per_token(model: ModelSpec, kv_bits: float = 16) -> float:
 def kv_bytes(model: ModelSpec, length: int, kv_bits: float = 16) -> float:
     """Bytes of KV cache that a decode step of one sequence of `length` tokens reads.
 
-    Layers with a sliding window read no more than the window.
+    Layers with a sliding window read no more than the window, layers with chunks no more than the
+    last chunk.
     """
     total = 0.0
     for layer in model.layers:
         attention = layer.attention
         num_tokens = min(length, attention.window or length)
+        if attention.chunk:
+            num_tokens = min(num_tokens, (length - 1) % attention.chunk + 1)
         total += 2 * attention.num_kv_heads * attention.head_dim * num_tokens * kv_bits / 8
     return total
 
@@ -166,8 +196,16 @@ def _activation_width(layer: LayerSpec) -> int:
     mlp = layer.mlp
     inner = mlp if isinstance(mlp, MlpSpec) else replace(mlp.mlp, size=mlp.mlp.size * mlp.top_k)
     mlp_width = inner.size * (3 if inner.gated else 2)  # inputs and output of the activation
-    num_heads = 2 * attention.num_heads + 2 * attention.num_kv_heads
-    return max(mlp_width, num_heads * attention.head_dim)
+    # The projection's outputs, then queries, gate and result of attention.
+    projected = sum(qkv_sizes(attention)) + gate_size(attention)
+    attention_width = projected + attention.num_heads * attention.head_dim + gate_size(attention)
+    return max(mlp_width, attention_width)
+
+
+def visible_positions(attention: AttentionSpec) -> int:
+    """The most positions that a query sees, 0 if there is no limit."""
+    limits = [limit for limit in (attention.window, attention.chunk) if limit]
+    return min(limits, default=0)
 
 
 @dataclass(frozen=True)
@@ -182,6 +220,8 @@ class WeightPrecision:
     format_shares: Mapping[str, float] = field(default_factory=dict)
     # Additional bits per value of the largest matrix while a library dequantizes it.
     unpacked_bits: float = 0.0
+    # Per value of experts, where they alone are quantized; 0: as the other matrices.
+    expert_bits: float = 0.0
 
 
 def _by_name(*precisions: WeightPrecision) -> Mapping[str, WeightPrecision]:
@@ -217,11 +257,11 @@ LIBRARY_PRECISIONS: Mapping[str, WeightPrecision] = _by_name(
 def weights_bytes(model: ModelSpec, precision: WeightPrecision) -> float:
     """Bytes of all weights at a precision."""
     counts = count_parameters(model)
-    inner = counts.matrices + counts.experts
-    outer = counts.total - inner - counts.vectors
+    outer = counts.total - counts.matrices - counts.experts - counts.vectors
     vector_bits = max(precision.outer_bits, 16)
-    bits = inner * precision.bits + outer * precision.outer_bits + counts.vectors * vector_bits
-    return bits / 8
+    layer_bits = counts.matrices * precision.bits + counts.vectors * vector_bits
+    expert_bits = counts.experts * (precision.expert_bits or precision.bits)
+    return (layer_bits + expert_bits + outer * precision.outer_bits) / 8
 
 
 def peak_bytes(model: ModelSpec, precision: WeightPrecision) -> float:
@@ -297,9 +337,9 @@ class MatmulCost(NamedTuple):
 
 
 class AttentionCost(NamedTuple):
-    """Seconds of attention in all layers that have the same window."""
+    """Seconds of attention in all layers that have the same window or chunk."""
 
-    window: int  # 0: none
+    window: int  # positions that a query sees at most; 0: any number
     read: float  # of one KV cache position
     decode_pair: float  # of one (query, key) pair, for single queries
     prefill_pair: float  # of one pair, for chunks of a prompt
@@ -351,14 +391,14 @@ class Roofline:
         self.matrices_bytes = layer_bits / 8
         self.head_values = counts.head
         self.head_bytes = counts.head * precision.outer_bits / 8
-        self.weight_bytes = precision.bits / 8
+        self.expert_weight_bytes = (precision.expert_bits or precision.bits) / 8
 
     def _sum_layers(self, kv_bits: float) -> None:
         """Sum KV cache bytes, attention operations and expert values over layers that are alike."""
         # (experts, experts per token) -> values of one expert
         self.expert_values: dict[tuple[int, int], int] = {}
-        # window (0: none) -> bytes of one KV cache position. KV heads that cannot be split are
-        # repeated on several ranks.
+        # window or chunk (0: none) -> bytes of one KV cache position. KV heads that cannot be split
+        # are repeated on several ranks.
         self.kv_position_bytes: dict[int, float] = {}
         # window -> operations of one (query, key) pair
         self.pair_operations: dict[int, int] = {}
@@ -367,9 +407,9 @@ class Roofline:
             mlp = layer.mlp
             if isinstance(mlp, MoeSpec):
                 routing = (mlp.num_experts, mlp.top_k)
-                expert = sum(_mlp_sizes(mlp.mlp, self.model.hidden))
+                expert = _expert_size(mlp, self.model.hidden)
                 self.expert_values[routing] = self.expert_values.get(routing, 0) + expert
-            window = attention.window or 0
+            window = visible_positions(attention)
             kv_heads = ceil(attention.num_kv_heads / self.tp) * self.tp
             position_bytes = 2 * kv_heads * attention.head_dim * kv_bits / 8
             pair_operations = 4 * attention.num_heads * attention.head_dim
@@ -388,10 +428,18 @@ class Roofline:
         self.rate = self.hardware.mean_rate(shares) * self.tp
         self.matrices = self._matmul_cost(self.matrices_values, self.matrices_bytes, shares, packed)
         self.head = self._matmul_cost(self.head_values, self.head_bytes, head_shares, head_packed)
+        expert_shares = shares
+        expert_packed = packed
+        if precision.expert_bits:
+            expert_packed = _packed_format(precision.expert_bits, None)
+            expert_shares = {expert_packed or wide_format: 1.0}
         self.experts = tuple(
             ExpertsCost(
                 self._matmul_cost(
-                    count * values, count * values * self.weight_bytes, shares, packed
+                    count * values,
+                    count * values * self.expert_weight_bytes,
+                    expert_shares,
+                    expert_packed,
                 ),
                 skipped=1 - top_k / count,
             )
@@ -475,7 +523,7 @@ class Roofline:
             read += self.head_bytes
         for (count, top_k), values in self.expert_values.items():
             used = 1 - (1 - top_k / count) ** tokens
-            read += count * values * self.weight_bytes * used
+            read += count * values * self.expert_weight_bytes * used
             operations += 2 * top_k * values * tokens
         for window, position_bytes in self.kv_position_bytes.items():
             read += position_bytes * min(attended, window * tokens or attended)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,28 @@ class AlibiSpec:
 
 
 @dataclass(frozen=True)
+class AttentionGateSpec:
+    """A gate on the output of attention, before the output projection.
+
+    `stored`: "packed" means that the q projection has the rows [q | gate] of each head in turn;
+    "separate" means that the gate has a projection of its own.
+    """
+
+    stored: Literal["packed", "separate"] = "separate"
+    per_head: bool = False  # one factor per head; otherwise one per element
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Queries are multiplied by 1 + beta * log(1 + floor((position + offset) / period))."""
+
+    beta: float
+    period: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Multi-head, grouped-query or multi-query attention."""
 
@@ -121,6 +143,26 @@ class AttentionSpec:
     # What one norm spans, and the shape of its weight. "head": one head, [dim]; "each": one head,
     # with weights of its own, [heads, dim]; "all": all heads together, [heads * dim].
     qk_norm_over: Literal["head", "each", "all"] = "head"
+    qk_norm_after_rope: bool = False
+    v_norm: NormSpec | None = None  # of each value head
+    keys_as_values: bool = False  # values are the projected keys, before their norm and rope
+    sinks: bool = False  # one learned logit per head joins the softmax and has no value
+    gate: AttentionGateSpec | None = None
+    query_scaling: QueryScaling | None = None
+    # A query attends to the positions of its own chunk: those from position // chunk * chunk on.
+    chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class SwigluClamp:
+    """SwiGLU with clamped inputs: gate * sigmoid(alpha * gate) * (up + up_offset).
+
+    The gate is clamped from above to `limit`, up is clamped to [-limit, limit].
+    """
+
+    limit: float
+    alpha: float = 1.0
+    up_offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,18 +173,56 @@ class MlpSpec:
     activation: ActivationName = "silu"
     gated: bool = True
     bias: bool = False
+    clamp: SwigluClamp | None = None  # replaces the activation
+    # alpha_p and alpha_n of xielu, if they are not tensors of the checkpoint.
+    xielu_alphas: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How a token's experts are chosen from the router's logits, and how they are weighted."""
+
+    # "sparsemixer" takes one expert after another: each weight is a softmax over the logits that
+    # are within `threshold` of the largest one left.
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    score_chosen_only: bool = False  # choose by logit, then score the chosen logits only
+    bias: bool = False  # of the router's projection
+    correction_bias: bool = False  # added to the scores for the choice, not for the weights
+    logit_scale: float = 1.0
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    # Experts are divided into groups. Only experts of the best `top_groups` groups are eligible.
+    num_groups: int = 1
+    top_groups: int = 1
+    # What ranks a group: the sum of its two best scores, or its best score.
+    group_score: Literal["top2", "max"] = "top2"
+    normalize: bool = True  # divide the weights by their sum
+    min_normalizer: float = 0.0  # the sum is at least this
+    scale: float = 1.0  # of the weights, after the normalization
+    expert_scale: bool = False  # a learned factor of each expert's weights
+    weights_input: bool = False  # the weights multiply the experts' input instead of their output
+    threshold: float = 0.0  # "sparsemixer" only
 
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """A mixture of experts: each token uses `top_k` of them."""
+    """A mixture of experts: each token uses `top_k` of them.
+
+    The norms are for blocks whose router, experts and shared expert (a dense MLP in parallel) have
+    norms of their own. Those before a part read the block's input, which then has no mlp_norm.
+    """
 
     num_experts: int
     top_k: int
     mlp: MlpSpec
-    renormalize: bool = True
+    router: RouterSpec = RouterSpec()
     shared: MlpSpec | None = None  # an expert that every token uses
     shared_gate: bool = False  # multiply its output by sigmoid(w . x)
+    shared_scale: float = 1.0  # of its output
+    router_norm: NormSpec | None = None
+    expert_norm: NormSpec | None = None
+    expert_post_norm: NormSpec | None = None  # of the sum of a token's experts
+    shared_norm: NormSpec | None = None
+    shared_post_norm: NormSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -202,10 +282,12 @@ class FusedTensor:
     """A matrix stored as one tensor.
 
     `grouped`: its rows are [kv_head][q.. k v][head_dim] rather than [all q, all k, all v].
+    `interleaved`: its rows are gate and up by turns rather than [all gate, all up].
     """
 
     name: str
     grouped: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,8 +296,11 @@ class TensorNames:
 
     Names within a layer are relative to `layer`. `extra` has the tensors that only some models
     have. In a layer: attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, attn_sum_norm,
-    mlp_sum_norm, q_norm, k_norm, router, shared_gate. Outside: positions, embed_norm, project_in,
-    project_out. A q_norm or k_norm with {h} in its name is stored as one [dim] weight per head.
+    mlp_sum_norm, q_norm, k_norm, v_norm, sinks, attn_gate, router, correction_bias, expert_scale,
+    shared_gate, router_norm, expert_norm, expert_post_norm, shared_norm, shared_post_norm,
+    xielu_alpha_p, xielu_alpha_n. Outside: positions, embed_norm, project_in, project_out. A q_norm
+    or k_norm with {h} in its name is stored as one [dim] weight per head. The names of sinks,
+    correction_bias, expert_scale and the alphas are complete: no `.weight` is appended.
     """
 
     embed: str
@@ -233,15 +318,21 @@ class TensorNames:
     experts: str = ""
     expert_up: str | SplitTensors | FusedTensor = ""
     expert_down: str = ""
-    stacked_experts: bool = False  # one [expert, out, in] tensor; `experts` has no {e}
+    # One [expert, out, in] tensor, with or without `.weight`; `experts` has no {e}. Biases are
+    # [expert, out] tensors whose names end in `.bias` or `_bias`.
+    stacked_experts: bool = False
+    transposed_experts: bool = False  # stacked experts are stored as [expert, in, out]
     shared_up: str | SplitTensors | FusedTensor = ""
     shared_down: str = ""
     # The prefix of the names above, then the prefixes that other checkpoints use instead ("" if
     # the bare model was saved). The first prefix under which the checkpoint has `embed` replaces
     # prefixes[0] in every name but `head`.
     prefixes: tuple[str, ...] = ()
-    # Patterns (fnmatch) of tensors that are not used: causal masks, rope tables, a vision tower.
+    other_heads: tuple[str, ...] = ()  # names that other checkpoints use instead of `head`
+    # Patterns (fnmatch) of tensors that are not used: causal masks, rope tables.
     ignored: tuple[str, ...] = ()
+    # Patterns of the vision part of a model that is served as text. It is never read.
+    vision: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ class AttentionMetadata:
     Decodes (sequences with one new position) come first, then prefills. Integer tensors have
     `index_dtype`. The two tuples are the host's copy of the lengths. A step that is replayed from a
     CUDA graph or a CPU trace has none, because only the device knows its lengths.
+
+    A model with several block tables (cache_groups.py) has one layout per table. They differ in
+    `slot_mapping`, `block_tables` and `window`, and share the rest.
     """
 
     num_decodes: int  # leading sequences with one new position
@@ -42,6 +45,9 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor  # [tokens] slot of the KV cache: block * block_size + offset
     block_tables: torch.Tensor  # [sequences, blocks] padded with any block, which is masked
     block_size: int
+    # Blocks further back than this may belong to other sequences by now. They may be read, but what
+    # they hold must not matter, not even if it is not a number. None: all blocks are there.
+    window: int | None = None
     host_query_lens: tuple[int, ...] = ()  # new positions of each sequence
     host_seq_lens: tuple[int, ...] = ()
 
@@ -53,9 +59,12 @@ class AttentionMetadata:
         block_tables: Sequence[Sequence[int]],
         block_size: int,
         device: torch.device,
+        window: int | None = None,
     ) -> AttentionMetadata:
         """Build the layout of a step whose lengths the host knows, without token ids."""
-        _, metadata = build_step_tensors((), query_lens, seq_lens, block_tables, block_size, device)
+        _, (metadata,) = build_step_tensors(
+            (), query_lens, seq_lens, [block_tables], block_size, device, [window]
+        )
         return metadata
 
     @classmethod
@@ -65,6 +74,7 @@ class AttentionMetadata:
         slot_mapping: torch.Tensor,
         block_tables: torch.Tensor,
         block_size: int,
+        window: int | None = None,
     ) -> AttentionMetadata:
         """Build the layout of a step in which each token is a sequence of its own.
 
@@ -87,6 +97,7 @@ class AttentionMetadata:
             slot_mapping=slot_mapping,
             block_tables=block_tables,
             block_size=block_size,
+            window=window,
             host_query_lens=host_query_lens,
             host_seq_lens=host_seq_lens,
         )
@@ -120,14 +131,37 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec, plan: Any
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        spec: AttentionSpec,
+        plan: Any,
+        sinks: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [tokens, heads, head dim] -> [tokens, heads * head dim].
 
         Each token attends to the cached positions of its sequence up to its own. `plan` is the
-        result of `prepare` for this step.
+        result of `prepare` for this step. With spec.sinks, `sinks` [heads] in float32 are the
+        logits that join each softmax. With spec.gate, the result is gated by `gate`
+        [tokens, heads * head dim], or [tokens, heads] with one factor per head, before its
+        activation.
         """
         ...
+
+
+class AttentionStep(NamedTuple):
+    """What the layers of one block table need in a step."""
+
+    slot_mapping: torch.Tensor  # [tokens]: where the new keys and values go in the KV cache
+    plan: Any  # the backend's
+
+
+def plan_attention(
+    backend: AttentionBackend, layouts: Sequence[AttentionMetadata]
+) -> tuple[AttentionStep, ...]:
+    """Prepare a step for the layers of each block table."""
+    return tuple(AttentionStep(layout.slot_mapping, backend.prepare(layout)) for layout in layouts)
 
 
 def upload(
@@ -161,51 +195,63 @@ def build_step_tensors(
     token_ids: Sequence[int],
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
-    block_tables: Sequence[Sequence[int]],
+    block_tables: Sequence[Sequence[Sequence[int]]],
     block_size: int,
     device: torch.device,
-) -> tuple[torch.Tensor, AttentionMetadata]:
+    windows: Sequence[int | None] = (None,),
+) -> tuple[torch.Tensor, tuple[AttentionMetadata, ...]]:
     """Build the tensors of a step that the host lays out, and send them in one copy.
 
-    Sequences with one new position come first. Returns token ids [tokens] and the metadata. Uses
-    numpy, because torch would wake its thread pool for these few numbers.
+    Sequences with one new position come first. `block_tables` has, for each block table of the
+    model, the tables of all sequences; `windows` has the window of each. Returns token ids [tokens]
+    and one layout per block table. Uses numpy, because torch would wake its thread pool for these
+    few numbers.
     """
     num_tokens = sum(query_lens)
     query_start_loc = [0, *accumulate(query_lens)]
     sequence_of_token = np.repeat(np.arange(len(query_lens)), query_lens)
     first_positions = np.array(seq_lens) - np.array(query_start_loc[1:])
     positions = np.arange(num_tokens) + first_positions[sequence_of_token]
-    num_blocks = max(len(table) for table in block_tables)
-    padded = [[*table, *[0] * (num_blocks - len(table))] for table in block_tables]
-    # np.fromiter is three times as fast here as np.array of nested lists.
-    table_entries = np.fromiter(chain.from_iterable(padded), np.int64, len(padded) * num_blocks)
-    padded_tables = table_entries.reshape(len(padded), num_blocks)
-    blocks = padded_tables[sequence_of_token, positions // block_size]
-    slot_mapping = blocks * block_size + positions % block_size
-    parts = (
-        np.array(token_ids, np.int64),
-        positions,
-        slot_mapping,
-        query_start_loc,
-        seq_lens,
-        padded_tables.ravel(),
-    )
+    shared_parts = (np.array(token_ids, np.int64), positions, query_start_loc, seq_lens)
+    table_parts: list[np.ndarray] = []
+    for tables in block_tables:
+        padded_tables = pad_tables(tables)
+        blocks = padded_tables[sequence_of_token, positions // block_size]
+        slot_mapping = blocks * block_size + positions % block_size
+        table_parts += [slot_mapping, padded_tables.ravel()]
+    parts = (*shared_parts, *table_parts)
     packed = torch.from_numpy(np.concatenate(parts))
     on_device = upload(packed, device, index_dtype(device))
     tensors = on_device.split([len(part) for part in parts])
-    metadata = AttentionMetadata(
-        num_decodes=query_lens.count(1),
-        num_prefills=0,
-        query_start_loc=tensors[3],
-        seq_lens=tensors[4],
-        positions=tensors[1],
-        slot_mapping=tensors[2],
-        block_tables=tensors[5].view(padded_tables.shape),
-        block_size=block_size,
-        host_query_lens=tuple(query_lens),
-        host_seq_lens=tuple(seq_lens),
+    num_decodes = query_lens.count(1)
+    host_query_lens = tuple(query_lens)
+    host_seq_lens = tuple(seq_lens)
+    layouts = tuple(
+        AttentionMetadata(
+            num_decodes=num_decodes,
+            num_prefills=0,
+            query_start_loc=tensors[2],
+            seq_lens=tensors[3],
+            positions=tensors[1],
+            slot_mapping=tensors[4 + 2 * index],
+            block_tables=tensors[5 + 2 * index].view(len(query_lens), -1),
+            block_size=block_size,
+            window=window,
+            host_query_lens=host_query_lens,
+            host_seq_lens=host_seq_lens,
+        )
+        for index, window in enumerate(windows)
     )
-    return tensors[0], metadata
+    return tensors[0], layouts
+
+
+def pad_tables(tables: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return block tables [sequences, blocks], padded with block 0."""
+    num_blocks = max(len(table) for table in tables)
+    padded = [[*table, *[0] * (num_blocks - len(table))] for table in tables]
+    # np.fromiter is three times as fast here as np.array of nested lists.
+    entries = np.fromiter(chain.from_iterable(padded), np.int64, len(padded) * num_blocks)
+    return entries.reshape(len(padded), num_blocks)
 
 
 def index_dtype(device: torch.device) -> torch.dtype:

@@ -79,7 +79,13 @@ class CpuPagedAttention:
         )
 
     def attend(
-        self, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec, plan: QueryTiles
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        spec: AttentionSpec,
+        plan: QueryTiles,
+        sinks: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         slopes = None
         if isinstance(spec.position, AlibiSpec):
@@ -98,6 +104,10 @@ class CpuPagedAttention:
             spec.softcap,
             slopes,
             spec.window,
+            spec.chunk,
+            sinks,
+            gate,
+            "sigmoid" if spec.gate is None else spec.gate.activation,
         )
 
 

@@ -20,6 +20,7 @@ from bloomery.attention.base import (
     local_alibi_slopes,
     softmax_scale,
 )
+from bloomery.kernels.output_gate import apply_output_gate_reference
 from bloomery.kernels.quantized_kv_cache import read_kv_cache
 from bloomery.spec import AlibiSpec, AttentionSpec
 
@@ -34,20 +35,23 @@ class SequenceGroup:
     num_queries: int
     slots: torch.Tensor  # [sequences, max length] KV cache slots of their keys
     query_positions: torch.Tensor  # [sequences, queries]
-    key_positions: torch.Tensor  # [max length]
-    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+    key_positions: torch.Tensor  # [max length]: of the keys that some query may see
+    masks: dict[tuple[int | None, int | None, int], torch.Tensor] = field(default_factory=dict)
 
-    def causal_mask(self, window: int | None, part: slice) -> torch.Tensor:
+    def causal_mask(self, spec: AttentionSpec, part: slice) -> torch.Tensor:
         """Return [sequences, queries of the part, max length], true where a query attends to a key.
 
-        Layers with the same window share one mask.
+        Layers with the same window and chunk share one mask.
         """
-        key = (window, part.start)
+        key = (spec.window, spec.chunk, part.start)
         if key not in self.masks:
-            distance = self.query_positions[:, part, None] - self.key_positions
+            positions = self.query_positions[:, part, None]
+            distance = positions - self.key_positions
             mask = distance >= 0
-            if window is not None:
-                mask = mask & (distance < window)
+            if spec.window is not None:
+                mask = mask & (distance < spec.window)
+            if spec.chunk is not None:
+                mask = mask & (distance <= positions % spec.chunk)
             self.masks[key] = mask
         return self.masks[key]
 
@@ -87,13 +91,19 @@ class TorchPagedAttention:
         block_size = metadata.block_size
         max_len = max(metadata.host_seq_lens[i] for i in members)
         num_queries = metadata.host_query_lens[members[0]]
-        num_blocks = -(-max_len // block_size)
-        blocks = metadata.block_tables[members, :num_blocks]
-        offsets = torch.arange(block_size, device=blocks.device)
-        slots = (blocks[:, :, None] * block_size + offsets).flatten(1)[:, :max_len]
         tokens = slice(starts[members[0]], starts[members[-1] + 1])
         query_positions = metadata.positions[tokens].view(len(members), num_queries)
-        key_positions = torch.arange(max_len, device=blocks.device)
+        blocks = metadata.block_tables[members]
+        first_visible = [0] * len(members)
+        if metadata.window is not None:
+            num_visible = num_queries + metadata.window - 1
+            first_visible = [max(metadata.host_seq_lens[i] - num_visible, 0) for i in members]
+        key_positions = torch.arange(min(first_visible), max_len, device=blocks.device)
+        # Masked keys repeat one that the sequence sees: a weight of zero would not hide a NaN.
+        first = torch.tensor(first_visible, device=blocks.device)[:, None]
+        last = metadata.seq_lens[members, None].to(first.dtype) - 1
+        visible = torch.minimum(torch.maximum(key_positions, first), last)
+        slots = blocks.gather(1, visible // block_size) * block_size + visible % block_size
         return SequenceGroup(tokens, num_queries, slots, query_positions, key_positions)
 
     def attend(
@@ -102,6 +112,8 @@ class TorchPagedAttention:
         cache: torch.Tensor,
         spec: AttentionSpec,
         plan: tuple[SequenceGroup, ...],
+        sinks: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         for group in plan:
@@ -117,9 +129,13 @@ class TorchPagedAttention:
             parts = []
             for first in range(0, group.num_queries, width):
                 part = slice(first, first + width)
-                parts.append(self._attend_part(queries[:, part], keys, values, group, part, spec))
+                parts.append(
+                    self._attend_part(queries[:, part], keys, values, group, part, spec, sinks)
+                )
             attended = torch.cat(parts, 1)
             out[group.tokens] = attended.reshape(-1, spec.num_heads, spec.head_dim)
+        if spec.gate is not None and gate is not None:
+            out = apply_output_gate_reference(out, gate, spec.gate.activation)
         return out.flatten(1)
 
     def _attend_part(
@@ -130,6 +146,7 @@ class TorchPagedAttention:
         group: SequenceGroup,
         part: slice,
         spec: AttentionSpec,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend for a slice of queries.
 
@@ -138,7 +155,7 @@ class TorchPagedAttention:
         num_sequences, num_queries, kv_heads, heads_per_kv_head, dim = q.shape
         folded_queries = heads_per_kv_head * num_queries
         # [sequences, 1, 1, queries, max length]
-        mask = group.causal_mask(spec.window, part)[:, None, None]
+        mask = group.causal_mask(spec, part)[:, None, None]
         bias = None
         if isinstance(spec.position, AlibiSpec):
             slopes = local_alibi_slopes(spec, spec.position).to(q.device)
@@ -147,7 +164,7 @@ class TorchPagedAttention:
             bias = slopes.view(1, kv_heads, heads_per_kv_head, 1, 1) * distance[:, None, None]
             bias = bias.masked_fill(~mask, -torch.inf)
         folded = q.permute(0, 2, 3, 1, 4).reshape(num_sequences, kv_heads, folded_queries, dim)
-        if self.fused and spec.softcap is None:
+        if self.fused and spec.softcap is None and sinks is None:
             if bias is None:
                 score_mask = mask.expand(num_sequences, 1, heads_per_kv_head, num_queries, -1)
             else:
@@ -166,7 +183,14 @@ class TorchPagedAttention:
                 scores = scores.masked_fill(~mask, -torch.inf)
             else:
                 scores = scores + bias
-            weights = scores.softmax(-1).to(values.dtype)
-            out = weights.view(num_sequences, kv_heads, folded_queries, -1) @ values
+            if sinks is not None:
+                # A sink takes its share of the weights, but has no value.
+                sink_scores = sinks.view(1, kv_heads, heads_per_kv_head, 1, 1)
+                sink_scores = sink_scores.expand(num_sequences, -1, -1, num_queries, 1)
+                scores = torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1]
+            else:
+                scores = scores.softmax(-1)
+            weights = scores.to(values.dtype)
+            out = weights.reshape(num_sequences, kv_heads, folded_queries, -1) @ values
         unfolded = out.view(num_sequences, kv_heads, heads_per_kv_head, num_queries, dim)
         return unfolded.permute(0, 3, 1, 2, 4)

@@ -11,6 +11,7 @@ number of prefill slots; each slot may be as long as the step, or a single posit
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -26,11 +27,12 @@ from bloomery.attention.base import (
 )
 from bloomery.kernels import launch, paged_decode, paged_prefill
 from bloomery.kernels.merge_attention import merge_attention_states
+from bloomery.kernels.output_gate import OutputGate, apply_output_gate
 from bloomery.kernels.paged_decode import AttentionScoring
 from bloomery.kernels.quantized_kv_cache import read_kv_cache
 from bloomery.spec import AlibiSpec, AttentionSpec
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 # Counters of finished splits, for each of the two kernels.
 NUM_SPLIT_COUNTERS = 1 << 14
 # New positions from which on the library is used when nothing was measured.
@@ -188,14 +190,23 @@ class TritonPagedAttention:
         return (seq_len - query_len) % LIBRARY_LEN_MULTIPLE == 0
 
     def attend(
-        self, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec, plan: TritonAttentionPlan
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        spec: AttentionSpec,
+        plan: TritonAttentionPlan,
+        sinks: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         metadata = plan.metadata
         groups = plan.prefill_groups
-        scoring = self.scoring(spec, q.device)
+        scoring = self.scoring(spec, q.device, sinks)
+        output_gate = None
+        if spec.gate is not None and gate is not None:
+            output_gate = OutputGate(gate, spec.gate.activation)
         only_one_prefill = len(groups) == 1 and not metadata.num_decodes
         if only_one_prefill and uses_library(groups[0], spec, q.dtype):
-            return self._attend_by_library(q, cache, spec, groups[0], metadata)
+            return self._attend_by_library(q, cache, spec, groups[0], metadata, output_gate)
         q = q.contiguous()
         out = torch.empty_like(q)
         library_groups = [group for group in groups if uses_library(group, spec, q.dtype)]
@@ -205,11 +216,13 @@ class TritonPagedAttention:
             side_stream = self._get_side_stream(q.device)
         with side_stream or nullcontext():
             for group in kernel_groups:
-                self._attend_prefills(q, cache, out, spec, scoring, group, plan)
+                self._attend_prefills(q, cache, out, spec, scoring, group, plan, output_gate)
         if metadata.num_decodes:
-            self._attend_decodes(q, cache, out, spec, scoring, plan)
+            self._attend_decodes(q, cache, out, spec, scoring, plan, output_gate)
         for group in library_groups:
-            result = self._attend_by_library(q[group.tokens], cache, spec, group, metadata)
+            result = self._attend_by_library(
+                q[group.tokens], cache, spec, group, metadata, output_gate
+            )
             out[group.tokens] = result.view(-1, spec.num_heads, spec.head_dim)
         if side_stream is not None:
             side_stream.join()
@@ -229,6 +242,7 @@ class TritonPagedAttention:
         scoring: AttentionScoring,
         group: PrefillGroup,
         plan: TritonAttentionPlan,
+        gate: OutputGate | None,
     ) -> None:
         metadata = plan.metadata
         heads_per_kv_head = spec.num_heads // spec.num_kv_heads
@@ -258,6 +272,7 @@ class TritonPagedAttention:
             scoring,
             tiling,
             plan.split_counters[NUM_SPLIT_COUNTERS:],
+            gate,
         )
 
     def _attend_decodes(
@@ -268,11 +283,13 @@ class TritonPagedAttention:
         spec: AttentionSpec,
         scoring: AttentionScoring,
         plan: TritonAttentionPlan,
+        gate: OutputGate | None,
     ) -> None:
         metadata = plan.metadata
-        max_positions = metadata.block_tables.shape[1] * metadata.block_size
-        if spec.window is not None:
-            max_positions = min(max_positions, spec.window)
+        max_positions = min(
+            metadata.block_tables.shape[1] * metadata.block_size,
+            visible_positions(spec),
+        )
         tiling = self.decode_tiling
         if tiling is None:
             tiling = paged_decode.select_decode_tiling(
@@ -299,9 +316,12 @@ class TritonPagedAttention:
             tiling,
             plan.split_counters[:NUM_SPLIT_COUNTERS],
             early,
+            gate,
         )
 
-    def scoring(self, spec: AttentionSpec, device: torch.device) -> AttentionScoring:
+    def scoring(
+        self, spec: AttentionSpec, device: torch.device, sinks: torch.Tensor | None = None
+    ) -> AttentionScoring:
         """Return how the kernels change q . k before the softmax."""
         slopes = None
         if isinstance(spec.position, AlibiSpec):
@@ -309,7 +329,9 @@ class TritonPagedAttention:
             if key not in self.alibi_slopes:
                 self.alibi_slopes[key] = local_alibi_slopes(spec, spec.position).to(device)
             slopes = self.alibi_slopes[key]
-        return AttentionScoring(softmax_scale(spec), spec.window, spec.softcap, slopes)
+        return AttentionScoring(
+            softmax_scale(spec), spec.window, spec.softcap, slopes, spec.chunk, sinks
+        )
 
     def _attend_by_library(
         self,
@@ -318,11 +340,13 @@ class TritonPagedAttention:
         spec: AttentionSpec,
         group: PrefillGroup,
         metadata: AttentionMetadata,
+        gate: OutputGate | None,
     ) -> torch.Tensor:
         """Attend for one long prefill: q [tokens, heads, dim] -> [tokens, heads * dim].
 
         The new positions attend to themselves and, in a second call, to what was in the KV cache
-        before; the two results are merged. Padding after the last position is removed again.
+        before; the two results are merged. Padding after the last position is removed again. `gate`
+        has the tokens of the whole step.
         """
         slots = metadata.slot_mapping[group.tokens]
         num_cached = group.num_cached
@@ -354,7 +378,10 @@ class TritonPagedAttention:
                 with_log_sums=True,
             )
             out = merge_attention_states(out, cached_out, log_sums, cached_log_sums)
-        return out[:num_tokens].flatten(1)
+        out = out[:num_tokens]
+        if gate is not None:
+            out = apply_output_gate(out, gate.values[group.tokens], gate.activation)
+        return out.flatten(1)
 
 
 def cached_slots(group: PrefillGroup, metadata: AttentionMetadata) -> torch.Tensor:
@@ -367,15 +394,21 @@ def cached_slots(group: PrefillGroup, metadata: AttentionMetadata) -> torch.Tens
 
 
 def uses_library(group: PrefillGroup, spec: AttentionSpec, dtype: torch.dtype) -> bool:
-    """Whether the library serves this prefill; it does not support a sliding window."""
+    """Whether the library serves this prefill; it supports no sliding window and no chunk."""
     seq_len = group.num_cached + group.max_query_len
-    within_window = spec.window is None or seq_len <= spec.window
-    return group.long and within_window and library_supports(spec, dtype)
+    return group.long and seq_len <= visible_positions(spec) and library_supports(spec, dtype)
+
+
+def visible_positions(spec: AttentionSpec) -> int:
+    """Return the most positions that a query sees: any number without window and chunk."""
+    return min(spec.window or sys.maxsize, spec.chunk or sys.maxsize)
 
 
 def library_supports(spec: AttentionSpec, dtype: torch.dtype) -> bool:
-    """Whether the library computes such attention, apart from a sliding window."""
-    plain_scores = spec.softcap is None and not isinstance(spec.position, AlibiSpec)
+    """Whether the library computes such attention, apart from a sliding window or a chunk."""
+    plain_scores = (
+        spec.softcap is None and not spec.sinks and not isinstance(spec.position, AlibiSpec)
+    )
     return plain_scores and dtype.itemsize == 2 and spec.head_dim in (64, 128)
 
 

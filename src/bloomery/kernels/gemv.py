@@ -41,7 +41,7 @@ from bloomery.fusion import (
     QkvEpilogue,
     ResidualEpilogue,
 )
-from bloomery.kernels.activation import ACTIVATIONS, activation_tile, gated_activation_reference
+from bloomery.kernels.activation import activate_tile, activation_reference
 from bloomery.kernels.launch import (
     jit,
     launch_dependents,
@@ -55,7 +55,17 @@ from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
 from bloomery.kernels.rope_cache import apply_rope_and_cache_reference
 
 MAX_TOKENS = 4  # with more tokens a GEMM is faster
+MAX_ROUTER_ROWS = 256  # a router has one for each expert
 MAX_COLUMNS = 65536  # the loop over the columns is unrolled
+
+
+class ExpertRouting(NamedTuple):
+    """Which expert's weights each row of the result needs (MoE)."""
+
+    expert_ids: torch.Tensor  # [tokens, top_k]; ids outside of the range multiply by expert 0
+    num_experts: int
+    # [tokens, top_k]: factors of x. The product is linear, so the kernels multiply its result.
+    input_weights: torch.Tensor | None = None
 
 
 class GemvTiling(NamedTuple):
@@ -110,7 +120,12 @@ def select_gemv_tiling(
         block_k //= 2
     if columns % block_k:  # no large power of two divides the row: the last tile is masked
         block_k = min(next_power_of_2(columns), 4096 // itemsize)
+        halves = (block_k, max(block_k // 2, 1024))
+        # With halves of the tile, fewer threads may have nothing to read in the last one.
+        block_k = min(halves, key=lambda size: -(-columns // size) * size)
     outputs = 2 if paired else 4
+    if rows <= MAX_ROUTER_ROWS and tokens == 1:
+        outputs = 1  # few rows: more programs start earlier than wider ones end
     bytes_per_warp = 1024 if tokens == 1 else 512
     warps = max(1, block_k * itemsize // bytes_per_warp)
     return GemvTiling(outputs, block_k, warps)
@@ -153,7 +168,13 @@ def supports_epilogue(epilogue: Epilogue) -> bool:
         return True
     transform = epilogue.transform
     kv_cache = epilogue.kv_cache
-    rope_only = transform.norm is None and transform.clip is None
+    rope_only = (
+        transform.norm is None
+        and transform.clip is None
+        and transform.v_norm is None
+        and not transform.keys_as_values
+        and epilogue.gate is None
+    )
     writable = kv_cache[0].is_contiguous() and kv_cache.element_size() > 1
     return rope_only and kv_cache.shape[-1] % 2 == 0 and writable
 
@@ -184,10 +205,10 @@ def fused_linear_reference(
     match epilogue:
         case ResidualEpilogue(tensor, scale):
             return torch.add(tensor, y, alpha=scale)
-        case ActivationEpilogue(name, gated):
-            return gated_activation_reference(y, name) if gated else ACTIVATIONS[name](y)
-        case QkvEpilogue(kv_cache, slot_mapping, transform):
-            return apply_rope_and_cache_reference(y, kv_cache, slot_mapping, transform)
+        case ActivationEpilogue():
+            return activation_reference(y, epilogue)
+        case QkvEpilogue(kv_cache, slot_mapping, transform, gate):
+            return apply_rope_and_cache_reference(y, kv_cache, slot_mapping, transform, gate)
     return y
 
 
@@ -198,14 +219,14 @@ def gemv_triton(
     prologue: NormPrologue | None = None,
     epilogue: Epilogue = None,
     tiling: GemvTiling | None = None,
-    expert_ids: torch.Tensor | None = None,
+    routing: ExpertRouting | None = None,
     norm_shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the kernel. `norm_shift` is the result of `precompute_norm_shift`, if the caller has it.
 
-    With `expert_ids`, weight is [experts, out, in]. Row i of the result multiplies the weights of
-    expert expert_ids[i] by row i of x, or by the row of its token where x has one row per token.
-    The epilogue must then be an activation or None.
+    With `routing`, weight is [experts, out, in] and bias is [experts, out]. Row i of the result
+    multiplies the weights of the i-th expert of `routing` by row i of x, or by the row of its token
+    where x has one row per token. The epilogue must then be an activation or None.
     """
     x = x.contiguous()
     num_tokens, columns = x.shape
@@ -213,8 +234,10 @@ def gemv_triton(
     num_experts = 0
     top_k = 1
     num_results = num_tokens
-    if expert_ids is not None:
-        num_experts = len(weight)
+    expert_ids = None
+    input_weights = None
+    if routing is not None:
+        expert_ids, num_experts, input_weights = routing
         num_results = expert_ids.numel()
         top_k = num_results // num_tokens
         num_tokens = 1  # per program
@@ -225,7 +248,7 @@ def gemv_triton(
     norm = prologue or NormPrologue("rms", None, None, 0.0)
     if norm.kind == "layer" and norm_shift is None:
         norm_shift = precompute_norm_shift(weight, norm)
-    optional = (expert_ids, bias, norm.weight, norm_shift)
+    optional = (expert_ids, input_weights, bias, norm.weight, norm_shift)
     args = build_epilogue_args(x, epilogue, rows, (num_results, num_outputs))
     grid = (-(-num_outputs // tiling.outputs), num_results if num_experts else 1)
     gemv_kernel[grid](
@@ -241,6 +264,7 @@ def gemv_triton(
         TOKENS_POW2=next_power_of_2(num_tokens),
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
+        WEIGHTS_INPUT=input_weights is not None,
         HAS_BIAS=bias is not None,
         NORM=None if prologue is None else norm.kind,
         HAS_NORM_WEIGHT=norm.weight is not None,
@@ -275,9 +299,10 @@ def precompute_norm_shift(weight: torch.Tensor, norm: NormPrologue) -> torch.Ten
 class EpilogueArgs(NamedTuple):
     """The kernel arguments that describe an epilogue. Unused tensors are placeholders."""
 
-    # residual or KV cache, slot mapping, positions, cos, sin, out
+    # residual or KV cache, slot mapping, positions, cos, sin, query scales, out
     tensors: tuple[torch.Tensor, ...]
-    numbers: tuple[float, int]  # scale of y before the residual, stride between keys and values
+    # scale of y before the residual, stride between keys and values, parameters of the activation
+    numbers: tuple[float, ...]
     constants: dict[str, str | int | bool | None]
 
     @property
@@ -294,20 +319,22 @@ def build_epilogue_args(
     """
     kind = ""
     activation = ""
-    tensors = (x, x, x, x, x)
-    numbers = (1.0, 0)
+    tensors = (x, x, x, x, x, x)
+    numbers: tuple[float, ...] = (1.0, 0)
+    params = (0.0, 0.0, 0.0)
     num_heads = 0
     num_kv_heads = 0
     head_dim = 2
     rope_dim = 0
     interleaved = False
     rope_tables = False
+    scale_queries = False
     match epilogue:
         case ResidualEpilogue(residual, scale):
             kind = "residual"
-            tensors = (residual.contiguous(), x, x, x, x)
+            tensors = (residual.contiguous(), x, x, x, x, x)
             numbers = (scale, 0)
-        case ActivationEpilogue(activation, _):
+        case ActivationEpilogue(activation, _, params):
             kind = "activation"
         case QkvEpilogue(kv_cache, slot_mapping, transform):
             kind = "qkv"
@@ -318,7 +345,9 @@ def build_epilogue_args(
             cos, sin = transform.angles or (x, x)
             rope_dim = 2 * cos.shape[-1] if transform.angles else 0
             positions = slot_mapping if transform.positions is None else transform.positions
-            tensors = (kv_cache, slot_mapping, positions, cos, sin)
+            scale_queries = transform.query_scales is not None
+            query_scales = x if transform.query_scales is None else transform.query_scales
+            tensors = (kv_cache, slot_mapping, positions, cos, sin, query_scales)
             numbers = (1.0, kv_cache.stride(0))
             out_shape = (len(x), num_heads, head_dim)
     constants: dict[str, str | int | bool | None] = {
@@ -330,9 +359,10 @@ def build_epilogue_args(
         "ROPE_DIM": rope_dim,
         "INTERLEAVED": interleaved,
         "ROPE_TABLES": rope_tables,
+        "SCALE_QUERIES": scale_queries,
     }
     out = torch.empty(out_shape, dtype=x.dtype, device=x.device)
-    return EpilogueArgs((*tensors, out), numbers, constants)
+    return EpilogueArgs((*tensors, out), (*numbers, *params), constants)
 
 
 @jit
@@ -340,7 +370,8 @@ def gemv_kernel(
     x,  # [tokens, COLUMNS]
     weight,  # [ROWS, COLUMNS], or [experts, ROWS, COLUMNS]
     expert_ids,  # [results]
-    bias,  # [ROWS]
+    input_weights,  # [results]
+    bias,  # [ROWS], or [experts, ROWS]
     norm_weight,  # [COLUMNS]
     norm_shift,  # [2, ROWS]
     residual_or_cache,
@@ -348,16 +379,21 @@ def gemv_kernel(
     positions,
     cos,
     sin,
+    query_scales,
     out,
     eps,
     residual_scale,
     kv_stride,
+    param0,
+    param1,
+    param2,
     NUM_OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     TOKENS_POW2: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    WEIGHTS_INPUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NORM: tl.constexpr,
     HAS_NORM_WEIGHT: tl.constexpr,
@@ -371,6 +407,7 @@ def gemv_kernel(
     ROPE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROPE_TABLES: tl.constexpr,
+    SCALE_QUERIES: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -392,7 +429,8 @@ def gemv_kernel(
         result = tl.program_id(1).to(tl.int64)
         expert = tl.load(expert_ids + result).to(tl.int64)
         expert = tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, 0)
-        weight += expert * (NUM_OUTPUTS * (2 if PAIRED else 1) * COLUMNS)
+        weight += expert * (ROWS * COLUMNS)
+        bias += expert * ROWS
         x += result // TOP_K * COLUMNS
         out += result * NUM_OUTPUTS
     output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -446,9 +484,14 @@ def gemv_kernel(
         y = apply_norm_shift(y, first_row, mean, inverse_std, norm_shift, ROWS)
         if PAIRED:
             y_pair = apply_norm_shift(y_pair, second_row, mean, inverse_std, norm_shift, ROWS)
+    if WEIGHTS_INPUT:
+        input_weight = tl.load(input_weights + tl.program_id(1)).to(tl.float32)
+        y = y * input_weight
+        y_pair = y_pair * input_weight
     if HAS_BIAS:
         y += tl.load(bias + first_row)[None, :].to(tl.float32)
-        y_pair += tl.load(bias + second_row)[None, :].to(tl.float32)
+        if PAIRED:
+            y_pair += tl.load(bias + second_row)[None, :].to(tl.float32)
     store_with_epilogue(
         y,
         y_pair,
@@ -459,9 +502,13 @@ def gemv_kernel(
         positions,
         cos,
         sin,
+        query_scales,
         out,
         residual_scale,
         kv_stride,
+        param0,
+        param1,
+        param2,
         NUM_OUTPUTS,
         NUM_TOKENS,
         PAIRED,
@@ -473,6 +520,7 @@ def gemv_kernel(
         ROPE_DIM,
         INTERLEAVED,
         ROPE_TABLES,
+        SCALE_QUERIES,
     )
 
 
@@ -542,9 +590,13 @@ def store_with_epilogue(
     positions,
     cos,
     sin,
+    query_scales,
     out,
     residual_scale,
     kv_stride,
+    param0,
+    param1,
+    param2,
     NUM_OUTPUTS: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     PAIRED: tl.constexpr,
@@ -556,6 +608,7 @@ def store_with_epilogue(
     ROPE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROPE_TABLES: tl.constexpr,
+    SCALE_QUERIES: tl.constexpr,
 ):
     """Apply the epilogue to the sums and store the result."""
     mask = (token < NUM_TOKENS)[:, None] & (output < NUM_OUTPUTS)[None, :]
@@ -571,6 +624,7 @@ def store_with_epilogue(
             positions,
             cos,
             sin,
+            query_scales,
             out,
             kv_stride,
             NUM_TOKENS,
@@ -580,13 +634,12 @@ def store_with_epilogue(
             ROPE_DIM,
             INTERLEAVED,
             ROPE_TABLES,
+            SCALE_QUERIES,
         )
     else:
         offset = token[:, None] * NUM_OUTPUTS + output[None, :]
         if EPILOGUE == "activation":
-            y = activation_tile(y, ACTIVATION)
-            if PAIRED:
-                y = y * y_pair
+            y = activate_tile(y, y_pair, ACTIVATION, PAIRED, param0, param1, param2)
         elif EPILOGUE == "residual":
             residual = tl.load(residual_or_cache + offset, mask=mask, other=0.0)
             y = residual.to(tl.float32) + residual_scale * y
@@ -605,6 +658,7 @@ def store_qkv(
     positions,
     cos,
     sin,
+    query_scales,
     out,  # q: [tokens, heads, head dim]
     kv_stride,
     NUM_TOKENS: tl.constexpr,
@@ -614,6 +668,7 @@ def store_qkv(
     ROPE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROPE_TABLES: tl.constexpr,
+    SCALE_QUERIES: tl.constexpr,
 ):
     """Apply rope to q and k, store q in `out` and k and v in the KV cache.
 
@@ -622,14 +677,21 @@ def store_qkv(
     low, high = weight_rows(output, 0, HEAD_DIM, ROPE_DIM, INTERLEAVED, "qkv")
     head = output // (HEAD_DIM // 2)
     pair = output % (HEAD_DIM // 2)
+    row = token
+    if ROPE_TABLES:
+        row = tl.load(positions + token, mask=token < NUM_TOKENS, other=0)
     if ROPE_DIM > 0:
         has_rope = (pair < ROPE_DIM // 2) & (head < NUM_HEADS + NUM_KV_HEADS)
         rope_mask = mask & has_rope[None, :]
-        row = tl.load(positions + token, mask=token < NUM_TOKENS, other=0) if ROPE_TABLES else token
         angle = row[:, None] * (ROPE_DIM // 2) + pair[None, :]
         c = tl.load(cos + angle, mask=rope_mask, other=1.0)
         s = tl.load(sin + angle, mask=rope_mask, other=0.0)
         y, y_pair = y * c - y_pair * s, y * s + y_pair * c
+    if SCALE_QUERIES:
+        query_scale = tl.load(query_scales + row, mask=token < NUM_TOKENS, other=1.0)[:, None]
+        factor = tl.where((head < NUM_HEADS)[None, :], query_scale, 1.0)
+        y = y * factor
+        y_pair = y_pair * factor
     q_mask = mask & (head < NUM_HEADS)[None, :]
     q_offset = token[:, None] * (NUM_HEADS * HEAD_DIM) + low[None, :]
     tl.store(out + q_offset, y.to(out.dtype.element_ty), mask=q_mask)

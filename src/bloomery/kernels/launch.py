@@ -13,7 +13,10 @@ what was written by a kernel that does not call `launch_dependents` and so is ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -52,6 +55,48 @@ def wait_for_previous(PDL: tl.constexpr):
     """From here on everything that earlier kernels wrote is visible."""
     if PDL:
         gdc_wait()
+
+
+MissingKernels = dict[str, Any]  # specialization -> kernel
+
+
+@contextmanager
+def defer_compilations(missing: MissingKernels) -> Iterator[None]:
+    """Inside of the block, kernels that this process has not compiled are added to `missing`.
+
+    They are neither compiled nor launched. What is computed is meaningless then, so the block must
+    capture a CUDA graph, which runs nothing.
+    """
+    if triton is None:
+        yield
+        return
+
+    def defer(fn: Any, compile: Any, **details: Any) -> bool:
+        missing[compile["specialization_data"]] = fn.jit_function
+        return True
+
+    runtime = triton.knobs.runtime
+    previous = runtime.jit_cache_hook
+    runtime.jit_cache_hook = defer
+    try:
+        yield
+    finally:
+        runtime.jit_cache_hook = previous
+
+
+def compile_kernels(missing: MissingKernels) -> None:
+    """Compile these kernels on all cores, or load them from the cache on the disk."""
+    if not missing:
+        return
+    device = torch.cuda.current_device()
+
+    def compile_one(specialization: str) -> None:
+        torch.cuda.set_device(device)  # of this thread
+        missing[specialization].preload(specialization)
+
+    with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as threads:
+        for _ in threads.map(compile_one, missing):
+            pass
 
 
 def triton_interpreted() -> bool:

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from bloomery.fusion import ActivationEpilogue
-from bloomery.kernels.activation import activation_tile, gated_activation_reference
-from bloomery.kernels.gemv import gemv_triton, supports_gemv
+from bloomery.fusion import ActivationEpilogue, NormPrologue, ResidualEpilogue
+from bloomery.kernels.activation import activate_tile, activation_reference
+from bloomery.kernels.gemv import ExpertRouting, gemv_triton, supports_gemv
 from bloomery.kernels.launch import (
     jit,
     launch_dependents,
@@ -34,6 +34,8 @@ from bloomery.kernels.launch import (
     use_triton,
     wait_for_previous,
 )
+from bloomery.kernels.norm import rms_norm
+from bloomery.spec import RouterSpec
 
 FEW_TOKENS = 16  # up to this many, the reference multiplies all tokens by every chosen expert
 
@@ -67,32 +69,95 @@ DOWN_TILINGS: Mapping[int, GroupedGemmTiling] = {
 
 
 def route_topk(
-    logits: torch.Tensor, top_k: int, renormalize: bool
+    logits: torch.Tensor,
+    top_k: int,
+    router: RouterSpec,
+    correction_bias: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the likeliest experts of each token and their weights, for logits [tokens, experts].
+    """Return the best experts of each token and their weights, for logits [tokens, experts].
 
-    Expert ids [tokens, top_k] are int32, likeliest first; weights are float32.
+    Expert ids [tokens, top_k] are int32, the best first; of equals the lowest comes first. Weights
+    are float32. correction_bias and expert_scale: [experts] in float32.
     """
-    if use_triton(logits):
-        return route_topk_triton(logits, top_k, renormalize)
-    return route_topk_reference(logits, top_k, renormalize)
+    route = route_topk_triton if use_triton(logits) else route_topk_reference
+    return route(logits, top_k, router, correction_bias, expert_scale)
 
 
 def route_topk_reference(
-    logits: torch.Tensor, top_k: int, renormalize: bool
+    logits: torch.Tensor,
+    top_k: int,
+    router: RouterSpec,
+    correction_bias: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The torch reference of `route_topk`."""
-    probabilities = logits.float().softmax(-1)
-    weights, expert_ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    topk_weights = weights[:, :top_k]
-    topk_ids = expert_ids[:, :top_k]
-    if renormalize:
-        topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
-    return topk_ids.to(torch.int32), topk_weights.contiguous()
+    logits = logits.float() * router.logit_scale
+    if router.softcap is not None:
+        logits = router.softcap * torch.tanh(logits / router.softcap)
+    if router.score == "sparsemixer":
+        expert_ids, weights = sparsemixer_reference(logits, top_k, router.threshold)
+    else:
+        scores = logits if router.score_chosen_only else score_experts(logits, router)
+        choice = scores if correction_bias is None else scores + correction_bias
+        if router.num_groups > 1:
+            choice = mask_groups(choice, router)
+        expert_ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+        weights = scores.gather(1, expert_ids)
+        if router.score_chosen_only:
+            weights = score_experts(weights, router)
+    if router.normalize:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / total.clamp(min=router.min_normalizer)
+    weights = weights * router.scale
+    if expert_scale is not None:
+        weights = weights * expert_scale[expert_ids]
+    return expert_ids.to(torch.int32), weights.contiguous()
+
+
+def score_experts(logits: torch.Tensor, router: RouterSpec) -> torch.Tensor:
+    """Return the scores of logits [tokens, n]."""
+    return logits.sigmoid() if router.score == "sigmoid" else logits.softmax(-1)
+
+
+def mask_groups(choice: torch.Tensor, router: RouterSpec) -> torch.Tensor:
+    """Set the scores outside of each token's best groups of experts to -inf."""
+    groups = choice.unflatten(1, (router.num_groups, -1))
+    num_best = 1 if router.group_score == "max" else min(2, groups.shape[-1])
+    group_scores = groups.topk(num_best, dim=-1).values.sum(-1)
+    order = group_scores.sort(dim=-1, descending=True, stable=True).indices
+    is_best = torch.zeros_like(group_scores, dtype=torch.bool)
+    is_best.scatter_(1, order[:, : router.top_groups], True)
+    return groups.masked_fill(~is_best[..., None], -float("inf")).flatten(1)
+
+
+def sparsemixer_reference(
+    logits: torch.Tensor, top_k: int, threshold: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take the best expert top_k times; its weight is a softmax over the logits near its own.
+
+    A logit is near if its distance, divided by the larger one of its magnitude and the best logit,
+    is at most `threshold`. Experts that were taken do not count.
+    """
+    remaining = logits
+    expert_ids = []
+    weights = []
+    for _ in range(top_k):
+        best, expert = remaining.max(-1, keepdim=True)
+        distance = (best - logits) / torch.maximum(logits.abs(), best)
+        near = remaining.masked_fill(distance > threshold, -float("inf"))
+        expert_ids.append(expert)
+        weights.append(near.softmax(-1).gather(1, expert))
+        remaining = remaining.scatter(1, expert, -float("inf"))
+    return torch.cat(expert_ids, 1), torch.cat(weights, 1)
 
 
 def route_topk_triton(
-    logits: torch.Tensor, top_k: int, renormalize: bool
+    logits: torch.Tensor,
+    top_k: int,
+    router: RouterSpec,
+    correction_bias: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel."""
     tokens, num_experts = logits.shape
@@ -100,13 +165,30 @@ def route_topk_triton(
     topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     route_topk_kernel[(tokens,)](
         logits,
+        logits if correction_bias is None else correction_bias,
+        logits if expert_scale is None else expert_scale,
         topk_ids,
         topk_weights,
         logits.stride(0),
+        float(router.logit_scale),
+        float(router.softcap or 1.0),
+        float(router.min_normalizer),
+        float(router.scale),
+        float(router.threshold),
         NUM_EXPERTS=num_experts,
         EXPERTS_POW2=next_power_of_2(num_experts),
         TOP_K=top_k,
-        RENORMALIZE=renormalize,
+        TOP_K_POW2=next_power_of_2(top_k),
+        SCORE=router.score,
+        SCORE_CHOSEN_ONLY=router.score_chosen_only,
+        SOFTCAP=router.softcap is not None,
+        HAS_CORRECTION=correction_bias is not None,
+        HAS_EXPERT_SCALE=expert_scale is not None,
+        NUM_GROUPS=router.num_groups,
+        GROUPS_POW2=next_power_of_2(router.num_groups),
+        TOP_GROUPS=router.top_groups,
+        GROUP_MEMBERS=1 if router.group_score == "max" else 2,
+        NORMALIZE=router.normalize,
         num_warps=1 if num_experts <= 128 else 4,
         **pdl_options(logits.device),
     )
@@ -116,42 +198,174 @@ def route_topk_triton(
 @jit
 def route_topk_kernel(
     logits,  # [tokens, NUM_EXPERTS], rows `stride` apart
+    correction_bias,  # [NUM_EXPERTS]
+    expert_scale,  # [NUM_EXPERTS]
     topk_ids,  # [tokens, TOP_K]
     topk_weights,  # [tokens, TOP_K]
     stride,
+    logit_scale,
+    softcap,
+    min_normalizer,
+    weight_scale,
+    threshold,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     TOP_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
+    TOP_K_POW2: tl.constexpr,
+    SCORE: tl.constexpr,
+    SCORE_CHOSEN_ONLY: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    HAS_EXPERT_SCALE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS_POW2: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_MEMBERS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program routes one token: it takes the best expert TOP_K times."""
+    """One program routes one token: it takes the best expert TOP_K times.
+
+    The ids and weights of the choices are lanes of `chosen_ids` and `chosen_weights`.
+    """
     launch_dependents(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS_POW2)
-    scores = tl.load(logits + token * stride + e, mask=e < NUM_EXPERTS, other=-float("inf"))
-    scores = scores.to(tl.float32)
-    top = tl.max(scores, 0)
-    remaining = scores
-    total = tl.sum(tl.exp(scores - top), 0)
-    if RENORMALIZE:
-        total = 0.0
-        for _ in tl.static_range(TOP_K):
-            best = tl.max(remaining, 0)
-            total += tl.exp(best - top)
-            expert = tl.min(tl.where(remaining == best, e, NUM_EXPERTS - 1), 0)
-            remaining = tl.where(e == expert, -float("inf"), remaining)
-        remaining = scores
-    for j in tl.static_range(TOP_K):
+    is_expert = e < NUM_EXPERTS
+    row = tl.load(logits + token * stride + e, mask=is_expert, other=-float("inf"))
+    row = row.to(tl.float32) * logit_scale
+    if SOFTCAP:
+        # tanh(y) = 2 sigmoid(2 y) - 1
+        row = softcap * (2.0 * tl.sigmoid(2.0 * row / softcap) - 1.0)
+        row = tl.where(is_expert, row, -float("inf"))
+    top = tl.max(row, 0)
+    scores = row
+    if not SCORE_CHOSEN_ONLY:
+        if SCORE == "softmax":
+            exponentials = tl.exp(row - top)
+            scores = exponentials / tl.sum(exponentials, 0)
+        elif SCORE == "sigmoid":
+            scores = tl.sigmoid(row)
+    remaining = tl.where(is_expert, scores, -float("inf"))
+    if HAS_CORRECTION:
+        remaining += tl.load(correction_bias + e, mask=is_expert, other=0.0)
+    if NUM_GROUPS > 1:
+        remaining = mask_groups_tile(
+            remaining,
+            e,
+            NUM_EXPERTS // NUM_GROUPS,
+            NUM_GROUPS,
+            GROUPS_POW2,
+            TOP_GROUPS,
+            GROUP_MEMBERS,
+        )
+    j = tl.arange(0, TOP_K_POW2)
+    chosen_ids = tl.zeros([TOP_K_POW2], tl.int32)
+    chosen_weights = tl.zeros([TOP_K_POW2], tl.float32)
+    for choice in tl.static_range(TOP_K):
         best = tl.max(remaining, 0)
         expert = tl.min(tl.where(remaining == best, e, NUM_EXPERTS - 1), 0)
-        tl.store(topk_ids + token * TOP_K + j, expert)
-        tl.store(topk_weights + token * TOP_K + j, tl.exp(best - top) / total)
+        if SCORE == "sparsemixer":
+            distance = (best - row) / tl.maximum(tl.abs(row), best)
+            is_near = (distance <= threshold) & is_expert
+            weight = 1.0 / tl.sum(tl.where(is_near, tl.exp(remaining - best), 0.0), 0)
+        else:
+            weight = tl.sum(tl.where(e == expert, scores, 0.0), 0)
+        chosen_ids = tl.where(j == choice, expert, chosen_ids)
+        chosen_weights = tl.where(j == choice, weight, chosen_weights)
         remaining = tl.where(e == expert, -float("inf"), remaining)
+    is_choice = j < TOP_K
+    if SCORE_CHOSEN_ONLY:
+        if SCORE == "softmax":
+            chosen_weights = tl.where(is_choice, chosen_weights, -float("inf"))
+            chosen_weights = tl.exp(chosen_weights - tl.max(chosen_weights, 0))
+            chosen_weights = chosen_weights / tl.sum(chosen_weights, 0)
+        else:
+            chosen_weights = tl.where(is_choice, tl.sigmoid(chosen_weights), 0.0)
+    if NORMALIZE:
+        total = tl.sum(chosen_weights, 0)
+        chosen_weights = chosen_weights / tl.maximum(total, min_normalizer)
+    chosen_weights = chosen_weights * weight_scale
+    if HAS_EXPERT_SCALE:
+        chosen_weights *= tl.load(expert_scale + chosen_ids)
+    tl.store(topk_ids + token * TOP_K + j, chosen_ids, mask=is_choice)
+    tl.store(topk_weights + token * TOP_K + j, chosen_weights, mask=is_choice)
+
+
+@jit
+def mask_groups_tile(
+    scores,  # [experts]
+    e,
+    GROUP_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS_POW2: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_MEMBERS: tl.constexpr,
+):
+    """Set the scores outside of the best TOP_GROUPS groups to -inf.
+
+    A group is ranked by the sum of its GROUP_MEMBERS best scores.
+    """
+    g = tl.arange(0, GROUPS_POW2)
+    is_member = (e // GROUP_SIZE)[None, :] == g[:, None]  # [groups, experts]
+    members = tl.where(is_member, scores[None, :], -float("inf"))
+    first = tl.max(members, 1)
+    group_scores = first
+    if GROUP_MEMBERS == 2 and GROUP_SIZE > 1:
+        first_expert = tl.min(tl.where(members == first[:, None], e[None, :], 2147483647), 1)
+        others = tl.where(e[None, :] == first_expert[:, None], -float("inf"), members)
+        group_scores = first + tl.max(others, 1)
+    group_scores = tl.where(g < NUM_GROUPS, group_scores, -float("inf"))
+    is_best = g < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.max(group_scores, 0)
+        group = tl.min(tl.where(group_scores == best, g, NUM_GROUPS - 1), 0)
+        is_best = is_best | (g == group)
+        group_scores = tl.where(g == group, -float("inf"), group_scores)
+    keeps = tl.max((is_member & is_best[:, None]).to(tl.int32), 0) > 0
+    return tl.where(keeps, scores, -float("inf"))
 
 
 # ---- experts ----
+
+
+class SharedOutput(NamedTuple):
+    """The output of the expert that every token uses, and the logits of its gate."""
+
+    y: torch.Tensor  # [tokens, hidden]
+    gate_logits: torch.Tensor | None = None  # [tokens, 1]: y is multiplied by their sigmoid
+
+    def weighted_reference(self) -> torch.Tensor:
+        """Apply the gate in torch."""
+        return self.y if self.gate_logits is None else torch.sigmoid(self.gate_logits) * self.y
+
+
+class ExpertsFusion(NamedTuple):
+    """What is computed together with the experts of a block."""
+
+    prologue: NormPrologue | None = None  # an RMS norm of x
+    shared: SharedOutput | None = None  # is added
+    residual: ResidualEpilogue | None = None  # is added last
+
+    def apply_prologue(self, x: torch.Tensor) -> tuple[torch.Tensor, ExpertsFusion]:
+        """Return x after the norm, and what is still to be fused."""
+        if self.prologue is None:
+            return x, self
+        normed = rms_norm(x, self.prologue.weight, self.prologue.eps)
+        return normed, self._replace(prologue=None)
+
+
+class ExpertOptions(NamedTuple):
+    """What the experts of a block do besides their two products.
+
+    weights_input: the routing weights multiply the experts' input instead of their output.
+    """
+
+    activation: ActivationEpilogue = ActivationEpilogue("silu", True)
+    up_bias: torch.Tensor | None = None  # [experts, gate | up]
+    down_bias: torch.Tensor | None = None  # [experts, hidden]
+    weights_input: bool = False
 
 
 def fused_experts(
@@ -160,11 +374,10 @@ def fused_experts(
     topk_weights: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
-    activation: str = "silu",
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
+    options: ExpertOptions = ExpertOptions(),  # noqa: B008 (it is immutable)
+    fusion: ExpertsFusion = ExpertsFusion(),  # noqa: B008 (it is immutable)
 ) -> torch.Tensor:
-    """Return residual + scale * the weighted sum of each token's experts.
+    """Return the weighted sum of each token's experts, with what is fused around it.
 
     x [tokens, hidden], topk_ids and topk_weights [tokens, top_k], up [experts, gate | up, hidden],
     down [experts, hidden, expert size].
@@ -175,7 +388,7 @@ def fused_experts(
         seldom_shared = topk_ids.numel() <= max(topk_ids.shape[1], len(up) // 4)
         if seldom_shared and supports_gemv(up) and supports_gemv(down):
             run_experts = fused_experts_gemv
-    return run_experts(x, topk_ids, topk_weights, up, down, activation, residual, scale)
+    return run_experts(x, topk_ids, topk_weights, up, down, options, fusion)
 
 
 def fused_experts_reference(
@@ -184,9 +397,8 @@ def fused_experts_reference(
     topk_weights: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
-    activation: str = "silu",
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
+    options: ExpertOptions = ExpertOptions(),  # noqa: B008 (it is immutable)
+    fusion: ExpertsFusion = ExpertsFusion(),  # noqa: B008 (it is immutable)
 ) -> torch.Tensor:
     """Loop over the chosen experts.
 
@@ -194,21 +406,34 @@ def fused_experts_reference(
     dominates the time anyway, and so the sums of a token do not depend on how many others chose the
     same expert.
     """
+    activation, up_bias, down_bias, weights_input = options
+    x, fusion = fusion.apply_prologue(x)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     all_tokens = len(x) <= FEW_TOKENS
     for expert in topk_ids.unique().tolist():
         if not 0 <= expert < len(up):
             continue
-        token, choice = (topk_ids == expert).nonzero(as_tuple=True)
-        inputs = x if all_tokens else x[token]
-        h = gated_activation_reference(F.linear(inputs, up[expert]), activation)
-        outputs = F.linear(h, down[expert])
+        is_chosen = topk_ids == expert
+        token = is_chosen.any(1).nonzero()[:, 0]
+        rows = slice(None) if all_tokens else token
+        weights = (topk_weights * is_chosen).sum(1, keepdim=True)[rows].float()
+        h = F.linear(x[rows], up[expert])
+        if weights_input:  # the product is linear, so its result can be multiplied as well
+            h = h * weights.to(h.dtype)
+        if up_bias is not None:
+            h = h + up_bias[expert].to(h.dtype)
+        outputs = F.linear(activation_reference(h, activation), down[expert]).float()
+        if down_bias is not None:
+            outputs = outputs + down_bias[expert].float()
+        if not weights_input:
+            outputs = outputs * weights
         if all_tokens:
             outputs = outputs[token]
-        weights = topk_weights[token, choice, None].float()
-        y.index_add_(0, token, outputs.float() * weights)
-    if residual is not None:
-        y = residual.float() + scale * y
+        y.index_add_(0, token, outputs)
+    if fusion.shared is not None:
+        y = y + fusion.shared.weighted_reference().float()
+    if fusion.residual is not None:
+        y = fusion.residual.tensor.float() + fusion.residual.scale * y
     return y.to(x.dtype)
 
 
@@ -218,15 +443,17 @@ def fused_experts_gemv(
     topk_weights: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
-    activation: str = "silu",
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
+    options: ExpertOptions = ExpertOptions(),  # noqa: B008 (it is immutable)
+    fusion: ExpertsFusion = ExpertsFusion(),  # noqa: B008 (it is immutable)
 ) -> torch.Tensor:
     """Run the kernels for a few tokens: one GEMV for each pair."""
-    gated = ActivationEpilogue(activation, True)
-    h = gemv_triton(x, up, epilogue=gated, expert_ids=topk_ids)
-    y = gemv_triton(h, down, expert_ids=topk_ids)
-    return sum_expert_outputs(y, topk_ids, topk_weights, len(up), x, residual, scale)
+    activation, up_bias, down_bias, weights_input = options
+    input_weights = topk_weights if weights_input else None
+    up_routing = ExpertRouting(topk_ids, len(up), input_weights)
+    h = gemv_triton(x, up, up_bias, fusion.prologue, activation, routing=up_routing)
+    y = gemv_triton(h, down, down_bias, routing=ExpertRouting(topk_ids, len(down)))
+    output_weights = None if weights_input else topk_weights
+    return sum_expert_outputs(y, topk_ids, output_weights, len(up), x, fusion)
 
 
 def fused_experts_grouped(
@@ -235,21 +462,42 @@ def fused_experts_grouped(
     topk_weights: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
-    activation: str = "silu",
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
+    options: ExpertOptions = ExpertOptions(),  # noqa: B008 (it is immutable)
+    fusion: ExpertsFusion = ExpertsFusion(),  # noqa: B008 (it is immutable)
     tilings: tuple[GroupedGemmTiling, GroupedGemmTiling] | None = None,
 ) -> torch.Tensor:
     """Run the kernels for many tokens: a grouped GEMM over experts."""
-    x = x.contiguous()
-    num_experts, _, expert_size = down.shape
+    x, fusion = fusion.apply_prologue(x.contiguous())
+    num_experts = len(up)
     num_pairs = topk_ids.numel()
     # float32 does not use tensor cores here: its sums fill the registers.
     max_block = 32 if x.dtype == torch.float32 else 128
     block = min(max_block, max(16, next_power_of_2(num_pairs // num_experts)))
     up_tiling, down_tiling = tilings or (UP_TILINGS[block], DOWN_TILINGS[block])
-    sorted_pairs = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
-    expert_ranges = torch.empty(2, num_experts, dtype=torch.int32, device=x.device)
+    order = sort_by_expert(topk_ids, num_experts)
+    activation, up_bias, down_bias, weights_input = options
+    input_weights = topk_weights if weights_input else None
+    top_k = topk_ids.shape[1]
+    h = grouped_gemm(x, up, up_bias, order, up_tiling, top_k, activation, input_weights)
+    y = grouped_gemm(h, down, down_bias, order, down_tiling, 1, None)
+    output_weights = None if weights_input else topk_weights
+    return sum_expert_outputs(y, topk_ids, output_weights, num_experts, x, fusion)
+
+
+class ExpertOrder(NamedTuple):
+    """Pairs sorted by expert."""
+
+    sorted_pairs: torch.Tensor  # [pairs] int32
+    # [2, experts] int32: each expert's first place in sorted_pairs, and the number of its pairs
+    expert_ranges: torch.Tensor
+
+
+def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> ExpertOrder:
+    """Sort the pairs of topk_ids [tokens, top_k] by expert; the order is stable."""
+    num_pairs = topk_ids.numel()
+    device = topk_ids.device
+    sorted_pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    expert_ranges = torch.empty(2, num_experts, dtype=torch.int32, device=device)
     sort_by_expert_kernel[(num_experts,)](
         topk_ids,
         sorted_pairs,
@@ -258,49 +506,55 @@ def fused_experts_grouped(
         num_experts,
         WIDTH=min(8192, max(32, next_power_of_2(num_pairs))),
         num_warps=8 if num_pairs > 1024 else 4,
-        **pdl_options(x.device),
+        **pdl_options(device),
     )
-    top_k = topk_ids.shape[1]
-    h = torch.empty(num_pairs, expert_size, dtype=x.dtype, device=x.device)
-    y = torch.empty(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
-    grouped_gemm(x, up, h, sorted_pairs, expert_ranges, up_tiling, top_k, activation)
-    grouped_gemm(h, down, y, sorted_pairs, expert_ranges, down_tiling, 1, None)
-    return sum_expert_outputs(y, topk_ids, topk_weights, num_experts, x, residual, scale)
+    return ExpertOrder(sorted_pairs, expert_ranges)
 
 
 def grouped_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
-    out: torch.Tensor,
-    sorted_pairs: torch.Tensor,
-    expert_ranges: torch.Tensor,
+    bias: torch.Tensor | None,
+    order: ExpertOrder,
     tiling: GroupedGemmTiling,
     pairs_per_row: int,
-    activation: str | None,
-) -> None:
-    """Multiply every pair by the weights of its expert.
+    activation: ActivationEpilogue | None,
+    input_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply every pair by the weights of its expert: [pairs, outputs].
 
     With an activation (the up projection), x has one row for each token, of `pairs_per_row` pairs,
-    and out has one row for each sorted pair. Without (down), x has sorted pairs and out pairs.
+    and the result has one row for each sorted pair. Without (down), x has sorted pairs and the
+    result has pairs. `input_weights` [tokens, top_k] multiply the rows of x.
     """
     num_experts, rows, inputs = weight.shape
-    num_pairs = len(sorted_pairs)
-    outputs = rows // 2 if activation else rows
+    num_pairs = len(order.sorted_pairs)
+    gated = activation is not None and activation.gated
+    outputs = rows // 2 if gated else rows
+    out = torch.empty(num_pairs, outputs, dtype=x.dtype, device=x.device)
     block_in = tiling.inputs * 2 // x.element_size()
     max_blocks = (num_pairs + num_experts * (tiling.pairs - 1)) // tiling.pairs
     blocks = min(num_pairs, max_blocks)
+    name, _, params = activation or ActivationEpilogue("", False)
     grouped_gemm_kernel[(-(-outputs // tiling.outputs), blocks)](
         x,
         weight,
+        x if bias is None else bias,
+        x if input_weights is None else input_weights,
         out,
-        sorted_pairs,
-        expert_ranges,
+        order.sorted_pairs,
+        order.expert_ranges,
+        *params,
         NUM_EXPERTS=num_experts,
         EXPERTS_POW2=next_power_of_2(num_experts),
         OUTPUTS=outputs,
         INPUTS=inputs,
         PAIRS_PER_ROW=pairs_per_row,
-        ACTIVATION=activation,
+        IS_UP=activation is not None,
+        ACTIVATION=name,
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        WEIGHTS_INPUT=input_weights is not None,
         BLOCK_PAIRS=tiling.pairs,
         BLOCK_OUT=tiling.outputs,
         BLOCK_IN=block_in,
@@ -309,6 +563,7 @@ def grouped_gemm(
         num_warps=tiling.warps,
         **pdl_options(x.device),
     )
+    return out
 
 
 @jit
@@ -347,15 +602,24 @@ def sort_by_expert_kernel(
 def grouped_gemm_kernel(
     x,  # [rows, INPUTS]
     weight,  # [NUM_EXPERTS, OUTPUTS, INPUTS], or [NUM_EXPERTS, 2 * OUTPUTS, INPUTS] if gated
+    bias,  # [NUM_EXPERTS, OUTPUTS], or [NUM_EXPERTS, 2 * OUTPUTS] if gated
+    input_weights,  # [pairs]
     out,  # [pairs, OUTPUTS]
     sorted_pairs,  # [pairs]
     expert_ranges,  # [2, NUM_EXPERTS]
+    param0,
+    param1,
+    param2,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
+    IS_UP: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WEIGHTS_INPUT: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -375,9 +639,8 @@ def grouped_gemm_kernel(
         pair = tl.load(sorted_pairs + place, mask=place < end, other=0).to(tl.int64)
         n = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         k = tl.arange(0, BLOCK_IN)
-        GATED: tl.constexpr = ACTIVATION is not None
         WEIGHT_ROWS: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
-        x_row = pair // PAIRS_PER_ROW if GATED else place.to(tl.int64)
+        x_row = pair // PAIRS_PER_ROW if IS_UP else place.to(tl.int64)
         x_tile = x + x_row[:, None] * INPUTS + k[None, :]
         weight_row = expert.to(tl.int64) * WEIGHT_ROWS + n
         weight_tile = weight + weight_row[:, None] * INPUTS + k[None, :]
@@ -393,9 +656,18 @@ def grouped_gemm_kernel(
                 up_tile = weight_tile + OUTPUTS * INPUTS + k0
                 w_up = tl.load(up_tile, mask=is_output & is_input, other=0.0)
                 z = tl.dot(v, tl.trans(w_up), z, input_precision=PRECISION)
-        if GATED:
-            y = activation_tile(y, ACTIVATION) * z
-        out_row = (place if GATED else pair).to(tl.int64)
+        if WEIGHTS_INPUT:
+            input_weight = tl.load(input_weights + pair).to(tl.float32)[:, None]
+            y = y * input_weight
+            z = z * input_weight
+        if HAS_BIAS:
+            y += tl.load(bias + weight_row, mask=n < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up_bias = tl.load(bias + weight_row + OUTPUTS, mask=n < OUTPUTS, other=0.0)
+                z += up_bias.to(tl.float32)[None, :]
+        if IS_UP:
+            y = activate_tile(y, z, ACTIVATION, GATED, param0, param1, param2)
+        out_row = (place if IS_UP else pair).to(tl.int64)
         out_offset = out_row[:, None] * OUTPUTS + n[None, :]
         out_mask = is_pair & (n < OUTPUTS)[None, :]
         tl.store(out + out_offset, y.to(out.dtype.element_ty), mask=out_mask)
@@ -428,31 +700,37 @@ def locate_expert_block(
 def sum_expert_outputs(
     y: torch.Tensor,
     topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
+    topk_weights: torch.Tensor | None,
     num_experts: int,
     x: torch.Tensor,
-    residual: torch.Tensor | None,
-    scale: float,
+    fusion: ExpertsFusion,
 ) -> torch.Tensor:
     """Return the weighted sum over each token's experts, [tokens, hidden], for y [pairs, hidden].
 
-    With a residual: residual + scale * the sum.
+    Without weights all of them are 1. The shared expert's output and the residual are added.
     """
+    shared = fusion.shared
+    residual = fusion.residual
     out = torch.empty_like(x)
     tokens, hidden = x.shape
     width = min(1024, next_power_of_2(hidden))
     sum_expert_outputs_kernel[(tokens, -(-hidden // width))](
         y,
         topk_ids,
-        topk_weights,
-        out if residual is None else residual.contiguous(),
+        topk_ids if topk_weights is None else topk_weights,
+        out if shared is None else shared.y.contiguous(),
+        out if shared is None or shared.gate_logits is None else shared.gate_logits.contiguous(),
+        out if residual is None else residual.tensor.contiguous(),
         out,
-        scale,
+        1.0 if residual is None else residual.scale,
         num_experts,
         HIDDEN=hidden,
         TOP_K=topk_ids.shape[1],
         WIDTH=width,
-        ADD_RESIDUAL=residual is not None,
+        HAS_WEIGHTS=topk_weights is not None,
+        HAS_SHARED=shared is not None,
+        HAS_GATE=shared is not None and shared.gate_logits is not None,
+        HAS_RESIDUAL=residual is not None,
         num_warps=4,
         **pdl_options(x.device),
     )
@@ -464,6 +742,8 @@ def sum_expert_outputs_kernel(
     y,  # [tokens * TOP_K, HIDDEN]
     topk_ids,  # [tokens, TOP_K]
     topk_weights,  # [tokens, TOP_K]
+    shared,  # [tokens, HIDDEN]
+    gate_logits,  # [tokens]
     residual,  # [tokens, HIDDEN]
     out,  # [tokens, HIDDEN]
     scale,
@@ -471,7 +751,10 @@ def sum_expert_outputs_kernel(
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
-    ADD_RESIDUAL: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program sums WIDTH columns of one token."""
@@ -486,9 +769,17 @@ def sum_expert_outputs_kernel(
         # The rows of invalid experts were never written, so they are not read either.
         valid_width = tl.where((expert >= 0) & (expert < num_experts), HIDDEN, 0)
         expert_output = tl.load(y + pair * HIDDEN + column, mask=column < valid_width, other=0.0)
-        weight = tl.load(topk_weights + pair).to(tl.float32)
-        total += expert_output.to(tl.float32) * weight
-    if ADD_RESIDUAL:
+        expert_output = expert_output.to(tl.float32)
+        if HAS_WEIGHTS:
+            expert_output *= tl.load(topk_weights + pair).to(tl.float32)
+        total += expert_output
+    if HAS_SHARED:
+        z = tl.load(shared + token * HIDDEN + column, mask=column < HIDDEN, other=0.0)
+        z = z.to(tl.float32)
+        if HAS_GATE:
+            z *= tl.sigmoid(tl.load(gate_logits + token).to(tl.float32))
+        total += z
+    if HAS_RESIDUAL:
         r = tl.load(residual + token * HIDDEN + column, mask=column < HIDDEN, other=0.0)
         total = r.to(tl.float32) + scale * total
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 FP8_BLOCK_SIZE = 128  # rows and columns that share a scale of a blockwise Fp8Weight
+E8M0_BIAS = 127  # of the exponents of MXFP4: a stored byte b means 2 ** (b - 127)
 NESTED_BLOCK_SIZE = 256  # absmax codes of a CodebookWeight that share one nested scale
 
 
@@ -72,12 +73,14 @@ class CodebookWeight:
     """4-bit codes that index a table of 16 values: weight = table[code] * absmax.
 
     With nested quantization (bitsandbytes' double quantization) absmax holds 8-bit codes:
-    absmax = table[16 + code] * nested factor + offset.
+    absmax = table[16 + code] * nested factor + offset. In MXFP4 it holds exponents, and the table
+    is that of 4-bit floats, so kernels compute the values instead of looking them up.
     """
 
     codes: torch.Tensor  # [out, in / 2] uint8
     table: torch.Tensor  # [16] float32, or [16 + 256] with the values of the absmax codes
-    absmax: torch.Tensor  # [out, in / block_size], floating; uint8 codes with nested quantization
+    # [out, in / block_size], floating; uint8 codes with nested quantization, else uint8 exponents
+    absmax: torch.Tensor
     # Float32 [out, 1 + nested blocks]. Column 0 is the offset of the row, the others are the
     # factors of NESTED_BLOCK_SIZE absmax codes each. None: no nested quantization.
     nested_scale: torch.Tensor | None = None
@@ -100,8 +103,15 @@ class CodebookWeight:
         return NESTED_BLOCK_SIZE * self.block_size
 
     @property
+    def is_mxfp4(self) -> bool:
+        """Whether codes are 4-bit floats (E2M1) and absmax are exponents of two (E8M0)."""
+        return self.absmax.dtype == torch.uint8 and self.nested_scale is None
+
+    @property
     def dequantized_absmax(self) -> torch.Tensor:
         """The absmax values [out, in / block_size] in float32."""
+        if self.is_mxfp4:
+            return torch.exp2(self.absmax.float() - E8M0_BIAS)
         if self.nested_scale is None:
             return self.absmax.float()
         codes_per_factor = self.columns_per_nested_scale // self.block_size
@@ -150,7 +160,7 @@ PackedWeight = GroupedScales | CodebookWeight | Fp8Weight
 class PackedLayout(NamedTuple):
     """The description of a packed matrix for the kernels, the same for all three kinds."""
 
-    kind: str  # "int" (GroupedScales), "codebook" or "fp8"
+    kind: str  # "int" (GroupedScales), "codebook", "mxfp4" or "fp8"
     bits: int
     codes: torch.Tensor  # [out, in * bits / 8], of any 8-bit type
     scale: torch.Tensor
@@ -181,7 +191,7 @@ def describe_layout(packed: PackedWeight) -> PackedLayout:
         case CodebookWeight():
             nested_columns = packed.columns_per_nested_scale
             return PackedLayout(
-                kind="codebook",
+                kind="mxfp4" if packed.is_mxfp4 else "codebook",
                 bits=4,
                 codes=packed.codes,
                 scale=packed.absmax,

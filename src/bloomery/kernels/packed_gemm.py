@@ -53,7 +53,7 @@ from bloomery.kernels.launch import (
     wait_for_previous,
 )
 from bloomery.kernels.packed import GroupedScales, PackedLayout, PackedWeight, describe_layout
-from bloomery.kernels.packed_gemv import load_nested_absmax
+from bloomery.kernels.packed_gemv import load_nested_absmax, scale_to_float
 
 MAX_SPLIT_K = 8
 MIN_STREAM_K_COLUMNS = 1200  # columns of a tile that keep a program busy, measured on an H200
@@ -192,14 +192,21 @@ def unit_columns(bits: int) -> int:
     return 512 // bits
 
 
+def count_units(columns: int, bits: int) -> int:
+    """Units of a row; the last one may be incomplete."""
+    return -(-columns // unit_columns(bits))
+
+
 def supports_packed_gemm(packed: PackedWeight) -> bool:
-    """Whether rows are whole units, and the 16 bytes of a thread have one scale."""
+    """Whether rows are whole quarters of units, and the 16 bytes of a thread have one scale."""
     layout = describe_layout(packed)
     columns = packed.shape[1]
     if layout.bits not in (4, 8) or not packed.codes.is_contiguous():
         return False
     unit = unit_columns(layout.bits)
-    if columns % unit:
+    if columns % (unit // 4):  # the 16 bytes of a thread
+        return False
+    if columns % unit and layout.columns_per_nested_scale:
         return False
     group_size = layout.group_size
     return group_size >= columns or group_size % unit == 0 or group_size in (unit // 2, unit // 4)
@@ -215,7 +222,7 @@ def packed_gemm_triton(
     tokens, columns = x.shape
     rows = packed.shape[0]
     layout = describe_layout(packed)
-    units = columns // unit_columns(layout.bits)
+    units = count_units(columns, layout.bits)
     multiprocessors = num_multiprocessors(x.device)
     if tiling is None and is_hopper(x.device):
         tiling = select_stream_k_tiling(tokens, rows, columns, layout.bits, multiprocessors)
@@ -279,10 +286,10 @@ def run_stream_k(
     programs: int,
 ) -> torch.Tensor:
     """Multiply permuted x [tokens, in] into `out` [tokens, out] with `programs` programs."""
-    tokens, columns = x.shape
-    rows = packed.shape[0]
+    tokens = len(x)
+    rows, columns = packed.shape
     layout = describe_layout(packed)
-    tile_iters = columns // (unit_columns(layout.bits) * tiling.units_per_iter)
+    tile_iters = -(-count_units(columns, layout.bits) // tiling.units_per_iter)
     tiles = -(-tokens // tiling.tokens) * -(-rows // tiling.outputs)
     rounds, leftover_tiles = divmod(tiles, programs)
     num_parts = 2 * programs if leftover_tiles else 1
@@ -376,6 +383,7 @@ def layout_constants(
         "HAS_ZERO": layout.zero_point is not None,
         "SIGNED": layout.signed,
         "SCALE_SUMS": scale_sums,
+        "PARTIAL_UNIT": columns % unit_columns(layout.bits) != 0,
         "DEQUANTIZE_ASM": asm,
     }
 
@@ -389,15 +397,20 @@ def has_async_wgmma(device: torch.device) -> bool:
 def permute_inputs(
     x: torch.Tensor, layout: PackedLayout, act_order: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return x [tokens, in] with its columns in the order in which the kernels multiply them."""
+    """Return x [tokens, in] with its columns in the order in which the kernels multiply them.
+
+    An incomplete unit at the end of the rows is filled up with zeros.
+    """
     x = x.contiguous()
     tokens, columns = x.shape
-    out = torch.empty_like(x)
-    permute_inputs_kernel[(tokens, -(-columns // PERMUTE_WIDTH))](
+    width = count_units(columns, layout.bits) * unit_columns(layout.bits)
+    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
+    permute_inputs_kernel[(tokens, -(-width // PERMUTE_WIDTH))](
         x,
         out if act_order is None else act_order,
         out,
         columns,
+        width,
         BITS=layout.bits,
         HAS_ACT_ORDER=act_order is not None,
         WIDTH=PERMUTE_WIDTH,
@@ -440,6 +453,7 @@ def permute_inputs_kernel(
     act_order,
     out,
     columns,
+    width,
     BITS: tl.constexpr,
     HAS_ACT_ORDER: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -448,14 +462,14 @@ def permute_inputs_kernel(
     """Permute WIDTH columns of one token."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
-    row = tl.program_id(0).to(tl.int64) * columns
+    row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     source = source_column(k, BITS)
+    is_column = (k < width) & (source < columns)
     if HAS_ACT_ORDER:
-        source = tl.load(act_order + source, mask=k < columns, other=0)
-    out_ptr = out + row + k
-    v = tl.load(x + row + source, mask=k < columns, other=0.0)
-    tl.store(out_ptr, v, mask=k < columns)
+        source = tl.load(act_order + source, mask=is_column, other=0)
+    v = tl.load(x + row * columns + source, mask=is_column, other=0.0)
+    tl.store(out + row * width + k, v, mask=k < width)
 
 
 @jit(do_not_specialize=["tokens", "program_units"])
@@ -480,6 +494,7 @@ def split_k_kernel(
     SIGNED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCALE_SUMS: tl.constexpr,
+    PARTIAL_UNIT: tl.constexpr,
     SPLIT: tl.constexpr,
     DEQUANTIZE_ASM: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -495,7 +510,8 @@ def split_k_kernel(
     row = first_row + tl.arange(0, BLOCK_OUT)
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     first_unit = tl.program_id(2) * program_units
-    end_unit = tl.minimum(first_unit + program_units, columns // (512 // BITS))
+    UNIT: tl.constexpr = 512 // BITS
+    end_unit = tl.minimum(first_unit + program_units, (columns + UNIT - 1) // UNIT)
     y = multiply_tile(
         x,
         tl.minimum(token, tokens - 1),
@@ -516,6 +532,7 @@ def split_k_kernel(
         HAS_ZERO,
         SIGNED,
         SCALE_SUMS,
+        PARTIAL_UNIT,
         DEQUANTIZE_ASM,
         BLOCK_OUT,
         BLOCK_TOKENS,
@@ -583,6 +600,7 @@ def stream_k_kernel(
     HAS_ZERO: tl.constexpr,
     SIGNED: tl.constexpr,
     SCALE_SUMS: tl.constexpr,
+    PARTIAL_UNIT: tl.constexpr,
     DEQUANTIZE_ASM: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -600,7 +618,8 @@ def stream_k_kernel(
     wait_for_previous(PDL)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    tile_iters = columns // (512 // BITS * UNITS_PER_ITER)
+    ITER_COLUMNS: tl.constexpr = 512 // BITS * UNITS_PER_ITER
+    tile_iters = (columns + ITER_COLUMNS - 1) // ITER_COLUMNS
     token_tiles = (tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     start = program * leftover_iters // programs
     end = (program + 1) * leftover_iters // programs
@@ -635,6 +654,7 @@ def stream_k_kernel(
                 HAS_ZERO,
                 SIGNED,
                 SCALE_SUMS,
+                PARTIAL_UNIT,
                 DEQUANTIZE_ASM,
                 BLOCK_OUT,
                 BLOCK_TOKENS,
@@ -731,6 +751,7 @@ def multiply_tile(
     HAS_ZERO: tl.constexpr,
     SIGNED: tl.constexpr,
     SCALE_SUMS: tl.constexpr,
+    PARTIAL_UNIT: tl.constexpr,
     DEQUANTIZE_ASM: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -746,10 +767,16 @@ def multiply_tile(
     UNIT: tl.constexpr = 512 // BITS  # columns
     TYPE: tl.constexpr = x.dtype.element_ty
     row = tl.minimum(first_row + tl.arange(0, BLOCK_OUT), end_row - 1)
-    codes_ptr = (
-        codes + row.to(tl.int64)[:, None] * (columns // UNIT * 32) + tl.arange(0, 32)[None, :]
-    )
-    x_ptr = x + token.to(tl.int64)[:, None] * columns + tl.arange(0, 64)[None, :]
+    halfword = tl.arange(0, 32)[None, :]
+    if PARTIAL_UNIT:
+        # Both forms let the compiler see that rows begin at multiples of 16 bytes.
+        row_halfwords = columns // (UNIT // 4) * 8
+        x_stride = (columns + UNIT - 1) // UNIT * UNIT
+    else:
+        row_halfwords = columns // UNIT * 32
+        x_stride = columns
+    codes_ptr = codes + row.to(tl.int64)[:, None] * row_halfwords + halfword
+    x_ptr = x + token.to(tl.int64)[:, None] * x_stride + tl.arange(0, 64)[None, :]
     next_scale, next_zero = load_unit_scales(
         scale,
         zero,
@@ -763,6 +790,7 @@ def multiply_tile(
         ROWS_PER_SCALE,
         NESTED_COLUMNS,
         HAS_ZERO,
+        PARTIAL_UNIT,
         UNIT,
         BLOCK_OUT,
         WARPS,
@@ -774,7 +802,11 @@ def multiply_tile(
     y = tl.zeros([BLOCK_OUT, BLOCK_TOKENS], tl.float32)
     for unit0 in tl.range(first_unit, end_unit, UNITS_PER_ITER, num_stages=STAGES):
         for i in tl.static_range(UNITS_PER_ITER):
-            halfwords = tl.load(codes_ptr + (unit0 + i) * 32)
+            if PARTIAL_UNIT:
+                in_row = (unit0 + i) * 32 + halfword < row_halfwords
+                halfwords = tl.load(codes_ptr + (unit0 + i) * 32, mask=in_row, other=0)
+            else:
+                halfwords = tl.load(codes_ptr + (unit0 + i) * 32)
             unit_scale = next_scale
             unit_zero = next_zero
             if GROUP_SIZE > 0:  # load the scales of the next unit
@@ -791,6 +823,7 @@ def multiply_tile(
                     ROWS_PER_SCALE,
                     NESTED_COLUMNS,
                     HAS_ZERO,
+                    PARTIAL_UNIT,
                     UNIT,
                     BLOCK_OUT,
                     WARPS,
@@ -859,6 +892,7 @@ def load_unit_scales(
     ROWS_PER_SCALE: tl.constexpr,
     NESTED_COLUMNS: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    PARTIAL_UNIT: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     WARPS: tl.constexpr,
@@ -882,6 +916,7 @@ def load_unit_scales(
         ROWS_PER_SCALE,
         NESTED_COLUMNS,
         HAS_ZERO,
+        PARTIAL_UNIT,
         UNIT,
         WARPS,
     )
@@ -900,6 +935,7 @@ def load_unit_scales(
             ROWS_PER_SCALE,
             NESTED_COLUMNS,
             HAS_ZERO,
+            PARTIAL_UNIT,
             UNIT,
             WARPS,
         )
@@ -922,6 +958,7 @@ def load_row_block_scales(
     ROWS_PER_SCALE: tl.constexpr,
     NESTED_COLUMNS: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    PARTIAL_UNIT: tl.constexpr,
     UNIT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
@@ -936,13 +973,19 @@ def load_row_block_scales(
         scale, zero, table, offset, row, column, columns, KIND, NESTED_COLUMNS, HAS_ZERO
     )
     if GROUP_SIZE > 0 and GROUP_SIZE * 4 == UNIT:
-        offset += tl.arange(0, 4)[None, :]
+        place = tl.arange(0, 4)[None, :]
+        if PARTIAL_UNIT:  # it has fewer groups; the other scales meet zeros
+            place = tl.minimum(place, num_groups - 1 - unit * 4)
+        offset += place
         s, z = load_scale_and_zero(
             scale, zero, table, offset, row, column, columns, KIND, NESTED_COLUMNS, HAS_ZERO
         )
     elif GROUP_SIZE > 0 and GROUP_SIZE * 2 == UNIT:
+        second = offset + 1
+        if PARTIAL_UNIT:
+            second = offset + tl.minimum(num_groups - 1 - 2 * unit, 1)
         s2, z2 = load_scale_and_zero(
-            scale, zero, table, offset + 1, row, column, columns, KIND, NESTED_COLUMNS, HAS_ZERO
+            scale, zero, table, second, row, column, columns, KIND, NESTED_COLUMNS, HAS_ZERO
         )
         s = tl.reshape(tl.join(s, s2), (16 * WARPS, 2))
         z = tl.reshape(tl.join(z, z2), (16 * WARPS, 2))
@@ -967,7 +1010,7 @@ def load_scale_and_zero(
         s = load_nested_absmax(scale, zero, table, offset, row, column, columns, NESTED_COLUMNS)
         return s, s
     else:
-        s = tl.load(scale + offset).to(tl.float32)
+        s = scale_to_float(tl.load(scale + offset), KIND)
         return s, tl.load(zero + offset).to(tl.float32) if HAS_ZERO else s
 
 
@@ -1035,6 +1078,15 @@ def dequantize_unit(
                 True,
                 2,
             )
+        elif KIND == "mxfp4":
+            return tl.inline_asm_elementwise(
+                DEQUANTIZE_ASM,
+                "=&r,=&r,=&r,=&r,r,r",
+                [halfwords, factor],
+                (factor.dtype, factor.dtype, factor.dtype, factor.dtype),
+                True,
+                2,
+            )
         elif KIND == "fp8":
             return tl.inline_asm_elementwise(
                 DEQUANTIZE_ASM,
@@ -1086,7 +1138,7 @@ def dequantize_code(
 ):
     """Dequantize code i of every halfword without assembly, with the result of the assembly."""
     code = (halfwords.to(tl.int32) >> (BITS * i)) & ((1 << BITS) - 1)
-    if KIND == "codebook":
+    if KIND == "codebook" or KIND == "mxfp4":
         v = tl.load(table + code)
     elif KIND == "fp8":
         v = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -1146,6 +1198,8 @@ def build_dequantize_asm(
     lines.append(f"mov.b32 w, {word};")
     if kind == "codebook":
         lines += CODEBOOK_ASM
+    elif kind == "mxfp4":
+        lines += mxfp4_to_16bit_asm(vector_type, is_bf16)
     elif kind == "fp8":
         lines += fp8_to_16bit_asm(vector_type, is_bf16)
     elif bits == 4:
@@ -1165,6 +1219,28 @@ def build_dequantize_asm(
         else:
             lines.append(f"mul.rn.{vector_type} ${i}, v{i}, {scale};")
     return "\n".join(["{", *lines, "}"])
+
+
+def mxfp4_to_16bit_asm(vector_type: str, is_bf16: bool) -> list[str]:
+    """Move the bits of 4-bit floats to their places; a factor then corrects the exponent.
+
+    A code has a sign, two bits of the exponent and one of the mantissa. Without exponent bits it is
+    a denormal number, and the moved bits are so too.
+    """
+    lowest_bit = 6 if is_bf16 else 9
+    mask = "0x01c001c0" if is_bf16 else "0x0e000e00"
+    factor = "0x7e807e80" if is_bf16 else "0x74007400"  # 2 ** 126, 2 ** 14
+    lines = [f"mov.b32 m, {factor};"]
+    for i in range(4):
+        shift = lowest_bit - 4 * i
+        lines += [
+            f"shl.b32 t, w, {12 - 4 * i};",
+            "and.b32 u, t, 0x80008000;",
+            f"shl.b32 t, w, {shift};" if shift >= 0 else f"shr.u32 t, w, {-shift};",
+            f"lop3.b32 v{i}, t, {mask}, u, 0xEA;",
+            f"mul.rn.{vector_type} v{i}, v{i}, m;",
+        ]
+    return lines
 
 
 def fp8_to_16bit_asm(vector_type: str, is_bf16: bool) -> list[str]:

@@ -27,6 +27,7 @@ per code. So no code is converted:
                x is scaled by the inverse power.
     fp8        the GPU converts 8-bit floats, two at a time.
     codebook   the lanes of a warp hold the table, and a code is the lane to read from (shfl).
+    mxfp4      a codebook whose scales are exponents
 
 Scales are applied to the sum of each chunk, or to the final sum where a row has one scale.
 
@@ -42,6 +43,7 @@ import torch
 
 from bloomery.fusion import Epilogue, NormPrologue
 from bloomery.kernels.gemv import (
+    ExpertRouting,
     build_epilogue_args,
     needs_paired_rows,
     store_with_epilogue,
@@ -160,6 +162,10 @@ def select_packed_gemv_tiling(
         return measured[rows, row_bytes]
     row_chunks = row_bytes // CHUNK_BYTES
     chunks = 128 if row_chunks >= 512 or row_chunks == 128 else 64
+    if 64 < row_chunks < 256 and 0 < row_chunks % 64 <= 32:
+        # With 64, half of the last iteration's threads would have nothing to read. One warp holds
+        # fewer rows, so that registers do not limit the number of programs.
+        return PackedGemvTiling(2 if paired else 4, 32, 1)
     while chunks > 32 and row_chunks < chunks:
         chunks //= 2
     outputs = 4 if paired and row_chunks > chunks else 8
@@ -179,22 +185,27 @@ def packed_gemv_triton(
     prologue: NormPrologue | None = None,
     epilogue: Epilogue = None,
     tiling: PackedGemvTiling | None = None,
-    expert_ids: torch.Tensor | None = None,
-    num_experts: int = 0,
+    routing: ExpertRouting | None = None,
 ) -> torch.Tensor:
     """Run the kernel. A norm prologue must be an RMS norm.
 
-    With `expert_ids`, the packed matrix holds the weights of all experts, one below the other. See
+    With `routing`, the packed matrix holds the weights of all experts, one below the other. See
     gemv.gemv_triton for the meaning of the rows.
     """
     x = x.contiguous()
     num_tokens, columns = x.shape
-    rows = packed.shape[0] // max(num_experts, 1)
     layout = describe_layout(packed)
-    num_results = num_tokens if expert_ids is None else expert_ids.numel()
-    top_k = num_results // num_tokens
-    if expert_ids is not None:
+    expert_ids = None
+    input_weights = None
+    num_experts = 0
+    num_results = num_tokens
+    top_k = 1
+    if routing is not None:
+        expert_ids, num_experts, input_weights = routing
+        num_results = expert_ids.numel()
+        top_k = num_results // num_tokens
         num_tokens = 1  # per program
+    rows = packed.shape[0] // max(num_experts, 1)
     paired = needs_paired_rows(epilogue)
     num_outputs = rows // 2 if paired else rows
     dp4a = uses_dp4a(layout, x.dtype)
@@ -204,7 +215,7 @@ def packed_gemv_triton(
         tiling = select_packed_gemv_tiling(rows, row_bytes, paired, num_tokens, method)
     args = build_epilogue_args(x, epilogue, rows, (num_results, num_outputs))
     norm_weight = None if prologue is None else prologue.weight
-    optional = (layout.zero_point, layout.table, expert_ids, bias, norm_weight)
+    optional = (layout.zero_point, layout.table, expert_ids, input_weights, bias, norm_weight)
     grid = (-(-num_outputs // tiling.outputs), num_results if num_experts else 1)
     packed_gemv_kernel[grid](
         x,
@@ -220,6 +231,7 @@ def packed_gemv_triton(
         TOKENS_POW2=next_power_of_2(num_tokens),
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
+        WEIGHTS_INPUT=input_weights is not None,
         KIND=layout.kind,
         BITS=layout.bits,
         GROUP_SIZE=layout.group_size,
@@ -251,6 +263,7 @@ def packed_gemv_kernel(
     zero,  # zero points, or the nested scales of a codebook
     table,
     expert_ids,  # [results]
+    input_weights,  # [results]
     bias,  # [rows]
     norm_weight,  # [COLUMNS]
     residual_or_cache,
@@ -258,16 +271,21 @@ def packed_gemv_kernel(
     positions,
     cos,
     sin,
+    query_scales,
     out,
     eps,
     residual_scale,
     kv_stride,
+    param0,
+    param1,
+    param2,
     NUM_OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     TOKENS_POW2: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    WEIGHTS_INPUT: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -287,6 +305,7 @@ def packed_gemv_kernel(
     ROPE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROPE_TABLES: tl.constexpr,
+    SCALE_QUERIES: tl.constexpr,
     INLINE_ASM: tl.constexpr,
     DP4A: tl.constexpr,
     PREFETCH_X: tl.constexpr,
@@ -359,7 +378,7 @@ def packed_gemv_kernel(
             HAS_ZERO,
         )
     lane_table = chunk[:, None, None]
-    if KIND == "codebook":
+    if KIND == "codebook" or KIND == "mxfp4":
         lane_table = tl.load(table + chunk % 16)[:, None, None]
     wait_for_previous(PDL)
     x_ptr = x + tl.minimum(token, NUM_TOKENS - 1)[None, :, None, None] * COLUMNS
@@ -527,18 +546,27 @@ def packed_gemv_kernel(
     y_pair = tl.sum(y_pair, 0)
     if not GROUPED:
         x_sum = tl.sum(x_sum, 0)
-        row_scale, row_zero = load_row_scales(scale, zero, first_row, ROWS_PER_SCALE, HAS_ZERO)
+        row_scale, row_zero = load_row_scales(
+            scale, zero, first_row, KIND, ROWS_PER_SCALE, HAS_ZERO
+        )
         y = row_scale * subtract_zero(y, x_sum, row_zero, KIND, BITS, HAS_ZERO, DP4A)
         if PAIRED:
-            row_scale, row_zero = load_row_scales(scale, zero, second_row, ROWS_PER_SCALE, HAS_ZERO)
+            row_scale, row_zero = load_row_scales(
+                scale, zero, second_row, KIND, ROWS_PER_SCALE, HAS_ZERO
+            )
             y_pair = row_scale * subtract_zero(y_pair, x_sum, row_zero, KIND, BITS, HAS_ZERO, DP4A)
     if NORM:
         inverse_rms = tl.rsqrt(tl.sum(square_sum, 0) / COLUMNS + eps)
         y = y * inverse_rms
         y_pair = y_pair * inverse_rms
+    if WEIGHTS_INPUT:
+        input_weight = tl.load(input_weights + tl.program_id(1)).to(tl.float32)
+        y = y * input_weight
+        y_pair = y_pair * input_weight
     if HAS_BIAS:
         y += tl.load(bias + first_row)[None, :].to(tl.float32)
-        y_pair += tl.load(bias + second_row)[None, :].to(tl.float32)
+        if PAIRED:
+            y_pair += tl.load(bias + second_row)[None, :].to(tl.float32)
     store_with_epilogue(
         y,
         y_pair,
@@ -549,9 +577,13 @@ def packed_gemv_kernel(
         positions,
         cos,
         sin,
+        query_scales,
         out,
         residual_scale,
         kv_stride,
+        param0,
+        param1,
+        param2,
         NUM_OUTPUTS,
         NUM_TOKENS,
         PAIRED,
@@ -563,6 +595,7 @@ def packed_gemv_kernel(
         ROPE_DIM,
         INTERLEAVED,
         ROPE_TABLES,
+        SCALE_QUERIES,
     )
 
 
@@ -992,8 +1025,20 @@ def load_chunk_scales(
         )
         return absmax, absmax
     else:
-        s = tl.load(scale + offset).to(tl.float32)
+        s = scale_to_float(tl.load(scale + offset), KIND)
         return s, tl.load(zero + offset).to(tl.float32) if HAS_ZERO else s
+
+
+@jit
+def scale_to_float(s, KIND: tl.constexpr):
+    """Return stored scales in float32. Those of MXFP4 are exponents: their bits are moved.
+
+    Exponent 0, which is 2 ** -127, becomes 0.
+    """
+    if KIND == "mxfp4":
+        return (s.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return s.to(tl.float32)
 
 
 @jit
@@ -1013,9 +1058,16 @@ def load_nested_absmax(
 
 
 @jit
-def load_row_scales(scale, zero, rows, ROWS_PER_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr):
+def load_row_scales(
+    scale,
+    zero,
+    rows,
+    KIND: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+):
     """Load the scales and zero points of whole rows, each [1, outputs]."""
-    s = tl.load(scale + rows // ROWS_PER_SCALE)[None, :].to(tl.float32)
+    s = scale_to_float(tl.load(scale + rows // ROWS_PER_SCALE)[None, :], KIND)
     if HAS_ZERO:
         return s, tl.load(zero + rows)[None, :].to(tl.float32)
     else:

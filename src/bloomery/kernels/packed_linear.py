@@ -37,7 +37,7 @@ from bloomery.kernels.packed import (
     PackedWeight,
     describe_layout,
 )
-from bloomery.kernels.packed_gemv import load_nested_absmax
+from bloomery.kernels.packed_gemv import load_nested_absmax, scale_to_float
 from bloomery.kernels.quantize_rows import INT8, quantize_rows
 
 MIN_INT8_GEMM_TOKENS = 32  # fewer are faster without the library's int8 GEMM
@@ -328,8 +328,8 @@ def dequantize_rows_kernel(
         )
         s = s[:, None]
     else:
-        s = tl.load(scale + scale_offset, mask=span_start < row_bytes, other=0.0)
-        s = s.to(tl.float32)[:, None]
+        s = tl.load(scale + scale_offset, mask=span_start < row_bytes, other=0)
+        s = scale_to_float(s, KIND)[:, None]
         if HAS_ZERO:
             z = tl.load(zero + scale_offset, mask=span_start < row_bytes, other=0.0)
             z = z.to(tl.float32)[:, None]
@@ -346,7 +346,7 @@ def dequantize_rows_kernel(
 @jit
 def code_value(code, table, KIND: tl.constexpr, zero):
     """Return the unscaled value of a code in float32."""
-    if KIND == "codebook":
+    if KIND == "codebook" or KIND == "mxfp4":
         return tl.load(table + code)
     elif KIND == "fp8":
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 
 from bloomery.fusion import ActivationEpilogue
-from bloomery.kernels.activation import activation_tile
+from bloomery.kernels.activation import activate_tile
+from bloomery.kernels.gemv import ExpertRouting
 from bloomery.kernels.launch import (
     jit,
     launch_dependents,
@@ -29,20 +30,23 @@ from bloomery.kernels.launch import (
     wait_for_previous,
 )
 from bloomery.kernels.moe import (
+    ExpertOptions,
+    ExpertOrder,
+    ExpertsFusion,
     fused_experts_reference,
     locate_expert_block,
-    sort_by_expert_kernel,
+    sort_by_expert,
     sum_expert_outputs,
 )
 from bloomery.kernels.packed import GroupedScales, PackedWeight, describe_layout
 from bloomery.kernels.packed_gemm import (
     PackedGemmTiling,
+    count_units,
     layout_constants,
     multiply_tile,
     permute_inputs,
     select_split_k_tiling,
     supports_packed_gemm,
-    unit_columns,
 )
 from bloomery.kernels.packed_gemv import (
     PackedGemvTiling,
@@ -67,12 +71,13 @@ def packed_fused_experts(
     up: PackedWeight,
     down: PackedWeight,
     num_experts: int,
-    activation: str = "silu",
+    options: ExpertOptions = ExpertOptions(),  # noqa: B008 (it is immutable)
+    fusion: ExpertsFusion = ExpertsFusion(),  # noqa: B008 (it is immutable)
 ) -> torch.Tensor:
     """Run the experts of each token: x [tokens, hidden], topk_* [tokens, top_k] -> like x."""
     few_pairs = topk_ids.numel() <= max(topk_ids.shape[1], num_experts // 4)
     run = packed_experts_gemv if few_pairs else packed_experts_grouped
-    return run(x, topk_ids, topk_weights, up, down, num_experts, activation)
+    return run(x, topk_ids, topk_weights, up, down, num_experts, options, fusion)
 
 
 def packed_fused_experts_reference(
@@ -82,12 +87,15 @@ def packed_fused_experts_reference(
     up: PackedWeight,
     down: PackedWeight,
     num_experts: int,
-    activation: str = "silu",
+    options: ExpertOptions = ExpertOptions(),  # noqa: B008 (it is immutable)
+    fusion: ExpertsFusion = ExpertsFusion(),  # noqa: B008 (it is immutable)
 ) -> torch.Tensor:
     """The torch reference: a loop over dequantized experts."""
     up_weight = up.dequantize(x.dtype).unflatten(0, (num_experts, -1))
     down_weight = down.dequantize(x.dtype).unflatten(0, (num_experts, -1))
-    return fused_experts_reference(x, topk_ids, topk_weights, up_weight, down_weight, activation)
+    return fused_experts_reference(
+        x, topk_ids, topk_weights, up_weight, down_weight, options, fusion
+    )
 
 
 def packed_experts_gemv(
@@ -97,14 +105,19 @@ def packed_experts_gemv(
     up: PackedWeight,
     down: PackedWeight,
     num_experts: int,
-    activation: str = "silu",
-    tiling: PackedGemvTiling | None = None,
+    options: ExpertOptions = ExpertOptions(),  # noqa: B008 (it is immutable)
+    fusion: ExpertsFusion = ExpertsFusion(),  # noqa: B008 (it is immutable)
+    tilings: tuple[PackedGemvTiling | None, PackedGemvTiling | None] = (None, None),
 ) -> torch.Tensor:
     """Run the experts with one GEMV per token-expert pair."""
-    gate = ActivationEpilogue(activation, True)
-    h = packed_gemv_triton(x, up, None, None, gate, tiling, topk_ids, num_experts)
-    y = packed_gemv_triton(h, down, None, None, None, tiling, topk_ids, num_experts)
-    return sum_expert_outputs(y, topk_ids, topk_weights, num_experts, x, None, 1.0)
+    activation, up_bias, down_bias, weights_input = options
+    up_routing = ExpertRouting(topk_ids, num_experts, topk_weights if weights_input else None)
+    down_routing = ExpertRouting(topk_ids, num_experts)
+    up_tiling, down_tiling = tilings
+    h = packed_gemv_triton(x, up, up_bias, fusion.prologue, activation, up_tiling, up_routing)
+    y = packed_gemv_triton(h, down, down_bias, None, None, down_tiling, down_routing)
+    output_weights = None if weights_input else topk_weights
+    return sum_expert_outputs(y, topk_ids, output_weights, num_experts, x, fusion)
 
 
 def packed_experts_grouped(
@@ -114,59 +127,55 @@ def packed_experts_grouped(
     up: PackedWeight,
     down: PackedWeight,
     num_experts: int,
-    activation: str = "silu",
-    tiling: PackedGemmTiling | None = None,
+    options: ExpertOptions = ExpertOptions(),  # noqa: B008 (it is immutable)
+    fusion: ExpertsFusion = ExpertsFusion(),  # noqa: B008 (it is immutable)
+    tilings: tuple[PackedGemmTiling | None, PackedGemmTiling | None] = (None, None),
 ) -> torch.Tensor:
     """Run the experts with grouped GEMMs over the pairs, sorted by expert."""
-    num_pairs = topk_ids.numel()
-    sorted_pairs = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
-    # The first pair of each expert in the sorted order, and how many it has.
-    expert_ranges = torch.empty(2, num_experts, dtype=torch.int32, device=x.device)
-    sort_by_expert_kernel[(num_experts,)](
-        topk_ids,
-        sorted_pairs,
-        expert_ranges,
-        num_pairs,
-        num_experts,
-        WIDTH=min(8192, max(32, next_power_of_2(num_pairs))),
-        num_warps=8 if num_pairs > 1024 else 4,
-        **pdl_options(x.device),
-    )
+    activation, up_bias, down_bias, weights_input = options
+    input_weights = topk_weights if weights_input else None
+    up_tiling, down_tiling = tilings
+    x, fusion = fusion.apply_prologue(x)
+    order = sort_by_expert(topk_ids, num_experts)
     top_k = topk_ids.shape[1]
-    h = packed_grouped_gemm(x, up, sorted_pairs, expert_ranges, top_k, activation, tiling)
-    y = packed_grouped_gemm(h, down, sorted_pairs, expert_ranges, 1, None, tiling)
-    return sum_expert_outputs(y, topk_ids, topk_weights, num_experts, x, None, 1.0)
+    h = packed_grouped_gemm(x, up, up_bias, order, top_k, activation, input_weights, up_tiling)
+    y = packed_grouped_gemm(h, down, down_bias, order, 1, None, None, down_tiling)
+    output_weights = None if weights_input else topk_weights
+    return sum_expert_outputs(y, topk_ids, output_weights, num_experts, x, fusion)
 
 
 def packed_grouped_gemm(
     x: torch.Tensor,
     packed: PackedWeight,
-    sorted_pairs: torch.Tensor,
-    expert_ranges: torch.Tensor,
+    bias: torch.Tensor | None,
+    order: ExpertOrder,
     top_k: int,
-    activation: str | None,
+    activation: ActivationEpilogue | None,
+    input_weights: torch.Tensor | None = None,
     tiling: PackedGemmTiling | None = None,
 ) -> torch.Tensor:
     """Multiply every pair by the weights of its expert: [pairs, outputs].
 
-    With an activation, x has one row per token, the weights are gate | up, and row i of the result
-    belongs to sorted_pairs[i]. Without one, x has the rows of such a result, and the rows of the
-    result are in the order of the pairs.
+    With an activation, x has one row per token, and row i of the result belongs to
+    sorted_pairs[i]. Without one, x has the rows of such a result, and the rows of the result are in
+    the order of the pairs. `input_weights` [tokens, top_k] multiply the rows of x.
     """
-    num_pairs = len(sorted_pairs)
-    num_experts = expert_ranges.shape[1]
+    num_pairs = len(order.sorted_pairs)
+    num_experts = order.expert_ranges.shape[1]
+    gated = activation is not None and activation.gated
+    name, _, params = activation or ActivationEpilogue("", False)
     layout = describe_layout(packed)
     columns = packed.shape[1]
     rows = packed.shape[0] // num_experts
-    outputs = rows // 2 if activation else rows
+    outputs = rows // 2 if gated else rows
     if tiling is None:
-        units = columns // unit_columns(layout.bits)
+        units = count_units(columns, layout.bits)
         tokens = min(128, max(16, num_pairs // num_experts))
         multiprocessors = num_multiprocessors(x.device)
         tiling = select_split_k_tiling(
             tokens, packed.shape[0], units, layout.kind, layout.bits, multiprocessors
         )
-        if activation and tiling.tokens >= 64:
+        if gated and tiling.tokens >= 64:
             tiling = tiling._replace(outputs=64)  # two sums are in registers
     out = torch.empty(num_pairs, outputs, dtype=x.dtype, device=x.device)
     x = permute_inputs(x, layout, None)
@@ -178,15 +187,22 @@ def packed_grouped_gemm(
         layout.scale,
         x if layout.zero_point is None else layout.zero_point,
         x if layout.table is None else layout.table,
+        x if bias is None else bias,
+        x if input_weights is None else input_weights,
         out,
-        sorted_pairs,
-        expert_ranges,
+        order.sorted_pairs,
+        order.expert_ranges,
         outputs,
         columns,
+        *params,
         NUM_EXPERTS=num_experts,
         EXPERTS_POW2=next_power_of_2(num_experts),
         TOP_K=top_k,
-        ACTIVATION=activation,
+        IS_UP=activation is not None,
+        ACTIVATION=name,
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        WEIGHTS_INPUT=input_weights is not None,
         **layout_constants(packed, x.dtype, x.device),
         BLOCK_OUT=tiling.outputs,
         BLOCK_PAIRS=tiling.tokens,
@@ -206,15 +222,24 @@ def packed_grouped_gemm_kernel(
     scale,
     zero,
     table,
+    bias,  # [experts, rows]
+    input_weights,  # [pairs]
     out,  # [pairs, outputs]
     sorted_pairs,
     expert_ranges,
     outputs,
     columns,
+    param0,
+    param1,
+    param2,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     TOP_K: tl.constexpr,
+    IS_UP: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WEIGHTS_INPUT: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -223,6 +248,7 @@ def packed_grouped_gemm_kernel(
     HAS_ZERO: tl.constexpr,
     SIGNED: tl.constexpr,
     SCALE_SUMS: tl.constexpr,
+    PARTIAL_UNIT: tl.constexpr,
     DEQUANTIZE_ASM: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
@@ -240,11 +266,11 @@ def packed_grouped_gemm_kernel(
     if expert < NUM_EXPERTS:
         place = start + tl.arange(0, BLOCK_PAIRS)
         pair = tl.load(sorted_pairs + tl.minimum(place, end - 1))
-        GATED: tl.constexpr = ACTIVATION is not None
-        x_row = pair // TOP_K if GATED else tl.minimum(place, end - 1)
+        x_row = pair // TOP_K if IS_UP else tl.minimum(place, end - 1)
         first_output = tl.program_id(1) * BLOCK_OUT
         expert_row = expert * (2 * outputs if GATED else outputs)
-        num_units = columns // (512 // BITS)
+        UNIT: tl.constexpr = 512 // BITS
+        num_units = (columns + UNIT - 1) // UNIT
         y = multiply_tile(
             x,
             x_row,
@@ -265,6 +291,7 @@ def packed_grouped_gemm_kernel(
             HAS_ZERO,
             SIGNED,
             SCALE_SUMS,
+            PARTIAL_UNIT,
             DEQUANTIZE_ASM,
             BLOCK_OUT,
             BLOCK_PAIRS,
@@ -273,8 +300,8 @@ def packed_grouped_gemm_kernel(
             UNITS_PER_ITER,
             False,
         )
+        up = y
         if GATED:
-            expert_row += outputs
             up = multiply_tile(
                 x,
                 x_row,
@@ -282,8 +309,8 @@ def packed_grouped_gemm_kernel(
                 scale,
                 zero,
                 table,
-                expert_row + first_output,
-                expert_row + outputs,
+                expert_row + outputs + first_output,
+                expert_row + 2 * outputs,
                 0,
                 num_units,
                 columns,
@@ -295,6 +322,7 @@ def packed_grouped_gemm_kernel(
                 HAS_ZERO,
                 SIGNED,
                 SCALE_SUMS,
+                PARTIAL_UNIT,
                 DEQUANTIZE_ASM,
                 BLOCK_OUT,
                 BLOCK_PAIRS,
@@ -303,9 +331,21 @@ def packed_grouped_gemm_kernel(
                 UNITS_PER_ITER,
                 False,
             )
-            y = activation_tile(y, ACTIVATION) * up
         output = first_output + tl.arange(0, BLOCK_OUT)
-        out_row = (place if GATED else pair).to(tl.int64)
+        is_output = output < outputs
+        if WEIGHTS_INPUT:
+            input_weight = tl.load(input_weights + pair).to(tl.float32)[None, :]
+            y = y * input_weight
+            up = up * input_weight
+        if HAS_BIAS:
+            bias_ptr = bias + expert_row + output
+            y += tl.load(bias_ptr, mask=is_output, other=0.0).to(tl.float32)[:, None]
+            if GATED:
+                up_bias = tl.load(bias_ptr + outputs, mask=is_output, other=0.0)
+                up += up_bias.to(tl.float32)[:, None]
+        if IS_UP:
+            y = activate_tile(y, up, ACTIVATION, GATED, param0, param1, param2)
+        out_row = (place if IS_UP else pair).to(tl.int64)
         offset = out_row[None, :] * outputs + output[:, None]
-        mask = (output < outputs)[:, None] & (place < end)[None, :]
+        mask = is_output[:, None] & (place < end)[None, :]
         tl.store(out + offset, y.to(out.dtype.element_ty), mask=mask)

@@ -51,12 +51,14 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    if hasattr(tma, "async_load"):  # the names since Triton 3.7
+    if hasattr(gl, "barrier"):  # its name since Triton 3.7
         barrier = gl.barrier
+    else:
+        barrier = gl.thread_barrier
+    if hasattr(tma, "async_load"):  # the names after Triton 3.7
         tma_load = tma.async_load
         tma_store = tma.async_store
     else:
-        barrier = gl.thread_barrier
         tma_load = tma.async_copy_global_to_shared
         tma_store = tma.async_copy_shared_to_global
 except ImportError:

@@ -12,7 +12,7 @@ attention/triton_paged launches it; kernels/paged_prefill shares its helpers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -25,6 +25,7 @@ from bloomery.kernels.launch import (
     tl,
     wait_for_previous,
 )
+from bloomery.kernels.output_gate import OutputGate, apply_output_gate_reference, gate_factors
 from bloomery.kernels.quantized_kv_cache import (
     as_kernel_input,
     kv_cache_scales,
@@ -40,6 +41,7 @@ MAX_EARLY_SEQS = 32  # sequences up to which reading before the wait is faster
 # Sequences up to which small kernels overlap (PDL). There, few registers per program help more than
 # many tiles in flight.
 FEW_SEQS = 4
+WIDE_HEAD_DIM = 256  # dimensions of a head above which a program takes fewer rows and tiles
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class AttentionScoring:
     window: int | None = None  # a query sees the last `window` positions, itself included
     softcap: float | None = None
     slopes: torch.Tensor | None = None  # [heads] float32: ALiBi's score change per position
+    chunk: int | None = None  # a query sees the positions from position // chunk * chunk on
+    sinks: torch.Tensor | None = None  # [heads] float32: a score per head that has no value
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ def paged_attention_reference(
     block_tables: torch.Tensor,
     block_size: int,
     scoring: AttentionScoring,
+    gate: OutputGate | None = None,
 ) -> torch.Tensor:
     """Compute attention of q [tokens, heads, dim] sequence by sequence.
 
@@ -98,9 +103,16 @@ def paged_attention_reference(
         visible = distance <= 0
         if scoring.window is not None:
             visible &= distance > -scoring.window
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        if scoring.chunk is not None:
+            chunk_start = position[seq_len - query_len :, None] // scoring.chunk * scoring.chunk
+            visible &= position >= chunk_start
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if scoring.sinks is not None:
+            sink_scores = scoring.sinks[:, None, None].expand(-1, query_len, 1)
+            scores = torch.cat((scores, sink_scores), -1)
+        weights = scores.softmax(-1)[..., :seq_len]
         out[tokens] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
-    return out
+    return out if gate is None else apply_output_gate_reference(out, *gate)
 
 
 @lru_cache(maxsize=4096)
@@ -119,9 +131,29 @@ def select_decode_tiling(
     choices were measured on an H200 (benchmarks/kernels.py tune). No tiling needs more than 80 KiB
     of shared memory, which every supported GPU has.
     """
+    tiling = select_narrow_tiling(
+        batch_size, heads, kv_heads, dim, element_size, max_seq_len, num_multiprocessors
+    )
+    if dim <= WIDE_HEAD_DIM:
+        return tiling
+    # The sums of a wide head take most registers, and its tiles most of the shared memory.
+    return replace(tiling, warps=4, stages=min(tiling.stages, 2))
+
+
+def select_narrow_tiling(
+    batch_size: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    element_size: int,
+    max_seq_len: int,
+    num_multiprocessors: int,
+) -> PagedDecodeTiling:
+    """Choose a tiling as if heads had no more than WIDE_HEAD_DIM dimensions."""
     heads_per_kv_head = heads // kv_heads
     few_programs = batch_size * kv_heads < num_multiprocessors
-    max_group = 16 if few_programs or element_size == 4 else 64
+    small_groups = few_programs or element_size == 4 or dim > WIDE_HEAD_DIM
+    max_group = 16 if small_groups else 64
     head_groups = -(-heads_per_kv_head // max_group)
     row_bytes = next_power_of_2(dim) * element_size  # of one position
     tile = max(16, min(64, 16384 // row_bytes))
@@ -158,6 +190,7 @@ def paged_decode(
     tiling: PagedDecodeTiling,
     split_counters: torch.Tensor,
     early: bool = False,
+    gate: OutputGate | None = None,
 ) -> None:
     """Attend for the first `num_decodes` tokens of q and out [tokens, heads, dim].
 
@@ -168,6 +201,7 @@ def paged_decode(
     early: read keys and values before earlier kernels have ended. The layout (block tables,
     sequence lengths, slots) must then be older than the chain of overlapping kernels that contains
     this one, and slot_mapping must name every slot that the chain writes.
+    gate: multiplies the result.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[2]
@@ -197,11 +231,14 @@ def paged_decode(
         seq_lens,
         slot_mapping,
         q if scoring.slopes is None else scoring.slopes,
+        q if scoring.sinks is None else scoring.sinks,
+        q if gate is None else gate.values,
         scratch,
         split_counters,
         cache.stride(0),
         cache.shape[1],
         block_tables.stride(0),
+        0 if gate is None else gate.values.stride(0),
         scoring.scale * LOG2E,
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -213,8 +250,12 @@ def paged_decode(
         BLOCK=block_size,
         TILE=tiling.tile,
         WINDOW=scoring.window or 0,
+        CHUNK=scoring.chunk or 0,
         SOFTCAP=scoring.softcap or 0.0,
         ALIBI=scoring.slopes is not None,
+        SINKS=scoring.sinks is not None,
+        GATE="" if gate is None else gate.activation,
+        GATE_DIM=1 if gate is None else gate.values.shape[1] // heads,
         SPLIT=splits > 1,
         MAX_UNSPLIT_TILES=tiling.max_unsplit_tiles,
         MAX_SPLITS=MAX_SPLITS,
@@ -237,11 +278,14 @@ def paged_decode_kernel(
     seq_lens,  # [sequences]
     slot_mapping,  # [sequences]
     slopes,  # [HEADS] if ALIBI
+    sinks,  # [HEADS] if SINKS
+    gate,  # [tokens, HEADS * GATE_DIM] if GATE, rows `gate_stride` apart
     scratch,  # results [sequences, HEADS, splits, DIM], then log-sums [sequences, HEADS, splits]
     split_counters,  # [sequences, KV_HEADS * HEAD_GROUPS]
     value_offset,  # elements from a key to its value in the cache
     num_slots,
     table_width,
+    gate_stride,
     scale,  # of q . k, times log2(e)
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -253,8 +297,12 @@ def paged_decode_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
+    GATE: tl.constexpr,
+    GATE_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     MAX_UNSPLIT_TILES: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -274,6 +322,7 @@ def paged_decode_kernel(
     kv_head = group // HEAD_GROUPS
     head_group = group % HEAD_GROUPS
     ROWS: tl.constexpr = GROUP_POW2 if GROUP_POW2 > 16 else 16  # tl.dot needs 16 at least
+    LIMITED: tl.constexpr = WINDOW > 0 or CHUNK > 0
     g = tl.arange(0, ROWS)
     n = tl.arange(0, TILE)
     d = tl.arange(0, DIM_POW2)
@@ -285,8 +334,9 @@ def paged_decode_kernel(
     first = 0
     last = tl.cdiv(end, TILE)
     used_splits = 1
-    if WINDOW > 0:
-        first = tl.maximum(end - WINDOW, 0) // TILE
+    lowest = first_visible(end - 1, WINDOW, CHUNK)
+    if LIMITED:
+        first = lowest // TILE
     if SPLIT:
         count = last - first
         tiles_per_split = tl.where(
@@ -307,9 +357,11 @@ def paged_decode_kernel(
             num_slots,
             block_ids,
             early_start,
+            lowest,
             end,
             kv_head,
             True,
+            LIMITED,
             QUANTIZED,
             KV_HEADS,
             DIM,
@@ -333,6 +385,8 @@ def paged_decode_kernel(
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_POW2], tl.float32)
+    if SINKS:
+        row_max, row_sum = start_with_sinks(row_max, row_sum, sinks + head, is_head, split == 0)
     q_position = g * 0 + (end - 1)
     if EARLY_SEQS > 0:
         if is_stale:
@@ -343,9 +397,11 @@ def paged_decode_kernel(
                 num_slots,
                 block_ids,
                 early_start,
+                lowest,
                 end,
                 kv_head,
                 True,
+                LIMITED,
                 QUANTIZED,
                 KV_HEADS,
                 DIM,
@@ -365,6 +421,7 @@ def paged_decode_kernel(
             slope,
             scale,
             WINDOW,
+            CHUNK,
             SOFTCAP,
             ALIBI,
             True,
@@ -384,9 +441,11 @@ def paged_decode_kernel(
             num_slots,
             block_ids,
             t * TILE,
+            lowest,
             end,
             kv_head,
             True,
+            LIMITED,
             QUANTIZED,
             KV_HEADS,
             DIM,
@@ -406,12 +465,16 @@ def paged_decode_kernel(
             slope,
             scale,
             WINDOW,
+            CHUNK,
             SOFTCAP,
             ALIBI,
             True,
         )
     acc = acc / row_sum[:, None]
     if used_splits == 1:
+        if GATE != "":
+            gate_column = head[:, None] * GATE_DIM + tl.minimum(d, GATE_DIM - 1)[None, :]
+            acc = acc * gate_factors(gate + sequence * gate_stride + gate_column, valid, GATE)
         tl.store(out + offset, acc.to(out.dtype.element_ty), mask=valid)
     elif SPLIT:
         splits = tl.num_programs(2)
@@ -428,6 +491,7 @@ def paged_decode_kernel(
                 scratch,
                 log_sums,
                 out,
+                gate + sequence * gate_stride + kv_head * (HEADS // KV_HEADS) * GATE_DIM,
                 sequence * HEADS + kv_head * (HEADS // KV_HEADS),
                 head_group * GROUP_SIZE,
                 splits,
@@ -439,7 +503,30 @@ def paged_decode_kernel(
                 GROUP_POW2,
                 MAX_SPLITS,
                 SPLITS_AT_ONCE,
+                GATE,
+                GATE_DIM,
             )
+
+
+@jit
+def first_visible(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the first position that a query at `position` sees."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    if CHUNK > 0:
+        first = tl.maximum(first, position // CHUNK * CHUNK)
+    return first
+
+
+@jit
+def start_with_sinks(row_max, row_sum, sinks, mask, is_first_split):
+    """Return the state of a softmax that has seen the sinks of its rows, in one of the splits."""
+    # Finite, because a maximum of -inf would make NaN of a tile without visible keys.
+    sink = tl.maximum(tl.load(sinks, mask=mask, other=0.0) * 1.4426950408889634, -1e30)
+    row_max = tl.where(is_first_split, sink, row_max)
+    row_sum = tl.where(is_first_split, 1.0, row_sum)
+    return row_max, row_sum
 
 
 @jit
@@ -474,9 +561,11 @@ def load_kv_tile(
     num_slots,
     block_ids,
     start,
+    lowest,
     end,
     kv_head,
     MASK: tl.constexpr,
+    LIMITED: tl.constexpr,
     QUANTIZED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -486,8 +575,9 @@ def load_kv_tile(
 ):
     """Load keys and values [TILE, dim] of positions from `start` on, in blocks `block_ids`.
 
-    Past `end`, keys are arbitrary. With MASK, values there are zero, because a weight of zero would
-    not hide a NaN. Loads bypass the L1 cache (.cg), which may hold what was there before the wait.
+    Past `end`, and with LIMITED below `lowest`, keys are arbitrary: the blocks may belong to other
+    sequences. With MASK, values there are zero, because a weight of zero would not hide a NaN.
+    Loads bypass the L1 cache (.cg), which may hold what was there before the wait.
     """
     n = tl.arange(0, TILE)
     d = tl.arange(0, DIM_POW2)
@@ -496,7 +586,10 @@ def load_kv_tile(
     else:
         slot = block_ids.to(tl.int64) * BLOCK + tl.minimum(start + n, end - 1) % BLOCK
     keys = cache + (slot * KV_HEADS + kv_head)[:, None] * DIM + d[None, :]
-    is_position = (start + n < end)[:, None]
+    in_range = start + n < end
+    if LIMITED:
+        in_range = in_range & (start + n >= lowest)
+    is_position = in_range[:, None]
     in_head = (d < DIM)[None, :]
     if DIM < DIM_POW2:
         k = tl.load(keys, mask=in_head, other=0.0, cache_modifier=".cg")
@@ -513,7 +606,12 @@ def load_kv_tile(
         scale = cache_scales + slot * KV_HEADS + kv_head
         k_scale = tl.load(scale, cache_modifier=".cg")
         k = stored_to_float32(k) * k_scale[:, None]
-        v_scale = tl.load(scale + num_slots * KV_HEADS, cache_modifier=".cg")
+        if MASK:
+            v_scale = tl.load(
+                scale + num_slots * KV_HEADS, mask=in_range, other=0.0, cache_modifier=".cg"
+            )
+        else:
+            v_scale = tl.load(scale + num_slots * KV_HEADS, cache_modifier=".cg")
         v = stored_to_float32(v) * v_scale[:, None]
     return k, v
 
@@ -531,6 +629,7 @@ def attend_tile(
     slope,
     scale,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     MASK: tl.constexpr,
@@ -555,6 +654,8 @@ def attend_tile(
         visible = k_position[None, :] <= q_position[:, None]
         if WINDOW > 0:
             visible = visible & (k_position[None, :] > q_position[:, None] - WINDOW)
+        if CHUNK > 0:
+            visible = visible & (k_position[None, :] >= (q_position // CHUNK * CHUNK)[:, None])
         z = tl.where(visible, z, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(z, 1) * factor)
     weights = tl.exp2(z * factor - new_max[:, None])
@@ -568,6 +669,7 @@ def combine_splits(
     scratch,
     log_sums,
     out,
+    gate,
     first_row,
     first_head,
     splits,
@@ -579,10 +681,13 @@ def combine_splits(
     GROUP_POW2: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
+    GATE: tl.constexpr,
+    GATE_DIM: tl.constexpr,
 ):
     """Combine the results of all splits for GROUP_SIZE heads, SPLITS_AT_ONCE splits at a time.
 
     first_row: the row of the KV head's first query head; first_head: the group's first among them.
+    gate: of the KV head's first query head.
     """
     g = tl.arange(0, GROUP_POW2)
     d = tl.arange(0, DIM_POW2)
@@ -612,4 +717,7 @@ def combine_splits(
         weight = tl.exp2(log_sum - total_log_sum[:, None])
         acc += tl.sum(result * weight[:, :, None], 1)
     valid = is_head[:, None] & (d < DIM)[None, :]
+    if GATE != "":
+        gate_column = (first_head + g)[:, None] * GATE_DIM + tl.minimum(d, GATE_DIM - 1)[None, :]
+        acc = acc * gate_factors(gate + gate_column, valid, GATE)
     tl.store(out + row[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=valid)

@@ -28,12 +28,16 @@ from bloomery.kernels.launch import (
     tl,
     wait_for_previous,
 )
+from bloomery.kernels.output_gate import OutputGate, gate_factors
 from bloomery.kernels.paged_decode import (
     LOG2E,
+    WIDE_HEAD_DIM,
     AttentionScoring,
     attend_tile,
+    first_visible,
     load_block_ids,
     load_kv_tile,
+    start_with_sinks,
 )
 from bloomery.kernels.quantized_kv_cache import as_kernel_input, kv_cache_scales
 
@@ -67,7 +71,12 @@ def select_prefill_tiling(
     The choices were measured on an H200 (benchmarks/LOG.md). A multiprocessor runs two programs at
     a time; splitting beyond that costs more than it gains.
     """
-    if element_size == 4:
+    if dim > WIDE_HEAD_DIM:
+        # With more rows the sums of a wide head do not fit into the registers.
+        tiling = PagedPrefillTiling(32, 32, 8, 2)
+        if element_size == 4:
+            tiling = PagedPrefillTiling(16, 16, 8, 1)
+    elif element_size == 4:
         if dim > 128:
             tiling = PagedPrefillTiling(16, 16, 8, 2)
         else:
@@ -101,13 +110,14 @@ def paged_prefill(
     scoring: AttentionScoring,
     tiling: PagedPrefillTiling,
     split_counters: torch.Tensor,
+    gate: OutputGate | None = None,
 ) -> None:
     """Attend for sequences first_seq to first_seq + num_seqs - 1 of the step.
 
     Each has at most `max_query_len` new positions, all together have `num_tokens`. q and out are
     [tokens, heads, dim]: the tokens from query_start_loc[i] to query_start_loc[i + 1] are the last
     positions of sequence i, which has seq_lens[i]. A padding sequence has length 0; its tokens get
-    zeros.
+    zeros. `gate` multiplies the result.
 
     split_counters: zeros, and zeros again afterwards. No kernel that runs at the same time may use
     them. block_tables, query_start_loc and seq_lens are read before earlier kernels have ended, so
@@ -137,11 +147,14 @@ def paged_prefill(
         query_start_loc,
         seq_lens,
         q if scoring.slopes is None else scoring.slopes,
+        q if scoring.sinks is None else scoring.sinks,
+        q if gate is None else gate.values,
         scratch,
         split_counters,
         cache.stride(0),
         cache.shape[1],
         block_tables.stride(0),
+        0 if gate is None else gate.values.stride(0),
         first_seq,
         num_seqs,
         scoring.scale * LOG2E,
@@ -153,8 +166,12 @@ def paged_prefill(
         ROWS=tiling.rows,
         TILE=tiling.tile,
         WINDOW=scoring.window or 0,
+        CHUNK=scoring.chunk or 0,
         SOFTCAP=scoring.softcap or 0.0,
         ALIBI=scoring.slopes is not None,
+        SINKS=scoring.sinks is not None,
+        GATE="" if gate is None else gate.activation,
+        GATE_DIM=1 if gate is None else gate.values.shape[1] // heads,
         QUANTIZED=cache_scales is not None,
         SEQS_POW2=round_up_num_seqs(num_seqs),
         STAGES=tiling.stages,
@@ -189,11 +206,14 @@ def paged_prefill_kernel(
     query_start_loc,  # [sequences + 1]
     seq_lens,  # [sequences]
     slopes,  # [HEADS] if ALIBI
+    sinks,  # [HEADS] if SINKS
+    gate,  # [tokens, HEADS * GATE_DIM] if GATE, rows `gate_stride` apart
     scratch,  # for each tile of rows: results [splits, ROWS, DIM], then log-sums [splits, ROWS]
     split_counters,  # [tiles, KV_HEADS]
     value_offset,  # elements from a key to its value in the cache
     num_slots,
     table_width,
+    gate_stride,
     first_seq,
     num_seqs,
     scale,  # of q . k, times log2(e)
@@ -205,8 +225,12 @@ def paged_prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
+    GATE: tl.constexpr,
+    GATE_DIM: tl.constexpr,
     QUANTIZED: tl.constexpr,
     SEQS_POW2: tl.constexpr,
     STAGES: tl.constexpr,
@@ -216,7 +240,7 @@ def paged_prefill_kernel(
 ):
     """One program attends for ROWS queries of one KV head over one split of their keys.
 
-    Tiles of keys fall into three ranges: [first, first_full) where the window masks some keys,
+    Tiles of keys fall into three ranges: [first, first_full) where window or chunk mask some keys,
     [first_full, first_causal) that every row sees completely, and [first_causal, last) on the
     diagonal.
     """
@@ -224,6 +248,7 @@ def paged_prefill_kernel(
     kv_head = tl.program_id(0)
     split = tl.program_id(2)
     HEADS_PER_KV_HEAD: tl.constexpr = HEADS // KV_HEADS
+    LIMITED: tl.constexpr = WINDOW > 0 or CHUNK > 0
     index, first_row = find_sequence(
         query_start_loc + first_seq,
         tl.program_id(1),
@@ -247,9 +272,10 @@ def paged_prefill_kernel(
     first_causal = (low + 1) // TILE
     last = high // TILE + 1
     first_full = first
-    if WINDOW > 0:
-        first = tl.maximum(low - WINDOW + 1, 0) // TILE
-        full_start = tl.cdiv(tl.maximum(high - WINDOW + 1, 0), TILE)
+    lowest = first_visible(low, WINDOW, CHUNK)
+    if LIMITED:
+        first = lowest // TILE
+        full_start = tl.cdiv(first_visible(high, WINDOW, CHUNK), TILE)
         first_full = tl.minimum(full_start, first_causal)
     used_splits = 1
     if SPLIT:
@@ -286,7 +312,9 @@ def paged_prefill_kernel(
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_POW2], tl.float32)
-    if WINDOW > 0:
+    if SINKS:
+        row_max, row_sum = start_with_sinks(row_max, row_sum, sinks + head, r >= 0, split == 0)
+    if LIMITED:
         window_block_ids = load_block_ids(block_table, first * TILE, end, BLOCK, TILE, False)
         row_max, row_sum, acc = attend_tiles(
             queries,
@@ -297,6 +325,7 @@ def paged_prefill_kernel(
             first_full,
             window_block_ids,
             q_position,
+            lowest,
             end,
             cache,
             cache_scales,
@@ -312,6 +341,7 @@ def paged_prefill_kernel(
             BLOCK,
             TILE,
             WINDOW,
+            CHUNK,
             SOFTCAP,
             ALIBI,
             True,
@@ -327,6 +357,7 @@ def paged_prefill_kernel(
         first_causal,
         full_block_ids,
         q_position,
+        lowest,
         end,
         cache,
         cache_scales,
@@ -342,6 +373,7 @@ def paged_prefill_kernel(
         BLOCK,
         TILE,
         WINDOW,
+        CHUNK,
         SOFTCAP,
         ALIBI,
         False,
@@ -357,6 +389,7 @@ def paged_prefill_kernel(
         last,
         causal_block_ids,
         q_position,
+        lowest,
         end,
         cache,
         cache_scales,
@@ -372,6 +405,7 @@ def paged_prefill_kernel(
         BLOCK,
         TILE,
         WINDOW,
+        CHUNK,
         SOFTCAP,
         ALIBI,
         True,
@@ -396,6 +430,9 @@ def paged_prefill_kernel(
         )
         if not is_last:
             return
+    if GATE != "":
+        gate_column = head[:, None] * GATE_DIM + tl.minimum(d, GATE_DIM - 1)[None, :]
+        y = y * gate_factors(gate + token[:, None] * gate_stride + gate_column, valid, GATE)
     tl.store(out + offset, y.to(out.dtype.element_ty), mask=valid)
 
 
@@ -484,6 +521,7 @@ def attend_tiles(
     last,
     next_block_ids,
     q_position,
+    lowest,
     end,
     cache,
     cache_scales,
@@ -499,6 +537,7 @@ def attend_tiles(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     MASK: tl.constexpr,
@@ -507,6 +546,7 @@ def attend_tiles(
 ):
     """Add the tiles of keys from `first` to `last` - 1 to the running softmax of q."""
     n = tl.arange(0, TILE)
+    LIMITED: tl.constexpr = WINDOW > 0 or CHUNK > 0
     for t in tl.range(first, last, num_stages=STAGES):
         block_ids = next_block_ids
         next_block_ids = load_block_ids(block_table, (t + 1) * TILE, end, BLOCK, TILE, False)
@@ -517,9 +557,11 @@ def attend_tiles(
             num_slots,
             block_ids,
             t * TILE,
+            lowest,
             end,
             kv_head,
             MASK,
+            LIMITED,
             QUANTIZED,
             KV_HEADS,
             DIM,
@@ -539,6 +581,7 @@ def attend_tiles(
             slope,
             scale,
             WINDOW,
+            CHUNK,
             SOFTCAP,
             ALIBI,
             MASK,

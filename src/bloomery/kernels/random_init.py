@@ -56,6 +56,13 @@ def fill_random_reference(out: torch.Tensor, seed: int, first: tuple[int, int], 
         out[row : row + rows_per_chunk].copy_(values)
 
 
+def fill_random_bytes(out: torch.Tensor, seed: int, first: tuple[int, int]) -> None:
+    """Fill out [rows, columns], uint8, as `fill_random` does, with all bytes about as often."""
+    sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    fill_random(sums, seed, first, BYTE_SUM_STD)
+    out.copy_((sums.int() * 0x9E3779 >> 12) & 255)
+
+
 def hash_int32(x: torch.Tensor) -> torch.Tensor:
     """Hash int32 to int32, one to one. Every input bit affects every output bit; products wrap."""
     for factor in (0x7FEB352D, 0x68E31DA5):

@@ -1,38 +1,40 @@
 """The attention block of a decoder layer.
 
-It projects to q, k and v, applies the q and k norms and rope, writes k and v to the KV cache,
-attends over the cache, and projects back. Only the attention backend knows which tokens belong to
-which sequence.
+It projects to q, k and v, applies the norms and rope, writes k and v to the KV cache, attends over
+the cache, gates the result in some models, and projects back. Only the attention backend knows
+which tokens belong to which sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from bloomery.attention.base import AttentionBackend
+from bloomery.errors import UnsupportedModel
 from bloomery.fusion import NormPrologue, QkTransform, QkvEpilogue
 from bloomery.layers.linear import (
     AddResidual,
+    DeferredAdd,
     LinearLayer,
     ResidualStream,
     apply_epilogue,
     apply_norm,
     materialize,
 )
-from bloomery.layout import TensorParallelLayout, norms_all_heads
+from bloomery.layout import TensorParallelLayout, gate_size, norms_all_heads, qkv_sizes
 from bloomery.native.thread_pool import ThreadPool
-from bloomery.spec import AttentionSpec, RopeSpec
+from bloomery.spec import AttentionSpec, QueryScaling, RopeSpec
 
 RopeCache = Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]  # cos and sin [positions, dim / 2]
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The inputs of one forward pass that all layers share."""
+    """The inputs of one forward pass that all layers with the same block table share."""
 
     backend: AttentionBackend
     plan: Any  # the backend's plan of this step
@@ -40,6 +42,8 @@ class ForwardContext:
     rope_cache: RopeCache  # of this step's tokens, or of all positions
     positions: torch.Tensor | None  # [tokens]: rows of the rope cache; None if it is per token
     output_rows: torch.Tensor | None = None  # last layer: the tokens whose states are needed
+    # Factors of queries, of this step's tokens or of all positions, as the rope cache.
+    query_scales: Mapping[QueryScaling, torch.Tensor] = field(default_factory=dict)
 
     def select_outputs(self, x: ResidualStream) -> ResidualStream:
         """Return only the output rows of x."""
@@ -58,8 +62,13 @@ class AttentionBlock:
         k_norm: NormPrologue | None = None,
         layout: TensorParallelLayout = TensorParallelLayout(),  # noqa: B008 (it is frozen)
         pool: ThreadPool | None = None,
+        v_norm: NormPrologue | None = None,
+        sinks: torch.Tensor | None = None,
     ):
-        """`model_spec` is the attention of the model; `qkv` and `out` hold this rank's part."""
+        """`model_spec` is the attention of the model; `qkv` and `out` hold this rank's part.
+
+        The rows of `qkv` are q | k | v | gate; `sinks` are those of this rank's heads.
+        """
         spec = layout.attention(model_spec)
         self.spec = spec
         self.qkv = qkv
@@ -67,14 +76,18 @@ class AttentionBlock:
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.pool = pool
+        self.v_norm = v_norm
+        self.sinks = sinks
+        self.gate_size = gate_size(spec)
         # The QKV epilogue supports neither a norm over all heads together nor a norm with a bias.
         self.separate_norm = q_norm is not None and (
             spec.qk_norm_over == "all" or q_norm.bias is not None
         )
+        if self.separate_norm and spec.qk_norm_after_rope:
+            raise UnsupportedModel("a norm of q and k after rope must span one head, without bias")
         # A norm over all heads needs all of q and k on every rank.
         computed = model_spec if norms_all_heads(model_spec) else spec
-        num_heads = (computed.num_heads, computed.num_kv_heads, spec.num_kv_heads)
-        self.qkv_widths = [count * spec.head_dim for count in num_heads]
+        self.qk_widths = qkv_sizes(computed)[:2]
         self.own_columns = [
             slice(first * spec.head_dim, end * spec.head_dim)
             for first, end in layout.heads(model_spec)
@@ -89,47 +102,70 @@ class AttentionBlock:
         epilogue: AddResidual | None = None,
     ) -> ResidualStream:
         """x [tokens, hidden] -> [tokens, hidden], of the context's output rows only."""
-        qkv_epilogue = QkvEpilogue(kv_cache, context.slot_mapping, self._qk_transform(context))
+        gate = self._allocate_gate(x)
+        transform = self._qk_transform(context)
+        qkv_epilogue = QkvEpilogue(kv_cache, context.slot_mapping, transform, gate)
         if self.separate_norm:
             qkv = self._norm_qk(self.qkv(x, prologue))
             q = apply_epilogue(qkv, qkv_epilogue, self.pool)
         else:
             q = self.qkv(x, prologue, qkv_epilogue)
-        attended = context.backend.attend(q, kv_cache, self.spec, context.plan)
+        attended = context.backend.attend(q, kv_cache, self.spec, context.plan, self.sinks, gate)
         if context.output_rows is not None:
             attended = attended[context.output_rows]
         if epilogue is None:
             return self.out(attended)
         return self.out(attended, None, epilogue)
 
+    def _allocate_gate(self, x: ResidualStream) -> torch.Tensor | None:
+        """Allocate memory for the gate of each token of x, which the QKV epilogue fills."""
+        if not self.gate_size:
+            return None
+        if isinstance(x, DeferredAdd):
+            x = x.residual
+        shape = (len(x), self.gate_size)
+        return x.new_empty(shape) if self.pool is None else self.pool.empty(shape, x.dtype)
+
     def _qk_transform(self, context: ForwardContext) -> QkTransform:
-        rope = self.spec.position
-        angles = None
-        interleaved = False
-        if isinstance(rope, RopeSpec):
-            angles = context.rope_cache[rope]
-            interleaved = rope.interleaved
+        spec = self.spec
+        transform = QkTransform(
+            positions=context.positions,
+            clip=spec.clip,
+            norm_after_rope=spec.qk_norm_after_rope,
+            v_norm=self.v_norm,
+            # A separate norm appends the values to q and k.
+            keys_as_values=spec.keys_as_values and not self.separate_norm,
+        )
+        if isinstance(spec.position, RopeSpec):
+            angles = context.rope_cache[spec.position]
+            transform = replace(transform, angles=angles, interleaved=spec.position.interleaved)
+        if spec.query_scaling is not None:
+            query_scales = context.query_scales[spec.query_scaling]
+            transform = replace(transform, query_scales=query_scales)
         q_norm = self.q_norm
         k_norm = self.k_norm
-        clip = self.spec.clip
         if self.separate_norm or q_norm is None or k_norm is None:
-            return QkTransform(angles, context.positions, interleaved, clip=clip)
+            return transform
         weights = None
         if q_norm.weight is not None and k_norm.weight is not None:
             weights = (q_norm.weight, k_norm.weight)
-        return QkTransform(
-            angles, context.positions, interleaved, q_norm.kind, weights, q_norm.eps, clip
-        )
+        return replace(transform, norm=q_norm.kind, weights=weights, eps=q_norm.eps)
 
     def _norm_qk(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Norm q and k outside of the epilogue; returns this rank's heads of q | k | v."""
-        q, k, v = qkv.split(self.qkv_widths, -1)
+        """Norm q and k outside of the epilogue; returns this rank's heads of q | k | v | gate."""
+        qk_width = sum(self.qk_widths)
+        q, k = qkv[:, :qk_width].split(self.qk_widths, -1)
+        parts = [qkv[:, qk_width:]]  # v | gate
         if self.spec.qk_norm_over == "all":
             q_columns, k_columns = self.own_columns
+            if self.spec.keys_as_values:
+                parts.insert(0, k[:, k_columns])
             q = apply_norm(q, self.q_norm, self.pool)[:, q_columns]
             k = apply_norm(k, self.k_norm, self.pool)[:, k_columns]
-            return torch.cat((q, k, v), -1)
-        per_head = (-1, self.spec.head_dim)
-        q = apply_norm(q.unflatten(-1, per_head), self.q_norm, self.pool).flatten(1)
-        k = apply_norm(k.unflatten(-1, per_head), self.k_norm, self.pool).flatten(1)
-        return torch.cat((q, k, v), -1)
+        else:
+            if self.spec.keys_as_values:
+                parts.insert(0, k)
+            per_head = (-1, self.spec.head_dim)
+            q = apply_norm(q.unflatten(-1, per_head), self.q_norm, self.pool).flatten(1)
+            k = apply_norm(k.unflatten(-1, per_head), self.k_norm, self.pool).flatten(1)
+        return torch.cat((q, k, *parts), -1)

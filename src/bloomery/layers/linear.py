@@ -23,7 +23,7 @@ from bloomery.fusion import (
     QkvEpilogue,
     ResidualEpilogue,
 )
-from bloomery.kernels.activation import apply_activation, gated_activation
+from bloomery.kernels.activation import apply_activation
 from bloomery.kernels.norm import add_norm, layer_norm, rms_norm
 from bloomery.kernels.rope_cache import apply_rope_and_cache
 from bloomery.native import ops
@@ -109,8 +109,11 @@ class LinearLayer:
             if fused is not None:
                 return fused
         normed = apply_norm(x, prologue, self.pool)
-        if isinstance(epilogue, ActivationEpilogue):
-            fused = self.matrix.fused_linear(normed, self.bias, None, epilogue)
+        is_deferred = isinstance(x, DeferredAdd)
+        if isinstance(epilogue, ActivationEpilogue) or (
+            is_deferred and isinstance(epilogue, QkvEpilogue)
+        ):
+            fused = self._run_fused(normed, None, epilogue)
             if fused is not None:
                 return fused
         return apply_epilogue(self.matrix.linear(normed, self.bias), epilogue, self.pool)
@@ -179,8 +182,8 @@ def apply_epilogue(
             if y.is_cuda:
                 return DeferredAdd(materialize(residual), y, scale)
             return add_scaled(materialize(residual), y, scale, pool)
-        case ActivationEpilogue(name, gated):
-            return activate(y, name, gated, pool)
+        case ActivationEpilogue():
+            return activate(y, epilogue, pool)
         case QkvEpilogue():
             return split_qkv(y, epilogue, pool)
     return y
@@ -199,22 +202,25 @@ def add_scaled(
     return torch.add(residual, y, alpha=scale)
 
 
-def activate(y: torch.Tensor, name: str, gated: bool, pool: ThreadPool | None) -> torch.Tensor:
+def activate(
+    y: torch.Tensor, activation: ActivationEpilogue, pool: ThreadPool | None
+) -> torch.Tensor:
     """Return activation(y), or activation(gate) * up for y [tokens, gate | up]."""
     if pool is not None and pool.accepts(y):
-        operation = ops.GATED_ACTIVATION if gated else ops.ACTIVATION
-        return ops.elementwise(pool, operation, y, activation=name)
-    return gated_activation(y, name) if gated else apply_activation(y, name)
+        return ops.activate(pool, y, activation)
+    return apply_activation(y, activation)
 
 
 def split_qkv(y: torch.Tensor, epilogue: QkvEpilogue, pool: ThreadPool | None) -> torch.Tensor:
     """Apply rope, write keys and values to the KV cache, and return q [tokens, heads, dim]."""
-    kv_cache, slot_mapping, transform = epilogue
+    kv_cache, slot_mapping, transform, gate = epilogue
+    v_weight = None if transform.v_norm is None else transform.v_norm.weight
     if (
         pool is not None
         and ops.supports_kv_cache(kv_cache)
         and pool.accepts(y, *(transform.weights or ()), *(transform.angles or ()))
+        and pool.accepts(v_weight, transform.query_scales, gate)
         and slot_mapping.dtype == torch.int64
     ):
-        return ops.apply_rope_and_cache(pool, y, kv_cache, slot_mapping, transform)
-    return apply_rope_and_cache(y, kv_cache, slot_mapping, transform)
+        return ops.apply_rope_and_cache(pool, y, kv_cache, slot_mapping, transform, gate)
+    return apply_rope_and_cache(y, kv_cache, slot_mapping, transform, gate)

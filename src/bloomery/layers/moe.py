@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from bloomery.fusion import NormPrologue
-from bloomery.kernels.moe import route_topk
+from bloomery.fusion import NormPrologue, ResidualEpilogue
+from bloomery.kernels.moe import ExpertsFusion, SharedOutput, route_topk
 from bloomery.layers.linear import (
     AddResidual,
     LinearLayer,
@@ -15,11 +17,44 @@ from bloomery.layers.linear import (
     materialize,
 )
 from bloomery.layers.mlp import MlpBlock
+from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import CommunicationGroup
-from bloomery.quant.base import PreparedWeight
-from bloomery.quant.experts import run_experts
-from bloomery.spec import MoeSpec
+from bloomery.quant.experts import ExpertStack, run_experts
+from bloomery.spec import RouterSpec
+
+
+@dataclass(frozen=True)
+class MoeNorms:
+    """The norms of blocks whose parts have norms of their own."""
+
+    router: NormPrologue | None = None
+    experts: NormPrologue | None = None
+    expert_sum: NormPrologue | None = None
+    shared: NormPrologue | None = None
+    shared_output: NormPrologue | None = None
+
+
+@dataclass(frozen=True)
+class ExpertRouter:
+    """Chooses the experts of each token and their weights."""
+
+    spec: RouterSpec
+    top_k: int
+    linear: LinearLayer  # [experts, hidden]
+    correction_bias: torch.Tensor | None = None  # [experts]
+    expert_scale: torch.Tensor | None = None  # [experts]
+
+    def __call__(
+        self, x: torch.Tensor, prologue: NormPrologue | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [tokens, hidden] -> expert ids and weights, [tokens, top_k] each."""
+        logits = self.linear(x, prologue)
+        extra = (self.correction_bias, self.expert_scale)
+        pool = self.linear.pool
+        if pool is not None and pool.accepts(logits, *extra):
+            return ops.route_topk(pool, logits, self.top_k, self.spec, *extra)
+        return route_topk(logits, self.top_k, self.spec, *extra)
 
 
 class MoeBlock:
@@ -30,21 +65,22 @@ class MoeBlock:
 
     def __init__(
         self,
-        spec: MoeSpec,
-        router: LinearLayer,
-        up: PreparedWeight,  # [experts * (gate | up), hidden]
-        down: PreparedWeight,  # [experts * hidden, size]
+        router: ExpertRouter,
+        experts: ExpertStack,
         shared: MlpBlock | None = None,
         shared_gate: LinearLayer | None = None,
+        shared_scale: float = 1.0,
+        norms: MoeNorms = MoeNorms(),
         group: CommunicationGroup | None = None,
         pool: ThreadPool | None = None,
     ):
-        self.spec = spec
         self.router = router
-        self.up = up
-        self.down = down
+        self.experts = experts
         self.shared = shared
         self.shared_gate = shared_gate
+        self.shared_scale = shared_scale
+        self.norms = norms
+        self.has_norms = norms != MoeNorms()
         self.group = group
         self.pool = pool
 
@@ -55,23 +91,61 @@ class MoeBlock:
         epilogue: AddResidual | None = None,
     ) -> ResidualStream:
         """x [tokens, hidden] -> [tokens, hidden]."""
+        if self._fuses_with_neighbors(x, prologue):
+            return self._run_fused(materialize(x), prologue, epilogue)
         x = apply_norm(x, prologue, self.pool)
-        spec = self.spec
-        expert_ids, expert_weights = route_topk(self.router(x), spec.top_k, spec.renormalize)
-        y = run_experts(
-            x,
-            expert_ids,
-            expert_weights,
-            self.up,
-            self.down,
-            spec.num_experts,
-            spec.mlp.activation,
-        )
-        if self.shared is not None:
-            shared = materialize(self.shared(x))
-            if self.shared_gate is not None:
-                shared = torch.sigmoid(self.shared_gate(x)) * shared
-            y = y + shared
-        if self.group is not None:
-            y = self.group.all_reduce(y)
+        norms = self.norms
+        expert_ids, expert_weights = self.router(apply_norm(x, norms.router, self.pool))
+        expert_input = apply_norm(x, norms.experts, self.pool)
+        routed = (expert_input, expert_ids, expert_weights, self.experts)
+        shared = self._run_shared(apply_norm(x, norms.shared, self.pool))
+        if not self._norms_outputs():
+            y = self._all_reduce(run_experts(*routed, ExpertsFusion(shared=shared)))
+        else:
+            y = apply_norm(self._all_reduce(run_experts(*routed)), norms.expert_sum, self.pool)
+            if shared is not None:
+                weighted = self._all_reduce(shared.weighted_reference())
+                y = y + apply_norm(weighted, norms.shared_output, self.pool)
         return apply_epilogue(y, epilogue, self.pool)
+
+    def _fuses_with_neighbors(self, x: ResidualStream, prologue: NormPrologue | None) -> bool:
+        """Whether the norm before and the addition after are part of the experts' kernels.
+
+        For one token that saves launches. With more it is cheaper to norm once, and to defer the
+        addition to the next norm.
+        """
+        if not isinstance(x, torch.Tensor) or not x.is_cuda or len(x) > 1:
+            return False
+        if prologue is not None and prologue.kind != "rms":
+            return False
+        return self.group is None and not self.has_norms
+
+    def _run_fused(
+        self, x: torch.Tensor, prologue: NormPrologue | None, epilogue: AddResidual | None
+    ) -> torch.Tensor:
+        """Run the block for one token, each part with the norm in its own kernel."""
+        residual = None
+        if epilogue is not None:
+            residual = ResidualEpilogue(materialize(epilogue.residual), epilogue.scale)
+        expert_ids, expert_weights = self.router(x, prologue)
+        fusion = ExpertsFusion(prologue, self._run_shared(x, prologue), residual)
+        return run_experts(x, expert_ids, expert_weights, self.experts, fusion)
+
+    def _run_shared(
+        self, x: torch.Tensor, prologue: NormPrologue | None = None
+    ) -> SharedOutput | None:
+        """Run the expert that every token uses."""
+        if self.shared is None:
+            return None
+        gate_logits = None if self.shared_gate is None else self.shared_gate(x, prologue)
+        y = materialize(self.shared(x, prologue))
+        if self.shared_scale != 1.0:
+            y = y * self.shared_scale
+        return SharedOutput(y, gate_logits)
+
+    def _norms_outputs(self) -> bool:
+        return self.norms.expert_sum is not None or self.norms.shared_output is not None
+
+    def _all_reduce(self, y: torch.Tensor) -> torch.Tensor:
+        """Sum the parts of all ranks."""
+        return y if self.group is None else self.group.all_reduce(y)

@@ -1,5 +1,7 @@
 """Rotary position embeddings: a table of cos and sin per RopeSpec, built once for max_model_len.
 
+Factors that scale queries by their position are a table as well.
+
 Every angle depends only on its own position, so cached keys stay valid however a prompt was split
 into chunks. Two scalings depend on the current length in other implementations; here they do not.
 Dynamic scaling uses, for position p, the base of length p + 1. LongRoPE uses its long factors if
@@ -17,6 +19,7 @@ from bloomery.spec import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    QueryScaling,
     RopeSpec,
     YarnScaling,
 )
@@ -48,6 +51,13 @@ def build_rope_table(rope: RopeSpec, max_len: int) -> tuple[torch.Tensor, torch.
             frequencies = base_frequencies(rope) / torch.tensor(factors)
     angles = positions * frequencies
     return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def build_query_scales(scaling: QueryScaling, max_len: int) -> torch.Tensor:
+    """Return the factor of a query at each position: [max_len] in float32."""
+    positions = torch.arange(max_len, dtype=torch.float32)
+    periods = torch.floor((positions + scaling.offset) / scaling.period)
+    return 1 + scaling.beta * torch.log1p(periods)
 
 
 def base_frequencies(rope: RopeSpec, theta: float | torch.Tensor | None = None) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch
 from bloomery.artifacts import gguf, safetensors
 from bloomery.artifacts.locate import ModelArtifact
 from bloomery.errors import CheckpointError
-from bloomery.kernels.random_init import fill_random
+from bloomery.kernels.random_init import fill_random, fill_random_bytes
 from bloomery.models.gguf_dequant import Dequantize, find_dequantizer
 from bloomery.models.weight_stream import WaitForRead, WeightStream
 from bloomery.quant.base import CheckpointTensors
@@ -65,6 +65,10 @@ class WeightSource(CheckpointTensors, Protocol):
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors in files; 0 for random weights."""
+        ...
+
+    def stored_bytes(self, names: Collection[str]) -> int:
+        """The bytes of these tensors in files."""
         ...
 
     def names(self) -> Collection[str]: ...
@@ -288,7 +292,10 @@ class FileSource:
 
     @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries.values())
+        return self.stored_bytes(self.entries.keys())
+
+    def stored_bytes(self, names: Collection[str]) -> int:
+        return sum(self.entries[name].nbytes for name in names)
 
     def has_quantized_tensors(self) -> bool:
         """Whether some tensors are stored in quantized blocks."""
@@ -390,6 +397,10 @@ def from_gguf(file: Path, tensor: gguf.GgufTensor, decode: Dequantize | None) ->
 # ---- random weights ------------------------------------------------------------------------------
 
 DUMMY_DEVIATION = 0.02  # standard deviation of random weights
+DUMMY_MXFP4_EXPONENT = 120  # 2 ** -7: random 4-bit floats then have about that deviation
+# Names of the stacked MXFP4 experts of gpt-oss.
+MXFP4_CODES = "_blocks"
+MXFP4_EXPONENTS = "_scales"
 
 
 class DummySource:
@@ -409,12 +420,18 @@ class DummySource:
         self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None
     ) -> LazyTensor:
         """Return a random tensor of this shape."""
+        is_packed = name.endswith((MXFP4_CODES, MXFP4_EXPONENTS))
+        dtype = torch.uint8 if is_packed else self.dtype
         digest = hashlib.blake2b(f"{name} {expert}".encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little", signed=True)
 
         def fill(out: torch.Tensor, rows: Range, cols: Range | None) -> None:
             if cols is None:  # neutral vectors: norm weights are 1, biases are 0
                 out.fill_(float(name.endswith("weight")))
+            elif name.endswith(MXFP4_EXPONENTS):
+                out.fill_(DUMMY_MXFP4_EXPONENT)
+            elif name.endswith(MXFP4_CODES):
+                fill_random_bytes(out, seed, (rows[0], cols[0]))
             else:
                 fill_random(out, seed, (rows[0], cols[0]), DUMMY_DEVIATION)
 
@@ -422,18 +439,25 @@ class DummySource:
             ranges = [rows]
             if cols is not None:
                 ranges.append(cols)
-            out = torch.empty([end - start for start, end in ranges], dtype=self.dtype)
+            out = torch.empty([end - start for start, end in ranges], dtype=dtype)
             fill(out, rows, cols)
             return out
 
-        return LazyTensor.from_reader(shape, self.dtype, read, fill)
+        return LazyTensor.from_reader(shape, dtype, read, fill)
 
     def has(self, name: str) -> bool:
-        """Whether the name is that of an unquantized weight; all of these exist."""
-        return name.endswith((".weight", ".bias"))
+        """Whether the name is that of an unquantized weight or of stacked MXFP4 experts.
+
+        All of these exist.
+        """
+        is_packed = name.endswith((MXFP4_CODES, MXFP4_EXPONENTS)) and ".weight_" not in name
+        return is_packed or name.endswith((".weight", ".bias"))
 
     def shape(self, name: str) -> tuple[int, ...]:
         raise CheckpointError(f"{name}: random weights have no shape of their own")
+
+    def stored_bytes(self, names: Collection[str]) -> int:
+        return 0
 
     def names(self) -> Collection[str]:
         return ()

@@ -6,15 +6,16 @@ and positions are flat, and the attention plan has the sequences that they belon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from bloomery.attention.base import AttentionBackend
-from bloomery.fusion import NormPrologue
-from bloomery.layers.attention import AttentionBlock, ForwardContext
+from bloomery.attention.base import AttentionBackend, AttentionStep
+from bloomery.fusion import ActivationEpilogue, NormPrologue
+from bloomery.kernels.activation import xielu_params
+from bloomery.kernels.moe import ExpertOptions
+from bloomery.layers.attention import AttentionBlock, ForwardContext, RopeCache
 from bloomery.layers.embedding import LogitsHead, VocabEmbedding
 from bloomery.layers.linear import (
     AddResidual,
@@ -24,12 +25,13 @@ from bloomery.layers.linear import (
     apply_norm,
     materialize,
 )
-from bloomery.layers.mlp import MlpBlock
-from bloomery.layers.moe import MoeBlock
-from bloomery.layers.rope import build_rope_table
+from bloomery.layers.mlp import MlpBlock, build_activation
+from bloomery.layers.moe import ExpertRouter, MoeBlock, MoeNorms
+from bloomery.layers.rope import build_query_scales, build_rope_table
 from bloomery.models.weights import ModelWeights
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import CommunicationGroup
+from bloomery.quant.experts import ExpertStack
 from bloomery.spec import (
     AttentionSpec,
     FusedTensor,
@@ -37,6 +39,7 @@ from bloomery.spec import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
+    QueryScaling,
     RopeSpec,
     SplitTensors,
 )
@@ -154,6 +157,7 @@ class Decoder:
         self.device = weights.device
         self.dtype = weights.dtype
         self.pool = weights.pool
+        self.layer_range = layers  # of the whole model
         self.is_first_stage = layers.start == 0
         self.is_last_stage = layers.stop == len(model.layers)
         # The factor has the model's precision, because Gemma was trained with a rounded factor.
@@ -173,6 +177,7 @@ class Decoder:
         if self.is_last_stage:
             self._load_head(weights, group)
         self.rope_cache: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.query_scales: dict[QueryScaling, torch.Tensor] = {}
 
     def _load_embedding(self, weights: ModelWeights, group: CommunicationGroup | None) -> None:
         spec = self.spec
@@ -196,33 +201,44 @@ class Decoder:
         self.head = load_head(spec, weights, self.embed, group)
 
     def build_rope_cache(self, max_len: int) -> None:
-        """Build the rope tables for `max_len` positions; call it before the first forward pass."""
+        """Build the tables of rope and of query scales for `max_len` positions.
+
+        Call it before the first forward pass.
+        """
         for rope in {layer.attention.position for layer in self.spec.layers}:
             if isinstance(rope, RopeSpec):
                 cos, sin = build_rope_table(rope, max_len)
                 self.rope_cache[rope] = cos.to(self.device), sin.to(self.device)
+        for scaling in {layer.attention.query_scaling for layer in self.spec.layers}:
+            if scaling is not None:
+                table = build_query_scales(scaling, max_len)
+                self.query_scales[scaling] = table.to(self.device)
 
     def __call__(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
         kv_caches: Sequence[torch.Tensor],
         backend: AttentionBackend,
-        plan: Any,
+        steps: Sequence[AttentionStep],
         output_rows: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
+        layer_tables: Sequence[int] = (),
     ) -> torch.Tensor:
-        """token_ids, positions, slot_mapping [n] -> hidden states [n, hidden], ready for `logits`.
+        """token_ids, positions [n] -> hidden states [n, hidden], ready for `logits`.
 
+        `steps` has the attention of each block table, `layer_tables` the table of each layer. If
+        the latter is empty, all layers use the first table.
         `output_rows` [m]: only the states of these tokens are returned. For the other tokens the
         last layer computes only keys and values.
         `hidden` [n, hidden]: the states from the previous pipeline stage. A stage that is not the
         last one returns such states.
         """
         x: ResidualStream = self._embed(token_ids, positions) if hidden is None else hidden
-        context = self._forward_context(positions, slot_mapping, backend, plan)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+        contexts = self._forward_contexts(positions, backend, steps)
+        layer_tables = layer_tables or (0,) * len(self.layers)
+        for layer, kv_cache, table in zip(self.layers, kv_caches, layer_tables, strict=True):
+            context = contexts[table]
             if self.is_last_stage and layer is self.layers[-1]:
                 context = replace(context, output_rows=output_rows)
             x = layer(x, kv_cache, context)
@@ -240,20 +256,26 @@ class Decoder:
             x = x + self.position_table[positions + self.spec.position_offset]
         return apply_norm(x, self.embed_norm, self.pool)
 
-    def _forward_context(
-        self,
-        positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        backend: AttentionBackend,
-        plan: Any,
-    ) -> ForwardContext:
+    def _forward_contexts(
+        self, positions: torch.Tensor, backend: AttentionBackend, steps: Sequence[AttentionStep]
+    ) -> list[ForwardContext]:
+        """Return the inputs that the layers of each block table share."""
         if positions.is_cuda or self.pool is not None:
             # These kernels look up the angles by position.
-            return ForwardContext(backend, plan, slot_mapping, self.rope_cache, positions)
-        angles = {
-            rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self.rope_cache.items()
-        }
-        return ForwardContext(backend, plan, slot_mapping, angles, None)
+            angles: RopeCache = self.rope_cache
+            scales: Mapping[QueryScaling, torch.Tensor] = self.query_scales
+            table_rows: torch.Tensor | None = positions
+        else:
+            angles = {
+                rope: (cos[positions], sin[positions])
+                for rope, (cos, sin) in self.rope_cache.items()
+            }
+            scales = {scaling: table[positions] for scaling, table in self.query_scales.items()}
+            table_rows = None
+        return [
+            ForwardContext(backend, plan, slot_mapping, angles, table_rows, query_scales=scales)
+            for slot_mapping, plan in steps
+        ]
 
     def project_features(self, state: torch.Tensor) -> torch.Tensor:
         """Project a pooled state [hidden] to the width of the embeddings, if the model does so."""
@@ -364,8 +386,6 @@ def load_attention_block(
     names = weights.names
     layout = weights.layout
     dim = spec.head_dim
-    q_width = spec.num_heads * dim
-    kv_width = spec.num_kv_heads * dim
     q_heads, kv_heads = layout.heads(spec)
 
     def load_norm(role: str, num_heads: int, own_heads: tuple[int, int]) -> NormPrologue | None:
@@ -377,27 +397,23 @@ def load_attention_block(
         name = prefix + names.extra.get(role, "")
         return weights.norm(spec.qk_norm, name, shapes[spec.qk_norm_over], own_heads)
 
-    qkv = weights.linear(
-        prefix,
-        names.attn_qkv,
-        [q_width, kv_width, kv_width],
-        hidden,
-        spec.bias,
-        heads=spec,
-        shard=layout.qkv(spec),
-    )
+    qkv = weights.qkv_linear(prefix, spec, hidden)
     out = weights.linear(
         prefix,
         names.attn_out,
         [hidden],
-        q_width,
+        spec.num_heads * dim,
         spec.out_bias,
         shard=layout.out(spec),
         group=group,
     )
     q_norm = load_norm("q_norm", spec.num_heads, q_heads)
     k_norm = load_norm("k_norm", spec.num_kv_heads, kv_heads)
-    return AttentionBlock(spec, qkv, out, q_norm, k_norm, layout, weights.pool)
+    v_norm = weights.norm(spec.v_norm, prefix + names.extra.get("v_norm", ""), dim)
+    sinks = None
+    if spec.sinks:
+        sinks = weights.vector(prefix + names.extra["sinks"], spec.num_heads)[slice(*q_heads)]
+    return AttentionBlock(spec, qkv, out, q_norm, k_norm, layout, weights.pool, v_norm, sinks)
 
 
 def load_mlp_block(
@@ -429,7 +445,19 @@ def load_mlp_block(
         shard=layout.down(spec),
         group=group,
     )
-    return MlpBlock(spec, up, down)
+    return MlpBlock(load_activation(spec, weights, prefix), up, down)
+
+
+def load_activation(spec: MlpSpec, weights: ModelWeights, prefix: str) -> ActivationEpilogue:
+    """Return the activation of an MLP, with its learned numbers if it has some."""
+    if spec.activation != "xielu":
+        return build_activation(spec)
+    if spec.xielu_alphas is not None:
+        return build_activation(spec, xielu_params(*spec.xielu_alphas))
+    extra = weights.names.extra
+    alpha_p = weights.number(prefix + extra["xielu_alpha_p"])
+    alpha_n = weights.number(prefix + extra["xielu_alpha_n"])
+    return build_activation(spec, xielu_params(alpha_p, alpha_n))
 
 
 def load_moe_block(
@@ -437,26 +465,65 @@ def load_moe_block(
 ) -> MoeBlock:
     """Load the router, this rank's part of every expert, and the shared expert if any."""
     names = weights.names
-    layout = weights.layout
-    up = weights.experts(
-        prefix,
-        names.expert_up,
-        spec.num_experts,
-        [spec.mlp.size, spec.mlp.size],
-        hidden,
-        layout.up(spec.mlp),
-    )
-    down = weights.experts(
-        prefix, names.expert_down, spec.num_experts, [hidden], spec.mlp.size, layout.down(spec.mlp)
-    )
+
+    def load_norm(role: str) -> NormPrologue | None:
+        return weights.norm(getattr(spec, role), prefix + names.extra.get(role, ""), hidden)
+
     shared = None
     shared_gate = None
     if spec.shared is not None:
-        # No group: the shared result is added to the experts' before their all-reduce.
+        # No group: the block all-reduces its result together with the experts'.
         shared = load_mlp_block(
             spec.shared, hidden, weights, prefix, None, names.shared_up, names.shared_down
         )
     if spec.shared_gate:
         shared_gate = weights.linear(prefix, names.extra["shared_gate"], [1], hidden, False)
-    router = weights.linear(prefix, names.extra["router"], [spec.num_experts], hidden, False)
-    return MoeBlock(spec, router, up, down, shared, shared_gate, group, weights.pool)
+    norms = MoeNorms(
+        router=load_norm("router_norm"),
+        experts=load_norm("expert_norm"),
+        expert_sum=load_norm("expert_post_norm"),
+        shared=load_norm("shared_norm"),
+        shared_output=load_norm("shared_post_norm"),
+    )
+    router = load_router(spec, hidden, weights, prefix)
+    experts = load_experts(spec, hidden, weights, prefix)
+    return MoeBlock(
+        router, experts, shared, shared_gate, spec.shared_scale, norms, group, weights.pool
+    )
+
+
+def load_router(spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str) -> ExpertRouter:
+    """Load the router, which every rank has."""
+    extra = weights.names.extra
+    router = spec.router
+    linear = weights.linear(prefix, extra["router"], [spec.num_experts], hidden, router.bias)
+    correction_bias = None
+    expert_scale = None
+    if router.correction_bias:
+        name = prefix + extra["correction_bias"]
+        correction_bias = weights.expert_vector(name, spec.num_experts)
+    if router.expert_scale:
+        expert_scale = weights.expert_vector(prefix + extra["expert_scale"], spec.num_experts)
+    return ExpertRouter(router, spec.top_k, linear, correction_bias, expert_scale)
+
+
+def load_experts(spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str) -> ExpertStack:
+    """Load this rank's part of every expert."""
+    names = weights.names
+    mlp = spec.mlp
+    num_experts = spec.num_experts
+    up_parts = [mlp.size, mlp.size] if mlp.gated else [mlp.size]
+    up_shard = weights.layout.up(mlp)
+    down_shard = weights.layout.down(mlp)
+    up = weights.experts(prefix, names.expert_up, num_experts, up_parts, hidden, up_shard)
+    down = weights.experts(prefix, names.expert_down, num_experts, [hidden], mlp.size, down_shard)
+    up_bias = None
+    down_bias = None
+    if mlp.bias:
+        up_bias = weights.expert_bias(prefix, names.expert_up, num_experts, up_parts, up_shard)
+        down_bias = weights.expert_bias(
+            prefix, names.expert_down, num_experts, [hidden], down_shard
+        )
+    activation = build_activation(mlp)
+    options = ExpertOptions(activation, up_bias, down_bias, spec.router.weights_input)
+    return ExpertStack(num_experts, up, down, options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -13,7 +13,7 @@ import torch
 from bloomery.artifacts import gguf
 from bloomery.artifacts.locate import ModelArtifact
 from bloomery.describe import describe_gguf_file, describe_model
-from bloomery.families import ModelDescription, resolve_name_prefix
+from bloomery.families import ModelDescription, resolve_tensor_names
 from bloomery.layout import TensorParallelLayout
 from bloomery.models.checkpoint import (
     AdvanceProgress,
@@ -44,6 +44,7 @@ class LoadedModel:
 
     decoder: Decoder
     weight_bytes: int  # in memory
+    expert_bytes: int  # of these, the matrices of experts
     notes: tuple[str, ...]  # for the operator, such as tensors that were ignored
 
 
@@ -67,7 +68,7 @@ def load_model(
     `pool`: native CPU kernels will run the model.
     """
     model_info, source = open_model(artifact, load_format)
-    names = resolve_name_prefix(model_info.names, source.names())
+    names = resolve_tensor_names(model_info, source)
     format = select_format(model_info.quantization, quantize)
     unchanged = quantize == "auto" and load_format == "auto"
     if artifact.kind == "gguf" and unchanged and (keep_gguf_blocks or device.type != "cpu"):
@@ -84,16 +85,18 @@ def load_model(
     layers = range(len(model.layers))
     if select_layers is not None:
         layers = select_layers(model, load_layers)
+    skipped = match_patterns(source.names(), (*names.ignored, *names.vision))
+    num_bytes = source.nbytes - source.stored_bytes(skipped)
     progress: AbstractContextManager[AdvanceProgress] = nullcontext(ignore_progress)
     if report is not None:
-        progress = forward_progress(source.nbytes, report)
-    elif print_progress and source.nbytes:
-        progress = show_progress(source.nbytes, sys.stderr)
+        progress = forward_progress(num_bytes, report)
+    elif print_progress and num_bytes:
+        progress = show_progress(num_bytes, sys.stderr)
     with progress as source.advance, stream_weights(source, device):
         weights = open_weights()
         decoder = Decoder(model, weights, mesh.group, layers)
     notes = collect_notes(model_info, source, names, quantize, complete=mesh.num_stages == 1)
-    return LoadedModel(decoder, weights.loaded_bytes, notes)
+    return LoadedModel(decoder, weights.loaded_bytes, weights.expert_bytes, notes)
 
 
 def open_model(artifact: ModelArtifact, load_format: str) -> tuple[ModelDescription, WeightSource]:
@@ -116,6 +119,13 @@ def collect_notes(
     complete: the whole model was loaded, so every tensor should have been used.
     """
     notes = []
+    skipped = match_patterns(source.names(), names.vision)
+    if skipped:
+        gigabytes = source.stored_bytes(skipped) / 1e9
+        notes.append(
+            f"text only: {len(skipped)} tensors of the vision part ({gigabytes:.2f} GB) are "
+            f"skipped: {', '.join(skipped[:2])} ..."
+        )
     if quantize in QUALITY_WARNINGS:
         notes.append(QUALITY_WARNINGS[quantize])
     if quantize != "auto" and isinstance(source, FileSource) and source.has_quantized_tensors():
@@ -127,17 +137,19 @@ def collect_notes(
         keys = ", ".join(model_info.unread)
         notes.append(f"the model's description has keys that are ignored: {keys}")
     if complete:
-        unused = [
-            name
-            for name in source.unused()
-            if not any(fnmatch(name, pattern) for pattern in names.ignored)
-        ]
+        known = set(match_patterns(source.unused(), (*names.ignored, *names.vision)))
+        unused = [name for name in source.unused() if name not in known]
         if unused:
             examples = ", ".join(unused[:4])
             notes.append(
                 f"{len(unused)} tensors of the checkpoint are not part of the model: {examples} ..."
             )
     return tuple(notes)
+
+
+def match_patterns(tensors: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Return the names that fit one of the patterns."""
+    return [name for name in tensors if any(fnmatch(name, pattern) for pattern in patterns)]
 
 
 @contextmanager

@@ -1,23 +1,38 @@
 """Loads the weights of a model: the decoder requests each weight with the shape it expects.
 
-Only this file handles the layouts of checkpoints: q, k and v separate or fused, grouped by head or
-not, transposed or not, experts separate or stacked.
+Only this file handles the layouts of checkpoints: q, k, v and gate separate or fused, grouped by
+head or not, gate and up by turns or not, transposed or not, experts separate or stacked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, Self, TypeVar
 
 import torch
+import torch.nn.functional as F
 
+from bloomery.errors import UnsupportedModel
 from bloomery.fusion import NormPrologue
 from bloomery.layers.linear import LinearLayer
-from bloomery.layout import UNSHARDED, TensorParallelLayout, WeightShard
+from bloomery.layout import (
+    UNSHARDED,
+    TensorParallelLayout,
+    WeightShard,
+    gate_size,
+    qkv_sizes,
+)
 from bloomery.models.checkpoint import WeightSource
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import CommunicationGroup
-from bloomery.quant.base import LinearSpec, PreparedWeight, WeightFormat, WeightMatrix
+from bloomery.quant.base import (
+    CheckpointTensors,
+    LinearSpec,
+    PreparedWeight,
+    WeightFormat,
+    WeightMatrix,
+)
 from bloomery.quant.dense import DenseFormat
 from bloomery.quant.lazy_tensor import LazyTensor, Range
 from bloomery.spec import AttentionSpec, FusedTensor, NormSpec, SplitTensors, TensorNames
@@ -44,6 +59,7 @@ class ModelWeights:
         self.layout = layout
         self.pool = pool
         self.loaded_bytes = 0
+        self.expert_bytes = 0  # of these, the matrices of experts
 
     # ---- vectors ----
 
@@ -59,6 +75,15 @@ class ModelWeights:
         """Load the bias of a linear layer, in the model's dtype."""
         stored = select_rows(self.source.tensor(name, (size,)), shard)
         return self._load_tensor(stored, self.dtype)
+
+    def number(self, name: str) -> float:
+        """Load a single number."""
+        return float(self.vector(name, 1))
+
+    def expert_vector(self, name: str, num_experts: int) -> torch.Tensor:
+        """Load one number for each expert, in float32; it is stored as a vector or as one row."""
+        stored = self.source.tensor(name, (1, num_experts))
+        return self._load_tensor(stored, torch.float32)[0]
 
     def position_table(self, name: str, rows: int, cols: int) -> torch.Tensor:
         """Load learned position embeddings."""
@@ -102,7 +127,6 @@ class ModelWeights:
         parts: Sequence[int],
         inputs: int,
         bias: bool,
-        heads: AttentionSpec | None = None,
         shard: WeightShard = UNSHARDED,
         group: CommunicationGroup | None = None,
     ) -> LinearLayer:
@@ -112,16 +136,45 @@ class ModelWeights:
         part that this rank holds; results are summed over the ranks of `group`.
         """
         loaded_bias = None
-        if bias and shard.bias:
+        if bias:
 
             def read_bias(name: str, rows: int) -> LazyTensor:
-                return self.source.tensor(f"{prefix}{name}.bias", (rows,))
+                bias_name = find_bias_name(self.source, prefix + name)
+                stored_bias = self.source.tensor(bias_name, (rows,))
+                return stored_bias.deinterleave() if is_interleaved(stored) else stored_bias
 
-            arranged = arrange_parts(read_bias, stored, parts, heads)
-            loaded_bias = self._load_tensor(select_rows(arranged, shard), self.dtype)
-        matrix = self._stored_matrix(prefix, stored, parts, inputs, heads)
+            # A rank that leaves the bias to another one finds the tensor, too: it is not unused.
+            arranged = arrange_parts(read_bias, stored, parts)
+            if shard.bias:
+                loaded_bias = self._load_tensor(select_rows(arranged, shard), self.dtype)
+        matrix = self._stored_matrix(prefix, stored, parts, inputs)
         prepared = self._prepare(select_shard(matrix, shard))
         return LinearLayer(prepared, loaded_bias, group, self.pool)
+
+    def qkv_linear(self, prefix: str, spec: AttentionSpec, inputs: int) -> LinearLayer:
+        """Load this rank's part of the QKV projection; its outputs are q | k | v | gate.
+
+        The gate shares the matrix, so that it takes no additional kernel.
+        """
+        names = self.names
+        read_matrix = self._matrix_reader(prefix, inputs)
+        matrix = arrange_qkv(read_matrix, names.attn_qkv, spec)
+        separate_gate = spec.gate is not None and spec.gate.stored == "separate"
+        if separate_gate:
+            matrix = matrix.cat([read_matrix(names.extra["attn_gate"], gate_size(spec))])
+        prepared = self._prepare(select_shard(matrix, self.layout.qkv(spec)))
+        if not spec.bias:
+            return LinearLayer(prepared, None, None, self.pool)
+
+        def read_bias(name: str, rows: int) -> LazyTensor:
+            return self.source.tensor(f"{prefix}{name}.bias", (rows,))
+
+        arranged = arrange_qkv(read_bias, names.attn_qkv, spec)
+        ungated = replace(spec, gate=None) if separate_gate else spec
+        bias = self._load_tensor(select_rows(arranged, self.layout.qkv(ungated)), self.dtype)
+        if separate_gate:  # its projection has no bias
+            bias = F.pad(bias, (0, gate_size(self.layout.attention(spec))))
+        return LinearLayer(prepared, bias, None, self.pool)
 
     def outer_linear(
         self,
@@ -162,7 +215,52 @@ class ModelWeights:
             )
             matrices.append(select_shard(matrix, shard))
         first, *others = matrices
-        return self._prepare(first.cat(others))
+        prepared = self._prepare(first.cat(others))
+        self.expert_bytes += prepared.nbytes
+        return prepared
+
+    def expert_bias(
+        self,
+        prefix: str,
+        stored: str | SplitTensors | FusedTensor,
+        num_experts: int,
+        parts: Sequence[int],
+        shard: WeightShard = UNSHARDED,
+    ) -> torch.Tensor | None:
+        """Load the biases of all experts, [experts, sum of parts], in the model's dtype.
+
+        `shard` is the part of each expert that this rank holds. Returns None if another rank has
+        the biases.
+        """
+        names = stored.names if isinstance(stored, SplitTensors) else (name_of(stored),)
+        sizes = parts if len(names) > 1 else [sum(parts)]
+        stored_columns = [
+            self._open_expert_bias(prefix + self.names.experts + name, num_experts, size)
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        if not shard.bias:
+            return None
+        columns = [
+            torch.cat([tensor.load(self.dtype, self.device).view(-1, size) for tensor in tensors])
+            for tensors, size in zip(stored_columns, sizes, strict=True)
+        ]
+        bias = torch.cat(columns, 1)
+        if is_interleaved(stored):
+            bias = torch.cat((bias[:, ::2], bias[:, 1::2]), 1)
+        if shard.rows is not None:
+            bias = torch.cat([bias[:, start:end] for start, end in shard.rows], 1)
+        self.loaded_bytes += bias.nbytes
+        return bias
+
+    def _open_expert_bias(self, name: str, num_experts: int, size: int) -> list[LazyTensor]:
+        """Find the bias of that name: one tensor [experts, size], or one [size] for each expert."""
+        source = self.source
+        if self.names.stacked_experts:
+            return [source.tensor(find_bias_name(source, name), (num_experts, size))]
+        return [
+            source.tensor(find_bias_name(source, name.format(e=expert)), (size,))
+            for expert in range(num_experts)
+        ]
 
     def _stored_matrix(
         self,
@@ -170,28 +268,68 @@ class ModelWeights:
         stored: str | SplitTensors | FusedTensor,
         parts: Sequence[int],
         inputs: int,
-        heads: AttentionSpec | None = None,
         expert: int | None = None,
     ) -> WeightMatrix:
+        reader = self._matrix_reader(prefix, inputs, expert, is_interleaved(stored))
+        return arrange_parts(reader, stored, parts)
+
+    def _matrix_reader(
+        self, prefix: str, inputs: int, expert: int | None = None, interleaved: bool = False
+    ) -> Callable[[str, int], WeightMatrix]:
+        """Return a function that opens the matrix of a name, given its rows."""
         extra = self.names.extra
         unquantized = (extra.get("router"), extra.get("shared_gate"))
+        is_stacked = expert is not None
+        transposed = self.names.transposed_experts if is_stacked else self.names.transposed
 
         def read_matrix(name: str, rows: int) -> WeightMatrix:
             spec = LinearSpec(
                 f"{prefix}{name}",
                 (rows, inputs),
-                self.names.transposed,
+                transposed,
                 expert,
                 unquantized=name in unquantized,
             )
-            return self.format.open_matrix(self.source, spec)
+            tensors: CheckpointTensors = self.source
+            if interleaved:
+                tensors = DeinterleavedTensors(self.source, rows)
+            return self.format.open_matrix(tensors, spec)
 
-        return arrange_parts(read_matrix, stored, parts, heads)
+        return read_matrix
 
     def _prepare(self, matrix: WeightMatrix) -> PreparedWeight:
         prepared = matrix.prepare(self.dtype, self.device, self.pool)
         self.loaded_bytes += prepared.nbytes
         return prepared
+
+
+class DeinterleavedTensors:
+    """The tensors of a matrix whose rows are gate and up by turns, with all gate rows first.
+
+    Weight formats see only tensors in the usual order. A format that does not store the outputs
+    along the rows of its tensors cannot be read so.
+    """
+
+    def __init__(self, tensors: CheckpointTensors, rows: int):
+        self.tensors = tensors
+        self.rows = rows
+
+    def tensor(
+        self, name: str, shape: Sequence[int], transposed: bool = False, expert: int | None = None
+    ) -> LazyTensor:
+        stored = self.tensors.tensor(name, shape, transposed, expert)
+        if shape[0] != self.rows:
+            raise UnsupportedModel(
+                f"{name}: gate and up rows by turns cannot be separated in this weight format; "
+                "use a checkpoint in full precision or in MXFP4"
+            )
+        return stored.deinterleave()
+
+    def has(self, name: str) -> bool:
+        return self.tensors.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors.shape(name)
 
 
 class RowArrangeable(Protocol):
@@ -202,6 +340,22 @@ class RowArrangeable(Protocol):
 
 
 T = TypeVar("T", bound=RowArrangeable)
+
+
+def name_of(stored: str | FusedTensor) -> str:
+    """Return the name of a matrix that is one tensor."""
+    return stored.name if isinstance(stored, FusedTensor) else stored
+
+
+def is_interleaved(stored: str | SplitTensors | FusedTensor) -> bool:
+    """Whether the stored rows are gate and up by turns."""
+    return isinstance(stored, FusedTensor) and stored.interleaved
+
+
+def find_bias_name(tensors: CheckpointTensors, name: str) -> str:
+    """Return the name of a layer's bias: tensors without `.weight` have biases without `.bias`."""
+    short_name = f"{name}_bias"
+    return short_name if tensors.has(short_name) else f"{name}.bias"
 
 
 def select_rows(stored: T, shard: WeightShard) -> T:
@@ -219,18 +373,47 @@ def arrange_parts(
     read: Callable[[str, int], T],
     stored: str | SplitTensors | FusedTensor,
     parts: Sequence[int],
-    heads: AttentionSpec | None,
 ) -> T:
     """Concatenate the `parts` by rows; `read(name, rows)` reads one tensor of the checkpoint."""
     if isinstance(stored, SplitTensors):
         first, *others = map(read, stored.names, parts)
         return first.cat(others)
     if isinstance(stored, FusedTensor):
-        fused = read(stored.name, sum(parts))
-        if stored.grouped and heads is not None:
-            return fused.rows(ungrouped_qkv_ranges(heads))
-        return fused
+        return read(stored.name, sum(parts))
     return read(stored, sum(parts))
+
+
+def arrange_qkv(
+    read: Callable[[str, int], T], stored: SplitTensors | FusedTensor, spec: AttentionSpec
+) -> T:
+    """Return the rows q | k | v of the checkpoint, and those of a gate that is packed in q."""
+    sizes = qkv_sizes(spec)
+    packed_gate = spec.gate is not None and spec.gate.stored == "packed"
+    if packed_gate:
+        sizes[0] += gate_size(spec)
+    if isinstance(stored, SplitTensors):
+        stored = SplitTensors(stored.names[: len(sizes)])
+    arranged = arrange_parts(read, stored, sizes)
+    if packed_gate:
+        return arranged.rows(unpacked_gate_ranges(spec))
+    if isinstance(stored, FusedTensor) and stored.grouped:
+        return arranged.rows(ungrouped_qkv_ranges(spec))
+    return arranged
+
+
+def unpacked_gate_ranges(spec: AttentionSpec) -> list[Range]:
+    """Return the rows of q, k, v, gate in a matrix of [head][q, gate], all k, all v."""
+    q_dim = spec.head_dim
+    head_rows = q_dim + gate_size(spec) // spec.num_heads
+    q_ranges = []
+    gate_ranges = []
+    for head in range(spec.num_heads):
+        first = head * head_rows
+        q_ranges.append((first, first + q_dim))
+        gate_ranges.append((first + q_dim, first + head_rows))
+    k_first = spec.num_heads * head_rows
+    kv_range = (k_first, k_first + sum(qkv_sizes(spec)[1:]))
+    return [*q_ranges, kv_range, *gate_ranges]
 
 
 def ungrouped_qkv_ranges(spec: AttentionSpec) -> list[Range]:

@@ -2,8 +2,9 @@
 // of queries.
 //
 // Position p of a sequence lies in slot block_table[p / block_size] * block_size + p % block_size.
-// A query at position p sees keys 0 .. p, or the last `window` of them. Whatever the cache holds,
-// the products are of float32.
+// A query at position p sees keys 0 .. p, or the last `window` of them, or those of its own chunk.
+// Positions that no query of a tile sees are never read. Whatever the cache holds, the products are
+// of float32.
 #include "kv_cache.h"
 
 #include <math.h>
@@ -13,16 +14,40 @@
 #define LOWEST -1e30f  // finite, and lower than every score
 
 typedef struct {
-    const float *q, *slopes;  // slopes [heads], or NULL
+    const float *q, *slopes, *sinks;  // slopes and sinks [heads], or NULL
+    const float *gate;                // [tokens, heads, gate_dim] before its activation, or NULL
     KvCache cache;
     const int64_t *spans;  // [decodes + tiles][4]: sequence, first token, first position, count
     const int64_t *block_tables;  // [sequences][width]
     const int64_t *seq_lens;      // [sequences] or NULL; if given, a decode is at seq_len - 1
     float *out;                   // [tokens, heads, dim]
-    long num_decodes, num_tiles, width, block_size, window;
-    int heads, kv_heads, dim;
+    long num_decodes, num_tiles, width, block_size, window, chunk;
+    int heads, kv_heads, dim, gate_dim, softplus_gate;
     float scale, softcap;
 } Attention;
+
+// The first position that a query at `position` sees.
+static inline long first_visible(const Attention *a, long position) {
+    long first = a->window && position + 1 > a->window ? position + 1 - a->window : 0;
+    long chunk_start = a->chunk ? position / a->chunk * a->chunk : 0;
+    return first > chunk_start ? first : chunk_start;
+}
+
+static inline f32x8 gate_factors(const Attention *a, f32x8 x) {
+    f32x8 one = broadcast8(1);
+    if (!a->softplus_gate) return one / (one + exp8(-x));
+    return max8(x, broadcast8(0)) + log8(one + exp8(-abs8(x)));
+}
+
+// Multiplies the result of one head of a token by its gate.
+static void apply_gate(const Attention *a, long token, int head, float *out) {
+    const float *gate = a->gate + (token * a->heads + head) * a->gate_dim;
+    f32x8 factors = gate_factors(a, broadcast8(gate[0]));
+    for (int d = 0; d < a->dim; d += 8) {
+        if (a->gate_dim > 1) factors = gate_factors(a, load8(gate + d));
+        store8(out + d, load8(out + d) * factors);
+    }
+}
 
 // Lane i of the result is the sum of all lanes of t[i].
 INLINE f32x8 reduce_sums8(const f32x8 t[8]) {
@@ -80,8 +105,9 @@ INLINE void compute_scores(const Attention *a, const int64_t *table, long from, 
     }
 }
 
-static float softmax(float *scores, long count) {
-    f32x8 top = broadcast8(-INFINITY), total = broadcast8(0);
+// Turns scores into weights that are not normalised yet; returns their sum, with that of the sink.
+static float softmax(float *scores, long count, float sink) {
+    f32x8 top = broadcast8(sink), total = broadcast8(0);
     for (long i = count; i % 8; i++) scores[i] = -INFINITY;
     for (long i = 0; i < count; i += 8) top = max8(top, load8(scores + i));
     f32x8 best = broadcast8(reduce_max8(top));
@@ -90,7 +116,7 @@ static float softmax(float *scores, long count) {
         store8(scores + i, e);
         total += e;
     }
-    return reduce_sum8(total);
+    return reduce_sum8(total) + exp8(broadcast8(sink) - best)[0];
 }
 
 INLINE void mix_values(const Attention *a, const int64_t *table, long from, long to, int kv_head,
@@ -114,7 +140,7 @@ INLINE void attend_decode_kind(const Attention *a, const int64_t *span, int head
                                const CacheKind kind) {
     const int64_t *table = a->block_tables + span[0] * a->width;
     long position = a->seq_lens ? a->seq_lens[span[0]] - 1 : span[2], to = position + 1;
-    long from = a->window && to > a->window ? to - a->window : 0;
+    long from = first_visible(a, position);
     long at = (span[1] * a->heads + head) * a->dim;
     int kv_head = head / (a->heads / a->kv_heads), d = 0;
     float *scores = (float *)scratch;
@@ -123,11 +149,12 @@ INLINE void attend_decode_kind(const Attention *a, const int64_t *span, int head
     else if (a->dim == 128)
         compute_scores(a, table, from, to, head, a->q + at, position, scores, 128, kind);
     else compute_scores(a, table, from, to, head, a->q + at, position, scores, a->dim, kind);
-    float inverse = 1.0f / softmax(scores, to - from);
+    float inverse = 1.0f / softmax(scores, to - from, a->sinks ? a->sinks[head] : -INFINITY);
     for (; d + 64 <= a->dim; d += 64)
         mix_values(a, table, from, to, kv_head, scores, inverse, a->out + at, d, 8, kind);
     for (; d < a->dim; d += 8)
         mix_values(a, table, from, to, kv_head, scores, inverse, a->out + at, d, 1, kind);
+    if (a->gate) apply_gate(a, span[1], head, a->out + at);
 }
 
 static void attend_decode(const Attention *a, const int64_t *span, int head, char *scratch) {
@@ -250,9 +277,9 @@ static void attend_group(const Attention *a, const int64_t *span, int kv_head, Q
                   false);
     for (long r = 0; r < rows; r++) {
         long position = span[2] + (row + r) / group_heads;
-        long from = a->window && position + 1 > a->window ? position + 1 - a->window : 0;
         update_softmax(a, t, row + r, scores + r * KEYS, position,
-                       (int)(kv_head * group_heads + (row + r) % group_heads), first, from);
+                       (int)(kv_head * group_heads + (row + r) % group_heads), first,
+                       first_visible(a, position));
     }
     group_product(scores, KEYS, t->value_rows, depth, out, t->dim, rows, full_columns, true);
     for (long r = 0; r < rows && full_columns < a->dim; r++)
@@ -267,22 +294,23 @@ static void attend_tile(const Attention *a, const int64_t *span, int kv_head, ch
          last = span[2] + count - 1;
     QueryTile t = place_tile(scratch, rows, a->dim);
     for (long r = 0; r < rows; r++) {
-        const float *q = a->q + ((span[1] + r / group_heads) * a->heads + kv_head * group_heads +
-                                 r % group_heads) *
-                                    a->dim;
+        long head = kv_head * group_heads + r % group_heads;
+        const float *q = a->q + ((span[1] + r / group_heads) * a->heads + head) * a->dim;
         for (long d = 0; d < t.dim; d++) {
             t.q[r * t.dim + d] = d < a->dim ? q[d] * a->scale : 0;
             t.out[r * t.dim + d] = 0;
         }
-        t.best[r] = LOWEST;
-        t.total[r] = 0;
+        t.best[r] = a->sinks && a->sinks[head] > LOWEST ? a->sinks[head] : LOWEST;
+        t.total[r] = a->sinks ? 1 : 0;
     }
     for (long d = 0; d < t.dim; d++) t.key_rows[d] = t.keys + d * KEYS;
-    long lowest = a->window && span[2] + 1 > a->window ? span[2] + 1 - a->window : 0;
+    long lowest = first_visible(a, span[2]);
     for (long first = lowest / KEYS * KEYS; first <= last; first += KEYS) {
-        // Keys past the end repeat the last one: their scores are masked.
+        // Keys past the end repeat the last one, and keys that no query sees the first one. Their
+        // scores are masked, but a weight of zero would not hide a NaN in another one's block.
         for (long i = 0; i < KEYS; i++) {
             long position = first + i <= last ? first + i : last;
+            if (position < lowest) position = lowest;
             const float *k = load_head(&a->cache, index_at(a, table, position, kv_head, false),
                                        t.values + i * t.dim);
             for (long d = 0; d < a->dim; d++) t.keys[d * KEYS + i] = k[d];
@@ -295,10 +323,11 @@ static void attend_tile(const Attention *a, const int64_t *span, int kv_head, ch
                          depth);
     }
     for (long r = 0; r < rows; r++) {
-        float *out = a->out + ((span[1] + r / group_heads) * a->heads + kv_head * group_heads +
-                               r % group_heads) *
-                                  a->dim;
+        long token = span[1] + r / group_heads;
+        int head = (int)(kv_head * group_heads + r % group_heads);
+        float *out = a->out + (token * a->heads + head) * a->dim;
         for (long d = 0; d < a->dim; d++) out[d] = t.out[r * t.dim + d] / t.total[r];
+        if (a->gate) apply_gate(a, token, head, out);
     }
 }
 
@@ -324,13 +353,30 @@ void native_attention(ThreadPool *pool, const float *q, void *cache, long value_
                       long num_decodes, long num_tiles, long largest_tile,
                       const int64_t *block_tables, long width, long block_size,
                       const int64_t *seq_lens, float scale, float softcap, const float *slopes,
-                      long window, double work, float *out) {
-    Attention a = {q,     slopes,       {cache, value_offset, kv_heads, dim, cache_kind},
-                   spans, block_tables, seq_lens,
-                   out,   num_decodes,  num_tiles,
-                   width, block_size,   window,
-                   heads, kv_heads,     dim,
-                   scale, softcap};
+                      long window, long chunk, const float *sinks, const float *gate, int gate_dim,
+                      int softplus_gate, double work, float *out) {
+    Attention a = {.q = q,
+                   .slopes = slopes,
+                   .sinks = sinks,
+                   .gate = gate,
+                   .cache = {cache, value_offset, kv_heads, dim, cache_kind},
+                   .spans = spans,
+                   .block_tables = block_tables,
+                   .seq_lens = seq_lens,
+                   .out = out,
+                   .num_decodes = num_decodes,
+                   .num_tiles = num_tiles,
+                   .width = width,
+                   .block_size = block_size,
+                   .window = window,
+                   .chunk = chunk,
+                   .heads = heads,
+                   .kv_heads = kv_heads,
+                   .dim = dim,
+                   .gate_dim = gate_dim,
+                   .softplus_gate = softplus_gate,
+                   .scale = scale,
+                   .softcap = softcap};
     size_t scores = (width * block_size + 16) * sizeof(float),
            tile = tile_bytes(largest_tile * (heads / kv_heads), dim);
     reserve_scratch(pool, scores > tile ? scores : tile);

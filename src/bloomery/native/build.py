@@ -27,6 +27,7 @@ SOURCES = (
     "gemm.c",
     "pack.c",
     "row_ops.c",
+    "experts.c",
     "attention.c",
     "sample.c",
     "collectives.c",

@@ -435,7 +435,8 @@ typedef struct {
     long rows;
     Norm norm;
     float scale;
-    int epilogue, activation;
+    int epilogue;
+    Activation activation;
     bool prepared;  // the previous operation has normed and quantized the rows
 } Linear;
 
@@ -496,16 +497,21 @@ static PanelView panel_at(const Matrix *m, long index) {
                        height < PANEL ? height : PANEL};
 }
 
-static void multiply(const Linear *a, const PanelView *p, const char *space, long row, int count,
-                     f32x8 *out) {
-    long columns = a->matrix->columns;
+// Multiplies a panel with the prepared rows row .. row + count of `rows` in `space`.
+static void multiply_prepared(const PanelView *p, long columns, const char *space, long rows,
+                              long row, int count, f32x8 *out) {
     if (p->segment->kind == F32) {
         multiply_dense_panel((const float *)p->data, columns, p->height,
                              (const float *)space + row * columns, count, out);
     } else {
-        QuantizedRows x = quantized_rows_at(space, a->rows, columns);
+        QuantizedRows x = quantized_rows_at(space, rows, columns);
         multiply_panel(p->data, p->segment->kind, &x, row, count, out);
     }
+}
+
+static void multiply(const Linear *a, const PanelView *p, const char *space, long row, int count,
+                     f32x8 *out) {
+    multiply_prepared(p, a->matrix->columns, space, a->rows, row, count, out);
     if (a->bias) {
         f32x8 bias = broadcast8(0);
         memcpy(&bias, a->bias + p->row, p->height * sizeof(float));
@@ -518,7 +524,7 @@ static void apply_epilogue(const Linear *a, const PanelView *p, long row, int co
     for (int r = 0; r < count; r++) {
         long at = (row + r) * a->matrix->rows + p->row;
         f32x8 result = y[r];
-        if (a->epilogue == ACTIVATE) result = activate8(result, a->activation);
+        if (a->epilogue == ACTIVATE) result = activate8(result, &a->activation);
         if (p->height == PANEL) {
             if (a->epilogue == RESIDUAL)
                 result = load8(a->residual + at) + broadcast8(a->scale) * result;
@@ -564,7 +570,7 @@ static void linear_kernel(const void *arguments, const ThreadContext *ctx) {
                 multiply(a, &right, space, row, count, z);
                 for (int r = 0; r < count; r++)
                     store8(a->out + (row + r) * width + left.row,
-                           activate8(y[r], a->activation) * z[r]);
+                           gate8(y[r], z[r], &a->activation));
             }
         }
     }
@@ -574,11 +580,19 @@ static void linear_kernel(const void *arguments, const ThreadContext *ctx) {
 // matrix rows gates the second, and out has half as many columns.
 void native_linear(ThreadPool *pool, const Matrix *matrix, const float *x, long rows,
                    const float *bias, int norm, float eps, const float *norm_weight,
-                   const float *norm_bias, int epilogue, int activation, const float *residual,
-                   float scale, float *out) {
-    Linear a = {
-        matrix, x,        bias,       residual, out, rows, {norm, eps, norm_weight, norm_bias},
-        scale,  epilogue, activation, false};
+                   const float *norm_bias, int epilogue, int activation, float param0,
+                   float param1, float param2, const float *residual, float scale, float *out) {
+    Linear a = {matrix,
+                x,
+                bias,
+                residual,
+                out,
+                rows,
+                {norm, eps, norm_weight, norm_bias},
+                scale,
+                epilogue,
+                {activation, {param0, param1, param2}},
+                false};
     double work = (double)rows * matrix->columns, product = work * matrix->rows / 32;
     a.prepared = pool_num_threads(pool) > 1 && work > MAX_REDUNDANT_VALUES;
     size_t normed_bytes = matrix->columns * sizeof(float) + 64;
@@ -590,6 +604,113 @@ void native_linear(ThreadPool *pool, const Matrix *matrix, const float *x, long 
         reserve_scratch(pool, prepared_bytes(&a) + 64 + normed_bytes);
         issue(pool, linear_kernel, &a, sizeof a, product);
     }
+}
+
+// ---- experts: a linear layer whose rows choose their part of the matrix ------------------------
+// The rows are pairs sorted by expert (experts.c), so that the rows of an expert lie together. The
+// matrix has the experts one below the other. The parts are whole panels.
+
+typedef struct {
+    const Matrix *matrix;
+    const float *x, *bias, *input_weights;  // the last two may be NULL
+    const int32_t *order, *starts;
+    float *out;
+    long pairs, experts, top_k;
+    int epilogue;  // NO_EPILOGUE: the second product, whose x is sorted and whose out is not
+    Activation activation;
+} ExpertLinear;
+
+static bool is_first_product(const ExpertLinear *a) { return a->epilogue != NO_EPILOGUE; }
+
+static size_t expert_rows_bytes(const ExpertLinear *a) {
+    long columns = a->matrix->columns;
+    return a->matrix->segment[0].kind == F32 ? a->pairs * columns * sizeof(float)
+                                             : quantized_bytes(a->pairs, columns);
+}
+
+static void prepare_experts_kernel(const void *arguments, const ThreadContext *ctx) {
+    const ExpertLinear *a = arguments;
+    long first, end, columns = a->matrix->columns, count = a->starts[a->experts];
+    QuantizedRows quantized = quantized_rows_at(ctx->shared, a->pairs, columns);
+    while (next_chunk(ctx, count, chunk_size(ctx, count, 4), &first, &end))
+        for (long row = first; row < end; row++) {
+            long source = is_first_product(a) ? a->order[row] / a->top_k : row;
+            const float *x = a->x + source * columns;
+            if (a->matrix->segment[0].kind == F32)
+                memcpy((float *)ctx->shared + row * columns, x, columns * sizeof(float));
+            else quantize_row(x, &quantized, row);
+        }
+}
+
+// Adds the bias of a panel to its results, after multiplying those by the pairs' input weights.
+static void finish_expert_rows(const ExpertLinear *a, const PanelView *p, long row, int count,
+                               f32x8 *y) {
+    f32x8 bias = broadcast8(0);
+    if (a->bias) bias = load8(a->bias + p->row);
+    for (int r = 0; r < count; r++) {
+        if (a->input_weights) y[r] *= broadcast8(a->input_weights[a->order[row + r]]);
+        y[r] += bias;
+    }
+}
+
+static void expert_linear_kernel(const void *arguments, const ThreadContext *ctx) {
+    const ExpertLinear *a = arguments;
+    const Matrix *m = a->matrix;
+    bool gated = a->epilogue == GATED_ACTIVATE;
+    long expert_panels = m->panels / a->experts, panels = gated ? expert_panels / 2 : expert_panels;
+    long width = panels * PANEL, active = a->pairs < a->experts ? a->pairs : a->experts;
+    long step = chunk_size(ctx, panels * active, 6), first, end;
+    if (step > panels) step = panels;
+    long pieces = (panels + step - 1) / step;
+    while (next_chunk(ctx, a->experts * pieces, 1, &first, &end)) {
+        long expert = first / pieces, top = a->starts[expert], bottom = a->starts[expert + 1];
+        long from = first % pieces * step, to = from + step < panels ? from + step : panels;
+        if (top == bottom) continue;
+        for (long i = from; i < to; i++) {
+            PanelView left = panel_at(m, expert * expert_panels + i), right;
+            if (gated) right = panel_at(m, expert * expert_panels + panels + i);
+            for (long row = top; row < bottom; row += TILE) {
+                int count = bottom - row < TILE ? (int)(bottom - row) : TILE;
+                f32x8 y[TILE], z[TILE];
+                multiply_prepared(&left, m->columns, ctx->shared, a->pairs, row, count, y);
+                finish_expert_rows(a, &left, row, count, y);
+                if (gated) {
+                    multiply_prepared(&right, m->columns, ctx->shared, a->pairs, row, count, z);
+                    finish_expert_rows(a, &right, row, count, z);
+                }
+                for (int r = 0; r < count; r++) {
+                    long out_row = is_first_product(a) ? row + r : a->order[row + r];
+                    if (gated) y[r] = gate8(y[r], z[r], &a->activation);
+                    else if (is_first_product(a)) y[r] = activate8(y[r], &a->activation);
+                    store8(a->out + out_row * width + i * PANEL, y[r]);
+                }
+            }
+        }
+    }
+}
+
+// The first product of experts, with an activation: x [tokens, columns] -> out [sorted pairs,
+// width]. The second one, without: x [sorted pairs, columns] -> out [pairs, width].
+void native_expert_linear(ThreadPool *pool, const Matrix *matrix, const float *x, const float *bias,
+                          const float *input_weights, const int32_t *order, const int32_t *starts,
+                          long pairs, long experts, long top_k, int epilogue, int activation,
+                          float param0, float param1, float param2, float *out) {
+    ExpertLinear a = {matrix,
+                      x,
+                      bias,
+                      input_weights,
+                      order,
+                      starts,
+                      out,
+                      pairs,
+                      experts,
+                      top_k,
+                      epilogue,
+                      {activation, {param0, param1, param2}}};
+    double work = (double)pairs * matrix->columns;
+    reserve_shared(pool, expert_rows_bytes(&a));
+    issue_pair(pool, prepare_experts_kernel, work, expert_linear_kernel,
+               work * (matrix->rows / experts) / 32, &a, sizeof a);
 }
 
 // ---- rows of a matrix as float32: an embedding -------------------------------------------------

@@ -21,9 +21,20 @@ from bloomery.fusion import (
     ResidualEpilogue,
 )
 from bloomery.native.thread_pool import ThreadPool, data_pointer
+from bloomery.spec import RouterSpec
 
 NORMS = {None: 0, "rms": 1, "layer": 2}
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+# ActivationKind of vectors.h
+ACTIVATIONS = {
+    "silu": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "relu": 3,
+    "relu2": 4,
+    "xielu": 5,
+    "clamped_swiglu": 6,
+}
+NO_ACTIVATION = ActivationEpilogue("silu", gated=False)  # an argument that is not used
 # Epilogue of gemm.c
 NO_EPILOGUE, RESIDUAL, ACTIVATE, GATED_ACTIVATE = range(4)
 # ElementwiseOp of row_ops.c
@@ -59,6 +70,7 @@ PACKED_TYPES = {
 ROUNDED_TYPES = frozenset({"Q2_K", "NVFP4"})  # packing rounds their values to eight bits
 FLOAT32 = 16  # Kind in gemm.c
 PANEL_ROWS = 8
+SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}  # ScoreKind in experts.c
 KV_CACHE_KINDS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # CacheKind in kv_cache.h
 
 MatrixSegment = tuple[torch.Tensor, int, int]  # packed bytes or floats, rows, Kind in gemm.c
@@ -105,6 +117,13 @@ class NativeMatrix:
                 return False
             first = end
         return True
+
+    def holds_experts(self, num_experts: int, gated: bool) -> bool:
+        """Whether the part of each expert, and its gate, are whole panels."""
+        unit = 2 * PANEL_ROWS if gated else PANEL_ROWS
+        if self.rows % (num_experts * unit):
+            return False
+        return all(rows % PANEL_ROWS == 0 for _, rows, _ in self.segments)
 
     @classmethod
     def from_dense(cls, pool: ThreadPool, weight: torch.Tensor) -> NativeMatrix:
@@ -196,14 +215,14 @@ def linear(
         norm_kind, norm_weight, norm_bias, eps = prologue
     residual: torch.Tensor | None = None
     scale = 1.0
-    activation = "silu"
+    activation = NO_ACTIVATION
     kind = NO_EPILOGUE
     if isinstance(epilogue, ResidualEpilogue):
         kind = RESIDUAL
         residual, scale = epilogue
     elif isinstance(epilogue, ActivationEpilogue):
         kind = GATED_ACTIVATE if epilogue.gated else ACTIVATE
-        activation = epilogue.name
+        activation = epilogue
     width = matrix.rows // 2 if kind == GATED_ACTIVATE else matrix.rows
     out = pool.empty((len(x), width))
     pool.library.native_linear(
@@ -217,9 +236,146 @@ def linear(
         data_pointer(norm_weight),
         data_pointer(norm_bias),
         kind,
-        ACTIVATIONS[activation],
+        ACTIVATIONS[activation.name],
+        *activation.params,
         data_pointer(residual),
         scale,
+        data_pointer(out),
+    )
+    return out
+
+
+# ---- experts -------------------------------------------------------------------------------------
+
+
+def route_topk(
+    pool: ThreadPool,
+    logits: torch.Tensor,
+    top_k: int,
+    router: RouterSpec,
+    correction_bias: torch.Tensor | None,
+    expert_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [tokens, experts] -> expert ids (int32) and weights, [tokens, top_k] each."""
+    tokens, num_experts = logits.shape
+    expert_ids = pool.empty((tokens, top_k), torch.int32)
+    weights = pool.empty((tokens, top_k))
+    pool.library.native_route(
+        pool.handle,
+        data_pointer(logits),
+        tokens,
+        num_experts,
+        top_k,
+        SCORES[router.score],
+        router.score_chosen_only,
+        data_pointer(correction_bias),
+        router.logit_scale,
+        router.softcap or 0.0,
+        router.num_groups,
+        router.top_groups,
+        1 if router.group_score == "max" else 2,
+        router.normalize,
+        router.min_normalizer,
+        router.scale,
+        data_pointer(expert_scale),
+        router.threshold,
+        data_pointer(expert_ids),
+        data_pointer(weights),
+    )
+    return expert_ids, weights
+
+
+def sort_pairs(
+    pool: ThreadPool, expert_ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort the pairs of expert_ids [tokens, top_k] by expert.
+
+    Returns the pairs, those without an expert missing at the end, and where each expert's begin:
+    [pairs] and [experts + 1].
+    """
+    order = pool.empty((expert_ids.numel(),), torch.int32)
+    starts = pool.empty((num_experts + 1,), torch.int32)
+    pool.library.native_sort_pairs(
+        pool.handle,
+        data_pointer(expert_ids),
+        expert_ids.numel(),
+        num_experts,
+        data_pointer(order),
+        data_pointer(starts),
+    )
+    return order, starts
+
+
+def expert_linear(
+    pool: ThreadPool,
+    matrix: NativeMatrix,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    top_k: int,
+    activation: ActivationEpilogue | None,
+    input_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply every pair by the part of its expert in `matrix` [experts * rows, columns].
+
+    With an activation x has tokens and the result has sorted pairs; without one x has sorted pairs
+    and the result has pairs.
+    """
+    num_experts = len(starts) - 1
+    num_pairs = len(order)
+    rows = matrix.rows // num_experts
+    kind = NO_EPILOGUE
+    if activation is not None:
+        kind = GATED_ACTIVATE if activation.gated else ACTIVATE
+    name, _, params = activation or NO_ACTIVATION
+    out = pool.empty((num_pairs, rows // 2 if kind == GATED_ACTIVATE else rows))
+    pool.library.native_expert_linear(
+        pool.handle,
+        matrix.handle,
+        data_pointer(x),
+        data_pointer(bias),
+        data_pointer(input_weights),
+        data_pointer(order),
+        data_pointer(starts),
+        num_pairs,
+        num_experts,
+        top_k,
+        kind,
+        ACTIVATIONS[name],
+        *params,
+        data_pointer(out),
+    )
+    return out
+
+
+def sum_experts(
+    pool: ThreadPool,
+    y: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    num_experts: int,
+    shared: torch.Tensor | None,
+    gate_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """Weighted sum over each token's experts: y [pairs, width] -> [tokens, width].
+
+    With `shared` [tokens, width], this is added, times sigmoid(gate_logits) [tokens, 1] if given.
+    """
+    tokens, top_k = expert_ids.shape
+    width = y.shape[1]
+    out = pool.empty((tokens, width))
+    pool.library.native_sum_experts(
+        pool.handle,
+        data_pointer(y),
+        data_pointer(expert_ids),
+        data_pointer(weights),
+        tokens,
+        num_experts,
+        top_k,
+        width,
+        data_pointer(shared),
+        data_pointer(gate_logits),
         data_pointer(out),
     )
     return out
@@ -272,7 +428,7 @@ def elementwise(
     x: torch.Tensor,
     y: torch.Tensor | None = None,
     number: float = 0.0,
-    activation: str = "silu",
+    activation: ActivationEpilogue = NO_ACTIVATION,
 ) -> torch.Tensor:
     """Apply an ElementwiseOp (the constants above) to x, and to y or `number` if it takes one."""
     shape = tuple(x.shape)
@@ -287,10 +443,17 @@ def elementwise(
         out.numel(),
         shape[-1],
         number,
-        ACTIVATIONS[activation],
+        ACTIVATIONS[activation.name],
+        *activation.params,
         data_pointer(out),
     )
     return out
+
+
+def activate(pool: ThreadPool, x: torch.Tensor, activation: ActivationEpilogue) -> torch.Tensor:
+    """Return activation(x), or activation(gate) * up for x [tokens, gate | up]."""
+    operation = GATED_ACTIVATION if activation.gated else ACTIVATION
+    return elementwise(pool, operation, x, activation=activation)
 
 
 def copy_tensor(pool: ThreadPool, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -324,22 +487,33 @@ def apply_rope_and_cache(
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     transform: QkTransform,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """qkv [tokens, (heads + 2 kv heads) * head dim] -> q [tokens, heads, head dim].
 
-    k and v go to `kv_cache` [2, slots, kv heads, head dim] at `slot_mapping` [tokens].
+    k and v go to `kv_cache` [2, slots, kv heads, head dim] at `slot_mapping` [tokens]. If qkv has
+    more columns, they are copied to `gate` [tokens, columns].
     """
     kv_heads, head_dim = kv_cache.shape[2:]
-    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    num_tokens, width = qkv.shape
+    gate_width = 0 if gate is None else gate.shape[1]
+    stored_kv_heads = kv_heads if transform.keys_as_values else 2 * kv_heads
+    heads = (width - gate_width) // head_dim - stored_kv_heads
     cos, sin = transform.angles or (None, None)
     q_weight, k_weight = transform.weights or (None, None)
     rope_dim = 0 if cos is None else 2 * cos.shape[-1]
     weight_per_head = q_weight is not None and q_weight.dim() > 1
-    q = pool.empty((len(qkv), heads, head_dim))
+    v_norm_kind = None
+    v_weight = None
+    v_eps = 0.0
+    if transform.v_norm is not None:
+        v_norm_kind, v_weight, _, v_eps = transform.v_norm
+    q = pool.empty((num_tokens, heads, head_dim))
     pool.library.native_rope_cache(
         pool.handle,
         data_pointer(qkv),
-        len(qkv),
+        num_tokens,
+        width,
         heads,
         kv_heads,
         head_dim,
@@ -353,9 +527,17 @@ def apply_rope_and_cache(
         data_pointer(k_weight),
         weight_per_head,
         transform.eps,
+        transform.norm_after_rope,
+        NORMS[v_norm_kind],
+        data_pointer(v_weight),
+        v_eps,
+        transform.keys_as_values,
+        data_pointer(transform.query_scales),
         transform.clip or 0.0,
         data_pointer(slot_mapping),
         data_pointer(q),
+        data_pointer(gate),
+        gate_width,
         data_pointer(kv_cache),
         kv_cache.stride(0),
         KV_CACHE_KINDS[kv_cache.dtype],
@@ -377,8 +559,15 @@ def paged_attention(
     softcap: float | None,
     slopes: torch.Tensor | None,
     window: int | None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    gate_activation: str = "sigmoid",
 ) -> torch.Tensor:
     """q [tokens, heads, head dim] -> [tokens, heads * head dim].
+
+    `sinks` [heads] join each softmax. `gate` [tokens, heads * head dim], or [tokens, heads],
+    multiplies the result after its activation, sigmoid or softplus.
 
     `query_spans` [n, 4] lists sequence, first token, first position and number of tokens. The first
     `num_decodes` spans have one token each; no span has more than `max_span`. With `seq_lens`
@@ -408,6 +597,11 @@ def paged_attention(
         softcap or 0.0,
         data_pointer(slopes),
         window or 0,
+        chunk or 0,
+        data_pointer(sinks),
+        data_pointer(gate),
+        1 if gate is None else gate.shape[1] // heads,
+        gate_activation == "softplus",
         work_nanoseconds,
         data_pointer(out),
     )
@@ -427,12 +621,14 @@ def gather_decode_inputs(
 ) -> tuple[torch.Tensor, ...]:
     """Gather the inputs of a decode step of these rows [n].
 
-    Returns token ids, positions, slot mapping and seq lens, each [n], and block tables [n, width].
+    block_tables [tables, all rows, width]. Returns token ids, positions and seq lens, each [n],
+    slot mappings [tables, n] and block tables [tables, n, width].
     """
     count = len(rows)
-    width = block_tables.shape[1]
-    vectors = [pool.empty((count,), torch.int64) for _ in range(4)]
-    blocks = pool.empty((count, width), torch.int64)
+    num_tables, num_rows, width = block_tables.shape
+    vectors = [pool.empty((count,), torch.int64) for _ in range(3)]
+    slot_mapping = pool.empty((num_tables, count), torch.int64)
+    blocks = pool.empty((num_tables, count, width), torch.int64)
     pool.library.native_decode_inputs(
         pool.handle,
         data_pointer(rows),
@@ -440,12 +636,15 @@ def gather_decode_inputs(
         data_pointer(last_tokens),
         data_pointer(positions),
         data_pointer(block_tables),
+        num_tables,
+        num_rows,
         width,
         block_size,
         *map(data_pointer, vectors),
+        data_pointer(slot_mapping),
         data_pointer(blocks),
     )
-    return *vectors, blocks
+    return *vectors, slot_mapping, blocks
 
 
 def advance_rows(
@@ -470,39 +669,19 @@ def advance_rows(
     )
 
 
-def mask_logits(
-    pool: ThreadPool, logits: torch.Tensor, words: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Set logits [n, vocab] to -inf in place where the bit of a token is 0.
-
-    words [masks, words] int32; slots [masks] int64: the row of logits of each mask.
-    """
-    pool.library.native_mask_logits(
-        pool.handle,
-        data_pointer(logits),
-        logits.shape[1],
-        data_pointer(words),
-        words.shape[1],
-        data_pointer(slots),
-        len(slots),
-    )
-
-
 def sample_tokens(
     pool: ThreadPool,
     logits: torch.Tensor,
     rows: torch.Tensor,
     positions: torch.Tensor,
-    params: torch.Tensor,
-    params_stride: int,
-    top_k: torch.Tensor,
-    seeds: torch.Tensor,
-) -> torch.Tensor:
-    """logits [n, vocab] -> tokens [n].
+    state: Sequence[torch.Tensor],
+    tokens: torch.Tensor,
+    reports: torch.Tensor,
+) -> None:
+    """Sample tokens [n] from logits [n, vocab]; `state` has the tables of SamplingRows.
 
-    The float64 `params` of row r begin at r * params_stride: temperature, top_p, min_p.
+    reports [n, ...] are written for rows that ask for log-probabilities.
     """
-    tokens = pool.empty((len(logits),), torch.int64)
     pool.library.native_sample(
         pool.handle,
         data_pointer(logits),
@@ -510,13 +689,29 @@ def sample_tokens(
         logits.shape[1],
         data_pointer(rows),
         data_pointer(positions),
-        data_pointer(params),
-        params_stride,
-        data_pointer(top_k),
-        data_pointer(seeds),
+        *map(data_pointer, state),
         data_pointer(tokens),
+        data_pointer(reports),
     )
-    return tokens
+
+
+def score_tokens(
+    pool: ThreadPool,
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    num_top: int,
+    reports: torch.Tensor,
+) -> None:
+    """Report the log-probabilities of tokens [n] under logits [n, vocab]."""
+    pool.library.native_score(
+        pool.handle,
+        data_pointer(logits),
+        len(logits),
+        logits.shape[1],
+        data_pointer(tokens),
+        num_top,
+        data_pointer(reports),
+    )
 
 
 # ---- vocabulary shards ---------------------------------------------------------------------------

@@ -80,7 +80,8 @@ typedef struct {
     const float *x, *y;
     float *out, number;
     long count, width;  // gated: a row of x is gate | up, each of this width
-    int op, activation;
+    int op;
+    Activation activation;
 } Elementwise;
 
 static inline f32x8 apply_op(const Elementwise *a, f32x8 x, f32x8 y) {
@@ -91,8 +92,8 @@ static inline f32x8 apply_op(const Elementwise *a, f32x8 x, f32x8 y) {
         case MULTIPLY_NUMBER: return x * number;
         case ADD_NUMBER: return x + number;
         case TANH: return tanh8(x);
-        case ACTIVATE: return activate8(x, a->activation);
-        default: return activate8(x, a->activation) * y;
+        case ACTIVATE: return activate8(x, &a->activation);
+        default: return gate8(x, y, &a->activation);
     }
 }
 
@@ -128,8 +129,9 @@ static void elementwise_kernel(const void *arguments, const ThreadContext *ctx) 
 }
 
 void native_elementwise(ThreadPool *pool, int op, const float *x, const float *y, long count,
-                        long width, float number, int activation, float *out) {
-    Elementwise a = {x, y, out, number, count, width, op, activation};
+                        long width, float number, int activation, float param0, float param1,
+                        float param2, float *out) {
+    Elementwise a = {x, y, out, number, count, width, op, {activation, {param0, param1, param2}}};
     issue(pool, elementwise_kernel, &a, sizeof a, (double)count / (op >= TANH ? 1 : 4));
 }
 
@@ -171,15 +173,18 @@ void native_add_integer(ThreadPool *pool, const int64_t *x, long count, long num
 
 // ---- rope on q and k, k and v into the KV cache ------------------------------------------------
 
+// A row of qkv is q | k | v | gate. If keys are values, it has no v.
 typedef struct {
-    const float *qkv, *cos, *sin, *q_weight, *k_weight;
+    const float *qkv, *cos, *sin, *q_weight, *k_weight, *v_weight;
+    const float *query_scales;  // factors of q, rows as those of cos; or NULL
     const int64_t *positions, *slot_mapping;
-    float *q;
+    float *q, *gate;
     KvCache cache;
-    long tokens;
-    int heads, kv_heads, head_dim, rope_dim, norm;
-    float eps, clip;
+    long tokens, width, gate_width;
+    int heads, kv_heads, head_dim, rope_dim, norm, v_norm;
+    float eps, v_eps, clip;
     bool interleaved, per_head;  // per_head: every head has its own row of norm weights
+    bool norm_after_rope, keys_as_values;
 } RopeCache;
 
 static inline void rotate_pair(float *u, float *v, float cos, float sin) {
@@ -188,43 +193,59 @@ static inline void rotate_pair(float *u, float *v, float cos, float sin) {
     *v = x * sin + y * cos;
 }
 
+static void norm_head(const RopeCache *a, int head, float *x) {
+    const float *weight = head < a->heads ? a->q_weight : a->k_weight;
+    if (weight && a->per_head) weight += (head < a->heads ? head : head - a->heads) * a->head_dim;
+    Norm norm = {a->norm, a->eps, weight, NULL};
+    norm_row(x, x, a->head_dim, &norm);
+}
+
+static void rotate_head(const RopeCache *a, long row, float *x) {
+    int half = a->rope_dim / 2;
+    const float *cos = a->cos + row * half, *sin = a->sin + row * half;
+    if (a->interleaved)
+        for (int d = 0; d < half; d++) rotate_pair(x + 2 * d, x + 2 * d + 1, cos[d], sin[d]);
+    else
+        for (int d = 0; d < half; d++) rotate_pair(x + d, x + d + half, cos[d], sin[d]);
+}
+
 static void transform_head(const RopeCache *a, long token, int head, float *head_out) {
-    int dim = a->head_dim, half = a->rope_dim / 2;
-    const float *x = a->qkv + (token * (a->heads + 2 * a->kv_heads) + head) * dim;
+    int dim = a->head_dim;
+    bool is_value = head >= a->heads + a->kv_heads;
+    int source_head = is_value && a->keys_as_values ? head - a->kv_heads : head;
+    const float *x = a->qkv + token * a->width + source_head * dim;
     if (a->clip > 0)
         for (int d = 0; d < dim; d++) {
             float clipped = x[d] > a->clip ? a->clip : x[d];
             head_out[d] = clipped < -a->clip ? -a->clip : clipped;
         }
     else memcpy(head_out, x, dim * sizeof(float));
-    if (head < a->heads + a->kv_heads) {
-        if (a->norm) {
-            const float *weight = head < a->heads ? a->q_weight : a->k_weight;
-            if (weight && a->per_head) weight += (head < a->heads ? head : head - a->heads) * dim;
-            Norm norm = {a->norm, a->eps, weight, NULL};
-            norm_row(head_out, head_out, dim, &norm);
-        }
-        if (a->rope_dim) {
-            long row = a->positions ? a->positions[token] : token;
-            const float *cos = a->cos + row * half, *sin = a->sin + row * half;
-            if (a->interleaved)
-                for (int d = 0; d < half; d++)
-                    rotate_pair(head_out + 2 * d, head_out + 2 * d + 1, cos[d], sin[d]);
-            else
-                for (int d = 0; d < half; d++)
-                    rotate_pair(head_out + d, head_out + d + half, cos[d], sin[d]);
-        }
+    if (is_value) {
+        Norm norm = {a->v_norm, a->v_eps, a->v_weight, NULL};
+        if (a->v_norm) norm_row(head_out, head_out, dim, &norm);
+        return;
     }
+    long row = a->positions ? a->positions[token] : token;
+    if (a->norm && !a->norm_after_rope) norm_head(a, head, head_out);
+    if (a->rope_dim) rotate_head(a, row, head_out);
+    if (a->norm && a->norm_after_rope) norm_head(a, head, head_out);
+    if (a->query_scales && head < a->heads)
+        for (int d = 0; d < dim; d++) head_out[d] *= a->query_scales[row];
 }
 
 static void rope_cache_kernel(const void *arguments, const ThreadContext *ctx) {
     const RopeCache *a = arguments;
-    long total_heads = a->heads + 2 * a->kv_heads, first, end;
-    while (next_chunk(ctx, a->tokens * total_heads, chunk_size(ctx, a->tokens * total_heads, 2),
-                      &first, &end))
+    long heads = a->heads + 2 * a->kv_heads, items = heads + (a->gate ? 1 : 0), first, end;
+    while (next_chunk(ctx, a->tokens * items, chunk_size(ctx, a->tokens * items, 2), &first, &end))
         for (long i = first; i < end; i++) {
-            long token = i / total_heads;
-            int head = (int)(i % total_heads), key = head - a->heads;
+            long token = i / items;
+            int head = (int)(i % items), key = head - a->heads;
+            if (head == heads) {
+                memcpy(a->gate + token * a->gate_width,
+                       a->qkv + (token + 1) * a->width - a->gate_width,
+                       a->gate_width * sizeof(float));
+                continue;
+            }
             if (key < 0) {
                 transform_head(a, token, head, a->q + (token * a->heads + head) * a->head_dim);
                 continue;
@@ -237,21 +258,43 @@ static void rope_cache_kernel(const void *arguments, const ThreadContext *ctx) {
         }
 }
 
-void native_rope_cache(ThreadPool *pool, const float *qkv, long tokens, int heads, int kv_heads,
-                       int head_dim, const float *cos, const float *sin, int rope_dim,
+void native_rope_cache(ThreadPool *pool, const float *qkv, long tokens, long width, int heads,
+                       int kv_heads, int head_dim, const float *cos, const float *sin, int rope_dim,
                        const int64_t *positions, int interleaved, int norm, const float *q_weight,
-                       const float *k_weight, int per_head, float eps, float clip,
-                       const int64_t *slot_mapping, float *q, void *cache, long value_offset,
+                       const float *k_weight, int per_head, float eps, int norm_after_rope,
+                       int v_norm, const float *v_weight, float v_eps, int keys_as_values,
+                       const float *query_scales, float clip, const int64_t *slot_mapping, float *q,
+                       float *gate, long gate_width, void *cache, long value_offset,
                        int cache_kind) {
-    RopeCache a = {qkv,          cos,      sin,
-                   q_weight,     k_weight, positions,
-                   slot_mapping, q,        {cache, value_offset, kv_heads, head_dim, cache_kind},
-                   tokens,       heads,    kv_heads,
-                   head_dim,     rope_dim, norm,
-                   eps,          clip,     interleaved,
-                   per_head};
-    issue(pool, rope_cache_kernel, &a, sizeof a,
-          (double)tokens * (heads + 2 * kv_heads) * head_dim);
+    RopeCache a = {.qkv = qkv,
+                   .cos = cos,
+                   .sin = sin,
+                   .q_weight = q_weight,
+                   .k_weight = k_weight,
+                   .v_weight = v_weight,
+                   .query_scales = query_scales,
+                   .positions = positions,
+                   .slot_mapping = slot_mapping,
+                   .q = q,
+                   .gate = gate,
+                   .cache = {cache, value_offset, kv_heads, head_dim, cache_kind},
+                   .tokens = tokens,
+                   .width = width,
+                   .gate_width = gate_width,
+                   .heads = heads,
+                   .kv_heads = kv_heads,
+                   .head_dim = head_dim,
+                   .rope_dim = rope_dim,
+                   .norm = norm,
+                   .v_norm = v_norm,
+                   .eps = eps,
+                   .v_eps = v_eps,
+                   .clip = clip,
+                   .interleaved = interleaved,
+                   .per_head = per_head,
+                   .norm_after_rope = norm_after_rope,
+                   .keys_as_values = keys_as_values};
+    issue(pool, rope_cache_kernel, &a, sizeof a, (double)tokens * width);
 }
 
 // ---- decode steps: the inputs of the next position, and the sampled tokens ---------------------
@@ -259,8 +302,9 @@ void native_rope_cache(ThreadPool *pool, const float *qkv, long tokens, int head
 typedef struct {
     const int32_t *rows;
     const int64_t *last_tokens, *positions, *block_tables;
-    int64_t *ids, *positions_out, *slot_mapping, *seq_lens, *blocks;
-    long count, width, block_size;
+    int64_t *ids, *positions_out, *seq_lens;
+    int64_t *slot_mapping, *blocks;  // [tables][count], [tables][count][width]
+    long count, num_tables, num_rows, width, block_size;
 } DecodeInputs;
 
 static void decode_inputs_kernel(const void *arguments, const ThreadContext *ctx) {
@@ -270,23 +314,27 @@ static void decode_inputs_kernel(const void *arguments, const ThreadContext *ctx
         for (long i = first; i < end; i++) {
             long row = a->rows[i], position = a->positions[row];
             long block = position / a->block_size;
-            const int64_t *table = a->block_tables + row * a->width;
             a->ids[i] = a->last_tokens[row];
             a->positions_out[i] = position;
             a->seq_lens[i] = position + 1;
-            a->slot_mapping[i] = table[block] * a->block_size + position % a->block_size;
-            memcpy(a->blocks + i * a->width, table, (block + 1) * sizeof(int64_t));
+            for (long t = 0; t < a->num_tables; t++) {
+                const int64_t *table = a->block_tables + (t * a->num_rows + row) * a->width;
+                long at = t * a->count + i;
+                a->slot_mapping[at] = table[block] * a->block_size + position % a->block_size;
+                memcpy(a->blocks + at * a->width, table, (block + 1) * sizeof(int64_t));
+            }
         }
 }
 
 void native_decode_inputs(ThreadPool *pool, const int32_t *rows, long count,
                           const int64_t *last_tokens, const int64_t *positions,
-                          const int64_t *block_tables, long width, long block_size, int64_t *ids,
-                          int64_t *positions_out, int64_t *slot_mapping, int64_t *seq_lens,
-                          int64_t *blocks) {
-    DecodeInputs a = {rows,         last_tokens, positions, block_tables, ids,   positions_out,
-                      slot_mapping, seq_lens,    blocks,    count,        width, block_size};
-    issue(pool, decode_inputs_kernel, &a, sizeof a, 10.0 * count);
+                          const int64_t *block_tables, long num_tables, long num_rows, long width,
+                          long block_size, int64_t *ids, int64_t *positions_out, int64_t *seq_lens,
+                          int64_t *slot_mapping, int64_t *blocks) {
+    DecodeInputs a = {rows,     last_tokens, positions,    block_tables, ids,   positions_out,
+                      seq_lens, slot_mapping, blocks,      count,        num_tables,
+                      num_rows, width,        block_size};
+    issue(pool, decode_inputs_kernel, &a, sizeof a, 10.0 * count * num_tables);
 }
 
 typedef struct {

@@ -218,10 +218,25 @@ static inline f32x8 erf8(f32x8 x) {
     return y;
 }
 
-typedef enum { SILU, GELU, GELU_TANH, RELU } Activation;
+// exp(x) - 1 - x for negative x. Near zero the difference would cancel: use the series.
+static inline f32x8 exp_minus_line8(f32x8 x) {
+    f32x8 series = broadcast8(1.0f / 24) + x * (broadcast8(1.0f / 120) + x * broadcast8(1.0f / 720));
+    series = x * x * (broadcast8(0.5f) + x * (broadcast8(1.0f / 6) + x * series));
+    f32x8 direct = exp8(select8(x > broadcast8(0), broadcast8(0), x)) - broadcast8(1.0f) - x;
+    return select8(x > broadcast8(-0.25f), series, direct);
+}
 
-static inline f32x8 activate8(f32x8 x, Activation kind) {
-    switch (kind) {
+typedef enum { SILU, GELU, GELU_TANH, RELU, RELU2, XIELU, CLAMPED_SWIGLU } ActivationKind;
+
+// An activation and its parameters (see kernels/activation.py).
+typedef struct {
+    int kind;
+    float params[3];
+} Activation;
+
+static inline f32x8 activate8(f32x8 x, const Activation *a) {
+    f32x8 positive = select8(x > broadcast8(0), x, broadcast8(0));
+    switch ((ActivationKind)a->kind) {
         case SILU: return x / (broadcast8(1.0f) + exp8(-x));
         case GELU:
             return broadcast8(0.5f) * x * (broadcast8(1.0f) + erf8(x * broadcast8(0.707106781f)));
@@ -229,6 +244,23 @@ static inline f32x8 activate8(f32x8 x, Activation kind) {
             return x /
                    (broadcast8(1.0f) + exp8(broadcast8(-1.59576912f) * x *
                                             (broadcast8(1.0f) + broadcast8(0.044715f) * x * x)));
-        default: return select8(x > broadcast8(0), x, broadcast8(0));
+        case RELU2: return positive * positive;
+        case XIELU: {
+            f32x8 quadratic = broadcast8(a->params[0]) * x * x;
+            f32x8 exponential = broadcast8(a->params[1]) * exp_minus_line8(x);
+            return select8(x > broadcast8(0), quadratic, exponential) +
+                   broadcast8(a->params[2]) * x;
+        }
+        default: return positive;
     }
+}
+
+// activation(gate) * up
+static inline f32x8 gate8(f32x8 gate, f32x8 up, const Activation *a) {
+    if (a->kind != CLAMPED_SWIGLU) return activate8(gate, a) * up;
+    f32x8 limit = broadcast8(a->params[0]);
+    gate = select8(gate > limit, limit, gate);
+    up = clamp8(up, -a->params[0], a->params[0]);
+    return gate / (broadcast8(1.0f) + exp8(broadcast8(-a->params[1]) * gate)) *
+           (up + broadcast8(a->params[2]));
 }

@@ -143,6 +143,13 @@ def get_tensor(
     return tensor
 
 
+def find_weight_name(tensors: CheckpointTensors, name: str) -> str:
+    """Return the name of a layer's weights; stacked experts may have it without `.weight`."""
+    full_name = f"{name}.weight"
+    is_bare = not tensors.has(full_name) and tensors.has(name)
+    return name if is_bare else full_name
+
+
 def get_shape(tensors: CheckpointTensors, name: str, num_dims: int = 2) -> tuple[int, ...]:
     """Return the stored shape of a tensor after checking its number of dimensions."""
     shape = tensors.shape(name)

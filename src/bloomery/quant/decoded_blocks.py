@@ -26,6 +26,8 @@ class DecodedBlocks(NamedTuple):
     offset: torch.Tensor | None = None  # float32 [blocks, groups]
     codebook: tuple[int, ...] = ()
     bits: int = 8  # of a code in a packed matrix: 4 or 8. 4-bit int8 codes are -8 .. 7
+    # Of MXFP4, uint8 [blocks, 1]: the scale of half the codebook's levels is 2 ** (exponent - 127).
+    exponents: torch.Tensor | None = None
 
     @property
     def group_size(self) -> int:
@@ -47,9 +49,14 @@ class DecodedBlocks(NamedTuple):
     def to_packed(self, rows: int) -> GroupedScales | CodebookWeight:
         """Convert the blocks, which make up `rows` rows, to a matrix that kernels read.
 
-        The codes stay the same. Scales and zero points are rounded to float16.
+        The codes stay the same. Scales and zero points are rounded to float16, except the exponents
+        of MXFP4.
         """
         codes = self.codes
+        if self.exponents is not None:
+            packed_codes = pack_codes(codes.reshape(rows, -1), 4)
+            levels = self._codebook_tensor() / 2
+            return CodebookWeight(packed_codes, levels, self.exponents.reshape(rows, -1))
         scale = self.scale.half()
         zero_point = None
         if self.offset is not None:

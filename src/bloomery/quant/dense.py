@@ -13,7 +13,13 @@ from bloomery.fusion import ActivationEpilogue, Epilogue, NormPrologue
 from bloomery.kernels.gemv import gemv_is_faster, gemv_triton, precompute_norm_shift
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
-from bloomery.quant.base import CheckpointTensors, LinearSpec, PreparedWeight, get_tensor
+from bloomery.quant.base import (
+    CheckpointTensors,
+    LinearSpec,
+    PreparedWeight,
+    find_weight_name,
+    get_tensor,
+)
 from bloomery.quant.lazy_tensor import LazyTensor, Range
 
 # The epilogue that cuBLASLt fuses with a product, and the number of tokens above which it is used.
@@ -58,12 +64,12 @@ class DenseMatrix:
 
 
 class DenseFormat:
-    """One tensor per linear layer: `name.weight`."""
+    """One tensor per linear layer: `name.weight`, or `name` for stacked experts."""
 
     def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> DenseMatrix:
         weight = get_tensor(
             tensors,
-            f"{linear.name}.weight",
+            find_weight_name(tensors, linear.name),
             linear.shape,
             transposed=linear.transposed,
             expert=linear.expert,

@@ -6,15 +6,25 @@ routed to are dequantized during the step.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from bloomery.kernels.moe import fused_experts, fused_experts_reference
+from bloomery.kernels.moe import (
+    ExpertOptions,
+    ExpertsFusion,
+    SharedOutput,
+    fused_experts,
+    fused_experts_reference,
+)
 from bloomery.kernels.packed import PackedWeight
 from bloomery.kernels.packed_moe import packed_fused_experts, supports_packed_experts
+from bloomery.native import ops
+from bloomery.native.thread_pool import ThreadPool
 from bloomery.quant.base import PreparedWeight
-from bloomery.quant.dense import DenseWeight
+from bloomery.quant.dense import MAX_NATIVE_TOKENS, DenseWeight
+from bloomery.quant.native import NativeWeight
 from bloomery.quant.quantized_weight import (
     QuantizedWeight,
     count_rows,
@@ -53,43 +63,57 @@ class QuantizedExperts:
         return matrices.unflatten(0, (-1, self.rows_per_expert))
 
 
+@dataclass(frozen=True)
+class ExpertStack:
+    """The experts of a block, with weights of any format."""
+
+    num_experts: int
+    up: PreparedWeight  # [experts * (gate | up), hidden]
+    down: PreparedWeight  # [experts * hidden, intermediate]
+    options: ExpertOptions = ExpertOptions()  # noqa: RUF009 (it is immutable)
+
+
 def run_experts(
     x: torch.Tensor,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
-    up: PreparedWeight,
-    down: PreparedWeight,
-    num_experts: int,
-    activation: str,
+    experts: ExpertStack,
+    fusion: ExpertsFusion = ExpertsFusion(),  # noqa: B008 (it is immutable)
 ) -> torch.Tensor:
     """Run every token through its experts and sum up the weighted results: [tokens, hidden].
 
     x: [tokens, hidden]
     expert_ids and expert_weights: [tokens, top_k]; ids outside of 0:num_experts add nothing
-    up: [experts * (gate | up), hidden]
-    down: [experts * hidden, intermediate]
+    fusion: what is computed together with the experts
     """
+    native = find_native_experts(x, experts, fusion)
+    if native is not None:
+        return run_native_experts(native, x, expert_ids, expert_weights, experts, fusion.shared)
+    num_experts = experts.num_experts
+    up = experts.up
+    down = experts.down
+    options = experts.options
     if isinstance(up, DenseWeight) and isinstance(down, DenseWeight):
         dense_up = up.weight.unflatten(0, (num_experts, -1))
         dense_down = down.weight.unflatten(0, (num_experts, -1))
-        return fused_experts(x, expert_ids, expert_weights, dense_up, dense_down, activation)
+        return fused_experts(x, expert_ids, expert_weights, dense_up, dense_down, options, fusion)
     if x.is_cuda:
         packed_up = find_packed(up, x.dtype)
         packed_down = find_packed(down, x.dtype)
         if packed_up is not None and packed_down is not None:
             return packed_fused_experts(
-                x, expert_ids, expert_weights, packed_up, packed_down, num_experts, activation
+                x, expert_ids, expert_weights, packed_up, packed_down, num_experts, options, fusion
             )
     ups = QuantizedExperts(up, num_experts)
     downs = QuantizedExperts(down, num_experts)
     if not x.is_cuda:
         # The reference indexes one expert after another.
         stacks: tuple[Any, Any] = (ups, downs)
-        return fused_experts_reference(x, expert_ids, expert_weights, *stacks, activation)
+        return fused_experts_reference(x, expert_ids, expert_weights, *stacks, options, fusion)
     if expert_ids.numel() >= num_experts:
         dense_up = ups.dequantize_all()
         dense_down = downs.dequantize_all()
-        return fused_experts(x, expert_ids, expert_weights, dense_up, dense_down, activation)
+        return fused_experts(x, expert_ids, expert_weights, dense_up, dense_down, options, fusion)
     # Fewer routings than experts: dequantize one copy per routing, even of the same expert.
     is_local = (expert_ids >= 0) & (expert_ids < num_experts)
     local_ids = torch.where(is_local, expert_ids, 0).flatten()
@@ -97,7 +121,72 @@ def run_experts(
     copy_ids = torch.where(is_local, copies, -1).int()
     dense_up = ups.dequantize(local_ids)
     dense_down = downs.dequantize(local_ids)
-    return fused_experts(x, copy_ids, expert_weights, dense_up, dense_down, activation)
+    up_bias = None if options.up_bias is None else options.up_bias[local_ids]
+    down_bias = None if options.down_bias is None else options.down_bias[local_ids]
+    options = options._replace(up_bias=up_bias, down_bias=down_bias)
+    return fused_experts(x, copy_ids, expert_weights, dense_up, dense_down, options, fusion)
+
+
+class NativeExperts(NamedTuple):
+    """The experts of a block in the layout of the native CPU kernels."""
+
+    pool: ThreadPool
+    up: ops.NativeMatrix
+    down: ops.NativeMatrix
+
+
+def find_native_experts(
+    x: torch.Tensor, experts: ExpertStack, fusion: ExpertsFusion
+) -> NativeExperts | None:
+    """Return the experts for native kernels; None if those cannot run them or are slower.
+
+    Like other layers in full precision, such experts use them for few tokens and in traces only.
+    """
+    options = experts.options
+    num_experts = experts.num_experts
+    match experts.up, experts.down:
+        case NativeWeight(up, pool), NativeWeight(down):
+            pass
+        case DenseWeight(native=ops.NativeMatrix() as up, pool=ThreadPool() as pool), DenseWeight(
+            native=ops.NativeMatrix() as down
+        ):
+            if len(x) > MAX_NATIVE_TOKENS and pool.arena is None:
+                return None
+        case _:
+            return None
+    if not up.holds_experts(num_experts, options.activation.gated):
+        return None
+    if not down.holds_experts(num_experts, gated=False):
+        return None
+    if fusion.prologue is not None or fusion.residual is not None:
+        return None
+    if not pool.accepts(x, options.up_bias, options.down_bias, *(fusion.shared or ())):
+        return None
+    return NativeExperts(pool, up, down)
+
+
+def run_native_experts(
+    native: NativeExperts,
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    experts: ExpertStack,
+    shared: SharedOutput | None,
+) -> torch.Tensor:
+    """Run the experts with native CPU kernels, on pairs sorted by expert."""
+    pool, up, down = native
+    activation, up_bias, down_bias, weights_input = experts.options
+    num_experts = experts.num_experts
+    order, starts = ops.sort_pairs(pool, expert_ids, num_experts)
+    input_weights = expert_weights if weights_input else None
+    output_weights = None if weights_input else expert_weights
+    top_k = expert_ids.shape[1]
+    h = ops.expert_linear(pool, up, x, up_bias, order, starts, top_k, activation, input_weights)
+    y = ops.expert_linear(pool, down, h, down_bias, order, starts, top_k, None)
+    shared_output, gate_logits = shared or (None, None)
+    return ops.sum_experts(
+        pool, y, expert_ids, output_weights, num_experts, shared_output, gate_logits
+    )
 
 
 def find_packed(weight: PreparedWeight, dtype: torch.dtype) -> PackedWeight | None:

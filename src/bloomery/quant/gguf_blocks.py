@@ -98,6 +98,7 @@ def decode_mxfp4(blocks: torch.Tensor) -> DecodedBlocks:
         bits.view(torch.float32),
         codebook=FP4_LEVELS,
         bits=4,
+        exponents=exponent,
     )
 
 

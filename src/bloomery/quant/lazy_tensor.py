@@ -123,6 +123,40 @@ class LazyTensor:
             pieces += other.pieces
         return replace(self, pieces=pieces)
 
+    def deinterleave(self) -> LazyTensor:
+        """Return the rows 0, 2, 4, ... and below them the rows 1, 3, 5, ..."""
+        num_rows = self.shape[0]
+        half = num_rows // 2
+
+        def load_part(rows: Range, cols: Range | None, like: torch.Tensor) -> torch.Tensor:
+            part = self.rows([rows])
+            if cols is not None:
+                part = part.cols(*cols)
+            return part.load(like.dtype, like.device)
+
+        def fill(out: torch.Tensor, rows: Range, cols: Range | None) -> None:
+            start, end = rows
+            if start == 0 and end == num_rows:  # read every row once, not once for each half
+                loaded = load_part(rows, cols, out)
+                out[:half] = loaded[0::2]
+                out[half:] = loaded[1::2]
+                return
+            for parity in (0, 1):
+                first = max(start - parity * half, 0)
+                last = min(end - parity * half, half)
+                if first < last:
+                    loaded = load_part((2 * first, 2 * last), cols, out)
+                    at = parity * half + first - start
+                    out[at : at + last - first] = loaded[parity::2]
+
+        def read(rows: Range, cols: Range | None) -> torch.Tensor:
+            lengths = [end - start for start, end in (rows, *([cols] if cols else []))]
+            out = torch.empty(lengths, dtype=self.dtype)
+            fill(out, rows, cols)
+            return out
+
+        return LazyTensor.from_reader(self.shape, self.dtype, read, fill)
+
     def load(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Read the tensor into new memory, with a temporary copy of at most one piece at a time."""
         return self.start_load(dtype, device).wait()

@@ -12,24 +12,24 @@ from bloomery.quant.lazy_tensor import Range
 from bloomery.quant.packed_matrix import PackedMatrix, open_unquantized
 
 BLOCK_SIZE = 32  # columns that share a scale
-EXPONENT_BIAS = 127  # of stored scales: 2 ** (byte - 127)
 # Values of the codes 0 .. 7. Codes 8 .. 15 are their negatives.
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_NEGATIVES = tuple(-value for value in E2M1_MAGNITUDES)
 E2M1 = E2M1_MAGNITUDES + E2M1_NEGATIVES
 # Names of codes and scales, which depend on the writer.
+STACKED_NAMES = ("{}_blocks", "{}_scales")  # of stacked experts
 TENSOR_NAMES = (
-    ("{}_blocks", "{}_scales"),
     ("{}.weight_blocks", "{}.weight_scales"),
     ("{}.weight_packed", "{}.weight_scale"),
 )
 
 
 class Mxfp4Format:
-    """Layers with codes and scales by any of TENSOR_NAMES; others are in full precision."""
+    """Layers with codes and scales by one of the names above; others are in full precision."""
 
     def open_matrix(self, tensors: CheckpointTensors, linear: LinearSpec) -> PackedMatrix:
-        for codes_pattern, scales_pattern in TENSOR_NAMES:
+        patterns = TENSOR_NAMES if linear.expert is None else (STACKED_NAMES, *TENSOR_NAMES)
+        for codes_pattern, scales_pattern in patterns:
             codes_name = codes_pattern.format(linear.name)
             scales_name = scales_pattern.format(linear.name)
             if tensors.has(codes_name) and tensors.has(scales_name):
@@ -62,12 +62,10 @@ def open_mxfp4(
     )
 
     def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> CodebookWeight:
-        stored_exponent = load_rows(exponents, ranges, device).view(torch.uint8)
-        exponent = stored_exponent.float() - EXPONENT_BIAS
         return CodebookWeight(
             load_rows(codes, ranges, device),
             torch.tensor(E2M1, device=device),
-            torch.exp2(exponent).to(torch.bfloat16),
+            load_rows(exponents, ranges, device).view(torch.uint8),
         )
 
     return PackedMatrix.from_loader(linear, load)

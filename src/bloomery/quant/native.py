@@ -1,8 +1,9 @@
 """Weights for the native CPU kernels: GGUF blocks, and other packed weights as such blocks.
 
 Packed weights of up to four bits keep their codes and scales. The offset of a block, zero point
-times scale, is rounded to float16: an error below a hundredth of a quantization step. Weights that
-such blocks cannot express (codebooks, 8-bit floats, act-order) are rounded to eight bits, where the
+times scale, is rounded to float16: an error below a hundredth of a quantization step. MXFP4 has
+blocks of its own, whose codes become 8-bit integers without rounding. Weights that such blocks
+cannot express (other codebooks, 8-bit floats, act-order) are rounded to eight bits, where the
 largest value of a block is 127 steps. This adds little to the format's own rounding error, and is
 many times faster than dequantizing before every product. The kernels round activations to eight
 bits.
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from bloomery.fusion import Epilogue, NormPrologue
-from bloomery.kernels.packed import GroupedScales, unpack_codes
+from bloomery.kernels.packed import CodebookWeight, GroupedScales, unpack_codes
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.quant.int8 import quantize_int8
@@ -96,6 +97,8 @@ def pack_native(
     segment: ops.MatrixSegment | None
     if isinstance(packed, GroupedScales) and fits_q4_1(packed):
         segment = ops.pack_segment(pool, "Q4_1", encode_q4_1(packed), columns)
+    elif isinstance(packed, CodebookWeight) and fits_mxfp4(packed):
+        segment = ops.pack_segment(pool, "MXFP4", encode_mxfp4(packed), columns)
     elif isinstance(packed, GroupedScales) and fits_q8_0(packed):
         segment = ops.pack_segment(pool, "Q8_0", encode_q8_0(packed), columns)
     else:
@@ -114,6 +117,11 @@ def has_one_scale_per_block(packed: GroupedScales) -> bool:
 def fits_q4_1(packed: GroupedScales) -> bool:
     """Whether Q4_1 blocks can hold the codes and scales of a weight."""
     return packed.bits <= 4 and has_one_scale_per_block(packed)
+
+
+def fits_mxfp4(packed: CodebookWeight) -> bool:
+    """Whether MXFP4 blocks can hold the codes and exponents of a weight."""
+    return packed.is_mxfp4 and packed.block_size % BLOCK_COLUMNS == 0
 
 
 def fits_q8_0(packed: GroupedScales) -> bool:
@@ -165,6 +173,20 @@ def encode_q4_1(packed: GroupedScales) -> torch.Tensor:
     offset_bytes = repeat_for_blocks(packed, offset)
     blocks = torch.cat([scale_bytes, offset_bytes, nibbles], -1)
     return blocks.flatten(1)
+
+
+def encode_mxfp4(packed: CodebookWeight) -> torch.Tensor:
+    """Encode as GGUF's MXFP4 blocks, uint8 [rows, bytes]: exponent, then 32 codes of four bits.
+
+    The last 16 codes of a block are in the high halves of its 16 bytes.
+    """
+    codes = unpack_codes(packed.codes, 4)
+    codes = codes.unflatten(1, (-1, BLOCK_COLUMNS))
+    half = BLOCK_COLUMNS // 2
+    nibbles = codes[..., :half] | codes[..., half:] << 4
+    blocks_per_exponent = packed.block_size // BLOCK_COLUMNS
+    exponents = packed.absmax.repeat_interleave(blocks_per_exponent, 1)
+    return torch.cat([exponents[..., None], nibbles], -1).flatten(1)
 
 
 def encode_q8_0(packed: GroupedScales) -> torch.Tensor:
