@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -19,12 +20,14 @@ from bloomery.config import (
     ConfigClass,
     EngineConfig,
     ServerConfig,
+    cache_directory,
     config_file_variable,
     flag_name,
     option_fields,
     parse_option,
     read_config_file,
     read_environment,
+    use_cache_directory,
     variable_name,
 )
 from bloomery.errors import BloomeryError
@@ -66,6 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"bloomery: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def raise_on_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again. Until then it ends the process: see __main__.py."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -112,6 +121,11 @@ def add_chat_command(subparsers: Subparsers, name: str) -> None:
     add_sampling_flags(parser, max_tokens_default="1024, and /continue goes on")
 
 
+def add_warm_command(subparsers: Subparsers, name: str) -> None:
+    help_text = "fill the cache directory with what a model's start compiles and measures"
+    add_model_command(subparsers, name, run_warm, help_text)
+
+
 def add_profile_command(subparsers: Subparsers, name: str) -> None:
     from bloomery.tools import profile
 
@@ -128,7 +142,12 @@ def tool_command(module_name: str, help_text: str) -> Callable[[Subparsers, str]
 
     def add_tool_command(subparsers: Subparsers, name: str) -> None:
         module = import_module(module_name)
-        parser = add_command(subparsers, name, module.run_command, help_text)
+
+        def run_tool(args: argparse.Namespace) -> int:
+            raise_on_interrupt()
+            return int(module.run_command(args))
+
+        parser = add_command(subparsers, name, run_tool, help_text)
         module.add_flags(parser)
 
     return add_tool_command
@@ -279,6 +298,7 @@ def load_llm(args: argparse.Namespace, **more_options: Any) -> Any:
     """Load the model that the flags describe, as an offline LLM."""
     from bloomery.llm import LLM
 
+    raise_on_interrupt()
     config = build_config(args)
     options = {field.name: getattr(config, field.name) for field in option_fields()}
     options["enable_prefix_caching"] = options.pop("prefix_cache")
@@ -303,6 +323,17 @@ def run_generate(args: argparse.Namespace) -> int:
     for delta in llm.stream(prompt, build_sampling_params(args, llm.default_params)):
         write_text(delta.text)
     print()
+    return 0
+
+
+def run_warm(args: argparse.Namespace) -> int:
+    """Start an engine once, so that later starts find its kernels in the cache directory.
+
+    With --load-format dummy the model's weights are not needed.
+    """
+    use_cache_directory(build_config(args).cache_dir)
+    load_llm(args, skip_tokenizer_init=True)
+    print(f"The next start of this model finds its kernels in {cache_directory()}.")
     return 0
 
 
@@ -342,6 +373,7 @@ COMMANDS: Mapping[str, Callable[[Subparsers, str], None]] = {
         "bloomery.tools.bench.command",
         "put load on a server and measure TTFT, ITL, TPOT and throughput",
     ),
+    "warm": add_warm_command,
     "profile": add_profile_command,
     "quantize": tool_command(
         "bloomery.tools.quantize", "write a checkpoint again in fewer bits per weight"

@@ -1,10 +1,10 @@
 """The main module of the engine process: runs the engine with the executor of its plan.
 
-    python -m bloomery.engine_main [cpu] [human|json] [debug|info|warning|error] DESCRIPTOR
+    python -m bloomery.engine_main [cpu|cuda] [human|json] [debug|info|warning|error] DESCRIPTOR
 
-The plan arrives over the inherited socket DESCRIPTOR. With `cpu`, the process imports everything
-that a local CPU worker needs before the plan arrives. The log format is `human` by default and the
-log level `info`.
+The plan arrives over the inherited socket DESCRIPTOR. With `cpu` or `cuda`, the process imports
+everything that a local worker on this device needs before the plan arrives. The log format is
+`human` by default and the log level `info`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import signal
 import sys
 import threading
 from importlib import import_module
@@ -21,19 +22,23 @@ from pathlib import Path
 from typing import Any
 
 
-def preload_cpu_worker() -> None:
-    """Import the modules of a CPU worker. The import of torch takes most of the start-up time."""
+def preload_worker(device: str) -> None:
+    """Import the modules of a worker and start its device. The import of torch takes longest."""
     gc.disable()  # imports create little garbage, and collecting it would only take time
     linking = threading.Thread(target=link_torch_library)
     linking.start()
     from bloomery.ipc import die_with_parent
 
     die_with_parent()
+    # Nothing needs cleaning up yet, and an exception amid the import of torch aborts the process.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # While torch's library is linked, import modules that do not need it.
     import_module("numpy")
     import_module("bloomery.describe")
     linking.join()
     import_module("bloomery.executors.local")
+    if device == "cuda":
+        import_module("bloomery.runtime.device").create_cuda_context()
     gc.freeze()
     atexit.register(gc.unfreeze)  # extension modules report frozen objects as leaks at exit
     gc.enable()
@@ -71,19 +76,23 @@ def load_vocabulary(plan: Any) -> object:
 
 def main() -> int:
     *options, descriptor = sys.argv[1:]
-    if "cpu" in options:
-        preload_cpu_worker()
+    if options and options[0] in ("cpu", "cuda"):
+        preload_worker(options[0])
     from bloomery.config import LOG_LEVELS
     from bloomery.engine.engine_process import run_engine_process
     from bloomery.executors.select import select_executor
-    from bloomery.hardware import has_ample_memory
+    from bloomery.hardware import has_ample_memory, has_spare_cores
     from bloomery.logs import configure_logging
 
     log_format = "json" if "json" in options else "human"
     log_level = next((name for name in options if name in LOG_LEVELS), "info")
     configure_logging(log_format, "engine: %(message)s", log_level)
     return run_engine_process(
-        int(descriptor), select_executor, load_vocabulary, prepare_grammars=has_ample_memory()
+        int(descriptor),
+        select_executor,
+        load_vocabulary,
+        prepare_grammars=has_ample_memory(),
+        has_spare_cores=has_spare_cores(),
     )
 
 

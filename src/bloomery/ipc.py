@@ -287,15 +287,15 @@ def spawn_child(command: Sequence[str], inherited_fds: Sequence[int] = ()) -> Ch
 
 
 def build_engine_command(
-    log_format: str, preload_cpu: bool = False, log_level: str = "info"
+    log_format: str, preload_device: str | None = None, log_level: str = "info"
 ) -> tuple[str, ...]:
     """Return the command line of an engine process, for `spawn_child`.
 
-    With `preload_cpu` the process imports everything a CPU worker needs before it gets its plan.
+    With `preload_device`, cpu or cuda, the process imports everything that a worker on this device
+    needs before it gets its plan.
     """
-    if preload_cpu:
-        return (*ENGINE_COMMAND, "cpu", log_format, log_level)
-    return (*ENGINE_COMMAND, log_format, log_level)
+    preload = () if preload_device is None else (preload_device,)
+    return (*ENGINE_COMMAND, *preload, log_format, log_level)
 
 
 class ChildConnection(asyncio.Protocol, Generic[MessageT]):

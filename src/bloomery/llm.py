@@ -31,7 +31,6 @@ from bloomery.config import EngineConfig
 from bloomery.describe import build_engine_plan
 from bloomery.engine.build import build_engine, run_in_background
 from bloomery.engine.client import EngineClient, EngineTimeouts
-from bloomery.engine.executor import Executor
 from bloomery.errors import BloomeryError, ConfigError, InvalidRequest, RequestFailed, TemplateError
 from bloomery.executors.select import select_executor
 from bloomery.ipc import ENGINE_COMMAND
@@ -54,8 +53,6 @@ ResultT = TypeVar("ResultT")
 ParamsT = ParamSpec("ParamsT")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 ChatMessage = Mapping[str, Any]
-
-CAPTURE_POLL_SECONDS = 0.02  # between two checks for pending CUDA graph captures
 
 
 # ---- shared by LLM and AsyncLLM ------------------------------------------------------------------
@@ -140,10 +137,12 @@ class RequestBuilder:
         if outputs is None:
             return ""
         if outputs != self.last_grammar[0]:
+            from bloomery.structured.closed_schema import close_outputs
             from bloomery.structured.grammar import compile_grammar
 
             vocabulary = self.load_vocabulary().result()
-            grammar, warnings = compile_grammar(outputs, vocabulary, "structured_outputs")
+            field = "structured_outputs"
+            grammar, warnings = compile_grammar(close_outputs(outputs, field), vocabulary, field)
             for warning in warnings:
                 log.warning("structured output: %s", warning)
             self.last_grammar = (outputs, grammar)
@@ -255,7 +254,6 @@ class LLM:
         )
         self.executor = select_executor(self.plan, progress=progress)  # imports torch
         self.capacity = self.executor.start(self.plan)
-        capture_all_graphs(self.executor, progress)
         for note in self.capacity.notes:
             log.warning(note)
         self.request_builder = RequestBuilder(self.tokenizer, self.capacity)
@@ -413,17 +411,6 @@ class LLM:
         for request_id in request.completions:
             self.open_completions.pop(request_id, None)
             self.loop.abort(request_id)
-
-
-def capture_all_graphs(executor: Executor, progress: bool) -> None:
-    """Capture all CUDA graphs before the first request. A server captures in the background."""
-    from bloomery.runtime.progress import progress_bar
-
-    pending = executor.capture_next_graph()
-    with progress_bar("graphs", pending, progress and pending > 0) as advance:
-        while pending:
-            pending = executor.capture_next_graph()
-            advance()
 
 
 @contextmanager
@@ -615,9 +602,6 @@ class AsyncLLM:
             await show_load_progress(ready, self._load_progress)
         try:
             capacity = await ready
-            while self._has_pending_captures():
-                await asyncio.sleep(CAPTURE_POLL_SECONDS)
-            await self.client.ready()  # the engine may have crashed during a capture
         except BloomeryError as error:
             raise BloomeryError(self.client.status.detail or str(error)) from None
         return capacity
@@ -629,12 +613,6 @@ class AsyncLLM:
     def _load_progress(self) -> tuple[str, float]:
         status = self.client.status
         return status.detail, status.progress or 0.0
-
-    def _has_pending_captures(self) -> bool:
-        """Whether CUDA graphs are still to be captured; unknown before the first statistics."""
-        stats = self.client.current_stats
-        has_stats = stats.kv_blocks > 0
-        return self.client.status.state == "ready" and (not has_stats or stats.pending_captures > 0)
 
     async def _forward_outputs(
         self, requests: Sequence[EngineRequest], outputs: OutputQueue

@@ -24,12 +24,13 @@ import uvloop
 from starlette.types import ASGIApp
 
 from bloomery.artifacts.locate import ModelArtifact
+from bloomery.cache_groups import token_capacity
 from bloomery.config import EngineConfig, EnginePlan, ServerConfig
 from bloomery.describe import build_engine_plan
 from bloomery.engine.client import EngineClient, EngineTimeouts
 from bloomery.engine.replicas import ReplicaSet, plan_for_replica
 from bloomery.errors import BloomeryError, ConfigError
-from bloomery.hardware import has_ample_memory
+from bloomery.hardware import has_ample_memory, has_spare_cores
 from bloomery.ipc import ChildHandle, build_engine_command
 from bloomery.logs import (
     configure_logging,
@@ -97,11 +98,13 @@ class ServerStart:
         self.limits = ServerLimits.parse(server_config.limits)
         self.keys = server_config.api_keys
         self.artifact: ModelArtifact | None = None
+        self.text_part_only = False
 
     def plan(self) -> AnyEngineClient:
         """Locate the model, download it if need be, and create the client of its engine."""
         plan, artifact = build_engine_plan(self.config)
         self.artifact = artifact
+        self.text_part_only = plan.text_part_only
         log_plan(plan, artifact.origin)
         timeouts = replace(
             EngineTimeouts.for_device(plan.device, self.limits.step_seconds),
@@ -121,7 +124,9 @@ class ServerStart:
         if self.config.response_format:
             check_response_format(self.config.response_format)
         log_sampling_defaults(tokenizer)
-        settings = build_server_settings(self.config, self.server_config, artifact)
+        settings = build_server_settings(
+            self.config, self.server_config, artifact, self.text_part_only
+        )
         if settings.demo and settings.recommended_model:
             log_recommendation(settings.recommended_model)
         traces = None
@@ -133,7 +138,10 @@ class ServerStart:
 
 
 def build_server_settings(
-    config: EngineConfig, server_config: ServerConfig, artifact: ModelArtifact
+    config: EngineConfig,
+    server_config: ServerConfig,
+    artifact: ModelArtifact,
+    text_part_only: bool,
 ) -> ServerSettings:
     """Build the settings of the HTTP app. The first served model name is the main one."""
     model_names = server_config.split_list(server_config.served_model_name) or (artifact.name,)
@@ -148,9 +156,11 @@ def build_server_settings(
         cors_origins=server_config.split_list(server_config.cors_origins),
         open_metrics=server_config.open_metrics,
         revision=artifact.revision,
+        text_part_only=text_part_only,
         limits=ServerLimits.parse(server_config.limits),
         warm=True,
         prepare_grammars=has_ample_memory(),
+        has_spare_cores=has_spare_cores(),
         response_format=Path(config.response_format) if config.response_format else None,
         demo=artifact.is_demo,
         recommended_model=recommendation.to_dict() if recommendation else None,
@@ -176,8 +186,9 @@ def create_engine_client(
     log_level = server_config.log_level
     if num_replicas == 1:
         num_ranks = plan.tensor_parallel_size * plan.pipeline_parallel_size
-        is_local_cpu = plan.device == "cpu" and num_ranks == 1 and plan.executor == "auto"
-        command = build_engine_command(log_format, is_local_cpu, log_level)
+        is_local = num_ranks == 1 and plan.executor == "auto"
+        preload_device = plan.device if is_local and plan.device in ("cpu", "cuda") else None
+        command = build_engine_command(log_format, preload_device, log_level)
         return EngineClient(plan, command, timeouts, prestarted=prestarted)
     replica_plans = [plan_for_replica(plan, i, num_replicas) for i in range(num_replicas)]
     command = build_engine_command(log_format, log_level=log_level)
@@ -345,7 +356,9 @@ async def report_startup(client: AnyEngineClient, url: str) -> None:
     log.info(
         "ready in %.1f s: KV cache for %d tokens, %d sequences at once, up to %d tokens each",
         process_age_seconds(),
-        capacity.blocks * capacity.block_size,
+        token_capacity(
+            capacity.cache_groups, capacity.blocks, capacity.block_size, capacity.max_model_len
+        ),
         capacity.max_num_seqs,
         capacity.max_model_len,
     )
@@ -408,3 +421,7 @@ def log_plan(plan: EnginePlan, origin: str) -> None:
         plan.max_num_batched_tokens,
         "on" if plan.prefix_cache else "off",
     )
+    if plan.text_part_only:
+        log.info(
+            "%s is a vision model: only its text part is served, images are refused", plan.name
+        )

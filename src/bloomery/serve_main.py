@@ -1,9 +1,8 @@
 """The entry point of `bloomery serve`. It does what must happen before the slow imports.
 
 The port is bound first, so that a port in use is reported at once and clients wait instead of being
-refused. On a CPU, importing torch is the longest part of the start-up. The engine process begins
-with that before this process has imported the HTTP server (serve.py), so both imports run side by
-side.
+refused. Importing torch is a long part of the start-up. The engine process begins with that before
+this process has imported the HTTP server (serve.py), so both imports run side by side.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ def prestart_engine_and_serve(config: EngineConfig, server_config: ServerConfig)
         for listener in listeners:
             cleanup.enter_context(listener)
         prestarted = None
-        if is_single_worker and resolve_device(config.device) == "cpu":
+        device = resolve_device(config.device)
+        if is_single_worker and device in ("cpu", "cuda"):
             log_format = resolve_log_format(server_config.log_format)
-            command = build_engine_command(log_format, True, server_config.log_level)
+            command = build_engine_command(log_format, device, server_config.log_level)
             prestarted = spawn_child(command)
             # serve() may not take it over, or may have ended it already.
             cleanup.callback(prestarted.kill)

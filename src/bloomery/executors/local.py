@@ -32,18 +32,14 @@ class LocalExecutor:
         gc.freeze()
         atexit.register(gc.unfreeze)
         self.worker = Worker(plan, self.progress, self.report)
+        self.worker.capture_graphs(self.progress, self.report)
+        gc.freeze()  # the model and its CUDA graphs are never freed either
         return self.worker.capacity
 
     def submit(self, step: ScheduledStep) -> PendingStep:
         if self.worker is None:
             raise RuntimeError("submit before start")
         return self.worker.run(step)
-
-    def capture_next_graph(self) -> int:
-        pending_captures = 0 if self.worker is None else self.worker.capture_next_graph()
-        if not pending_captures:
-            gc.freeze()  # captured graphs are never freed either
-        return pending_captures
 
     def close(self) -> None:
         self.worker = None

@@ -146,10 +146,6 @@ class MultiprocessExecutor:
                         self.report(message.detail, int(sum(fractions) * 1000), 1000)
         return [capacities[rank] for rank in sorted(capacities)]
 
-    def capture_next_graph(self) -> int:
-        """Return 0: ranks capture all CUDA graphs while they load."""
-        return 0
-
     def submit(self, step: ScheduledStep) -> DeferredResult:
         rank_step = RankStep(step, self.pipeline_tokens.select_last_tokens(step))
         frame = ENGINE_CODEC.encode(rank_step)

@@ -70,10 +70,9 @@ class RankWorker:
         )
         self.is_driver = mesh.is_driver
         self.worker = Worker(plan, report=report, mesh=mesh, pool=pool)
-        # All ranks capture their CUDA graphs now, at the same time: collectives inside a graph must
-        # not be matched with those of a step on another rank.
-        while self.worker.capture_next_graph():
-            pass
+        # All ranks capture at the same time: collectives inside a graph must not be matched with
+        # those of a step on another rank.
+        self.worker.capture_graphs(report=report)
         self.capacity = replace(self.worker.capacity, stages=plan.pipeline_parallel_size)
 
     def run(self, rank_step: RankStep) -> PendingStep:

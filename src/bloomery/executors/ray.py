@@ -213,10 +213,6 @@ class RayExecutor:
                 self.report("ranks", len(joins) - len(waiting), len(joins))
         return [decode_frame(frame, EngineCapacity) for frame in ray.get(joins)]
 
-    def capture_next_graph(self) -> int:
-        """Return 0: ranks capture all CUDA graphs while they load."""
-        return 0
-
     def submit(self, step: ScheduledStep) -> DeferredResult:
         rank_step = RankStep(step, self.pipeline_tokens.select_last_tokens(step))
         frame = ENGINE_CODEC.encode(rank_step)

@@ -1,9 +1,10 @@
 """Measures the memory that steps take besides weights and KV cache, by running the largest step.
 
 The step is the largest in every respect. It has max_num_batched_tokens positions, in prompts of
-max_model_len. One chunk ends the longest sequence. max_num_seqs tokens are sampled, with every
-sampling option, and one prompt is scored. Tensors that live as long as the worker are allocated
-here too, so that they are counted. The inputs are zeros and the results are discarded.
+max_model_len. One chunk ends the longest sequence. Logits of max_num_seqs positions are computed.
+Tensors that live as long as the worker are allocated here too, so that they are counted; the
+sampler's kernels need nothing besides its tables. The inputs are zeros and the results are
+discarded.
 """
 
 from __future__ import annotations
@@ -14,28 +15,16 @@ from typing import Any
 
 import torch
 
-from bloomery.attention.base import AttentionBackend, AttentionMetadata
+from bloomery.attention.base import AttentionBackend, AttentionMetadata, plan_attention
 from bloomery.config import EnginePlan
-from bloomery.messages import NewRequestData, ResolvedSampling
+from bloomery.layout import gate_size
 from bloomery.models.decoder import Decoder
-from bloomery.runtime.kv_cache import allocate_kv_cache
-from bloomery.runtime.sampler import FusedSampler, Sampler
+from bloomery.runtime.kv_cache import single_table_cache
+from bloomery.runtime.sampler import Sampler
 from bloomery.spec import AttentionSpec
 
 LOGITS_CHUNK = 64  # prompt positions whose logits are held at once
 CHUNK_MULTIPLE = 256  # positions; a chunk of a long prompt starts at a multiple of this
-NUM_LOGPROBS = 20  # top tokens whose log-probabilities are returned
-COSTLY_SAMPLING = ResolvedSampling(
-    temperature=0.9,
-    top_k=0,
-    top_p=0.95,
-    min_p=0.01,
-    typical_p=0.95,
-    repetition_penalty=1.1,
-    frequency_penalty=0.1,
-    presence_penalty=0.1,
-    logprobs=NUM_LOGPROBS,
-)
 
 
 @torch.inference_mode()
@@ -57,7 +46,7 @@ def measure_activation_memory(
 
 
 class LargestStep:
-    """The largest step that the plan allows, over a KV cache of its own."""
+    """The largest step that the plan allows, over a KV cache of its own, with one block table."""
 
     def __init__(
         self,
@@ -73,9 +62,8 @@ class LargestStep:
         self.num_tokens = min(plan.max_num_batched_tokens, plan.max_num_seqs * plan.max_model_len)
         prompt_lens = self.split_into_prompts(self.num_tokens)
         self.num_blocks = sum(-(-prompt_len // plan.block_size) for prompt_len in prompt_lens)
-        self.caches = allocate_kv_cache(
-            decoder.spec, self.num_blocks, plan.block_size, kv_cache_dtype, self.device
-        )
+        cache = single_table_cache(decoder.spec, plan.block_size, kv_cache_dtype)
+        self.caches = cache.allocate(self.num_blocks, self.device)
 
     def measure(self, captured_tokens: int) -> int:
         """Return the bytes of the largest step, a long context and the largest CUDA graph."""
@@ -151,8 +139,14 @@ class LargestStep:
         """Run one layer's attention over a chunk that ends at `seq_len`."""
         shape = query_len, spec.num_heads, spec.head_dim
         q = torch.zeros(shape, dtype=self.decoder.dtype, device=self.device)
+        sinks = torch.zeros(spec.num_heads, device=self.device) if spec.sinks else None
+        gate = None
+        if spec.gate is not None:
+            gate = torch.zeros(
+                query_len, gate_size(spec), dtype=self.decoder.dtype, device=self.device
+            )
         plan = self.backend.prepare(self.build_metadata([query_len], seq_len))
-        self.backend.attend(q, cache, spec, plan)
+        self.backend.attend(q, cache, spec, plan, sinks, gate)
 
     def run_model(self, num_tokens: int) -> torch.Tensor:
         """Return the hidden states of `num_tokens` prompt positions."""
@@ -166,10 +160,9 @@ class LargestStep:
         return decoder(
             token_ids,
             metadata.positions,
-            metadata.slot_mapping,
             self.caches,
             self.backend,
-            self.backend.prepare(metadata),
+            plan_attention(self.backend, [metadata]),
             None,
             received,
         )
@@ -181,37 +174,21 @@ class LargestStep:
             self.decoder.logits(hidden[: self.plan.max_num_seqs])
 
     def run_step(self, num_tokens: int) -> tuple[object, ...]:
-        """Run every feature that requests may ask for, each in its most expensive form.
+        """Run a step with an embedding and with as many logits as a step may have.
 
         Returns the tensors that must stay alive until the step ends.
         """
         if not self.decoder.is_last_stage:
             return (self.run_model(num_tokens),)
         max_num_seqs = self.plan.max_num_seqs
-        max_len = self.plan.max_model_len
         vocab_size = self.decoder.spec.vocab
         captured_logits = torch.zeros(
             max_num_seqs, vocab_size, dtype=torch.float32, device=self.device
         )
-        sampler = Sampler(
-            max_num_seqs + 1, vocab_size, self.device, self.plan.deterministic, max_len
-        )
-        fused_sampler = FusedSampler(sampler)
-        for row in range(max_num_seqs):
-            num_prompt_tokens = max_len - 1 if row == max_num_seqs - 1 else 1
-            sampling = COSTLY_SAMPLING
-            if row == 0 and max_num_seqs > 1:
-                # One greedy row makes the sampler copy the other rows out of the batch.
-                sampling = ResolvedSampling(temperature=0.0)
-            prompt = (0,) * num_prompt_tokens
-            sampler.admit(row, NewRequestData(prompt, num_prompt_tokens, sampling, ()))
+        sampler = Sampler(max_num_seqs + 1, vocab_size, self.device)
         hidden = self.run_model(num_tokens)
         hidden.float().sum(0)  # an embedding
         num_logits = max(max_num_seqs, LOGITS_CHUNK)
         indices = torch.arange(num_logits, device=self.device) % len(hidden)
-        logits = self.decoder.logits(hidden[indices])
-        sampling_jobs = [(row, max_len - 1, ()) for row in range(max_num_seqs)]
-        sampler.sample(logits[:max_num_seqs], sampling_jobs)
-        prompt_logits = logits[:LOGITS_CHUNK]
-        sampler.prompt_logprobs(prompt_logits, [0] * len(prompt_logits), NUM_LOGPROBS)
-        return hidden, captured_logits, fused_sampler
+        logits = self.decoder.logits(hidden[indices], as_float32=self.device.type == "cpu")
+        return hidden, captured_logits, sampler, logits

@@ -14,7 +14,8 @@ Nothing here knows requests, rows or sampling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -34,17 +35,19 @@ class BatchInvariantForward:
 
     forward: ModelForward
     max_blocks_per_seq: int
-    null_block: int
+    null_blocks: Sequence[int]  # of each block table
+    block_size: int
     tile_size: int
 
     def hidden_states(
         self,
         token_ids: torch.Tensor,
-        metadata: AttentionMetadata,
+        layouts: Sequence[AttentionMetadata],
         output_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_tokens = len(token_ids)
         device = token_ids.device
+        metadata = layouts[0]
         if num_tokens <= self.tile_size:
             order = torch.arange(num_tokens, device=device)
         else:
@@ -53,18 +56,26 @@ class BatchInvariantForward:
             order = metadata.positions.argsort(stable=True)
         token = torch.arange(num_tokens, dtype=metadata.query_start_loc.dtype, device=device)
         sequence = torch.searchsorted(metadata.query_start_loc[1:], token, right=True)
-        missing_blocks = self.max_blocks_per_seq - metadata.block_tables.shape[1]
-        block_tables = F.pad(metadata.block_tables, (0, missing_blocks), value=self.null_block)
+        tables = []
+        for layout, null_block in zip(layouts, self.null_blocks, strict=True):
+            missing_blocks = self.max_blocks_per_seq - layout.block_tables.shape[1]
+            tables.append(F.pad(layout.block_tables, (0, missing_blocks), value=null_block))
         outputs = []
         for part in order.split(self.tile_size):
-            tile = self._make_tile(
-                metadata.positions[part],
-                metadata.slot_mapping[part],
-                block_tables[sequence[part]],
-                metadata.block_size,
-            )
+            tiles = [
+                self._make_tile(
+                    layout.positions[part],
+                    layout.slot_mapping[part],
+                    block_tables[sequence[part]],
+                    layout.window,
+                    null_block,
+                )
+                for layout, block_tables, null_block in zip(
+                    layouts, tables, self.null_blocks, strict=True
+                )
+            ]
             padded_ids = self._pad_tile(token_ids[part], 0)
-            hidden = self.forward.hidden_states(padded_ids, tile)
+            hidden = self.forward.hidden_states(padded_ids, tiles)
             outputs.append(hidden[: len(part)])
         hidden = outputs[0]
         if len(outputs) > 1:
@@ -80,17 +91,23 @@ class BatchInvariantForward:
             parts.append(logits[: len(part)])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def is_place_invariant(self, vocab_size: int, block_size: int) -> bool:
+    def is_place_invariant(self, vocab_size: int) -> bool:
         """Whether equal inputs give equal results wherever in a tile they stand."""
         device = self.forward.caches[0].device
         dtype = index_dtype(device)
         zeros = torch.zeros(self.tile_size, dtype=dtype, device=device)
-        block_tables = torch.full(
-            (self.tile_size, self.max_blocks_per_seq), self.null_block, dtype=dtype, device=device
-        )
-        null_slots = zeros + self.null_block * block_size
-        tile = self._make_tile(zeros, null_slots, block_tables, block_size)
-        hidden = self.forward.hidden_states(zeros + vocab_size // 2, tile)
+        table_shape = (self.tile_size, self.max_blocks_per_seq)
+        tiles = [
+            self._make_tile(
+                zeros,
+                zeros + null_block * self.block_size,
+                torch.full(table_shape, null_block, dtype=dtype, device=device),
+                None,
+                null_block,
+            )
+            for null_block in self.null_blocks
+        ]
+        hidden = self.forward.hidden_states(zeros + vocab_size // 2, tiles)
         results = [hidden]
         if self.forward.decoder.is_last_stage:
             results.append(self.forward.compute_logits(hidden))
@@ -101,14 +118,16 @@ class BatchInvariantForward:
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
         block_tables: torch.Tensor,
-        block_size: int,
+        window: int | None,
+        null_block: int,
     ) -> AttentionMetadata:
         """The layout of one tile: at most `tile_size` positions, filled up with padding."""
         return AttentionMetadata.from_single_positions(
             self._pad_tile(positions, 0),
-            self._pad_tile(slot_mapping, self.null_block * block_size),
-            self._pad_tile(block_tables, self.null_block),
-            block_size,
+            self._pad_tile(slot_mapping, null_block * self.block_size),
+            self._pad_tile(block_tables, null_block),
+            self.block_size,
+            window,
         )
 
     def _pad_tile(self, values: torch.Tensor, fill: int) -> torch.Tensor:
@@ -121,14 +140,14 @@ class BatchInvariantForward:
 def find_batch_invariant_tile(
     forward: ModelForward,
     max_blocks_per_seq: int,
-    null_block: int,
+    null_blocks: Sequence[int],
     block_size: int,
     mesh: DeviceMesh,
 ) -> BatchInvariantForward:
     """Use full tiles if results are place invariant on every rank, else tiles of one position."""
     on_cpu = forward.caches[0].device.type == "cpu"
     tile_size = CPU_TILE_SIZE if on_cpu else GPU_TILE_SIZE
-    tiled = BatchInvariantForward(forward, max_blocks_per_seq, null_block, tile_size)
-    if mesh.min_over_ranks(tiled.is_place_invariant(forward.decoder.spec.vocab, block_size)):
+    tiled = BatchInvariantForward(forward, max_blocks_per_seq, null_blocks, block_size, tile_size)
+    if mesh.min_over_ranks(tiled.is_place_invariant(forward.decoder.spec.vocab)):
         return tiled
-    return BatchInvariantForward(forward, max_blocks_per_seq, null_block, 1)
+    return replace(tiled, tile_size=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -32,3 +33,9 @@ def free_memory(device: torch.device) -> int:
         if available:
             return int(available[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def create_cuda_context() -> None:
+    """Create the CUDA context of the first GPU ahead of time; it takes about half a second."""
+    with suppress(RuntimeError):  # the worker reports what is wrong with the device
+        torch.empty(1, device="cuda")

@@ -36,18 +36,32 @@ def build_roofline(
     kv_cache_dtype: torch.dtype,
     tp: int,
     pp: int,
+    expert_bytes: int = 0,
 ) -> Roofline:
     """The roofline of a model as it was loaded, with `weights_bytes` on all ranks together.
 
-    The precision is that of `dtype` unless the bytes are clearly fewer: tables besides the weights
-    or tied weights change the bytes a little.
+    `expert_bytes` of them are experts, which may have other bits than the rest. The precision is
+    that of `dtype` unless the bytes are clearly fewer: tables besides the weights or tied weights
+    change the bytes a little.
     """
     dtype_bits = 8.0 * dtype.itemsize
-    bits = 8 * weights_bytes / max(count_parameters(model).total, 1)
-    if bits > UNQUANTIZED_FRACTION * dtype_bits:
-        bits = dtype_bits
+
+    def measure_bits(nbytes: int, count: int) -> float:
+        bits = 8 * nbytes / max(count, 1)
+        return dtype_bits if bits > UNQUANTIZED_FRACTION * dtype_bits else bits
+
+    counts = count_parameters(model)
+    expert_values = counts.experts if expert_bytes else 0
+    bits = measure_bits(weights_bytes - expert_bytes, counts.total - expert_values)
+    expert_bits = measure_bits(expert_bytes, counts.experts) if expert_bytes else 0.0
     compute_format = "fp32" if dtype == torch.float32 else "bf16"
-    precision = WeightPrecision("as loaded", bits, bits, compute_format)
+    precision = WeightPrecision(
+        "as loaded",
+        bits,
+        bits,
+        compute_format,
+        expert_bits=expert_bits if expert_bits != bits else 0,
+    )
     return Roofline(model, hardware, precision, 8 * kv_cache_dtype.itemsize, tp, pp)
 
 

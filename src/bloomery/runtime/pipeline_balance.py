@@ -13,12 +13,12 @@ from functools import partial
 
 import torch
 
-from bloomery.attention.base import AttentionMetadata
+from bloomery.attention.base import AttentionMetadata, plan_attention
 from bloomery.attention.select import select_backend
 from bloomery.layout import split_stages
 from bloomery.models.decoder import Decoder
 from bloomery.parallel.groups import DeviceMesh
-from bloomery.runtime.kv_cache import allocate_kv_cache
+from bloomery.runtime.kv_cache import single_table_cache
 from bloomery.spec import LayerSpec, ModelSpec
 
 NUM_SEQUENCES = 4  # of the measured step
@@ -63,7 +63,8 @@ def build_layer_step(decoder: Decoder) -> Callable[[], torch.Tensor]:
     device = decoder.device
     backend = select_backend([spec.layers[0].attention], decoder.dtype, device, pool=decoder.pool)
     decoder.build_rope_cache(1)
-    caches = allocate_kv_cache(spec, NUM_SEQUENCES, BLOCK_SIZE, decoder.dtype, device)
+    cache = single_table_cache(spec, BLOCK_SIZE, decoder.dtype)
+    caches = cache.allocate(NUM_SEQUENCES, device)
     ones = [1] * NUM_SEQUENCES
     block_tables = [[block] for block in range(NUM_SEQUENCES)]
     metadata = AttentionMetadata.from_host(ones, ones, block_tables, BLOCK_SIZE, device)
@@ -71,14 +72,12 @@ def build_layer_step(decoder: Decoder) -> Callable[[], torch.Tensor]:
     hidden = torch.zeros(NUM_SEQUENCES, spec.hidden, dtype=decoder.dtype, device=device)
 
     def run_step() -> torch.Tensor:
-        plan = backend.prepare(metadata)
         return decoder(
             token_ids,
             metadata.positions,
-            metadata.slot_mapping,
             caches,
             backend,
-            plan,
+            plan_attention(backend, [metadata]),
             None,
             hidden,
         )

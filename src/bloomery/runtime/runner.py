@@ -14,7 +14,7 @@ This file must not know sampling parameters, stop conditions or scheduling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -22,9 +22,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from bloomery.attention.base import AttentionBackend, AttentionMetadata, upload
+from bloomery.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    plan_attention,
+    upload,
+)
+from bloomery.kernels.launch import MissingKernels, defer_compilations
 from bloomery.kernels.rows import advance_rows
-from bloomery.kernels.token_mask import TokenMasks, mask_logits
+from bloomery.kernels.sampling_rows import SampleOutputs
 from bloomery.models.decoder import Decoder
 from bloomery.native.thread_pool import OpTrace, ThreadPool, TraceArena
 from bloomery.native.trace import UnsupportedOperation, record_trace
@@ -45,8 +51,8 @@ TRACE_ARENA_BYTES = 256 << 20
 # Bytes of a trace arena for each logit of a full batch: three copies in float32.
 TRACE_BYTES_PER_LOGIT = 12
 
-# logits [n, vocab], rows [n], positions of the new tokens [n] -> tokens [n]
-SampleTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# logits [n, vocab], rows [n], positions of the new tokens [n] -> tokens [n] and log-probabilities
+SampleTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], SampleOutputs]
 StepWork = Callable[[], None]
 
 
@@ -61,10 +67,13 @@ class ForwardPass(Protocol):
     def hidden_states(
         self,
         token_ids: torch.Tensor,
-        metadata: AttentionMetadata,
+        layouts: Sequence[AttentionMetadata],
         output_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """token_ids [tokens] -> hidden states [tokens, hidden], or only those at the indices."""
+        """token_ids [tokens] -> hidden states [tokens, hidden], or only those at the indices.
+
+        `layouts` has the step's layout for each block table of the model.
+        """
         ...
 
     def compute_logits(self, hidden: torch.Tensor, as_float32: bool = True) -> torch.Tensor:
@@ -81,27 +90,28 @@ class ModelForward:
     caches: Sequence[torch.Tensor]
     # Pipeline parallel: receives hidden states from the previous stage, sends them to the next.
     pipe: StagePipe | None = None
+    layer_tables: Sequence[int] = ()  # the block table of each layer; empty: all use the first
     tile_size: int = 1
 
     def hidden_states(
         self,
         token_ids: torch.Tensor,
-        metadata: AttentionMetadata,
+        layouts: Sequence[AttentionMetadata],
         output_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        plan = self.backend.prepare(metadata)
+        steps = plan_attention(self.backend, layouts)
         received = None
         if self.pipe is not None:
             received = self.pipe.receive(len(token_ids))
         hidden = self.decoder(
             token_ids,
-            metadata.positions,
-            metadata.slot_mapping,
+            layouts[0].positions,
             self.caches,
             self.backend,
-            plan,
+            steps,
             output_indices,
             received,
+            self.layer_tables,
         )
         if self.pipe is not None:
             self.pipe.send(hidden)
@@ -152,15 +162,16 @@ class GraphPool:
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self.pending: list[tuple[CudaGraphRunner, StepShape, StepWork]] = []
+        # Graphs that lack kernels. Without any graph the memory pool could not be used again.
+        self.incomplete: list[torch.cuda.CUDAGraph] = []
 
-    def capture(self, work: StepWork) -> torch.cuda.CUDAGraph:
+    def capture(self, work: StepWork, missing: MissingKernels) -> torch.cuda.CUDAGraph:
         """Capture the work without running it and without waiting for the device.
 
-        The work must have run before: compilation and permanent allocations may not become part of
-        the graph.
+        Kernels that are not compiled yet are added to `missing`. The graph lacks them.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), defer_compilations(missing):
             graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             try:
                 work()
@@ -172,7 +183,7 @@ class GraphPool:
         """Capture the shapes that occurred twice; call it once the second run is queued."""
         while self.pending:
             runner, shape, work = self.pending.pop()
-            runner.graphs[shape] = self.capture(work)
+            runner.capture(shape, work, {})
 
 
 class CudaGraphRunner:
@@ -193,11 +204,20 @@ class CudaGraphRunner:
             self.pool.pending.append((self, shape, work))
         self.seen_shapes.add(shape)
 
-    def capture(self, shape: StepShape, work: StepWork) -> None:
-        """Run the work once, over padding, and capture it."""
+    def capture(self, shape: StepShape, work: StepWork, missing: MissingKernels) -> bool:
+        """Capture the work; if it needs kernels that are not compiled yet, collect those instead.
+
+        Returns whether there is a graph of that shape now.
+        """
         if shape not in self.graphs:
-            work()
-            self.graphs[shape] = self.pool.capture(work)
+            own_missing: MissingKernels = {}
+            graph = self.pool.capture(work, own_missing)
+            if own_missing:
+                self.pool.incomplete.append(graph)
+                missing.update(own_missing)
+                return False
+            self.graphs[shape] = graph
+        return True
 
 
 class MixedStep(NamedTuple):
@@ -206,43 +226,6 @@ class MixedStep(NamedTuple):
     num_decodes: int
     first_chunk: int  # batch slot of the first chunk
     sampled_chunks: tuple[PlacedRequest, ...]  # chunks that sample, in the order of their slots
-
-
-class MaskUpload:
-    """Copies masks to the device through pinned buffers that are allocated once.
-
-    Masks are large, and allocating pinned memory for every step would stall the host for
-    milliseconds. There are two buffers: while one is being copied, the other can be filled.
-    """
-
-    def __init__(self, max_masks: int, device: torch.device):
-        self.max_masks = max_masks
-        self.device = device
-        self.hosts: list[torch.Tensor] = []  # pinned, allocated by the first masks
-        self.copied: list[torch.cuda.Event] = []  # when each of them may be filled again
-        self.target = torch.empty(0)
-        self.turn = 0
-
-    def copy(self, bits: np.ndarray) -> torch.Tensor:
-        """Return masks [masks, words] int32 on the device; queues the copy without waiting."""
-        source = torch.from_numpy(bits)
-        if self.device.type != "cuda":
-            return source
-        num_masks, num_words = bits.shape
-        if not self.hosts:
-            shape = (self.max_masks, num_words)
-            self.target = torch.empty(shape, dtype=torch.int32, device=self.device)
-            for _ in range(2):
-                self.hosts.append(torch.empty(shape, dtype=torch.int32, pin_memory=True))
-                self.copied.append(torch.cuda.Event())
-        self.turn = 1 - self.turn
-        host = self.hosts[self.turn][:num_masks]
-        self.copied[self.turn].synchronize()
-        host.copy_(source)
-        target = self.target[:num_masks]
-        target.copy_(host, non_blocking=True)
-        self.copied[self.turn].record()
-        return target
 
 
 class ModelRunner:
@@ -276,11 +259,9 @@ class ModelRunner:
         self.buffers = StepBuffers(rows, block_size, self.max_mixed_tokens)
         device = rows.last_tokens.device
         max_slots = rows.max_num_seqs
-        # Results of self-feeding steps, by batch slot.
+        # Logits of masked steps, by batch slot.
         num_slots = max_slots + NUM_PREFILL_SLOTS
         self.logits = torch.zeros(num_slots, vocab_size, dtype=logits_dtype, device=device)
-        self.tokens = torch.zeros(max_slots + NUM_PREFILL_SLOTS, dtype=torch.int64, device=device)
-        self.mask_upload = MaskUpload(num_slots, device)
         self.num_padding = 0  # padding positions of the last step
         self.sizes = CaptureSizes()
         self.work_runner: WorkRunner = EagerRunner()
@@ -309,49 +290,54 @@ class ModelRunner:
         arena = TraceArena(TRACE_ARENA_BYTES + TRACE_BYTES_PER_LOGIT * max_slots * vocab_size)
         trace_runner = CpuTraceRunner(pool, arena)
         try:
-            for fused_sampling in (True, False):
-                shape = decode_shape(1, fused_sampling)
+            for is_masked in (False, True):
+                shape = decode_shape(1, is_masked)
                 trace_runner.trace(shape, partial(self._compute, shape))
         except UnsupportedOperation as reason:
             return str(reason)
         self.work_runner = trace_runner
         return None
 
-    def capture_graphs(self, with_masked: bool = True) -> Iterator[int]:
-        """Capture one graph at a time; yields how many are left, and ends with the last one.
+    def list_captured_shapes(self, with_masked: bool = True) -> list[StepShape]:
+        """The steps to capture before the first request; the largest comes first.
 
-        The largest step comes first. Decode steps follow, the smallest first, because the batch of
-        a server grows from small to large; then mixed steps. `with_masked`: decode steps that end
-        with logits come last, for requests with grammars. Other steps may run in between, eagerly
-        if their graph does not exist yet.
+        `with_masked`: also decode steps that end with logits, for requests with grammars.
         """
-        graph_runner = self.graph_runner
-        if graph_runner is None:
-            return
+        if self.graph_runner is None:
+            return []
         shapes = self.sizes.decode_shapes()
         if self.mixed_steps:
             largest, *smaller = self.sizes.mixed_shapes()
             shapes = [largest, *shapes, *smaller]
         if with_masked:
-            shapes += self.sizes.decode_shapes(fused_sampling=False)
-        num_left = len(shapes)
-        for shape in shapes:
-            self.buffers.write_padding(shape)
-            self.resident_order = None
-            graph_runner.capture(shape, partial(self._compute, shape))
-            num_left -= 1
-            if num_left:  # the generator ends with the last graph, so that it is freed
-                yield num_left
+            shapes += self.sizes.decode_shapes(is_masked=True)
+        return shapes
 
-    def run_decodes(self, order: BatchOrder, fused_sampling: bool) -> None:
+    def release_incomplete_graphs(self) -> None:
+        """Free the graphs that lack kernels, once there are complete ones."""
+        if self.graph_runner is not None:
+            self.graph_runner.pool.incomplete.clear()
+
+    def capture(self, shape: StepShape, missing: MissingKernels) -> bool:
+        """Capture the CUDA graph of a step, unless kernels are missing; returns whether it exists.
+
+        The step has only padding in it, so that no request is changed.
+        """
+        assert self.graph_runner is not None
+        self.buffers.write_padding(shape)
+        self.resident_order = None
+        return self.graph_runner.capture(shape, partial(self._compute, shape), missing)
+
+    def run_decodes(self, order: BatchOrder, is_masked: bool) -> None:
         """Queue a step in which each of these rows computes one position.
 
-        Afterwards `tokens` or, without fused sampling, `logits` has the result of each batch slot.
+        Afterwards the sampler's outputs or, if the step is masked, `logits` have the result of each
+        batch slot.
         """
         self.rows.upload_new_blocks()
-        is_resident = self.resident_shape.fused_sampling == fused_sampling
+        is_resident = self.resident_shape.is_masked == is_masked
         if order is not self.resident_order or not is_resident:
-            shape = self.sizes.pad_decode(len(order.rows), fused_sampling)
+            shape = self.sizes.pad_decode(len(order.rows), is_masked)
             self.buffers.write_decodes(order.row_indices, shape)
             self.resident_order = order
             self.resident_shape = shape
@@ -362,19 +348,15 @@ class ModelRunner:
     def accepts_mixed(self, order: BatchOrder, chunks: Sequence[PlacedRequest]) -> bool:
         """Whether a mixed step can serve these decodes and chunks.
 
-        The step must be small enough. Its chunks must be of prompts without drafts, and fused
-        sampling must support all of their requests.
+        The step must be small enough, and its chunks must be of prompts without drafts.
         """
-        if not self.mixed_steps or not order.fused_sampling or len(chunks) >= NUM_PREFILL_SLOTS:
+        if not self.mixed_steps or len(chunks) >= NUM_PREFILL_SLOTS:
             return False
         num_tokens = len(order.rows) + sum(scheduled.count for scheduled, _ in chunks)
         if num_tokens > self.max_mixed_tokens:
             return False
         return all(
-            row.fused_sampling
-            and row.wants_only_tokens
-            and not scheduled.drafts
-            and row.host_knows_token(scheduled.start)
+            row.wants_only_tokens and not scheduled.drafts and row.host_knows_token(scheduled.start)
             for scheduled, row in chunks
         )
 
@@ -383,76 +365,60 @@ class ModelRunner:
         order: BatchOrder,
         chunks: Sequence[PlacedRequest],
         max_position: int,
-        fused_sampling: bool = True,
+        is_masked: bool = False,
     ) -> MixedStep:
         """Queue a step of decodes, at positions up to `max_position`, and prefill chunks.
 
-        Afterwards `tokens` or, without fused sampling, `logits` has the result of each batch slot:
-        those of the decodes first, and from `first_chunk` on those of the chunks that sample.
+        Afterwards the sampler's outputs or, if the step is masked, `logits` have the result of each
+        batch slot: those of the decodes first, and from `first_chunk` on those of the chunks that
+        sample.
         """
-        # Chunks that sample come first, so that their tokens are adjacent in `tokens`.
+        # Chunks that sample come first, so that their results are adjacent.
         chunks = sorted(chunks, key=lambda pair: not pair[0].samples)
         self.rows.upload_new_blocks()
         num_decodes = len(order.rows)
         num_tokens = num_decodes + sum(scheduled.count for scheduled, _ in chunks)
-        shape = self.sizes.pad_mixed(num_decodes, num_tokens, max_position, fused_sampling)
+        shape = self.sizes.pad_mixed(num_decodes, num_tokens, max_position, is_masked)
         self.num_padding = shape.num_tokens - num_tokens
         self.buffers.write_mixed(order.row_indices, chunks, shape)
         self.work_runner.run(shape, partial(self._compute, shape))
         sampled = tuple([pair for pair in chunks if pair[0].samples])
         return MixedStep(num_decodes, shape.num_decodes, sampled)
 
-    def collect_mixed_tokens(self, mixed: MixedStep) -> torch.Tensor:
-        """Return the tokens of the decodes, then one for each chunk that samples."""
-        if not mixed.sampled_chunks:
-            return self.tokens[: mixed.num_decodes]
-        last_chunk = mixed.first_chunk + len(mixed.sampled_chunks)
-        tokens_of_chunks = self.tokens[mixed.first_chunk : last_chunk]
-        return torch.cat((self.tokens[: mixed.num_decodes], tokens_of_chunks))
-
-    def sample_masked(
-        self, rows: np.ndarray, positions: np.ndarray, bits: np.ndarray, slots: Sequence[int]
-    ) -> None:
-        """Sample for a self-feeding step that ended with logits, now that its masks are known.
+    def sample_masked(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Sample for a self-feeding step that ended with logits, now that the masks are set.
 
         rows and positions [slots]: the row of each batch slot, perhaps the padding row, and the
-        position of its new token. bits [masks, words] are the masks of the batch slots `slots`.
-        Afterwards `tokens` has the result of each batch slot.
+        position of its new token.
         """
         state = self.rows
         num_slots = len(rows)
-        # One copy for all of these: each costs the host as much as a kernel launch.
-        packed = torch.from_numpy(np.concatenate((rows, positions, slots)))
+        # One copy for both: each costs the host as much as a kernel launch.
+        packed = torch.from_numpy(np.concatenate((rows, positions)))
         uploaded = upload(packed, state.positions.device, state.positions.dtype)
         slot_rows = uploaded[:num_slots].to(torch.int32)
-        seq_lens = uploaded[num_slots : 2 * num_slots]
-        device_masks = TokenMasks(self.mask_upload.copy(bits), uploaded[2 * num_slots :])
-        logits = self.logits[:num_slots]
-        mask_logits(logits, device_masks, state.pool)
-        tokens = self.sample_tokens(logits, slot_rows, seq_lens)
-        self.tokens[:num_slots] = tokens
+        seq_lens = uploaded[num_slots:]
+        tokens = self.sample_tokens(self.logits[:num_slots], slot_rows, seq_lens).tokens
         advance_rows(slot_rows, tokens, seq_lens, state.last_tokens, state.positions, state.pool)
 
     def run_host_batch(self, batch: StepBatch) -> torch.Tensor:
         """Queue a step that the host laid out; returns hidden states at its output indices."""
         self.num_padding = 0
-        return self.model.hidden_states(batch.token_ids, batch.metadata, batch.output_indices)
+        return self.model.hidden_states(batch.token_ids, batch.layouts, batch.output_indices)
 
     def _compute(self, shape: StepShape) -> None:
         """The device work of a self-feeding step; reads and writes static buffers only."""
         batch = self.buffers.gather(shape)
-        hidden = self.model.hidden_states(batch.token_ids, batch.metadata, batch.output_indices)
+        hidden = self.model.hidden_states(batch.token_ids, batch.layouts, batch.output_indices)
         if not self.samples:
             return
-        if not shape.fused_sampling:
-            logits = self.model.compute_logits(hidden, as_float32=False)
+        logits = self.model.compute_logits(hidden, as_float32=False)
+        if shape.is_masked:
             self.logits[: shape.num_sequences] = logits
             return
         rows = batch.sampling_rows
         assert rows is not None
-        seq_lens = batch.metadata.seq_lens
-        logits = self.model.compute_logits(hidden, as_float32=False)
-        tokens = self.sample_tokens(logits, rows, seq_lens)
-        self.tokens[: shape.num_sequences] = tokens
+        seq_lens = batch.layouts[0].seq_lens
+        tokens = self.sample_tokens(logits, rows, seq_lens).tokens
         state = self.rows
         advance_rows(rows, tokens, seq_lens, state.last_tokens, state.positions, state.pool)

@@ -8,10 +8,12 @@ the device for the next step, so no step waits for the result of another.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +21,10 @@ import torch
 from bloomery.artifacts.locate import ModelArtifact
 from bloomery.attention.base import AttentionBackend, download, upload
 from bloomery.attention.select import select_backend
+from bloomery.cache_groups import count_pages
 from bloomery.config import EnginePlan
 from bloomery.hardware import detect_hardware
-from bloomery.kernels.token_mask import TokenMasks
+from bloomery.kernels.launch import MissingKernels, compile_kernels
 from bloomery.messages import (
     EngineCapacity,
     SampledTokens,
@@ -39,13 +42,14 @@ from bloomery.runtime.batch_invariant import find_batch_invariant_tile
 from bloomery.runtime.device import check_device
 from bloomery.runtime.kv_cache import (
     KvCacheSize,
-    allocate_kv_cache,
     fit_kv_cache,
+    plan_stage_cache,
     resolve_kv_cache_dtype,
 )
 from bloomery.runtime.meter import StepMeter, StepReading, build_roofline
 from bloomery.runtime.pipeline_balance import select_stage_layers
 from bloomery.runtime.pooling import normalize_embedding, pool_hidden_states
+from bloomery.runtime.progress import PhaseTimer, progress_bar
 from bloomery.runtime.rows import BatchOrder, PlacedRequest, RequestRows
 from bloomery.runtime.runner import (
     ForwardPass,
@@ -56,10 +60,10 @@ from bloomery.runtime.runner import (
 )
 from bloomery.runtime.sampler import (
     AcceptedTokens,
-    FusedSampler,
+    PreviousTokens,
     Sampler,
     SamplerOutput,
-    supports_fused_sampling,
+    read_reports,
 )
 from bloomery.runtime.step_batch import (
     MAX_MIXED_TOKENS,
@@ -69,6 +73,11 @@ from bloomery.runtime.step_batch import (
     build_host_batch,
 )
 
+log = logging.getLogger("bloomery.worker")
+
+# Every eighth shape is tried first, to find the kernels that must be compiled. Neighbouring shapes
+# mostly use the same kernels.
+TRIED_SHAPE_STRIDE = 8
 # Bytes of GPU memory (1.25 GiB) for the driver's part of CUDA graphs and for libraries.
 GRAPH_OVERHEAD_BYTES = 5 << 28
 
@@ -90,50 +99,61 @@ class Worker:
         self.plan = plan
         self.mesh = mesh
         self.is_last_stage = mesh.is_last_stage
+        self.start_timer = PhaseTimer()
         self.device = self._init_device()
+        self.start_timer.end("device")
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
         self.kernels_note: str | None = None  # why the native CPU kernels do not run
         self.pool = pool or self._start_thread_pool()
         loaded = self._load_model(progress, report)
         self.decoder = loaded.decoder
+        self.start_timer.end("weights")
         self.backend = self._select_attention_backend()
+        self.start_timer.end("attention backend")
         self.kv_cache_dtype = self._select_kv_cache_dtype()
+        self.cache = plan_stage_cache(
+            plan,
+            self.decoder.full_spec,
+            self.decoder.spec,
+            self.decoder.layer_range,
+            self.kv_cache_dtype,
+        )
         cache_size = self._allocate_kv_cache()
+        self.start_timer.end("KV cache")
         self.rows = RequestRows(
             plan.max_num_seqs,
             self.max_blocks_per_seq,
             cache_size.num_blocks,
             self.device,
             self.pool,
+            self.cache.layout.tables,
         )
         self.sampler = Sampler(  # its last row is the padding row, which is greedy
             plan.max_num_seqs + 1,
             self.decoder.spec.vocab,
             self.device,
-            plan.deterministic,
-            cache_size.max_model_len,
+            NUM_PREFILL_SLOTS,
+            self.pool,
         )
-        self.model = self._build_forward(cache_size.num_blocks)
+        self.model = self._build_forward()
         captures = plan.cuda_graphs and mesh.num_stages == 1 and not mesh.shares_device
         self.graph_pool = GraphPool() if captures else None
         self.runner = self._build_runner()
         self.cpu_traced = False  # decode steps are replayed from CPU traces
         trace_note = self._trace_decode_steps()
+        num_ranks = plan.tensor_parallel_size * plan.pipeline_parallel_size
         self.roofline = build_roofline(
             self.decoder.full_spec,
             detect_hardware(self.device.type),
-            loaded.weight_bytes * plan.tensor_parallel_size * plan.pipeline_parallel_size,
+            loaded.weight_bytes * num_ranks,
             self.dtype,
             self.kv_cache_dtype,
             plan.tensor_parallel_size,
             plan.pipeline_parallel_size,
+            loaded.expert_bytes * num_ranks,
         )
         notes = (*loaded.notes, cache_size.note, trace_note)
         self.capacity = self._report_capacity(loaded, cache_size, notes)
-        # Several ranks capture before they are ready, so they leave out graphs of rarer steps.
-        self.capture_progress: Iterator[int] = self.runner.capture_graphs(
-            with_masked=plan.tensor_parallel_size == 1
-        )
         self.meter: StepMeter | None = StepMeter(self.roofline, self.device)
 
     # ---- start, in the order of the calls --------------------------------------------------------
@@ -202,16 +222,15 @@ class Worker:
     def _allocate_kv_cache(self) -> KvCacheSize:
         """Fit the KV cache into memory and allocate it, with one more block: the null block."""
         plan = self.plan
-        spec = self.decoder.spec
+        cache = self.cache
         self.decoder.build_rope_cache(plan.max_model_len)
         reserved_bytes = self._measure_reserved_bytes()
-        size = fit_kv_cache(plan, spec, self.kv_cache_dtype, self.device, reserved_bytes, self.mesh)
+        size = fit_kv_cache(plan, cache, self.device, reserved_bytes, self.mesh)
         if size.max_model_len != plan.max_model_len:
             self.decoder.build_rope_cache(size.max_model_len)
-        self.max_blocks_per_seq = -(-size.max_model_len // plan.block_size)
-        self.caches = allocate_kv_cache(
-            spec, size.num_blocks + 1, plan.block_size, self.kv_cache_dtype, self.device
-        )
+        num_pages = count_pages(size.max_model_len, plan.block_size)
+        self.max_blocks_per_seq = num_pages * cache.layout.blocks_per_page  # as kernels count
+        self.caches = cache.allocate(size.num_blocks + 1, self.device)
         return size
 
     def _measure_reserved_bytes(self) -> int:
@@ -226,13 +245,19 @@ class Worker:
         return activation_bytes + GRAPH_OVERHEAD_BYTES
 
     @torch.inference_mode()
-    def _build_forward(self, null_block: int) -> ForwardPass:
+    def _build_forward(self) -> ForwardPass:
         pipe = self.mesh.create_stage_pipe(self.decoder.spec.hidden, self.decoder.dtype)
-        forward = ModelForward(self.decoder, self.backend, self.caches, pipe)
+        forward = ModelForward(
+            self.decoder, self.backend, self.caches, pipe, self.cache.layer_tables
+        )
         if not self.plan.deterministic:
             return forward
         return find_batch_invariant_tile(
-            forward, self.max_blocks_per_seq, null_block, self.plan.block_size, self.mesh
+            forward,
+            self.max_blocks_per_seq,
+            self.rows.null_blocks,
+            self.cache.kernel_block_size,
+            self.mesh,
         )
 
     def _build_runner(self) -> ModelRunner:
@@ -246,8 +271,8 @@ class Worker:
         return ModelRunner(
             self.model,
             self.rows,
-            plan.block_size,
-            FusedSampler(self.sampler, NUM_PREFILL_SLOTS, self.pool),
+            self.cache.kernel_block_size,
+            self.sampler,
             self.decoder.spec.vocab,
             plan.max_num_batched_tokens,
             samples=self.is_last_stage,
@@ -294,14 +319,45 @@ class Worker:
             device=str(self.device),
             notes=tuple(note for note in notes if note),
             expected_steps=self.roofline.reference_steps(),
+            cache_groups=self.cache.layout.groups,
         )
 
-    # ---- background graph capture ----------------------------------------------------------------
-
     @torch.inference_mode()
-    def capture_next_graph(self) -> int:
-        """Capture one more CUDA graph while no request waits; returns how many are left."""
-        return next(self.capture_progress, 0)
+    def capture_graphs(self, progress: bool = False, report: ProgressReport | None = None) -> None:
+        """Compile the kernels of all steps and capture their CUDA graphs.
+
+        The first request is then as fast as any later one. `progress` shows a bar in the terminal,
+        `report` receives the progress.
+        """
+        # Several ranks leave out graphs of rarer steps.
+        shapes = self.runner.list_captured_shapes(with_masked=self.plan.tensor_parallel_size == 1)
+        if not shapes:
+            return
+        self.start_timer.end("rows")
+        missing: MissingKernels = {}
+        for shape in shapes[::TRIED_SHAPE_STRIDE]:
+            self.runner.capture(shape, missing)
+        compile_kernels(missing)
+        self.start_timer.end(f"{len(missing)} kernels")
+        remaining = shapes
+        num_captured = 0
+        with progress_bar("graphs", len(shapes), progress) as advance:
+            while remaining:
+                missing.clear()
+                incomplete = []
+                for shape in remaining:
+                    if not self.runner.capture(shape, missing):
+                        incomplete.append(shape)
+                        continue
+                    num_captured += 1
+                    advance()
+                    if report is not None:
+                        report("CUDA graphs", num_captured, len(shapes))
+                compile_kernels(missing)
+                remaining = incomplete
+        self.runner.release_incomplete_graphs()
+        self.start_timer.end(f"{len(shapes)} CUDA graphs")
+        log.info("the worker started: %s", self.start_timer)
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -336,7 +392,7 @@ class Worker:
             return self._run_mixed(step, order, chunks)
         decodes = self.rows.place_decodes(step.decodes, step.decode_positions)
         placed = [*decodes, *chunks]
-        batch = build_host_batch(placed, self.rows.last_tokens, self.plan.block_size)
+        batch = build_host_batch(placed, self.rows, self.cache.kernel_block_size)
         return self._run_host_batch(batch, step.masked)
 
     def _update_rows(self, step: ScheduledStep) -> list[PlacedRequest]:
@@ -348,9 +404,7 @@ class Worker:
         chunks = []
         for chunk in step.chunks:
             if chunk.new_request is not None:
-                row = self.rows.add(
-                    chunk.sequence, chunk.new_request, supports_fused_sampling(chunk.new_request)
-                )
+                row = self.rows.add(chunk.sequence, chunk.new_request)
                 self.sampler.admit(row.index, chunk.new_request)
             chunks.append((chunk, self.rows.append_blocks(chunk.sequence, chunk.blocks)))
         return chunks
@@ -369,21 +423,17 @@ class Worker:
     def _run_decodes(self, step: ScheduledStep) -> LaunchedStep:
         """Run a step in which every sequence computes one position, fed from the device."""
         order = self.rows.order_decodes(step.decodes, step.decode_positions)
-        fused_sampling = order.fused_sampling and not step.masked
-        self.runner.run_decodes(order, fused_sampling)
+        self.sampler.upload_new_requests()
+        previous = self._fetch_previous_tokens(step, order, ())
+        is_masked = bool(step.masked) or previous is not None
+        self.runner.run_decodes(order, is_masked)
         num_decodes = len(order.rows)
         if not self.is_last_stage:
             return LaunchedStep([], None)
-        if fused_sampling:
-            output = SamplerOutput(self.runner.tokens[:num_decodes], ())
-            return LaunchedStep([], output, decode_indices=order.step_indices)
-        if order.fused_sampling:
-            return self._defer_sampling(step, order, MixedStep(num_decodes, num_decodes, ()))
-        placed = self.rows.place_decodes(step.decodes, step.decode_positions)
-        requests = [
-            BatchedRequest(*placed[index], slot) for slot, index in enumerate(order.step_indices)
-        ]
-        return self._launch_sampling(requests, self.runner.logits[:num_decodes], step.masked)
+        mixed = MixedStep(num_decodes, num_decodes, ())
+        if is_masked:
+            return self._finish_masked(step, order, mixed, previous)
+        return LaunchedStep([], self._read_outputs(order, mixed), decode_indices=order.step_indices)
 
     def _run_mixed(
         self, step: ScheduledStep, order: BatchOrder, chunks: list[PlacedRequest]
@@ -391,18 +441,62 @@ class Worker:
         """Run a step of decodes and a few prefill chunks, fed from the device."""
         self.sampler.upload_new_requests()
         max_position = max(step.decode_positions, default=0)
-        mixed = self.runner.run_mixed(order, chunks, max_position, not step.masked)
-        if step.masked:
-            return self._defer_sampling(step, order, mixed)
-        tokens = self.runner.collect_mixed_tokens(mixed)
-        output = SamplerOutput(tokens, ()) if len(tokens) else None
+        previous = self._fetch_previous_tokens(step, order, chunks)
+        is_masked = bool(step.masked) or previous is not None
+        mixed = self.runner.run_mixed(order, chunks, max_position, is_masked)
+        if is_masked:
+            return self._finish_masked(step, order, mixed, previous)
         sequences = [scheduled.sequence for scheduled, _ in mixed.sampled_chunks]
+        output = self._read_outputs(order, mixed)
         return LaunchedStep(sequences, output, decode_indices=order.step_indices)
 
-    def _defer_sampling(
-        self, step: ScheduledStep, order: BatchOrder, mixed: MixedStep
+    def _fetch_previous_tokens(
+        self, step: ScheduledStep, order: BatchOrder, chunks: Sequence[PlacedRequest]
+    ) -> PreviousTokens | None:
+        """Start to fetch the tokens that select green lists, if a request is watermarked."""
+        watermarked = order.is_watermarked or any(
+            row.request.sampling.watermark for _, row in chunks
+        )
+        if not watermarked or not self.is_last_stage:
+            return None
+        positions = [step.decode_positions[index] + 1 for index in order.step_indices]
+        samples = [(row.index, position) for row, position in zip(order.rows, positions)]
+        samples += [
+            (row.index, chunk.start + chunk.count) for chunk, row in chunks if chunk.samples
+        ]
+        return self.sampler.fetch_previous_tokens(samples)
+
+    def _read_outputs(self, order: BatchOrder, mixed: MixedStep) -> SamplerOutput | None:
+        """Return what the sampler wrote: for the decodes, then for each chunk that samples."""
+        outputs = self.sampler.outputs
+        first_chunk = mixed.first_chunk
+        num_chunks = len(mixed.sampled_chunks)
+        if not mixed.num_decodes and not num_chunks:
+            return None
+        chunk_counts = [row.request.sampling.logprobs for _, row in mixed.sampled_chunks]
+        wants_logprobs = order.num_logprobs or any(count is not None for count in chunk_counts)
+
+        def select(values: torch.Tensor) -> torch.Tensor:
+            decodes = values[: mixed.num_decodes]
+            if not num_chunks:
+                return decodes
+            return torch.cat((decodes, values[first_chunk : first_chunk + num_chunks]))
+
+        if not wants_logprobs:
+            return SamplerOutput(select(outputs.tokens), ())
+        decode_counts = order.num_logprobs or (None,) * mixed.num_decodes
+        return SamplerOutput(
+            select(outputs.tokens), (), select(outputs.reports), (*decode_counts, *chunk_counts)
+        )
+
+    def _finish_masked(
+        self,
+        step: ScheduledStep,
+        order: BatchOrder,
+        mixed: MixedStep,
+        previous: PreviousTokens | None,
     ) -> LaunchedStep:
-        """Return a self-feeding step that samples with the fused sampler once it has its masks."""
+        """Return a self-feeding step that samples once it has its masks and green lists."""
         sampled = mixed.sampled_chunks
         num_slots = mixed.first_chunk + len(sampled)
         rows = np.full(num_slots, self.rows.padding_row, np.int32)
@@ -414,16 +508,18 @@ class Worker:
         rows[mixed.first_chunk :] = [row.index for _, row in sampled]
         positions[mixed.first_chunk :] = [chunk.start + chunk.count for chunk, _ in sampled]
         sequences = [chunk.sequence for chunk, _ in sampled]
-        slot_of = {step.decodes[index]: slot for slot, index in enumerate(order.step_indices)}
-        slot_of |= {sequence: mixed.first_chunk + i for i, sequence in enumerate(sequences)}
-        slots = [slot_of[sequence] for sequence in step.masked]
+        masked_rows = [self.rows.by_sequence[sequence].index for sequence in step.masked]
 
-        def sample(bits: np.ndarray) -> SamplerOutput:
-            self.sampler.upload_new_requests()
-            writable_bits = np.require(bits, requirements=["C", "W"])
-            self.runner.sample_masked(rows, positions, writable_bits, slots)
-            return SamplerOutput(self.runner.collect_mixed_tokens(mixed), ())
+        def sample(bits: np.ndarray | None) -> SamplerOutput | None:
+            if bits is not None:
+                self.sampler.set_masks(masked_rows, bits)
+            self.sampler.set_green_lists(previous)
+            self.runner.sample_masked(rows, positions)
+            return self._read_outputs(order, mixed)
 
+        if not step.masked:
+            output = sample(None)
+            return LaunchedStep(sequences, output, decode_indices=order.step_indices)
         return LaunchedStep(sequences, None, decode_indices=order.step_indices, sample=sample)
 
     def _launch_sampling(
@@ -431,50 +527,45 @@ class Worker:
         requests: Sequence[BatchedRequest],
         logits: torch.Tensor,
         masked: Sequence[int],
-        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] | None = None,
-        embeddings: dict[int, torch.Tensor] | None = None,
+        prompt_reports: dict[int, PromptReports],
+        embeddings: dict[int, torch.Tensor],
     ) -> LaunchedStep:
-        """Sample from logits [n, vocab] with any sampling parameters, now or with the masks."""
+        """Sample from logits [n, vocab] of a step that the host laid out, now or with the masks."""
         sequences = [request.scheduled.sequence for request in requests]
         if not masked:
             output = self._sample(requests, logits)
-            return LaunchedStep(sequences, output, prompt_logprobs, embeddings)
-        slot_of = {}
-        num_samples = 0
-        for request in requests:
-            slot_of[request.scheduled.sequence] = num_samples
-            num_samples += 1 + len(request.scheduled.drafts)
-        slots = [slot_of[sequence] for sequence in masked]
+            return LaunchedStep(sequences, output, prompt_reports, embeddings)
+        masked_rows = [self.rows.by_sequence[sequence].index for sequence in masked]
 
         def sample(bits: np.ndarray) -> SamplerOutput:
-            return self._sample(requests, logits, self._upload_masks(bits, slots))
+            self.sampler.set_masks(masked_rows, bits)
+            return self._sample(requests, logits)
 
-        return LaunchedStep(sequences, None, prompt_logprobs, embeddings, sample=sample)
-
-    def _upload_masks(self, bits: np.ndarray, slots: list[int]) -> TokenMasks:
-        """Copy masks [masks, words] to the device, and the rows of logits they belong to."""
-        host = torch.from_numpy(np.require(bits, requirements=["C", "W"]))
-        return TokenMasks(upload(host, self.device, torch.int32), upload(slots, self.device))
+        return LaunchedStep(sequences, None, prompt_reports, embeddings, sample=sample)
 
     def _run_host_batch(self, batch: StepBatch, masked: Sequence[int]) -> LaunchedStep:
         """Run a step that the host laid out; it may be of any kind."""
         hidden = self.runner.run_host_batch(batch)
         if not self.is_last_stage:
             return LaunchedStep([], None)
-        prompt_logprobs = {}
+        prompt_reports = {}
         for request in batch.requests:
-            logprobs = self._score_prompt(request, hidden)
-            if logprobs:
-                prompt_logprobs[request.scheduled.sequence] = logprobs
+            reports = self._score_prompt(request, hidden)
+            if reports is not None:
+                prompt_reports[request.scheduled.sequence] = reports
         embeddings = self._pool_embeddings(batch, hidden)
         sampled = batch.sampled_requests
         if not sampled:
-            return LaunchedStep([], None, prompt_logprobs, embeddings)
+            return LaunchedStep([], None, prompt_reports, embeddings)
         indices = batch.sample_indices
         if indices is not None and len(indices) != len(hidden):
             hidden = hidden[indices]
-        logits = self.model.compute_logits(hidden)
-        return self._launch_sampling(sampled, logits, masked, prompt_logprobs, embeddings)
+        logits = self._compute_logits(hidden)
+        return self._launch_sampling(sampled, logits, masked, prompt_reports, embeddings)
+
+    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """On a GPU in the dtype of captured steps, so that sampling kernels are compiled once."""
+        return self.model.compute_logits(hidden, as_float32=self.device.type == "cpu")
 
     def _pool_embeddings(self, batch: StepBatch, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the embeddings of the prompts that end in this step, by sequence."""
@@ -488,12 +579,7 @@ class Worker:
                 embeddings[request.scheduled.sequence] = embedding
         return embeddings
 
-    def _sample(
-        self,
-        requests: Sequence[BatchedRequest],
-        logits: torch.Tensor,
-        masks: TokenMasks | None = None,
-    ) -> SamplerOutput:
+    def _sample(self, requests: Sequence[BatchedRequest], logits: torch.Tensor) -> SamplerOutput:
         """Sample from logits [n, vocab]; stores each last token in its row for the next step."""
         if self.meter is not None:
             self.meter.begin_sampling()
@@ -506,7 +592,7 @@ class Worker:
             for request in requests
         ]
         with single_torch_thread(self.pool is not None):
-            output = self.sampler.sample(logits, sampling_jobs, masks)
+            output = self.sampler.sample(logits, sampling_jobs)
         entries = [(row, position) for row, position, _ in sampling_jobs]
         rows, positions = upload(entries, self.device).unbind(1)
         tokens = output.tokens
@@ -520,25 +606,38 @@ class Worker:
         self.rows.set_last_tokens(rows, tokens, positions)
         return output
 
-    def _score_prompt(
-        self, request: BatchedRequest, hidden: torch.Tensor
-    ) -> tuple[TokenLogprob, ...]:
-        """Return log-probabilities of the prompt tokens that this step's positions predict."""
+    def _score_prompt(self, request: BatchedRequest, hidden: torch.Tensor) -> PromptReports | None:
+        """Score the prompt tokens that this step's positions predict, if they are wanted."""
         scheduled = request.scheduled
         new_request = request.row.request
         num_top = new_request.sampling.prompt_logprobs
         start = scheduled.start
         end = min(start + scheduled.count, new_request.prompt_len - 1)
         if num_top is None or start >= end:
-            return ()
+            return None
         offset = request.first_token - start  # from a position to its index in the batch
-        logprobs: list[TokenLogprob] = []
+        reports = []
         for first in range(start, end, LOGITS_CHUNK):
             stop = min(first + LOGITS_CHUNK, end)
-            logits = self.model.compute_logits(hidden[offset + first : offset + stop])
+            logits = self._compute_logits(hidden[offset + first : offset + stop])
             next_tokens = new_request.tokens[first + 1 : stop + 1]
-            logprobs += self.sampler.prompt_logprobs(logits, next_tokens, num_top)
-        return tuple(logprobs)
+            reports.append(self.sampler.score_tokens(logits, next_tokens, num_top))
+        return PromptReports(
+            new_request.tokens[start + 1 : end + 1], download(torch.cat(reports)), num_top
+        )
+
+
+class PromptReports(NamedTuple):
+    """The log-probabilities of prompt tokens, on their way to the host."""
+
+    tokens: tuple[int, ...]
+    reports: torch.Tensor  # [tokens, ...], see SampleOutputs
+    num_top: int
+
+    def read(self) -> tuple[TokenLogprob, ...]:
+        """Convert to messages."""
+        entries = read_reports(self.reports, self.tokens, [self.num_top] * len(self.tokens))
+        return tuple([entry for entry in entries if entry is not None])
 
 
 class LaunchedStep:
@@ -556,13 +655,13 @@ class LaunchedStep:
         self,
         sequences: list[int],
         output: SamplerOutput | None,
-        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] | None = None,
+        prompt_reports: dict[int, PromptReports] | None = None,
         embeddings: dict[int, torch.Tensor] | None = None,
         decode_indices: Sequence[int] | None = None,
-        sample: Callable[[np.ndarray], SamplerOutput] | None = None,
+        sample: Callable[[np.ndarray], SamplerOutput | None] | None = None,
     ):
         self.sequences = sequences
-        self.prompt_logprobs = prompt_logprobs or {}
+        self.prompt_reports = prompt_reports or {}
         self.decode_indices = decode_indices
         self.embeddings = {
             sequence: download(vector) for sequence, vector in (embeddings or {}).items()
@@ -604,8 +703,10 @@ class LaunchedStep:
         """Wait for the device and return the step's output."""
         if self.finished is not None:
             self.finished.synchronize()
-        decode_tokens, accepted = self._split_tokens()
-        prompt_logprobs = self.prompt_logprobs
+        decode_tokens, decode_logprobs, accepted = self._split_tokens()
+        prompt_logprobs = {
+            sequence: reports.read() for sequence, reports in self.prompt_reports.items()
+        }
         samples = [
             SampledTokens(sequence, tokens, logprobs, prompt_logprobs.pop(sequence, ()))
             for sequence, (tokens, logprobs) in zip(self.sequences, accepted, strict=True)
@@ -621,20 +722,35 @@ class LaunchedStep:
         timing = None
         if self.meter is not None and self.reading is not None:
             timing = self.meter.collect(self.reading)
-        return StepOutput(tuple(samples), timing, tuple(decode_tokens))
+        return StepOutput(tuple(samples), timing, tuple(decode_tokens), tuple(decode_logprobs))
 
-    def _split_tokens(self) -> tuple[list[int], list[AcceptedTokens]]:
-        """Return the tokens of decodes in the step's order, and what each of `sequences` gained."""
+    def _split_tokens(
+        self,
+    ) -> tuple[list[int], list[TokenLogprob | None], list[AcceptedTokens]]:
+        """Return the tokens of decodes in the step's order, and what each of `sequences` gained.
+
+        In between are the log-probabilities of the decodes, if any of them wants these.
+        """
         if self.output is None:
-            return [], []
+            return [], [], []
         if self.decode_indices is None:
-            return [], self.output.collect()
-        sampled = self.output.tokens.tolist()
+            return [], [], self.output.collect()
+        sampled, logprobs = self.output.read()
         num_decodes = len(self.decode_indices)
         decode_tokens = [0] * num_decodes
+        decode_logprobs: list[TokenLogprob | None] = []
         for index, token in zip(self.decode_indices, sampled):
             decode_tokens[index] = token
-        return decode_tokens, [((token,), ()) for token in sampled[num_decodes:]]
+        if not logprobs:
+            return decode_tokens, [], [((token,), ()) for token in sampled[num_decodes:]]
+        decode_logprobs = [None] * num_decodes
+        for index, entry in zip(self.decode_indices, logprobs):
+            decode_logprobs[index] = entry
+        accepted: list[AcceptedTokens] = [
+            ((token,), () if entry is None else (entry,))
+            for token, entry in zip(sampled[num_decodes:], logprobs[num_decodes:])
+        ]
+        return decode_tokens, decode_logprobs, accepted
 
 
 @contextmanager
