@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from dataclasses import replace
 from math import prod
 
 from bloomery import layout
@@ -109,4 +110,4 @@ def build_engine_plan(config: EngineConfig) -> tuple[EnginePlan, ModelArtifact]:
         device=resolve_device(config.device),
         context=model.context,
     )
-    return plan, artifact
+    return replace(plan, text_part_only=description.text_part_only), artifact

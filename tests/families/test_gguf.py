@@ -22,6 +22,7 @@ from bloomery.spec import (
     MlpSpec,
     MoeSpec,
     RopeSpec,
+    RouterSpec,
     SplitTensors,
     YarnScaling,
 )
@@ -38,7 +39,45 @@ STATED: dict[str, dict[str, Any]] = {
     "granite": {"logit_scale": 4.0},
     "starcoder": {"attention.head_count_kv": 1},
     "cohere2": {"attention.sliding_window": 5},
+    "cohere2moe": {"attention.sliding_window": 5},
 }
+EXPERTS = {"expert_count": 4, "expert_used_count": 2}
+WITH_EXPERTS = (
+    "afmoe",
+    "cohere2moe",
+    "dots1",
+    "ernie4_5-moe",
+    "glm4moe",
+    "gpt-oss",
+    "granitemoe",
+    "hunyuan-moe",
+    "hy_v3",
+    "laguna",
+    "llama4",
+    "mellum",
+    "minimax-m2",
+    "olmoe",
+    "phimoe",
+    "qwen2moe",
+    "qwen3moe",
+    "qwen3vlmoe",
+)
+WITH_QK_NORM = ("hunyuan-dense", "hunyuan-moe", "minimax-m2")
+XIELU = {
+    "xielu.alpha_p": [0.5] * 3,
+    "xielu.alpha_n": [0.25] * 3,
+    "xielu.beta": [0.5] * 3,
+    "xielu.eps": [-1e-6] * 3,
+}
+for arch in WITH_EXPERTS:
+    size = {"expert_feed_forward_length": 24}
+    STATED[arch] = STATED.get(arch, {}) | EXPERTS | size
+
+
+def expert_tensors(*layers: int, shared: bool = False) -> dict[str, tuple[int, ...]]:
+    kinds: dict[str, tuple[int, ...]] = {"ffn_gate_inp": (4, 32), "ffn_down_exps": (4, 32, 24)}
+    kinds |= {"ffn_down_shexp": (32, 40)} if shared else {}
+    return {f"blk.{i}.{name}.weight": shape for i in layers for name, shape in kinds.items()}
 
 
 def describe(
@@ -50,16 +89,19 @@ def describe(
     epsilon = {ARCHITECTURES[arch].epsilon_key if arch in ARCHITECTURES else RMS_EPSILON: 1e-5}
     stated = SIZES | epsilon | STATED.get(arch, {}) | (changes or {})
     metadata = {f"{arch}.{key}": value for key, value in stated.items() if value is not None}
-    blocks = {f"blk.{i}.attn_norm.weight": (32,) for i in range(3)}
+    blocks: dict[str, tuple[int, ...]] = {f"blk.{i}.attn_norm.weight": (32,) for i in range(3)}
+    if arch in WITH_EXPERTS and not any("_exps" in name for name in tensors or ()):
+        blocks |= expert_tensors(0, 1, 2)
+    if arch in WITH_QK_NORM:
+        blocks |= {f"blk.{i}.attn_q_norm.weight": (8,) for i in range(3)}
     vectors = {f"{name}.weight": values for name, values in divisors.items()}
     shapes = {
         "token_embd.weight": (101, 32),
         **blocks,
         **{name: (len(v),) for name, v in vectors.items()},
     }
-    return describe_gguf(
-        {"general.architecture": arch, **metadata}, shapes | (tensors or {}), vectors.__getitem__
-    )
+    general = {"general.architecture": arch, **XIELU}
+    return describe_gguf(general | metadata, shapes | (tensors or {}), vectors.__getitem__)
 
 
 def attention_of(description: ModelDescription, layer: int = 0) -> AttentionSpec:
@@ -97,7 +139,22 @@ def test_architectures_with_interleaved_rope() -> None:
         for arch in ARCHITECTURES
         if getattr(attention_of(describe(arch)).position, "interleaved", False)
     }
-    assert paired == {"llama", "granite", "smollm3", "command-r", "cohere2"}
+    assert paired == {
+        "llama",
+        "llama4",
+        "mistral3",
+        "granite",
+        "granitemoe",
+        "granite_swa",
+        "smollm3",
+        "command-r",
+        "cohere2",
+        "cohere2moe",
+        "glm4",
+        "ernie4_5",
+        "ernie4_5-moe",
+        "arcee",
+    }
 
 
 def test_head_dim_may_differ_from_hidden_size_per_head() -> None:
@@ -305,21 +362,12 @@ def test_stablelm_parallel_residual_follows_from_its_norms() -> None:
     )
 
 
-EXPERTS = {"expert_count": 4, "expert_used_count": 2}
-
-
-def expert_tensors(*layers: int, shared: bool = False) -> dict[str, tuple[int, ...]]:
-    kinds: dict[str, tuple[int, ...]] = {"ffn_gate_inp": (4, 32), "ffn_down_exps": (4, 32, 24)}
-    kinds |= {"ffn_down_shexp": (32, 40)} if shared else {}
-    return {f"blk.{i}.{name}.weight": shape for i in layers for name, shape in kinds.items()}
-
-
 def test_experts() -> None:
     mixtral = describe("llama", EXPERTS, expert_tensors(0, 1, 2)).model.layers[0].mlp
-    assert mixtral == MoeSpec(4, 2, MlpSpec(128), renormalize=True)
+    assert mixtral == MoeSpec(4, 2, MlpSpec(128))
     qwen2 = describe("qwen2moe", EXPERTS, expert_tensors(0, 1, 2, shared=True)).model.layers[0].mlp
     assert qwen2 == MoeSpec(
-        4, 2, MlpSpec(24), renormalize=False, shared=MlpSpec(40), shared_gate=True
+        4, 2, MlpSpec(24), RouterSpec(normalize=False), shared=MlpSpec(40), shared_gate=True
     )
     description = describe(
         "qwen3moe", EXPERTS | {"expert_feed_forward_length": 24}, expert_tensors(1, 2)
@@ -386,9 +434,16 @@ def test_experts() -> None:
             r"mpt\.attention\.head_count_kv 2 is not supported",
         ),
         (
-            "olmo2",
+            "seed_oss",
             {"attention.sliding_window": 5},
-            r"olmo2\.attention\.sliding_window is not supported",
+            r"seed_oss\.attention\.sliding_window is not supported",
+        ),
+        ("glm4", {"rope.dimension_sections": [2, 1, 1, 0]}, r"rope\.dimension_sections is not"),
+        ("glm4moe", {"nextn_predict_layers": 3}, r"glm4moe\.nextn_predict_layers is 3"),
+        (
+            "qwen3moe",
+            {"expert_weights_scale": 2.5},
+            r"qwen3moe\.expert_weights_scale 2\.5 is not supported",
         ),
         (
             "gemma3",
@@ -442,14 +497,43 @@ def test_unsupported_tensors_are_refused() -> None:
         match=r"tensor blk\.0\.attn_q_norm\.weight is not part of this architecture",
     ):
         describe("mpt", tensors={"blk.0.attn_q_norm.weight": (32,)})
+    for stem in ("attn_sinks.weight", "attn_gate.weight", "exp_probs_b.bias", "exp_probs_b"):
+        with pytest.raises(UnsupportedModel, match=rf"blk\.1\.{stem} is not part of this arch"):
+            describe("llama", tensors={f"blk.1.{stem}": (4,)})
     for name in (
         "blk.0.ffn_gate.0.weight",
         "blk.1.attn_q.scale",
-        "blk.2.attn_sinks.weight",
+        "blk.2.attn_drains.weight",
         "cls.weight",
     ):
         with pytest.raises(UnsupportedModel, match=f"tensor {name} is not part of any model"):
             describe("llama", tensors={name: (32,)})
+
+
+def test_layers_for_multi_token_prediction_are_skipped() -> None:
+    extra = {"block_count": 3, "nextn_predict_layers": 1}
+    tensors = {"blk.2.nextn.eh_proj.weight": (32, 64)}
+    description = describe("glm4moe", extra, tensors)
+    assert len(description.model.layers) == 2
+    assert "blk.2.*" in description.names.ignored and description.unread == ()
+
+
+def test_vision_files_are_served_as_text() -> None:
+    sections = {"rope.dimension_sections": [2, 1, 1, 0]}
+    tensors = {"v.blk.0.attn_q.weight": (8, 8), "mm.0.weight": (8, 8)}
+    description = describe("qwen3vl", sections, tensors)
+    assert description.text_part_only and description.unread == ()
+    assert not describe("qwen3").text_part_only
+
+
+def test_head_counts_per_layer() -> None:
+    heads = {"attention.head_count": [4, 2, 4], "attention.key_length": 8}
+    heads["attention.value_length"] = 8
+    heads["attention.head_count_kv"] = 2
+    layers = describe("laguna", heads).model.layers
+    assert [layer.attention.num_heads for layer in layers] == [4, 2, 4]
+    with pytest.raises(UnsupportedModel, match=r"llama\.attention\.head_count"):
+        describe("llama", heads)
 
 
 def test_unread_keys_are_listed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import transformers as tf
@@ -17,6 +17,8 @@ from bloomery.spec import (
     LongRopeScaling,
     MoeSpec,
     RopeSpec,
+    RouterSpec,
+    YarnScaling,
 )
 from tests.families.hub_configs import CONFIGS
 
@@ -75,7 +77,78 @@ EXPECTED = {
     "stablelm-2-12b": ExpectedModel((32, 8, 160), RopeSpec(40), 4096),
     "granite-3.0-8b": ExpectedModel((32, 8, 128), RopeSpec(128), 4096, tied=True),
     "OLMo-2-1124-7B": ExpectedModel((32, 32, 128), RopeSpec(128, 5e5), 4096),
+    "Ministral-8B-Instruct-2410": ExpectedModel(
+        (32, 8, 128), RopeSpec(128, 1e8), 32768, windows=(32768,)
+    ),
+    "glm-4-9b-chat": ExpectedModel(
+        (32, 2, 128), RopeSpec(64, interleaved=True), 131072, bias=(True, False)
+    ),
+    "GLM-4-9B-0414": ExpectedModel(
+        (32, 2, 128), RopeSpec(64, interleaved=True), 32768, bias=(True, False)
+    ),
+    "ERNIE-4.5-0.3B": ExpectedModel(
+        (16, 2, 128), RopeSpec(128, 5e5, interleaved=True), 131072, tied=True
+    ),
+    "Seed-OSS-36B": ExpectedModel((80, 8, 128), RopeSpec(128, 1e7), 524288, bias=(True, False)),
+    "Olmo-3-7B": ExpectedModel(
+        (32, 32, 128), RopeSpec(128, 5e5), 65536, windows=(4096,) * 3 + (None,)
+    ),
+    "EXAONE-4.0-32B": ExpectedModel(
+        (40, 8, 128),
+        RopeSpec(128, 1e6, scaling=Llama3Scaling(16.0, 1.0, 4.0, 8192)),
+        131072,
+        windows=(4096,) * 3 + (None,),
+    ),
+    "Apertus-8B": ExpectedModel(
+        (32, 8, 128), RopeSpec(128, 12e6, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)), 65536
+    ),
+    "helium-1-preview-2b": ExpectedModel((20, 20, 128), RopeSpec(128, 1e5, interleaved=True), 4096),
+    "Minitron-4B": ExpectedModel((24, 8, 128), RopeSpec(64), 4096),
+    "Qwen2-VL-2B": ExpectedModel(
+        (12, 2, 128), RopeSpec(128, 1e6), 32768, tied=True, bias=(True, False)
+    ),
+    "Qwen2.5-VL-7B": ExpectedModel((28, 4, 128), RopeSpec(128, 1e6), 128000, bias=(True, False)),
+    "Qwen3-VL-4B": ExpectedModel((32, 8, 128), RopeSpec(128, 5e6), 262144, tied=True),
+    "Qwen3-VL-30B-A3B": ExpectedModel((32, 4, 128), RopeSpec(128, 5e6), 262144),
+    "Ministral-3-8B": ExpectedModel(
+        (32, 8, 128), RopeSpec(128, 1e6, scaling=YarnScaling(16.0, 16384)), 262144
+    ),
     "SmolLM3-3B": ExpectedModel((16, 4, 128), RopeSpec(128, 5e6), 65536, tied=True),
+    "GLM-4.5-Air": ExpectedModel((96, 8, 128), RopeSpec(64, 1e6), 131072, bias=(True, False)),
+    "dots.llm1": ExpectedModel((32, 32, 128), RopeSpec(128, 1e7), 32768),
+    "MiniMax-M2": ExpectedModel((48, 8, 128), RopeSpec(64, 5e6), 196608),
+    "ERNIE-4.5-21B-A3B": ExpectedModel((20, 4, 128), RopeSpec(128, 5e5, True), 131072, tied=True),
+    "OLMoE-1B-7B": ExpectedModel((16, 16, 128), RopeSpec(128), 4096),
+    "Hunyuan-A13B": ExpectedModel(
+        (32, 8, 128), RopeSpec(128, 1e4 * 1000 ** (128 / 126)), 32768, tied=True
+    ),
+    "Hy3": ExpectedModel((64, 8, 128), RopeSpec(128, 11158840.0), 262144),
+    "granite-3.0-1b-a400m": ExpectedModel((16, 8, 64), RopeSpec(64), 4096, tied=True),
+    "Trinity-Nano": ExpectedModel(
+        (8, 2, 128), RopeSpec(128), 131072, windows=(2048, 2048, 2048, None)
+    ),
+    "Laguna-XS": ExpectedModel(
+        (48, 8, 128), RopeSpec(64, 5e5), 262144, windows=(None, 512, 512, 512)
+    ),
+    "Mellum2-12B-A2.5B": ExpectedModel(
+        (32, 4, 128), RopeSpec(128, 5e5), 131072, windows=(1024, 1024, 1024, None)
+    ),
+    "gpt-oss-20b": ExpectedModel(
+        (64, 8, 64),
+        RopeSpec(
+            64,
+            150000.0,
+            scaling=YarnScaling(
+                32.0, 4096, attention_factor=0.1 * math.log(32) + 1, truncate=False
+            ),
+        ),
+        131072,
+        bias=(True, True),
+        windows=(128, None),
+    ),
+    "Llama-4-Scout": ExpectedModel(
+        (40, 8, 128), RopeSpec(128, 5e5, True, Llama3Scaling(16.0, 1.0, 1.0, 8192)), 10485760
+    ),
 }
 
 
@@ -130,12 +203,24 @@ def test_every_fourth_layer_of_command_r7b_and_smollm3_has_no_position() -> None
         ]
 
 
+def test_olmo_3_scales_the_rope_of_full_attention_only() -> None:
+    layers = describe_config(CONFIGS["Olmo-3-7B"]).model.layers
+    scaling = YarnScaling(8.0, 8192, attention_factor=1.2079441541679836)
+    assert layers[3].attention.position == RopeSpec(128, 5e5, scaling=scaling)
+
+
+def test_vision_models_are_served_as_text() -> None:
+    vision = {name for name, config in CONFIGS.items() if "vision_config" in config}
+    assert vision == {name for name in CONFIGS if describe_config(CONFIGS[name]).text_part_only}
+    assert {"gemma-3-4b-it", "Qwen2.5-VL-7B", "Qwen3-VL-30B-A3B", "Ministral-3-8B"} <= vision
+
+
 def test_experts() -> None:
     mixtral = describe_config(CONFIGS["Mixtral-8x7B-v0.1"]).model.layers[0].mlp
     assert isinstance(mixtral, MoeSpec) and (
         mixtral.num_experts,
         mixtral.top_k,
-        mixtral.renormalize,
+        mixtral.router.normalize,
     ) == (
         8,
         2,
@@ -146,7 +231,7 @@ def test_experts() -> None:
         isinstance(qwen2, MoeSpec)
         and qwen2.shared is not None
         and qwen2.shared_gate
-        and not qwen2.renormalize
+        and not qwen2.router.normalize
     )
     assert (qwen2.mlp.size, qwen2.shared.size) == (1408, 5632)
     qwen3 = describe_config(CONFIGS["Qwen3-30B-A3B"]).model.layers[0].mlp
@@ -154,13 +239,71 @@ def test_experts() -> None:
         qwen3.num_experts,
         qwen3.top_k,
         qwen3.shared,
-        qwen3.renormalize,
+        qwen3.router.normalize,
     ) == (
         128,
         8,
         None,
         True,
     )
+
+
+@dataclass(frozen=True)
+class ExpectedExperts:
+    experts: tuple[int, int, int]  # experts, experts per token, size of an expert
+    router: RouterSpec
+    shared: int | None = None  # size of the shared expert
+    first: int = 0  # layer with experts
+
+
+SIGMOID = RouterSpec(score="sigmoid", correction_bias=True, min_normalizer=1e-20)
+EXPERTS = {
+    "GLM-4.5-Air": ExpectedExperts((128, 8, 1408), SIGMOID, 1408, first=1),
+    "Solar-Open-100B": ExpectedExperts((128, 8, 1280), SIGMOID, 1280),
+    "dots.llm1": ExpectedExperts((128, 6, 1408), replace(SIGMOID, scale=2.5), 2816, first=1),
+    "MiniMax-M2": ExpectedExperts((256, 8, 1536), SIGMOID),
+    "ERNIE-4.5-21B-A3B": ExpectedExperts(
+        (64, 6, 1536), RouterSpec(correction_bias=True, min_normalizer=1e-12), 3072, first=1
+    ),
+    "OLMoE-1B-7B": ExpectedExperts((64, 8, 1024), RouterSpec(normalize=False)),
+    "Hunyuan-A13B": ExpectedExperts((64, 8, 3072), RouterSpec(), 3072),
+    "Hy3": ExpectedExperts((192, 8, 1536), replace(SIGMOID, scale=2.826), 1536, first=1),
+    "granite-3.0-1b-a400m": ExpectedExperts((32, 8, 512), RouterSpec(score_chosen_only=True)),
+    "Trinity-Nano": ExpectedExperts((128, 8, 256), replace(SIGMOID, scale=2.826), 256, first=2),
+    "Laguna-XS": ExpectedExperts(
+        (256, 8, 512), replace(SIGMOID, scale=2.5, min_normalizer=0.0), 512, first=1
+    ),
+    "Mellum2-12B-A2.5B": ExpectedExperts((64, 8, 896), RouterSpec()),
+    "Phi-3.5-MoE": ExpectedExperts(
+        (16, 2, 6400), RouterSpec(score="sparsemixer", normalize=False, threshold=0.02)
+    ),
+    "North-Mini": ExpectedExperts(
+        (128, 8, 768), RouterSpec(score="sigmoid", normalize=False), first=1
+    ),
+    "Llama-4-Scout": ExpectedExperts(
+        (16, 1, 8192), RouterSpec(score="sigmoid", normalize=False, weights_input=True), 8192
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_expected_experts(name: str) -> None:
+    expected = EXPERTS[name]
+    layers = describe_config(CONFIGS[name]).model.layers
+    assert [isinstance(layer.mlp, MoeSpec) for layer in layers] == [
+        i >= expected.first for i in range(len(layers))
+    ]
+    moe = layers[-1].mlp
+    assert isinstance(moe, MoeSpec)
+    assert (moe.num_experts, moe.top_k, moe.mlp.size) == expected.experts
+    assert moe.router == expected.router
+    assert (moe.shared and moe.shared.size) == expected.shared
+
+
+def test_layers_for_multi_token_prediction_are_ignored() -> None:
+    for name, pattern in (("GLM-4.5-Air", "*layers.46.*"), ("Hy3", "*layers.80.*")):
+        ignored = describe_config(CONFIGS[name]).names.ignored
+        assert pattern in ignored and not any("layers.45" in other for other in ignored)
 
 
 def test_values_of_unusual_models() -> None:

@@ -143,13 +143,13 @@ def test_old_phi_3_config_calls_longrope_yarn() -> None:
 
 REFUSED = [
     ({"rope_type": "mrope", "factor": 2.0}, "rope_scaling.rope_type 'mrope'"),
-    ({"type": "proportional"}, "rope_scaling.rope_type 'proportional'"),
+    ({"type": "proportional"}, "rope_scaling.type 'proportional'"),
     ({"rope_type": "default", "mrope_section": [1, 2]}, "rope_scaling.mrope_section"),
     ({"rope_type": "linear"}, "rope_scaling.factor is missing"),
     ({"rope_type": "linear", "factor": 0}, "rope_scaling.factor must be above 0"),
     ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "rope_type and type contradict"),
     ({"rope_type": "dynamic", "factor": "2"}, "rope_scaling.factor must be a number"),
-    ({"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}, "low_freq_factor"),
+    ({"rope_type": "llama3", **LLAMA3, "high_freq_factor": 0.5}, "low_freq_factor"),
     (
         {"rope_type": "longrope", "short_factor": SHORT_FACTORS, "long_factor": LONG_FACTORS[1:]},
         "long_factor must hold 8",

@@ -42,7 +42,12 @@ GEMMA = WIDE | {"sliding_window": 5, "query_pre_attn_scalar": 24}
 CAPPED = GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 GEMMA3 = GEMMA | {"num_hidden_layers": 7}
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# The bias of each router changes the choice, and one of the best experts is in a group left out.
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GROUPS = ROUTED | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 SHARED = SPARSE | {"shared_expert_intermediate_size": 40}
+GPT_OSS = WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
 GPT = SPECIAL | {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4}
 FALCON = SIZES | SPECIAL | {"max_position_embeddings": 128}
@@ -57,8 +62,33 @@ VISION = {
     "intermediate_size": 16,
     "num_attention_heads": 2,
 }
+LLAMA4_VISION = VISION | {"num_hidden_layers": 1, "vision_output_dim": 16}
+QWEN2_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
+QWEN3_VISION = QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+MROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}
+QWEN2_VL = WIDE | {"hidden_size": 64, "rope_parameters": MROPE}
+QWEN3_VL = WIDE | {"rope_parameters": {**MROPE, "mrope_interleaved": True}}
+MISTRAL3 = WIDE | {"model_type": "mistral", "sliding_window": None}
+LLAMA4 = WIDE | {
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "attention_chunk_size": 7,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+}
+TIED = {"tie_word_embeddings": True}
+UNTIED = {"tie_word_embeddings": False}
 SLIDING = "sliding_attention"
 FULL = "full_attention"
+CHUNKED = "chunked_attention"
+DENSE_FIRST = ["dense", "sparse", "sparse"]
 
 
 def rope(kind: str, theta: float = 10000.0, **values: Any) -> dict[str, Any]:
@@ -75,6 +105,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+SHORT_YARN = {
+    "factor": 16.0,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.5,
+    "max_position_embeddings": 128,
+}
 LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 PHI3_LONG = GROUPED | {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
 
@@ -164,6 +200,13 @@ CASES = [
     parity_case(
         "mistral-wide", tf.MistralConfig, **WIDE, sliding_window=None, tie_word_embeddings=True
     ),
+    parity_case(
+        "ministral",
+        tf.MinistralConfig,
+        **WIDE,
+        sliding_window=5,
+        layer_types=[SLIDING, FULL, SLIDING],
+    ),
     parity_case("mixtral", tf.MixtralConfig, **GROUPED, num_local_experts=4),
     parity_case("mixtral-window", tf.MixtralConfig, **WIDE, num_local_experts=4, sliding_window=5),
     parity_case("qwen2", tf.Qwen2Config, **GROUPED),
@@ -232,6 +275,16 @@ CASES = [
         mlp_only_layers=[0],
         attention_bias=True,
     ),
+    parity_case("gpt_oss", tf.GptOssConfig, **GPT_OSS),
+    parity_case(
+        "gpt_oss-full",
+        tf.GptOssConfig,
+        **GPT_OSS,
+        **rope("default"),
+        attention_bias=False,
+        swiglu_limit=0.02,
+        layer_types=[FULL, SLIDING, FULL],
+    ),
     parity_case("gemma", tf.GemmaConfig, **WIDE),
     parity_case("gemma2", tf.Gemma2Config, **CAPPED),
     parity_case(
@@ -256,6 +309,34 @@ CASES = [
         tf.Gemma3Config,
         text_config=GEMMA3,
         vision_config=VISION | {"num_hidden_layers": 1},
+    ),
+    parity_case(
+        "mistral3", tf.Mistral3Config, text_config=MISTRAL3, vision_config=VISION, **UNTIED
+    ),
+    parity_case(
+        "mistral3-ministral3",
+        tf.Mistral3Config,
+        text_config=WIDE
+        | {"model_type": "ministral3", "sliding_window": None}
+        | rope("yarn", 500.0, **SHORT_YARN, mscale=1.0, mscale_all_dim=1.0),
+        vision_config=VISION,
+        **UNTIED,
+    ),
+    parity_case(
+        "qwen2_vl", tf.Qwen2VLConfig, text_config=QWEN2_VL, vision_config=QWEN2_VISION, **TIED
+    ),
+    parity_case(
+        "qwen2_5_vl", tf.Qwen2_5_VLConfig, text_config=QWEN2_VL, vision_config=QWEN_VISION, **UNTIED
+    ),
+    parity_case(
+        "qwen3_vl", tf.Qwen3VLConfig, text_config=QWEN3_VL, vision_config=QWEN3_VISION, **TIED
+    ),
+    parity_case(
+        "qwen3_vl_moe",
+        tf.Qwen3VLMoeConfig,
+        text_config=QWEN3_VL | SPARSE,
+        vision_config=QWEN3_VISION,
+        **UNTIED,
     ),
     parity_case("gpt2", tf.GPT2Config, **GPT),
     parity_case(
@@ -366,11 +447,358 @@ CASES = [
         attention_bias=True,
         mlp_bias=True,
     ),
+    parity_case(
+        "granite_swa",
+        tf.GraniteSWAConfig,
+        **GROUPED | {"num_hidden_layers": 5},
+        sliding_window=5,
+        layer_rope_theta=[0, 100.0, 100.0, 1000.0, 0],
+        attention_multiplier=0.2,
+    ),
     parity_case("olmo2", tf.Olmo2Config, **GROUPED),
     parity_case(
         "olmo2-biased", tf.Olmo2Config, **GROUPED, attention_bias=True, tie_word_embeddings=True
     ),
+    parity_case("olmo3", tf.Olmo3Config, **GROUPED | {"num_hidden_layers": 5}, sliding_window=5),
+    parity_case(
+        "olmo3-yarn",
+        tf.Olmo3Config,
+        **GROUPED,
+        sliding_window=5,
+        layer_types=[SLIDING, FULL, SLIDING],
+        rope_parameters={
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            FULL: {"rope_type": "yarn", "rope_theta": 100.0, **YARN},
+        },
+    ),
+    parity_case("glm", tf.GlmConfig, **WIDE),
+    parity_case(
+        "glm-unbiased", tf.GlmConfig, **WIDE, attention_bias=False, tie_word_embeddings=True
+    ),
+    parity_case("glm4", tf.Glm4Config, **WIDE),
+    parity_case("ernie4_5", tf.Ernie4_5Config, **WIDE),
+    parity_case(
+        "ernie4_5-biased", tf.Ernie4_5Config, **WIDE, use_bias=True, tie_word_embeddings=False
+    ),
+    parity_case("seed_oss", tf.SeedOssConfig, **WIDE),
+    parity_case(
+        "seed_oss-biased",
+        tf.SeedOssConfig,
+        **WIDE,
+        attention_bias=False,
+        attention_out_bias=True,
+        mlp_bias=True,
+    ),
+    parity_case(
+        "exaone4", tf.Exaone4Config, **GROUPED | {"num_hidden_layers": 5}, sliding_window=5
+    ),
+    parity_case(
+        "exaone4-full", tf.Exaone4Config, **GROUPED, sliding_window=None, layer_types=[FULL] * 3
+    ),
+    parity_case("arcee", tf.ArceeConfig, **GROUPED),
+    parity_case("arcee-biased", tf.ArceeConfig, **GROUPED, attention_bias=True, mlp_bias=True),
+    parity_case("apertus", tf.ApertusConfig, **GROUPED, **rope("llama3", 500.0, **LLAMA3)),
+    parity_case("apertus-relu2", tf.ApertusConfig, **WIDE, hidden_act="relu2", attention_bias=True),
+    parity_case("helium", tf.HeliumConfig, **GROUPED, head_dim=8),
+    parity_case(
+        "helium-biased", tf.HeliumConfig, **GROUPED, head_dim=8, attention_bias=True, mlp_bias=True
+    ),
+    parity_case("nemotron", tf.NemotronConfig, **QUARTER),
+    parity_case(
+        "nemotron-biased",
+        tf.NemotronConfig,
+        **GROUPED,
+        attention_bias=True,
+        mlp_bias=True,
+        partial_rotary_factor=1.0,
+    ),
     parity_case("smollm3", tf.SmolLM3Config, **GROUPED | {"num_hidden_layers": 5}),
+    parity_case("glm4_moe", tf.Glm4MoeConfig, **WIDE, **ROUTED),
+    parity_case(
+        "glm4_moe-groups",
+        tf.Glm4MoeConfig,
+        **WIDE,
+        **GROUPS,
+        use_qk_norm=True,
+        attention_bias=True,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+    ),
+    parity_case("solar_open", tf.SolarOpenConfig, **WIDE, **GROUPS),
+    parity_case(
+        "solar_open-yarn",
+        tf.SolarOpenConfig,
+        **WIDE,
+        **ROUTED,
+        attention_bias=True,
+        **rope("yarn", 500.0, **YARN),
+    ),
+    parity_case("dots1", tf.Dots1Config, **GROUPED, **ROUTED, n_shared_experts=2),
+    parity_case(
+        "dots1-window",
+        tf.Dots1Config,
+        **GROUPED,
+        **GROUPS,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        sliding_window=5,
+        max_window_layers=1,
+    ),
+    parity_case(
+        "minimax_m2", tf.MiniMaxM2Config, **WIDE, num_local_experts=6, num_experts_per_tok=3
+    ),
+    parity_case(
+        "minimax_m2-partial",
+        tf.MiniMaxM2Config,
+        **WIDE,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rotary_dim=8,
+        tie_word_embeddings=True,
+    ),
+    parity_case(
+        "ernie4_5_moe",
+        tf.Ernie4_5_MoeConfig,
+        **GROUPED,
+        moe_num_experts=6,
+        moe_k=3,
+        moe_intermediate_size=24,
+    ),
+    parity_case(
+        "ernie4_5_moe-biased",
+        tf.Ernie4_5_MoeConfig,
+        **GROUPED | {"num_hidden_layers": 4},
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=24,
+        moe_num_shared_experts=0,
+        moe_layer_interval=2,
+        moe_layer_start_index=0,
+        moe_layer_end_index=2,
+        moe_norm_min=0.9,
+        use_bias=True,
+        tie_word_embeddings=False,
+    ),
+    parity_case("olmoe", tf.OlmoeConfig, **GROUPED, num_experts=4, num_experts_per_tok=2),
+    parity_case(
+        "olmoe-clipped",
+        tf.OlmoeConfig,
+        **GROUPED,
+        num_experts=4,
+        num_experts_per_tok=2,
+        clip_qkv=0.5,
+        norm_topk_prob=True,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    parity_case("hunyuan_v1_dense", tf.HunYuanDenseV1Config, **WIDE),
+    parity_case(
+        "hunyuan_v1_dense-alpha",
+        tf.HunYuanDenseV1Config,
+        **WIDE,
+        **rope("dynamic", alpha=4.0, factor=1.0),
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    parity_case(
+        "ministral3",
+        tf.Ministral3Config,
+        **WIDE,
+        **rope("yarn", 500.0, **SHORT_YARN, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    parity_case(
+        "ministral3-window",
+        tf.Ministral3Config,
+        **WIDE,
+        **rope("yarn", 500.0, **SHORT_YARN),
+        sliding_window=5,
+        tie_word_embeddings=True,
+    ),
+    parity_case("hunyuan_v1_moe", tf.HunYuanMoEV1Config, **WIDE, num_experts=4, moe_topk=2),
+    parity_case(
+        "hunyuan_v1_moe-alpha",
+        tf.HunYuanMoEV1Config,
+        **WIDE,
+        num_experts=6,
+        moe_topk=[3, 1, 2],
+        attention_bias=True,
+        tie_word_embeddings=True,
+        **rope("dynamic", alpha=50.0, factor=1.0),
+    ),
+    parity_case("hy_v3", tf.HYV3Config, **WIDE, **EXPERTS),
+    parity_case(
+        "hy_v3-biased",
+        tf.HYV3Config,
+        **WIDE,
+        **EXPERTS,
+        attention_bias=True,
+        mlp_bias=True,
+        num_shared_experts=2,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        enable_moe_fp32_combine=False,
+    ),
+    parity_case("granitemoe", tf.GraniteMoeConfig, **GROUPED, num_local_experts=4),
+    parity_case(
+        "granitemoe-multiplied",
+        tf.GraniteMoeConfig,
+        **GROUPED,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.5,
+        logits_scaling=4.0,
+        tie_word_embeddings=True,
+        attention_bias=True,
+    ),
+    parity_case(
+        "granitemoeshared",
+        tf.GraniteMoeSharedConfig,
+        **GROUPED,
+        num_local_experts=4,
+        shared_intermediate_size=40,
+    ),
+    parity_case("granitemoeshared-none", tf.GraniteMoeSharedConfig, **GROUPED, num_local_experts=4),
+    parity_case(
+        "afmoe",
+        tf.AfmoeConfig,
+        **WIDE,
+        **EXPERTS,
+        sliding_window=5,
+        global_attn_every_n_layers=3,
+        route_scale=2.5,
+    ),
+    parity_case(
+        "afmoe-scaled",
+        tf.AfmoeConfig,
+        **WIDE,
+        **EXPERTS,
+        sliding_window=5,
+        layer_types=[FULL, SLIDING, FULL],
+        num_dense_layers=2,
+        num_shared_experts=1,
+        mup_enabled=True,
+        attention_bias=True,
+    ),
+    parity_case("laguna", tf.LagunaConfig, **WIDE, **EXPERTS, shared_expert_intermediate_size=40),
+    parity_case(
+        "laguna-window",
+        tf.LagunaConfig,
+        **WIDE,
+        **EXPERTS,
+        shared_expert_intermediate_size=24,
+        gating="per-element",
+        num_attention_heads_per_layer=[4, 6, 2],
+        layer_types=[FULL, SLIDING, SLIDING],
+        mlp_layer_types=["sparse", "sparse", "dense"],
+        sliding_window=5,
+        moe_routed_scaling_factor=2.5,
+        moe_router_logit_softcapping=1.5,
+        rope_parameters={
+            FULL: {"rope_type": "yarn", "rope_theta": 500.0, "partial_rotary_factor": 0.5, **YARN},
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    parity_case("mellum", tf.MellumConfig, **WIDE, **EXPERTS, mlp_layer_types=DENSE_FIRST),
+    parity_case(
+        "mellum-window",
+        tf.MellumConfig,
+        **WIDE,
+        **EXPERTS,
+        norm_topk_prob=False,
+        sliding_window=5,
+        layer_types=[SLIDING, FULL, SLIDING],
+        rope_parameters={
+            FULL: {"rope_type": "yarn", "rope_theta": 500.0, **YARN},
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    parity_case("phimoe", tf.PhimoeConfig, **GROUPED, num_local_experts=6),
+    parity_case(
+        "phimoe-mixed",
+        tf.PhimoeConfig,
+        **GROUPED,
+        num_local_experts=6,
+        router_jitter_noise=0.4,
+        sliding_window=5,
+        attention_bias=True,
+        lm_head_bias=True,
+    ),
+    parity_case(
+        "phimoe-longrope",
+        tf.PhimoeConfig,
+        length=64,
+        **PHI3_LONG,
+        num_local_experts=4,
+        **rope("longrope", **LONG, short_mscale=1.2, long_mscale=1.3),
+    ),
+    parity_case(
+        "cohere2_moe",
+        tf.Cohere2MoeConfig,
+        **WIDE | {"num_hidden_layers": 5},
+        num_experts=6,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        sliding_window=5,
+    ),
+    parity_case(
+        "cohere2_moe-sigmoid",
+        tf.Cohere2MoeConfig,
+        **WIDE | {"num_hidden_layers": 4},
+        num_experts=4,
+        num_shared_experts=1,
+        shared_expert_combination_strategy="sum",
+        expert_selection_fn="sigmoid",
+        sliding_window=5,
+        sliding_window_pattern=2,
+        first_k_dense_replace=1,
+        prefix_dense_intermediate_size=40,
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    parity_case(
+        "cohere2_moe-prefix",
+        tf.Cohere2MoeConfig,
+        **WIDE,
+        num_experts=4,
+        expert_selection_fn="sigmoid",
+        norm_topk_prob=False,
+        sliding_window=5,
+        first_k_dense_replace=2,
+        prefix_dense_sliding_window_pattern=2,
+    ),
+    parity_case("llama4_text", tf.Llama4TextConfig, **LLAMA4 | {"num_hidden_layers": 5}),
+    parity_case(
+        "llama4_text-mixed",
+        tf.Llama4TextConfig,
+        **LLAMA4,
+        num_experts_per_tok=2,
+        interleave_moe_layer_step=2,
+        use_qk_norm=False,
+        attention_bias=True,
+        attn_temperature_tuning=False,
+        no_rope_layers=[0, 1, 1],
+        layer_types=[CHUNKED, FULL, CHUNKED],
+        **rope("llama3", 500.0, **LLAMA3 | {"high_freq_factor": 1.0}),
+    ),
+    parity_case(
+        "llama4_text-dense",
+        tf.Llama4TextConfig,
+        **LLAMA4 | {"num_local_experts": 0},
+        num_experts_per_tok=0,
+        moe_layers=[],
+        interleave_moe_layer_step=0,
+        layer_types=[FULL] * 3,
+        tie_word_embeddings=True,
+    ),
+    parity_case(
+        "llama4",
+        tf.Llama4Config,
+        text_config=LLAMA4 | {"num_hidden_layers": 4},
+        vision_config=LLAMA4_VISION,
+    ),
     parity_case(
         "smollm3-window",
         tf.SmolLM3Config,
@@ -393,6 +821,9 @@ WIDTHS = (
     "head_dim",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "intermediate_size_mlp",
+    "prefix_dense_intermediate_size",
     "rotary_dim",
     "query_pre_attn_scalar",
 )
@@ -421,12 +852,15 @@ def make_checkpoint(case: ParityCase, folder: Path, times: int = 1) -> Any:
     config = widen_config(case.config(), times) if times > 1 else case.config()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = tf.AutoModelForCausalLM.from_config(
-            config, attn_implementation=case.attention
-        ).eval()
+        has_vision = hasattr(config, "vision_config")
+        factory = tf.AutoModelForImageTextToText if has_vision else tf.AutoModelForCausalLM
+        model = factory.from_config(config, attn_implementation=case.attention).eval()
     with torch.no_grad():
         for weight in model.parameters():  # no norm is all ones and no bias zero
             weight.add_(0.2 / times**0.5 * torch.randn(weight.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # of a router; it is as large as the scores
+                buffer.add_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     return model
 

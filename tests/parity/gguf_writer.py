@@ -30,19 +30,22 @@ def write_gguf(
 
     `extra` metadata overrides the converter's.
     """
-    c = model.config
-    arch = ARCHITECTURES[c.model_type]
+    c = getattr(model.config, "text_config", model.config)
+    arch = ARCHITECTURES[model.config.model_type]
     writer = gguf.GGUFWriter(path, arch.name)
     for key, value in (common_metadata(c) | arch.metadata(c) | (extra or {})).items():
         add_metadata(writer, f"{arch.name}.{key}", value)
+    add_xielu_metadata(writer, model)
     writer.add_token_list([f"token {i}" for i in range(c.vocab_size)])
     for id, role in enumerate(("padding", "bos", "eos")):
         writer.add_uint32(f"tokenizer.ggml.{role}_token_id", id)
-    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch.name)
+    table = arch.table or arch.name
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == table)
     names = gguf.get_tensor_name_map(number, c.num_hidden_layers)
     for name, tensor in convert_tensors(model, arch):
         stem, _, suffix = name.rpartition(".")
-        target = f"{stem if stem.startswith('rope_') else names.mapping[stem][1]}.{suffix}"
+        is_final = name.startswith(("rope_", "blk."))
+        target = name if is_final else f"{names.mapping[stem][1]}.{suffix}"
         values = tensor.detach().float().contiguous().numpy()
         if (
             kind != Kind.F32
@@ -198,6 +201,248 @@ def moe_metadata(c: Any) -> dict[str, Any]:
     }
 
 
+def add_xielu_metadata(writer: gguf.GGUFWriter, model: Any) -> None:
+    """Write the parameters of the activation xIELU, one number per layer."""
+    for key in ("alpha_p", "alpha_n", "beta", "eps"):
+        values = [
+            float(tensor)
+            for name, tensor in model.state_dict().items()
+            if name.endswith(f".act_fn.{key}")
+        ]
+        if values:
+            writer.add_array(f"xielu.{key}", values)
+
+
+def first_value(c: Any, *names: str) -> Any:
+    """Return the first of these values that the config has."""
+    return next((value for name in names if (value := getattr(c, name, None)) is not None), None)
+
+
+def routed_metadata(c: Any) -> dict[str, Any]:
+    """Return what the converter writes for every model with experts."""
+    gating = {"softmax": 1, "sigmoid": 2}
+    score = first_value(c, "scoring_func", "score_func", "expert_selection_fn")
+    rope = c.rope_parameters
+    local = rope.get("sliding_attention", {}).get("rope_theta")
+    return rms_norm_metadata(c) | {
+        "expert_count": first_value(c, "num_local_experts", "num_experts", "n_routed_experts"),
+        "expert_used_count": first_value(c, "num_experts_per_tok", "moe_k"),
+        "expert_group_count": getattr(c, "n_group", None),
+        "expert_group_used_count": getattr(c, "topk_group", None),
+        "expert_gating_func": gating.get(score),
+        "rope.freq_base_swa": local and float(local),
+    }
+
+
+def window_metadata(c: Any) -> dict[str, Any]:
+    """Return the window, and which layers have one."""
+    return {
+        "attention.sliding_window": c.sliding_window or 0,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c.layer_types],
+    }
+
+
+def glm4_metadata(c: Any) -> dict[str, Any]:
+    fraction = c.rope_parameters.get("partial_rotary_factor", 0.5)
+    return rms_norm_metadata(c) | {"rope.dimension_count": int(c.head_dim * fraction)}
+
+
+def glm4moe_metadata(c: Any) -> dict[str, Any]:
+    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    fraction = c.rope_parameters.get("partial_rotary_factor", 1.0)
+    return routed_metadata(c) | {
+        "rope.dimension_count": int(head * fraction),
+        "expert_feed_forward_length": c.moe_intermediate_size,
+        "expert_shared_count": c.n_shared_experts,
+        "leading_dense_block_count": getattr(c, "first_k_dense_replace", 0),
+        "expert_gating_func": 2,
+        "expert_weights_scale": float(c.routed_scaling_factor),
+        "expert_weights_norm": c.norm_topk_prob,
+    }
+
+
+def dots1_metadata(c: Any) -> dict[str, Any]:
+    return glm4moe_metadata(c) | {"rope.dimension_count": None}
+
+
+def ernie_moe_metadata(c: Any) -> dict[str, Any]:
+    return routed_metadata(c) | {
+        "expert_count": c.moe_num_experts,
+        "interleave_moe_layer_step": c.moe_layer_interval,
+        "leading_dense_block_count": c.moe_layer_start_index,
+        "expert_feed_forward_length": c.moe_intermediate_size,
+        "expert_shared_count": c.moe_num_shared_experts,
+    }
+
+
+def minimax_m2_metadata(c: Any) -> dict[str, Any]:
+    fraction = c.rope_parameters.get("partial_rotary_factor", 1.0)
+    return routed_metadata(c) | {
+        "expert_feed_forward_length": c.intermediate_size,
+        "rope.dimension_count": int(c.head_dim * fraction),
+        "expert_gating_func": 2,
+    }
+
+
+def hunyuan_metadata(c: Any) -> dict[str, Any]:
+    """Return the metadata of Hunyuan, whose scaling of rope is put into its base."""
+    rope = c.rope_parameters
+    metadata = rms_norm_metadata(c)
+    if rope["rope_type"] == "dynamic":
+        dim = c.head_dim
+        metadata["rope.freq_base"] = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
+        metadata["rope.scaling.type"] = "none"
+        metadata["rope.scaling.factor"] = 1.0
+    return metadata
+
+
+def hunyuan_moe_metadata(c: Any) -> dict[str, Any]:
+    top_k = c.moe_topk if isinstance(c.moe_topk, int) else c.moe_topk[0]
+    return hunyuan_metadata(c) | {
+        "expert_count": c.num_experts,
+        "expert_used_count": top_k,
+        "expert_feed_forward_length": c.intermediate_size,
+        "expert_shared_feed_forward_length": c.intermediate_size,
+        "expert_shared_count": 1,
+    }
+
+
+def hy_v3_metadata(c: Any) -> dict[str, Any]:
+    return routed_metadata(c) | {
+        "expert_feed_forward_length": c.moe_intermediate_size,
+        "expert_shared_feed_forward_length": c.moe_intermediate_size * c.num_shared_experts,
+        "expert_weights_norm": True,
+        "expert_weights_scale": float(c.router_scaling_factor),
+        "expert_gating_func": 2,
+    }
+
+
+def granitemoe_metadata(c: Any) -> dict[str, Any]:
+    shared = getattr(c, "shared_intermediate_size", None)
+    return granite_metadata(c) | {"expert_shared_feed_forward_length": shared}
+
+
+def granite_swa_metadata(c: Any) -> dict[str, Any]:
+    return granite_metadata(c) | window_metadata(c)
+
+
+def exaone4_metadata(c: Any) -> dict[str, Any]:
+    return rms_norm_metadata(c) | (window_metadata(c) if c.sliding_window else {})
+
+
+def olmo2_metadata(c: Any) -> dict[str, Any]:
+    return rms_norm_metadata(c) | (window_metadata(c) if hasattr(c, "sliding_window") else {})
+
+
+def afmoe_metadata(c: Any) -> dict[str, Any]:
+    return routed_metadata(c) | {
+        "expert_shared_count": c.num_shared_experts,
+        "expert_feed_forward_length": c.moe_intermediate_size,
+        "leading_dense_block_count": c.num_dense_layers,
+        "expert_weights_norm": True,
+        "expert_weights_scale": float(c.route_scale),
+        "attention.sliding_window": c.sliding_window,
+    }
+
+
+def laguna_metadata(c: Any) -> dict[str, Any]:
+    full = c.rope_parameters["full_attention"]
+    local = c.rope_parameters["sliding_attention"]
+    return routed_metadata(c) | {
+        "attention.head_count": list(c.num_attention_heads_per_layer),
+        "attention.sliding_window": c.sliding_window,
+        "expert_feed_forward_length": c.moe_intermediate_size,
+        "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
+        "expert_weights_norm": True,
+        "expert_weights_scale": float(c.moe_routed_scaling_factor),
+        "expert_gating_func": 2,
+        "rope.dimension_count": int(c.head_dim * full.get("partial_rotary_factor", 1.0)),
+        "rope.dimension_count_swa": int(c.head_dim * local.get("partial_rotary_factor", 1.0)),
+    }
+
+
+def mellum_metadata(c: Any) -> dict[str, Any]:
+    return (
+        routed_metadata(c)
+        | window_metadata(c)
+        | {"expert_feed_forward_length": c.moe_intermediate_size}
+    )
+
+
+def gpt_oss_metadata(c: Any) -> dict[str, Any]:
+    return routed_metadata(c) | {
+        "attention.sliding_window": c.sliding_window,
+        "expert_feed_forward_length": c.intermediate_size,
+    }
+
+
+def phimoe_metadata(c: Any) -> dict[str, Any]:
+    return phi3_metadata(c) | {
+        "expert_count": c.num_local_experts,
+        "expert_used_count": c.num_experts_per_tok,
+    }
+
+
+def cohere2_moe_metadata(c: Any) -> dict[str, Any]:
+    shared = c.num_shared_experts
+    return (
+        routed_metadata(c)
+        | layer_norm_metadata(c)
+        | window_metadata(c)
+        | {
+            "attention.layer_norm_rms_epsilon": None,
+            "logit_scale": c.logit_scale,
+            "feed_forward_length": c.prefix_dense_intermediate_size or c.intermediate_size,
+            "expert_feed_forward_length": c.intermediate_size,
+            "expert_shared_count": shared or None,
+            "expert_shared_feed_forward_length": shared * c.intermediate_size or None,
+            "expert_weights_norm": c.norm_topk_prob,
+            "rope.dimension_count": c.head_dim,
+            "rope.scaling.type": "none",
+        }
+    )
+
+
+def llama4_metadata(c: Any) -> dict[str, Any]:
+    return routed_metadata(c) | {
+        "feed_forward_length": c.intermediate_size_mlp,
+        "expert_feed_forward_length": c.intermediate_size,
+        "interleave_moe_layer_step": c.interleave_moe_layer_step,
+        "rope.dimension_count": c.head_dim,
+    }
+
+
+def mistral3_metadata(c: Any) -> dict[str, Any]:
+    rope = c.rope_parameters
+    return llama_metadata(c) | {
+        "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
+        "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
+    }
+
+
+def nemotron_metadata(c: Any) -> dict[str, Any]:
+    fraction = c.rope_parameters["partial_rotary_factor"]
+    return {
+        "attention.head_count_kv": c.num_key_value_heads,
+        "attention.layer_norm_epsilon": c.norm_eps,
+        "attention.layer_norm_rms_epsilon": c.norm_eps,
+        "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim,
+        "rope.dimension_count": int(fraction * c.hidden_size) // c.num_attention_heads,
+        "rope.freq_base": float(c.rope_parameters["rope_theta"]),
+        "rope.scaling.type": "none",
+    }
+
+
+def vision_metadata(c: Any) -> dict[str, Any]:
+    sections = [*c.rope_parameters["mrope_section"], 0]
+    return rms_norm_metadata(c) | {"rope.dimension_sections": sections}
+
+
+def vision_moe_metadata(c: Any) -> dict[str, Any]:
+    return moe_metadata(c) | vision_metadata(c) | {"n_deepstack_layers": 1}
+
+
 def gemma2_metadata(c: Any) -> dict[str, Any]:
     return rms_norm_metadata(c) | {
         "attn_logit_softcapping": c.attn_logit_softcapping,
@@ -217,7 +462,9 @@ def gemma3_metadata(c: Any) -> dict[str, Any]:
 def phi3_metadata(c: Any) -> dict[str, Any]:
     rope = c.rope_parameters
     width = c.hidden_size // c.num_attention_heads
-    original = rope.get("original_max_position_embeddings") or c.original_max_position_embeddings
+    original = rope.get("original_max_position_embeddings") or first_value(
+        c, "original_max_position_embeddings", "max_position_embeddings"
+    )
     stretch = c.max_position_embeddings / original
     gain = None
     if rope["rope_type"] == "longrope":
@@ -324,14 +571,21 @@ def granite_metadata(c: Any) -> dict[str, Any]:
 # ---- tensors -------------------------------------------------------------------------------------
 
 
+# A vision part, which has a file of its own, and parameters of an activation.
+NOT_WRITTEN = (".visual.", ".vision_tower.", ".multi_modal_projector.", ".act_fn.")
+
+
 def convert_tensors(model: Any, arch: GgufArchitecture) -> NamedTensors:
     """Yield all tensors of the model as the converter writes them."""
     if arch.rope_factors is not None:
         yield from arch.rope_factors(model.config)
     tied = model.config.tie_word_embeddings
+    config = getattr(model.config, "text_config", model.config)
     for name, tensor in model.state_dict().items():
-        if not (tied and name in ("lm_head.weight", "embed_out.weight")):
-            yield from arch.change(model.config, name, tensor)
+        name = name.replace("model.language_model.", "model.")
+        is_skipped = any(part in name for part in NOT_WRITTEN)
+        if not (is_skipped or tied and name in ("lm_head.weight", "embed_out.weight")):
+            yield from arch.change(config, name, tensor)
 
 
 def keep_tensor(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
@@ -364,6 +618,59 @@ def stack_experts(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
         # llama.cpp drops the outer dimension of the one row that gates a shared expert.
         tensor = tensor[0] if name.endswith("shared_expert_gate.weight") else tensor
         yield f"{name}.weight" if name.endswith(".experts.down_proj") else name, tensor
+
+
+@dataclass(frozen=True)
+class ExpertWriter:
+    """Writes stacked experts, and the tensors of models with experts that are not named alike.
+
+    transformers names them otherwise in memory than in files, so their names here are final.
+    """
+
+    transposed: bool = False  # [expert, in, out] in memory
+    interleaved: bool = False  # gate and up by turns
+    permuted: bool = False  # q and k as in Llama
+    correction_bias: str = "exp_probs_b.bias"
+
+    def __call__(self, c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
+        if ".layers." not in name:
+            yield name, tensor
+            return
+        prefix = f"blk.{name.split('.')[2]}."
+        if name.endswith("sinks"):
+            yield f"{prefix}attn_sinks.weight", tensor
+        elif name.endswith(("e_score_correction_bias", "expert_bias")):
+            yield prefix + self.correction_bias, tensor.reshape(-1)
+        elif name.endswith("self_attn.g_proj.weight"):
+            yield f"{prefix}attn_gate.weight", tensor
+        elif name.endswith("block_sparse_moe.router.weight"):
+            yield f"{prefix}ffn_gate_inp.weight", tensor
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            for role, part in zip(("gate", "up"), tensor.chunk(2, 0), strict=True):
+                yield f"{prefix}ffn_{role}_shexp.weight", part
+        elif ".experts." in name:
+            for stem, part in self.split(name.rpartition(".")[2], tensor):
+                yield prefix + stem, part
+        elif self.permuted:
+            yield from permute_qk(c, name, tensor)
+        else:
+            yield name, tensor
+
+    def split(self, name: str, tensor: torch.Tensor) -> NamedTensors:
+        """Yield the parts of a tensor of stacked experts, with the names of GGUF."""
+        is_bias = name.endswith("_bias")
+        suffix = "bias" if is_bias else "weight"
+        if self.transposed and not is_bias:
+            tensor = tensor.transpose(1, 2)
+        if name.startswith("down_proj"):
+            yield f"ffn_down_exps.{suffix}", tensor
+            return
+        gate, up = tensor.chunk(2, 1)
+        if self.interleaved:
+            gate = tensor[:, ::2]
+            up = tensor[:, 1::2]
+        yield f"ffn_gate_exps.{suffix}", gate
+        yield f"ffn_up_exps.{suffix}", up
 
 
 def add_one_to_norms(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
@@ -442,6 +749,7 @@ class GgufArchitecture:
     metadata: Callable[[Any], dict[str, Any]]
     change: TensorChange = keep_tensor
     rope_factors: Callable[[Any], NamedTensors] | None = None
+    table: str = ""  # the architecture whose names apply, if the package lacks this one
 
 
 ARCHITECTURES = {
@@ -468,6 +776,50 @@ ARCHITECTURES = {
     "cohere": GgufArchitecture("command-r", command_r_metadata),
     "cohere2": GgufArchitecture("cohere2", cohere2_metadata),
     "granite": GgufArchitecture("granite", granite_metadata, permute_qk),
-    "olmo2": GgufArchitecture("olmo2", rms_norm_metadata),
+    "olmo2": GgufArchitecture("olmo2", olmo2_metadata),
+    "olmo3": GgufArchitecture("olmo2", olmo2_metadata),
+    "olmoe": GgufArchitecture("olmoe", routed_metadata, ExpertWriter()),
+    "glm4": GgufArchitecture("glm4", glm4_metadata),
+    "glm4_moe": GgufArchitecture("glm4moe", glm4moe_metadata, ExpertWriter()),
+    "solar_open": GgufArchitecture("glm4moe", glm4moe_metadata, ExpertWriter()),
+    "ernie4_5": GgufArchitecture("ernie4_5", rms_norm_metadata),
+    "ernie4_5_moe": GgufArchitecture("ernie4_5-moe", ernie_moe_metadata, ExpertWriter()),
+    "seed_oss": GgufArchitecture("seed_oss", rms_norm_metadata),
+    "exaone4": GgufArchitecture("exaone4", exaone4_metadata, rope_factors=llama3_rope_factors),
+    "hunyuan_v1_dense": GgufArchitecture("hunyuan-dense", hunyuan_metadata),
+    "hunyuan_v1_moe": GgufArchitecture("hunyuan-moe", hunyuan_moe_metadata, ExpertWriter()),
+    "hy_v3": GgufArchitecture(
+        "hy_v3", hy_v3_metadata, ExpertWriter(correction_bias="exp_probs_b"), table="dots1"
+    ),
+    "minimax_m2": GgufArchitecture("minimax-m2", minimax_m2_metadata, ExpertWriter()),
+    "granitemoe": GgufArchitecture("granitemoe", granitemoe_metadata, ExpertWriter(permuted=True)),
+    "granitemoeshared": GgufArchitecture(
+        "granitemoe", granitemoe_metadata, ExpertWriter(permuted=True)
+    ),
+    "granite_swa": GgufArchitecture(
+        "granite_swa", granite_swa_metadata, ExpertWriter(permuted=True), table="granite"
+    ),
+    "apertus": GgufArchitecture("apertus", llama_metadata, rope_factors=llama3_rope_factors),
+    "arcee": GgufArchitecture("arcee", llama_metadata, permute_qk),
+    "afmoe": GgufArchitecture("afmoe", afmoe_metadata, ExpertWriter()),
+    "laguna": GgufArchitecture("laguna", laguna_metadata, ExpertWriter(), table="dots1"),
+    "mellum": GgufArchitecture("mellum", mellum_metadata, ExpertWriter(), table="dots1"),
+    "dots1": GgufArchitecture("dots1", dots1_metadata, ExpertWriter()),
+    "nemotron": GgufArchitecture("nemotron", nemotron_metadata, add_one_to_norms),
+    "gpt_oss": GgufArchitecture(
+        "gpt-oss", gpt_oss_metadata, ExpertWriter(transposed=True, interleaved=True)
+    ),
+    "phimoe": GgufArchitecture(
+        "phimoe", phimoe_metadata, ExpertWriter(), rope_factors=longrope_factors
+    ),
+    "cohere2_moe": GgufArchitecture(
+        "cohere2moe", cohere2_moe_metadata, ExpertWriter(), table="dots1"
+    ),
+    "llama4_text": GgufArchitecture("llama4", llama4_metadata, ExpertWriter(transposed=True)),
+    "ministral3": GgufArchitecture("mistral3", mistral3_metadata, permute_qk),
+    "mistral3": GgufArchitecture("mistral3", mistral3_metadata, permute_qk),
+    "qwen2_vl": GgufArchitecture("qwen2vl", vision_metadata),
+    "qwen3_vl": GgufArchitecture("qwen3vl", vision_metadata),
+    "qwen3_vl_moe": GgufArchitecture("qwen3vlmoe", vision_moe_metadata, ExpertWriter()),
     "smollm3": GgufArchitecture("smollm3", llama_metadata, permute_qk),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bloomery.artifacts.locate import locate_model
-from bloomery.attention.base import AttentionMetadata, kv_cache_shape
+from bloomery.attention.base import AttentionMetadata, kv_cache_shape, plan_attention
 from bloomery.attention.torch_paged import TorchPagedAttention
 from bloomery.config import EngineConfig, EnginePlan, resolve_plan
 from bloomery.describe import describe_model
@@ -45,12 +45,16 @@ def build_plan(model: Path | str | None, max_model_len: int, **options: Any) -> 
 
 
 def build_engine_loop(
-    plan: EnginePlan, blocks: int | None = None, executor: Executor | None = None
+    plan: EnginePlan, pages: int | None = None, executor: Executor | None = None
 ) -> EngineLoop:
-    """Start the executor; `blocks` limits the KV cache, so that requests are preempted."""
+    """Start the executor; `pages` limits the KV cache, so that requests are preempted."""
     executor = executor or LocalExecutor()
     capacity = executor.start(plan)
-    kv = BlockPool(blocks or capacity.blocks, capacity.block_size, plan.prefix_cache)
+    groups = capacity.cache_groups
+    blocks = capacity.blocks
+    if pages is not None:
+        blocks = min(blocks, pages * sum(group.page_blocks for group in groups))
+    kv = BlockPool(blocks, capacity.block_size, plan.prefix_cache, groups)
     return EngineLoop(
         Scheduler(kv, capacity.max_num_batched_tokens, capacity.max_num_seqs),
         executor,
@@ -103,9 +107,8 @@ def decoder_logits(decoder: Decoder, tokens: list[int], max_len: int) -> torch.T
     hidden = decoder(
         torch.tensor(tokens),
         positions,
-        positions,
         kv_caches,
         backend,
-        backend.prepare(metadata),
+        plan_attention(backend, [metadata]),
     )
     return decoder.logits(hidden)

@@ -22,7 +22,10 @@ SCORE_PROMPT = SamplingParams(
 )
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe"])
+NAMES = ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe-groups", "laguna-window", "llama4_text"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_experts_round_no_more_than_transformers(name: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == name)
     model = make_checkpoint(case, tmp_path)

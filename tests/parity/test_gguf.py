@@ -17,9 +17,10 @@ from gguf import GGMLQuantizationType as Kind
 
 from bloomery.artifacts.locate import locate_model
 from bloomery.families.gguf import ARCHITECTURES
-from tests.parity import gguf_writer
+from tests.parity import cases, gguf_writer
 from tests.parity.cases import (
     BLOOM,
+    EXPERTS,
     FALCON,
     FULL,
     GPT,
@@ -75,6 +76,55 @@ MULTIPLIED = {
 }
 LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 GLOBAL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0}
+
+# Chunks and scaled queries are those of the published models, beyond the length of a prompt here.
+LLAMA4 = WIDE | {"intermediate_size_mlp": 40, "num_local_experts": 4}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, **YARN}
+LOCAL_ROPE = {
+    "rope_parameters": {SLIDING: LOCAL, FULL: {**YARN_ROPE, "partial_rotary_factor": 0.5}}
+}
+MELLUM_ROPE = {"rope_parameters": {SLIDING: LOCAL, FULL: YARN_ROPE}}
+# Cases of the families themselves, written as GGUF.
+REUSED = (
+    "olmo3",
+    "olmo3-yarn",
+    "olmoe",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe-groups",
+    "solar_open-yarn",
+    "ernie4_5",
+    "ernie4_5-biased",
+    "ernie4_5_moe",
+    "seed_oss",
+    "seed_oss-biased",
+    "exaone4",
+    "hunyuan_v1_dense-alpha",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "minimax_m2-partial",
+    "granitemoe-multiplied",
+    "granitemoeshared",
+    "apertus",
+    "arcee",
+    "dots1",
+    "nemotron",
+    "nemotron-biased",
+    "gpt_oss",
+    "phimoe",
+    "cohere2_moe",
+    "ministral3",
+    "mistral3",
+    "qwen2_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
+FAMILY_CASES = {case.name: case for case in cases.CASES}
+
+
+def reuse_case(name: str) -> GgufCase:
+    return GgufCase(FAMILY_CASES[name])
+
 
 CASES = [
     gguf_case("llama", tf.LlamaConfig, True, **GROUPED),
@@ -196,6 +246,89 @@ CASES = [
     gguf_case("cohere2", tf.Cohere2Config, **GROUPED | {"num_hidden_layers": 5}, sliding_window=5),
     gguf_case("granite", tf.GraniteConfig, **GROUPED, **MULTIPLIED, tie_word_embeddings=True),
     gguf_case("olmo2", tf.Olmo2Config, **GROUPED),
+    *map(reuse_case, REUSED),
+    gguf_case(
+        "granite_swa",
+        tf.GraniteSWAConfig,
+        **GROUPED,
+        **MULTIPLIED,
+        sliding_window=5,
+        layer_rope_theta=[10000.0, 0, 10000.0],
+        extra={"attention.rope_pattern": [True, False, True]},
+    ),
+    gguf_case(
+        "afmoe",
+        tf.AfmoeConfig,
+        **WIDE | {"num_hidden_layers": 5},
+        **EXPERTS,
+        sliding_window=5,
+        route_scale=2.5,
+        mup_enabled=True,
+    ),
+    gguf_case(
+        "laguna",
+        tf.LagunaConfig,
+        **WIDE,
+        **EXPERTS,
+        **LOCAL_ROPE,
+        shared_expert_intermediate_size=40,
+        layer_types=[FULL, SLIDING, SLIDING],
+        sliding_window=5,
+    ),
+    gguf_case(
+        "laguna-per-element",
+        tf.LagunaConfig,
+        **WIDE,
+        **EXPERTS,
+        **LOCAL_ROPE,
+        shared_expert_intermediate_size=24,
+        gating="per-element",
+        num_attention_heads_per_layer=[4, 6, 2],
+        layer_types=[FULL, SLIDING, SLIDING],
+        mlp_layer_types=["dense", "dense", "sparse"],
+        sliding_window=5,
+        moe_routed_scaling_factor=2.5,
+    ),
+    gguf_case(
+        "mellum",
+        tf.MellumConfig,
+        **WIDE,
+        **EXPERTS,
+        **MELLUM_ROPE,
+        sliding_window=5,
+        layer_types=[SLIDING, FULL, SLIDING],
+    ),
+    gguf_case(
+        "cohere2moe-sigmoid",
+        tf.Cohere2MoeConfig,
+        **WIDE,
+        num_experts=4,
+        num_shared_experts=1,
+        expert_selection_fn="sigmoid",
+        norm_topk_prob=False,
+        sliding_window=5,
+        first_k_dense_replace=2,
+        prefix_dense_intermediate_size=40,
+    ),
+    gguf_case("llama4", tf.Llama4TextConfig, **LLAMA4 | {"num_hidden_layers": 5}),
+    gguf_case(
+        "llama4-dense",
+        tf.Llama4TextConfig,
+        **LLAMA4,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 1, 1],
+        layer_types=[FULL] * 3,
+        attn_temperature_tuning=False,
+        extra={"attention.sliding_window": 0},
+    ),
+    gguf_case(
+        "exaone4-llama3",
+        tf.Exaone4Config,
+        **WIDE,
+        sliding_window=None,
+        layer_types=[FULL] * 3,
+        **rope("llama3", 500.0, **LLAMA3),
+    ),
     gguf_case("smollm3", tf.SmolLM3Config, **GROUPED | {"num_hidden_layers": 5}),
 ]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from bloomery.errors import UnsupportedModel
 from bloomery.families.quantization import read_quantization
@@ -19,10 +19,12 @@ from bloomery.families.reader import ConfigReader
 from bloomery.spec import (
     CheckpointQuantization,
     DynamicScaling,
+    FusedTensor,
     LayerSpec,
     ModelSpec,
     MoeSpec,
     RopeSpec,
+    SplitTensors,
     TensorNames,
 )
 
@@ -45,6 +47,11 @@ class ModelDescription:
     names: TensorNames
     unread: tuple[str, ...] = ()  # keys of config.json that had no effect; they are logged
     quantization: CheckpointQuantization | None = None
+
+    @property
+    def text_part_only(self) -> bool:
+        """Whether this is a vision model, of which only the text part is served."""
+        return bool(self.names.vision)
 
 
 @cache
@@ -108,16 +115,53 @@ def find_problem(layer: LayerSpec) -> str | None:
         return f"{position.dim} of {attention.head_dim} dimensions cannot rotate in pairs"
     if window is not None and window < 1:
         return f"a sliding window of {window} positions is empty"
-    if isinstance(mlp, MoeSpec) and not 1 <= mlp.top_k <= mlp.num_experts:
-        return f"{mlp.top_k} of {mlp.num_experts} experts cannot be chosen"
+    clamp = mlp.mlp.clamp if isinstance(mlp, MoeSpec) else mlp.clamp
+    if clamp is not None and clamp.limit <= 0:
+        return f"a clamped SwiGLU with a limit of {clamp.limit:g} lets nothing through"
+    return find_moe_problem(mlp) if isinstance(mlp, MoeSpec) else None
+
+
+def find_moe_problem(moe: MoeSpec) -> str | None:
+    """Return why experts cannot be chosen, or None."""
+    if not 1 <= moe.top_k <= moe.num_experts:
+        return f"{moe.top_k} experts per token cannot be chosen from {moe.num_experts} experts"
+    num_groups = moe.router.num_groups
+    top_groups = moe.router.top_groups
+    if moe.num_experts % num_groups:
+        return f"{moe.num_experts} experts do not divide into {num_groups} groups"
+    if not 1 <= top_groups <= num_groups:
+        return f"{top_groups} of {num_groups} groups of experts cannot be chosen"
+    group_size = moe.num_experts // num_groups
+    if moe.top_k > top_groups * group_size:
+        return f"{moe.top_k} experts cannot be chosen from {top_groups} groups of {group_size}"
     return None
 
 
+class StoredTensors(Protocol):
+    """The tensors of a checkpoint, as far as their names are resolved by them."""
+
+    def names(self) -> Collection[str]: ...
+    def shape(self, name: str) -> Sequence[int]: ...
+
+
+def resolve_tensor_names(description: ModelDescription, stored: StoredTensors) -> TensorNames:
+    """Return the names and layouts that this checkpoint of a model uses."""
+    tensor_names = stored.names()
+    names = resolve_name_prefix(description.names, tensor_names)
+    return resolve_expert_layout(names, description.model, tensor_names, stored.shape)
+
+
 def resolve_name_prefix(names: TensorNames, stored: Container[str]) -> TensorNames:
-    """Return `names` with the prefix that this checkpoint uses, or unchanged if none fits.
+    """Return `names` with the prefix and the head that this checkpoint uses.
+
+    They are unchanged where none fits.
 
     `stored` has the names of all tensors of the checkpoint.
     """
+    for head in (names.head, *names.other_heads):
+        if f"{head}.weight" in stored:
+            names = replace(names, head=head)
+            break
     for prefix in names.prefixes:
 
         def with_prefix(name: str, prefix: str = prefix) -> str:
@@ -135,3 +179,61 @@ def resolve_name_prefix(names: TensorNames, stored: Container[str]) -> TensorNam
                 extra={canonical: with_prefix(name) for canonical, name in names.extra.items()},
             )
     return names
+
+
+def resolve_expert_layout(
+    names: TensorNames,
+    model: ModelSpec,
+    stored: Container[str],
+    shape_of: Callable[[str], Sequence[int]],
+) -> TensorNames:
+    """Return `names` with the layout in which this checkpoint stores experts.
+
+    Published checkpoints of some families have one stacked tensor per layer, quantized ones of the
+    same families a tensor per expert. Those that transformers 5 has saved anew may have the other
+    layout, or another orientation.
+    """
+    sparse = [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, MoeSpec)]
+    if not sparse:
+        return names
+    prefix = names.layer.format(i=sparse[0])
+    if not names.stacked_experts:
+        return find_stacked_experts(names, prefix, stored)
+    if not isinstance(names.expert_up, FusedTensor):
+        return names
+    tensor = prefix + names.experts + names.expert_up.name
+    if tensor in stored and names.transposed_experts:
+        moe = model.layers[sparse[0]].mlp
+        assert isinstance(moe, MoeSpec)
+        rows = 2 * moe.mlp.size
+        untransposed = (moe.num_experts, rows, model.hidden)
+        is_transposed = rows == model.hidden or tuple(shape_of(tensor)) != untransposed
+        return replace(names, transposed_experts=is_transposed)
+    if is_stored(f"{prefix}{names.experts}0.gate_proj", stored):
+        return replace(
+            names,
+            experts=f"{names.experts}{{e}}.",
+            expert_up=SplitTensors(("gate_proj", "up_proj")),
+            stacked_experts=False,
+            transposed_experts=False,
+        )
+    return names
+
+
+def find_stacked_experts(names: TensorNames, prefix: str, stored: Container[str]) -> TensorNames:
+    """Return `names` with stacked experts if this checkpoint has them instead of separate ones."""
+    folder = names.experts.removesuffix("{e}.")
+    if f"{prefix}{folder}gate_up_proj" not in stored:
+        return names
+    return replace(
+        names,
+        experts=folder,
+        expert_up=FusedTensor("gate_up_proj"),
+        expert_down="down_proj",
+        stacked_experts=True,
+    )
+
+
+def is_stored(matrix: str, stored: Container[str]) -> bool:
+    """Return whether the checkpoint has this matrix, quantized or not."""
+    return any(f"{matrix}.{part}" in stored for part in ("weight", "weight_packed", "qweight"))

@@ -13,9 +13,10 @@ from typing import Any
 from bloomery.families import ModelFamily
 from bloomery.families.llama import NAMES, read_attention, read_model
 from bloomery.families.reader import ACTIVATIONS, ConfigReader, defaults
-from bloomery.families.rope import read_rope_section
+from bloomery.families.rope import read_layer_rope
+from bloomery.families.vision import read_text_part, text_names
 from bloomery.families.window import read_layer_windows
-from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
+from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
 
 GEMMA = defaults(
     vocab=256000,
@@ -48,16 +49,6 @@ SANDWICH = {
     "mlp_post_norm": "post_feedforward_layernorm",
 }
 GEMMA2_NAMES = replace(NAMES, extra={**NAMES.extra, **SANDWICH})
-# The text part of a vision model: its vision tower and projector are not read.
-TEXT_NAMES = replace(
-    GEMMA2_NAMES,
-    embed="language_model.model.embed_tokens",
-    layer="language_model.model.layers.{i}.",
-    final_norm="language_model.model.norm",
-    head="language_model.lm_head",
-    prefixes=("language_model.model.", "model.language_model.", "model.", ""),
-    ignored=("*vision_tower.*", "*multi_modal_projector.*"),
-)
 
 
 def read_norm(config: ConfigReader) -> NormSpec:
@@ -114,44 +105,24 @@ def read_gemma2(config: ConfigReader) -> ModelSpec:
 
 def read_gemma3_text(config: ConfigReader) -> ModelSpec:
     period = config.size("sliding_window_pattern", 6)
+    theta = config.number("rope_theta", 1e6)
+    local_theta = config.number("rope_local_base_freq", 1e4)
     layers = []
     for window in read_layer_windows(config, lambda i: (i + 1) % period != 0):
-        position = read_layer_rope(config, window)
+        position = read_layer_rope(config, window, theta, local_theta)
         layers.append(
             read_sandwich_layer(config, window=window, qk_norm=read_norm(config), position=position)
         )
     return build_gemma(config, layers)
 
 
-def read_layer_rope(config: ConfigReader, window: int | None) -> RopeSpec:
-    """Read the rope of a layer. Window layers have their own theta and ignore rope_scaling."""
-    parameters = config.section("rope_parameters")
-    scaling = config.section("rope_scaling")
-    head_dim = config.head_dim()
-    unknown = sorted(set(parameters.values) - {"sliding_attention", "full_attention"})
-    if unknown:
-        raise parameters.error(
-            unknown[0], "is not known: sliding_attention and full_attention have one object each"
-        )
-    if window is not None:
-        theta = config.number("rope_local_base_freq", 1e4)
-        section = parameters.section("sliding_attention")
-        return read_rope_section(config, section, head_dim, theta)
-    theta = config.number("rope_theta", 1e6)
-    section = scaling if scaling.values else parameters.section("full_attention")
-    return read_rope_section(config, section, head_dim, theta)
-
-
 def read_gemma3(config: ConfigReader) -> ModelSpec:
-    text = config.section("text_config", GEMMA3)
-    text.require("model_type", "gemma3_text")
-    model = read_gemma3_text(text)
-    return replace(model, tied=config.flag("tie_word_embeddings", model.tied))
+    return read_text_part(config, {"gemma3_text": (read_gemma3_text, GEMMA3)})
 
 
 FAMILIES = {
     "gemma": ModelFamily(read_gemma, NAMES, GEMMA),
     "gemma2": ModelFamily(read_gemma2, GEMMA2_NAMES, GEMMA2),
     "gemma3_text": ModelFamily(read_gemma3_text, GEMMA2_NAMES, GEMMA3),
-    "gemma3": ModelFamily(read_gemma3, TEXT_NAMES),
+    "gemma3": ModelFamily(read_gemma3, text_names(GEMMA2_NAMES)),
 }

@@ -11,32 +11,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from bloomery import families
 from bloomery.errors import UnsupportedModel
 from bloomery.families import ModelDescription
+from bloomery.families.gguf_architectures import (
+    ARCHITECTURES,
+    LAYER_NORM_EPSILON,
+    RMS_EPSILON,
+    GgufFamily,
+    HfConfig,
+    TensorShapes,
+    read_head_dim,
+    read_num_kv_heads,
+)
 from bloomery.families.reader import ConfigReader
 from bloomery.spec import (
     FusedTensor,
     LayerSpec,
     MlpSpec,
     ModelSpec,
+    MoeSpec,
     NormSpec,
     RopeSpec,
     SplitTensors,
     TensorNames,
 )
 
-TensorShapes = Mapping[str, Sequence[int]]  # by tensor name, outermost dimension first
 VectorReader = Callable[[str], Sequence[float]]  # returns the values of a small tensor
-HfConfig = dict[str, Any]
 
-RMS_EPSILON = "attention.layer_norm_rms_epsilon"
-LAYER_NORM_EPSILON = "attention.layer_norm_epsilon"
 # Keys that may have one value per layer.
 PER_LAYER_KEYS = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+# Keys whose values the tensors show: which layers have experts, and how wide the shared expert is.
+IMPLIED_KEYS = ("leading_dense_block_count", "expert_shared_count")
 REQUIRED_SIZES = (
     "embedding_length",
     "block_count",
@@ -54,7 +63,7 @@ HF_KEYS: Mapping[str, tuple[str, ...]] = {
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
     RMS_EPSILON: ("rms_norm_eps",),
-    LAYER_NORM_EPSILON: ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    LAYER_NORM_EPSILON: ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "rope.freq_base": ("rope_theta",),
     "rope.freq_base_swa": ("rope_local_base_freq",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
@@ -64,9 +73,21 @@ HF_KEYS: Mapping[str, tuple[str, ...]] = {
     "logit_scale": ("logit_scale", "logits_scaling"),
     "use_parallel_residual": ("use_parallel_residual",),
     "expert_count": ("num_experts",),
-    "expert_used_count": ("num_experts_per_tok",),
-    "expert_weights_norm": ("norm_topk_prob",),
+    "expert_used_count": ("num_experts_per_tok", "moe_topk"),
+    "expert_weights_norm": ("norm_topk_prob", "route_norm"),
+    "expert_weights_scale": (
+        "routed_scaling_factor",
+        "router_scaling_factor",
+        "route_scale",
+        "moe_routed_scaling_factor",
+    ),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "interleave_moe_layer_step": ("moe_layer_interval", "interleave_moe_layer_step"),
 }
+SOFTMAX = 1  # values of expert_gating_func
+SIGMOID = 2
+GATING_FUNCTIONS = {"softmax": SOFTMAX, "sigmoid": SIGMOID}
 # GGUF key, key of config.json, and the tensor whose last dimension is that size.
 EXPERT_SIZES = (
     ("expert_feed_forward_length", "moe_intermediate_size", "ffn_down_exps"),
@@ -93,6 +114,9 @@ NAMES = TensorNames(
         "k_norm": "attn_k_norm",
         "router": "ffn_gate_inp",
         "shared_gate": "ffn_gate_inp_shexp",
+        "sinks": "attn_sinks.weight",
+        "attn_gate": "attn_gate",
+        "correction_bias": "exp_probs_b.bias",
     },
     expert_up=SplitTensors(("ffn_gate_exps", "ffn_up_exps")),
     expert_down="ffn_down_exps",
@@ -104,133 +128,14 @@ NAMES = TensorNames(
 KNOWN_TENSOR = re.compile(
     r"((token_embd|output)(_norm)?|position_embd|rope_(freqs|factors_long|factors_short)"
     r"|blk\.\d+\.("
-    r"attn_(norm|norm_2|q|k|v|qkv|q_norm|k_norm|output|rot_embd)|(post_attention|ffn|post_ffw)_norm"
+    r"attn_(norm|norm_2|q|k|v|qkv|q_norm|k_norm|output|rot_embd|sinks|gate)"
+    r"|(post_attention|ffn|post_ffw)_norm|exp_probs_b"
     r"|ffn_(gate|up|gate_up|down)(_exps|_shexp)?|ffn_gate_inp(_shexp)?))\.(weight|bias)"
+    r"|blk\.\d+\.exp_probs_b"
 )
+VISION = ("v.*", "mm.*")  # names of the vision part, where one file has both
+VISION_TENSOR = re.compile(r"(v|mm)\.")
 LAYER_NORMS = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
-
-
-# ---- keys of single architectures --------------------------------------------------------------
-
-
-def read_llama(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
-    if config.integer("expert_count", 0):
-        return {"model_type": "mixtral"}
-    return {}
-
-
-def make_gemma_reader(
-    num_layers_of_largest: int,
-) -> Callable[[ConfigReader, TensorShapes], HfConfig]:
-    """Return the function that reads the scale of Gemma's scores.
-
-    Scores are scaled by the head dimension, but in the largest model by hidden size / heads.
-    """
-
-    def read_gemma(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
-        scalar = read_head_dim(config)
-        if config.size("block_count") == num_layers_of_largest:
-            scalar = config.size("embedding_length") // config.size("attention.head_count")
-        return {"query_pre_attn_scalar": scalar}
-
-    return read_gemma
-
-
-def read_falcon(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
-    config.require("tensor_data_layout", "jploski")  # all q, all k, all v
-    num_norms = 2 if "blk.0.attn_norm_2.weight" in shapes else 1
-    return {"new_decoder_architecture": True, "num_ln_in_parallel_attn": num_norms}
-
-
-def read_mpt(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
-    num_heads = config.size("attention.head_count")
-    max_bias = config.number("attention.max_alibi_bias", 0.0)
-    attn_type = "multihead_attention"
-    if read_num_kv_heads(config) == 1 != num_heads:
-        attn_type = "multiquery_attention"
-    return {
-        "attn_config": {
-            "alibi": max_bias > 0,
-            "alibi_bias_max": max_bias,
-            "clip_qkv": config.number("attention.clamp_kqv", 0.0) or None,
-            "attn_type": attn_type,
-        },
-        "expansion_ratio": config.size("feed_forward_length") // config.size("embedding_length"),
-        "learned_pos_emb": "position_embd.weight" in shapes,
-    }
-
-
-def read_starcoder(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
-    return {"multi_query": read_num_kv_heads(config) == 1}
-
-
-def read_stablelm(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
-    # Some converters write use_parallel_residual for models that do not use it. Only models that
-    # do not have a second norm use it.
-    config.get("use_parallel_residual")  # marks the key as read
-    return {"use_parallel_residual": "blk.0.ffn_norm.weight" not in shapes}
-
-
-def read_cohere2(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
-    config.size("attention.sliding_window")  # required: only window layers have rope
-    return {}
-
-
-def read_granite(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
-    config.require("rope.scaling.finetuned", True)  # here it means that the model has rope at all
-    # The default; attention.scale replaces it.
-    return {"attention_multiplier": read_head_dim(config) ** -0.5}
-
-
-def read_qwen3moe(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
-    return {"norm_topk_prob": config.flag("expert_weights_norm", True)}
-
-
-def read_nothing(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
-    return {}
-
-
-@dataclass(frozen=True)
-class GgufFamily:
-    """How an architecture of GGUF maps to a model family."""
-
-    model_type: str  # of the config.json it was converted from
-    epsilon_key: str = RMS_EPSILON  # must be present
-    read_keys: Callable[[ConfigReader, TensorShapes], HfConfig] = read_nothing
-    permuted: bool = False  # rows of q and k are stored for interleaved rope
-    default_window: int = 0  # for a file that states none
-    # Every period-th layer has full attention; 0: all layers have a window, if there is one.
-    window_period: int = 0
-
-
-ARCHITECTURES: Mapping[str, GgufFamily] = {
-    # A Llama is a Mistral without a window.
-    "llama": GgufFamily("mistral", read_keys=read_llama, permuted=True),
-    "qwen2": GgufFamily("qwen2"),
-    "qwen2moe": GgufFamily("qwen2_moe"),
-    "qwen3": GgufFamily("qwen3"),
-    "qwen3moe": GgufFamily("qwen3_moe", read_keys=read_qwen3moe),
-    "gemma": GgufFamily("gemma"),
-    "gemma2": GgufFamily(
-        "gemma2", read_keys=make_gemma_reader(46), default_window=4096, window_period=2
-    ),
-    "gemma3": GgufFamily("gemma3_text", read_keys=make_gemma_reader(62), window_period=6),
-    "phi2": GgufFamily("phi", LAYER_NORM_EPSILON),
-    "phi3": GgufFamily("phi3"),
-    "starcoder": GgufFamily("gpt_bigcode", LAYER_NORM_EPSILON, read_starcoder),
-    "starcoder2": GgufFamily("starcoder2", LAYER_NORM_EPSILON),
-    "bloom": GgufFamily("bloom", LAYER_NORM_EPSILON),
-    "falcon": GgufFamily("falcon", LAYER_NORM_EPSILON, read_falcon),
-    "mpt": GgufFamily("mpt", LAYER_NORM_EPSILON, read_mpt),
-    "gpt2": GgufFamily("gpt2", LAYER_NORM_EPSILON),
-    "gptneox": GgufFamily("gpt_neox", LAYER_NORM_EPSILON),
-    "stablelm": GgufFamily("stablelm", LAYER_NORM_EPSILON, read_stablelm),
-    "command-r": GgufFamily("cohere", LAYER_NORM_EPSILON),
-    "cohere2": GgufFamily("cohere2", LAYER_NORM_EPSILON, read_cohere2, window_period=4),
-    "granite": GgufFamily("granite", read_keys=read_granite, permuted=True),
-    "olmo2": GgufFamily("olmo2"),
-    "smollm3": GgufFamily("smollm3", permuted=True),
-}
 
 
 # ---- from metadata to config.json --------------------------------------------------------------
@@ -265,13 +170,24 @@ def _describe(
         key: merge_equal_values(value) if key in PER_LAYER_KEYS else value
         for key, value in values.items()
     }
+    head_count = merged.get("attention.head_count")
+    if isinstance(head_count, list) and head_count:
+        merged["attention.head_counts"] = head_count
+        merged["attention.head_count"] = head_count[0]
+    shapes, skipped = skip_mtp_layers(merged, shapes, prefix)
+    if family.vision:
+        shapes = {name: shape for name, shape in shapes.items() if not VISION_TENSOR.match(name)}
     config = ConfigReader(merged, prefix)
     hf_config = build_hf_config(config, family, shapes, read_vector)
     description = families.describe_config(hf_config)
     check_description(config, hf_config, description.model, shapes)
     names = build_names(description.model, shapes)
+    names = replace(
+        names, ignored=(*names.ignored, *skipped), vision=VISION if family.vision else ()
+    )
     scale = config.optional_number("attention.scale")
     model = adapt_to_converter(description.model, names, shapes, family.permuted, scale)
+    model = add_xielu_alphas(model, metadata)
     # A key had no effect if the family read none of its translations. Sizes are left out: a family
     # that does not read them implies them, and loading checks them against the tensors.
     ignored = {
@@ -279,8 +195,29 @@ def _describe(
         for key, hf_keys in HF_KEYS.items()
         if key not in PER_LAYER_KEYS and set(hf_keys) <= set(description.unread)
     }
-    unread = (values.keys() - config.names_read - {"vocab_size"}) | (values.keys() & ignored)
+    implied = {"vocab_size", "nextn_predict_layers", *PER_LAYER_KEYS, *IMPLIED_KEYS}
+    unread = (values.keys() - config.names_read - implied) | (values.keys() & ignored)
     return ModelDescription(model, names, tuple(sorted(prefix + key for key in unread)))
+
+
+def skip_mtp_layers(
+    values: dict[str, Any], shapes: TensorShapes, path: str
+) -> tuple[TensorShapes, tuple[str, ...]]:
+    """Leave out the last layers if they are for multi-token prediction; changes `values`.
+
+    Returns the shapes of the other tensors, and patterns of the names that were left out.
+    """
+    reader = ConfigReader(values, path)
+    num_skipped = reader.integer("nextn_predict_layers", 0)
+    if not num_skipped:
+        return shapes, ()
+    num_layers = reader.size("block_count") - num_skipped
+    if num_layers < 1:
+        raise reader.error("nextn_predict_layers", f"is {num_skipped}, and no layer is left")
+    values["block_count"] = num_layers
+    prefixes = tuple(f"blk.{num_layers + i}." for i in range(min(num_skipped, 100)))
+    others = {name: shape for name, shape in shapes.items() if not name.startswith(prefixes)}
+    return others, tuple(f"{prefix}*" for prefix in prefixes)
 
 
 def merge_equal_values(value: Any) -> Any:
@@ -299,26 +236,56 @@ def check_description(
             raise UnsupportedModel(
                 f"config.json: tensor {name} is not part of any model Bloomery knows"
             )
+    num_layers = len(model.layers)
     num_kv_heads = hf_config["num_key_value_heads"]
-    for layer, layer_type in zip(model.layers, hf_config["layer_types"]):
+    head_counts = config.list_of("attention.head_counts", int)
+    head_counts = head_counts or (hf_config["num_attention_heads"],) * num_layers
+    if len(head_counts) != num_layers:
+        raise config.error("attention.head_count", f"names {len(head_counts)} of {num_layers}")
+    layer_types = hf_config["layer_types"] or ["full_attention"] * num_layers
+    for i, layer in enumerate(model.layers):
         attention = layer.attention
-        if (attention.window is None) != (layer_type == "full_attention"):
+        check_experts(config, layer, f"blk.{i}.", shapes)
+        if attention.num_heads != head_counts[i]:
+            raise config.error("attention.head_count", f"{head_counts} is not supported here")
+        if (attention.window is None) != (layer_types[i] == "full_attention"):
             raise config.error("attention.sliding_window", "is not supported in this architecture")
         if attention.num_kv_heads != num_kv_heads:
             raise config.error("attention.head_count_kv", f"{num_kv_heads} is not supported here")
-        if attention.qk_norm is None and hf_config["use_qk_norm"]:
-            raise UnsupportedModel(
-                "config.json: tensor blk.0.attn_q_norm.weight is not part of this architecture"
-            )
+        unused = {
+            "attn_q_norm": attention.qk_norm is None,
+            "attn_sinks": not attention.sinks,
+            "attn_gate": attention.gate is None,
+        }
+        for stem, is_unused in unused.items():
+            check_unused(shapes, f"blk.{i}.{stem}.weight", is_unused)
 
 
-def read_head_dim(config: ConfigReader) -> int:
-    default = config.size("embedding_length") // config.size("attention.head_count")
-    return config.size("attention.key_length", default)
+def check_unused(shapes: TensorShapes, tensor: str, is_unused: bool) -> None:
+    if is_unused and tensor in shapes:
+        raise UnsupportedModel(f"config.json: tensor {tensor} is not part of this architecture")
 
 
-def read_num_kv_heads(config: ConfigReader) -> int:
-    return config.size("attention.head_count_kv", config.size("attention.head_count"))
+def check_experts(
+    config: ConfigReader, layer: LayerSpec, prefix: str, shapes: TensorShapes
+) -> None:
+    """Refuse experts that the family would place or weight otherwise than the file states."""
+    moe = layer.mlp
+    has_bias = isinstance(moe, MoeSpec) and moe.router.correction_bias
+    for suffix in ("", ".bias"):
+        check_unused(shapes, f"{prefix}exp_probs_b{suffix}", not has_bias)
+    if isinstance(moe, MoeSpec) != (f"{prefix}ffn_gate_inp.weight" in shapes):
+        raise config.error("expert_count", "experts are in other layers than this family has them")
+    if not isinstance(moe, MoeSpec):
+        return
+    router = moe.router
+    if router.score in GATING_FUNCTIONS:
+        config.require("expert_gating_func", GATING_FUNCTIONS[router.score])
+    scale = config.number("expert_weights_scale", 0.0)  # 0 stands for none, as in llama.cpp
+    if scale and abs(router.scale - scale) > 1e-6 * scale:
+        raise config.error("expert_weights_scale", f"{scale} is not supported in this architecture")
+    if not router.score_chosen_only:
+        config.require("expert_weights_norm", router.normalize)
 
 
 def build_hf_config(
@@ -352,7 +319,7 @@ def build_hf_config(
         "use_qk_norm": has_qk_norm,
         "qk_layernorm": has_qk_norm,
         **read_windows(config, family, shapes),
-        **read_rope_parameters(config, shapes, read_vector),
+        **read_rope_parameters(config, family, shapes, read_vector),
         **read_experts(config, shapes),
         **family.read_keys(config, shapes),
     }
@@ -373,9 +340,15 @@ def read_windows(config: ConfigReader, family: GgufFamily, shapes: TensorShapes)
             "attention.sliding_window_pattern", f"must be a number or a list, not {pattern!r}"
         )
     if isinstance(pattern, list):
-        has_window = pattern
+        has_window = pattern[:num_layers]
+        if len(has_window) != num_layers:
+            raise config.error(
+                "attention.sliding_window_pattern",
+                f"names {len(has_window)} layers of {num_layers}",
+            )
     else:
-        has_window = [not pattern or (i + 1) % pattern != 0 for i in range(num_layers)]
+        full = 0 if family.full_attention_first else pattern - 1
+        has_window = [not pattern or i % pattern != full for i in range(num_layers)]
     layer_types = [
         "sliding_attention" if window and windowed else "full_attention" for windowed in has_window
     ]
@@ -383,14 +356,14 @@ def read_windows(config: ConfigReader, family: GgufFamily, shapes: TensorShapes)
 
 
 def read_rope_parameters(
-    config: ConfigReader, shapes: TensorShapes, read_vector: VectorReader
+    config: ConfigReader, family: GgufFamily, shapes: TensorShapes, read_vector: VectorReader
 ) -> HfConfig:
     head_dim = read_head_dim(config)
     rope_dim = config.size("rope.dimension_count", head_dim)
-    fraction = 1.0
-    if rope_dim != head_dim:
-        # Families round head_dim * fraction down; the quarter keeps rounding errors out of it.
-        fraction = (rope_dim + 0.25) / head_dim
+    fraction = read_fraction(rope_dim, head_dim)
+    sections = config.get("rope.dimension_sections")
+    if sections is not None and not family.vision:
+        raise config.error("rope.dimension_sections", "is not supported in this architecture")
     original = config.size("rope.scaling.original_context_length", config.size("context_length"))
     scaling = read_rope_scaling(config, rope_dim // 2, shapes, read_vector)
     config.get("rope.scaling.finetuned")  # marks the key as read
@@ -403,11 +376,37 @@ def read_rope_parameters(
         raise config.error(unknown[0], "is not known, and it would change every angle")
     if scaling:
         scaling["original_max_position_embeddings"] = original
+        scaling.update(family.rope_keys)
+    if family.rope_by_layer_type and config.integer("attention.sliding_window", 0):
+        theta = config.number("rope.freq_base", 10000.0)
+        local_dim = config.size("rope.dimension_count_swa", rope_dim)
+        return {
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_theta": theta,
+                    "partial_rotary_factor": fraction,
+                    **scaling,
+                },
+                "sliding_attention": {
+                    "rope_theta": config.number("rope.freq_base_swa", theta),
+                    "partial_rotary_factor": read_fraction(local_dim, head_dim),
+                },
+            }
+        }
     return {
         "partial_rotary_factor": fraction,
         "original_max_position_embeddings": original,
         "rope_scaling": scaling or None,
+        "rope_parameters": None,  # not the family's default
     }
+
+
+def read_fraction(rope_dim: int, head_dim: int) -> float:
+    """Return the part of a head that rotates."""
+    if rope_dim == head_dim:
+        return 1.0
+    # Families round head_dim * fraction down; the quarter keeps rounding errors out of it.
+    return (rope_dim + 0.25) / head_dim
 
 
 def read_rope_scaling(
@@ -454,8 +453,17 @@ def read_rope_scaling(
 
 def read_yarn_parameters(config: ConfigReader) -> HfConfig:
     config.require("rope.scaling.yarn_ext_factor", 1.0)
-    config.require("rope.scaling.yarn_log_multiplier", 0.0)
+    scaling: HfConfig = {}
+    beta = config.optional_number("attention.temperature_scale")
+    if beta:
+        # Queries are scaled by position, and cos and sin are not.
+        scaling["llama_4_scaling_beta"] = beta
+        scaling["mscale"] = scaling["mscale_all_dim"] = 1.0
+        config.get("rope.scaling.yarn_log_multiplier")  # marks the key as read
+    else:
+        config.require("rope.scaling.yarn_log_multiplier", 0.0)
     return {
+        **scaling,
         "attention_factor": config.optional_number("rope.scaling.yarn_attn_factor"),
         "beta_fast": config.optional_number("rope.scaling.yarn_beta_fast"),
         "beta_slow": config.optional_number("rope.scaling.yarn_beta_slow"),
@@ -466,17 +474,26 @@ def read_experts(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
     """Return the sizes of the experts, from their tensors. A layer without a router is dense."""
     if not config.integer("expert_count", 0):
         return {}
-    config.require("expert_gating_func", 1)  # softmax
-    config.require("expert_weights_scale", 1.0)
     layers = range(config.size("block_count"))
     dense = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in shapes]
     first_sparse = next((i for i in layers if i not in dense), 0)
-    hf_config: HfConfig = {"mlp_only_layers": dense}
+    hf_config: HfConfig = {
+        "mlp_only_layers": dense,
+        "mlp_layer_types": ["dense" if i in dense else "sparse" for i in layers],
+        "first_k_dense_replace": first_sparse,
+        "num_dense_layers": first_sparse,
+        "moe_layer_start_index": first_sparse,
+        "num_shared_experts": 0,
+    }
     for key, hf_key, tensor in EXPERT_SIZES:
         shape = shapes.get(f"blk.{first_sparse}.{tensor}.weight")
         if shape is not None:
             hf_config[hf_key] = shape[-1]
             config.require(key, shape[-1])
+    expert_size = hf_config.get("moe_intermediate_size")
+    shared_size = hf_config.get("shared_expert_intermediate_size")
+    if expert_size and shared_size:
+        hf_config["num_shared_experts"] = shared_size // expert_size
     return hf_config
 
 
@@ -486,7 +503,7 @@ def read_experts(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
 def build_names(model: ModelSpec, shapes: TensorShapes) -> TensorNames:
     """Return the tensor names of the file, whose matrices may be fused or split."""
     layer_tensors = {
-        name.split(".", 2)[2] for name in shapes if name.startswith("blk.") and name.count(".") > 2
+        name.split(".", 2)[2] for name in shapes if name.startswith("blk.") and name.count(".") > 1
     }
     gated = any(isinstance(layer.mlp, MlpSpec) and layer.mlp.gated for layer in model.layers)
     names = NAMES
@@ -498,10 +515,53 @@ def build_names(model: ModelSpec, shapes: TensorShapes) -> TensorNames:
         names = replace(names, attn_qkv=FusedTensor("attn_qkv"))
     if "ffn_gate_up_exps.weight" in layer_tensors:
         names = replace(names, expert_up=FusedTensor("ffn_gate_up_exps"))
+    first = model.layers[0]
+    has_second_norm = first.mlp_norm is not None and first.attn_post_norm is None
+    if has_second_norm and "ffn_norm.weight" not in layer_tensors:
+        extra = {**names.extra, "mlp_norm": "post_attention_norm"}
+        names = replace(names, extra=extra)
+    if "exp_probs_b" in layer_tensors:
+        names = replace(names, extra={**names.extra, "correction_bias": "exp_probs_b"})
     if "attn_norm_2.weight" in layer_tensors:  # Falcon's second norm is the one before attention
         norms = {"attn_norm": "attn_norm_2", "mlp_norm": "attn_norm"}
         names = replace(names, extra={**names.extra, **norms})
     return names
+
+
+def add_xielu_alphas(model: ModelSpec, metadata: Mapping[str, Any]) -> ModelSpec:
+    """Add the parameters of the activation xIELU, which are metadata in GGUF."""
+    if not any(is_xielu(layer) for layer in model.layers):
+        return model
+    reader = ConfigReader(metadata)
+    layers = []
+    for key, constant in (("xielu.beta", 0.5), ("xielu.eps", -1e-6)):
+        values = reader.list_of(key, float)
+        if any(abs(value - constant) > 1e-3 * abs(constant) for value in values):
+            raise reader.error(key, f"must be {constant} in every layer, not {values}")
+    for i, layer in enumerate(model.layers):
+        alphas = [reader.list_of(key, float) for key in ("xielu.alpha_p", "xielu.alpha_n")]
+        if any(len(values) != len(model.layers) for values in alphas):
+            raise reader.error("xielu.alpha_p", f"must have {len(model.layers)} numbers")
+        mlp = layer.mlp
+        if isinstance(mlp, MlpSpec):
+            mlp = replace(mlp, xielu_alphas=(float(alphas[0][i]), float(alphas[1][i])))
+        layers.append(replace(layer, mlp=mlp))
+    return replace(model, layers=tuple(layers))
+
+
+def is_xielu(layer: LayerSpec) -> bool:
+    return isinstance(layer.mlp, MlpSpec) and layer.mlp.activation == "xielu"
+
+
+def adapt_experts(moe: MoeSpec, names: TensorNames, shapes: TensorShapes, prefix: str) -> MoeSpec:
+    """Adapt experts to the biases of the file."""
+    router = replace(
+        moe.router,
+        bias=f"{prefix}ffn_gate_inp.bias" in shapes,
+        correction_bias=prefix + names.extra["correction_bias"] in shapes,
+    )
+    has_bias = f"{prefix}ffn_up_exps.bias" in shapes
+    return replace(moe, router=router, mlp=replace(moe.mlp, bias=has_bias))
 
 
 def adapt_to_converter(
@@ -532,7 +592,9 @@ def adapt_to_converter(
             qk_norm=adapt_norm(spec.attention.qk_norm, prefix + names.extra["q_norm"]),
         )
         mlp = spec.mlp
-        if isinstance(mlp, MlpSpec):
+        if isinstance(mlp, MoeSpec):
+            mlp = adapt_experts(mlp, names, shapes, prefix)
+        else:
             mlp = replace(mlp, bias=f"{prefix}ffn_up.bias" in shapes)
         norms: dict[str, Any] = {
             role: adapt_norm(getattr(spec, role), prefix + names.extra[role])

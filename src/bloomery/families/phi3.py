@@ -26,7 +26,7 @@ PHI3 = DEFAULTS | defaults(
 
 def read_phi3(config: ConfigReader) -> ModelSpec:
     position = read_rope(config, config.head_dim(), partial=True)
-    windows = read_layer_windows(config, lambda i: config.get("sliding_window") is not None)
+    windows = read_layer_windows(config)
     layers = [
         read_layer(config, position=position, bias=False, out_bias=False, window=window)
         for window in windows

@@ -10,7 +10,7 @@ from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_mlp, read_model
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
-from bloomery.spec import LayerSpec, ModelSpec, MoeSpec, SplitTensors
+from bloomery.spec import LayerSpec, ModelSpec, MoeSpec, RouterSpec, SplitTensors
 
 QWEN = DEFAULTS | defaults(
     vocab=151936, mlp=22016, kv_heads=32, context=32768, sliding_window=4096, max_window_layers=28
@@ -65,7 +65,7 @@ def read_moe(config: ConfigReader) -> MoeSpec:
         num_experts=config.size("num_experts"),
         top_k=config.size("num_experts_per_tok"),
         mlp=read_mlp(config, "moe_intermediate_size"),
-        renormalize=config.flag("norm_topk_prob", False),
+        router=RouterSpec(normalize=config.flag("norm_topk_prob", False)),
     )
 
 

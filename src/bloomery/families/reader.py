@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -20,7 +20,8 @@ IGNORED_KEYS = """
     decoder_start_token_id tokenizer_class tokenizer_name initializer_range init_std init_device
     init_config gradient_checkpointing pretraining_tp attention_dropout hidden_dropout resid_pdrop
     embd_pdrop emb_pdrop attn_pdrop dropout layerdrop classifier_dropout activation_dropout
-    embedding_dropout residual_dropout embedding_fraction router_jitter_noise router_aux_loss_coef
+    embedding_dropout residual_dropout embedding_fraction router_jitter_noise input_jitter_noise
+    router_aux_loss_coef num_nextn_predict_layers mtp_layer_types mtp_mlp_layer_types
     output_router_logits output_attentions output_hidden_states return_dict id2label label2id
     problem_type task_specific_params summary_type summary_use_proj summary_activation
     summary_proj_to_labels summary_first_dropout chunk_size_feed_forward is_encoder_decoder
@@ -28,7 +29,9 @@ IGNORED_KEYS = """
     cache_implementation attn_impl slow_but_exact attention_softmax_in_fp32
     scale_attention_softmax_in_fp32 reorder_and_upcast_attn masked_softmax_fusion
     bias_dropout_fusion skip_bias_add skip_bias_add_qkv n_ctx vision_config boi_token_index
-    eoi_token_index image_token_index mm_tokens_per_image
+    eoi_token_index image_token_index mm_tokens_per_image image_token_id video_token_id
+    vision_start_token_id vision_end_token_id vision_token_id spatial_merge_size
+    multimodal_projector_bias projector_hidden_act vision_feature_layer
 """
 IGNORED = frozenset(IGNORED_KEYS.split())
 
@@ -39,7 +42,10 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "num_attention_heads": ("n_head", "n_heads"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
     "max_position_embeddings": ("n_positions", "max_seq_len"),
-    "num_experts": ("num_local_experts",),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("moe_k", "experts_per_token"),
+    "moe_intermediate_size": ("expert_hidden_dim",),
+    "num_shared_experts": ("n_shared_experts", "moe_num_shared_experts"),
     "rope_theta": ("rotary_emb_base",),
     "partial_rotary_factor": ("rotary_pct",),
     "rope_type": ("type",),
@@ -66,6 +72,8 @@ ACTIVATIONS: Mapping[str, ActivationName] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 
 
@@ -105,8 +113,10 @@ class ConfigReader:
         return default if family_default is None else family_default
 
     def error(self, name: str, reason: str) -> UnsupportedModel:
-        """Return the error for that key, to be raised."""
-        return UnsupportedModel(f"config.json: {self.path}{name} {reason}")
+        """Return the error for that key, as the file spells it, to be raised."""
+        keys = (name, *SYNONYMS.get(name, ()))
+        stated = next((key for key in keys if self.values.get(key) is not None), name)
+        return UnsupportedModel(f"config.json: {self.path}{stated} {reason}")
 
     def number(self, name: str, default: Any = REQUIRED) -> float:
         value = self._get_typed(name, default, (int, float), "a number")
@@ -167,6 +177,31 @@ class ConfigReader:
         if value not in known:
             raise self.error(name, f"{value!r} is not known. Known: {', '.join(known)}")
         return known[value]
+
+    def layer_choices(
+        self, name: str, known: Mapping[str, T], default: Callable[[int], T]
+    ) -> tuple[T, ...]:
+        """Return what `known` has for each layer's value, `default(i)` if the key is absent."""
+        values = self.list_of(name, str)
+        num_layers = len(self.layers())
+        for value in values:
+            if value not in known:
+                raise self.error(name, f"{value!r} is not known. Known: {', '.join(known)}")
+        if values and len(values) != num_layers:
+            raise self.error(name, f"names {len(values)} layers of {num_layers}")
+        if not values:
+            return tuple(default(i) for i in self.layers())
+        return tuple(known[value] for value in values)
+
+    def layer_sizes(self, name: str, default: int) -> tuple[int, ...]:
+        """Return the size of each layer: one number for all layers, or a list with one for each."""
+        num_layers = len(self.layers())
+        if not isinstance(self.get(name), list):
+            return (self.size(name, default),) * num_layers
+        sizes = self.list_of(name, int)
+        if len(sizes) != num_layers or not all(0 < size < 2**40 for size in sizes):
+            raise self.error(name, f"must be a size, or one for each of {num_layers} layers")
+        return sizes
 
     def activation(self, name: str, default: Any = REQUIRED) -> ActivationName:
         return self.choice(name, ACTIVATIONS, default)

@@ -30,6 +30,7 @@ KNOWN_KEYS = (
     "rope_theta",
     "partial_rotary_factor",
     "factor",
+    "alpha",
     "original_max_position_embeddings",
     "attention_factor",
     "low_freq_factor",
@@ -48,35 +49,92 @@ KNOWN_KEYS = (
 
 
 def read_rope(
-    config: ConfigReader, head_dim: int, *, partial: bool = False, interleaved: bool = False
+    config: ConfigReader,
+    head_dim: int,
+    *,
+    partial: bool = False,
+    interleaved: bool = False,
+    other_keys: tuple[str, ...] = (),
 ) -> RopeSpec:
-    """Read a rope that all layers share; `partial`: the family may rotate a part of the head."""
-    section = config.section("rope_scaling")
-    if not section.values:
-        section = config.section("rope_parameters")
+    """Read a rope that all layers share; `partial`: the family may rotate a part of the head.
+
+    other_keys: keys beside those of the rope that the family reads itself.
+    """
     theta = config.number("rope_theta", 10000.0)
-    rope = read_rope_section(config, section, head_dim, theta, partial)
+    section = find_rope_section(config)
+    rope = read_rope_section(config, section, head_dim, theta, partial, other_keys)
     return replace(rope, interleaved=interleaved)
 
 
+def find_rope_section(config: ConfigReader) -> ConfigReader:
+    """Return the object with the parameters of a rope that all layers share."""
+    section = config.section("rope_scaling")
+    return section if section.values else config.section("rope_parameters")
+
+
 def read_rope_section(
-    config: ConfigReader, section: ConfigReader, head_dim: int, theta: float, partial: bool = False
+    config: ConfigReader,
+    section: ConfigReader,
+    head_dim: int,
+    theta: float,
+    partial: bool = False,
+    other_keys: tuple[str, ...] = (),
 ) -> RopeSpec:
     """Read the rope of one object of parameters; `theta` applies if the object has none."""
-    unknown = sorted(set(section.values) - set(KNOWN_KEYS))
+    unknown = sorted(set(section.values) - {*KNOWN_KEYS, *other_keys})
     if unknown:
         raise section.error(unknown[0], f"is not known. Known: {', '.join(KNOWN_KEYS)}")
     theta = section.number("rope_theta", theta)
     if theta <= 1:
         raise section.error("rope_theta", f"must be above 1, not {theta}")
-    default_fraction = config.number("partial_rotary_factor", 1.0)
+    rotary_dim = config.size("rotary_dim", head_dim)
+    default_fraction = config.number("partial_rotary_factor", rotary_dim / head_dim)
     fraction = section.number("partial_rotary_factor", default_fraction)
     if not 0 < fraction <= 1 or (fraction < 1 and not partial):
         raise section.error("partial_rotary_factor", f"{fraction} is not supported by this family")
     dim = int(head_dim * fraction)
     read_scaling = section.choice("rope_type", SCALING_READERS, "default")
+    if section.get("alpha"):
+        return RopeSpec(dim, read_stretched_theta(section, dim, theta))
     scaling = read_scaling(config, section, dim) if read_scaling else None
     return RopeSpec(dim, theta, scaling=scaling)
+
+
+def read_stretched_theta(section: ConfigReader, dim: int, theta: float) -> float:
+    """Read NTK scaling that is fixed: Hunyuan calls it dynamic, and alpha stretches the base."""
+    if section.text("rope_type", "default") != "dynamic" or dim <= 2:
+        raise section.error("alpha", f"cannot stretch {dim} dimensions of this rope_type")
+    alpha = section.number("alpha")
+    if alpha <= 0:
+        raise section.error("alpha", f"must be above 0, not {alpha}")
+    return theta * float(alpha ** (dim / (dim - 2)))
+
+
+def read_layer_rope(
+    config: ConfigReader,
+    window: int | None,
+    theta: float,
+    local_theta: float,
+    partial: bool = False,
+) -> RopeSpec:
+    """Read the rope of a layer where layers with a window ignore the scaling.
+
+    rope_parameters has one object for each of the two kinds of layers. In older files they are
+    `rope_scaling`, with the bases `theta`, and `local_theta` for layers with a window.
+    """
+    parameters = config.section("rope_parameters")
+    scaling = config.section("rope_scaling")
+    head_dim = config.head_dim()
+    unknown = sorted(set(parameters.values) - {"sliding_attention", "full_attention"})
+    if unknown:
+        raise parameters.error(
+            unknown[0], "is not known: sliding_attention and full_attention have one object each"
+        )
+    if window is not None:
+        section = parameters.section("sliding_attention")
+        return read_rope_section(config, section, head_dim, local_theta, partial)
+    section = scaling if scaling.values else parameters.section("full_attention")
+    return read_rope_section(config, section, head_dim, theta, partial)
 
 
 def read_linear(config: ConfigReader, section: ConfigReader, dim: int) -> RopeScaling:
@@ -92,8 +150,8 @@ def read_dynamic(config: ConfigReader, section: ConfigReader, dim: int) -> RopeS
 def read_llama3(config: ConfigReader, section: ConfigReader, dim: int) -> RopeScaling:
     low = section.number("low_freq_factor")
     high = section.number("high_freq_factor")
-    if not 0 < low < high:
-        raise section.error("low_freq_factor", f"{low} must be below high_freq_factor {high}")
+    if not 0 < low <= high:
+        raise section.error("low_freq_factor", f"{low} must not exceed high_freq_factor {high}")
     factor = read_factor(section)
     return Llama3Scaling(factor, low, high, read_original_context(config, section))
 

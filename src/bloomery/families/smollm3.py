@@ -23,14 +23,21 @@ SMOLLM3 = DEFAULTS | defaults(
 )
 
 
-def read_smollm3(config: ConfigReader) -> ModelSpec:
+def read_rope_layers(config: ConfigReader) -> tuple[bool, ...]:
+    """Return which layers have rope."""
     interval = config.size("no_rope_layer_interval", 4)
     num_layers = len(config.layers())
-    default = [int((i + 1) % interval != 0) for i in config.layers()]
     # Despite its name, 1 stands for a layer with rope.
-    has_rope = config.list_of("no_rope_layers", int, default)
-    if len(has_rope) != num_layers:
+    has_rope = config.list_of("no_rope_layers", int)
+    if has_rope and len(has_rope) != num_layers:
         raise config.error("no_rope_layers", f"names {len(has_rope)} layers of {num_layers}")
+    if not has_rope:
+        return tuple((i + 1) % interval != 0 for i in config.layers())
+    return tuple(bool(value) for value in has_rope)
+
+
+def read_smollm3(config: ConfigReader) -> ModelSpec:
+    has_rope = read_rope_layers(config)
     enabled = uses_window(config)
     windows = read_layer_windows(config, lambda i: enabled and not has_rope[i])
     rope_layer = read_layer(config)

@@ -32,7 +32,7 @@ def read_starcoder2(config: ConfigReader) -> ModelSpec:
     mlp = MlpSpec(
         config.size("intermediate_size"), config.activation("hidden_act"), gated=False, bias=bias
     )
-    windows = read_layer_windows(config, lambda i: config.get("sliding_window") is not None)
+    windows = read_layer_windows(config)
     layers = []
     for window in windows:
         attention = read_attention(config, bias=bias, out_bias=bias, window=window)
