@@ -27,6 +27,10 @@ class PromptTooLong(InvalidRequest):
     """The prompt does not fit the context."""
 
 
+class NonTextInput(InvalidRequest):
+    """The request has an image, or other content that is not text."""
+
+
 class TemplateError(InvalidRequest):
     """The chat template refused the messages, or the model has no chat template."""
 
@@ -59,3 +63,10 @@ class TokenizerError(BloomeryError):
 
 class RequestFailed(BloomeryError):
     """This request could not be finished. Other requests are not affected."""
+
+
+# Why a request with a grammar ended before its output was complete. The client can mend both.
+GRAMMAR_TOO_COMPLEX = (
+    "the grammar has become too complex: simplify its patterns, or lower maxLength"
+)
+NO_TOKEN_LEFT = "no token is left that both the grammar and the other options allow"

@@ -39,10 +39,15 @@ from bloomery.response_format.reader import begun_text
 # The sentinels.
 THOUGHT = "Qthoughtq"
 TEXT = "Qtextq"
-NAMES = ("fun_alpha", "fun_beta")
-KEYS = ("argkey_one", "argkey_two")
-VALUES = ("Qvalonq", "Qvaltwq")
-IDS = ("idq000001", "idq000002")  # nine characters: Mistral's templates refuse other lengths
+NAME = "fun_alpha"
+KEY = "argkey_one"
+OTHER_KEY = "argkey_two"
+VALUE = "Qvalonq"
+ID = "idq000001"  # nine characters: Mistral's templates refuse other lengths
+# Those of a second call.
+OTHER_NAME = "fun_beta"
+OTHER_VALUE = "Qvaltwq"
+OTHER_ID = "idq000002"
 TYPED_VALUES: dict[str, Any] = {
     "number": 90817,
     "boolean": True,
@@ -53,9 +58,7 @@ USER = {"role": "user", "content": "Quserq"}
 # Options under which templates write reasoning.
 THINKING_OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"enable_thinking": True},
-    {"thinking": True},
-    {"thinking": True, "drop_thinking": False},
+    {"enable_thinking": True, "thinking": True, "drop_thinking": False},
 )
 RENDER_TIME = datetime(2026, 1, 1)
 MAX_END_WORDS = 8  # of a turn's end; a longer text at the end is an instruction
@@ -66,9 +69,9 @@ _CLOSING_TAG = re.compile(r"\s*(</[^<>\s]+>|\[/[A-Z]+\]|<\|END_\w+\|>|<channel\|
 
 Message = dict[str, Any]
 ToolCall = tuple[str, Mapping[str, Any]]  # name and arguments
-ONE: ToolCall = (NAMES[0], {KEYS[0]: VALUES[0]})
-TWO: ToolCall = (NAMES[1], {KEYS[0]: VALUES[1]})
-BOTH_ARGUMENTS: ToolCall = (NAMES[0], {KEYS[0]: VALUES[0], KEYS[1]: VALUES[1]})
+ONE: ToolCall = (NAME, {KEY: VALUE})
+TWO: ToolCall = (OTHER_NAME, {KEY: OTHER_VALUE})
+BOTH_ARGUMENTS: ToolCall = (NAME, {KEY: VALUE, OTHER_KEY: OTHER_VALUE})
 
 
 class NotDerivable(Exception):
@@ -119,7 +122,8 @@ def tool_objects(functions: Iterable[ToolFunction]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": function} for function in objects]
 
 
-TOOLS = tool_objects(make_function(name, **dict.fromkeys(KEYS, "string")) for name in NAMES)
+PARAMETERS = {KEY: "string", OTHER_KEY: "string"}
+TOOLS = tool_objects(make_function(name, **PARAMETERS) for name in (NAME, OTHER_NAME))
 
 
 class MessageShape(NamedTuple):
@@ -144,7 +148,8 @@ class MessageShape(NamedTuple):
         return message
 
     def _tool_call(self, index: int, name: str, arguments: Mapping[str, Any]) -> Message:
-        id = self.id_format.format(id=IDS[index % 2], name=name, index=index)
+        id = OTHER_ID if index % 2 else ID
+        id = self.id_format.format(id=id, name=name, index=index)
         function = {"name": name, "arguments": dict(arguments)}
         return {"id": id, "type": "function", "function": function}
 
@@ -255,7 +260,7 @@ class TemplateAnalysis:
 
     def value_text(self, value: Any) -> str:
         """Return a call that has this value."""
-        return self.calls_text((NAMES[0], {KEYS[0]: value}))
+        return self.calls_text((NAME, {KEY: value}))
 
 
 def first_result(
@@ -353,7 +358,7 @@ def _reasoning_by_message(analysis: TemplateAnalysis) -> RegionMarkers | None:
 
 def _markers_around_thought(analysis: TemplateAnalysis, text: str) -> RegionMarkers:
     before, after = text.split(THOUGHT, 1)
-    close = re.split(f"{TEXT}|{NAMES[0]}", after)[0]
+    close = re.split(f"{TEXT}|{NAME}", after)[0]
     plain_answers = (
         analysis.answer(TEXT),
         analysis.answer(TEXT, is_last=False),
@@ -400,19 +405,19 @@ def _derive_content(
     analysis: TemplateAnalysis, reasoning: RegionMarkers | None
 ) -> tuple[RegionMarkers, tuple[str, ...]]:
     """Return what wraps content, if anything does, and what ends a turn."""
-    before, after = analysis.answer(TEXT).split(TEXT, 1)
-    try:  # a turn that a user's turn follows is certain to be closed
-        followed = analysis.answer(TEXT, is_last=False)
-        after = followed.split(TEXT, 1)[1].split(USER["content"])[0]
-    except Exception:
-        pass
+    before = analysis.answer(TEXT).split(TEXT)[0]
+    # A turn that a user's turn follows is certain to be closed.
+    followed = analysis.answer(TEXT, is_last=False)
+    after = between(followed, TEXT, USER["content"]).strip()
     wrapper = skip_header(before, analysis.prompt).strip()
     if not analysis.prompt.strip() and not re.search(r"[<>\[|]", wrapper):
         wrapper = ""  # the header of the turn, such as "assistant:"
     for marker in (reasoning.open.strip(), reasoning.close.strip()) if reasoning else ():
         wrapper = wrapper.split(marker)[-1].strip() if marker else wrapper
-    close = _closing_of(wrapper, after.strip())
-    rest = after.strip().removeprefix(close)
+    close = first_atom(after)
+    if not wrapper or opening_tag(close) != wrapper:
+        close = ""
+    rest = after.removeprefix(close)
     end = first_atom(rest)
     if len(end) <= 2:
         end = rest.split("\n")[0]
@@ -420,48 +425,38 @@ def _derive_content(
     return RegionMarkers(wrapper, close), (end,) if has_end else ()
 
 
-def _closing_of(open: str, after: str) -> str:
-    for first, second in (("START", "END"), ("open", "close"), ("<", "</")):
-        candidate = open.replace(first, second, 1)
-        if candidate != open and after.startswith(candidate):
-            return candidate
-    return ""
-
-
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def _derive_calls(analysis: TemplateAnalysis) -> CallFormat | None:
+def _derive_calls(analysis: TemplateAnalysis) -> CallFormat:
     text = analysis.calls_text(ONE)
-    if VALUES[0] not in text:
-        return None
-    for find_style in (_find_json, _find_literal, _find_tagged):
-        style_and_head = find_style(text, analysis)
-        if style_and_head is not None:
-            style, head = style_and_head
-            return _with_markers(analysis, CallFormat(style, head=head), text)
-    raise NotDerivable("the call is in no known style")
+    style, head = (
+        _find_json(text, analysis) or _find_literal(text, analysis) or _find_tagged(text, analysis)
+    )
+    return _with_markers(analysis, CallFormat(style, head=head), text)
 
 
-def _find_call(text: str, style: ArgumentStyle, index: int) -> tuple[int, int]:
-    """Return where a call starts and stops, without its markers."""
+def _find_call(text: str, style: ArgumentStyle, value: str) -> tuple[int, int]:
+    """Return where the call with a value starts and stops, without its markers."""
     if isinstance(style, ObjectCall):
-        start, stop, _ = _find_object(text, VALUES[index])
+        start, stop, _ = _find_object(text, value)
         return start, stop
-    start = _find_head(text, index)
-    after = text.index(VALUES[index]) + len(VALUES[index])
+    start = _find_head(text)
+    after = text.index(value) + len(value)
     match style:
         case LiteralArguments(close=close):
             return start, text.index(close, after) + len(close)
         case TaggedArguments(value_close=close):
-            return start, after + len(close.replace("{key}", KEYS[0]))
-    return start, _find_object(text, VALUES[index])[1]
+            return start, after + len(close.replace("{key}", KEY))
+    return start, _find_object(text, value)[1]
 
 
-def _find_head(text: str, index: int = 0) -> int:
-    """Return where the head begins: with the id, where that comes before the name."""
-    places = (text.find(sentinel) for sentinel in (NAMES[index], IDS[index]))
-    return min(place for place in places if place >= 0)
+def _find_head(text: str) -> int:
+    """Return where the first head begins: with the id, where that comes before the name."""
+    head = re.search(f"{NAME}|{OTHER_NAME}|{ID}|{OTHER_ID}", text)
+    if head is None:
+        raise NotDerivable("the call has no name")
+    return head.start()
 
 
 def _find_object(text: str, needle: str) -> tuple[int, int, Any]:
@@ -490,40 +485,38 @@ StyleAndHead = tuple[ArgumentStyle, str]
 
 def _find_json(text: str, analysis: TemplateAnalysis) -> StyleAndHead | None:
     try:
-        start, stop, value = _find_object(text, VALUES[0])
+        start, stop, value = _find_object(text, VALUE)
     except NotDerivable:
         return None
-    if NAMES[0] not in text[start:stop]:
+    if NAME not in text[start:stop]:
         head = text[_find_head(text) : start]
         return JsonArguments(), _write_head(head, analysis)
-    name = _path_to(value, NAMES[0])
-    arguments = _path_to(value, VALUES[0])
+    name = _path_to(value, NAME)
+    arguments = _path_to(value, VALUE)
     if name is None or arguments is None:  # the name is a key
         return ObjectCall((), (), (), _write_object(text[start:stop], "")), ""
     id_keys = [(key,) for key in value if key.endswith("id")]
-    id = _path_to(value, IDS[0]) or next(iter(id_keys), ())
+    id = _path_to(value, ID) or next(iter(id_keys), ())
     written = _write_object(text[start:stop], id[-1] if id else "")
     return ObjectCall(name, arguments[:-1], id, written), ""
 
 
 def _write_object(text: str, id_key: str) -> str:
     """Return the object as the template writes it, with slots for what changes."""
-    start = text.rindex("{", 0, text.index(KEYS[0]))
+    start = text.rindex("{", 0, text.index(KEY))
     _, stop = json.JSONDecoder().raw_decode(text, start)
     text = text[:start] + ARGUMENTS_SLOT + text[stop:]
-    text = text.replace(NAMES[0], NAME_SLOT).replace(IDS[0], ID_SLOT)
-    if id_key:
-        text = re.sub(rf'("{id_key}": *")\d+"', rf'\1{ID_SLOT}"', text)
-    return text
+    text = text.replace(NAME, NAME_SLOT).replace(ID, ID_SLOT)
+    return re.sub(rf'("{id_key}": *")\d+"', rf'\1{ID_SLOT}"', text)
 
 
 def _write_head(text: str, analysis: TemplateAnalysis) -> str:
     """Return the head with its slots. Where calls differ by a number, that is an id."""
-    head = text.replace(NAMES[0], NAME_SLOT).replace(IDS[0], ID_SLOT)
+    head = text.replace(NAME, NAME_SLOT).replace(ID, ID_SLOT)
     last = re.split(r"\$name|\$id", head)[-1]
     try:
-        second = analysis.calls_text(ONE, TWO).split(VALUES[0], 1)[1]
-        second = second.split(NAMES[1], 1)[1]
+        second = analysis.calls_text(ONE, TWO).split(VALUE, 1)[1]
+        second = second.split(OTHER_NAME, 1)[1]
     except Exception:
         return head
     number = re.search(r"\d+", last)
@@ -535,38 +528,38 @@ def _write_head(text: str, analysis: TemplateAnalysis) -> str:
 
 def _find_literal(text: str, analysis: TemplateAnalysis) -> StyleAndHead | None:
     """Find f(a='x') or f{a:<quote>x<quote>}: a string ends with what it began with."""
-    quoted = between(text, KEYS[0], VALUES[0])
-    after = text.split(VALUES[0], 1)[1]
+    quoted = between(text, KEY, VALUE)
+    after = text.split(VALUE, 1)[1]
     suffixes = (quoted[start:] for start in range(len(quoted)))
     quote = next(filter(after.startswith, suffixes), "")
-    opened = between(text, NAMES[0], KEYS[0])
+    opened = between(text, NAME, KEY)
     forgets_quotes = quoted == "=" and after.startswith(")")
     if opened not in ("(", "{") or not (quote or forgets_quotes):
         return None
-    backwards = analysis.calls_text((NAMES[0], {KEYS[1]: VALUES[1], KEYS[0]: VALUES[0]}))
+    backwards = analysis.calls_text((NAME, {OTHER_KEY: OTHER_VALUE, KEY: VALUE}))
     style = LiteralArguments(
         assign=quoted.removesuffix(quote),
         quotes=("'", '"') if quote in "'\"" else (quote,),
         close={"(": ")", "{": "}"}[opened],
-        separator=between(analysis.calls_text(BOTH_ARGUMENTS), VALUES[0] + quote, KEYS[1]),
-        sorted_keys=backwards.index(KEYS[0]) < backwards.index(KEYS[1]),
+        separator=between(analysis.calls_text(BOTH_ARGUMENTS), VALUE + quote, OTHER_KEY),
+        sorted_keys=backwards.index(KEY) < backwards.index(OTHER_KEY),
     )
     return style, NAME_SLOT + opened
 
 
-def _find_tagged(text: str, analysis: TemplateAnalysis) -> StyleAndHead | None:
-    after_one = text.split(VALUES[0], 1)[1].replace(KEYS[0], "{key}")
-    after_two = between(analysis.calls_text(BOTH_ARGUMENTS), VALUES[0], KEYS[1])
-    after_two = after_two.replace(KEYS[0], "{key}")
+def _find_tagged(text: str, analysis: TemplateAnalysis) -> StyleAndHead:
+    after_one = text.split(VALUE, 1)[1].replace(KEY, "{key}")
+    after_two = between(analysis.calls_text(BOTH_ARGUMENTS), VALUE, OTHER_KEY)
+    after_two = after_two.replace(KEY, "{key}")
     value_close = common_start(after_one, after_two)
     own_tag = re.match(r".*?\{key\}[^<]*?>", value_close)  # the closing tag repeats the key
     value_close = own_tag[0] if own_tag else value_close
     key_open = after_two[len(value_close) :]
-    key_start = text.index(KEYS[0], text.index(NAMES[0]))
+    key_start = text.index(KEY, text.index(NAME))
     head = text[_find_head(text) : key_start]
     if not value_close.strip() or not key_open.strip() or not head.endswith(key_open):
         raise NotDerivable("parameters are not in tags")
-    key_close = between(text[key_start:], KEYS[0], VALUES[0])
+    key_close = between(text[key_start:], KEY, VALUE)
     style = TaggedArguments(key_open, key_close, value_close)
     item = _derive_item(analysis, style) if own_tag else ""
     if item:
@@ -588,8 +581,8 @@ def _derive_item(analysis: TemplateAnalysis, style: TaggedArguments) -> str:
 
 def _derive_quote(analysis: TemplateAnalysis, style: TaggedArguments) -> tuple[str, str]:
     """Return what is put around a value that contains markup."""
-    value = f"<{VALUES[0]}&>"
-    text = analysis.value_text(value).split(KEYS[0] + style.key_close, 1)[1]
+    value = f"<{VALUE}&>"
+    text = analysis.value_text(value).split(KEY + style.key_close, 1)[1]
     open, _, rest = text.partition(value)
     close = rest.split(style.value_close)[0]
     return (open, close) if rest and open and close else ("", "")
@@ -601,20 +594,20 @@ def _derive_types(analysis: TemplateAnalysis, style: TaggedArguments) -> dict[st
     for type, value in TYPED_VALUES.items():
         text = analysis.value_text(value)
         spelling = json.dumps(value)
-        texts[type] = between(text, KEYS[0], spelling if spelling in text else str(value))
+        texts[type] = between(text, KEY, spelling if spelling in text else str(value))
     return texts if len(set(texts.values())) > 1 else {}
 
 
 def _with_markers(analysis: TemplateAnalysis, calls: CallFormat, text: str) -> CallFormat:
     """Add markers: what is written once around two calls, and what around each."""
-    start, stop = _find_call(text, calls.arguments, 0)
+    start, stop = _find_call(text, calls.arguments, VALUE)
     before = text[:start]
     calls = replace(calls, id_format=_derive_id_format(before, calls.head))
     try:
         two = analysis.calls_text(ONE, TWO)
-        _, first_stop = _find_call(two, calls.arguments, 0)
+        _, first_stop = _find_call(two, calls.arguments, VALUE)
         rest = two[first_stop:]
-        second_start, second_stop = _find_call(rest, calls.arguments, 1)
+        second_start, second_stop = _find_call(rest, calls.arguments, OTHER_VALUE)
     except Exception:  # the template knows one call only
         return replace(calls, call=RegionMarkers(before, text[stop:]), parallel=False)
     link = rest[:second_start]
@@ -656,7 +649,7 @@ def _share_close(
     """Reasoning ends alike before content and before a call: what differs belongs to those."""
     try:
         text = TemplateAnalysis(template, shape).answer("", THOUGHT, [ONE])
-        before_call = text.split(THOUGHT, 1)[1].split(NAMES[0])[0]
+        before_call = text.split(THOUGHT, 1)[1].split(NAME)[0]
     except Exception:
         return reasoning, content
     shared = common_start(reasoning.close, before_call)

@@ -101,6 +101,13 @@ class CallFormat(FormatData, frozen=True):
         """The text that begins calls. If empty, a call is a JSON object that begins the answer."""
         return self.section.open + self.call.open
 
+    @property
+    def call_text(self) -> str:
+        """A call without its markers, with slots. Arguments in tags and literals follow it."""
+        if isinstance(self.arguments, ObjectCall):
+            return self.arguments.written
+        return self.head + (ARGUMENTS_SLOT if isinstance(self.arguments, JsonArguments) else "")
+
 
 class ResponseFormat(FormatData, frozen=True):
     """How one model writes its answers."""
@@ -146,13 +153,6 @@ class ResponseFormat(FormatData, frozen=True):
             parts.append(f"tool calls {opening} with {style}, {several}")
         return "; ".join(parts) or "content only"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the format as plain JSON values; see load_response_format for the inverse."""
-        return msgspec.json.decode(msgspec.json.encode(self))
-
-    def to_json(self) -> str:
-        return msgspec.json.encode(self).decode()
-
 
 STYLE_NAMES: dict[type, str] = {
     ObjectCall: "the call as a JSON object",
@@ -170,6 +170,7 @@ class ToolFunction(NamedTuple):
     parameters: dict[str, Any] = {}
     strict: bool = False
     schema_field: str = "tools"  # where the request has the parameters, for errors
+    input_grammar: str = ""  # Lark for the only parameter of a custom tool, a text
 
 
 def split_slots(text: str) -> list[str]:

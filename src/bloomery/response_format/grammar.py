@@ -15,10 +15,8 @@ from typing import Any
 
 from bloomery.errors import InvalidRequest
 from bloomery.response_format.format import (
-    ARGUMENTS_SLOT,
-    JsonArguments,
+    NAME_SLOT,
     LiteralArguments,
-    ObjectCall,
     RegionMarkers,
     ResponseFormat,
     TaggedArguments,
@@ -29,9 +27,9 @@ from bloomery.response_format.parser import ResponseParser
 from bloomery.response_format.reader import first_word
 from bloomery.response_format.values import parameter_types
 from bloomery.sampling import StructuredOutputs
-from bloomery.structured.grammar import schema_rule
+from bloomery.structured.grammar import regex_to_terminal, schema_rule
+from bloomery.structured.structural_tag import ANY_TEXT, quote_text
 
-ANY_TEXT = r"/(?s:.*)/"
 BLANKS = r"/[ \t\r\n]{1,20}/"
 # Texts are cut into words, so that the lexer can tell two texts with a common beginning apart. A
 # run of blanks is a template's indentation, which need not be exact.
@@ -41,8 +39,6 @@ CALL_ID = r"/[A-Za-z0-9_.-]{1,64}/"
 INTEGER = r"/-?(0|[1-9][0-9]*)/"
 NUMBER = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"
 LITERAL_TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
-# Words of a Lark text: strings, patterns, comments, and the rule `start`.
-_LARK_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|#[^\n]*|/(?:[^/\\\n]|\\.)+/|\bstart\b')
 
 
 def build_response_grammar(
@@ -72,7 +68,7 @@ def build_response_grammar(
     if tools and format.calls is None:
         raise InvalidRequest("the model's chat template has no tool calls", "tools")
     is_forced = bool(tools) and tool_choice != "auto"
-    is_triggered = bool(tools) and has_trigger(format)
+    is_triggered = bool(tools) and (has_trigger(format) or is_told_by_name(format))
     has_budget = thinking_budget is not None and format.reasoning is not None
     if not (is_forced or is_triggered or output or has_budget):
         return ""
@@ -105,6 +101,18 @@ def has_trigger(format: ResponseFormat) -> bool:
     return len(trigger) >= MIN_TRIGGER and not is_shared
 
 
+def is_told_by_name(format: ResponseFormat) -> bool:
+    """Return whether a call has begun once the name of a tool is written.
+
+    Until then `{"name": "` or `[` may be the beginning of an answer in JSON.
+    """
+    if format.calls is None:
+        return False
+    before, _, after = (format.calls.opening + format.calls.call_text).partition(NAME_SLOT)
+    has_sign = after[:1] in ('"', "(")  # after which no longer name can follow
+    return bool(before.strip()) and "$" not in before and has_sign
+
+
 class _AnswerGrammar:
     """Collects the rules of one grammar. Names of rules begin with `answer_`."""
 
@@ -122,20 +130,21 @@ class _AnswerGrammar:
         self.special_tokens = special_tokens
         self.added_tokens = added_tokens
         self.rules: dict[str, str] = {"answer_blanks": BLANKS}
-        self.embedded = ""
         texts = sorted(map(re.escape, special_tokens), key=len, reverse=True)
         self.special_pattern = re.compile(f"({'|'.join(texts) or '(?!)'})")
         parser = ResponseParser(format, tools, prompt)
         self.calls_format = parser.calls
         self.begun_marker = parser.buffer
         self.triggers = parser.triggers
+        if tools and not has_trigger(format):
+            self.triggers = tuple(map(self._named_trigger, tools))
         reasoning = format.reasoning or RegionMarkers()
         self.openings = (*self.triggers, reasoning.open)  # of regions after content
 
     def to_lark(self, start: str) -> str:
         rules = [f"start: {' '.join(start.split())}"]
         rules += [f"{name}: {body}" for name, body in self.rules.items()]
-        return "\n".join(rules) + "\n" + self.embedded
+        return "\n".join(rules) + "\n"
 
     def rule(self, name: str, body: str, attributes: str = "") -> str:
         """Add a rule and return its name."""
@@ -165,23 +174,24 @@ class _AnswerGrammar:
         name = f"ANSWER_{name.upper()}"
         self.rules[name] = ANY_TEXT
         if texts:
-            pattern = "|".join(_escape_pattern(text) for text in texts)
+            pattern = "|".join(map(_marker_pattern, texts))
             self.rules[name] += f" & ~/(?s:.*)({pattern})(?s:.*)/"
         return name
 
-    def text_until(self, name: str, marker: str, without: Sequence[str] = ()) -> str:
-        """Return free text up to a marker, and the marker.
+    def text_until(
+        self, name: str, marker: str, without: Sequence[str] = (), terminal: str = ""
+    ) -> str:
+        """Return text up to a marker, and the marker. The text is free, or as a terminal says.
 
         Whitespace around the marker does not count.
         """
         first, *rest = [part for part in self.special_pattern.split(marker.strip()) if part]
-        text = self.free_terminal(name, without)
+        text = terminal or self.free_terminal(name, without)
         end = self.literal("".join(rest))
         if first in self.special_tokens:
             body = self.rule(f"{name}_text", text)
             return f"{body} {self._part(first)} {end}"
-        suffix = quote_text(first)
-        return f"{self.rule(name, text, f'[suffix={suffix}]')} {end}"
+        return f"{self.rule(name, text, f'[suffix=/{_marker_pattern(first)}/]')} {end}"
 
     # ---- regions -------------------------------------------------------------------------------
 
@@ -202,7 +212,7 @@ class _AnswerGrammar:
         if self.special_pattern.search(opening) or not before_text:
             return f"(answer_blanks? {self.literal(opening)} {thought})?"
         # Blanks and marker are one lexeme. Otherwise free text would swallow the blanks.
-        pattern = rf"/[ \t\r\n]{{0,20}}{_escape_pattern(opening)}/"
+        pattern = rf"/[ \t\r\n]{{0,20}}{_marker_pattern(opening)}/"
         return f"({self.rule('open', pattern)} {thought})?"
 
     def _thought(self, close: str, budget: int | None) -> str:
@@ -241,7 +251,7 @@ class _AnswerGrammar:
 
     def structured(self, output: str) -> str:
         """Content that an embedded grammar constrains."""
-        self.embedded = rename_start(output, "answer_output")
+        self.rule("output", f"%lark {{\n{output}\n}}")
         content = self.format.content
         opening = content.open.strip().removeprefix(self.begun_marker)
         ignored = [self.literal(text) for text in self.format.ignored if text != content.open]
@@ -252,11 +262,13 @@ class _AnswerGrammar:
         )
 
     def _markers_of_text(self) -> str:
-        """Special tokens that may stand within an answer, such as the markers of content."""
+        """Texts with special tokens that may stand within an answer: the markers of content."""
         format = self.format
-        texts = "".join((format.content.open, format.content.close, *format.ignored))
-        ids = {self.special_tokens[token] for token in self.special_pattern.findall(texts)}
-        return f"({' | '.join(f'<[{id}]>' for id in sorted(ids))})" if ids else ""
+        texts = dict.fromkeys((format.content.open, format.content.close, *format.ignored))
+        markers = [
+            self.literal(text.strip()) for text in texts if self.special_pattern.search(text)
+        ]
+        return f"({' | '.join(markers)})" if markers else ""
 
     def free_text(self) -> str:
         """Text without constraints, except that it cannot open another region unnoticed."""
@@ -267,50 +279,73 @@ class _AnswerGrammar:
     def text_with_calls(self, parallel: bool) -> str:
         """Text, in which a call must be valid once its first marker has been written."""
         calls = self.calls_format
-        trigger = first_word(calls.opening)
-        without = [text for text in self.openings if text.strip() != trigger]
-        before = self.text_until("before", trigger, without)
-        section = self.calls(parallel, trigger)
+        if has_trigger(self.format):
+            trigger = first_word(calls.opening)
+            without = [text for text in self.openings if text.strip() != trigger]
+            before = self.text_until("before", trigger, without)
+            text_and_calls = f"{before} {self.calls(parallel, trigger)}"
+        else:
+            text_and_calls = self._text_and_named_call(parallel)
         markers = self._markers_of_text()
         free = self.free_text()
         if markers:
-            before = f"({self.rule('free_part', 'ANSWER_FREE')} {markers})* {before}"
+            part = self.rule("free_part", "ANSWER_FREE")
+            text_and_calls = f"({part} {markers})* ({text_and_calls})"
         begun = ""
         if self.begun_marker and calls.opening.strip().startswith(self.begun_marker):
             # The prompt ends within the marker of a call: the model may finish it or not.
             begun = f"({self.calls(parallel, self.begun_marker, 'begun_')})?"
         count = "*" if parallel else "?"
-        return f"{begun} ({before} {section}){count} {free}"
+        return f"{begun} ({text_and_calls}){count} {free}"
+
+    def _text_and_named_call(self, parallel: bool) -> str:
+        """Text up to the name of a tool, and the rest of a call of that tool."""
+        after = self.calls_format.call_text.split(NAME_SLOT, 1)[1]
+        options = []
+        for index, tool in enumerate(self.tools):
+            text = self.text_until(f"before_{index}", self._named_trigger(tool))
+            call = self._call(f"named_tool_{index}", tool, after[1:])
+            options.append(f"{text} {call} {self._section_rest(parallel)}")
+        return " | ".join(options)
+
+    def _named_trigger(self, tool: ToolFunction) -> str:
+        """A call up to the sign after the name, so that no trigger is the beginning of another."""
+        before, _, after = self.calls_format.call_text.partition(NAME_SLOT)
+        return self.calls_format.opening + before + tool.name + after[:1]
 
     # ---- calls ---------------------------------------------------------------------------------
 
     def calls(self, parallel: bool, written: str = "", prefix: str = "") -> str:
         """Return a section of calls, of whose opening the text `written` is there already."""
-        calls = self.calls_format
+        opening = self.literal(self.calls_format.opening.lstrip().removeprefix(written))
+        body = f"{opening} {self._any_call()} {self._section_rest(parallel)}"
+        return self.rule(f"{prefix}calls", " ".join(body.split()))
+
+    def _any_call(self) -> str:
         if "answer_tool" not in self.rules:
             options = [
                 self.rule(f"tool_{index}", self._call(f"tool_{index}", tool))
                 for index, tool in enumerate(self.tools)
             ]
             self.rule("tool", " | ".join(options))
-        opening = calls.opening.lstrip().removeprefix(written)
+        return "answer_tool"
+
+    def _section_rest(self, parallel: bool) -> str:
+        """What follows the first call of a section."""
+        calls = self.calls_format
         close = self.literal(calls.call.close)
         more = ""
         if parallel:
             next_opening = self.literal(calls.separator + calls.call.open)
-            more = f"({next_opening} answer_tool {close})*"
-        section_close = self.literal(calls.section.close)
-        body = f"{self.literal(opening)} answer_tool {close} {more} {section_close}"
-        return self.rule(f"{prefix}calls", " ".join(body.split()))
+            more = f"({next_opening} {self._any_call()} {close})*"
+        return f"{close} {more} {self.literal(calls.section.close)}"
 
-    def _call(self, name: str, tool: ToolFunction) -> str:
-        head = self.calls_format.head
+    def _call(self, name: str, tool: ToolFunction, text: str | None = None) -> str:
+        """Return a call, or its rest `text` if a part of it is written already."""
         style = self.calls_format.arguments
+        head = self.calls_format.call_text if text is None else text
+        arguments = ""
         match style:
-            case ObjectCall():
-                return self._fill_slots(style.written, name, tool)
-            case JsonArguments():
-                return self._fill_slots(head + ARGUMENTS_SLOT, name, tool)
             case TaggedArguments():
                 arguments = self._tagged(style, name, tool)
             case LiteralArguments():
@@ -365,7 +400,10 @@ class _AnswerGrammar:
                 body = self.rule(f"{name}_{index}", rule)
                 value = f"answer_blanks? {body} answer_blanks? {self.literal(close.strip())}"
             else:
-                value = self.text_until(f"{name}_{index}", close)
+                line_break = r"\n?" if between.endswith("\n") else ""
+                pattern = text_pattern(schema, types)
+                terminal = f"/{line_break}{pattern}{line_break}/" if pattern else ""
+                value = self.text_until(f"{name}_{index}", close, terminal=terminal)
             parameter = f"{opening} {value} answer_blanks?"
             parts.append(parameter if key in required else f"({parameter})?")
         return " ".join(parts)
@@ -397,11 +435,13 @@ class _AnswerGrammar:
         # `first` continues a list without parameters so far, `later` one that has some.
         first = ""
         later = ""
+        # A template that forgets the commas shows past calls only. The model may write them.
+        separator = self.literal(style.separator) or '(", ")?'
         for index, key in reversed(list(enumerate(schemas))):
-            value = self._literal_value(style, tool, key)
+            value = self._literal_value(style, f"{name}_{index}", tool, key)
             pair = f"{self.literal(key + style.assign)} {value}"
             later_name = self.rule(f"{name}_later_{index}", later or '""')
-            later = f"{self.literal(style.separator)} {pair} {later_name}"
+            later = f"{separator} {pair} {later_name}"
             pair_first = f"{pair} {later_name}"
             if key not in required:
                 first_name = self.rule(f"{name}_first_{index}", first or '""')
@@ -411,13 +451,23 @@ class _AnswerGrammar:
         arguments = f"({first})" if first else ""
         return f"{arguments} {self.literal(style.close)}"
 
-    def _literal_value(self, style: LiteralArguments, tool: ToolFunction, key: str) -> str:
-        enum = self._parameter_schemas(tool)[key].get("enum")
+    def _literal_value(
+        self, style: LiteralArguments, name: str, tool: ToolFunction, key: str
+    ) -> str:
+        schema = self._parameter_schemas(tool)[key]
+        types = parameter_types(tool.parameters, key)
+        pattern = text_pattern(schema, types)
+        if pattern and '"' in style.quotes:  # strings of Python, which have JSON's escapes
+            return self.rule(name, self._schema(schema, tool.strict))
+        if pattern:
+            quote = style.quotes[0]
+            text = self.text_until(name, quote, terminal=f"/{pattern}/")
+            return f"{self.literal(quote)} {text}"
+        enum = schema.get("enum")
         if isinstance(enum, list) and enum and all(isinstance(value, str) for value in enum):
             quote = self.literal(style.quotes[0])
             options = [f"{quote} {quote_text(value)} {quote}" for value in enum]
         else:
-            types = parameter_types(tool.parameters, key)
             options = [f"answer_{type}" for type in LITERAL_TYPES if type in types]
         return f"({' | '.join(options)})" if options else "answer_value"
 
@@ -450,17 +500,17 @@ def required_keys(tool: ToolFunction) -> list[Any]:
     return keys if isinstance(keys, list) else []
 
 
-def quote_text(text: str) -> str:
-    """Return an exact text as Lark writes it."""
-    return json.dumps(text, ensure_ascii=False)
+def text_pattern(schema: Mapping[str, Any], types: set[str]) -> str:
+    """Return the pattern of a whole string as Lark writes it; "" for one that matches anywhere."""
+    pattern = schema.get("pattern")
+    if types != {"string"} or not isinstance(pattern, str):
+        return ""
+    if not pattern.startswith("^") or not pattern.endswith("$"):
+        return ""
+    return regex_to_terminal(pattern)[1:-1]
 
 
-def rename_start(lark: str, name: str) -> str:
-    """Rename the start rule of a grammar, so that it can be a part of another."""
-    return _LARK_WORD.sub(lambda match: name if match[0] == "start" else match[0], lark)
-
-
-def _escape_pattern(text: str) -> str:
-    """Escape a text for a Lark pattern, which slashes surround."""
+def _marker_pattern(text: str) -> str:
+    """Return a Lark pattern for a marker, within which whitespace is optional."""
     escaped = re.sub(r"([\\.+*?()|\[\]{}^$/#&~-])", r"\\\1", text)
-    return escaped.replace("\n", r"\n")
+    return re.sub(r"\s+", r"[ \\t\\r\\n]{0,20}", escaped)

@@ -94,7 +94,6 @@ class ResponseParser(TextReader):
         self.region: AnswerRegion = format.opened_by(prompt)
         self.events: list[ResponseEvent] = []
         self.num_calls = 0
-        self.finished = False
         self.call_failed = False
         self.is_bare = False  # a call without its markers is being read
         self.space_before_call = ""
@@ -106,7 +105,6 @@ class ResponseParser(TextReader):
         begun = begun_text(prompt, (*self.triggers, format.content.open.strip()))
         super().__init__(begun if len(begun) > 1 else "")  # the answer continues it
         self.machine = self._read_answer()
-        self._advance()
 
     def feed(self, text: str) -> list[ResponseEvent]:
         self.buffer += text
@@ -117,14 +115,10 @@ class ResponseParser(TextReader):
         return self._advance()
 
     def _advance(self) -> list[ResponseEvent]:
-        if not self.finished:
-            try:
-                next(self.machine)
-            except StopIteration:
-                self.finished = True
-        if self.finished:
+        try:
+            next(self.machine)
+        except StopIteration:  # what follows the end is dropped
             self.cursor = len(self.buffer)
-            self.mark = None
         self.compact()
         events = self.events
         self.events = []

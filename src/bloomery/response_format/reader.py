@@ -18,7 +18,6 @@ Wait = Generator[None, None, Any]
 EmitText = Callable[[str], None]
 
 _BRACKET_DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
-_JSON_BORDERS = frozenset('"{}[]')
 _SCALAR_ENDS = frozenset(",]} \t\r\n")
 # Models put whitespace between these.
 _MARKER_WORD = re.compile(r"<[^<>\s]*>|[\[\]{}(),]|[^\s\[\]{}(),<]+|<")
@@ -159,14 +158,7 @@ class TextReader:
             end = yield from self.read_until(_SCALAR_ENDS, emit)
             self.cursor -= len(end or "")
             return
-        depth = 0
-        while True:
-            border = yield from self._pass_border(_JSON_BORDERS, emit)
-            if border == '"':
-                yield from self._pass_string_rest(border, emit)
-            depth += _BRACKET_DEPTH.get(border, 0)
-            if depth == 0:
-                return
+        yield from self._pass_value(('"',), (), emit)
 
     def collect_json(self) -> Wait:
         parts: list[str] = []
@@ -174,38 +166,46 @@ class TextReader:
         return "".join(parts)
 
     def collect_literal(self, quotes: Sequence[str], ends: Sequence[str]) -> Wait:
-        """Collect a literal of a programming language.
+        """Collect a literal of a programming language, up to one of the ends.
 
-        It stops before an end that is in no bracket and no string. If the only end is that of the
-        whole list, it stops after a string too: the template forgets the commas.
+        If the only end is that of the whole list, it stops after a string or a bracket too: the
+        template forgets the commas.
         """
         parts: list[str] = []
+        yield from self._pass_value(quotes, ends, parts.append)
+        return "".join(parts)
+
+    def _pass_value(self, quotes: Sequence[str], ends: Sequence[str], emit: EmitText) -> Wait:
+        """Pass on a value up to an end that is in no bracket and no string.
+
+        Without two ends to choose from, the value stops with its last bracket or quote.
+        """
         depth = 0
         markers = frozenset((*quotes, *ends, *_BRACKET_DEPTH))
         while True:
-            marker = yield from self._pass_border(markers, parts.append)
-            if marker in quotes:
-                yield from self._pass_string_rest(marker, parts.append)
-                if depth == 0 and len(ends) == 1:
-                    return "".join(parts)
-            elif depth == 0 and marker in ends:
+            marker = yield from self.read_until(markers, emit)
+            if marker is None:
+                raise UnexpectedText
+            if depth == 0 and marker in ends:
                 self.cursor -= len(marker)
-                return "".join(parts[:-1])
+                return
+            emit(marker)
+            if marker in quotes:
+                yield from self._pass_string_rest(marker, emit)
             depth += _BRACKET_DEPTH.get(marker, 0)
-
-    def _pass_border(self, markers: frozenset[str], emit: EmitText) -> Wait:
-        """Pass on the text up to a marker, and the marker."""
-        marker = yield from self.read_until(markers, emit)
-        if marker is None:
-            raise UnexpectedText
-        emit(marker)
-        return marker
+            if depth == 0 and len(ends) < 2:
+                return
 
     def _pass_string_rest(self, quote: str, emit: EmitText) -> Wait:
         """Pass on the rest of a string. Only a quote of one character can be escaped."""
-        escapes = ("\\",) if len(quote) == 1 else ()
-        markers = frozenset((quote, *escapes))
-        while (yield from self._pass_border(markers, emit)) != quote:
+        markers = (quote, "\\") if len(quote) == 1 else (quote,)
+        while True:
+            marker = yield from self.read_until(markers, emit)
+            if marker is None:
+                raise UnexpectedText
+            emit(marker)
+            if marker == quote:
+                return
             escaped = yield from self.peek()
             emit(escaped)
             self.cursor += len(escaped)

@@ -32,7 +32,8 @@ def _complete_harmony(derived: ResponseFormat) -> ResponseFormat:
         after_name=(" ", "<|channel|>", "<|constrain|>"),
         parallel=False,
     )
-    return ResponseFormat(
+    return replace(
+        derived,
         reasoning=RegionMarkers("<|channel|>analysis<|message|>", "<|end|>"),
         content=RegionMarkers("<|channel|>final<|message|>"),
         calls=call,
@@ -46,7 +47,7 @@ def _complete_harmony(derived: ResponseFormat) -> ResponseFormat:
             "to=assistant",
             "<|channel|>final <|constrain|>json<|message|>",
         ),
-        turn_start="<|start|>assistant",
+        end=(),
     )
 
 
@@ -58,27 +59,22 @@ def _complete_kimi_k3(derived: ResponseFormat) -> ResponseFormat:
 
     assert derived.calls is not None
     call = RegionMarkers('<|open|>call tool="', "<|close|>call<|sep|>")
-    return ResponseFormat(
+    return replace(
+        derived,
         reasoning=region("think"),
         content=region("response"),
-        calls=replace(derived.calls, section=region("tools"), call=call, separator=""),
+        calls=replace(derived.calls, section=region("tools"), call=call),
         end=("<|close|>message<|sep|>", "<|end_of_msg|>"),
-        starts_in="reasoning",
-        turn_start=derived.turn_start,
     )
 
 
 def _complete_muse(derived: ResponseFormat) -> ResponseFormat:
     """There is a turn for each recipient: self (reasoning), user (content) or a tool."""
-    assert derived.calls is not None
-    call = replace(derived.calls.call, open=" to=")
-    return ResponseFormat(
+    return replace(
+        derived,
         reasoning=RegionMarkers(" to=self<|message|>", "<|eom|>"),
         content=RegionMarkers(" to=user<|message|>"),
-        calls=replace(derived.calls, call=call),
-        end=derived.end,
         ignored=("<|eom|>", "<|start|>assistant"),
-        turn_start="<|start|>assistant",
     )
 
 

@@ -15,6 +15,16 @@ _READ_ERRORS = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 # A key without quotes, after a brace or a comma.
 _BARE_KEY = re.compile(r"([{,]\s*)([^\s:,{}\[\]\"]+)\s*:")
 
+_TYPE_NAMES: dict[type, str] = {
+    type(None): "null",
+    bool: "boolean",
+    str: "string",
+    int: "integer",
+    float: "number",
+    list: "array",
+    tuple: "array",
+}
+
 
 def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
@@ -91,21 +101,7 @@ def _read_list(schema: Mapping[str, Any], keyword: str) -> list[Any]:
 
 def type_name(value: Any) -> str:
     """Return the JSON type of a value."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case str():
-            return "string"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case list() | tuple():
-            return "array"
-        case _:
-            return "object"
+    return _TYPE_NAMES.get(type(value), "object")
 
 
 def convert_value(text: str, allowed: set[str], style: TaggedArguments) -> str:

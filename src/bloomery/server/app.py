@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -153,15 +154,13 @@ class InferenceApp:
         self.api_keys = ApiKeys(settings.keys)
         self.allowed_hosts = AllowedHosts(settings.host, settings.allowed_hosts)
         self.exact_routes: dict[str, dict[str, Route]] = {}  # path -> method -> route
-        # (path before {parameter}, path after it) -> method -> route
-        self.parameter_routes: dict[tuple[str, str], dict[str, Route]] = {}
+        self.parameter_routes: dict[str, dict[str, Route]] = {}  # pattern -> method -> route
         for route in service.routes:
-            before, brace, rest = route.path.partition("{")
-            if brace:
-                after = rest.partition("}")[2]
-                self.parameter_routes.setdefault((before, after), {})[route.method] = route
+            if "{" in route.path:
+                pattern = path_pattern(route.path)
+                self.parameter_routes.setdefault(pattern, {})[route.method] = route
             else:
-                self.exact_routes.setdefault(before, {})[route.method] = route
+                self.exact_routes.setdefault(route.path, {})[route.method] = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -195,7 +194,7 @@ class InferenceApp:
         headers = Headers(scope=scope)
         request_id = choose_request_id(headers)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        methods, path_parameter = self._find_routes(path)
+        methods, path_parameters = self._find_routes(path)
         method = scope["method"]
         if method == "HEAD" and "GET" in methods:
             method = "GET"
@@ -211,7 +210,7 @@ class InferenceApp:
             self._log_request(route, scope, request_id, response.status_code, arrived, {})
             return
         call = HttpCall(
-            self.service, route, scope, receive, headers, request_id, tenant, path_parameter
+            self.service, route, scope, receive, headers, request_id, tenant, path_parameters
         )
         with call.cleanup:
             status = await self._respond(call, send)
@@ -219,17 +218,18 @@ class InferenceApp:
             self.traces.record(call, status)
         self._log_request(route, scope, request_id, status, arrived, call.log_fields)
 
-    def _find_routes(self, path: str) -> tuple[Mapping[str, Route], str]:
-        """The routes of a path by method, and the value of its {parameter}."""
+    def _find_routes(self, path: str) -> tuple[Mapping[str, Route], tuple[str, ...]]:
+        """The routes of a path by method, and the values of its {parameters}.
+
+        The pattern with the shortest values matches best.
+        """
         if methods := self.exact_routes.get(path):
-            return methods, ""
-        best: tuple[Mapping[str, Route], str] = {}, ""
-        for (before, after), methods in self.parameter_routes.items():
-            length = len(path) - len(before) - len(after)
-            matches = length > 0 and path.startswith(before) and path.endswith(after)
-            if matches and (after or not best[0]):
-                best = methods, path[len(before) : len(before) + length]
-        return best
+            return methods, ()
+        matching: list[tuple[Mapping[str, Route], tuple[str, ...]]] = []
+        for pattern, methods in self.parameter_routes.items():
+            if match := re.fullmatch(pattern, path, re.DOTALL):
+                matching.append((methods, match.groups()))
+        return min(matching, key=lambda entry: len("".join(entry[1])), default=({}, ()))
 
     def _authenticate(self, scope: Scope, headers: Headers, route: Route | None) -> str:
         """Check headers, Host and API key, and return the tenant.
@@ -273,6 +273,7 @@ class InferenceApp:
             if isinstance(error, RequestFailed):
                 # The engine was told to stop after the request had been admitted.
                 error = self.service.engine_error() or error
+            error = self.service.explain_media_error(error)
             call.record_failure(error)
             response = self._error_response(error, call.error_formatter, call.request_id)
         await response(call.scope, call.receive, send)
@@ -324,6 +325,12 @@ class InferenceApp:
         details = [f"{name}={value}" for name, value in log_fields.items()]
         message = " ".join([*map(str, head.values()), *details])
         log.log(level, message, extra={"fields": {"request": request_id, **head, **log_fields}})
+
+
+def path_pattern(path: str) -> str:
+    """The regular expression of a path. The only parameter of a path may contain slashes."""
+    literals = map(re.escape, re.split(r"\{\w+\}", path))
+    return ("(.+)" if path.count("{") == 1 else "([^/]+)").join(literals)
 
 
 class DrainableEngine(Protocol):
@@ -382,7 +389,7 @@ class InferenceServer(uvicorn.Server):
         elif self.draining is None:
             self.draining = asyncio.create_task(self._drain(engine, drain_seconds))
         else:
-            log.info("stopping at once; %d requests are ended", engine.num_open_requests)
+            log.info("stopping at once; cut off: %s", count_open_requests(engine) or "nothing")
             self.force_exit = True
             self.should_exit = True
             self.closing = asyncio.create_task(engine.close(0.0))
@@ -393,13 +400,18 @@ class InferenceServer(uvicorn.Server):
         await asyncio.sleep(0)  # the engine is draining from here on
         if engine.num_open_requests:
             log.info(
-                "stopping: waiting up to %.0f s for %d open requests; "
-                "a second signal (Ctrl-C) ends them at once",
+                "stopping: waiting up to %.0f s for %s; a second signal (Ctrl-C) stops at once",
                 drain_seconds,
-                engine.num_open_requests,
+                count_open_requests(engine),
             )
         else:
             log.info("stopping")
         while not (await asyncio.wait([closing], timeout=DRAIN_REPORT_SECONDS))[0]:
-            log.info("stopping: waiting for %d open requests", engine.num_open_requests)
+            log.info("stopping: waiting for %s", count_open_requests(engine) or "the engine")
         self.should_exit = True
+
+
+def count_open_requests(engine: DrainableEngine) -> str:
+    """The number of open requests in words; empty if there are none."""
+    number = engine.num_open_requests
+    return f"{number} open request{'s' if number > 1 else ''}" if number else ""

@@ -93,10 +93,12 @@ class StoredResponse:
         response: dict[str, Any],
         input_items: Sequence[dict[str, Any]],
         previous_items: Sequence[dict[str, Any]] = (),
+        conversation_object: StoredConversation | None = None,
     ):
         self.response = response
         self.input_items = input_items  # of its own request
         self.previous_items = previous_items  # of the conversation before it
+        self.conversation_object = conversation_object  # to which its items are added
         self.background: BackgroundResponse | None = None
 
     @property
@@ -114,6 +116,21 @@ class StoredResponse:
     def discard(self) -> None:
         if self.background is not None:
             self.background.cancel()
+
+
+class StoredConversation:
+    """A conversation object: what clients read of it, and the items that responses add to."""
+
+    def __init__(self, conversation: dict[str, Any], items: list[dict[str, Any]]):
+        self.conversation = conversation
+        self.items = items
+
+    @property
+    def num_characters(self) -> int:
+        return len(encode_json([self.conversation, self.items]))
+
+    def discard(self) -> None:
+        """Nothing runs on behalf of a conversation."""
 
 
 class BackgroundResponse:

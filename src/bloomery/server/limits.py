@@ -76,7 +76,7 @@ class ServerLimits:
     memory_bytes: int = 2 << 30  # of the API process; see the thresholds in service.py
     step_seconds: float = 30.0  # a step that is longer, and 20 x longer than others, has hung
     restarts: int = 5  # of the engine within a minute
-    stored_responses: int = 1000  # conversations stored for previous_response_id
+    stored_responses: int = 1000  # responses, and as many conversations and chats
     stored_characters: int = 32 << 20
 
     @classmethod

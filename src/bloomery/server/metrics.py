@@ -19,9 +19,10 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, 
 from prometheus_client.core import HistogramMetricFamily, Metric
 
 from bloomery import __version__
+from bloomery.cache_groups import token_capacity
 from bloomery.config import installed_torch_version
 from bloomery.engine.loop import break_down_time
-from bloomery.messages import EngineStats
+from bloomery.messages import CacheGroup, EngineCapacity, EngineStats
 from bloomery.server.backend import InferenceBackend
 from bloomery.server.history import HISTORY_FIELDS, INTERVAL_SECONDS, NUM_SAMPLES
 from bloomery.server.metric_names import COUNTERS, GAUGES, HISTOGRAMS, PREFIXES
@@ -297,18 +298,24 @@ class ServerMetrics:
         if capacity := self.backend.capacity:
             sizes = {"block_size": str(capacity.block_size), "num_gpu_blocks": str(capacity.blocks)}
             yield self._metric("vllm:cache_config_info", "the KV cache", "gauge", [(sizes, 1)])
+            yield self._cache_group_metric(capacity)
 
     def _current_values(self) -> dict[str, float]:
         """Values of GAUGES and COUNTERS by their keys."""
         stats = self.backend.stats
         capacity = self.backend.capacity
-        block_size = capacity.block_size if capacity else 0
+        kv_usage = stats.kv_used / max(stats.kv_blocks, 1)
+        kv_capacity = 0
+        if capacity:
+            kv_capacity = token_capacity(
+                capacity.cache_groups, stats.kv_blocks, capacity.block_size, capacity.max_model_len
+            )
         return {
             **asdict(stats.timing),
             **asdict(stats),
-            "kv_tokens": stats.kv_used * block_size,
-            "kv_capacity": stats.kv_blocks * block_size,
-            "kv_usage": stats.kv_used / max(stats.kv_blocks, 1),
+            "kv_tokens": round(kv_usage * kv_capacity),
+            "kv_capacity": kv_capacity,
+            "kv_usage": kv_usage,
             "limit": stats.roofline_share or 0.0,
             "ready": self.backend.status.state == "ready",
             "restarts": self.backend.num_restarts,
@@ -317,6 +324,21 @@ class ServerMetrics:
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,
         }
+
+    def _cache_group_metric(self, capacity: EngineCapacity) -> Metric:
+        """The share of the KV cache that each cache group uses."""
+        stats = self.backend.stats
+        groups = zip(capacity.cache_groups, stats.kv_used_by_group, strict=False)
+        samples: LabeledSamples = [
+            ({"group": describe_group(group)}, used / max(stats.kv_blocks, 1))
+            for group, used in groups
+        ]
+        return self._metric(
+            "bloomery_kv_group_usage_ratio",
+            "share of the KV cache in use, by cache group",
+            "gauge",
+            samples,
+        )
 
     def _step_metrics(self) -> Iterator[Metric]:
         """Yield step metrics under TGI's names. TGI phases that do not exist here stay empty."""
@@ -389,6 +411,11 @@ class ServerMetrics:
 
 def perceived_band(seconds: float) -> str:
     return next(label for limit, label in PERCEIVED_BANDS if seconds <= limit)
+
+
+def describe_group(group: CacheGroup) -> str:
+    """The label of a cache group: what its layers keep."""
+    return "full" if group.window is None else f"window-{group.window}"
 
 
 def _label_samples(counter: Mapping[tuple[str, ...], int], *labels: str) -> LabeledSamples:

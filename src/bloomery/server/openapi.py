@@ -184,9 +184,10 @@ def _operation(route: Route, body_references: Mapping[Any, Any], needs_key: bool
         if route.path in EXAMPLES:
             media["example"] = EXAMPLES[route.path]
         operation["requestBody"] = {"required": True, "content": {"application/json": media}}
-    if parameter := re.search(r"\{(\w+)\}", route.path):
+    if names := re.findall(r"\{(\w+)\}", route.path):
         operation["parameters"] = [
-            {"name": parameter[1], "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
         ]
     if needs_key and not route.public:
         operation["security"] = [{"key": []}]

@@ -12,7 +12,6 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from bloomery.errors import InvalidRequest
@@ -31,13 +30,8 @@ from bloomery.server.service import (
     ResponsePlan,
     has_regions,
 )
-from bloomery.structured.grammar import (
-    DATA_KEYWORDS,
-    GRAMMAR_HEADER,
-    SCHEMA_MAPS,
-    parse_schema,
-    read_json,
-)
+from bloomery.structured.closed_schema import close_outputs, close_schema
+from bloomery.structured.grammar import GRAMMAR_HEADER, read_json
 from bloomery.text.tokenizer_pool import CompiledGrammar
 
 log = logging.getLogger("bloomery.server")
@@ -51,21 +45,6 @@ MAX_TOOLS = 512
 MAX_CACHED_GRAMMARS = 32  # each up to about a megabyte
 SHORT_ID_LENGTH = 9  # of Mistral's calls
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-# Keywords that allow properties besides those of `properties`.
-OPENING_KEYWORDS = frozenset(
-    {
-        "additionalProperties",
-        "patternProperties",
-        "unevaluatedProperties",
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "not",
-        "if",
-        "dependentSchemas",
-        "$ref",
-    }
-)
 EMPTY_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -119,40 +98,6 @@ def create_tool(
         raise InvalidRequest(f"{field}.strict must be true or false", f"{field}.strict")
     schema = parameters or EMPTY_PARAMETERS
     return ToolFunction(name, description or "", schema, bool(strict), schema_field)
-
-
-def close_outputs(outputs: StructuredOutputs, field: str) -> StructuredOutputs:
-    """The outputs with a closed JSON schema; other kinds as they are."""
-    if outputs.json is None:
-        return outputs
-    try:
-        schema = parse_schema(outputs.json)
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error), field) from None
-    return replace(outputs, json=close_schema(schema))
-
-
-def close_schema(schema: Any) -> Any:
-    """The schema with objects that have only the properties it names, unless it says otherwise.
-
-    JSON Schema allows any further property, and small models go on to invent them. Other servers
-    close objects too. A schema that combines others is not closed, because they add properties.
-    """
-    if isinstance(schema, list):
-        return [close_schema(entry) for entry in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in SCHEMA_MAPS and isinstance(value, dict):
-            closed[name] = {key: close_schema(inner) for key, inner in value.items()}
-        elif name in DATA_KEYWORDS:
-            closed[name] = value
-        else:
-            closed[name] = close_schema(value)
-    if "properties" in schema and not OPENING_KEYWORDS.intersection(schema):
-        closed["additionalProperties"] = False
-    return closed
 
 
 class ResponsePlanner:
@@ -222,6 +167,7 @@ class ResponsePlanner:
 
     def _set_effort(self, effort: str, names: frozenset[str], variables: dict[str, Any]) -> None:
         """Set the template's variables for an effort, or a budget if it has none for it."""
+        self.forbids_reasoning = effort == "none"
         has_levels = "reasoning_effort" in names
         switches = names.intersection(("enable_thinking", "thinking"))
         if has_levels:
@@ -278,7 +224,12 @@ class ResponsePlanner:
         if not self.tools:
             return [], ()
         schemas = [
-            (close_schema({"type": "object", **tool.parameters}), tool.strict, tool.schema_field)
+            (
+                close_schema({"type": "object", **tool.parameters}),
+                tool.strict,
+                tool.input_grammar,
+                tool.schema_field,
+            )
             for tool in self.tools
         ]
         key = json.dumps(schemas)
@@ -287,10 +238,10 @@ class ResponsePlanner:
             cache[key] = await self.service.tokenizer_pool.prepare_tools(schemas)
             if len(cache) > MAX_CACHED_GRAMMARS:
                 cache.pop(next(iter(cache)))
-        parameters, warnings = cache[key]
+        prepared, warnings = cache[key]
         tools = [
             tool._replace(parameters=schema)
-            for tool, schema in zip(self.tools, parameters, strict=True)
+            for tool, schema in zip(self.tools, prepared, strict=True)
         ]
         return tools, warnings
 

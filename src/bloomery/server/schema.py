@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Never, TypeVar
 
 import msgspec
 
-from bloomery.errors import InvalidRequest
+from bloomery.errors import InvalidRequest, NonTextInput
 from bloomery.server.errors import MalformedBodyError
 
 encode_json = msgspec.json.Encoder().encode
@@ -40,7 +40,8 @@ _LONG_INTEGER = re.compile(rb"\d{19}")  # 2**63 has 19 digits
 MAX_INTEGER = 2**64 - 1
 MIN_INTEGER = -(2**63)
 # Values with which an unsupported field has no effect, so it is not refused.
-EMPTY_VALUES: tuple[Any, ...] = (None, False, [], {}, "")
+EMPTY_VALUES: tuple[Any, ...] = (None, False, [], "")
+IMAGE_FIELDS = ("images",)  # unsupported fields with which a client sends images
 
 
 class RequestBody(msgspec.Struct, kw_only=True):
@@ -94,7 +95,8 @@ def parse_body(
     """The object as a Struct, and the fields that the Struct does not declare."""
     for name, reason in body_type.UNSUPPORTED_FIELDS.items():
         if raw.get(name) not in EMPTY_VALUES:
-            raise InvalidRequest(f"{name} is not supported: {reason}", field=name)
+            error_type = NonTextInput if name in IMAGE_FIELDS else InvalidRequest
+            raise error_type(f"{name} is not supported: {reason}", field=name)
     try:
         body = msgspec.convert(raw, body_type)
     except msgspec.ValidationError as error:

@@ -24,12 +24,19 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope
 
 from bloomery import __version__
-from bloomery.errors import InvalidRequest, PromptTooLong, RequestFailed
+from bloomery.errors import (
+    GRAMMAR_TOO_COMPLEX,
+    NO_TOKEN_LEFT,
+    InvalidRequest,
+    NonTextInput,
+    PromptTooLong,
+    RequestFailed,
+)
 from bloomery.messages import EngineCapacity, EngineRequest, TokenOutput
 from bloomery.response_format import FormatLookup, ResponseFormat, ResponseParser, ToolFunction
 from bloomery.sampling import SamplingParams, StructuredOutputs
 from bloomery.server.backend import InferenceBackend
-from bloomery.server.conversations import ConversationStore, StoredResponse
+from bloomery.server.conversations import ConversationStore, StoredConversation, StoredResponse
 from bloomery.server.errors import (
     ClientDisconnected,
     DeadlineExceeded,
@@ -101,6 +108,8 @@ class ServerSettings:
     limits: ServerLimits = field(default_factory=ServerLimits)
     warm: bool = False  # start a tokenizer worker before the first request
     prepare_grammars: bool = False  # when the engine is ready, before the first grammar comes
+    text_part_only: bool = False  # a vision model, of which only the text part is served
+    has_spare_cores: bool = False  # do so while the engine loads
     demo: bool = False  # the embedded model, which is there for a first look
     recommended_model: Mapping[str, Any] | None = None  # a better one for this machine
 
@@ -168,6 +177,9 @@ class InferenceService:
         self.stored_chats: ConversationStore[Any] = ConversationStore(
             limits.stored_responses, limits.stored_characters
         )
+        self.stored_conversations: ConversationStore[StoredConversation] = ConversationStore(
+            limits.stored_responses, limits.stored_characters
+        )
         self.fingerprint = f"bloomery-{__version__}"
         self.started = int(time.time())
         self.sampling_defaults = {
@@ -209,6 +221,16 @@ class InferenceService:
                 return unavailable_error("the engine has failed", 5)
         return unavailable_error("the server is shutting down", 10, connection="close")
 
+    def explain_media_error(self, error: Exception) -> Exception:
+        """Say why a vision model refuses an image. Other errors are returned unchanged."""
+        if not isinstance(error, NonTextInput) or not self.settings.text_part_only:
+            return error
+        return NonTextInput(
+            f"{error}. {self.settings.model} is a vision model, and this server runs its text part "
+            "only: send text without images",
+            error.field,
+        )
+
     def check_capacity(self, key: str = "", num_sequences: int = 1) -> None:
         """Refuse a request that cannot be admitted.
 
@@ -239,6 +261,7 @@ class InferenceService:
         if self.memory_pressure > CLEAR_CONVERSATIONS_AT:
             self.conversations.clear()
             self.stored_chats.clear()
+            self.stored_conversations.clear()
         if self.memory_pressure > SHED_LOAD_AT:
             self.admission.shed_load()
 
@@ -248,6 +271,8 @@ class InferenceService:
             return DeadlineExceeded()
         if permit.was_shed:
             return overloaded_error(self.admission.retry_after(self.prompt_rate))
+        if output.error in (GRAMMAR_TOO_COMPLEX, NO_TOKEN_LEFT):
+            return InvalidRequest(output.error, "structured_outputs")
         return self.engine_error() or RequestFailed(
             output.error or "the engine ended the request without an answer"
         )
@@ -330,7 +355,7 @@ class InferenceService:
 
     async def _prepare_grammars(self) -> None:
         """Get a tokenizer worker ready for grammars, once the engine no longer needs the cores."""
-        while self.backend.capacity is None:
+        while self.backend.capacity is None and not self.settings.has_spare_cores:
             await asyncio.sleep(READY_CHECK_SECONDS)
         await self.tokenizer_pool.prepare_grammars()
 
@@ -412,7 +437,7 @@ def has_regions(response_format: ResponseFormat) -> bool:
 
 async def compile_outputs(call: HttpCall, outputs: StructuredOutputs, field: str) -> str:
     """The grammar of an answer that is not parsed, such as a completion."""
-    from bloomery.server.response_plan import close_outputs
+    from bloomery.structured.closed_schema import close_outputs
 
     outputs = await asyncio.to_thread(close_outputs, outputs, field)
     compiled = await call.service.tokenizer_pool.compile_grammar(outputs, field)
@@ -438,7 +463,8 @@ def resident_memory_bytes() -> int:
 class Route:
     """An entry of the route table."""
 
-    path: str  # exact, or with one {parameter}, which may contain slashes
+    # Exact, or with {parameters}. The only one of a path may contain slashes.
+    path: str
     handler: Callable[[HttpCall], Awaitable[ASGIApp]]
     error_formatter: ErrorFormatter
     body_type: type[RequestBody] | None = None  # of a POST; None: the request has no body
@@ -469,7 +495,7 @@ class HttpCall:
     headers: Headers
     request_id: str
     tenant: str  # prefix cache hits are shared among requests of one tenant only
-    path_parameter: str = ""  # the value of {parameter} in the path
+    path_parameters: tuple[str, ...] = ()  # the values of {parameters} in the path
     cleanup: ExitStack = field(default_factory=ExitStack)
     log_fields: dict[str, Any] = field(default_factory=dict)  # counts and times, never text
     sampling_params: SamplingParams | None = None  # of its first prompt, once known
@@ -481,6 +507,11 @@ class HttpCall:
         self.unique_id = uuid4().hex
         self.created = int(time.time())
         self._json: dict[str, Any] | None = None
+
+    @property
+    def path_parameter(self) -> str:
+        """The value of the first {parameter} in the path."""
+        return self.path_parameters[0]
 
     async def read_json(self) -> dict[str, Any]:
         """The body's JSON object, which is read once."""

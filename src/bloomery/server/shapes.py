@@ -82,7 +82,8 @@ STORED_LIST: Shape = {
     "first_id last_id": "string?",
     "has_more": "boolean",
 }
-DELETED_CHAT: Shape = {"id object": "string", "deleted": "boolean"}
+DELETED_OBJECT: Shape = {"id object": "string", "deleted": "boolean"}
+CONVERSATION: Shape = {"id object": "string", "created_at": "integer", "metadata": "object"}
 TEXT_CHOICE: Shape = {
     "index": "integer",
     "text": "string",
@@ -154,7 +155,7 @@ SERVER_INFO: Shape = {
     "max_concurrent_requests": "integer",
     "max_total_tokens": "integer?",
     "version": "string",
-    "has_chat_template demo": "boolean",
+    "has_chat_template demo text_part_only": "boolean",
     "sampling_defaults": "object",
     "recommended_model": "object?",
 }

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 from bloomery.errors import InvalidRequest
 from bloomery.sampling import StructuredOutputs
-from bloomery.structured.structural_tag import structural_tag_to_lark
+from bloomery.structured.lark_pattern import lark_to_pattern
+from bloomery.structured.structural_tag import quote_text, structural_tag_to_lark
 
 MAX_GRAMMAR_BYTES = 1 << 20  # of a schema or grammar, in UTF-8
 MAX_SCHEMA_DEPTH = 100  # nested objects and lists of a schema; llguidance reads at most 128
@@ -95,28 +96,6 @@ _SPACE_ESCAPES = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
 
 # Keywords whose values are mappings of names to schemas.
 SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-# Keywords with one plain value.
-SIMPLE_KEYWORDS = (
-    "type",
-    "enum",
-    "const",
-    "format",
-    "pattern",
-    "minLength",
-    "maxLength",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "multipleOf",
-    "minItems",
-    "maxItems",
-    "uniqueItems",
-    "required",
-    "minProperties",
-    "maxProperties",
-    "additionalProperties",
-)
 _OLD_DRAFT = re.compile(r"json-schema\.org/draft-0[3467]/")
 DATA_KEYWORDS = ("enum", "const", "default", "examples", "x-guidance")  # no schemas inside
 
@@ -324,6 +303,17 @@ def prepare_tool_schema(
     return parsed, warnings
 
 
+def add_input_pattern(schema: dict[str, Any], lark: str) -> tuple[str, ...]:
+    """Make the only parameter of a custom tool match a grammar; return warnings if it cannot."""
+    try:
+        pattern = lark_to_pattern(grammar_to_lark(lark))
+    except InvalidRequest as error:
+        return (f"the grammar is not enforced: {error}",)
+    (parameter,) = schema["properties"].values()
+    parameter["pattern"] = f"^{pattern}$"
+    return ()
+
+
 def keep_parameter_names(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return an object schema with the names and simple types of a schema that is wrong."""
     properties = schema.get("properties")
@@ -375,12 +365,11 @@ def drop_ignored_keywords(schema: dict[str, Any]) -> None:
     if not _OLD_DRAFT.search(str(schema.get("$schema"))):
         return
     for _, part in list(iterate_schemas(schema, "#")):
-        if not isinstance(part.get("$ref"), str):
-            continue
-        for keyword in SIMPLE_KEYWORDS:
-            # A value that is an object may be the target of another reference.
-            if not isinstance(part.get(keyword), dict):
-                part.pop(keyword, None)
+        if isinstance(part.get("$ref"), str):
+            for keyword, value in list(part.items()):
+                # A value that is an object may be the target of another reference.
+                if not keyword.startswith("$") and not isinstance(value, dict):
+                    del part[keyword]
 
 
 def use_exact_formats(schema: dict[str, Any]) -> None:
@@ -544,7 +533,7 @@ def choice_to_lark(choice: Any) -> str:
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise InvalidRequest("choice must be a list of strings, at least one, none of them empty")
     check_size("".join(texts), "list of choices")
-    options = "\n     | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    options = "\n     | ".join(map(quote_text, texts))
     return f"start: {options}\n"
 
 

@@ -17,7 +17,7 @@ from typing import Protocol, cast
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from bloomery.errors import InvalidRequest
+from bloomery.errors import GRAMMAR_TOO_COMPLEX, NO_TOKEN_LEFT, InvalidRequest
 from bloomery.messages import EngineRequest
 
 # Bounds what one request can take in the engine: a lexer state is 1 to 2 kB.
@@ -120,7 +120,7 @@ class GrammarMatcher:
     def check_end(self) -> None:
         """Note an error if no token is left and the output is not complete."""
         if not self.error and not self.matcher.is_accepting():
-            self.error = "no token is left that both the grammar and the other options allow"
+            self.error = NO_TOKEN_LEFT
 
 
 class MaskBuilder:
@@ -216,7 +216,7 @@ def explain_stop(matcher: LLMatcher) -> str:
     """Say why a grammar cannot go on, for the client."""
     reason = matcher.get_error().replace("<non-verbose/>", "").strip()
     if reason.startswith("lexer error: too many"):
-        return "the grammar has become too complex: simplify its patterns, or lower maxLength"
+        return GRAMMAR_TOO_COMPLEX
     return f"the grammar cannot go on: {reason}"
 
 

@@ -69,12 +69,12 @@ class TagGrammarBuilder:
         kind = format.get("type")
         if kind == "any_text":
             if end:
-                return self.add_rule(ANY_TEXT, f"[suffix={quote(end)}]")
+                return self.add_rule(ANY_TEXT, f"[suffix={quote_text(end)}]")
             return self.add_rule(ANY_TEXT)
-        closing = f" {quote(end)}" if end else ""
+        closing = f" {quote_text(end)}" if end else ""
         match kind:
             case "const_string":
-                return quote(read_text(format, "value")) + closing
+                return quote_text(read_text(format, "value")) + closing
             case "json_schema":
                 schema = format.get("json_schema", {})
                 if not isinstance(schema, Mapping):
@@ -114,9 +114,9 @@ class TagGrammarBuilder:
         if len(ends) == 1:
             body = self.add_format(tag.get("content"), ends[0])
         else:
-            options = " | ".join(quote(text) for text in ends)
+            options = " | ".join(quote_text(text) for text in ends)
             body = f"{self.add_format(tag.get('content'))} ({options})"
-        return self.add_rule(f"{quote(begin)} {body}" if begin else body)
+        return self.add_rule(f"{quote_text(begin)} {body}" if begin else body)
 
     def add_triggered_tags(self, format: Mapping[str, Any], end: str = "") -> str:
         """Add free text with tags; a tag must follow where a trigger is written."""
@@ -133,15 +133,15 @@ class TagGrammarBuilder:
             ]
             if not bodies:
                 raise InvalidRequest(f"no tag begins with the trigger {trigger!r}")
-            text = self.add_rule(ANY_TEXT, f"[suffix={quote(trigger)}]")
+            text = self.add_rule(ANY_TEXT, f"[suffix={quote_text(trigger)}]")
             choices.append(f"{text} ({' | '.join(bodies)})")
         for tag in tags:
             if not any(read_text(tag, "begin").startswith(trigger) for trigger in triggers):
                 raise InvalidRequest(f"no trigger is a beginning of {read_text(tag, 'begin')!r}")
         triggered = self.add_rule(" | ".join(choices))
-        rest = self.add_rule(ANY_TEXT, f"[suffix={quote(end)}]" if end else "")
+        rest = self.add_rule(ANY_TEXT, f"[suffix={quote_text(end)}]" if end else "")
         if format.get("stop_after_first"):
-            options = f"{triggered} {quote(end)}" if end else triggered
+            options = f"{triggered} {quote_text(end)}" if end else triggered
             return f"({options})" if format.get("at_least_one") else f"({options} | {rest})"
         count = "+" if format.get("at_least_one") else "*"
         return f"({triggered}){count} {rest}"
@@ -154,12 +154,12 @@ class TagGrammarBuilder:
             body = tag
         else:
             separator = read_text(format, "separator")
-            more = f"{quote(separator)} {tag}" if separator else tag
+            more = f"{quote_text(separator)} {tag}" if separator else tag
             body = f"{tag} ({more})*"
         return f"({body})" if format.get("at_least_one") else f"({body})?"
 
 
-def quote(text: str) -> str:
+def quote_text(text: str) -> str:
     """Return a text as a literal in Lark."""
     return json.dumps(text, ensure_ascii=False)
 

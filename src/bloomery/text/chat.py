@@ -331,7 +331,7 @@ def _render_call_probe(template: str, arguments: Any) -> str:
 
 
 def _join_parts(content: Any) -> Any:
-    """Return the text of content given as a list of parts."""
+    """Return the text of content given as a list of parts: each begins a line, as in vLLM."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -340,7 +340,7 @@ def _join_parts(content: Any) -> Any:
             raise TemplateError(
                 f"the model reads text only, and a message has a part of type {kind!r}", "messages"
             )
-    return "".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content)
 
 
 @lru_cache(maxsize=64)

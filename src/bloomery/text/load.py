@@ -27,6 +27,8 @@ def load_tokenizer(artifact: ModelArtifact, chat_template: str | None = None) ->
     else:
         tokenizer = build_gguf_tokenizer(gguf.read_gguf(artifact.path).metadata)
         set_gguf_defaults(tokenizer, artifact)
+    if artifact.chat_template is not None:
+        tokenizer.chat_templates = {"default": artifact.chat_template}
     if chat_template is not None:
         tokenizer.chat_templates = {"default": read_chat_template(chat_template)}
     return tokenizer

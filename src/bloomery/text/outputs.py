@@ -18,7 +18,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from bloomery.messages import (
     EngineRequest,
@@ -31,13 +31,63 @@ from bloomery.sampling import SamplingParams, select_best
 from bloomery.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
+@lightweight_message
 class Logprob:
     """The log-probability of one token, with its rank (1 is the most likely) and its text."""
 
     logprob: float
     rank: int
     decoded_token: str
+
+
+class LogprobList(Sequence[dict[int, Logprob]]):
+    """For each token of an output, the most likely tokens by rank, and the sampled one.
+
+    The entries are made when they are read: a batch has millions of them, and they would cost more
+    time than sampling. A copy made by pickle is a plain list.
+    """
+
+    def __init__(self, entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None):
+        self.entries = entries
+        self.tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self._describe(entry) for entry in self.entries[index]]
+        return self._describe(self.entries[index])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, list | LogprobList) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    def _describe(self, entry: TokenLogprob) -> dict[int, Logprob]:
+        logprobs = {
+            token: Logprob(value, rank, self._token_text(token))
+            for rank, (token, value) in enumerate(entry.top, 1)
+        }
+        if entry.token not in logprobs:
+            text = self._token_text(entry.token)
+            logprobs[entry.token] = Logprob(entry.logprob, entry.rank, text)
+        return logprobs
+
+    def _token_text(self, token: int) -> str:
+        return self.tokenizer.token_text(token) if self.tokenizer else ""
 
 
 @dataclass(slots=True)
@@ -51,7 +101,7 @@ class CompletionOutput:
     # The stop string or stop token id that ended it; None for an end-of-sequence token.
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: LogprobList | None = None
 
 
 @dataclass(slots=True)
@@ -214,18 +264,12 @@ class CompletionState:
         """Add tokens without making a delta, if nothing but ids must be recorded.
 
         Returns False, and does nothing, if the output needs add_output: the first and the last one,
-        one with log-probabilities, and any output of a completion that has text.
+        and any output of a completion that has text.
         """
-        needs_add_output = (
-            output.finish
-            or output.logprobs
-            or not output.position
-            or self.stream
-            or self.finish_reason
-        )
-        if needs_add_output:
+        if output.finish or not output.position or self.stream or self.finish_reason:
             return False
         self.token_ids += output.ids
+        self.logprobs += output.logprobs
         return True
 
     def _finish(self, reason: FinishReason) -> None:
@@ -328,7 +372,7 @@ class RequestState:
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if self.params.prompt_logprobs is not None:
             # The first token of a prompt has no log-probability.
-            prompt_logprobs = [None, *map(self._describe_logprobs, self.prompt_logprobs)]
+            prompt_logprobs = [None, *LogprobList(self.prompt_logprobs, self.tokenizer)]
         outputs = [
             self._build_completion_output(index, completion)
             for index, completion in enumerate(self.select_completions())
@@ -344,9 +388,9 @@ class RequestState:
         )
 
     def _build_completion_output(self, index: int, completion: CompletionState) -> CompletionOutput:
-        logprobs: list[dict[int, Logprob]] | None = None
+        logprobs = None
         if self.params.logprobs is not None:
-            logprobs = [self._describe_logprobs(entry) for entry in completion.logprobs]
+            logprobs = LogprobList(tuple(completion.logprobs), self.tokenizer)
         return CompletionOutput(
             index,
             completion.text,
@@ -356,20 +400,6 @@ class RequestState:
             completion.cumulative_logprob if completion.logprobs else None,
             logprobs,
         )
-
-    def _describe_logprobs(self, entry: TokenLogprob) -> dict[int, Logprob]:
-        """Return the most likely tokens by rank, and the sampled token."""
-        logprobs = {
-            token: Logprob(value, rank, self._token_text(token))
-            for rank, (token, value) in enumerate(entry.top, 1)
-        }
-        if entry.token not in logprobs:
-            text = self._token_text(entry.token)
-            logprobs[entry.token] = Logprob(entry.logprob, entry.rank, text)
-        return logprobs
-
-    def _token_text(self, token: int) -> str:
-        return self.tokenizer.token_text(token) if self.tokenizer else ""
 
 
 # ---- incremental detokenization ----------------------------------------------------------------

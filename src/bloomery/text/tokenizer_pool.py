@@ -91,9 +91,13 @@ class GrammarTask(msgspec.Struct, frozen=True):
 
 
 class ToolsTask(msgspec.Struct, frozen=True):
-    """Make the parameters of tools enforceable. The result is JSON text: a list of schemas."""
+    """Make the parameters of tools enforceable.
 
-    tools: list[tuple[dict[str, Any], bool, str]]  # parameters, whether strict, request field
+    A tool is given as its parameters, whether it is strict, the grammar of its input and its field
+    in the request. The result is JSON text: the parameters of each.
+    """
+
+    tools: list[tuple[dict[str, Any], bool, str, str]]
 
 
 class FindFormatTask(msgspec.Struct, frozen=True):
@@ -234,12 +238,11 @@ class TokenizerPool:
         return CompiledGrammar(result.text, result.warnings)
 
     async def prepare_tools(
-        self, tools: Sequence[tuple[dict[str, Any], bool, str]]
+        self, tools: Sequence[tuple[dict[str, Any], bool, str, str]]
     ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
         """Return the parameters of tools as they can be enforced, and warnings.
 
-        A tool is given as its parameters, whether it is strict, and its field. Raises
-        InvalidRequest for a strict one that cannot be enforced.
+        See ToolsTask. Raises InvalidRequest for a strict tool that cannot be enforced.
         """
         try:
             result = await self._run(ToolsTask(list(tools)), GRAMMAR_SECONDS, "tools")
@@ -539,19 +542,20 @@ def run_grammar_task(
     return TaskResult(text=grammar, warnings=warnings)
 
 
-def run_tools_task(tools: list[tuple[dict[str, Any], bool, str]]) -> TaskResult | TaskError:
-    from bloomery.structured.grammar import prepare_tool_schema
+def run_tools_task(tools: list[tuple[dict[str, Any], bool, str, str]]) -> TaskResult | TaskError:
+    from bloomery.structured.grammar import add_input_pattern, prepare_tool_schema
 
-    schemas = []
+    prepared: list[dict[str, Any]] = []
     warnings: list[str] = []
-    for schema, strict, field in tools:
+    for schema, strict, grammar, field in tools:
         try:
-            prepared, relaxed = prepare_tool_schema(schema, strict)
+            dropped = add_input_pattern(schema, grammar) if grammar else ()
+            parameters, relaxed = prepare_tool_schema(schema, strict)
         except InvalidRequest as error:
             return TaskError(f"{field}: {error}", field)
-        schemas.append(prepared)
-        warnings += [f"{field}: {warning}" for warning in relaxed]
-    return TaskResult(text=msgspec.json.encode(schemas).decode(), warnings=tuple(warnings))
+        prepared.append(parameters)
+        warnings += [f"{field}: {warning}" for warning in (*relaxed, *dropped)]
+    return TaskResult(text=msgspec.json.encode(prepared).decode(), warnings=tuple(warnings))
 
 
 def encode_pieces(pieces: Sequence[EncodedToken], last: int | None) -> bytes:

@@ -15,6 +15,7 @@ from bloomery.server.routes import (
     responses,
     status,
     stored_chats,
+    stored_conversations,
     tokens,
 )
 from bloomery.server.service import Route, ServerSettings
@@ -29,6 +30,7 @@ def build_routes(settings: ServerSettings) -> tuple[Route, ...]:
         *stored_chats.ROUTES,
         *completions.ROUTES,
         *responses.ROUTES,
+        *stored_conversations.ROUTES,
         *messages.ROUTES,
         *embeddings.ROUTES,
         *models.ROUTES,

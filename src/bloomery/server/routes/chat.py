@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.types import ASGIApp
 
-from bloomery.errors import InvalidRequest
+from bloomery.errors import InvalidRequest, NonTextInput
 from bloomery.sampling import SamplingParams
 from bloomery.server.errors import format_openai_error
 from bloomery.server.generation import GenerationInput, GenerationJob
@@ -233,7 +233,7 @@ def check_text_parts(
             part_path = f"{path}[{index}]"
             part_type = str(part.get("type"))[:64]
             message = f"{part_path} is of type {part_type!r}: the model reads text only"
-            raise InvalidRequest(message, f"{part_path}.type")
+            raise NonTextInput(message, f"{part_path}.type")
 
 
 class ChatFormatter:

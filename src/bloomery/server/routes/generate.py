@@ -8,13 +8,14 @@ the middle of a token.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp
 
-from bloomery.errors import InvalidRequest
+from bloomery.errors import InvalidRequest, NonTextInput
 from bloomery.messages import TokenLogprob
 from bloomery.sampling import SamplingParams
 from bloomery.server.errors import format_tgi_error
@@ -33,6 +34,8 @@ from bloomery.server.shapes import TGI_GENERATION
 from bloomery.text.outputs import CompletionDelta, CompletionState, Detokenizer
 
 # Parameters that have the same name and meaning in SamplingParams.
+# How TGI's clients put an image into a prompt.
+INLINE_IMAGE = re.compile(r"!\[\]\([^)]*\)")
 COMMON_FIELDS = (
     "top_k",
     "top_p",
@@ -118,6 +121,7 @@ async def _stream_response(call: HttpCall, body: GenerateBody) -> ASGIApp:
 
 
 async def _create_job(call: HttpCall, body: GenerateBody, stream: bool) -> GenerationJob:
+    check_inline_images(call, body.inputs)
     params = tgi_sampling_params(call, body, stream)
     permit = call.admit(params.num_sequences)
     prompt = await tokenize_inputs(call, body, params)
@@ -240,6 +244,12 @@ def _parameter_errors(
 
 def _is_not_positive(value: float | None) -> bool:
     return value is not None and value <= 0
+
+
+def check_inline_images(call: HttpCall, inputs: str) -> None:
+    """Refuse TGI's images in a prompt for a vision model. For a text model they are plain text."""
+    if call.service.settings.text_part_only and INLINE_IMAGE.search(inputs):
+        raise NonTextInput("`inputs` has an image, ![](...): the model reads text only", "inputs")
 
 
 async def tokenize_inputs(

@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from bloomery import __version__
-from bloomery.errors import InvalidRequest
+from bloomery.errors import InvalidRequest, NonTextInput
 from bloomery.response_format import ToolFunction
 from bloomery.sampling import SamplingParams, StructuredOutputs
 from bloomery.server.answer_blocks import AnswerBlock, AnswerBlocks, collect_answer
@@ -226,7 +226,7 @@ def read_ollama_messages(call: HttpCall, messages: list[OllamaMessage]) -> list[
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
         if message.images:
-            raise InvalidRequest(f"{path}.images: {TEXT_ONLY}", f"{path}.images")
+            raise NonTextInput(f"{path}.images: {TEXT_ONLY}", f"{path}.images")
         if message.role not in ("system", "user", "assistant", "tool"):
             rule = "system, user, assistant or tool"
             raise InvalidRequest(f"{path}.role must be {rule}", f"{path}.role")

@@ -16,7 +16,6 @@ from uuid import uuid4
 from bloomery.errors import InvalidRequest
 from bloomery.response_format import ToolFunction
 from bloomery.server.routes.chat import check_text_parts
-from bloomery.server.routes.openai import TEXT_ONLY
 from bloomery.server.schema import RequestBody
 
 TEXT_PART_TYPES = ("input_text", "output_text", "text")
@@ -46,8 +45,7 @@ class ResponseInputBody(RequestBody, kw_only=True):
     """The fields that decide what the model reads."""
 
     UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {
-        "conversation": "use previous_response_id",
-        "prompt": TEXT_ONLY,
+        "prompt": "prompts that OpenAI stores are not known here; send instructions and input",
     }
     IGNORED_FIELDS: ClassVar[frozenset[str]] = frozenset(
         {
@@ -66,6 +64,7 @@ class ResponseInputBody(RequestBody, kw_only=True):
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None  # an id, or {"id": ...}
     text: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -89,13 +88,13 @@ class ResponseBody(ResponseInputBody, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-def read_input_items(content: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """The request's input as items, each with an id and a type."""
+def read_input_items(content: str | Sequence[Any], field: str = "input") -> list[dict[str, Any]]:
+    """The items of a field of the request, each with an id and a type."""
     if isinstance(content, str):
         content = [{"role": "user", "content": [{"type": "input_text", "text": content}]}]
     items = []
     for index, entry in enumerate(content):
-        path = f"input[{index}]"
+        path = f"{field}[{index}]"
         if not isinstance(entry, Mapping):
             raise InvalidRequest(f"{path} must be an object", path)
         item = {"type": "message", **entry}
@@ -153,7 +152,7 @@ def _text_of(content: Any, path: str) -> str:
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         parts = [part for part in content if part.get("type") != "refusal"]
         check_text_parts(parts, path, TEXT_PART_TYPES)
-        return "".join(part["text"] for part in parts)
+        return "\n".join(part["text"] for part in parts)
     raise InvalidRequest(f"{path} must be a string or a list of text parts", path)
 
 
@@ -255,30 +254,35 @@ def _read_tool(tool: Any, path: str, result: ResponseTools, namespace: str) -> N
         result.namespaces[full_name] = namespace, name
     description = tool.get("description")
     parameters = tool.get("parameters")
+    lark = ""
     if kind == "custom":
         result.custom_names.add(full_name)
-        description, parameters = _describe_custom_tool(tool, str(description or ""))
+        parameters, lark = _read_custom_tool(tool)
+        if lark:
+            description = f"{description or ''}\nThe input must match this Lark grammar:\n{lark}"
     strict = tool.get("strict")
-    result.functions.append(create_tool(full_name, description, parameters, strict, path))
+    function = create_tool(full_name, description, parameters, strict, path)
+    result.functions.append(function._replace(input_grammar=lark))
 
 
-def _describe_custom_tool(tool: Mapping[str, Any], description: str) -> tuple[str, dict[str, Any]]:
-    """A custom tool as a function of one string. A regex constrains it; other grammars are told."""
+def _read_custom_tool(tool: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The parameters of a custom tool, a function of one string, and the string's grammar."""
     text: dict[str, Any] = {"type": "string"}
+    lark = ""
     text_format = tool.get("format") or {}
     if text_format.get("type") == "grammar":
         definition = str(text_format.get("definition") or "")
         if text_format.get("syntax") == "regex":
             text["pattern"] = f"^(?:{definition})$"
         else:
-            description += f"\nThe input must match this Lark grammar:\n{definition}"
+            lark = definition
     parameters = {
         "type": "object",
         "properties": {CUSTOM_PARAMETER: text},
         "required": [CUSTOM_PARAMETER],
         "additionalProperties": False,
     }
-    return description, parameters
+    return parameters, lark
 
 
 def read_tool_choice(choice: Any, tools: ResponseTools) -> tuple[str, list[str] | None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from bloomery.messages import TokenLogprob
 from bloomery.server.answer_blocks import AnswerBlock, AnswerBlocks, BlockChange
-from bloomery.server.conversations import StoredResponse
+from bloomery.server.conversations import StoredConversation, StoredResponse
 from bloomery.server.errors import HttpErrorInfo
 from bloomery.server.generation import GenerationJob, format_event
 from bloomery.server.routes.openai import format_chat_logprobs
@@ -79,10 +79,23 @@ class ResponseObjectFormatter:
             usage=self._usage(),
             completed_at=None if was_cut else int(time.time()),
         )
+        call = self.job.call
+        if self.stored.conversation_object is not None:
+            self._extend_conversation(self.stored.conversation_object)
         if self.body.store is not False:
-            call = self.job.call
             call.service.conversations.put((call.tenant, self.response_id), self.stored)
         return events
+
+    def _extend_conversation(self, conversation: StoredConversation) -> None:
+        """Add the items of the request and of the answer, unless it has been deleted meanwhile."""
+        call = self.job.call
+        key = (call.tenant, conversation.conversation["id"])
+        if call.service.stored_conversations.get(key) is conversation:
+            conversation.items += [
+                {"status": "completed", **item} for item in self.stored.input_items
+            ]
+            conversation.items += self.stored.response["output"]
+            call.service.stored_conversations.put(key, conversation)
 
     def error_event(self, error: HttpErrorInfo) -> bytes:
         """The last events of a stream that failed; clients read one or the other."""
@@ -318,6 +331,9 @@ class ResponseObjectFormatter:
             "usage": usage,
             "user": body.user,
         }
+        if self.stored.conversation_object is not None:
+            conversation_id = self.stored.conversation_object.conversation["id"]
+            self.stored.response["conversation"] = {"id": conversation_id}
         return self.stored.response
 
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from bloomery.errors import InvalidRequest
 from bloomery.sampling import SamplingParams, StructuredOutputs
 from bloomery.server.answer_blocks import collect_answer
-from bloomery.server.conversations import BackgroundResponse, StoredResponse
+from bloomery.server.conversations import BackgroundResponse, StoredConversation, StoredResponse
 from bloomery.server.errors import DeadlineExceeded, HttpError, format_openai_error
 from bloomery.server.generation import (
     EVENT_STREAM_HEADERS,
@@ -41,6 +41,7 @@ from bloomery.server.routes.response_items import (
     to_messages,
 )
 from bloomery.server.routes.response_writer import ResponseObjectFormatter
+from bloomery.server.routes.stored_conversations import find_conversation
 from bloomery.server.service import JSON_OR_EVENTS, HttpCall, PlannedResponse, Route, plan_response
 from bloomery.server.shapes import OPENAI_RESPONSE
 
@@ -57,6 +58,7 @@ class ResponseInput:
 
     items: list[dict[str, Any]]
     previous_items: list[dict[str, Any]]
+    conversation: StoredConversation | None
     tools: ResponseTools
     planned: PlannedResponse
 
@@ -68,7 +70,7 @@ async def responses(call: HttpCall) -> ASGIApp:
     permit = call.admit(1)
     prepared = await prepare_input(call, body)
     job = GenerationJob(call, permit, [GenerationInput.from_plan(prepared.planned, params)])
-    stored = StoredResponse({}, prepared.items, prepared.previous_items)
+    stored = StoredResponse({}, prepared.items, prepared.previous_items, prepared.conversation)
     formatter = ResponseObjectFormatter(job, body, prepared.tools, stored)
     if body.background:
         return start_background_response(job, formatter)
@@ -120,7 +122,11 @@ async def prepare_input(
 
     `is_counted`: nothing will be generated, so no grammar is needed.
     """
-    previous_items = find_previous_items(call, body.previous_response_id)
+    conversation = find_named_conversation(call, body)
+    if conversation is None:
+        previous_items = find_previous_items(call, body.previous_response_id)
+    else:
+        previous_items = list(conversation.items)
     if not body.input and not previous_items:
         raise InvalidRequest("input is missing: give a text or a list of items", "input")
     items = read_input_items(body.input or [])
@@ -145,7 +151,21 @@ async def prepare_input(
         thinking_budget=read_budget(body, reasoning),
         output_field="text.format",
     )
-    return ResponseInput(items, previous_items, tools, planned)
+    return ResponseInput(items, previous_items, conversation, tools, planned)
+
+
+def find_named_conversation(call: HttpCall, body: ResponseInputBody) -> StoredConversation | None:
+    """The conversation object that the response reads and adds to, if the request names one."""
+    if body.conversation is None:
+        return None
+    if body.previous_response_id is not None:
+        message = "conversation and previous_response_id exclude each other: give one of them"
+        raise InvalidRequest(message, "conversation")
+    named = body.conversation
+    conversation_id = named.get("id") if isinstance(named, dict) else named
+    if not isinstance(conversation_id, str):
+        raise InvalidRequest("conversation must be an id, or an object with one", "conversation")
+    return find_conversation(call, conversation_id)
 
 
 def find_previous_items(call: HttpCall, response_id: str | None) -> list[dict[str, Any]]:

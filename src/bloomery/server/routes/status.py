@@ -34,10 +34,7 @@ async def ready(call: HttpCall) -> ASGIApp:
     settings = call.service.settings
     status = call.service.backend.status
     is_ready = status.state == "ready"
-    num_captures = call.service.backend.stats.pending_captures
     detail = status.detail
-    if not detail and num_captures:
-        detail = f"{num_captures} background captures remain; until then some steps are slower"
     if settings.keys and status.state not in ("loading", "ready"):
         detail = ""  # an engine error may name files, and this route needs no key
     content = {
@@ -64,6 +61,7 @@ async def info(call: HttpCall) -> ASGIApp:
         "model_id": settings.model,
         "model_sha": settings.revision,
         "model_pipeline_tag": "text-generation",
+        "text_part_only": settings.text_part_only,
         "max_concurrent_requests": limits.requests,
         "max_best_of": limits.best_of,
         "max_stop_sequences": limits.stop_strings,

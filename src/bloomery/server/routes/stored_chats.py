@@ -17,7 +17,7 @@ from bloomery.server.limits import check_labels
 from bloomery.server.routes.chat import ChatBody
 from bloomery.server.schema import RequestBody, encode_json
 from bloomery.server.service import HttpCall, Route
-from bloomery.server.shapes import CHAT_COMPLETION, DELETED_CHAT, STORED_LIST
+from bloomery.server.shapes import CHAT_COMPLETION, DELETED_OBJECT, STORED_LIST
 
 MAX_LISTED = 100  # OpenAI's
 DEFAULT_LISTED = 20
@@ -157,6 +157,8 @@ ROUTES = (
     Route(
         CHAT_PATH, change_chat, format_openai_error, StoredChatBody, response_shape=CHAT_COMPLETION
     ),
-    Route(CHAT_PATH, delete_chat, format_openai_error, response_shape=DELETED_CHAT, verb="DELETE"),
+    Route(
+        CHAT_PATH, delete_chat, format_openai_error, response_shape=DELETED_OBJECT, verb="DELETE"
+    ),
     Route(f"{CHAT_PATH}/messages", list_messages, format_openai_error, response_shape=STORED_LIST),
 )
