@@ -642,6 +642,11 @@ def default_batch_limits(cpu: bool) -> tuple[int, int]:
     return 8192, 272
 
 
+def default_block_size(cpu: bool) -> int:
+    """The default of block_size."""
+    return 16 if cpu else 64
+
+
 # ---- the plan ------------------------------------------------------------------------------------
 
 
@@ -678,6 +683,7 @@ class EnginePlan:
     executor: str = "auto"
     interface: str | None = None
     first_device: int = 0  # index of this engine's first GPU, when `device` has no index
+    text_part_only: bool = False  # a vision model, of which only the text part is served
     shares_ray_cluster: bool = False  # other engines use the same Ray cluster
 
 
@@ -708,7 +714,6 @@ def resolve_plan(
         dtype = "float32"  # CPUs without bf16 arithmetic are slower with narrower types
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     default_num_tokens, default_num_seqs = default_batch_limits(cpu)
-    default_block_size = 16 if cpu else 64
     default_steps_in_flight = max(config.pipeline_parallel_size, 1 if cpu else 2)
     kv_cache_bytes = None
     if config.kv_cache_gib is not None:
@@ -723,7 +728,7 @@ def resolve_plan(
         threads=config.threads or max(count_physical_cores() // num_ranks, 1),
         max_model_len=config.max_model_len or context,
         max_model_len_is_fixed=config.max_model_len is not None,
-        block_size=config.block_size or default_block_size,
+        block_size=config.block_size or default_block_size(cpu),
         max_num_seqs=config.max_num_seqs or default_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or default_num_tokens,
         gpu_memory_utilization=config.gpu_memory_utilization,

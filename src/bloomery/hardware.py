@@ -25,6 +25,7 @@ from bloomery.measurement_cache import load_measurements, save_measurement
 # With less memory a server loads what structured output needs, about 50 MB for a small vocabulary
 # and 120 MB for one of 150,000 tokens, only when the first request asks for it. Chosen.
 AMPLE_MEMORY_BYTES = 4 << 30
+MIN_SPARE_CORES = 4  # chosen
 CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 # Share of `memory_efficiency` that matrix products with packed weights reach on an H200, by weight
@@ -298,6 +299,11 @@ def usable_memory_bytes(hardware: HardwareSpec) -> float:
 def has_ample_memory() -> bool:
     """Whether this machine may hold in memory what only some requests need."""
     return usable_memory_bytes(_detect_cpu()) >= AMPLE_MEMORY_BYTES
+
+
+def has_spare_cores() -> bool:
+    """Whether this machine can do other work while it loads a model."""
+    return (os.cpu_count() or 1) >= MIN_SPARE_CORES
 
 
 def _detect_cpu() -> HardwareSpec:

@@ -17,6 +17,11 @@ from bloomery.messages import EngineRequest, PoolingType, ResolvedSampling
 SMALLEST_POSITIVE = 5e-324  # the smallest float64 above 0
 LARGEST_FLOAT32 = 3.4e38
 LARGEST_INT32 = 2**31 - 1
+# What the sampler's tables hold for one request (kernels/sampling_rows.py).
+MAX_LOGPROBS = 128
+MAX_BAD_WORDS = 512  # of several tokens
+MAX_BAD_WORD_TOKENS = 4096  # of all these together
+MAX_BAD_WORD_LENGTH = 64  # tokens
 
 # (field, minimum, maximum, what the field must be)
 FLOAT_RANGES: tuple[tuple[str, float, float, str], ...] = (
@@ -269,6 +274,8 @@ def build_requests(
         count = getattr(params, name)
         if count is not None and count > vocab_size:
             _raise_invalid(name, count, f"at most the size of the vocabulary, {vocab_size}")
+        if count is not None and count > MAX_LOGPROBS:
+            _raise_invalid(name, count, f"at most {MAX_LOGPROBS}")
     bad_word_ids = _encode_bad_words(params, encode, vocab_size)
     sampling = _resolve_sampling(params, bad_word_ids, vocab_size)
     _check_choice_remains(sampling, stop_ids)
@@ -420,7 +427,25 @@ def _encode_bad_words(
             ids = tuple(encode(space + word.lstrip()))
             if ids and all(0 <= token_id < vocab_size for token_id in ids):
                 encoded[ids] = None
+    _check_bad_word_sizes(tuple(encoded))
     return tuple(encoded)
+
+
+def _check_bad_word_sizes(encoded_words: tuple[tuple[int, ...], ...]) -> None:
+    """Check that the tables of the sampler have room for the words."""
+    long_words = [word for word in encoded_words if len(word) > 1]
+    num_tokens = sum(map(len, long_words))
+    message = ""
+    if any(len(word) > MAX_BAD_WORD_LENGTH for word in long_words):
+        message = f"each of bad_words may have at most {MAX_BAD_WORD_LENGTH} tokens: shorten them"
+    elif len(long_words) > MAX_BAD_WORDS or num_tokens > MAX_BAD_WORD_TOKENS:
+        message = (
+            f"bad_words may be at most {MAX_BAD_WORDS} words of several tokens with "
+            f"{MAX_BAD_WORD_TOKENS} tokens in all, counted with and without a space before each: "
+            "leave some out"
+        )
+    if message:
+        raise InvalidRequest(message, field="bad_words")
 
 
 def _check_choice_remains(sampling: ResolvedSampling, stop_ids: tuple[int, ...]) -> None:

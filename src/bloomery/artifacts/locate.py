@@ -34,6 +34,18 @@ EMBEDDED_SAMPLING_DEFAULTS = (
     ("repetition_penalty", 1.05),
     ("frequency_penalty", 0.3),
 )
+# The template of the file adds a system prompt that tells the model its name. With that prompt, the
+# model answers "What is the capital of France?" in French words. With an empty one it answers
+# "The capital of France is Paris."
+EMBEDDED_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\n<|im_end|>\n' }}"
+    "{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 # org/name, or org/name:file.gguf
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:[\w./ -]+)?")
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -58,6 +70,7 @@ class ModelArtifact:
     revision: str | None = None  # the commit of a model from the Hub
     # Recommended sampling params, for a model whose files have none.
     sampling_defaults: tuple[tuple[str, float], ...] = ()
+    chat_template: str | None = None  # used instead of the template in the files
     is_demo: bool = False  # the embedded model, which is there for a first look
 
 
@@ -115,6 +128,7 @@ def locate_embedded_model(package: str, version: str) -> ModelArtifact:
         paths[0],
         f"package {package} {distribution.version}",
         sampling_defaults=EMBEDDED_SAMPLING_DEFAULTS,
+        chat_template=EMBEDDED_CHAT_TEMPLATE,
         is_demo=True,
     )
 

@@ -201,7 +201,9 @@ def measure_steps(
     max_prefill = min(max_prompt, capacity.max_num_batched_tokens)
     for length in sorted({min(length, max_prefill) for length in prompt_lengths}):
         yield measure_prefill(recording_loop, submitted, capacity, length, clock)
-    num_positions = capacity.blocks * capacity.block_size
+    # Layers with windows take less room; so many positions fit in any case.
+    page_blocks = sum(group.page_blocks for group in capacity.cache_groups)
+    num_positions = capacity.blocks // page_blocks * capacity.block_size
     for batch in batch_sizes:
         if batch > capacity.max_num_seqs:
             continue

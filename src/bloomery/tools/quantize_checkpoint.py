@@ -25,11 +25,11 @@ from safetensors.torch import save_file
 from bloomery.artifacts.files import parse_strict_json
 from bloomery.artifacts.locate import ModelArtifact
 from bloomery.artifacts.safetensors import read_safetensors_header
-from bloomery.attention.base import AttentionMetadata, kv_cache_shape
+from bloomery.attention.base import AttentionMetadata, kv_cache_shape, plan_attention
 from bloomery.attention.select import select_backend
 from bloomery.describe import describe_model
 from bloomery.errors import ConfigError
-from bloomery.families import resolve_name_prefix
+from bloomery.families import resolve_tensor_names
 from bloomery.fusion import Epilogue, NormPrologue
 from bloomery.models.checkpoint import FileSource
 from bloomery.models.decoder import Decoder
@@ -84,7 +84,7 @@ def quantize_checkpoint(
     """
     model_info = describe_model(artifact)
     source = FileSource.safetensors(artifact.path)
-    names = resolve_name_prefix(model_info.names, source.names())
+    names = resolve_tensor_names(model_info, source)
     quantizer = LayerQuantizer(
         model_info.model,
         names,
@@ -416,9 +416,8 @@ class LayerQuantizer:
         return decoder(
             token_ids,
             positions,
-            positions,  # slot mapping: the only sequence starts at slot 0
             [kv_cache],
             backend,
-            backend.prepare(metadata),
+            plan_attention(backend, [metadata]),
             hidden=self.hidden_states.get(index),
         )

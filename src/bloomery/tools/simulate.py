@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from bloomery.cache_groups import count_held_blocks, longest_sequence
 from bloomery.config import EngineConfig, EnginePlan, resolve_plan
 from bloomery.engine.build import build_engine
 from bloomery.engine.routing import PrefixAffinityRouter
@@ -107,9 +108,6 @@ class SimulatedExecutor:
             self.clock, begin + seconds, StepOutput(tuple(samples), None, decoded)
         )
 
-    def capture_next_graph(self) -> int:
-        return 0
-
     def close(self) -> None:
         pass
 
@@ -126,7 +124,13 @@ class SimulatedReplica:
         self.loop = build_engine(plan, self.executor, capacity, self.clock)
         self.scheduler = self.loop.scheduler
         self.block_pool = self.scheduler.block_pool
-        self.max_len = min(capacity.max_model_len, capacity.blocks * capacity.block_size)
+        self.max_len = longest_sequence(
+            capacity.cache_groups,
+            capacity.blocks,
+            capacity.block_size,
+            capacity.max_num_batched_tokens,
+            capacity.max_model_len,
+        )
         self.num_open = 0  # requests that have not ended
 
 
@@ -247,8 +251,12 @@ class SimulatedFleet:
 def compute_replica_capacity(placed: PlacedModel, settings: EnginePlan) -> EngineCapacity:
     """Return what one engine of the fleet can hold."""
     block_size = settings.block_size
-    blocks_that_fit = int(placed.free_kv_bytes // placed.kv_bytes_per_sequence(block_size))
-    blocks_per_sequence = -(-settings.max_model_len // block_size)
+    groups = placed.cache_layout.groups
+    block_bytes = placed.kv_block_bytes * block_size / placed.page_size
+    blocks_that_fit = int(placed.free_kv_bytes // block_bytes)
+    blocks_per_sequence = count_held_blocks(
+        groups, settings.max_model_len, block_size, settings.max_num_batched_tokens
+    )
     return EngineCapacity(
         blocks=min(blocks_that_fit, blocks_per_sequence * settings.max_num_seqs),
         block_size=block_size,
@@ -258,6 +266,7 @@ def compute_replica_capacity(placed: PlacedModel, settings: EnginePlan) -> Engin
         vocab=placed.model.vocab,
         stages=placed.layout.pp,
         expected_steps=placed.roofline.reference_steps(),
+        cache_groups=groups,
     )
 
 

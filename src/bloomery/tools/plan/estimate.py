@@ -13,7 +13,13 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from bloomery.config import default_batch_limits
+from bloomery.cache_groups import (
+    CacheLayout,
+    count_held_blocks,
+    local_kv_heads,
+    plan_cache_groups,
+)
+from bloomery.config import default_batch_limits, default_block_size
 from bloomery.errors import ConfigError
 from bloomery.hardware import HARDWARE_SPECS, HardwareSpec
 from bloomery.layout import supports_tensor_parallel
@@ -99,7 +105,7 @@ def loaded_precision(precision: WeightPrecision, hardware: HardwareSpec) -> Weig
     if not hardware.is_cpu:
         return precision
     if precision.bits == 16:
-        return PRECISIONS["fp32"]
+        return replace(PRECISIONS["fp32"], expert_bits=8.5 if precision.expert_bits else 0.0)
     if precision.compute_format in ("nf4", "fp8"):
         return replace(precision, bits=8.5, compute_format="int8")
     return precision
@@ -136,20 +142,72 @@ class PlacedModel:
     @property
     def kv_head_share(self) -> float:
         """Share of the KV heads on each rank. Heads that cannot be split are on every rank."""
-        heads = self.model.layers[0].attention.num_kv_heads
-        return ceil(heads / self.layout.tp) / heads
+        own_values = 0
+        all_values = 0
+        for layer in self.model.layers:
+            heads = layer.attention.num_kv_heads
+            own_values += ceil(heads / self.layout.tp) * layer.attention.head_dim
+            all_values += heads * layer.attention.head_dim
+        return own_values / all_values
+
+    @property
+    def page_size(self) -> int:
+        """Positions of a page of the KV cache, with default settings."""
+        return default_block_size(self.hardware.is_cpu)
+
+    @cached_property
+    def cache_layout(self) -> CacheLayout:
+        """The cache groups of the model, with default settings."""
+        scales = self.kv_bits not in (16, 32)
+        return plan_cache_groups(
+            self.model, self.model.context, self.page_size, self.layout.tp, scales
+        )
+
+    @cached_property
+    def kv_block_bytes(self) -> float:
+        """Bytes of one block of the KV cache on each device."""
+        position_bytes = [
+            2 * local_kv_heads(layer.attention, self.layout.tp) * layer.attention.head_dim
+            for layer in self.model.layers
+        ]
+        if len(self.cache_layout.groups) == 1:
+            values = sum(position_bytes) * self.page_size
+        else:
+            # A block has room for the layers of one table of any group.
+            values = max(
+                -(-group.num_layers // group.num_tables)
+                * position_bytes[self.cache_layout.layer_groups.index(index)]
+                * (self.page_size // group.blocks_per_page)
+                for index, group in enumerate(self.cache_layout.groups)
+            )
+        return values * self.kv_bits / 8 / self.layout.pp
+
+    def _held_bytes(self, context: int, step_tokens: int) -> float:
+        groups = self.cache_layout.groups
+        return self.kv_block_bytes * count_held_blocks(groups, context, self.page_size, step_tokens)
 
     def kv_bytes_per_sequence(self, context: int) -> float:
-        """KV cache bytes of one sequence on each device.
+        """KV cache bytes of one sequence on each device while it decodes.
 
-        All positions count: a sliding window hides positions but frees no blocks.
+        Layers with a sliding window keep the blocks of their window only.
         """
-        all_heads = context * kv_bytes_per_token(self.model, self.kv_bits)
-        return all_heads * self.kv_head_share / self.layout.pp
+        if all(group.window is None for group in self.cache_layout.groups):
+            all_heads = context * kv_bytes_per_token(self.model, self.kv_bits)
+            return all_heads * self.kv_head_share / self.layout.pp
+        return self._held_bytes(context, 1)
+
+    def prefill_kv_bytes(self, context: int) -> float:
+        """KV cache bytes that the sequence in prefill holds beyond the others.
+
+        Layers with a sliding window also keep the positions of the step that is computed.
+        """
+        step_tokens, _ = default_batch_limits(self.hardware.is_cpu)
+        return self._held_bytes(context, step_tokens) - self._held_bytes(context, 1)
 
     def max_batch_size(self, context: int) -> int:
-        """Sequences of this context that fit on one replica."""
-        return max(0, int(self.free_kv_bytes // self.kv_bytes_per_sequence(context)))
+        """Sequences of this context that fit on one replica, one of them in prefill."""
+        free_bytes = self.free_kv_bytes - self.prefill_kv_bytes(context)
+        return max(0, int(free_bytes // self.kv_bytes_per_sequence(context)))
 
     def max_context(self) -> int:
         """Tokens of the longest sequence that fits, at most the model's own context."""
@@ -336,12 +394,20 @@ class PlanEstimate:
             ]
         return estimates
 
+    def sequence_kv_bytes(self) -> float:
+        """KV cache bytes of one sequence of the plan's context, on all devices of a replica."""
+        chosen = self.chosen
+        if all(group.window is None for group in chosen.cache_layout.groups):
+            return self.context * kv_bytes_per_token(self.model, self.options.kv_bits)
+        num_ranks = chosen.layout.tp * chosen.layout.pp
+        return chosen.kv_bytes_per_sequence(self.context) * num_ranks
+
     def prompt_memory(self) -> list[dict[str, int]]:
         """Bytes a prompt takes besides weights and KV cache.
 
         `scores_bytes`: with the full score matrix of a layer. `tiled_bytes`: with tiled attention.
         """
-        heads = self.model.layers[0].attention.num_heads
+        heads = max(layer.attention.num_heads for layer in self.model.layers)
         return [
             {
                 "tokens": tokens,
@@ -366,10 +432,11 @@ class PlanEstimate:
         precisions = self.compared_precisions()
         hardware = asdict(replace(options.hardware, rates=dict(options.hardware.rates)))
         prefill_floor, prefill_expected = chosen.prefill_seconds(self.context)
-        heads = model.layers[0].attention.num_heads
+        heads = max(layer.attention.num_heads for layer in model.layers)
         contexts = (256, 1024, 8192, self.context)
         return {
             "model": self.source.name,
+            "text_part_only": self.source.text_part_only,
             "parameters": count_parameters(model).total,
             "precision": options.precision.name,
             "weights_bytes": round(weights_bytes(model, options.precision)),
@@ -377,6 +444,8 @@ class PlanEstimate:
                 precision.name: round(weights_bytes(model, precision)) for precision in precisions
             },
             "kv_bytes_per_token": round(kv_bytes_per_token(model, options.kv_bits)),
+            "kv_bytes_per_sequence": round(self.sequence_kv_bytes()),
+            "cache_groups": [asdict(group) for group in chosen.cache_layout.groups],
             "activation_bytes": round(largest_step(model, options.hardware)[1]),
             "scores_bytes": round(scores_bytes(heads, self.context)),
             "prompt_memory": self.prompt_memory(),

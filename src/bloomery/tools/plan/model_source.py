@@ -37,6 +37,7 @@ class ModelSource:
     model: ModelSpec
     stored: WeightPrecision  # as the checkpoint stores weights; a GGUF's blocks as GPUs hold them
     stored_on_cpu: WeightPrecision | None = None  # a GGUF's blocks as our CPU kernels hold them
+    text_part_only: bool = False  # a vision model, of which only the text part is served
 
     def loaded_precision(self, cpu: bool) -> WeightPrecision:
         """The precision in which the engine holds the weights. A CPU has no 16-bit arithmetic."""
@@ -45,7 +46,7 @@ class ModelSource:
         if not cpu or self.stored.outer_bits != 16:
             return self.stored
         if self.stored.bits == 16:
-            return PRECISIONS["fp32"]
+            return replace(PRECISIONS["fp32"], expert_bits=self.stored.expert_bits)
         return replace(self.stored, outer_bits=32)
 
 
@@ -57,19 +58,27 @@ def read_model_source(name: str | None, revision: str | None = None) -> ModelSou
     if name is not None and name.endswith(".json") and Path(name).is_file():
         config = parse_strict_json(Path(name).read_bytes(), name)
         dtype = str(config.get("torch_dtype"))
-        model = describe_config(config).model
-        return ModelSource(Path(name).stem, model, _stated_precision(config, dtype))
+        description = describe_config(config)
+        return ModelSource(
+            Path(name).stem,
+            description.model,
+            _stated_precision(config, dtype),
+            text_part_only=description.text_part_only,
+        )
     artifact = locate_model(name, revision, weights=False)
-    model = describe_model(artifact).model
+    description = describe_model(artifact)
+    model = description.model
+    text_part_only = description.text_part_only
     if artifact.kind == "gguf":
         tensors = list(read_gguf(artifact.path).tensors.values())
         on_gpu = _gguf_precision(tensors, GPU_GGUF_FORMATS, cpu=False)
         on_cpu = _gguf_precision(tensors, CPU_GGUF_FORMATS, cpu=True)
-        return ModelSource(artifact.name, model, on_gpu, on_cpu)
+        return ModelSource(artifact.name, model, on_gpu, on_cpu, text_part_only)
     path = artifact.path / "config.json"
     config = parse_strict_json(path.read_bytes(), str(path))
     dtype = checkpoint_dtype(artifact, True)
-    return ModelSource(artifact.name, model, _stated_precision(config, dtype))
+    precision = _stated_precision(config, dtype)
+    return ModelSource(artifact.name, model, precision, text_part_only=text_part_only)
 
 
 def _stated_precision(config: dict[str, Any], dtype: str) -> WeightPrecision:
@@ -79,6 +88,8 @@ def _stated_precision(config: dict[str, Any], dtype: str) -> WeightPrecision:
     if method == "compressed-tensors":
         groups: list[dict[str, Any]] = list((settings.get("config_groups") or {}).values())
         settings = (groups[0].get("weights") or {}) if groups else {}
+    if method == "mxfp4" and settings.get("modules_to_not_convert"):
+        return WeightPrecision("mxfp4", 16, expert_bits=4 + 8 / 32)
     if method == "mxfp4":
         return WeightPrecision("mxfp4", 4 + 8 / 32, compute_format="nf4")
     if "fp8" in method or settings.get("type") == "float":
@@ -154,7 +165,7 @@ GPU_GGUF_FORMATS: Mapping[str, FormatCost] = {
     "TQ1_0": (4.125, "int4"),
     "TQ2_0": (4.125, "int4"),
     "Q1_0": (4.125, "int4"),
-    "MXFP4": (4.5, "int4"),
+    "MXFP4": (4.25, "int4"),
     "NVFP4": (9, "int8"),
 }
 

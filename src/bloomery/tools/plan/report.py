@@ -143,12 +143,14 @@ def format_report(plan: PlanEstimate) -> str:
     lines = [
         f"{plan.source.name}: {num_billions:.3g} billion parameters, {len(model.layers)} layers of "
         f"{model.hidden}, {heads}, context {model.context:,}",
+        *_vision_lines(plan),
         "",
         f"  weights          {format_quantity(weights):>9}  ({format_gib(weights)} GiB) in "
         f"{options.precision.name}, {options.precision.bits / 8:.3g} bytes a parameter of the "
         "layers",
         f"  KV cache         {format_quantity(token_bytes):>9}  a token, "
-        f"{format_quantity(context * token_bytes)} for {context:,}",
+        f"{format_quantity(plan.sequence_kv_bytes())} for {context:,}",
+        *_cache_group_lines(plan),
         f"  activations      {format_quantity(activations):>9}  in a step of "
         f"{step_tokens:,} tokens",
         *_prompt_memory_lines(plan),
@@ -165,6 +167,25 @@ def format_report(plan: PlanEstimate) -> str:
         *(fill(sentence, ADVICE_WIDTH) for sentence in give_advice(plan)),
     ]
     return "\n".join(lines)
+
+
+def _vision_lines(plan: PlanEstimate) -> list[str]:
+    if not plan.source.text_part_only:
+        return []
+    return ["  text only: the vision part of this model is neither loaded nor counted"]
+
+
+def _cache_group_lines(plan: PlanEstimate) -> list[str]:
+    """What layers with a sliding window keep, if there are any."""
+    groups = plan.chosen.cache_layout.groups
+    if all(group.window is None for group in groups):
+        return []
+    parts = [
+        ("1 layer keeps " if group.num_layers == 1 else f"{group.num_layers} layers keep ")
+        + ("all positions" if group.window is None else f"the last {group.window:,}")
+        for group in groups
+    ]
+    return [f"{'':29}{', '.join(parts)}"]
 
 
 def _prompt_memory_lines(plan: PlanEstimate) -> list[str]:
