@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.cli import main
+from tests.chaos.http import free_port
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "embedded.json").read_text(encoding="utf-8")
@@ -86,6 +87,29 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
     assert rest.strip(), "no second answer"
 
 
+@pytest.mark.parametrize("module", ["argparse", "bloomery.config", "starlette.types"])
+def test_ctrl_c_during_imports_ends_silently(module: str) -> None:
+    """Python lists every module that has been imported; then comes the interrupt."""
+    serve = ["-m", "bloomery", "serve", "--port", str(free_port())]
+    command = [sys.executable, "-X", "importtime", *serve]
+    lines = []
+    # A shell that runs the tests in the background lets its children ignore interrupts.
+    with subprocess.Popen(
+        command,
+        text=True,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.rpartition("|")[2].strip() == module:
+                process.send_signal(signal.SIGINT)
+                break
+        lines = [line for line in process.stderr if not line.startswith("import time:")]
+        assert process.wait(60) == -signal.SIGINT
+    assert lines == []
+
+
 def test_an_error_is_one_line_and_an_exit_status() -> None:
     done = run_command("generate", "no/such/folder/here", "-p", "x")
     assert done.returncode == 1
@@ -113,3 +137,23 @@ def test_errors_say_what_to_do(
     assert "bloomery: " in errors
     assert message in errors
     assert "Traceback" not in errors
+
+
+def test_warm_fills_the_cache_directory_without_weights(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    cache = tmp_path / "cache"
+    result = run_command("warm", str(model), "--load-format", "dummy", "--cache-dir", str(cache))
+    assert result.returncode == 0, result.stderr
+    assert str(cache) in result.stdout
+    assert any(cache.iterdir())

@@ -28,10 +28,11 @@ tools = {"bloomery.tools.bench", "bloomery.tools.quantize", "bloomery.tools.prof
 print(sorted((heavy | tools) & set(sys.modules)))
 """
 ENGINE_IMPORTS = """
-import gc, sys
-from bloomery.engine_main import preload_cpu_worker
-preload_cpu_worker()
+import gc, signal, sys
+from bloomery.engine_main import preload_worker
+preload_worker("cpu")
 assert "bloomery.executors.local" in sys.modules
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 import torch
 heavy = {"torch._dynamo", "torch._inductor", "sympy", "transformers"}
 product = torch.ones(3, 3).matmul(torch.ones(3, 3)).sum().item()
@@ -56,7 +57,7 @@ def test_the_preload_imports_the_worker_and_a_complete_torch_without_its_compile
 
 
 def test_a_prestarted_engine_that_is_not_taken_over_can_be_killed() -> None:
-    engine = spawn_child(build_engine_command("json", preload_cpu=True))
+    engine = spawn_child(build_engine_command("json", "cpu"))
     engine.kill()
     with pytest.raises(ProcessLookupError):
         os.kill(engine.process.pid, 0)

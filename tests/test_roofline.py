@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from math import isclose
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,7 +29,15 @@ from bloomery.roofline import (
     scores_bytes,
     weights_bytes,
 )
-from bloomery.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from bloomery.spec import (
+    AttentionGateSpec,
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+)
 
 SHAPES = Path(__file__).parent.parent / "benchmarks" / "shapes"
 GIB = 2**30
@@ -120,18 +129,42 @@ def test_every_parameter_is_counted() -> None:
     )
 
 
-def with_window(model: ModelSpec, window: int) -> ModelSpec:
-    """The same model with a sliding window in every layer."""
+def test_the_parameters_of_attention_features_are_counted() -> None:
+    mlp = MlpSpec(16)
+
+    def count(**features: Any) -> int:
+        attention = replace(AttentionSpec(4, 2, 8), **features)
+        return count_parameters(ModelSpec(10, 32, (LayerSpec(attention, mlp),), None, 64)).total
+
+    plain = count()
+    assert count(sinks=True) - plain == 4
+    assert count(gate=AttentionGateSpec("packed")) - plain == 32 * 4 * 8
+    assert count(gate=AttentionGateSpec(per_head=True)) - plain == 32 * 4
+    assert count(bias=True, gate=AttentionGateSpec("packed")) - plain == 32 * 32 + 64 + 32
+    assert plain - count(keys_as_values=True) == 32 * 2 * 8
+    assert count(v_norm=NormSpec()) - plain == 8
+    assert count(v_norm=NormSpec(weight=False)) == plain
+
+
+def with_attention(model: ModelSpec, **changes: Any) -> ModelSpec:
+    """The same model with changes of the attention of every layer."""
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, window=window)) for layer in model.layers
+        replace(layer, attention=replace(layer.attention, **changes)) for layer in model.layers
     )
     return replace(model, layers=layers)
+
+
+def with_window(model: ModelSpec, window: int) -> ModelSpec:
+    """The same model with a sliding window in every layer."""
+    return with_attention(model, window=window)
 
 
 def test_kv_cache_bytes() -> None:
     assert kv_bytes_per_token(LLAMA) == 32 * 2 * 8 * 128 * 2
     assert kv_bytes_per_token(OCTOCODER) == 40 * 2 * 128 * 2  # multi-query attention: one KV head
     assert kv_bytes(with_window(LLAMA, 512), 4096) == kv_bytes(LLAMA, 512)
+    assert kv_bytes(with_attention(LLAMA, chunk=512), 4096) == kv_bytes(LLAMA, 512)
+    assert kv_bytes(with_attention(LLAMA, chunk=512), 513) == kv_bytes(LLAMA, 1)
 
 
 def test_step_work_counts_chunks_and_decodes() -> None:
@@ -234,6 +267,22 @@ def test_windows_bound_the_operations_of_attention() -> None:
     unlimited_floor = unlimited.step_floor(length, length, 1, pairs)
     assert windowed_floor.operations < unlimited_floor.operations
     assert windowed.floor_seconds(1, length, 1) == pytest.approx(unlimited.floor_seconds(1, 64, 1))
+    chunked = Roofline(with_attention(LLAMA, chunk=64), h200)
+    assert chunked.step_floor(length, length, 1, pairs) == windowed_floor
+
+
+def test_gates_take_time_and_memory() -> None:
+    h200 = find_hardware("h200")
+    gated = with_attention(LLAMA, gate=AttentionGateSpec())
+    plain_floor = Roofline(LLAMA, h200).step_floor(64, 64, 64)
+    gated_floor = Roofline(gated, h200).step_floor(64, 64, 64)
+    gate_values = 32 * 4096 * 4096
+    assert gated_floor.bytes - plain_floor.bytes == 2 * gate_values
+    assert gated_floor.operations - plain_floor.operations == 2 * 64 * gate_values
+    narrow = replace(LLAMA, layers=(replace(LLAMA.layers[0], mlp=MlpSpec(64)),))
+    gated_narrow = with_attention(narrow, gate=AttentionGateSpec())
+    growth = activation_bytes(gated_narrow, 100, 1) - activation_bytes(narrow, 100, 1)
+    assert growth == 100 * 2 * 4096 * 2
 
 
 @pytest.mark.parametrize("batch", [1, 8, 256])

@@ -268,6 +268,15 @@ def encode_letters(text: str) -> list[int]:
     return [ord(character) - 32 for character in text]
 
 
+def test_bad_words_that_the_sampler_has_no_room_for_are_refused():
+    too_long = SamplingParams(bad_words=["a" * 65])
+    assert "64 tokens" in check_refused("bad_words", too_long, encode=encode_letters)
+    many_words = [chr(65 + i % 26) + chr(65 + i // 26) * 40 for i in range(100)]
+    too_many = SamplingParams(bad_words=many_words)
+    assert "4096 tokens" in check_refused("bad_words", too_many, encode=encode_letters)
+    requests_for(SamplingParams(bad_words=["a" * 63]), encode=encode_letters)
+
+
 def test_bad_words_are_encoded_with_and_without_a_space():
     (request,) = requests_for(SamplingParams(bad_words=["ab", " c"]), encode=encode_letters)
     assert request.sampling.bad_words == ((65, 66), (0, 65, 66), (67,), (0, 67))

@@ -159,6 +159,7 @@ def test_nothing_is_measured_if_the_library_supports_no_layer(tmp_path: Path) ->
     assert library_supports(plain, torch.bfloat16)
     assert not library_supports(plain, torch.float32)
     assert not library_supports(AttentionSpec(4, 2, 96), torch.float16)
+    assert not library_supports(AttentionSpec(4, 2, 64, sinks=True), torch.float16)
     path = tmp_path / "attention.json"
     min_len = tune_library_min_len([alibi, softcap], torch.float16, torch.float16, CPU, path)
     assert min_len is None and not path.exists()

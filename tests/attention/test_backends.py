@@ -21,7 +21,8 @@ from bloomery.kernels import paged_decode, paged_prefill
 from bloomery.kernels.alibi import alibi_slopes
 from bloomery.kernels.launch import triton_interpreted
 from bloomery.kernels.rope_cache import write_kv_cache
-from bloomery.spec import AlibiSpec, AttentionSpec
+from bloomery.layout import gate_size
+from bloomery.spec import AlibiSpec, AttentionGateSpec, AttentionSpec
 
 CPU = torch.device("cpu")
 SPECS = {
@@ -33,7 +34,25 @@ SPECS = {
     "alibi-gqa": AttentionSpec(6, 3, 8, AlibiSpec(scale=0.5)),
     "softcap": AttentionSpec(4, 2, 16, softcap=2.0),
     "softcap-window": AttentionSpec(4, 2, 16, softcap=2.0, window=3),
+    "chunk": AttentionSpec(4, 2, 16, chunk=6),
+    "chunk-window": AttentionSpec(4, 2, 16, chunk=9, window=7),
+    "sinks": AttentionSpec(6, 2, 16, sinks=True),
+    "sinks-window": AttentionSpec(4, 1, 8, sinks=True, window=5),
+    "sinks-softcap-chunk": AttentionSpec(4, 2, 16, sinks=True, softcap=2.0, chunk=6),
+    "sinks-alibi": AttentionSpec(6, 3, 8, AlibiSpec(), sinks=True),
+    "gate": AttentionSpec(4, 2, 16, gate=AttentionGateSpec()),
+    "gate-per-head": AttentionSpec(6, 2, 16, gate=AttentionGateSpec(per_head=True)),
+    "gate-softplus-window": AttentionSpec(
+        4, 1, 8, window=5, gate=AttentionGateSpec(activation="softplus")
+    ),
+    "gate-softplus-per-head-sinks": AttentionSpec(
+        4, 2, 24, sinks=True, gate=AttentionGateSpec("packed", True, "softplus")
+    ),
     **{f"d{dim}": AttentionSpec(2, 1, dim) for dim in (64, 80, 96, 112, 128, 256)},
+    **{
+        f"d{dim}": AttentionSpec(4, 2, dim, sinks=True, window=9, gate=AttentionGateSpec())
+        for dim in (320, 384, 512)
+    },
 }
 BACKENDS: dict[str, AttentionBackend] = {
     "torch": TorchPagedAttention(),
@@ -50,12 +69,23 @@ NUM_SEQUENCES = 4
 
 
 def attend_by_definition(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, spec: AttentionSpec
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: int,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
+    gate: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One query [heads, dim] over keys and values [length, kv heads, dim], in float64."""
+    """One query [heads, dim] over keys and values [length, kv heads, dim], in float64.
+
+    sinks [heads]; gate [heads * dim] or [heads].
+    """
     heads_per_kv_head = spec.num_heads // spec.num_kv_heads
     out = torch.empty(spec.num_heads, spec.head_dim, dtype=torch.float64)
     first = 0 if spec.window is None else max(0, position - spec.window + 1)
+    if spec.chunk is not None:
+        first = max(first, position // spec.chunk * spec.chunk)
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
     for head in range(spec.num_heads):
         k = keys[first : position + 1, head // heads_per_kv_head].double()
@@ -67,8 +97,17 @@ def attend_by_definition(
             slopes = alibi_slopes(spec.num_heads, spec.position.max_bias)
             slope = slopes[head] * spec.position.scale
             scores = scores + slope.double() * torch.arange(first - position, 1)
-        out[head] = scores.softmax(0) @ v
-    return out.flatten()
+        weights = scores.exp()
+        total = weights.sum() if sinks is None else weights.sum() + sinks[head].double().exp()
+        out[head] = weights / total @ v
+    if spec.gate is None or gate is None:
+        return out.flatten()
+    factors = gate.double()
+    if spec.gate.activation == "sigmoid":
+        factors = 1 / (1 + (-factors).exp())
+    else:
+        factors = (1 + factors.exp()).log()
+    return (out * factors.view(spec.num_heads, -1)).flatten()
 
 
 def pad_tables(random: Random, tables: list[list[int]]) -> list[list[int]]:
@@ -84,10 +123,12 @@ def pad_tables(random: Random, tables: list[list[int]]) -> list[list[int]]:
 def test_backend_equals_the_definition(
     spec: AttentionSpec, backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Slots that no query sees are not numbers: others may have written anything there."""
     monkeypatch.setattr(torch_paged, "MAX_SCORES", 64)  # so that there are many slices of queries
     random = Random(0)
     torch.manual_seed(0)
-    cache = torch.randn(kv_cache_shape(spec, NUM_BLOCKS, BLOCK_SIZE))
+    sinks = 2 * torch.randn(spec.num_heads) if spec.sinks else None
+    cache = torch.full(kv_cache_shape(spec, NUM_BLOCKS, BLOCK_SIZE), torch.nan)
     free_blocks = random.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     tables: list[list[int]] = [[] for _ in range(NUM_SEQUENCES)]
     lengths = [0] * NUM_SEQUENCES
@@ -109,9 +150,18 @@ def test_backend_equals_the_definition(
             pad_tables(random, [tables[member] for member in members]),
             BLOCK_SIZE,
             CPU,
+            spec.window,
         )
         write_kv_cache(k, v, cache, metadata.slot_mapping)
-        actual = backend.attend(q, cache, spec, backend.prepare(metadata))
+        for member, query_len in zip(members, query_lens):
+            first_query = lengths[member] - query_len
+            for position in range(max(first_query + 1 - (spec.window or lengths[member]), 0)):
+                block = tables[member][position // BLOCK_SIZE]
+                cache[:, block * BLOCK_SIZE + position % BLOCK_SIZE] = torch.nan
+        gate = None
+        if spec.gate is not None:
+            gate = 2 * torch.randn(num_tokens, gate_size(spec))
+        actual = backend.attend(q, cache, spec, backend.prepare(metadata), sinks, gate)
         first = 0
         for member, query_len in zip(members, query_lens):
             tokens = range(first, first + query_len)
@@ -119,7 +169,10 @@ def test_backend_equals_the_definition(
             keys, values = torch.stack(stored[member], 1)
             for token in tokens:
                 position = lengths[member] - query_len + token - first
-                expected = attend_by_definition(q[token], keys, values, position, spec)
+                token_gate = None if gate is None else gate[token]
+                expected = attend_by_definition(
+                    q[token], keys, values, position, spec, sinks, token_gate
+                )
                 torch.testing.assert_close(actual[token].double(), expected, rtol=1e-5, atol=1e-5)
             first += query_len
 
@@ -137,7 +190,7 @@ def test_the_library_gives_the_results_of_our_kernel(
     query_lens: list[int], num_cached: int, num_long: int
 ) -> None:
     """`num_cached` positions of the last sequence are in the KV cache before the step."""
-    spec = AttentionSpec(4, 2, 64)
+    spec = AttentionSpec(4, 2, 64, chunk=1000, gate=AttentionGateSpec())
     block_size = 16
     seq_lens = [*query_lens[:-1], query_lens[-1] + num_cached]
     generator = torch.manual_seed(0)
@@ -149,8 +202,9 @@ def test_the_library_gives_the_results_of_our_kernel(
     library = TritonPagedAttention(library_min_len=30)
     plan = library.prepare(metadata)
     assert [group.long for group in plan.prefill_groups].count(True) == num_long
-    expected = kernel.attend(q, cache, spec, kernel.prepare(metadata))
-    actual = library.attend(q, cache, spec, plan)
+    gate = torch.randn(len(q), gate_size(spec)).half()
+    expected = kernel.attend(q, cache, spec, kernel.prepare(metadata), None, gate)
+    actual = library.attend(q, cache, spec, plan, None, gate)
     torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
 
 
@@ -161,8 +215,8 @@ def test_a_backend_says_why_it_does_not_support_a_layer() -> None:
     assert reason == (None if triton_interpreted() else "it needs a CUDA device")
     if triton_interpreted():
         assert "float64" in (backend.unsupported_reason(spec, torch.float64, CPU) or "")
-        wide = AttentionSpec(4, 2, 512)
-        assert "512" in (backend.unsupported_reason(wide, torch.float16, CPU) or "")
+        wide = AttentionSpec(4, 2, 576)
+        assert "576" in (backend.unsupported_reason(wide, torch.float16, CPU) or "")
 
 
 def test_backends_report_their_capabilities() -> None:

@@ -109,9 +109,6 @@ class FaultyExecutor:
         while tokens[:5] == STALL:
             time.sleep(1)
 
-    def capture_next_graph(self) -> int:
-        return self.fake.capture_next_graph()
-
     def close(self) -> None:
         self.fake.close()
 
@@ -120,6 +117,9 @@ class InstantExecutor(FakeExecutor):
     """Returns tokens at no cost, so only the engine and its messages cost time."""
 
     def begin(self, step: ScheduledStep) -> None: ...
+
+    def find_readers(self, step: ScheduledStep) -> set[tuple[int, int]]:
+        return set()
 
     def sample(self, request: ScheduledRequest, mask: int = 0) -> SampledTokens:
         length = request.start + request.count

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import random
+import re
 import signal
 import socket
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_after_a_signal_answers_may_end_for_a_while(tmp_path: Path) -> None:
         asyncio.run(main(server.port))
         assert server.process.wait(WAIT_SECONDS) == 0
         assert wait_until(lambda: not any(map(is_alive, pids)))
-        assert "waiting up to 4 s for 2 open requests" in server.log.read_text()
+        assert re.search(r"waiting up to 4 s for [12] open request", server.log.read_text())
 
 
 def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
     with run_server(tmp_path, *options) as server:
         asyncio.run(main(server.port))
         assert server.process.wait(WAIT_SECONDS) == 0
-        assert "stopping at once; 1 requests are ended" in server.log.read_text()
+        assert "stopping at once; cut off: 1 open request" in server.log.read_text()
 
 
 def test_a_killed_server_leaves_no_process_behind(tmp_path: Path) -> None:

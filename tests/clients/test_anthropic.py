@@ -149,7 +149,11 @@ def test_the_tool_runner_finishes_a_conversation(tool_client: Any) -> None:
         return "20"
 
     runner = tool_client.beta.messages.tool_runner(
-        model="player", max_tokens=300, tools=[get_weather], messages=[WEATHER_QUESTION]
+        model="player",
+        max_tokens=300,
+        tools=[get_weather],
+        messages=[WEATHER_QUESTION],
+        thinking={"type": "adaptive"},
     )
     *_, last = list(runner)
     assert cities == ["Paris"] and last.content[-1].text == "It is 20 degrees."

@@ -41,6 +41,21 @@ def tool_client() -> Iterator[Any]:
         yield exit_stack.enter_context(openai.OpenAI(base_url=url, api_key=KEY, max_retries=0))
 
 
+def test_a_conversation_is_shared_by_responses(tool_client: Any) -> None:
+    conversation = tool_client.conversations.create(
+        items=[{"type": "message", "role": "user", "content": QUESTION}], metadata={"a": "b"}
+    )
+    first = tool_client.responses.create(model="player", input="Now", conversation=conversation.id)
+    assert first.conversation is not None and first.conversation.id == conversation.id
+    items = tool_client.conversations.items.list(conversation.id, order="asc").data
+    assert [item.type for item in items[:2]] == ["message", "message"]
+    assert items[0].content[0].text == QUESTION and len(items) > 2
+    tool_client.conversations.items.delete(items[0].id, conversation_id=conversation.id)
+    changed = tool_client.conversations.update(conversation.id, metadata={"c": "d"})
+    assert changed.metadata == {"c": "d"}
+    assert tool_client.conversations.delete(conversation.id).deleted
+
+
 @pytest.fixture(scope="module")
 def model_client(url: str) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120) as client:

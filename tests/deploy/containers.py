@@ -74,8 +74,13 @@ class BuiltImage:
 # ---- building ------------------------------------------------------------------------------------
 
 
-def build_image(dockerfile: Path, base: Path, scratch: Path) -> BuiltImage:
-    """Execute all stages of a Dockerfile; the image of the last one is returned."""
+def build_image(
+    dockerfile: Path, base: Path, scratch: Path, settings: Mapping[str, str]
+) -> BuiltImage:
+    """Execute all stages of a Dockerfile; the image of the last one is returned.
+
+    `settings` are variables of registries and proxies for its steps.
+    """
     stages: dict[str, BuiltImage] = {}
     image = BuiltImage(scratch / "unused")
     for instruction in parse_dockerfile(dockerfile):
@@ -87,16 +92,19 @@ def build_image(dockerfile: Path, base: Path, scratch: Path) -> BuiltImage:
             subprocess.run(["cp", "--archive", str(base), str(image.folder)], check=True)
             stages[name] = image
         else:
-            apply_instruction(image, instruction, stages)
+            apply_instruction(image, instruction, stages, settings)
     return image
 
 
 def apply_instruction(
-    image: BuiltImage, instruction: Instruction, stages: Mapping[str, BuiltImage]
+    image: BuiltImage,
+    instruction: Instruction,
+    stages: Mapping[str, BuiltImage],
+    settings: Mapping[str, str],
 ) -> None:
     match instruction.name:
         case "RUN":
-            run_step(image, instruction.argument)
+            run_step(image, instruction.argument, settings)
         case "COPY":
             copy_files(image, instruction.items, stages)
         case "ENV":
@@ -118,9 +126,9 @@ def apply_instruction(
             raise NotImplementedError(f"{other} in a Dockerfile")
 
 
-def run_step(image: BuiltImage, command: str) -> None:
-    """Run a shell command in the folder of the image, with the network and pip settings of here."""
-    environment = {**forwarded_settings(), **image.environment, "DEBIAN_FRONTEND": "noninteractive"}
+def run_step(image: BuiltImage, command: str, settings: Mapping[str, str]) -> None:
+    """Run a shell command in the folder of the image, with the network of this machine."""
+    environment = {**settings, **image.environment, "DEBIAN_FRONTEND": "noninteractive"}
     if "PIP_CERT" in environment:
         certificates = "/tmp/certificates.crt"
         shutil.copyfile(environment["PIP_CERT"], image.folder / certificates[1:])

@@ -16,6 +16,7 @@ from tests.deploy.containers import (
     BuiltImage,
     RunningContainer,
     build_image,
+    forwarded_settings,
     make_base,
     parse_dockerfile,
     run_container,
@@ -56,7 +57,12 @@ def image(
 ) -> Iterator[BuiltImage]:
     kind: str = request.param
     scratch = tmp_path_factory.mktemp(kind)
-    yield build_image(DOCKER / f"Dockerfile.{kind}", base, scratch)
+    settings = forwarded_settings()
+    if kind == "cuda":
+        settings.pop(
+            "PIP_FIND_LINKS", None
+        )  # a folder may have a torch for CPUs, which pip prefers
+    yield build_image(DOCKER / f"Dockerfile.{kind}", base, scratch, settings)
     shutil.rmtree(scratch)
 
 

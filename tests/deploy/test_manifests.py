@@ -31,7 +31,6 @@ DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "bloomery"
 # Where packages with schemas are kept between runs.
 SCHEMA_FOLDER = ROOT / "build" / "deploy"
-SPRIG = Path("/usr/share/gocode/src/github.com/Masterminds/sprig")  # Debian's package
 EVERYTHING = {"autoscaling": {"enabled": True}, "serviceMonitor": {"enabled": True}}
 # Files for kubectl and for a chart of others.
 NOT_RESOURCES = ("kustomization.yaml", "prometheus-adapter.yaml")
@@ -51,28 +50,28 @@ def server_container(deployment: Any) -> Any:
     return container
 
 
-def render_chart(values: dict[str, Any]) -> dict[str, Any]:
-    """The rendered resources by file name: by Helm, or by Go's templates where it is missing."""
-    if shutil.which("helm"):
-        folder = SCHEMA_FOLDER / "rendered"
-        shutil.rmtree(folder, ignore_errors=True)
-        command = ["helm", "template", "bloomery", str(CHART), "--output-dir", str(folder)]
-        subprocess.run([*command, "--values", "-"], input=json.dumps(values), text=True, check=True)
-        paths = (folder / "bloomery" / "templates").glob("*.yaml")
-        return {path.name: yaml.safe_load(path.read_text()) for path in paths}
-    if not shutil.which("go") or not SPRIG.exists():
-        pytest.skip("neither helm nor go with sprig is installed")
-    script = Path(__file__).parent / "render_chart.go"
-    environment = {**os.environ, "GO111MODULE": "off", "GOPATH": "/usr/share/gocode"}
-    rendered = subprocess.run(
-        ["go", "run", str(script), str(CHART), json.dumps(values)],
-        env=environment,
+def run_helm(command: str, values: dict[str, Any]) -> str:
+    """The output of a command of Helm about the chart. Helm comes with the test tools."""
+    helm = shutil.which(
+        "helm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    if helm is None:
+        pytest.skip("helm is not installed")
+    finished = subprocess.run(
+        [helm, *command.split(), str(CHART), "--values", "-"],
+        input=json.dumps(values),
         capture_output=True,
         text=True,
     )
-    assert rendered.returncode == 0, rendered.stderr
-    files = re.split(r"^--- # (\S+)\n", rendered.stdout, flags=re.MULTILINE)[1:]
-    contents = (yaml.safe_load(text) for text in files[1::2])
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+def render_chart(values: dict[str, Any]) -> dict[str, Any]:
+    """The resources that Helm renders, by the names of their templates."""
+    text = run_helm("template bloomery", values)
+    files = re.split(r"^# Source: bloomery/templates/(\S+)\n", text, flags=re.MULTILINE)[1:]
+    contents = (yaml.safe_load(text.removesuffix("---\n")) for text in files[1::2])
     return {name: content for name, content in zip(files[::2], contents) if content}
 
 
@@ -142,6 +141,12 @@ def test_values_of_the_chart() -> None:
         assert not validator.is_valid({**values, **wrong}), wrong
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == __version__
+
+
+def test_helm_checks_the_chart_and_its_values() -> None:
+    run_helm("lint --strict", EVERYTHING)
+    with pytest.raises(AssertionError, match="gpus"):
+        run_helm("template bloomery", {"gpus": -1})
 
 
 def test_other_values_of_the_chart() -> None:

@@ -1,7 +1,8 @@
 """An executor without a model: its KV cache holds token ids (FakeExecutor).
 
-The "model" is a hash of the whole prefix, read back from the cache. A wrong block, slot or
-position, a stale prefix or a lost token therefore changes the output. Every engine must produce
+The "model" is a hash of what every block table delivers, read back from the cache: the whole
+prefix, or in a window group its last positions. A wrong block, slot or position, a stale prefix, a
+block given back too early or a lost token therefore changes the output. Every engine must produce
 `reference_tokens`, which uses no cache at all.
 
 A request may have a "grammar": a text that, with the output so far, decides which tokens are
@@ -14,11 +15,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import repeat
 from zlib import crc32
 
 import numpy as np
 
 from bloomery.messages import (
+    NULL_BLOCK,
+    CacheGroup,
     EngineCapacity,
     EngineRequest,
     SampledTokens,
@@ -28,11 +32,17 @@ from bloomery.messages import (
 )
 
 VOCAB = 7
+FULL_ATTENTION = (CacheGroup(),)
+EMPTY_SLOT = (-1, -1, -1)  # a slot that was never written: no sequence has position -1
 
 
-def next_token(prefix: list[int]) -> int:
+def next_token(prefix: list[int], groups: Sequence[CacheGroup] = FULL_ATTENTION) -> int:
     """Return the token that the "model" generates after `prefix`."""
-    return crc32(bytes(prefix)) % VOCAB
+    delivered = b""
+    for group in groups:
+        start = max(len(prefix) - (group.window or len(prefix)), 0)
+        delivered += bytes(prefix[start:]) * group.num_tables
+    return crc32(delivered) % VOCAB
 
 
 def apply_mask(token: int, mask: int) -> int:
@@ -89,12 +99,14 @@ class FakeMaskSource:
         return np.array(masks, np.int32).reshape(len(masks), 1)
 
 
-def reference_tokens(request: EngineRequest) -> list[int]:
+def reference_tokens(
+    request: EngineRequest, groups: Sequence[CacheGroup] = FULL_ATTENTION
+) -> list[int]:
     """Return the prompt and the correct output, one token at a time, without cache or batch."""
     tokens = [*request.prompt, *request.emitted]
     matcher = FakeMatcher(request)
     while True:
-        token = next_token(tokens)
+        token = next_token(tokens, groups)
         if request.grammar:
             token = apply_mask(token, matcher.mask)
             matcher.accept(token)
@@ -115,7 +127,7 @@ class ExecutorRow:
     tokens: list[int]
     num_computed: int
     initial_length: int  # tokens it was started with
-    block_table: list[int] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=list)
 
 
 class FakePendingStep(Future[StepOutput]):
@@ -134,24 +146,34 @@ class FakePendingStep(Future[StepOutput]):
 
     def result(self, timeout: float | None = None) -> StepOutput:
         assert self.done(), "the result of a step that still waits for its masks"
+        self.executor.readers.pop(self, None)
         return super().result(timeout)
 
 
 class FakeExecutor:
     """Writes all positions of a step before it reads any, as each layer of a real model does."""
 
-    def __init__(self, block_size: int, compact_output: bool = False):
+    def __init__(
+        self,
+        page_size: int,
+        compact_output: bool = False,
+        groups: Sequence[CacheGroup] = FULL_ATTENTION,
+    ):
         """`compact_output` returns the tokens of decodes as plain numbers (StepOutput.tokens)."""
-        self.block_size = block_size
+        self.page_size = page_size
         self.compact_output = compact_output
-        # The KV cache by block: the position and the token that each slot of the block holds.
-        self.cached_positions: defaultdict[int, list[int]] = defaultdict(self.empty_block)
-        self.cached_tokens: defaultdict[int, list[int]] = defaultdict(self.empty_block)
+        self.groups = groups
+        self.tables = [group for group in groups for _ in range(group.num_tables)]
+        # The KV cache by block: table, position and token of each slot. All tables share blocks.
+        self.cache: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(
+            lambda: [EMPTY_SLOT] * page_size
+        )
         self.rows: dict[int, ExecutorRow] = {}
         self.num_steps = 0
         self.num_partial_chunks = 0  # chunks that did not complete a prompt
-        self.num_captures = 0  # CUDA graphs that are pending
         self.waiting: FakePendingStep | None = None  # the step that waits for its masks
+        # By step in flight: the window blocks that it reads, and the sequences that read them.
+        self.readers: dict[FakePendingStep, set[tuple[int, int]]] = {}
 
     def start(self, plan: object) -> EngineCapacity:
         raise AssertionError("a fake executor has no model to load")
@@ -160,15 +182,12 @@ class FakeExecutor:
         assert self.waiting is None, "a step was submitted before the last one had its masks"
         pending = FakePendingStep(self, step)
         self.begin(step)
+        self.readers[pending] = self.find_readers(step)
         if step.masked:
             self.waiting = pending
         else:
             pending.set_result(self.finish(step, {}))
         return pending
-
-    def capture_next_graph(self) -> int:
-        self.num_captures = max(self.num_captures - 1, 0)
-        return self.num_captures
 
     def close(self) -> None:
         self.rows.clear()
@@ -190,6 +209,12 @@ class FakeExecutor:
         for sequence, position in zip(step.decodes, step.decode_positions, strict=True):
             row = self.rows[sequence]
             assert position >= row.initial_length, "a decode of a token that was never sampled"
+        for request in requests:
+            # The first position of a chunk reads furthest back. Others read less in a window. If it
+            # is the one that samples, `sample` reads it.
+            if request.count > 1 or not request.samples:
+                row = self.rows[request.sequence]
+                self.read(row, row.tokens + list(request.drafts), request.start + 1)
 
     def finish(self, step: ScheduledStep, masks: dict[int, int]) -> StepOutput:
         """Sample; `masks` are those of masked sequences."""
@@ -216,13 +241,54 @@ class FakeExecutor:
         assert request.count > 0, "an empty chunk"
         assert start == row.num_computed, "positions were repeated or skipped"
         row.num_computed += request.count
-        row.block_table += request.blocks
+        self.append_blocks(row, request.blocks)
         tokens = row.tokens + list(request.drafts)
         for position in range(start, start + request.count + len(request.drafts)):
-            block_index, offset = divmod(position, self.block_size)
-            block = row.block_table[block_index]
-            self.cached_positions[block][offset] = position
-            self.cached_tokens[block][offset] = tokens[position]
+            for table, group in enumerate(self.tables):
+                block, offset = self.find_slot(row, table, group, position)
+                self.check_not_read(block, request.sequence)
+                self.cache[block][offset] = (table, position, tokens[position])
+
+    def find_readers(self, step: ScheduledStep) -> set[tuple[int, int]]:
+        """Return (block, sequence) for each block of a window that the step reads."""
+        readers = set()
+        for request in step.requests:
+            row = self.rows[request.sequence]
+            for table, group in enumerate(self.tables):
+                if group.window is None:
+                    continue
+                first = max(request.start - group.window + 1, 0)
+                for position in range(first, request.start):
+                    block, _ = self.find_slot(row, table, group, position)
+                    readers.add((block, request.sequence))
+        return readers
+
+    def check_not_read(self, block: int, sequence: int) -> None:
+        """Assert that no step in flight reads the block for another sequence."""
+        for readers in self.readers.values():
+            others = any(read == block and reader != sequence for read, reader in readers)
+            assert not others, "a block was given away while a step in flight reads it"
+
+    def append_blocks(self, row: ExecutorRow, blocks: tuple[int, ...]) -> None:
+        """Extend the block tables of a row: page after page, table after table."""
+        if not row.block_tables:
+            row.block_tables = [[] for _ in self.tables]
+        remaining = iter(blocks)
+        page_blocks = sum(group.blocks_per_page for group in self.tables)
+        assert len(blocks) % page_blocks == 0, "part of a page"
+        for _ in range(len(blocks) // page_blocks):
+            for block_table, group in zip(row.block_tables, self.tables, strict=True):
+                block_table += [next(remaining) for _ in range(group.blocks_per_page)]
+
+    def find_slot(
+        self, row: ExecutorRow, table: int, group: CacheGroup, position: int
+    ) -> tuple[int, int]:
+        """Return the block and the offset of a position."""
+        index, offset = divmod(position, self.page_size // group.blocks_per_page)
+        block_table = row.block_tables[table]
+        assert index < len(block_table), "a position without a block"
+        assert block_table[index] != NULL_BLOCK, "a position in the null block"
+        return block_table[index], offset
 
     def sample(self, request: ScheduledRequest, mask: int) -> SampledTokens:
         """Accept drafts while they are right, then sample one token."""
@@ -243,20 +309,21 @@ class FakeExecutor:
         return SampledTokens(request.sequence, tuple(sampled))
 
     def read(self, row: ExecutorRow, tokens: list[int], length: int) -> list[int]:
-        """Read the first `length` tokens from the cache and check that they are the right ones."""
-        num_blocks = -(-length // self.block_size)
-        assert num_blocks <= len(row.block_table), "a position without a block"
-        positions: list[int] = []
-        cached_tokens: list[int] = []
-        for block in row.block_table[:num_blocks]:
-            positions += self.cached_positions[block]
-            cached_tokens += self.cached_tokens[block]
-        del positions[length:]
-        del cached_tokens[length:]
-        assert positions == list(range(length)), "keys of another position"
-        assert cached_tokens == tokens[:length], "keys of other tokens"
-        return cached_tokens
-
-    def empty_block(self) -> list[int]:
-        """Return a block that was never written: no sequence has position -1 or token -1."""
-        return [-1] * self.block_size
+        """Return what all tables deliver of the first `length` tokens; checks that it is right."""
+        delivered: list[int] = []
+        for table, group in enumerate(self.tables):
+            start = max(length - (group.window or length), 0)
+            block_size = self.page_size // group.blocks_per_page
+            first_block = start // block_size
+            num_blocks = -(-length // block_size)
+            blocks = row.block_tables[table][first_block:num_blocks]
+            assert first_block + len(blocks) == num_blocks, "a position without a block"
+            assert NULL_BLOCK not in blocks, "a position in the null block"
+            slots = [slot for block in blocks for slot in self.cache[block][:block_size]]
+            first = first_block * block_size  # position of the first slot
+            slots = slots[start - first : length - first]
+            read_tokens = tokens[start:length]
+            expected = list(zip(repeat(table), range(start, length), read_tokens))
+            assert slots == expected, "keys of another table, position or token"
+            delivered += read_tokens
+        return delivered

@@ -6,6 +6,7 @@ A seed determines sizes, policy, arrivals, drafts, aborts and the number of step
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
@@ -14,7 +15,8 @@ from bloomery.engine.chunk_planner import LatencyTargets
 from bloomery.engine.loop import EngineLoop
 from bloomery.engine.policy import FairPolicy, FcfsPolicy, Policy
 from bloomery.engine.scheduler import Scheduler
-from bloomery.messages import EngineRequest, ResolvedSampling
+from bloomery.engine.sequence import PageBlocks, Sequence
+from bloomery.messages import CacheGroup, EngineRequest, ResolvedSampling
 from tests.engine.fake_executor import (
     VOCAB,
     FakeExecutor,
@@ -28,11 +30,29 @@ def random_tokens(rng: Random, count: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(count)]
 
 
-def random_requests(rng: Random, block_pool: BlockPool, num_drafts: int) -> deque[EngineRequest]:
+def random_groups(rng: Random, page_size: int) -> tuple[CacheGroup, ...]:
+    """Return the cache groups of a model: half of the time only layers that keep everything."""
+    if rng.random() < 0.5:
+        return (CacheGroup(),)
+    windows = [CacheGroup(rng.choice([1, 2, 3, 5, 8, 13]), rng.choice([1, 1, 2, 3]))]
+    if rng.random() < 0.3:
+        windows.append(CacheGroup(rng.choice([4, 7, 20])))
+    if page_size > 1 and rng.random() < 0.2:
+        windows[0] = replace(windows[0], blocks_per_page=2)
+    full = CacheGroup(num_tables=rng.choice([1, 1, 2]))
+    return (full, *windows) if rng.random() < 0.8 else tuple(windows)
+
+
+def random_requests(
+    rng: Random,
+    block_pool: BlockPool,
+    max_step_tokens: int,
+    num_drafts: int,
+) -> deque[EngineRequest]:
     """Create requests whose prompts share a few prefixes. Some already have an output token."""
-    capacity = block_pool.num_blocks * block_pool.block_size
+    groups = block_pool.groups
     prefixes = [
-        random_tokens(rng, rng.randrange(1, block_pool.block_size * 4 + 2)) for _ in range(3)
+        random_tokens(rng, rng.randrange(1, block_pool.page_size * 4 + 2)) for _ in range(3)
     ]
     requests: deque[EngineRequest] = deque()
     for number in range(rng.randrange(3, 14)):
@@ -49,13 +69,25 @@ def random_requests(rng: Random, block_pool: BlockPool, num_drafts: int) -> dequ
             grammar=rng.choice(["", "", "ab", "c"]),
         )
         if rng.random() < 0.1:
-            first = reference_tokens(request)[len(prompt)]
-            has_ended = reference_tokens(request)[len(prompt) + 1 :] == []
+            first = reference_tokens(request, groups)[len(prompt)]
+            has_ended = reference_tokens(request, groups)[len(prompt) + 1 :] == []
             if first not in request.stop_ids and not has_ended:
                 request = replace(request, emitted=(first,), cache_salt="")
-        if len(prompt) + request.max_tokens + num_drafts <= capacity:
+        length = len(prompt) + request.max_tokens + num_drafts
+        if block_pool.count_held_blocks(length, max_step_tokens) <= block_pool.num_blocks:
             requests.append(request)
     return requests
+
+
+class CountingBlockPool(BlockPool):
+    """Counts the blocks that running sequences give back because they have left a window."""
+
+    num_given_back = 0
+
+    def free_passed_pages(self, sequence: Sequence, position: int) -> None:
+        used_before = sum(self.used_by_group)
+        super().free_passed_pages(sequence, position)
+        self.num_given_back += used_before - sum(self.used_by_group)
 
 
 class RandomEngine:
@@ -65,15 +97,18 @@ class RandomEngine:
         rng = Random(seed)
         self.rng = rng
         num_blocks = rng.choice([12, 24, 60])
-        block_size = rng.choice([1, 2, 4, 8])
-        self.block_pool = BlockPool(num_blocks, block_size, prefix_cache=rng.random() < 0.9)
+        page_size = rng.choice([1, 2, 4, 8])
+        prefix_cache = rng.random() < 0.9
+        groups = random_groups(rng, page_size)
+        num_blocks *= sum(group.page_blocks for group in groups)
+        self.block_pool = CountingBlockPool(num_blocks, page_size, prefix_cache, groups)
         max_tokens = rng.choice([3, 8, 40])
         max_num_seqs = rng.choice([1, 3, 8])
         targets = LatencyTargets(short_request_seconds=rng.choice([1e-3, 0.02, 0.1]))
         policies: list[Policy] = [FcfsPolicy(), FairPolicy(max_num_seqs, num_blocks, targets)]
         policy = rng.choice(policies)
         self.scheduler = Scheduler(self.block_pool, max_tokens, max_num_seqs, policy)
-        self.executor = FakeExecutor(block_size, compact_output=seed % 2 == 0)
+        self.executor = FakeExecutor(page_size, seed % 2 == 0, groups)
         self.time = 0.0
         self.mask_source = FakeMaskSource()
         self.loop = EngineLoop(
@@ -85,8 +120,8 @@ class RandomEngine:
         )
         self.num_drafts = rng.choice([0, 0, 1, 3])
         self.abort_probability = rng.choice([0.0, 0.0, 0.1])
-        self.arrivals = random_requests(rng, self.block_pool, self.num_drafts)
-        self.expected = {request.id: reference_tokens(request) for request in self.arrivals}
+        self.arrivals = random_requests(rng, self.block_pool, max_tokens, self.num_drafts)
+        self.expected = {request.id: reference_tokens(request, groups) for request in self.arrivals}
         self.received = {
             request.id: [*request.prompt, *request.emitted] for request in self.arrivals
         }
@@ -120,7 +155,10 @@ class RandomEngine:
         return self.events
 
     def step(self) -> None:
-        for output in self.loop.step():
+        outputs = self.loop.step()
+        if self.rng.random() < 0.2:
+            check_block_pool(self.block_pool, self.sequences_with_pages())
+        for output in outputs:
             request_id = output.request
             received = self.received[request_id]
             assert request_id in self.unfinished, "output of a request that has ended"
@@ -129,9 +167,19 @@ class RandomEngine:
             received += output.ids
             self.events["accepted drafts"] += len(output.ids) - 1
             self.events["prefix hits"] += output.cached > 0
+            if self.block_pool.windows:
+                self.events["prefix hits with windows"] += output.cached > 0
             if output.finish:
                 self.unfinished.remove(request_id)
         self.propose_drafts()
+
+    def sequences_with_pages(self) -> set[Sequence]:
+        """Return the running sequences, and those that have ended but are in a step in flight."""
+        in_flight = self.scheduler.in_flight
+        ended = {
+            sequence for step in in_flight for sequence in (*step.decodes, *step.chunk_sequences)
+        }
+        return {*self.scheduler.running.values(), *ended}
 
     def propose_drafts(self) -> None:
         """Propose drafts. Each token is right with a probability of at least 0.7."""
@@ -143,7 +191,8 @@ class RandomEngine:
             num_missing = sequence.request.max_tokens - sequence.num_output_tokens
             for _ in range(min(self.num_drafts, num_missing - 1)):
                 is_right = self.rng.random() < 0.7
-                tokens.append(next_token(tokens) if is_right else self.rng.randrange(VOCAB))
+                right_token = next_token(tokens, self.block_pool.groups)
+                tokens.append(right_token if is_right else self.rng.randrange(VOCAB))
                 sequence.drafts.append(tokens[-1])
 
     def abort(self, request_id: str) -> None:
@@ -160,18 +209,39 @@ class RandomEngine:
                 expected = expected[: len(received)]
             assert received == expected, request_id
         self.events["preemptions"] += self.scheduler.num_preemptions
+        self.events["blocks given back"] += self.block_pool.num_given_back
         self.events["masks"] += self.mask_source.num_masks
         self.events["partial chunks"] += self.executor.num_partial_chunks
+        if self.block_pool.windows:
+            self.events["preemptions with windows"] += self.scheduler.num_preemptions
         assert not self.scheduler.in_flight
         assert not self.scheduler.by_request
         check_block_pool(self.block_pool)
         assert self.block_pool.num_free_blocks == self.block_pool.num_blocks, "blocks leaked"
 
 
-def check_block_pool(pool: BlockPool) -> None:
-    """Assert the invariants of a block pool, which hold at any moment."""
-    assert all(count >= 0 for count in pool.ref_counts)
-    unreferenced = {block for block, count in enumerate(pool.ref_counts) if count == 0}
-    assert set(pool.free_blocks) == unreferenced
-    assert {block: key for key, block in pool.published.items()} == pool.key_of
-    assert set(pool.serial_of) == set(pool.key_of)
+def check_block_pool(pool: BlockPool, sequences: Iterable[Sequence] = ()) -> None:
+    """Assert the invariants of a block pool, which hold at any moment.
+
+    `sequences` are those that hold pages; without them, references are not checked.
+    """
+    evictable = [*pool.passed_pages, *pool.cached_pages]
+    published = [page for pages in pool.published for page in pages.values()]
+    assert len(set(evictable)) == len(evictable), "a page is in both queues"
+    assert set(evictable) == {page for page in published if page.ref_count == 0}
+    assert pool.num_evictable == sum(len(page.blocks) for page in evictable)
+    assert all(page.ref_count >= 0 for page in published)
+    for group, pages in enumerate(pool.published):
+        for digest, page in pages.items():
+            assert page.digest == digest and page.group == group
+    num_used = sum(pool.used_by_group)
+    assert num_used + pool.num_free_blocks == pool.num_blocks, "a block is lost or counted twice"
+    unheld = [*pool.free_blocks, *(block for page in evictable for block in page.blocks)]
+    assert len(set(unheld)) == len(unheld), "a block is free twice"
+    ref_counts: Counter[PageBlocks] = Counter()
+    for sequence in sequences:
+        ref_counts.update(page for pages in sequence.pages for page in pages if page is not None)
+    if ref_counts:
+        assert all(page.ref_count == count for page, count in ref_counts.items())
+        held = [block for page in ref_counts for block in page.blocks]
+        assert sorted([*held, *unheld]) == list(range(pool.num_blocks))

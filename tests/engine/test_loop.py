@@ -1,101 +1,38 @@
-"""The engine loop: CUDA graph capture in the background, and the reported utilization."""
+"""The engine loop: what an idle engine prepares, and the reported utilization."""
 
 from __future__ import annotations
 
-import itertools
 import logging
+import threading
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.engine.block_pool import BlockPool
-from bloomery.engine.engine_process import EngineProcess
+from bloomery.engine.engine_process import EngineProcess, start_loading
 from bloomery.engine.loop import (
-    CAPTURE_REST_FACTOR,
     MAX_SLOW_SPANS,
     PLAN_CHECK_STEPS,
     SLOW_FACTOR,
     WARMUP_STEPS,
-    EngineLoop,
     UtilizationMonitor,
     add_timings,
     break_down_time,
     compute_utilization,
     describe_timing,
 )
-from bloomery.engine.scheduler import Scheduler
 from bloomery.ipc import EngineHello, EngineMessage
 from bloomery.messages import (
     EngineCapacity,
-    EngineOutput,
     EngineRequest,
     ResolvedSampling,
-    ScheduledStep,
-    StepOutput,
     StepTiming,
 )
 from tests.chaos.fake_engine import fake_plan
-from tests.engine.fake_executor import FakeExecutor, reference_tokens
-
-STEP_SECONDS = 0.01
-CAPTURE_SECONDS = 0.2
-
-# ---- background graph capture --------------------------------------------------------------------
-
-
-class CapturingExecutor(FakeExecutor):
-    """A fake executor in virtual time: steps and graph captures advance its clock."""
-
-    def __init__(self, num_captures: int):
-        super().__init__(4)
-        self.num_captures = num_captures
-        self.now = 0.0
-        self.capture_times: list[float] = []  # when each capture began
-
-    def clock(self) -> float:
-        return self.now
-
-    def run(self, step: ScheduledStep) -> StepOutput:
-        self.now += STEP_SECONDS
-        return super().run(step)
-
-    def capture_next_graph(self) -> int:
-        self.capture_times.append(self.now)
-        self.now += CAPTURE_SECONDS
-        return super().capture_next_graph()
-
-
-def create_loop(executor: CapturingExecutor) -> EngineLoop:
-    return EngineLoop(Scheduler(BlockPool(200, 4), 16, 4), executor, 2, executor.clock)
-
-
-def test_an_idle_engine_captures_all_graphs_at_once() -> None:
-    executor = CapturingExecutor(5)
-    loop = create_loop(executor)
-    for pending in (4, 3, 2, 1, 0, 0):
-        loop.capture_in_background()
-        assert loop.pending_captures == pending
-    assert len(executor.capture_times) == 5
-
-
-def test_captures_take_little_time_from_requests_and_change_no_token() -> None:
-    executor = CapturingExecutor(3)
-    loop = create_loop(executor)
-    requests = [EngineRequest(str(i), (1, 2, i), ResolvedSampling(), 150) for i in range(3)]
-    for request in requests:
-        loop.add(request)
-    tokens = {request.id: list(request.prompt) for request in requests}
-    while loop.busy:
-        loop.capture_in_background()
-        for output in loop.step():
-            tokens[output.request] += output.ids
-    assert tokens == {request.id: reference_tokens(request) for request in requests}
-    assert len(executor.capture_times) >= 1
-    rest_seconds = (1 + CAPTURE_REST_FACTOR) * CAPTURE_SECONDS - 1e-9
-    gaps = [later - earlier for earlier, later in itertools.pairwise(executor.capture_times)]
-    assert all(gap >= rest_seconds for gap in gaps)
+from tests.engine.fake_executor import FakeExecutor
+from tests.waiting import WAIT_SECONDS
 
 
 class RecordingChannel:
@@ -113,25 +50,6 @@ class RecordingChannel:
         return []
 
 
-def test_an_engine_captures_before_it_waits_and_reports_pending_captures() -> None:
-    executor = CapturingExecutor(9)
-    channel = RecordingChannel()
-    hello = EngineHello(1, fake_plan())
-    capacity = EngineCapacity(200, 4, 4, 16, 100, 7)
-    engine = EngineProcess(channel, hello, executor, capacity, executor.clock)
-    while engine.loop.pending_captures:
-        engine.run_once()
-    outputs = [message for message in channel.sent if isinstance(message, EngineOutput)]
-    reported = [output.stats.pending_captures for output in outputs]
-    assert reported == sorted(reported, reverse=True) and reported[0] > reported[-1]
-    assert set(channel.timeouts) == {0}
-    executor.now += 10
-    engine.run_once()
-    last = channel.sent[-1]
-    assert isinstance(last, EngineOutput) and last.stats.pending_captures == 0
-    assert channel.timeouts[-1]
-
-
 @pytest.mark.parametrize("has_memory", [True, False])
 def test_an_idle_engine_loads_what_grammars_need(has_memory: bool) -> None:
     loaded: list[Future[object]] = []
@@ -140,14 +58,12 @@ def test_an_idle_engine_loads_what_grammars_need(has_memory: bool) -> None:
         loaded.append(Future())
         return loaded[-1]
 
-    executor = CapturingExecutor(0)
     engine = EngineProcess(
         RecordingChannel(),
         EngineHello(1, fake_plan()),
-        executor,
+        FakeExecutor(4),
         EngineCapacity(200, 4, 4, 16, 100, 7),
-        executor.clock,
-        load_vocabulary,
+        load_vocabulary=load_vocabulary,
         prepare_grammars=has_memory,
     )
     engine.loop.add(EngineRequest("0", (1, 2, 3), ResolvedSampling(), 4))
@@ -157,6 +73,18 @@ def test_an_idle_engine_loads_what_grammars_need(has_memory: bool) -> None:
     for _ in range(3):
         engine.run_once()
     assert len(loaded) == (1 if has_memory else 0)
+
+
+@pytest.mark.parametrize("has_spare_cores", [True, False])
+def test_spare_cores_load_the_vocabulary_beside_the_weights(has_spare_cores: bool) -> None:
+    loaded = threading.Event()
+    plan = replace(fake_plan(), device="cpu")
+    get_vocabulary = start_loading(lambda plan: loaded.set(), plan, has_spare_cores)
+    if has_spare_cores:
+        assert loaded.wait(WAIT_SECONDS)
+    assert loaded.is_set() == has_spare_cores, "it waits for the first call"
+    get_vocabulary().result(WAIT_SECONDS)
+    assert loaded.is_set()
 
 
 # ---- utilization ---------------------------------------------------------------------------------

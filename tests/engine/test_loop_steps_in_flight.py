@@ -236,7 +236,7 @@ def create_checked_loop(
     fair: bool = False,
 ) -> EngineLoop:
     policy: Policy = FairPolicy(max_num_seqs, num_blocks) if fair else FcfsPolicy()
-    block_pool = BlockPool(num_blocks, executor.block_size)
+    block_pool = BlockPool(num_blocks, executor.page_size)
     scheduler = CheckedScheduler(block_pool, 64, max_num_seqs, policy)
     scheduler.usual_in_flight = max_in_flight
     return EngineLoop(scheduler, executor, max_in_flight, executor.clock)  # type: ignore[arg-type]
@@ -326,7 +326,7 @@ def serve_random_requests(seed: int, max_in_flight: int) -> tuple[ConstantTimeEx
     """
     rng = Random(seed)
     executor = ConstantTimeExecutor(rng.choice([1, 2, 4]), rng.choice([2e-4, 8e-4]))
-    num_blocks = rng.choice([72, 90, 400]) // executor.block_size
+    num_blocks = rng.choice([72, 90, 400]) // executor.page_size
     max_num_seqs = rng.choice([2, 4, 8])
     loop = create_checked_loop(
         executor, max_in_flight, num_blocks, max_num_seqs, rng.random() < 0.5

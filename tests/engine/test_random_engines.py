@@ -1,18 +1,40 @@
-"""Random engines must produce the reference tokens. `--engines N` tries N of them."""
+"""Random engines must produce the reference tokens. `--engines N` tries N of them.
+
+The engines themselves are tested, too: each of several faults in the block pool must be noticed.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from bloomery.engine import block_pool
+from bloomery.engine.block_pool import BlockPool
+from bloomery.engine.scheduler import Scheduler
+from bloomery.engine.sequence import PageBlocks, Sequence
+from bloomery.messages import CacheGroup
 from tests.engine.random_engine import RandomEngine
 
 ENGINES_PER_TEST = 250
-EVENTS = ("prefix hits", "preemptions", "partial chunks", "accepted drafts", "aborts", "masks")
+EVENTS = (
+    "prefix hits",
+    "prefix hits with windows",
+    "blocks given back",
+    "preemptions",
+    "preemptions with windows",
+    "partial chunks",
+    "accepted drafts",
+    "aborts",
+    "masks",
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "first_seed" not in metafunc.fixturenames:
+        return
     num_engines = metafunc.config.getoption("--engines")
     metafunc.parametrize(
         "first_seed",
@@ -31,3 +53,82 @@ def test_engines_produce_the_reference_tokens(first_seed: int) -> None:
     # Every event must have occurred, or the engines would not test it.
     for event in EVENTS:
         assert events[event] > 0, f"no {event} in {ENGINES_PER_TEST} engines"
+
+
+# ---- faults that must be noticed -----------------------------------------------------------------
+
+MAX_FAULTY_ENGINES = 250
+
+
+def frees_one_position_early(group: CacheGroup, position: int, page_size: int) -> int:
+    if group.window is None:
+        return 0
+    return max(position - group.window + 2, 0) // page_size
+
+
+def frees_what_steps_in_flight_read(scheduler: Scheduler, sequence: Sequence) -> None:
+    scheduler.block_pool.free_passed_pages(sequence, sequence.num_computed)
+
+
+def ignores_missing_windows(pool: BlockPool, digests: list[bytes], num_pages: int) -> int:
+    """Resume wherever the last page of each window group is there."""
+    while num_pages and any(
+        digests[num_pages - 1] not in pool.published[index] for index, _ in pool.windows
+    ):
+        num_pages -= 1
+    return num_pages
+
+
+def shares_without_a_reference(pool: BlockPool, page: PageBlocks) -> None:
+    pool.passed_pages.pop(page, None)
+
+
+def forgets_to_unpublish(pool: BlockPool, count: int) -> tuple[int, ...]:
+    while len(pool.free_blocks) < count:
+        page, _ = (pool.passed_pages or pool.cached_pages).popitem(last=False)
+        pool.num_evictable -= len(page.blocks)
+        pool.free_blocks += page.blocks
+    return tuple([pool.free_blocks.pop() for _ in range(count)])
+
+
+def publishes_pages_that_are_not_full(pool: BlockPool, sequence: Sequence) -> None:
+    sequence.num_computed += 1
+    original_publish(pool, sequence)
+    sequence.num_computed -= 1
+
+
+def forgets_the_prefix(pool: BlockPool, sequence: Sequence, num_pages: int) -> list[bytes]:
+    size = pool.page_size
+    return [bytes(sequence.tokens[page * size : (page + 1) * size]) for page in range(num_pages)]
+
+
+def leaks_window_pages(pool: BlockPool, sequence: Sequence) -> None:
+    if len(sequence.pages) > 1:
+        sequence.pages[-1] = [None] * sequence.num_pages
+    original_release(pool, sequence)
+
+
+original_publish = BlockPool.publish
+original_release = BlockPool.release
+FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
+    (block_pool, "first_visible_page", frees_one_position_early),
+    (Scheduler, "_free_passed_pages", frees_what_steps_in_flight_read),
+    (BlockPool, "_find_resume_page", ignores_missing_windows),
+    (BlockPool, "_reference", shares_without_a_reference),
+    (BlockPool, "_take_blocks", forgets_to_unpublish),
+    (BlockPool, "publish", publishes_pages_that_are_not_full),
+    (BlockPool, "_digests", forgets_the_prefix),
+    (BlockPool, "release", leaks_window_pages),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "replacement"), FAULTS, ids=[fault[2].__name__ for fault in FAULTS]
+)
+def test_faults_are_noticed(
+    owner: Any, name: str, replacement: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, replacement)
+    with pytest.raises((AssertionError, LookupError)):
+        for seed in range(MAX_FAULTY_ENGINES):
+            RandomEngine(seed).run()

@@ -13,11 +13,18 @@ from bloomery.engine.chunk_planner import LatencyTargets
 from bloomery.engine.loop import EngineLoop
 from bloomery.engine.policy import FairPolicy, FcfsPolicy, Policy
 from bloomery.engine.scheduler import Scheduler
-from bloomery.messages import EngineRequest, ResolvedSampling
+from bloomery.messages import CacheGroup, EngineRequest, ResolvedSampling
 from tests.engine.fake_executor import VOCAB, FakeExecutor, reference_tokens
 from tests.engine.random_engine import check_block_pool
 
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)
+
+
+GROUPS = (
+    (CacheGroup(),),
+    (CacheGroup(5),),
+    (CacheGroup(), CacheGroup(3, num_tables=2)),
+)
 
 
 class EngineStateMachine(RuleBasedStateMachine):
@@ -31,6 +38,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         max_in_flight=st.integers(1, 3),
         fair=st.booleans(),
         compact_output=st.booleans(),
+        groups=st.sampled_from(GROUPS),
     )
     def start(
         self,
@@ -41,14 +49,16 @@ class EngineStateMachine(RuleBasedStateMachine):
         max_in_flight: int,
         fair: bool,
         compact_output: bool,
+        groups: tuple[CacheGroup, ...],
     ) -> None:
-        self.block_pool = BlockPool(num_blocks, block_size)
+        num_blocks *= sum(group.page_blocks for group in groups)
+        self.block_pool = BlockPool(num_blocks, block_size, groups=groups)
         policy: Policy = FcfsPolicy()
         if fair:
             targets = LatencyTargets(short_request_seconds=0.02)
             policy = FairPolicy(max_num_seqs, num_blocks, targets)
         scheduler = Scheduler(self.block_pool, max_tokens, max_num_seqs, policy)
-        executor = FakeExecutor(block_size, compact_output)
+        executor = FakeExecutor(block_size, compact_output, groups)
         ticks = itertools.count()
         self.loop = EngineLoop(scheduler, executor, max_in_flight, lambda: 0.01 * next(ticks))
         self.requests: dict[str, EngineRequest] = {}
@@ -73,7 +83,8 @@ class EngineStateMachine(RuleBasedStateMachine):
             received += output.ids
             if output.finish:
                 self.ended.add(output.request)
-                assert [*request.prompt, *received] == reference_tokens(request)
+                expected = reference_tokens(request, self.block_pool.groups)
+                assert [*request.prompt, *received] == expected
 
     @precondition(lambda self: self.requests.keys() - self.ended)
     @rule(data=st.data())

@@ -7,7 +7,7 @@ is one of
     ""                               nothing
     "residual"                       residual + 0.7 * y
     "gate NAME", "activate NAME"     an activation, gated or not
-    "qkv HEADS KV_HEADS HEAD_DIM ROPE_DIM [interleaved] [tables]"
+    "qkv HEADS KV_HEADS HEAD_DIM ROPE_DIM [interleaved] [tables] [scaled]"
                                      rope and KV cache; tables: cos and sin of all positions
 """
 
@@ -161,7 +161,12 @@ class LinearCase:
         cos_sin = None
         if rope_dim:
             cos_sin = (angles.cos(), angles.sin())
-        transform = QkTransform(cos_sin, positions, "interleaved" in options)
+        query_scales = None
+        if "scaled" in options:
+            query_scales = torch.rand(num_angles, device=device) + 1
+        transform = QkTransform(
+            cos_sin, positions, "interleaved" in options, query_scales=query_scales
+        )
         slot_mapping = torch.randperm(NUM_CACHE_SLOTS, device=device)[:tokens].int()
         assert self.kv_cache is not None
         return QkvEpilogue(self.kv_cache, slot_mapping, transform)

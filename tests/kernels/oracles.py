@@ -15,10 +15,12 @@ from typing import TypeVar
 import torch
 
 from bloomery.attention.base import AttentionMetadata
-from bloomery.attention.triton_paged import TritonPagedAttention
-from bloomery.fusion import QkTransform
-from bloomery.kernels import activation, norm, rope_cache
+from bloomery.attention.triton_paged import TritonAttentionPlan, TritonPagedAttention
+from bloomery.fusion import ActivationEpilogue, NormPrologue, QkTransform
+from bloomery.kernels import activation, norm, output_gate, rope_cache
+from bloomery.kernels.output_gate import OutputGate
 from bloomery.kernels.paged_decode import paged_attention_reference
+from bloomery.layout import gate_size
 from bloomery.spec import AttentionSpec
 
 Result = TypeVar("Result")
@@ -54,20 +56,31 @@ class AttentionCase:
     cache: torch.Tensor  # [2, slots, kv heads, head dim]
     metadata: AttentionMetadata
     spec: AttentionSpec
+    sinks: torch.Tensor | None = None  # [heads]
+    gate: torch.Tensor | None = None  # [tokens, heads * head dim], or [tokens, heads]
 
     def expected(self) -> torch.Tensor:
         """The reference's result [tokens, heads * head dim]."""
         metadata = self.metadata
-        scoring = TritonPagedAttention().scoring(self.spec, self.q.device)
+        scoring = TritonPagedAttention().scoring(self.spec, self.q.device, self.sinks)
+        gate = None
+        if self.gate is not None and self.spec.gate is not None:
+            gate = OutputGate(self.gate, self.spec.gate.activation)
+        # The reference reads positions that no query sees, where a weight of zero hides no NaN.
         return paged_attention_reference(
             self.q,
-            self.cache,
+            self.cache.nan_to_num() if self.cache.dtype.itemsize > 1 else self.cache,
             metadata.query_start_loc.tolist(),
             metadata.seq_lens.tolist(),
             metadata.block_tables,
             metadata.block_size,
             scoring,
+            gate,
         ).flatten(1)
+
+    def attend(self, backend: TritonPagedAttention, plan: TritonAttentionPlan) -> torch.Tensor:
+        """The backend's result [tokens, heads * head dim]."""
+        return backend.attend(self.q, self.cache, self.spec, plan, self.sinks, self.gate)
 
     def without_host_lengths(self) -> AttentionCase:
         """The same step as a CUDA graph sees it: only the device knows its lengths."""
@@ -103,7 +116,10 @@ def make_attention_case(
         position = torch.arange(seq_len)
         slot = table[position // block_size] * block_size + position % block_size
         keys_and_values = torch.randn(2, seq_len, *cache.shape[2:], device=device)
-        cache[:, slot.to(device)] = keys_and_values.to(dtype)
+        # Positions that no new query sees stay NaN: their blocks may belong to another sequence.
+        visible = position >= first_visible_position(spec, seq_len - query_len)
+        visible_slots = slot[visible].to(device)
+        cache[:, visible_slots] = keys_and_values[:, visible.to(device)].to(dtype)
         positions.append(position[seq_len - query_len :])
         slots.append(slot[seq_len - query_len :])
 
@@ -122,8 +138,23 @@ def make_attention_case(
         host_query_lens=tuple(query_lens),
         host_seq_lens=tuple(seq_lens),
     )
-    q = torch.randn(sum(query_lens), spec.num_heads, spec.head_dim, device=device).to(dtype)
-    return AttentionCase(q, cache, metadata, spec)
+    num_tokens = sum(query_lens)
+    q = torch.randn(num_tokens, spec.num_heads, spec.head_dim, device=device).to(dtype)
+    sinks = torch.randn(spec.num_heads, device=device) if spec.sinks else None
+    gate = None
+    if spec.gate is not None:
+        gate = torch.randn(num_tokens, gate_size(spec), device=device).to(dtype)
+    return AttentionCase(q, cache, metadata, spec, sinks, gate)
+
+
+def first_visible_position(spec: AttentionSpec, position: int) -> int:
+    """The first position that a query at `position` sees."""
+    first = 0
+    if spec.window is not None:
+        first = max(first, position - spec.window + 1)
+    if spec.chunk is not None:
+        first = max(first, position // spec.chunk * spec.chunk)
+    return first
 
 
 def check_attention(case: AttentionCase, backend: TritonPagedAttention) -> float:
@@ -132,7 +163,7 @@ def check_attention(case: AttentionCase, backend: TritonPagedAttention) -> float
     expected = case.expected()
     errors = []
     for _ in range(2):
-        actual = run_in_poisoned_memory(lambda: backend.attend(case.q, case.cache, case.spec, plan))
+        actual = run_in_poisoned_memory(lambda: case.attend(backend, plan))
         errors.append(relative_error(actual, expected))
     return max(errors)
 
@@ -158,15 +189,26 @@ def check_norm(width: int, options: str, dtype: torch.dtype, device: str) -> flo
     return relative_error(actual, norm.layer_norm_reference(x, weight, bias, 1e-5))
 
 
-def check_activation(width: int, name: str, gated: bool, dtype: torch.dtype, device: str) -> float:
-    """Compare an activation, or with `gated` activation(gate) * up."""
-    x = torch.randn(5, 2 * width if gated else width, device=device).to(dtype)
-    actual = run_in_poisoned_memory(lambda: activation.activation_triton(x, name, gated))
-    if gated:
-        expected = activation.gated_activation_reference(x, name)
-    else:
-        expected = activation.ACTIVATIONS[name](x)
-    return relative_error(actual, expected)
+ALL_ACTIVATIONS = (
+    *(
+        ActivationEpilogue(name, gated)
+        for name in activation.ACTIVATIONS
+        for gated in (True, False)
+    ),
+    ActivationEpilogue(activation.CLAMPED_SWIGLU, True, (1.2, 1.7, 1.0)),
+    ActivationEpilogue("xielu", False, activation.xielu_params(0.2, -0.4)),
+    ActivationEpilogue("xielu", True, activation.xielu_params(-1.0, 0.3)),
+)
+
+
+def check_activation(
+    width: int, epilogue: ActivationEpilogue, dtype: torch.dtype, device: str
+) -> float:
+    """Compare an activation, or activation(gate) * up."""
+    x = torch.randn(5, 2 * width if epilogue.gated else width, device=device)
+    x = (x * torch.logspace(-4, 0.5, x.shape[1], device=device)).to(dtype)
+    actual = run_in_poisoned_memory(lambda: activation.activation_triton(x, epilogue))
+    return relative_error(actual, activation.activation_reference(x, epilogue))
 
 
 def check_rope_and_cache(
@@ -181,7 +223,9 @@ def check_rope_and_cache(
     """Compare rope plus KV cache write: q, and the keys and values the cache then holds.
 
     options: any of interleaved, tables (cos and sin indexed by position), rms, layer, each (every
-    head has its own norm weights), bare (no norm weights), clip.
+    head has its own norm weights), bare (no norm weights), clip, after (norm after rope), value
+    (norm of values), shared (keys are values), scaled (queries by position), gate, narrow-gate (one
+    column per head).
     """
     num_tokens = 6
     table_len = 40 if "tables" in options else num_tokens
@@ -211,19 +255,52 @@ def check_rope_and_cache(
         weights,
         1e-5,
         0.7 if "clip" in options else None,
+        norm_after_rope="after" in options,
+        v_norm=make_value_norm(head_dim, options, device),
+        keys_as_values="shared" in options,
+        query_scales=torch.rand(table_len, device=device) + 1 if "scaled" in options else None,
     )
-    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
+    qkv_width = (heads + (1 if transform.keys_as_values else 2) * kv_heads) * head_dim
+    gate_width = 0
+    if "gate" in options:
+        gate_width = heads if "narrow-gate" in options else heads * head_dim
+    qkv = torch.randn(num_tokens, qkv_width + gate_width, device=device).to(dtype)
+    gate = None
+    if gate_width:
+        gate = torch.full((num_tokens, gate_width), torch.nan, dtype=dtype, device=device)
+    expected_gate = None if gate is None else gate.clone()
     slot_mapping = torch.randperm(50, device=device)[:num_tokens]
     cache = torch.zeros(2, 50, kv_heads, head_dim, dtype=dtype, device=device)
     expected_cache = cache.clone()
     q = run_in_poisoned_memory(
-        lambda: rope_cache.apply_rope_and_cache_triton(qkv, cache, slot_mapping, transform)
+        lambda: rope_cache.apply_rope_and_cache_triton(qkv, cache, slot_mapping, transform, gate)
     )
     expected_q = rope_cache.apply_rope_and_cache_reference(
-        qkv, expected_cache, slot_mapping, transform
+        qkv, expected_cache, slot_mapping, transform, expected_gate
     )
+    if gate is not None and expected_gate is not None:
+        assert torch.equal(gate, expected_gate)
     return max(
         relative_error(q, expected_q),
         relative_error(cache[0], expected_cache[0]),
         relative_error(cache[1], expected_cache[1]),
     )
+
+
+def make_value_norm(head_dim: int, options: str, device: str) -> NormPrologue | None:
+    """A norm of values for `check_rope_and_cache`; without weights if keys have none either."""
+    if "value" not in options:
+        return None
+    weight = None if "bare" in options else torch.rand(head_dim, device=device) + 0.5
+    return NormPrologue("layer" if "layer" in options else "rms", weight, None, 1e-3)
+
+
+def check_output_gate(
+    heads: int, head_dim: int, per_head: bool, kind: str, dtype: torch.dtype, device: str
+) -> float:
+    """Compare the gate on attention's output, whose rows may be apart."""
+    x = torch.randn(5, heads, head_dim, device=device).to(dtype)
+    width = heads if per_head else heads * head_dim
+    gate = (3 * torch.randn(5, width + 8, device=device)).to(dtype)[:, :width]
+    actual = run_in_poisoned_memory(lambda: output_gate.apply_output_gate_triton(x, gate, kind))
+    return relative_error(actual, output_gate.apply_output_gate_reference(x, gate, kind))

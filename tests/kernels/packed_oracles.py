@@ -6,11 +6,13 @@ describes a packed format:
     int4|int8 GROUP_SIZE|row [zero] [order] [signed] [w8a8]
         row: one scale per row; zero: zero points; order: act-order; w8a8: x may be quantized too
     nf4 BLOCK_SIZE [nested]
+    mxfp4: E2M1 codes with a power of two for 32 columns
     fp8 one|row|block
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -26,6 +28,7 @@ from bloomery.kernels import (
 )
 from bloomery.kernels.moe import route_topk
 from bloomery.kernels.packed import (
+    E8M0_BIAS,
     FP8_BLOCK_SIZE,
     CodebookWeight,
     Fp8Weight,
@@ -34,11 +37,15 @@ from bloomery.kernels.packed import (
     unpack_codes,
 )
 from bloomery.kernels.packed_moe import packed_fused_experts_reference
+from bloomery.quant.mxfp4 import E2M1
 from bloomery.quant.nf4 import quantize_absmax
+from bloomery.spec import RouterSpec
 from tests.kernels.linear_oracles import LinearCase, compare_with_reference
+from tests.kernels.moe_oracles import make_expert_options
 from tests.kernels.oracles import relative_error, run_in_poisoned_memory
 
 # The format of each `--quantization` value.
+MXFP4 = "mxfp4"
 MAIN_FORMATS = {
     "int4": "int4 128 zero",
     "nf4": "nf4 64 nested",
@@ -59,6 +66,7 @@ OTHER_FORMATS = (
     "fp8 block",
     "nf4 64",
     "nf4 32",
+    MXFP4,
     "int8 16 signed",
     "int8 16 zero",
 )
@@ -67,6 +75,8 @@ ALL_FORMATS = (*MAIN_FORMATS.values(), *OTHER_FORMATS)
 
 def make_packed_weight(packed_format: str, rows: int, columns: int, device: str) -> PackedWeight:
     """Make a random packed matrix whose values have about the size of real weights."""
+    if packed_format == MXFP4:
+        return make_mxfp4_weight(rows, columns, device)
     name, group, *options = packed_format.split()
     size = columns**-0.5
     if name == "fp8":
@@ -96,6 +106,15 @@ def make_packed_weight(packed_format: str, rows: int, columns: int, device: str)
         act_order,
         quantize_input="w8a8" in options,
     )
+
+
+def make_mxfp4_weight(rows: int, columns: int, device: str) -> CodebookWeight:
+    """Make a random MXFP4 matrix."""
+    codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8, device=device)
+    size = round(math.log2(0.3 * columns**-0.5))
+    exponent = torch.randint(size - 3, size + 2, (rows, columns // 32), device=device)
+    absmax = (exponent + E8M0_BIAS).to(torch.uint8)
+    return CodebookWeight(codes, torch.tensor(E2M1, device=device), absmax)
 
 
 def fp8_scale_shape(kind: str, rows: int, columns: int) -> tuple[int, ...]:
@@ -167,15 +186,24 @@ def check_packed_linear(
 
 
 def check_packed_experts(
-    packed_format: str, tokens: int, run_experts: Callable[..., torch.Tensor], device: str
+    packed_format: str,
+    tokens: int,
+    run_experts: Callable[..., torch.Tensor],
+    device: str,
+    kind: str = "plain",
+    size: int = 384,
+    hidden: int = 512,
 ) -> float:
     """Relative error of packed experts: eight of them, two per token."""
-    up = make_packed_weight(packed_format, 8 * 2 * 384, 512, device)
-    down = make_packed_weight(packed_format, 8 * 512, 384, device)
-    x = torch.randn(tokens, 512, device=device).bfloat16()
-    topk_ids, topk_weights = route_topk(torch.randn(tokens, 8, device=device), 2, True)
-    actual = run_in_poisoned_memory(lambda: run_experts(x, topk_ids, topk_weights, up, down, 8))
-    expected = packed_fused_experts_reference(x.double(), topk_ids, topk_weights, up, down, 8)
+    options = make_expert_options(kind, 8, size, hidden, torch.bfloat16, device)
+    up_rows = 2 * size if options.activation.gated else size
+    up = make_packed_weight(packed_format, 8 * up_rows, hidden, device)
+    down = make_packed_weight(packed_format, 8 * hidden, size, device)
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    topk_ids, topk_weights = route_topk(torch.randn(tokens, 8, device=device), 2, RouterSpec())
+    routing = (topk_ids, topk_weights, up, down, 8, options)
+    actual = run_in_poisoned_memory(lambda: run_experts(x, *routing))
+    expected = packed_fused_experts_reference(x.double(), *routing)
     return relative_error(actual, expected)
 
 

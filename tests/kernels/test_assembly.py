@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bloomery.kernels import packed_gemm, packed_wgmma
+from bloomery.quant.mxfp4 import E2M1
 
 WORD_MASK = 0xFFFFFFFF
 
@@ -96,7 +97,7 @@ def run_ptx(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["int", "codebook"])
+@pytest.mark.parametrize("kind", ["int", "codebook", "mxfp4"])
 def test_gemm_dequantizes_4bit_codes(kind: str, dtype: torch.dtype) -> None:
     words = torch.randint(0, 1 << 32, (5000,))
     codes = torch.stack([words >> 4 * j & 15 for j in range(8)])
@@ -106,6 +107,8 @@ def test_gemm_dequantizes_4bit_codes(kind: str, dtype: torch.dtype) -> None:
         inputs["$6"] = duplicate(0.125, dtype, len(words))
         inputs["$7"] = duplicate(exponent + 5, dtype, len(words))
         expected = (codes - 5) * 0.25 + 0.125
+    elif kind == "mxfp4":
+        expected = torch.tensor(E2M1)[codes] * 0.25
     else:
         table = torch.randn(16).to(dtype)
         table_bytes = table.view(torch.uint8).view(16, 2).long()
@@ -150,7 +153,7 @@ def test_gemm_dequantizes_8bit_codes(
         assert torch.equal(words_to_floats(registers[f"${i}"], dtype).double(), expected.double())
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("int", 4), ("int", 8), ("codebook", 4), ("fp8", 8)])
+@pytest.mark.parametrize(("kind", "bits"), [("int", 4), ("int", 8), ("mxfp4", 4), ("fp8", 8)])
 def test_gemm_waits_for_asynchronous_tensor_cores_only(kind: str, bits: int) -> None:
     """wgmma reads registers while the program goes on. Other tensor cores need no wait."""
     waiting = packed_gemm.build_dequantize_asm(kind, bits, False, torch.bfloat16, False, True)

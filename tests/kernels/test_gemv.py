@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bloomery.fusion import QkTransform, QkvEpilogue
+from bloomery.fusion import NormPrologue, QkTransform, QkvEpilogue
 from bloomery.kernels.gemv import (
     GemvTiling,
     gemv_is_faster,
@@ -36,6 +36,8 @@ FP32 = torch.float32
         (1, 32, 576, "layer", "qkv 2 1 8 4", True, FP32),
         (2, 32, 576, "rms", "qkv 2 1 8 4 interleaved tables", False, FP32),
         (1, 32, 576, "", "qkv 2 1 8 8 interleaved", False, FP32),
+        (2, 32, 576, "rms", "qkv 2 1 8 8 tables scaled", True, FP32),
+        (1, 32, 576, "", "qkv 2 1 8 0 scaled", False, FP32),
     ],
 )
 def test_kernel_equals_reference(
@@ -84,6 +86,11 @@ def test_supported_weights_and_epilogues() -> None:
     assert supports_transform(QkTransform())
     assert not supports_transform(QkTransform(norm="rms")), "a norm needs the whole head"
     assert not supports_transform(QkTransform(clip=1.0))
+    assert not supports_transform(QkTransform(v_norm=NormPrologue("rms", None, None, 1e-5)))
+    assert not supports_transform(QkTransform(keys_as_values=True))
+    assert supports_transform(QkTransform(query_scales=torch.ones(1)))
+    gated = QkvEpilogue(kv_cache, slot_mapping, QkTransform(), torch.zeros(1, 8))
+    assert not supports_gemv(weight, gated)
 
 
 def test_the_kernel_is_never_faster_without_a_gpu() -> None:

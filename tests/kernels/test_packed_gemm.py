@@ -13,7 +13,7 @@ from bloomery.kernels.packed_gemm import (
     supports_packed_gemm,
 )
 from tests.kernels.linear_oracles import LINEAR_ERROR_LIMITS, MODEL_SHAPES
-from tests.kernels.packed_oracles import ALL_FORMATS, check_packed_linear, make_packed_weight
+from tests.kernels.packed_oracles import ALL_FORMATS, MXFP4, check_packed_linear, make_packed_weight
 
 FP16 = torch.float16
 
@@ -41,6 +41,20 @@ def test_stream_k_equals_reference(packed_format: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("packed_format", "columns"),
+    [(MXFP4, 352), ("int4 32 zero", 160), ("int4 row", 224), ("nf4 64", 192), ("fp8 row", 400)],
+)
+@pytest.mark.parametrize("split_k", [0, 1, 2])
+def test_the_last_unit_of_a_row_may_be_incomplete(
+    packed_format: str, columns: int, split_k: int
+) -> None:
+    torch.manual_seed(columns)
+    tiling = PackedGemmTiling(16, 64, 4, 2, split_k)
+    error = check_packed_linear("gemm", packed_format, 20, 150, columns, FP16, "cpu", tiling)
+    assert error < LINEAR_ERROR_LIMITS[FP16]
+
+
+@pytest.mark.parametrize(
     ("programs", "tile_iters", "leftover_tiles"), [(4, 6, 3), (5, 3, 1), (7, 5, 4), (3, 4, 1)]
 )
 def test_stream_k_parts_are_added_up(programs: int, tile_iters: int, leftover_tiles: int) -> None:
@@ -63,8 +77,9 @@ def test_stream_k_parts_are_added_up(programs: int, tile_iters: int, leftover_ti
 
 
 def test_supported_weights() -> None:
-    packed = make_packed_weight("int4 row", 24, 576, "cpu")
-    assert not supports_packed_gemm(packed), "a unit is 128 columns of 4 bits"
+    assert supports_packed_gemm(make_packed_weight("int4 row", 24, 576, "cpu"))
+    packed = make_packed_weight("int4 row", 24, 48, "cpu")
+    assert not supports_packed_gemm(packed), "a thread reads 32 columns of 4 bits"
 
 
 def test_every_shape_has_a_split_k_tiling() -> None:

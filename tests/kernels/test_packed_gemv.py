@@ -66,7 +66,7 @@ def test_dp4a_with_outliers_zeros_and_nan(packed_format: str) -> None:
 def test_qkv_epilogue_applies_rope_and_writes_the_kv_cache() -> None:
     torch.manual_seed(0)
     error = check_packed_gemv(
-        "int4 128 zero", 2, 40, 512, "rms", "qkv 3 1 8 8 tables", FP32, "cpu", SMALL_TILING
+        "int4 128 zero", 2, 40, 512, "rms", "qkv 3 1 8 8 tables scaled", FP32, "cpu", SMALL_TILING
     )
     assert error < LINEAR_ERROR_LIMITS[FP32]
 

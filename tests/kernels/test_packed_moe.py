@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bloomery.kernels.moe import route_topk
+from bloomery.fusion import NormPrologue, ResidualEpilogue
+from bloomery.kernels.moe import ExpertsFusion, route_topk
 from bloomery.kernels.packed import GroupedScales, pack_codes
 from bloomery.kernels.packed_gemv import PackedGemvTiling
 from bloomery.kernels.packed_moe import (
@@ -16,38 +17,54 @@ from bloomery.kernels.packed_moe import (
     packed_fused_experts_reference,
     supports_packed_experts,
 )
+from bloomery.spec import RouterSpec
 from tests.kernels.linear_oracles import LINEAR_ERROR_LIMITS
+from tests.kernels.moe_oracles import make_expert_options
 from tests.kernels.oracles import relative_error
-from tests.kernels.packed_oracles import MAIN_FORMATS, make_packed_weight
+from tests.kernels.packed_oracles import MAIN_FORMATS, MXFP4, make_packed_weight
 
 FP16 = torch.float16
 NUM_EXPERTS = 3
 
-CASES = [(packed_experts_gemv, 1, packed_format) for packed_format in ("int4 128 zero", "fp8 row")]
-CASES += [
-    (packed_experts_grouped, 20, packed_format)
-    for packed_format in (*MAIN_FORMATS.values(), "int4 64 zero")
+CASES = [
+    (packed_experts_gemv, 1, "int4 128 zero", "plain"),
+    (packed_experts_gemv, 1, "fp8 row", "ungated"),
+    (packed_experts_gemv, 2, MXFP4, "clamped, biases"),
+    (packed_experts_gemv, 2, MXFP4, "weights of the input"),
+    (packed_experts_grouped, 20, MXFP4, "clamped, biases"),
+    (packed_experts_grouped, 20, MXFP4, "weights of the input"),
+    (packed_experts_grouped, 20, "int4 64 zero", "ungated"),
+    *(
+        (packed_experts_grouped, 20, packed_format, "plain")
+        for packed_format in MAIN_FORMATS.values()
+    ),
 ]
 
 
-@pytest.mark.parametrize(("run_experts", "tokens", "packed_format"), CASES)
+@pytest.mark.parametrize(("run_experts", "tokens", "packed_format", "kind"), CASES)
 def test_kernels_equal_reference(
-    run_experts: Callable[..., torch.Tensor], tokens: int, packed_format: str
+    run_experts: Callable[..., torch.Tensor], tokens: int, packed_format: str, kind: str
 ) -> None:
     torch.manual_seed(tokens)
     size = 64 if packed_format.startswith(("int8", "fp8")) else 128  # hidden and intermediate
-    up = make_packed_weight(packed_format, NUM_EXPERTS * 2 * size, size, "cpu")
+    if packed_format == MXFP4:
+        size = 160  # the last unit of a row is incomplete
+    options = make_expert_options(kind, NUM_EXPERTS, size, size, FP16, "cpu")
+    up_rows = 2 * size if options.activation.gated else size
+    up = make_packed_weight(packed_format, NUM_EXPERTS * up_rows, size, "cpu")
     down = make_packed_weight(packed_format, NUM_EXPERTS * size, size, "cpu")
     x = torch.randn(tokens, size).to(FP16)
-    topk_ids, topk_weights = route_topk(torch.randn(tokens, NUM_EXPERTS), 2, True)
+    topk_ids, topk_weights = route_topk(torch.randn(tokens, NUM_EXPERTS), 2, RouterSpec())
     # Expert numbers out of range belong to padding rows, which have no expert.
     topk_ids[0, 1] = -1
     topk_ids[tokens // 2, 0] = NUM_EXPERTS if tokens > 1 else 1
     tiling = PackedGemvTiling(32, 32, 1) if run_experts is packed_experts_gemv else None
-    actual = run_experts(x, topk_ids, topk_weights, up, down, NUM_EXPERTS, "silu", tiling)
-    expected = packed_fused_experts_reference(
-        x.double(), topk_ids, topk_weights, up, down, NUM_EXPERTS
-    )
+    tilings = (tiling, tiling)
+    prologue = NormPrologue("rms", torch.randn(size), None, 1e-5)
+    fusion = ExpertsFusion(prologue, None, ResidualEpilogue(torch.randn(tokens, size).to(FP16)))
+    routing = (topk_ids, topk_weights, up, down, NUM_EXPERTS, options, fusion)
+    actual = run_experts(x, *routing, tilings=tilings)
+    expected = packed_fused_experts_reference(x.double(), *routing)
     assert relative_error(actual, expected) < 2 * LINEAR_ERROR_LIMITS[FP16]
 
 

@@ -19,7 +19,7 @@ from bloomery.kernels.paged_decode import (
     select_decode_tiling,
 )
 from bloomery.kernels.paged_prefill import PagedPrefillTiling
-from bloomery.spec import AlibiSpec, AttentionSpec
+from bloomery.spec import AlibiSpec, AttentionGateSpec, AttentionSpec
 from tests.kernels.oracles import check_attention, make_attention_case, relative_error
 
 pytestmark = [
@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
+PER_HEAD_GATE = AttentionGateSpec(per_head=True, activation="softplus")
 WITH_SPLITS = TritonPagedAttention(
     decode_tiling=PagedDecodeTiling(16, 4, 2, splits=4, head_groups=1, max_unsplit_tiles=1),
     prefill_tiling=PagedPrefillTiling(16, 16, 4, 2),
@@ -48,8 +49,11 @@ WITH_HEAD_GROUPS = TritonPagedAttention(
         (AttentionSpec(6, 2, 80, window=20), WITH_SPLITS),
         (AttentionSpec(20, 1, 16), WITH_HEAD_GROUPS),
         (AttentionSpec(2, 1, 96, AlibiSpec()), TritonPagedAttention()),
+        (AttentionSpec(6, 2, 24, sinks=True, chunk=24), WITH_SPLITS),
+        (AttentionSpec(20, 1, 16, sinks=True, window=20, gate=PER_HEAD_GATE), WITH_HEAD_GROUPS),
+        (AttentionSpec(4, 2, 48, chunk=35, window=30, gate=AttentionGateSpec()), WITH_SPLITS),
     ],
-    ids=["splits", "window", "head groups", "default"],
+    ids=["splits", "window", "head groups", "default", "sinks chunk", "sinks gate", "chunk gate"],
 )
 def test_attention_is_right_for_every_block_size(
     spec: AttentionSpec, backend: TritonPagedAttention, block_size: int
@@ -58,7 +62,7 @@ def test_attention_is_right_for_every_block_size(
     assert check_attention(case, backend) < 1e-6
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256, 320, 384, 512])
 def test_attention_is_right_for_every_head_size_in_half_precision(head_dim: int) -> None:
     spec = AttentionSpec(2, 1, head_dim)
     case = make_attention_case(spec, [1, 20], [90, 30], 64, torch.float16, "cpu")
@@ -67,18 +71,21 @@ def test_attention_is_right_for_every_head_size_in_half_precision(head_dim: int)
 
 @pytest.mark.parametrize("early", [False, True], ids=["", "early"])
 def test_decode_of_a_captured_step_takes_lengths_from_the_device(early: bool) -> None:
-    spec = AttentionSpec(4, 2, 16)
+    spec = AttentionSpec(4, 2, 16, sinks=True, chunk=40, gate=AttentionGateSpec())
     backend = TritonPagedAttention(early_decode=early, decode_tiling=WITH_SPLITS.decode_tiling)
     case = make_attention_case(
         spec, [1, 1, 1], [3, 70, 33], 16, torch.float32, "cpu", extra_blocks=3
     )
     assert check_attention(case.without_host_lengths(), backend) < 1e-6
-    # The same step with other lengths; the last row is a padding row.
+    # The same step with other lengths; the last row is a padding row. No position is NaN.
+    case = replace(case, cache=torch.randn_like(case.cache))
     shorter = replace(case.metadata, seq_lens=torch.tensor([3, 17, 0]))
     plan = backend.prepare(replace(shorter, host_query_lens=(), host_seq_lens=()))
-    actual = backend.attend(case.q, case.cache, spec, plan)
+    actual = case.attend(backend, plan)
     without_padding = replace(shorter, seq_lens=shorter.seq_lens[:2])
-    expected = replace(case, q=case.q[:2], metadata=without_padding).expected()
+    assert case.gate is not None
+    unpadded = replace(case, q=case.q[:2], gate=case.gate[:2], metadata=without_padding)
+    expected = unpadded.expected()
     assert relative_error(actual[:2], expected) < 1e-6
     assert not plan.split_counters.any()
 

@@ -18,7 +18,7 @@ from bloomery.kernels.paged_prefill import (
     PagedPrefillTiling,
     select_prefill_tiling,
 )
-from bloomery.spec import AttentionSpec
+from bloomery.spec import AttentionGateSpec, AttentionSpec
 from tests.kernels.oracles import make_attention_case, relative_error
 from tests.kernels.test_paged_decode import WITH_HEAD_GROUPS, WITH_SPLITS
 
@@ -74,16 +74,25 @@ def test_prefills_are_split_if_they_are_too_few_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("min_tiles", [1, 3, 50])
-@pytest.mark.parametrize("window", [None, 20])
-def test_splits_equal_the_reference(window: int | None, min_tiles: int) -> None:
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec(4, 2, 16),
+        AttentionSpec(4, 2, 16, window=20),
+        AttentionSpec(4, 2, 16, sinks=True, chunk=24),
+        AttentionSpec(6, 2, 16, sinks=True, window=20, gate=AttentionGateSpec()),
+        AttentionSpec(6, 2, 24, chunk=7, gate=AttentionGateSpec(per_head=True)),
+    ],
+    ids=["plain", "window", "sinks chunk", "sinks window gate", "short chunks gate"],
+)
+def test_splits_equal_the_reference(spec: AttentionSpec, min_tiles: int) -> None:
     """There are whole prompts, chunks after a context, and a chunk shorter than a split."""
-    spec = AttentionSpec(4, 2, 16, window=window)
     case = make_attention_case(spec, [9, 30, 3, 40], [9, 130, 90, 47], 16, torch.float32, "cpu")
     backend = TritonPagedAttention(
         prefill_tiling=PagedPrefillTiling(16, 16, 4, 2, splits=4, min_tiles=min_tiles)
     )
     plan = backend.prepare(case.metadata)
-    actual = backend.attend(case.q, case.cache, spec, plan)
+    actual = case.attend(backend, plan)
     assert relative_error(actual, case.expected()) < 1e-6
     assert not plan.split_counters.any()
 

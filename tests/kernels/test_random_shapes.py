@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.attention.triton_paged import TritonPagedAttention
-from bloomery.kernels.activation import ACTIVATIONS
+from bloomery.fusion import ActivationEpilogue
 from bloomery.kernels.launch import triton_interpreted
-from bloomery.spec import AlibiSpec, AttentionSpec
+from bloomery.spec import AlibiSpec, AttentionGateSpec, AttentionSpec
 from tests.kernels.oracles import (
+    ALL_ACTIVATIONS,
     ERROR_LIMITS,
     check_activation,
     check_attention,
@@ -43,6 +44,9 @@ def attention_specs(draw: st.DrawFn) -> AttentionSpec:
         draw(st.sampled_from([None, AlibiSpec()])),
         window=draw(st.none() | st.integers(1, 60)),
         softcap=draw(st.none() | st.just(5.0)),
+        chunk=draw(st.none() | st.integers(1, 60)),
+        sinks=draw(st.booleans()),
+        gate=draw(st.sampled_from([None, AttentionGateSpec(), AttentionGateSpec(per_head=True)])),
     )
 
 
@@ -77,10 +81,10 @@ def test_norms(width: int, options: str, dtype: torch.dtype) -> None:
 
 
 @settings(max_examples=20)
-@given(st.integers(1, 3000), st.sampled_from(list(ACTIVATIONS)), st.booleans(), DTYPES)
-def test_activations(width: int, name: str, gated: bool, dtype: torch.dtype) -> None:
+@given(st.integers(1, 3000), st.sampled_from(ALL_ACTIVATIONS), DTYPES)
+def test_activations(width: int, activation: ActivationEpilogue, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    assert check_activation(width, name, gated, dtype, "cpu") < ERROR_LIMITS[dtype]
+    assert check_activation(width, activation, dtype, "cpu") < ERROR_LIMITS[dtype]
 
 
 @settings(max_examples=20)
@@ -90,7 +94,18 @@ def test_activations(width: int, name: str, gated: bool, dtype: torch.dtype) -> 
     st.integers(8, 32),
     st.integers(0, 4),
     st.sampled_from(
-        ["", "interleaved", "tables", "rms", "layer each", "interleaved tables rms", "rms bare"]
+        [
+            "",
+            "interleaved",
+            "tables",
+            "rms",
+            "layer each",
+            "interleaved tables rms",
+            "rms bare after",
+            "layer value after interleaved",
+            "rms value shared gate",
+            "scaled tables narrow-gate",
+        ]
     ),
     DTYPES,
 )

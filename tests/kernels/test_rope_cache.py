@@ -23,6 +23,17 @@ pytestmark = pytest.mark.skipif(
         (8, 4, 16, 8, "layer each clip"),
         (2, 2, 112, 112, "clip tables interleaved layer bare"),
         (6, 1, 128, 0, "rms each"),
+        (4, 2, 64, 64, "rms after tables"),
+        (4, 2, 48, 16, "rms bare after interleaved value"),
+        (5, 1, 64, 32, "layer after each clip value"),
+        (4, 2, 64, 64, "scaled tables"),
+        (4, 2, 32, 0, "scaled rms"),
+        (4, 2, 64, 64, "shared rms value tables"),
+        (4, 2, 64, 32, "shared gate clip"),
+        (6, 2, 80, 80, "gate rms scaled"),
+        (5, 5, 16, 16, "narrow-gate shared"),
+        (9, 1, 320, 64, "rms value"),
+        (4, 2, 512, 512, "rms after shared value scaled tables gate"),
     ],
 )
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float16, 1e-3)])

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 NUM_ROWS = 9
 PADDING_ROW = NUM_ROWS  # follows the rows of requests
+NUM_TABLES = 3
 TABLE_WIDTH = 5
 BLOCK_SIZE = 4
 MAX_LEN = TABLE_WIDTH * BLOCK_SIZE
@@ -48,8 +49,8 @@ def assert_same_used_blocks(
 ) -> None:
     """Compare block tables as far as sequences use them; the rest has no meaning."""
     for sequence, seq_len in enumerate(seq_lens.tolist()):
-        num_blocks = -(-seq_len // BLOCK_SIZE)
-        assert torch.equal(block_tables[sequence, :num_blocks], expected[sequence, :num_blocks])
+        used = slice(-(-seq_len // BLOCK_SIZE))
+        assert torch.equal(block_tables[:, sequence, used], expected[:, sequence, used])
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 8])
@@ -57,14 +58,14 @@ def test_gather_and_advance_of_decodes(num_slots: int) -> None:
     integers = random_integers(num_slots)
     last_tokens = integers(1000, NUM_ROWS + 1)
     positions = integers(MAX_LEN, NUM_ROWS + 1)
-    block_tables = integers(50, NUM_ROWS + 1, TABLE_WIDTH)
+    block_tables = integers(50, NUM_TABLES, NUM_ROWS + 1, TABLE_WIDTH)
     generator = torch.Generator().manual_seed(num_slots)
     rows = torch.randperm(NUM_ROWS, generator=generator)[:num_slots].int()
     rows[-1] = PADDING_ROW
     expected = gather_decode_reference(rows, last_tokens, positions, block_tables, BLOCK_SIZE)
-    outputs = torch.full((4, num_slots), -1, dtype=torch.int32)
-    batch_tables = torch.full((num_slots, TABLE_WIDTH), -1, dtype=torch.int32)
-    gather_decode_kernel[(num_slots,)](
+    outputs = torch.full((3 + NUM_TABLES, num_slots), -1, dtype=torch.int32)
+    batch_tables = torch.full((NUM_TABLES, num_slots, TABLE_WIDTH), -1, dtype=torch.int32)
+    gather_decode_kernel[(num_slots, NUM_TABLES)](
         rows,
         last_tokens,
         positions,
@@ -72,13 +73,15 @@ def test_gather_and_advance_of_decodes(num_slots: int) -> None:
         outputs,
         batch_tables,
         num_slots,
+        NUM_ROWS + 1,
         TABLE_WIDTH,
         BLOCK_SIZE=BLOCK_SIZE,
         CHUNK=2,
         PDL=False,
     )
-    for output, expected_output in zip(outputs, expected[:4], strict=True):
+    for output, expected_output in zip(outputs[:3], expected[:3], strict=True):
         assert torch.equal(output, expected_output)
+    assert torch.equal(outputs[3:], expected.slot_mapping)
     assert_same_used_blocks(batch_tables, expected.block_tables, expected.seq_lens)
 
     tokens = integers(1000, num_slots)
@@ -112,7 +115,7 @@ def test_gather_of_decodes_and_prefill_chunks(seed: int) -> None:
     integers = random_integers(seed)
     last_tokens = integers(1000, NUM_ROWS + 1)
     positions = integers(MAX_LEN, NUM_ROWS + 1)
-    block_tables = integers(50, NUM_ROWS + 1, TABLE_WIDTH)
+    block_tables = integers(50, NUM_TABLES, NUM_ROWS + 1, TABLE_WIDTH)
     positions[PADDING_ROW] = 0
     rows = rng.sample(range(NUM_ROWS), NUM_ROWS)
     used_decodes = rng.randint(0, num_decodes)
@@ -138,24 +141,25 @@ def test_gather_of_decodes_and_prefill_chunks(seed: int) -> None:
     inputs = (torch.tensor(packed, dtype=torch.int32), last_tokens, positions, block_tables)
     expected = gather_mixed_reference(*inputs, BLOCK_SIZE, num_decodes, num_prefills, num_tokens)
     num_sequences = num_decodes + num_prefills
-    outputs = torch.full((3 * num_tokens + 3 * num_sequences + 1,), -1, dtype=torch.int32)
-    batch_tables = torch.full((num_sequences, TABLE_WIDTH), -1, dtype=torch.int32)
-    gather_mixed_kernel[(num_sequences,)](
+    num_slots = NUM_TABLES * num_tokens
+    outputs = torch.full((2 * num_tokens + num_slots + 3 * num_sequences + 1,), -1).int()
+    batch_tables = torch.full((NUM_TABLES, num_sequences, TABLE_WIDTH), -1, dtype=torch.int32)
+    gather_mixed_kernel[(num_sequences, NUM_TABLES)](
         *inputs,
         outputs,
         batch_tables,
         num_decodes,
         num_prefills,
         num_tokens,
+        NUM_ROWS + 1,
         TABLE_WIDTH,
-        PADDING_ROW,
         BLOCK_SIZE=BLOCK_SIZE,
         CHUNK=4,
         PDL=False,
     )
     parts = outputs.split(
-        (num_sequences, num_sequences, num_sequences + 1, num_tokens, num_tokens, num_tokens)
+        (num_sequences, num_sequences, num_sequences + 1, num_tokens, num_tokens, num_slots)
     )
     for name, part in zip(expected._fields, parts, strict=False):
-        assert torch.equal(part, getattr(expected, name)), name
+        assert torch.equal(part, getattr(expected, name).flatten()), name
     assert_same_used_blocks(batch_tables, expected.block_tables, expected.seq_lens)

@@ -15,10 +15,10 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, T
 from bloomery.kernels.sampling_reference import (
     gumbel_noise,
     noise_keys,
-    seed_words,
     stable_topk,
     truncation_mask,
 )
+from bloomery.runtime.sampler import seed_words
 
 UINT32_MASK = 2**32 - 1
 

@@ -20,6 +20,7 @@ from bloomery.artifacts.locate import ModelArtifact, locate_model
 from bloomery.errors import CheckpointError
 from bloomery.models import checkpoint
 from bloomery.models.checkpoint import DummySource, FileSource, open_source, show_progress
+from bloomery.quant.mxfp4 import E2M1
 
 CPU = torch.device("cpu")
 
@@ -250,6 +251,22 @@ def test_dummy_weights_depend_only_on_name_and_position() -> None:
     for i, x in enumerate(tensors):
         for y in tensors[:i]:
             assert (x == y).float().mean() < 0.01
+
+
+def test_dummy_mxfp4_experts_have_all_codes_equally_often() -> None:
+    dummy = DummySource()
+    assert dummy.has("experts.up_blocks") and not dummy.has("up.weight_blocks")
+    stored = dummy.tensor("experts.up_blocks", (256, 2048), expert=3)
+    codes = stored.load(stored.dtype, CPU)
+    assert codes.dtype == torch.uint8
+    for nibble in (codes & 15, codes >> 4):
+        counts = nibble.flatten().long().bincount(minlength=16).float() / codes.numel()
+        assert counts.min() > 0.05 and counts.max() < 0.08
+        assert abs(torch.tensor(E2M1)[nibble.long()].mean()) < 0.1
+    part = stored.rows([(7, 9)]).cols(5, 50).load(torch.uint8, CPU)
+    assert torch.equal(part, codes[7:9, 5:50])
+    exponents = dummy.tensor("experts.up_scales", (4, 8), expert=3).load(torch.uint8, CPU)
+    assert exponents.unique().tolist() == [120]
 
 
 def test_dummy_norms_and_biases_change_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Literal
 
 import pytest
@@ -22,7 +23,7 @@ from bloomery.fusion import (
     QkvEpilogue,
     ResidualEpilogue,
 )
-from bloomery.kernels.activation import ACTIVATIONS, gated_activation_reference
+from bloomery.kernels.activation import activation_reference
 from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
 from bloomery.kernels.quantized_kv_cache import kv_cache_nbytes, read_kv_cache, view_kv_cache
 from bloomery.kernels.rope_cache import (
@@ -30,16 +31,16 @@ from bloomery.kernels.rope_cache import (
     write_kv_cache,
 )
 from bloomery.kernels.rows import advance_reference, gather_decode_reference
-from bloomery.kernels.sampling_reference import (
-    SamplingTensors,
-    sample_tokens_reference,
-    seed_words,
-)
+from bloomery.kernels.sampling_rows import MAX_TOP_LOGPROBS
 from bloomery.layers.linear import add_scaled, split_qkv
+from bloomery.layout import gate_size
+from bloomery.messages import NewRequestData, ResolvedSampling
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.quant.gguf_grids import GRID_DECODERS, load_grid
-from bloomery.spec import AlibiSpec, AttentionSpec
+from bloomery.runtime.sampler import Sampler
+from bloomery.spec import AlibiSpec, AttentionGateSpec, AttentionSpec
+from tests.kernels.oracles import ALL_ACTIVATIONS, first_visible_position
 from tests.parity import gguf_writer
 
 FEW_EXAMPLES = settings(max_examples=15, deadline=None)
@@ -156,7 +157,7 @@ def test_products_of_float32_weights(
     tokens=st.sampled_from([1, 2, 7, 70]),
     columns=st.sampled_from([32, 160]),
     kind=st.sampled_from(["rms", "layer"]),
-    activation=st.sampled_from(list(ACTIVATIONS)),
+    activation=st.sampled_from(ALL_ACTIVATIONS),
     seed=SEEDS,
 )
 def test_linear_with_prologue_and_epilogue(
@@ -165,7 +166,7 @@ def test_linear_with_prologue_and_epilogue(
     tokens: int,
     columns: int,
     kind: Literal["rms", "layer"],
-    activation: str,
+    activation: ActivationEpilogue,
     seed: int,
 ) -> None:
     """The matrix has two types, with a segment for each."""
@@ -187,10 +188,8 @@ def test_linear_with_prologue_and_epilogue(
     norm = NormPrologue(kind, norm_weight, norm_bias, 1e-5)
     assert matrix.halves_align
     assert_close(ops.linear(pool, matrix, x, bias, norm), y)
-    activated = ops.linear(pool, matrix, x, bias, norm, ActivationEpilogue(activation, False))
-    assert_close(activated, ACTIVATIONS[activation](y))
-    gated = ops.linear(pool, matrix, x, bias, norm, ActivationEpilogue(activation, True))
-    assert_close(gated, gated_activation_reference(y, activation))
+    activated = ops.linear(pool, matrix, x, bias, norm, activation)
+    assert_close(activated, activation_reference(y, activation))
     residual = random_normal(seed + 6, tokens, 2 * rows)
     added = ops.linear(pool, matrix, x, bias, norm, ResidualEpilogue(residual, 0.5))
     assert_close(added, residual + 0.5 * y)
@@ -215,15 +214,15 @@ def test_norms(pool: ThreadPool, rows: int, columns: int, heads: int, seed: int)
     assert_close(per_head, rms_norm_reference(x, weight_per_head, 1e-5), 1e-5)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 70), (5, 4098)])
-def test_elementwise_operations(pool: ThreadPool, name: str, shape: tuple[int, int]) -> None:
+def test_elementwise_operations(
+    pool: ThreadPool, activation: ActivationEpilogue, shape: tuple[int, int]
+) -> None:
     x = 4 * random_normal(0, *shape)
     y = random_normal(1, *shape)
-    activated = ops.elementwise(pool, ops.ACTIVATION, x, activation=name)
-    assert_close(activated, ACTIVATIONS[name](x), 1e-6)
-    gated = ops.elementwise(pool, ops.GATED_ACTIVATION, x, activation=name)
-    assert_close(gated, gated_activation_reference(x, name), 1e-6)
+    activated = ops.activate(pool, x, activation)
+    assert_close(activated, activation_reference(x, activation), 1e-6)
     assert_close(ops.elementwise(pool, ops.ADD_SCALED, x, y, 0.5), x + 0.5 * y, 1e-6)
     assert_close(add_scaled(x, y, 0.5, pool), torch.add(x, y, alpha=0.5), 1e-6)
     assert_close(ops.elementwise(pool, ops.MULTIPLY, x, y), x * y, 1e-6)
@@ -277,6 +276,50 @@ def test_rope_and_kv_cache(
             assert_close(values, expected_values, ROUNDING[dtype])
 
 
+def test_rope_and_kv_cache_with_every_option(pool: ThreadPool) -> None:
+    """Norm after rope, value norm, shared keys, scaled queries and a gate, in all combinations."""
+    heads = 4
+    kv_heads = 2
+    dim = 16
+    tokens = 5
+    angles = (random_normal(1, 64, dim // 2), random_normal(2, 64, dim // 2))
+    slot_mapping = torch.randperm(40)[:tokens]
+    weights = (random_normal(3, dim), random_normal(4, dim))
+    v_norms = (
+        None,
+        NormPrologue("rms", None, None, 1e-3),
+        NormPrologue("layer", random_normal(5, dim), None, 1e-3),
+    )
+    options = product([False, True], v_norms, [False, True], [False, True], [0, heads, heads * dim])
+    for after_rope, v_norm, shared, by_position, gate_width in options:
+        query_scales = random_normal(6, 64 if by_position else tokens)
+        transform = QkTransform(
+            angles if by_position else (angles[0][:tokens], angles[1][:tokens]),
+            torch.randint(64, (tokens,)) if by_position else None,
+            norm="rms",
+            weights=weights,
+            eps=1e-5,
+            norm_after_rope=after_rope,
+            v_norm=v_norm,
+            keys_as_values=shared,
+            query_scales=query_scales if shared != after_rope else None,
+        )
+        width = (heads + (1 if shared else 2) * kv_heads) * dim + gate_width
+        qkv = random_normal(0, tokens, width)
+        gate = torch.zeros(tokens, gate_width) if gate_width else None
+        expected_gate = None if gate is None else gate.clone()
+        kv_cache = torch.zeros(2, 40, kv_heads, dim)
+        expected_cache = kv_cache.clone()
+        q = split_qkv(qkv, QkvEpilogue(kv_cache, slot_mapping, transform, gate), pool)
+        expected_q = apply_rope_and_cache_reference(
+            qkv, expected_cache, slot_mapping, transform, expected_gate
+        )
+        assert_close(q, expected_q, 1e-5)
+        assert_close(kv_cache, expected_cache, 1e-5)
+        if gate is not None and expected_gate is not None:
+            assert torch.equal(gate, expected_gate)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
 def test_nan_and_infinity_change_only_their_own_head(pool: ThreadPool, dtype: torch.dtype) -> None:
     """Other slots stay untouched, and the largest float16 values do not overflow."""
@@ -313,6 +356,14 @@ ATTENTION_SPECS = {
     "alibi": AttentionSpec(6, 3, 16, position=AlibiSpec()),
     "window": AttentionSpec(4, 4, 32, window=20),
     "softcap": AttentionSpec(2, 1, 256, softcap=3.0, scale=0.2),
+    "chunk": AttentionSpec(4, 2, 32, chunk=50),
+    "sinks": AttentionSpec(6, 2, 64, sinks=True),
+    "sinks chunk window": AttentionSpec(4, 2, 32, sinks=True, chunk=70, window=33),
+    "gate": AttentionSpec(4, 2, 32, gate=AttentionGateSpec()),
+    "gate per head": AttentionSpec(4, 2, 24, window=20, gate=AttentionGateSpec(per_head=True)),
+    "softplus": AttentionSpec(4, 1, 40, sinks=True, gate=AttentionGateSpec(activation="softplus")),
+    "wide": AttentionSpec(2, 1, 320),
+    "widest": AttentionSpec(2, 1, 512, sinks=True, gate=AttentionGateSpec()),
 }
 
 
@@ -347,9 +398,27 @@ def test_paged_attention(
     q = random_normal(seed + 1, sum(query_lens), spec.num_heads, spec.head_dim)
     native = CpuPagedAttention(pool)
     reference = TorchPagedAttention(fused=False)
-    expected = reference.attend(q, kv_cache, spec, reference.prepare(metadata))
-    actual = native.attend(q, kv_cache, spec, native.prepare(metadata))
+    sinks = 2 * random_normal(seed + 2, spec.num_heads) if spec.sinks else None
+    gate = None
+    if spec.gate is not None:
+        gate = 3 * random_normal(seed + 3, sum(query_lens), gate_size(spec))
+    expected = reference.attend(q, kv_cache, spec, reference.prepare(metadata), sinks, gate)
+    if dtype != torch.int8:
+        poison_invisible_positions(kv_cache, metadata, spec)
+    actual = native.attend(q, kv_cache, spec, native.prepare(metadata), sinks, gate)
     assert_close(actual, expected, 1e-5)
+
+
+def poison_invisible_positions(
+    kv_cache: torch.Tensor, metadata: AttentionMetadata, spec: AttentionSpec
+) -> None:
+    """Fill positions that no query of the step sees with NaN: their blocks may be freed."""
+    lengths = zip(metadata.host_query_lens, metadata.host_seq_lens)
+    for i, (query_len, seq_len) in enumerate(lengths):
+        positions = torch.arange(first_visible_position(spec, seq_len - query_len))
+        blocks = metadata.block_tables[i, positions // metadata.block_size]
+        slots = blocks * metadata.block_size + positions % metadata.block_size
+        kv_cache[:, slots] = torch.nan
 
 
 # ---- decode steps --------------------------------------------------------------------------------
@@ -359,15 +428,15 @@ def test_decode_inputs_and_advanced_rows(pool: ThreadPool) -> None:
     rows = torch.tensor([2, 0, 3], dtype=torch.int32)  # row 3 is the padding row
     last_tokens = torch.tensor([5, 6, 7, 8])
     positions = torch.tensor([17, 3, 40, 0])
-    block_tables = torch.arange(12).view(4, 3)
+    block_tables = torch.arange(24).view(2, 4, 3)
     actual = ops.gather_decode_inputs(pool, rows, last_tokens, positions, block_tables, 16)
     expected = gather_decode_reference(rows, last_tokens, positions, block_tables, 16)
     for actual_vector, expected_vector in zip(actual[:4], expected[:4]):
         assert torch.equal(actual_vector, expected_vector)
     for slot, position in enumerate(expected.positions.tolist()):
         num_blocks = position // 16 + 1
-        actual_blocks = actual[4][slot, :num_blocks]
-        assert torch.equal(actual_blocks, expected.block_tables[slot, :num_blocks])
+        actual_blocks = actual[4][:, slot, :num_blocks]
+        assert torch.equal(actual_blocks, expected.block_tables[:, slot, :num_blocks])
     tokens = torch.tensor([1, 2, 3])
     expected_tokens = last_tokens.clone()
     expected_positions = positions.clone()
@@ -383,6 +452,8 @@ def test_decode_inputs_and_advanced_rows(pool: ThreadPool) -> None:
     top_p=st.sampled_from([1.0, 0.9, 0.3]),
     min_p=st.sampled_from([0.0, 0.05]),
     top_k=st.sampled_from([0, 1, 5, 400]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.7]),
+    logprobs=st.sampled_from([None, 0, 7]),
     seed=st.integers(0, 2**40),
     spread=st.sampled_from([0.0, 1.0, 8.0]),
 )
@@ -392,21 +463,38 @@ def test_sampled_tokens(
     top_p: float,
     min_p: float,
     top_k: int,
+    typical_p: float,
+    logprobs: int | None,
     seed: int,
     spread: float,
 ) -> None:
+    """Penalties, masks and the other parameters are compared in tests/runtime/test_sampler.py."""
     num_rows = 6
     vocab = 1003
     logits = random_normal(seed % 1000, num_rows, vocab) * spread
     logits = (logits * 4).round() / 4  # many ties
     rows = torch.arange(num_rows, dtype=torch.int32)
     positions = torch.arange(num_rows) * 7
-    params = torch.tensor([[temperature, top_p, min_p, 1.0]] * num_rows, dtype=torch.float64)
-    top_ks = torch.full((num_rows,), top_k)
-    seeds = torch.tensor([seed_words(seed + row) for row in range(num_rows)], dtype=torch.int32)
-    sampling = SamplingTensors(*params.unbind(1)[:3], top_ks, seeds)
-    expected = sample_tokens_reference(logits, rows, positions, sampling).tokens
-    actual = ops.sample_tokens(pool, logits, rows, positions, params, 4, top_ks, seeds)
+    samplers = [Sampler(num_rows, vocab), Sampler(num_rows, vocab, pool=pool)]
+    for row in range(num_rows):
+        sampling = ResolvedSampling(
+            temperature, top_k, top_p, min_p, typical_p, seed=seed + row, logprobs=logprobs
+        )
+        for sampler in samplers:
+            sampler.admit(row, NewRequestData((1,), 1, sampling, ()))
+            sampler.upload_new_requests()
+    expected, actual = [sampler(logits, rows, positions) for sampler in samplers]
     # float32 against float64: a row may differ where masses or noisy logits agree to six digits.
-    num_different = int((actual != expected).sum())
-    assert num_different <= (1 if temperature else 0)
+    same = actual.tokens == expected.tokens
+    assert int((~same).sum()) <= (1 if temperature else 0)
+    if logprobs is not None:
+        left = actual.reports[same]
+        right = expected.reports[same]
+        first_logprob = 2 + MAX_TOP_LOGPROBS
+        assert torch.equal(left[:, 0], right[:, 0])
+        assert torch.equal(left[:, 2 : 2 + logprobs], right[:, 2 : 2 + logprobs])
+        for columns in (slice(1, 2), slice(first_logprob, first_logprob + logprobs)):
+            torch.testing.assert_close(
+                left[:, columns].contiguous().view(torch.float32),
+                right[:, columns].contiguous().view(torch.float32),
+            )

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from bloomery.fusion import ActivationEpilogue
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool, TraceArena
 from bloomery.native.trace import UnsupportedOperation, record_trace
@@ -18,7 +19,7 @@ def test_a_trace_computes_from_the_current_values_of_its_buffers(pool: ThreadPoo
     out = torch.zeros(3, 64)
 
     def work() -> None:
-        activated = ops.elementwise(pool, ops.ACTIVATION, x, activation="silu")
+        activated = ops.activate(pool, x, ActivationEpilogue("silu", gated=False))
         out.copy_(torch.tanh(activated * 2.0 + x) / 4.0)
 
     trace = record_trace(pool, work, TraceArena(1 << 16))

@@ -11,11 +11,15 @@ from bloomery.messages import EngineCapacity
 
 
 def start_engine_loop(
-    executor: Executor, plan: EnginePlan, num_blocks: int | None = None
+    executor: Executor, plan: EnginePlan, num_pages: int | None = None
 ) -> tuple[EngineLoop, EngineCapacity]:
-    """Load `plan` and build a loop with the fcfs policy; `num_blocks` limits the KV cache."""
+    """Load `plan` and build a loop with the fcfs policy; `num_pages` limits the KV cache."""
     capacity = executor.start(plan)
-    block_pool = BlockPool(num_blocks or capacity.blocks, capacity.block_size, plan.prefix_cache)
+    groups = capacity.cache_groups
+    num_blocks = capacity.blocks
+    if num_pages is not None:
+        num_blocks = min(num_blocks, num_pages * sum(group.page_blocks for group in groups))
+    block_pool = BlockPool(num_blocks, capacity.block_size, plan.prefix_cache, groups)
     scheduler = Scheduler(
         block_pool,
         capacity.max_num_batched_tokens,

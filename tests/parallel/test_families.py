@@ -26,7 +26,11 @@ EVERYDAY = {
     "gpt_bigcode-mqa",  # one KV head
     "falcon-40b",  # parallel attention and MLP
     "qwen2_moe",  # experts
-    "gemma2",  # norms behind the blocks
+    "gpt_oss",  # biases of experts, interleaved gate and up, sinks
+    "laguna-window",  # heads that differ by layer, gates
+    "llama4_text",  # stacked experts, input and output dimension swapped
+    "gemma2",  # norms behind the blocks, two cache groups
+    "cohere2",  # several block tables in a cache group
     "opt-350m",  # learned positions
     "olmo2",  # norms of q and k
     "cohere-normed",  # norms of q and k per head, parallel blocks
@@ -46,8 +50,8 @@ def generate(executor: Executor, plan: EnginePlan, case: ParityCase) -> list[lis
     about two of them.
     """
     max_len = case.prompt + NUM_TOKENS
-    num_blocks = -(-max_len // BLOCK_SIZE) + 2 * -(-max_len // (2 * BLOCK_SIZE))
-    loop, _ = start_engine_loop(executor, plan, num_blocks)
+    num_pages = -(-max_len // BLOCK_SIZE) + 2 * -(-max_len // (2 * BLOCK_SIZE))
+    loop, _ = start_engine_loop(executor, plan, num_pages)
     prefix = random_tokens(case.prompt - 4, seed=0)
     prompts = [prefix + random_tokens(4, seed=1 + i) for i in range(4)]
     requests = [greedy_request(str(i), prompt, NUM_TOKENS) for i, prompt in enumerate(prompts)]

@@ -14,10 +14,10 @@ import torch
 from gguf import GGMLQuantizationType
 
 from bloomery.artifacts.locate import locate_model
-from bloomery.attention.base import AttentionMetadata, kv_cache_shape
+from bloomery.attention.base import AttentionMetadata, kv_cache_shape, plan_attention
 from bloomery.attention.torch_paged import TorchPagedAttention
 from bloomery.describe import describe_model
-from bloomery.families import resolve_name_prefix
+from bloomery.families import resolve_tensor_names
 from bloomery.hardware import find_hardware
 from bloomery.layout import TensorParallelLayout
 from bloomery.models.checkpoint import open_source
@@ -68,7 +68,7 @@ def load_part(model: Path, group: MessageCountingGroup, layers: range | None = N
     source = open_source(artifact)
     reads: list[int] = []
     source.advance = reads.append
-    names = resolve_name_prefix(description.names, source.names())
+    names = resolve_tensor_names(description, source)
     layout = TensorParallelLayout(group.rank, group.size)
     weights = ModelWeights(source, names, torch.float32, CPU, layout=layout)
     decoder = Decoder(description.model, weights, group, layers)
@@ -86,8 +86,8 @@ def run_forward(decoder: Decoder) -> None:
     ]
     positions = torch.arange(num_tokens)
     metadata = AttentionMetadata.from_host([num_tokens], [num_tokens], [[0]], 16, CPU)
-    plan = backend.prepare(metadata)
-    decoder.logits(decoder(positions, positions, positions, kv_caches, backend, plan))
+    steps = plan_attention(backend, [metadata])
+    decoder.logits(decoder(positions, positions, kv_caches, backend, steps))
 
 
 @pytest.mark.parametrize("case", CASE_PARAMS, ids=lambda case: case.name)

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 from bloomery.artifacts.gguf import read_gguf
 from bloomery.artifacts.locate import locate_model
 from bloomery.describe import describe_gguf_file
-from bloomery.families import resolve_name_prefix
+from bloomery.families import resolve_tensor_names
 from bloomery.models.checkpoint import FileSource
 from bloomery.models.decoder import Decoder
 from bloomery.models.load import load_model
@@ -173,6 +173,15 @@ LLAMA = ParityCase("llama", lambda: transformers.LlamaConfig(**SIZES, **SPECIAL)
 QWEN_MOE = ParityCase(
     "qwen3_moe", lambda: transformers.Qwen3MoeConfig(**SIZES, **MOE_SIZES, **SPECIAL)
 )
+GPT_OSS_EXPERTS = ParityCase(
+    "gpt_oss",
+    lambda: transformers.GptOssConfig(
+        **SIZES | {"hidden_size": 64, "intermediate_size": 64},
+        **SPECIAL,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+)
 PROMPT = [5, 17, 80, 41, 3, 99, 23, 8, 64, 12]
 
 
@@ -196,7 +205,7 @@ def load_decoder(path: Path, weight_format: WeightFormat) -> Decoder:
     file = read_gguf(path)
     model_info = describe_gguf_file(file)
     source = FileSource.gguf(file)
-    names = resolve_name_prefix(model_info.names, source.names())
+    names = resolve_tensor_names(model_info, source)
     weights = ModelWeights(source, names, torch.float32, CPU, weight_format)
     return Decoder(model_info.model, weights)
 
@@ -224,6 +233,17 @@ def test_packed_blocks_have_less_than_half_the_error_of_bfloat16(
     else:
         rounded = decoder_logits(load_decoder(path, Bfloat16Format()), PROMPT, 64)
         assert error < relative_error(rounded, expected) / 2
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "Q8_0"])
+def test_experts_with_biases_stay_packed(kind: str, tmp_path: Path) -> None:
+    """As gpt-oss is published: blocks of MXFP4, biases, and a clamped SwiGLU."""
+    path = tmp_path / "model.gguf"
+    model = make_checkpoint(GPT_OSS_EXPERTS, tmp_path)
+    gguf_writer.write_gguf(model, path, GGMLQuantizationType[kind])
+    expected = prompt_logits(path, PROMPT, 64)
+    actual = decoder_logits(load_decoder(path, PackedGgufFormat()), PROMPT, 64)
+    assert relative_error(actual, expected) < 1e-5
 
 
 def test_blocks_are_kept_with_bfloat16_activations_on_a_cpu(tmp_path: Path) -> None:

@@ -40,3 +40,17 @@ def test_only_selected_rows_and_columns_are_read() -> None:
     assert reads == [((15, 18), (2, 6)), ((2, 4), (2, 6))]
     with pytest.raises(IndexError, match="rows 18:21 of a tensor with 20"):
         LazyTensor.from_tensor(data).rows([(18, 21)])
+
+
+def test_deinterleaved_rows_are_the_even_ones_above_the_odd_ones() -> None:
+    tensor = torch.arange(48.0).view(12, 4)
+    lazy = LazyTensor.from_tensor(tensor).deinterleave()
+    expected = torch.cat((tensor[::2], tensor[1::2]))
+    cpu = torch.device("cpu")
+    assert torch.equal(lazy.load(torch.float32, cpu), expected)
+    part = lazy.rows([(1, 3), (4, 8), (10, 12)]).cols(1, 3)
+    rows = torch.cat((expected[1:3], expected[4:8], expected[10:12]))
+    assert torch.equal(part.load(torch.float32, cpu), rows[:, 1:3])
+    assert torch.equal(lazy.pieces[0].read((5, 7), (0, 4)), expected[5:7])
+    vector = LazyTensor.from_tensor(torch.arange(6.0)).deinterleave()
+    assert vector.load(torch.float32, cpu).tolist() == [0, 2, 4, 1, 3, 5]

@@ -9,7 +9,7 @@ import torch
 
 from bloomery.artifacts.locate import locate_model
 from bloomery.describe import describe_model
-from bloomery.families import resolve_name_prefix
+from bloomery.families import resolve_tensor_names
 from bloomery.kernels.packed import PackedWeight
 from bloomery.models.checkpoint import open_source
 from bloomery.models.decoder import Decoder
@@ -76,7 +76,7 @@ def test_quantized_models_compute_with_the_dequantized_values(family: str, tmp_p
     artifact = locate_model(str(tmp_path))
     model_info = describe_model(artifact)
     source = open_source(artifact)
-    names = resolve_name_prefix(model_info.names, source.names())
+    names = resolve_tensor_names(model_info, source)
     unquantized = load_model(artifact, "auto", torch.float32, CPU)
     for name, weight_format in ON_LOAD_FORMATS.items():
         quantized = load_model(artifact, "auto", torch.float32, CPU, quantize=name)

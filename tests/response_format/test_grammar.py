@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from functools import cache
@@ -17,8 +18,15 @@ from tokenizers import Tokenizer as Backend
 from bloomery.errors import InvalidRequest
 from bloomery.response_format import ResponseFormat, ToolFunction, build_response_grammar
 from bloomery.response_format.check import SampleMessage, render_sample
-from bloomery.response_format.format import CallFormat, ObjectCall, RegionMarkers
-from bloomery.response_format.grammar import rename_start
+from bloomery.response_format.format import (
+    CallFormat,
+    JsonArguments,
+    LiteralArguments,
+    ObjectCall,
+    RegionMarkers,
+    TaggedArguments,
+)
+from bloomery.response_format.grammar import has_trigger
 from bloomery.sampling import StructuredOutputs
 from bloomery.structured.grammar import GRAMMAR_HEADER, to_lark
 from bloomery.structured.matcher import TokenVocabulary
@@ -47,6 +55,8 @@ STYLES = (
     "google-gemma-4-31B-it",
     "meta-llama-Llama-3.1-8B-Instruct",
     "LFM2.5-8B-A1B",
+    # No marker announces their calls, but the name of a tool does.
+    "tool_chat_template_xlam_llama",
 )
 SCHEMA = {
     "type": "object",
@@ -82,8 +92,7 @@ def test_grammars_take_what_the_template_writes(name: str) -> None:
         if sample_name == "trap":
             continue  # it has the markers that a grammar reserves
         options: dict[str, Any] = {"tools": STRICT, "prompt": sample.prompt}
-        auto = build_response_grammar(format, **options)
-        assert not auto or takes(auto, sample.text), sample
+        assert takes(build_response_grammar(format, **options), sample.text), sample
         if sample.message.calls and not sample.message.content:
             required = build_response_grammar(format, tool_choice="required", **options)
             assert takes(required, sample.text), sample
@@ -103,12 +112,22 @@ def test_grammars_refuse_what_the_tools_do_not_allow(name: str) -> None:
             open_template(template.source), format, SampleMessage(calls=[call]), FUNCTIONS
         )
         assert sample is not None
-        grammar = build_response_grammar(
-            format, tools=STRICT, tool_choice="required", prompt=sample.prompt
-        )
-        assert not takes(grammar, sample.text), call
+        for choice in ("required", "auto"):
+            grammar = build_response_grammar(
+                format, tools=STRICT, tool_choice=choice, prompt=sample.prompt
+            )
+            is_free_text = choice == "auto" and call[0] == "nonesuch" and not has_trigger(format)
+            assert takes(grammar, sample.text) == is_free_text, (choice, call)
 
 
+PYTHONIC = ResponseFormat(
+    calls=CallFormat(
+        LiteralArguments("=", ("'", '"'), ")"),
+        RegionMarkers("[", "]"),
+        head="$name(",
+        separator=", ",
+    )
+)
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
 PING = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
 
@@ -130,12 +149,59 @@ def test_choices() -> None:
     assert not takes(auto, "<tool_call>\nno")
     assert not takes(auto, '<tool_call>\n{"name": "nonesuch", "arguments": {}}\n</tool_call>')
     assert build_response_grammar(HERMES, tools=STRICT, tool_choice="none") == ""
-    # A format without a marker cannot constrain `auto`: its answers are parsed only.
-    assert build_response_grammar(BARE, tools=STRICT) == ""
+    # Without a marker, an object is an answer in JSON until it has the name of a tool.
+    bare = build_response_grammar(BARE, tools=STRICT)
+    assert takes(bare, '{"name": "ping", "arguments": {}}')
+    assert takes(bare, 'So:\n{"name":"ping", "arguments": {}}')
+    assert not takes(bare, '{"name": "ping", "arguments": {"color": "red"}}')
+    assert takes(bare, '{"name": "Ann", "age": 3}')
+    pythonic = build_response_grammar(PYTHONIC, tools=STRICT)
+    assert takes(pythonic, "[search(query='x', limit=3), ping()]")
+    assert not takes(pythonic, "[search(limit='x')]")
+    assert takes(pythonic, "[1, 2] and [searching(x)]")
     with pytest.raises(InvalidRequest, match="not the name of a tool"):
         build_response_grammar(HERMES, tools=STRICT, tool_choice="nonesuch")
     with pytest.raises(InvalidRequest, match="no tool calls"):
         build_response_grammar(ResponseFormat(), tools=STRICT)
+
+
+INPUT_PATTERN = r"^say(\n[^\n]+)+$"
+
+
+WRITTEN_INPUTS = {
+    "object": (
+        ObjectCall(),
+        "",
+        '{"name": "patch", "arguments": {"input": JSON}}',
+    ),
+    "python": (LiteralArguments("=", ("'", '"'), ")"), "$name(", "patch(input=JSON)"),
+    "quoted": (
+        LiteralArguments(":", ('<|"|>',), "}", ","),
+        "$name{",
+        'patch{input:<|"|>RAW<|"|>}',
+    ),
+    "tagged": (TaggedArguments("<p=", ">", "</p>"), "$name", "patch<p=input>RAW</p>"),
+    "lines": (TaggedArguments("<p=", ">\n", "\n</p>"), "$name", "patch<p=input>\nRAW\n</p>"),
+}
+
+
+@pytest.mark.parametrize("style", WRITTEN_INPUTS)
+def test_the_pattern_of_a_text_is_enforced(style: str) -> None:
+    arguments, head, written = WRITTEN_INPUTS[style]
+    markers = RegionMarkers("<call>", "</call>")
+    format = ResponseFormat(calls=CallFormat(arguments, call=markers, head=head))
+    properties = {"input": {"type": "string", "pattern": INPUT_PATTERN}}
+    parameters = {"type": "object", "properties": properties, "required": ["input"]}
+    tool = ToolFunction("patch", "", parameters)
+    grammar = build_response_grammar(format, tools=[tool], tool_choice="required")
+
+    def write(text: str) -> str:
+        call = written.replace("RAW", text).replace("JSON", json.dumps(text))
+        return f"<call>{call}</call>"
+
+    assert takes(grammar, write('say\na "word" \\ and\tmore\nend'))
+    assert not takes(grammar, write("say"))
+    assert not takes(grammar, write("say\n\nend"))
 
 
 def test_structured_output_comes_after_reasoning() -> None:
@@ -150,8 +216,11 @@ def test_structured_output_comes_after_reasoning() -> None:
 
 
 def test_an_embedded_grammar_keeps_its_texts() -> None:
-    lark = 'start: "start" start? /start/ // start\n'
-    assert rename_start(lark, "x") == 'x: "start" x? /start/ // start\n'
+    lark = 'start: "start" answer_free? /start/ // start\nanswer_free: "x"\n'
+    grammar = build_response_grammar(HERMES, output=lark)
+    assert takes(grammar, "startxstart")
+    assert takes(grammar, "<think>hm</think>startstart")
+    assert not takes(grammar, "start")
 
 
 # ---- with a vocabulary that has special tokens ---------------------------------------------------
@@ -278,6 +347,49 @@ def test_masks_never_dead_end(options: Mapping[str, Any], prompt: str) -> None:
     for format in (SPECIAL, ADDED):
         for seed in range(3):
             vocabulary.walk(vocabulary.build(format, prompt=prompt, **options), seed)
+
+
+@pytest.mark.parametrize(
+    ("format", "begun"),
+    [(BARE, 'So: {"name": "search"'), (PYTHONIC, "[search(")],
+    ids=["bare", "pythonic"],
+)
+def test_a_begun_call_never_dead_ends(format: ResponseFormat, begun: str) -> None:
+    vocabulary = special_vocabulary()
+    for seed in range(3):
+        matcher = vocabulary.build(format, tools=STRICT)
+        ids = vocabulary.tokenizer.encode(begun, add_special=False)
+        assert matcher.try_consume_tokens(ids) == len(ids)
+        assert not matcher.is_accepting(), "the call has to be finished"
+        vocabulary.walk(matcher, seed)
+
+
+# Regions are named between shared tokens, as Kimi K3 does.
+SHARED = ResponseFormat(
+    content=RegionMarkers("<|call|>response<|/call|>"),
+    calls=CallFormat(
+        JsonArguments(),
+        section=RegionMarkers("<|call|>tools<|/call|>", "<|/think|>"),
+        call=RegionMarkers('tool="'),
+        head='$name"',
+    ),
+)
+
+
+def test_regions_between_shared_tokens_are_told_apart() -> None:
+    vocabulary = special_vocabulary()
+
+    def takes_text(text: str) -> bool:
+        matcher = vocabulary.build(SHARED, tools=STRICT)
+        ids = vocabulary.tokenizer.encode(text, add_special=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert takes_text("<|call|>response<|/call|>Hello, tools.")
+    call = '<|call|>tools<|/call|>tool="ping"{}<|/think|>'
+    assert takes_text(call)
+    assert takes_text(f"<|call|>response<|/call|>So:{call}")
+    assert not takes_text("<|call|>tools<|/call|>Hello")
+    assert not takes_text(call.replace("{}", '{"color": "red"}'))
 
 
 def test_definitions_of_a_schema_reach_its_parameters() -> None:

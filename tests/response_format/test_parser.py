@@ -122,6 +122,29 @@ def test_json_calls(text: str, reasoning: str, content: str, calls: list[Any]) -
     assert (answer.reasoning, answer.content, calls_of(answer)) == (reasoning, content, calls)
 
 
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'),
+        (CODER, "<tool_call><function=f><parameter=n>1</parameter></function></tool_call>"),
+        (ResponseFormat(calls=SECTION), '<calls><call>f<sep>{"n": 1}</call></calls>'),
+        (PYTHONIC, "[f(n=1)]"),
+    ],
+)
+def test_what_breaks_off_before_a_name_is_content(format: ResponseFormat, text: str) -> None:
+    assert calls_of(read(format, text)) == [("f", {"n": 1})]
+    for size in range(len(text)):
+        parser = ResponseParser(format, TOOLS)
+        answer = merge_events(parser.feed(text[:size]) + parser.close())
+        assert answer.names == ["f"] or answer.content == text[:size]
+
+
+@pytest.mark.parametrize("text", ['<tool_call>{"arguments": {}}</tool_call>', "<tool_call>{}"])
+def test_an_object_without_a_name_is_content(text: str) -> None:
+    answer = read(HERMES, text)
+    assert (answer.content, answer.names) == (text, [])
+
+
 def test_a_call_that_breaks_off_is_not_complete() -> None:
     answer = read(HERMES, '<tool_call>{"name": "f", "arguments": {"s": "ha')
     assert answer.arguments == ['{"s": "ha']
@@ -133,6 +156,7 @@ def test_a_call_that_breaks_off_is_not_complete() -> None:
     [
         ("7", "n", 7),
         ("7", "s", "7"),
+        ("7.5", "n", "7.5"),
         ("  x\n", "s", "  x\n"),
         ("a\n</parameter>\nb", "s", "a\n</parameter>\nb"),
         ("null", "v", None),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ import torch
 from bloomery.artifacts.locate import locate_model
 from bloomery.attention.base import AttentionMetadata
 from bloomery.attention.torch_paged import TorchPagedAttention
-from bloomery.messages import NewRequestData, ResolvedSampling
 from bloomery.models.load import load_model
-from bloomery.runtime import sampler as sampler_module
-from bloomery.runtime.activation_memory import LargestStep, measure_activation_memory
-from bloomery.runtime.sampler import Sampler
+from bloomery.runtime.activation_memory import (
+    LOGITS_CHUNK,
+    LargestStep,
+    measure_activation_memory,
+)
 from tests.parity.cases import CASES, make_checkpoint
 from tests.parity.serve import build_plan
 
@@ -59,16 +59,14 @@ def test_the_measured_step_is_as_large_as_the_limits_allow(
         block_size=BLOCK_SIZE,
     )
     decoder.build_rope_cache(max_len)
-    sampled: list[tuple[int, int]] = []
-    original_sample = Sampler.sample
+    num_logits: list[int] = []
+    original_logits = decoder.logits
 
-    def spy_sample(
-        self: Sampler, logits: torch.Tensor, requests: Sequence[tuple[int, int, Sequence[int]]]
-    ) -> Any:
-        sampled.append((len(logits), max(position for _, position, _ in requests)))
-        return original_sample(self, logits, requests)
+    def spy_logits(hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+        num_logits.append(len(hidden))
+        return original_logits(hidden, **options)
 
-    monkeypatch.setattr(Sampler, "sample", spy_sample)
+    monkeypatch.setattr(decoder, "logits", spy_logits)
     backend = SpyAttention()
     num_bytes = measure_activation_memory(
         decoder, backend, limits, torch.float32, captured_tokens=8
@@ -78,7 +76,7 @@ def test_the_measured_step_is_as_large_as_the_limits_allow(
     seq_lens = [step.host_seq_lens for step in backend.steps]
     assert max(map(sum, query_lens)) >= min(max_tokens, max_num_seqs * max_len)
     assert max(lengths[0] for lengths in seq_lens) == max_len
-    assert sampled == [(max_num_seqs, max_len - 1)]
+    assert max(num_logits) == max(max_num_seqs, LOGITS_CHUNK)
     for step in backend.steps:
         check_layout(step, max_len)
     largest = LargestStep(decoder, TorchPagedAttention(), limits, torch.float32)
@@ -103,33 +101,3 @@ def check_layout(step: AttentionMetadata, max_len: int) -> None:
             assert int(step.slot_mapping[token]) == slot
             token += 1
     assert token == len(step.positions) == int(step.query_start_loc[-1])
-
-
-def test_sampling_in_chunks_gives_the_same_tokens_and_logprobs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    vocab_size = 60
-    num_rows = 23
-    variants = [
-        ResolvedSampling(),
-        ResolvedSampling(0.0),
-        ResolvedSampling(0.8, top_p=0.7),
-        ResolvedSampling(1.2, top_k=9, logprobs=4),
-        ResolvedSampling(0.9, typical_p=0.6, logprobs=2),
-        ResolvedSampling(0.7, top_p=0.9, repetition_penalty=1.3),
-    ]
-    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
-
-    def sample_all() -> object:
-        sampler = Sampler(num_rows, vocab_size)
-        for row in range(num_rows):
-            tokens = tuple(range(row % 7 + 1))
-            sampling = replace(variants[row % len(variants)], seed=row)
-            sampler.admit(row, NewRequestData(tokens, len(tokens), sampling, ()))
-        output = sampler.sample(logits, [(row, row % 7 + 1, ()) for row in range(num_rows)])
-        return output.collect(), sampler.prompt_logprobs(logits, list(range(num_rows)), 3)
-
-    in_one_chunk = sample_all()
-    for chunk_rows in (1, 2, 5):
-        monkeypatch.setattr(sampler_module, "MAX_CHUNK_LOGITS", chunk_rows * vocab_size)
-        assert sample_all() == in_one_chunk

@@ -212,7 +212,7 @@ def closing(loop: EngineLoop) -> Iterator[EngineLoop]:
 def test_tiles_are_full_and_place_invariant(start_engine: StartEngine) -> None:
     loop = start_engine()
     model: BatchInvariantForward = loop.executor.worker.model  # type: ignore[attr-defined]
-    assert model.tile_size == CPU_TILE_SIZE and model.is_place_invariant(VOCAB, BLOCK_SIZE)
+    assert model.tile_size == CPU_TILE_SIZE and model.is_place_invariant(VOCAB)
     hidden = torch.randn(37, 128, dtype=model.forward.decoder.dtype)
     tiles = [model._pad_tile(part, 0) for part in hidden.split(model.tile_size)]
     assert {len(tile) for tile in tiles} == {CPU_TILE_SIZE}

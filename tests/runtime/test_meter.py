@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -25,6 +28,8 @@ LLAMA = {
     "rope_theta": 5e5,
     "hidden_act": "silu",
 }
+SHAPES_FOLDER = Path(__file__).parents[2] / "benchmarks" / "shapes"
+GPT_OSS = json.loads((SHAPES_FOLDER / "gpt-oss-20b.json").read_text())
 
 
 @pytest.mark.parametrize("extra_bytes", [0, 1 << 10, 1 << 26, -(1 << 26)])
@@ -48,6 +53,22 @@ def test_the_floor_of_quantized_weights_counts_their_own_bytes() -> None:
     loaded = build_roofline(model, hardware, weights_bytes, torch.bfloat16, torch.bfloat16, 1, 1)
     # A step reads only one row of the embedding.
     read_bytes = (parameters.matrices + parameters.head) * 4.5 / 8
+    floor = loaded.floor_seconds(1, 100, 1)
+    assert floor == pytest.approx(read_bytes / hardware.bandwidth, rel=0.02)
+
+
+def test_quantized_experts_count_apart_from_the_other_matrices() -> None:
+    """Each token reads 4 of the 32 experts, whose weights have 4.25 bits."""
+    model = describe_config(GPT_OSS).model
+    hardware = HARDWARE_SPECS["h200"]
+    counts = count_parameters(model)
+    assert 20.9e9 < counts.total < 20.95e9
+    expert_bytes = counts.experts * 17 // 32
+    weights_bytes = 2 * (counts.total - counts.experts) + expert_bytes
+    loaded = build_roofline(
+        model, hardware, weights_bytes, torch.bfloat16, torch.bfloat16, 1, 1, expert_bytes
+    )
+    read_bytes = 2 * (counts.matrices + counts.head) + expert_bytes * 4 / 32
     floor = loaded.floor_seconds(1, 100, 1)
     assert floor == pytest.approx(read_bytes / hardware.bandwidth, rel=0.02)
 

@@ -11,7 +11,7 @@ NEW_REQUEST = NewRequestData((1, 2, 3), 3, ResolvedSampling(temperature=0.0), ()
 
 
 def add_request(rows: RequestRows, sequence: int, block: int) -> None:
-    rows.add(sequence, NEW_REQUEST, fused_sampling=True)
+    rows.add(sequence, NEW_REQUEST)
     rows.append_blocks(sequence, (block,))
 
 
@@ -21,7 +21,7 @@ def test_the_batch_order_holds_until_a_request_joins_or_leaves() -> None:
         add_request(rows, sequence, block=sequence)
     first = rows.order_decodes((5, 6), (3, 7))
     assert first.step_indices == (1, 0)
-    assert [row.block_table for row in first.rows] == [[6], [5]]
+    assert [row.block_tables[0] for row in first.rows] == [[6], [5]]
     assert rows.order_decodes((5, 6), (4, 8)) is first
     alone = rows.order_decodes((6,), (9,))
     assert alone.row_indices.tolist() == first.row_indices[:1].tolist()
@@ -29,7 +29,7 @@ def test_the_batch_order_holds_until_a_request_joins_or_leaves() -> None:
     add_request(rows, 7, block=7)  # takes the row that sequence 6 had
     add_request(rows, 6, block=8)
     again = rows.order_decodes((6,), (3,))
-    assert [row.block_table for row in again.rows] == [[8]]
+    assert [row.block_tables[0] for row in again.rows] == [[8]]
     assert again.row_indices.tolist() != first.row_indices[:1].tolist()
 
 
@@ -39,9 +39,9 @@ def test_new_blocks_reach_the_device_once() -> None:
     rows.append_blocks(5, (7,))
     rows.upload_new_blocks()
     index = rows.by_sequence[5].index
-    assert rows.block_tables[index].tolist() == [2, 7, 9, 9]
+    assert rows.block_tables[0, index].tolist() == [2, 7, 9, 9]
     assert not rows.grown_rows
     rows.append_blocks(5, (1,))
     rows.upload_new_blocks()
-    assert rows.block_tables[index].tolist() == [2, 7, 1, 9]
-    assert (rows.block_tables[rows.padding_row] == 9).all()
+    assert rows.block_tables[0, index].tolist() == [2, 7, 1, 9]
+    assert (rows.block_tables[0, rows.padding_row] == 9).all()

@@ -22,13 +22,11 @@ from bloomery.attention.triton_paged import TritonPagedAttention
 from bloomery.engine.loop import EngineLoop
 from bloomery.executors.local import LocalExecutor
 from bloomery.kernels import paged_decode, paged_prefill
-from bloomery.kernels.launch import triton_interpreted
+from bloomery.kernels.launch import MissingKernels, triton_interpreted
 from bloomery.messages import EngineRequest, ResolvedSampling
 from bloomery.runtime.rows import BatchOrder, PlacedRequest
 from bloomery.runtime.runner import CudaGraphRunner, GraphPool, ModelForward, ModelRunner
-from bloomery.runtime.sampler import FusedSampler
 from bloomery.runtime.step_batch import (
-    NUM_PREFILL_SLOTS,
     SHORT_DECODE_POSITIONS,
     CaptureSizes,
     decode_batch_sizes,
@@ -56,8 +54,11 @@ MODEL_SIZES = {
 }
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tf.LlamaConfig(**MODEL_SIZES),
-    "gemma2": lambda: tf.Gemma2Config(
-        **MODEL_SIZES, head_dim=8, sliding_window=9, attn_logit_softcapping=20.0
+    "gemma2": lambda: tf.Gemma2Config(  # two cache groups
+        **MODEL_SIZES | {"num_hidden_layers": 2},
+        head_dim=8,
+        sliding_window=9,
+        attn_logit_softcapping=20.0,
     ),
     "mixtral": lambda: tf.MixtralConfig(**MODEL_SIZES, num_local_experts=4, num_experts_per_tok=2),
     "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4),
@@ -83,21 +84,21 @@ class SpyModelRunner(ModelRunner):
         self.num_masked_runs += 1
         super().sample_masked(*arguments)
 
-    def run_decodes(self, order: BatchOrder, fused_sampling: bool) -> None:
+    def run_decodes(self, order: BatchOrder, is_masked: bool) -> None:
         self.num_decode_runs += 1
-        super().run_decodes(order, fused_sampling)
+        super().run_decodes(order, is_masked)
 
     def run_mixed(
         self,
         order: BatchOrder,
         chunks: Sequence[PlacedRequest],
         max_position: int,
-        fused_sampling: bool = True,
+        is_masked: bool = False,
     ) -> Any:
         samples = tuple(scheduled.samples for scheduled, _ in chunks)
         self.mixed_runs.append((len(order.rows), samples))
         position = max_position if self.short_decodes else SHORT_DECODE_POSITIONS
-        return super().run_mixed(order, chunks, position, fused_sampling)
+        return super().run_mixed(order, chunks, position, is_masked)
 
 
 def use_self_feeding_steps(
@@ -109,10 +110,12 @@ def use_self_feeding_steps(
         prefill_tiling=paged_prefill.PagedPrefillTiling(32, 16, 4, 2, 2, 1),
     )
     runner = SpyModelRunner(
-        ModelForward(worker.decoder, backend, worker.caches),
+        ModelForward(
+            worker.decoder, backend, worker.caches, layer_tables=worker.cache.layer_tables
+        ),
         worker.rows,
-        worker.plan.block_size,
-        FusedSampler(worker.sampler, NUM_PREFILL_SLOTS),
+        worker.cache.kernel_block_size,
+        worker.sampler,
         VOCAB,
         short_decodes=short_decodes,
     )
@@ -236,9 +239,10 @@ class CountingGraphPool(GraphPool):
 
     def __init__(self) -> None:
         self.pending = []
+        self.incomplete = []
         self.num_captured = 0
 
-    def capture(self, work: Callable[[], None]) -> Any:
+    def capture(self, work: Callable[[], None], missing: MissingKernels) -> Any:
         self.num_captured += 1
         return RepeatedWork(work)
 
@@ -258,19 +262,29 @@ def test_a_shape_is_captured_after_its_second_run() -> None:
     assert pool.num_captured == 1 and not pool.pending
 
 
-def test_capturing_ahead_runs_the_work_once() -> None:
-    pool = CountingGraphPool()
+class ColdGraphPool(CountingGraphPool):
+    """Misses a kernel at the first capture."""
+
+    def capture(self, work: Callable[[], None], missing: MissingKernels) -> Any:
+        if not self.num_captured:
+            missing["specialization"] = "cold_kernel"
+        return super().capture(work, missing)
+
+
+def test_a_graph_that_lacks_a_kernel_is_not_kept() -> None:
     runs = []
-    graph_runner = CudaGraphRunner(pool)
-    for _ in range(2):
-        graph_runner.capture(decode_shape(8), lambda: runs.append(0))
-    assert runs == [0] and pool.num_captured == 1
-    graph_runner.run(decode_shape(8), lambda: runs.append(1))
-    assert runs == [0, 0]  # the captured work ran, not the given one
+    missing: MissingKernels = {}
+    graph_runner = CudaGraphRunner(ColdGraphPool())
+    assert not graph_runner.capture(decode_shape(8), lambda: runs.append(0), missing)
+    assert missing == {"specialization": "cold_kernel"} and not graph_runner.graphs
+    assert graph_runner.capture(decode_shape(8), lambda: runs.append(1), missing)
+    assert graph_runner.capture(decode_shape(8), lambda: runs.append(2), missing)  # it exists
+    graph_runner.run(decode_shape(8), lambda: runs.append(3))
+    assert runs == [1]  # the captured work ran, and only now
 
 
-def generate(loop: EngineLoop, capture: bool) -> dict[str, list[int]]:
-    """Return the tokens of four requests; with `capture` a graph is captured after every step."""
+def generate(loop: EngineLoop) -> dict[str, list[int]]:
+    """Return the tokens of four requests."""
     tokens: dict[str, list[int]] = {}
     for i, prompt_len in enumerate((3, 9, 5, 7)):
         sampling = ResolvedSampling(0.9, top_p=0.9, seed=i)
@@ -280,20 +294,17 @@ def generate(loop: EngineLoop, capture: bool) -> dict[str, list[int]]:
         loop.add(EngineRequest(str(i), prompt, sampling, 12 + 4 * i))
         tokens[str(i)] = []
     while loop.busy:
-        loop.next_capture_time = 0.0  # no rest between captures
-        if capture:
-            loop.capture_in_background()
         for output in loop.step():
             tokens[output.request] += output.ids
     return tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
-def test_background_graph_capture_changes_no_tokens(name: str, tmp_path: Path) -> None:
+def test_captured_graphs_change_no_tokens(name: str, tmp_path: Path) -> None:
     """Running a step over padding leaves rows, batch slots and KV cache of requests unchanged."""
     make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
     settings = build_plan(tmp_path, 64, max_num_seqs=6)
-    expected = generate(build_engine_loop(settings), capture=False)
+    expected = generate(build_engine_loop(settings))
     loop = build_engine_loop(settings)
     assert isinstance(loop.executor, LocalExecutor) and loop.executor.worker is not None
     worker = loop.executor.worker
@@ -302,14 +313,13 @@ def test_background_graph_capture_changes_no_tokens(name: str, tmp_path: Path) -
     pool = CountingGraphPool()
     graph_runner = CudaGraphRunner(pool)
     worker.runner.use_cuda_graphs(graph_runner)
-    worker.capture_progress = worker.runner.capture_graphs()
-    assert generate(loop, capture=True) == expected
-    while loop.pending_captures:
-        loop.capture_in_background()
+    reported = []
+    worker.capture_graphs(report=lambda what, done, total: reported.append((done, total)))
     num_sizes = len(decode_batch_sizes(6))
     assert pool.num_captured == 2 * num_sizes
-    assert generate(loop, capture=True) == expected
+    assert reported[-1] == (pool.num_captured, pool.num_captured)
+    assert generate(loop) == expected
     assert pool.num_captured == 2 * num_sizes  # nothing was left to capture
     captured = list(graph_runner.graphs)
-    assert all(shape.fused_sampling for shape in captured[:num_sizes])
-    assert not any(shape.fused_sampling for shape in captured[num_sizes:])  # masked steps, last
+    assert not any(shape.is_masked for shape in captured[:num_sizes])
+    assert all(shape.is_masked for shape in captured[num_sizes:])  # the last ones

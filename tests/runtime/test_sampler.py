@@ -1,7 +1,12 @@
-"""The sampler compared with Python loops over one row of logits, alone and in batches."""
+"""The sampler compared with Python loops over one row of logits, alone and in batches.
+
+Every test runs with torch and with the native CPU kernels. tests/kernels/test_sampling.py compares
+the GPU kernels with torch.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from dataclasses import replace
@@ -10,10 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bloomery import sampling as limits
+from bloomery.kernels import sampling_rows
 from bloomery.messages import NewRequestData, ResolvedSampling
-from bloomery.runtime.sampler import MAX_CHUNK_LOGITS, Sampler
+from bloomery.native.build import NativeBuildError
+from bloomery.native.thread_pool import ThreadPool
+from bloomery.runtime.sampler import SCORED_TOKENS, Sampler, read_reports
 from tests.kernels.test_sampling_reference import scalar_gumbel
 
 VOCAB_SIZE = 97
@@ -163,7 +171,27 @@ def sample_row(sampler: Sampler, logits: torch.Tensor, row: int, position: int) 
     return tokens[0]
 
 
+@functools.cache
+def native_pool() -> ThreadPool:
+    return ThreadPool(2)
+
+
+def build_sampler(implementation: str, num_rows: int, vocab_size: int) -> Sampler:
+    if implementation == "torch":
+        return Sampler(num_rows, vocab_size)
+    try:
+        return Sampler(num_rows, vocab_size, pool=native_pool())
+    except NativeBuildError as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def implementation(request):
+    return request.param
+
+
 def run_alone(
+    implementation: str,
     request: NewRequestData,
     steps: int,
     vocab_size: int = VOCAB_SIZE,
@@ -171,7 +199,7 @@ def run_alone(
     row: int = 0,
 ) -> list[int]:
     """Return a request's output when it is alone in the sampler."""
-    sampler = Sampler(row + 1, vocab_size)
+    sampler = build_sampler(implementation, row + 1, vocab_size)
     sampler.admit(row, request)
     tokens = list(request.tokens)
     for _ in range(steps):
@@ -214,11 +242,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_parameter_equals_the_reference(name):
+def test_each_parameter_equals_the_reference(implementation, name):
     num_certain = 0
     for seed in range(6):
         request = new_request(replace(CASES[name], seed=seed), [5, 96, 3, 3, 1], stop_ids=(0, 2))
-        sampler = Sampler(1, VOCAB_SIZE)
+        sampler = build_sampler(implementation, 1, VOCAB_SIZE)
         sampler.admit(0, request)
         tokens = list(request.tokens)
         for _ in range(15):
@@ -253,13 +281,15 @@ new_requests = st.builds(new_request, samplings, prompts, st.just(()), floats([(
 
 
 @given(st.lists(new_requests, min_size=1, max_size=6), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
-def test_mixed_batches_equal_the_reference_and_a_run_alone(requests, rng):
+@settings(max_examples=30, deadline=None)
+def test_mixed_batches_equal_the_reference_and_a_run_alone(implementation, requests, rng):
     """Requests use any rows in any order, are preempted and resumed: the tokens are the same."""
     steps = 6
     num_rows = 9
-    sampler = Sampler(num_rows, VOCAB_SIZE)
-    expected = [run_alone(request, steps, salt=i) for i, request in enumerate(requests)]
+    sampler = build_sampler(implementation, num_rows, VOCAB_SIZE)
+    expected = [
+        run_alone(implementation, request, steps, salt=i) for i, request in enumerate(requests)
+    ]
     tokens = [list(request.tokens) for request in requests]
     final_lens = [request.prompt_len + steps for request in requests]
     rows: dict[int, int] = {}  # index of the request -> row
@@ -294,13 +324,13 @@ def test_mixed_batches_equal_the_reference_and_a_run_alone(requests, rng):
 @pytest.mark.parametrize(
     "params", [{}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.95}, {"typical_p": 0.8}]
 )
-def test_twenty_runs_among_random_requests_give_the_same_tokens(params):
+def test_twenty_runs_among_random_requests_give_the_same_tokens(implementation, params):
     vocab_size = 1500
     rng = random.Random(4)
     request = new_request(ResolvedSampling(seed=2**63 + 11, **params), [1, 2, 3])
-    expected = run_alone(request, 8, vocab_size)
+    expected = run_alone(implementation, request, 8, vocab_size)
     for _ in range(20):
-        sampler = Sampler(12, vocab_size)
+        sampler = build_sampler(implementation, 12, vocab_size)
         num_others = rng.randrange(1, 8)
         rows = rng.sample(range(12), num_others + 1)
         own_row = rows[0]
@@ -326,11 +356,11 @@ def test_twenty_runs_among_random_requests_give_the_same_tokens(params):
         assert tokens[3:] == expected
 
 
-def test_tokens_depend_on_seeds_and_positions():
+def test_tokens_depend_on_seeds_and_positions(implementation):
     flat = torch.zeros(1, VOCAB_SIZE)
     outputs = set()
     for seed in (0, 1, 2**32, 2**63):
-        sampler = Sampler(1, VOCAB_SIZE)
+        sampler = build_sampler(implementation, 1, VOCAB_SIZE)
         sampler.admit(0, new_request(ResolvedSampling(seed=seed), [1]))
         output = tuple(sample_row(sampler, flat, 0, position) for position in range(1, 13))
         outputs.add(output)
@@ -338,10 +368,10 @@ def test_tokens_depend_on_seeds_and_positions():
     assert all(len(set(output)) > 5 for output in outputs)
 
 
-def test_samples_follow_the_truncated_distribution():
+def test_samples_follow_the_truncated_distribution(implementation):
     logits = torch.linspace(0, -4, 60)
     sampling = ResolvedSampling(temperature=0.8, top_k=20, seed=3)
-    sampler = Sampler(1, 60)
+    sampler = build_sampler(implementation, 1, 60)
     sampler.admit(0, new_request(sampling, [1]))
     num_samples = 2000
     tokens = [
@@ -360,18 +390,18 @@ def test_samples_follow_the_truncated_distribution():
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0, "top_k": 1}]
 )
-def test_ties_go_to_the_lowest_id(params):
+def test_ties_go_to_the_lowest_id(implementation, params):
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, [11, 40, 90]] = 2.5
     for seed in range(5):
-        sampler = Sampler(1, VOCAB_SIZE)
+        sampler = build_sampler(implementation, 1, VOCAB_SIZE)
         sampler.admit(0, new_request(ResolvedSampling(seed=seed, **params), [1]))
         assert sample_row(sampler, logits, 0, 1) == 11
 
 
-def test_top_k_keeps_exactly_k_among_equals():
+def test_top_k_keeps_exactly_k_among_equals(implementation):
     logits = torch.zeros(1, VOCAB_SIZE)
-    sampler = Sampler(1, VOCAB_SIZE)
+    sampler = build_sampler(implementation, 1, VOCAB_SIZE)
     sampler.admit(0, new_request(ResolvedSampling(top_k=3), [1]))
     tokens = {sample_row(sampler, logits, 0, position) for position in range(1, 200)}
     assert tokens == {0, 1, 2}
@@ -381,14 +411,14 @@ def test_top_k_keeps_exactly_k_among_equals():
     "params",
     [{"top_p": 0.97}, {"top_p": 0.9999}, {"typical_p": 0.9}, {"top_k": 700}, {"top_p": 0.2}],
 )
-def test_truncation_beyond_the_first_candidates(params):
+def test_truncation_beyond_the_first_candidates(implementation, params):
     """Truncation keeps more tokens than the candidates that are sorted first."""
     vocab_size = 20_000
     num_certain = 0
     for seed, spread in ((0, 0.5), (1, 1.0), (2, 3.0)):
         logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
         request = new_request(ResolvedSampling(temperature=0.9, seed=seed, **params), [1])
-        sampler = Sampler(3, vocab_size)
+        sampler = build_sampler(implementation, 3, vocab_size)
         sampler.admit(2, request)
         sampler.admit(0, new_request(ResolvedSampling(top_k=3), [1]))
         for position in (1, 2, 3):
@@ -401,11 +431,11 @@ def test_truncation_beyond_the_first_candidates(params):
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e-5, 1e-3, 1e5, 3.4e38])
-def test_extreme_temperatures_stay_finite(temperature):
+def test_extreme_temperatures_stay_finite(implementation, temperature):
     logits = torch.tensor([[50.0, -1000.0, 3.0, 49.0]])
     for params in ({}, {"top_p": 0.9}, {"top_k": 2}):
         sampling = ResolvedSampling(temperature=temperature, allowed_token_ids=(0, 1, 3), **params)
-        sampler = Sampler(1, 4)
+        sampler = build_sampler(implementation, 1, 4)
         sampler.admit(0, new_request(sampling, [1]))
         tokens = {sample_row(sampler, logits, 0, position) for position in range(1, 60)}
         assert tokens <= {0, 1, 3}
@@ -415,7 +445,7 @@ def test_extreme_temperatures_stay_finite(temperature):
 @pytest.mark.parametrize("logit", [4.0, -4.0])
 @pytest.mark.parametrize("count", [0, 1, 3])
 @pytest.mark.parametrize("in_prompt", [0, 2])
-def test_penalties_are_exact(logit, count, in_prompt):
+def test_penalties_are_exact(implementation, logit, count, in_prompt):
     """A rival just above the penalized value wins, one just below loses.
 
     The other request has a longer history; its tokens must not be read.
@@ -427,7 +457,7 @@ def test_penalties_are_exact(logit, count, in_prompt):
     if count or in_prompt:
         value = logit / 1.25 if logit > 0 else logit * 1.25
     value -= 0.5 * count + (0.25 if count else 0.0)
-    sampler = Sampler(2, VOCAB_SIZE)
+    sampler = build_sampler(implementation, 2, VOCAB_SIZE)
     sampler.admit(1, new_request(sampling, [7] * 20))
     for rival, winner in ((value + 0.01, 8), (value - 0.01, 7)):
         # An earlier request has left its history in the same row.
@@ -442,21 +472,21 @@ def test_penalties_are_exact(logit, count, in_prompt):
         assert sampler.sample(logits, samples).collect()[0][0] == (winner,)
 
 
-def test_min_tokens_is_exact():
+def test_min_tokens_is_exact(implementation):
     """Stop tokens are by far the likeliest: one comes right after min_tokens other tokens."""
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, [0, 7]] = 50.0
     for min_tokens in (0, 1, 5):
-        sampler = Sampler(1, VOCAB_SIZE)
+        sampler = build_sampler(implementation, 1, VOCAB_SIZE)
         sampling = ResolvedSampling(temperature=0.0, min_tokens=min_tokens)
         sampler.admit(0, new_request(sampling, [1, 2], stop_ids=(0, 7)))
         output = [sample_row(sampler, logits, 0, 2 + i) for i in range(min_tokens + 1)]
         assert [token in (0, 7) for token in output] == [False] * min_tokens + [True]
 
 
-def test_a_rule_that_would_leave_no_token_is_ignored():
+def test_a_rule_that_would_leave_no_token_is_ignored(implementation):
     logits = torch.arange(float(VOCAB_SIZE)).repeat(2, 1)
-    sampler = Sampler(2, VOCAB_SIZE)
+    sampler = build_sampler(implementation, 2, VOCAB_SIZE)
     all_bad = ResolvedSampling(temperature=0.0, allowed_token_ids=(5, 6), bad_words=((5,), (6,)))
     only_stop = ResolvedSampling(allowed_token_ids=(5,), min_tokens=3)
     sampler.admit(0, new_request(all_bad, [1]))
@@ -477,8 +507,8 @@ def test_a_rule_that_would_leave_no_token_is_ignored():
         {"min_p": 0.5},
     ],
 )
-def test_broken_logits_still_give_a_token(params, value):
-    sampler = Sampler(1, VOCAB_SIZE)
+def test_broken_logits_still_give_a_token(implementation, params, value):
+    sampler = build_sampler(implementation, 1, VOCAB_SIZE)
     sampler.admit(0, new_request(ResolvedSampling(**params), [1]))
     logits = torch.full((1, VOCAB_SIZE), value)
     assert 0 <= sample_row(sampler, logits, 0, 1) < VOCAB_SIZE
@@ -488,13 +518,13 @@ def test_broken_logits_still_give_a_token(params, value):
 
 
 @given(new_requests, st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
-def test_speculative_decoding_equals_a_run_without_drafts(request, rng):
+@settings(max_examples=30, deadline=None)
+def test_speculative_decoding_equals_a_run_without_drafts(implementation, request, rng):
     """Good and bad drafts, batched with a request without any, change no token or logprob."""
     request = replace(request, sampling=replace(request.sampling, logprobs=2))
-    expected = run_alone(request, 14)
+    expected = run_alone(implementation, request, 14)
     other_request = new_request(ResolvedSampling(temperature=0.0, repetition_penalty=1.5), [8])
-    sampler = Sampler(3, VOCAB_SIZE)
+    sampler = build_sampler(implementation, 3, VOCAB_SIZE)
     sampler.admit(1, request)
     sampler.admit(2, other_request)
     tokens = list(request.tokens)
@@ -521,7 +551,7 @@ def test_speculative_decoding_equals_a_run_without_drafts(request, rng):
         assert len(logprobs) == len(new_tokens)
         tokens += new_tokens
         other_tokens += other_new
-    assert other_tokens[1:] == run_alone(other_request, len(other_tokens) - 1)
+    assert other_tokens[1:] == run_alone(implementation, other_request, len(other_tokens) - 1)
 
 
 # ---- log-probabilities ----
@@ -538,10 +568,10 @@ def check_logprobs(entry, logits: torch.Tensor, token: int, count: int) -> None:
     assert [logprob for _, logprob in entry.top] == pytest.approx(top_logprobs, abs=1e-5)
 
 
-def test_logprobs_are_those_of_the_unchanged_logits():
+def test_logprobs_are_those_of_the_unchanged_logits(implementation):
     """Penalties and temperature do not matter; there are as many top tokens as requested."""
     counts = [None, 0, 1, 5, 20]
-    sampler = Sampler(5, VOCAB_SIZE)
+    sampler = build_sampler(implementation, 5, VOCAB_SIZE)
     sampling = ResolvedSampling(
         temperature=2.0, top_k=50, logit_bias=((3, 20.0),), repetition_penalty=1.5
     )
@@ -557,58 +587,42 @@ def test_logprobs_are_those_of_the_unchanged_logits():
 
 
 @pytest.mark.parametrize("count", [0, 3, VOCAB_SIZE, VOCAB_SIZE + 5])
-def test_prompt_logprobs(count):
+def test_prompt_logprobs(implementation, count):
     tokens = [3, 96, 0, 5, 5, 5, 17, 1, 2, 3]
     logits = torch.stack([fake_logits(tokens[: i + 1]) for i in range(9)])
-    entries = Sampler(1, VOCAB_SIZE).prompt_logprobs(logits, tokens[1:], count)
+    sampler = build_sampler(implementation, 1, VOCAB_SIZE)
+    reports = sampler.score_tokens(logits, tokens[1:], count)
+    entries = read_reports(reports, tokens[1:], [min(count, VOCAB_SIZE)] * 9)
     assert len(entries) == 9
     for entry, row_logits, token in zip(entries, logits, tokens[1:]):
         check_logprobs(entry, row_logits, token, count)
 
 
-def test_logprobs_of_long_prompts_are_computed_in_chunks():
-    num_positions = 9  # more than two chunks
-    vocab_size = MAX_CHUNK_LOGITS // 4
-    logits = torch.randn(num_positions, vocab_size)
-    sampler = Sampler(1, vocab_size)
+def test_logprobs_of_long_prompts_are_computed_in_chunks(implementation):
+    num_positions = 2 * SCORED_TOKENS + 3
+    logits = torch.randn(num_positions, VOCAB_SIZE)
+    sampler = build_sampler(implementation, 1, VOCAB_SIZE)
     one_by_one = [
-        sampler.prompt_logprobs(row_logits.unsqueeze(0), [i], 2)[0]
+        sampler.score_tokens(row_logits.unsqueeze(0), [i % VOCAB_SIZE], 2)
         for i, row_logits in enumerate(logits)
     ]
-    assert sampler.prompt_logprobs(logits, list(range(num_positions)), 2) == one_by_one
+    tokens = [i % VOCAB_SIZE for i in range(num_positions)]
+    assert torch.equal(sampler.score_tokens(logits, tokens, 2), torch.cat(one_by_one))
 
 
-def test_half_precision_logits_give_the_same_tokens():
+def test_half_precision_logits_give_the_same_tokens(implementation):
     logits = fake_logits([1]).unsqueeze(0)
     for params in ({"temperature": 0.0}, {"top_p": 0.9}, {"repetition_penalty": 2.0}):
         outputs = []
         for typed_logits in (logits, logits.bfloat16()):
-            sampler = Sampler(1, VOCAB_SIZE)
+            sampler = build_sampler(implementation, 1, VOCAB_SIZE)
             sampler.admit(0, new_request(ResolvedSampling(logprobs=3, **params), [1]))
             outputs.append(sampler.sample(typed_logits, [(0, 1, ())]).collect())
         assert outputs[0] == outputs[1]
 
 
-class LargeOperationRecorder(TorchDispatchMode):
-    """Records every operation that reads a tensor as large as the logits."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.size = size
-        self.operations = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(isinstance(arg, torch.Tensor) and arg.numel() >= self.size for arg in args):
-            self.operations.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_greedy_batch_costs_one_argmax():
-    sampler = Sampler(8, VOCAB_SIZE)
-    for row in range(8):
-        sampler.admit(row, new_request(ResolvedSampling(temperature=0.0), [1]))
-    logits = torch.randn(8, VOCAB_SIZE)
-    with LargeOperationRecorder(logits.numel()) as recorder:
-        output = sampler.sample(logits, [(row, 1, ()) for row in range(8)])
-    assert recorder.operations == ["argmax"]
-    assert torch.equal(output.tokens, logits.argmax(-1))
+def test_requests_fit_into_the_tables():
+    assert limits.MAX_LOGPROBS == sampling_rows.MAX_TOP_LOGPROBS
+    assert limits.MAX_BAD_WORDS == sampling_rows.MAX_BAD_WORDS
+    assert limits.MAX_BAD_WORD_TOKENS == sampling_rows.MAX_BAD_WORD_TOKENS
+    assert 2 * limits.MAX_BAD_WORD_LENGTH <= sampling_rows.NUM_RECENT

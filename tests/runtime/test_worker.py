@@ -13,7 +13,7 @@ import torch
 from bloomery.engine.executor import PendingStep
 from bloomery.engine.loop import EngineLoop
 from bloomery.executors.local import LocalExecutor
-from bloomery.messages import EngineRequest, ResolvedSampling, ScheduledStep
+from bloomery.messages import EngineRequest, ResolvedSampling, ScheduledStep, TokenLogprob
 from bloomery.runtime.worker import single_torch_thread
 from tests.parity.cases import CASES, VOCAB, make_checkpoint
 from tests.parity.serve import build_engine_loop, build_plan, run_requests
@@ -34,47 +34,96 @@ class ExplicitExecutor(LocalExecutor):
         return super().submit(ScheduledStep(step.requests, step.finished))
 
 
-def make_requests(seed: int, unfused: bool) -> list[EngineRequest]:
-    """Greedy and sampled requests; with `unfused` some that fused sampling cannot serve."""
+# Every sampling parameter; requests get random mixes of them.
+PARAMETERS: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.4, "presence_penalty": -0.3},
+    {"logprobs": 0},
+    {"logprobs": 4},
+    {"prompt_logprobs": 1},
+    {"top_p": 0.7},
+    {"top_k": 9},
+    {"min_p": 0.1},
+    {"typical_p": 0.6},
+    {"logit_bias": ((3, 4.0), (9, -50.0))},
+    {"allowed_token_ids": tuple(range(3, 40, 2))},
+    {"bad_words": ((5,), (7, 9), (9, 7, 9))},
+    {"min_tokens": 3},
+    {"watermark": (0.5, 3.0)},
+)
+
+
+def make_requests(seed: int, mixed: bool) -> list[EngineRequest]:
+    """Greedy and sampled requests; with `mixed` each has some of all sampling parameters."""
     random = Random(seed)
     requests = []
-    for number in range(7):
+    for number in range(9):
         options: dict[str, Any] = {"temperature": random.choice((0.0, 0.9)), "seed": number}
-        if unfused and number % 3 == 0:
-            options["repetition_penalty"] = 1.3
-        if unfused and number == 4:
-            options["logprobs"] = 2
+        if mixed:
+            for parameters in random.sample(PARAMETERS, number % 5):
+                options |= parameters
         prompt = tuple(random.randrange(3, VOCAB) for _ in range(random.randint(1, 20)))
         sampling = ResolvedSampling(**options)
-        requests.append(EngineRequest(str(number), prompt, sampling, random.randint(3, 14)))
+        stop_ids = (2, 11) if "min_tokens" in options else ()
+        requests.append(
+            EngineRequest(str(number), prompt, sampling, random.randint(3, 14), stop_ids)
+        )
     return requests
 
 
-def generate(loop: EngineLoop, requests: list[EngineRequest]) -> dict[str, list[tuple[int, int]]]:
-    """Return the token ids of each request, each with its number of log-probabilities."""
+def generate(loop: EngineLoop, requests: list[EngineRequest]) -> dict[str, list[Any]]:
+    """Return the token ids of each request, each with its rounded log-probabilities."""
     outputs = run_requests(loop, requests)
     return {
-        name: [(token, len(output.logprobs)) for output in entries for token in output.ids]
+        name: [
+            (output.ids, round_logprobs(output.logprobs), round_logprobs(output.prompt_logprobs))
+            for output in entries
+        ]
         for name, entries in outputs.items()
     }
+
+
+def round_logprobs(entries: tuple[TokenLogprob, ...]) -> list[Any]:
+    return [
+        (entry.token, round(entry.logprob, 3), [token for token, _ in entry.top])
+        for entry in entries
+    ]
 
 
 def make_llama(folder: Path) -> None:
     make_checkpoint(next(case for case in CASES if case.name == "llama"), folder)
 
 
-@pytest.mark.parametrize("unfused", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("cpu_kernels", [False, True])
 def test_self_feeding_steps_give_the_tokens_of_host_built_steps(
-    cpu_kernels: bool, unfused: bool, tmp_path: Path
+    cpu_kernels: bool, mixed: bool, tmp_path: Path
 ) -> None:
     make_llama(tmp_path)
     settings = build_plan(tmp_path, 64, cpu_kernels=cpu_kernels, **OPTIONS)
-    requests = make_requests(3, unfused)
+    requests = make_requests(3, mixed)
     expected = generate(build_engine_loop(settings, executor=ExplicitExecutor()), requests)
     loop = build_engine_loop(settings)
     assert generate(loop, requests) == expected
     assert loop.executor.worker.cpu_traced == cpu_kernels  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("cpu_kernels", [False, True])
+def test_a_request_gets_the_tokens_and_logprobs_that_it_gets_alone(
+    cpu_kernels: bool, tmp_path: Path
+) -> None:
+    """In a batch of random mixes of all parameters, with preemption by a small KV cache."""
+    make_llama(tmp_path)
+    options = OPTIONS | {"prefix_cache": True}
+    settings = build_plan(tmp_path, 64, cpu_kernels=cpu_kernels, **options)
+    for seed in (5, 6):
+        requests = make_requests(seed, True)
+        small_loop = build_engine_loop(settings, pages=14)
+        together = generate(small_loop, requests)
+        assert small_loop.scheduler.num_preemptions > 0
+        loop = build_engine_loop(settings)
+        for request in requests:
+            assert generate(loop, [request])[request.id] == together[request.id]
 
 
 @pytest.mark.parametrize("cpu_kernels", [False, True])

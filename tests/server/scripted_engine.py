@@ -33,6 +33,7 @@ from bloomery.messages import (
     StepOutput,
     TokenLogprob,
     TokenOutput,
+    pack_top,
 )
 from bloomery.structured.matcher import MaskBuilder, TokenVocabulary
 from bloomery.text.tokenizer import Tokenizer, TokenizerConfig
@@ -167,7 +168,7 @@ class ScriptedExecutor(FakeExecutor):
         ranked = [token, *(other for other in others if other != token)][:num_top]
         best = -(number % 1000) / 1000 - 0.125
         top = tuple((id, best - i / 2) for i, id in enumerate(ranked))
-        return TokenLogprob(token, best, 1, top)
+        return TokenLogprob(token, best, 1, pack_top(top))
 
     def embedding(self, prefix: list[int], pooling: str) -> tuple[float, ...]:
         """Four numbers: hashes of the last position's prefix, or the mean over all positions."""
@@ -254,6 +255,7 @@ class InProcessEngine:
             pool.num_blocks - pool.num_free_blocks,
             pool.num_blocks,
             self.num_steps,
+            kv_used_by_group=tuple(pool.used_by_group),
         )
 
     async def stream(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
@@ -295,10 +297,14 @@ class InProcessEngine:
         return self.loop.abort(id)
 
     def fail_if_poisoned(self, output: TokenOutput) -> TokenOutput:
-        """A request with the poison token in its prompt fails at its third token."""
+        """A request with the poison token in its prompt fails at its third token.
+
+        If its answer is shorter, it fails at its last token.
+        """
         newest_first = reversed(self.received)
         request = next((sent for sent in newest_first if sent.id == output.request), None)
-        if request is None or self.poison_token not in request.prompt or output.position != 2:
+        is_due = output.position == 2 or output.finish is not None
+        if request is None or self.poison_token not in request.prompt or not is_due:
             return output
         error = "cosmic ray at 0xdeadbeef in /usr/lib/x.py"
         return TokenOutput(output.request, output.position, finish="error", error=error)

@@ -687,7 +687,7 @@ def test_invalid_responses_requests_are_refused(server: HttpTestServer) -> None:
         ({"tools": [{}]}, "tools[0]"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"conversation": "conv_x"}, "conversation"),
+        ({"conversation": {"name": "x"}}, "conversation"),
         ({"input": []}, "input"),
     ]
     for more, field in cases:

@@ -126,6 +126,7 @@ def test_every_route_has_a_golden_file() -> None:
         path = route.path.replace("{model}", "org/speaker-1")
         path = path.replace("{response_id}", "resp_unknown")
         path = path.replace("{completion_id}", "chatcmpl-unknown")
+        path = path.replace("{conversation_id}", "conv_unknown").replace("{item_id}", "msg")
         is_tested = (route.method, path) in tested or route.path in PAGES
         assert is_tested, f"{route.method} {route.path} has no golden file"
     assert {path.stem for path in FOLDER.glob("*.json")} == set(CASES), (

@@ -6,13 +6,16 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from bloomery import __version__
-from bloomery.messages import EngineStats
+from bloomery.engine.block_pool import BlockPool
+from bloomery.engine.sequence import Sequence
+from bloomery.messages import CacheGroup, EngineRequest, EngineStats, ResolvedSampling
 from bloomery.server.metric_names import COUNTERS, GAUGES, HISTOGRAMS, PREFIXES
 from bloomery.server.metrics import (
     MetricHistogram,
@@ -118,6 +121,32 @@ def test_labels_do_not_grow_with_what_clients_send(serve: Callable[..., HttpTest
     assert (
         value(read_samples(server), "bloomery_responses_total", route="unknown", status="404") == 20
     )
+
+
+def test_cache_groups_report_their_usage() -> None:
+    engine = InProcessEngine(load_test_tokenizer())
+    groups = (CacheGroup(), CacheGroup(4, num_tables=3))
+    assert engine.capacity is not None
+    engine.capacity = replace(engine.capacity, cache_groups=groups)
+    page_size = engine.capacity.block_size
+    engine.block_pool = BlockPool(512, page_size, groups=groups)
+    length = 7 * page_size - 4
+    request = EngineRequest("a", (1,) * length, ResolvedSampling(), 4)
+    sequence = Sequence.from_request(0, request)
+    assert engine.block_pool.extend(sequence, length) is not None
+    engine.block_pool.free_passed_pages(sequence, length)
+    samples: dict[tuple[str, str], float] = {}
+    text = ServerMetrics(engine, "m").prometheus_text().decode()
+    for metric in text_string_to_metric_families(text):
+        for sample in metric.samples:
+            samples[sample.name, sample.labels.get("group", "")] = sample.value
+    assert samples["bloomery_kv_group_usage_ratio", "full"] == 7 / 512
+    assert samples["bloomery_kv_group_usage_ratio", "window-4"] == 3 / 512
+    assert samples["bloomery_kv_usage_ratio", ""] == 10 / 512
+    # The longest sequence holds all its pages once, and three of them in each window table.
+    longest = engine.capacity.max_model_len
+    held_blocks = longest // page_size + 3 * 3
+    assert samples["tgi_batch_max_total_tokens", ""] == 512 * longest // held_blocks
 
 
 def test_the_dashboard_sample(serve: Callable[..., HttpTestServer]) -> None:

@@ -196,6 +196,13 @@ def test_a_wrong_constraint_names_its_field(
     assert response.json()["error"]["param"].startswith(field)
 
 
+def test_options_that_leave_no_token_are_the_clients_error(grammar_server: HttpTestServer) -> None:
+    body = {"messages": MESSAGES, "guided_regex": "[0-9]+", "allowed_token_ids": [7]}
+    response = grammar_server.post(CHAT, body)
+    assert response.status_code == 400, response.text
+    assert "no token is left" in response.json()["error"]["message"]
+
+
 GRAMMAR_TEXT = re.compile(r"llguidance|start:|%json|x-guidance|\d+ \||\^|whitespace_pattern")
 
 
@@ -263,6 +270,23 @@ def test_a_budget_of_zero_leaves_only_the_constrained_answer(
         assert "reasoning_content" not in choice["message"]
         if choice["finish_reason"] == "stop":
             check(choice["message"]["content"])
+
+
+def test_reasoning_that_is_off_is_not_opened_again() -> None:
+    """The prompt closes the region, and a small model would go on to open it."""
+    tokenizer = load_tool_tokenizer()
+    text = '<think>\nHm.\n</think>\n\n{"kind": "cupola", "hot": true, "name": "a"}'
+    with ExitStack() as exit_stack:
+        engine = PlaybackEngine(tokenizer, text, max_model_len=1024)
+        settings = ServerSettings(model="speaker")
+        server = start_server(engine, tokenizer, settings, exit_stack)
+        body = {"messages": MESSAGES, "max_tokens": 200}
+        output_config = {"format": {"type": "json_schema", "schema": SCHEMA}}
+        for path, options in (
+            ("/v1/messages", {"output_config": output_config}),
+            (CHAT, {"reasoning_effort": "none", "guided_json": SCHEMA}),
+        ):
+            assert server.post(path, {**body, **options}).status_code == 500, "it is forbidden"
 
 
 def test_required_calls_are_valid(thinking_server: HttpTestServer) -> None:

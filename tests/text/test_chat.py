@@ -168,7 +168,7 @@ def test_template_that_accepts_content_parts_gets_them() -> None:
 @pytest.mark.parametrize("name", ["tokens", "trimming", "failing", "undefined"])
 def test_other_templates_get_the_joined_text_of_parts(name: str) -> None:
     assert not accepts_content_parts(TEMPLATES[name])
-    joined = {"role": "user", "content": "One. Two."}
+    joined = {"role": "user", "content": "One. \nTwo."}
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
     ours = run_or_refuse(
         lambda: render_template(TEMPLATES[name], [PARTS, ANSWER], variables=variables)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
-from bloomery.artifacts.locate import ModelArtifact
+from bloomery.artifacts.locate import ModelArtifact, locate_model
 from bloomery.errors import TokenizerError
+from bloomery.text.chat import render_chat
 from bloomery.text.hf_tokenizer import load_hf_tokenizer
 from bloomery.text.load import load_tokenizer
 from tests.text.vocabularies import LINES, embedded_path, embedded_tokenizer, sample_texts
@@ -70,6 +72,21 @@ def test_load_tokenizer_reads_folders_and_gguf_files(folder: Path) -> None:
     assert load_tokenizer(ModelArtifact("x", "folder", folder, "")).encode("Hello")[0] == 0
     tokenizer = load_tokenizer(ModelArtifact("x", "gguf", embedded_path(), ""))
     assert tokenizer.encode("Hello") == embedded_tokenizer().encode("Hello")
+
+
+def test_an_artifact_may_replace_the_chat_template(tmp_path: Path) -> None:
+    """So does the embedded model: its file's system prompt is left out, the rest is the same."""
+    messages = [{"role": "user", "content": "Hello"}]
+    empty_prompt = {"role": "system", "content": ""}
+    artifact = locate_model(None)
+    from_file = load_tokenizer(replace(artifact, chat_template=None))
+    tokenizer = load_tokenizer(artifact)
+    assert render_chat(tokenizer, messages) == render_chat(from_file, [empty_prompt, *messages])
+    talk = [{"role": "system", "content": "Be brief."}, *messages, *messages]
+    assert render_chat(tokenizer, talk) == render_chat(from_file, talk)
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    assert render_chat(load_tokenizer(artifact, str(template)), messages) == "Hello"
 
 
 def test_eos_ids_are_collected_from_all_files(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,6 +19,7 @@ from bloomery.messages import (
     ResolvedSampling,
     TokenLogprob,
     TokenOutput,
+    pack_top,
 )
 from bloomery.response_format import ResponseEvent, ResponseFormat, ResponseParser
 from bloomery.response_format.format import RegionMarkers
@@ -25,6 +27,8 @@ from bloomery.sampling import SamplingParams
 from bloomery.text.outputs import (
     CompletionState,
     Detokenizer,
+    Logprob,
+    LogprobList,
     ParsedAnswer,
     ParsedCall,
     RequestState,
@@ -405,7 +409,7 @@ def test_append_token_ids_gives_the_same_state_as_add_output(
         expected.add_output(output)
     assert state == expected and state.token_ids == [7, 8, 9, 10]
     assert state.finish_reason == finish
-    assert appended == [False, not logprobs, not logprobs, False]
+    assert appended == [False, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -453,3 +457,21 @@ def test_calls_without_an_id_get_one() -> None:
     second = answer.add_event(ResponseEvent("call", index=1, name="g", id="functions.g:1"))
     assert first.id.startswith("call_") and second.id == "functions.g:1"
     assert answer.calls == [ParsedCall(first.id, "f", "{}"), ParsedCall(second.id, "g")]
+
+
+def test_a_list_of_logprobs_makes_its_entries_when_they_are_read() -> None:
+    top = ((7, -0.5), (8, -1.0))
+    entries = (TokenLogprob(5, -2.0, 3, pack_top(top)), TokenLogprob(7, -0.5, 1))
+    assert [entry.top for entry in entries] == [top, ()]
+    logprobs = LogprobList(entries, None)
+    expected = [
+        {7: Logprob(-0.5, 1, ""), 8: Logprob(-1.0, 2, ""), 5: Logprob(-2.0, 3, "")},
+        {7: Logprob(-0.5, 1, "")},
+    ]
+    assert len(logprobs) == 2
+    assert list(logprobs) == expected
+    assert logprobs == expected
+    assert logprobs[-1:] == expected[-1:]
+    copied = pickle.loads(pickle.dumps(logprobs))
+    assert type(copied) is list
+    assert copied == expected

@@ -59,6 +59,7 @@ def test_a_conversation_too_long_for_the_template_limit_has_its_code(
         ("stop_regex", "a+"),
         ("use_beam_search", True),
         ("web_search_options", {"search_context_size": "low"}),
+        ("web_search_options", {}),  # with OpenAI it means: search with the defaults
         ("audio", {"voice": "alloy"}),
         ("adapter_id", "a"),
     ],

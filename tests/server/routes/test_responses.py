@@ -156,6 +156,22 @@ def test_custom_tools_take_free_text(player: HttpTestServer) -> None:
     assert "response.custom_tool_call_input.done" in names
 
 
+def test_the_grammar_of_a_custom_tool_is_enforced(player: HttpTestServer) -> None:
+    def tool(lark: str) -> list[dict[str, Any]]:
+        text_format = {"type": "grammar", "syntax": "lark", "definition": lark}
+        return [{"type": "custom", "name": "patch", "format": text_format}]
+
+    lines = 'start: "a " /.*/ "\\n" /.*/\n'
+    (call,) = create(player, input="patch", tools=tool(lines))["output"]
+    assert call["input"] == 'a "line"\nand é 🔥'
+    other = player.post(ROUTE, {"input": "patch", "tools": tool('start: "x"')})
+    assert other.status_code == 500
+    recursive = tool('start: "(" start ")" | "x"')
+    described = player.post(ROUTE, {"input": "patch", "tools": recursive})
+    assert described.status_code == 200
+    assert "the grammar is not enforced" in described.headers["x-bloomery-warning"]
+
+
 def test_a_namespace_comes_back_with_its_call(player: HttpTestServer) -> None:
     close = {**LOOK, "name": "close", "parameters": {"type": "object"}}
     tools = [{"type": "namespace", "name": "team", "tools": [close]}]

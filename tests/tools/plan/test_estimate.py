@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bloomery.hardware import HARDWARE_SPECS, find_hardware
-from bloomery.roofline import PRECISIONS
-from bloomery.runtime.kv_cache import kv_block_bytes
+from bloomery.roofline import PRECISIONS, kv_bytes_per_token
+from bloomery.runtime.kv_cache import StageCache, single_table_cache
 from bloomery.tools.plan.estimate import (
     DeviceLayout,
     PlacedModel,
@@ -94,24 +94,41 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(name: str, hardware_na
             assert placed.decode_seconds(users, 1024) <= 0.1
 
 
-def test_a_sliding_window_frees_no_memory(tmp_path: Path, plan_json: PlanRunner) -> None:
-    """The engine keeps every position of every layer, so as many sequences fit as without one."""
+def test_a_sliding_window_frees_memory_as_in_the_engine(
+    tmp_path: Path, plan_json: PlanRunner
+) -> None:
     config = json.loads(Path(shape_path("llama-8b")).read_text())
     path = tmp_path / "windowed.json"
     path.write_text(json.dumps({**config, "model_type": "mistral"}))
     model = read_model_source(str(path)).model
     assert model.layers[0].attention.window == 4096
     placed = PlacedModel(model, find_hardware("h200"), BF16, 16, DeviceLayout())
-    num_blocks = 32768 // 64
-    engine_bytes = num_blocks * kv_block_bytes(model, 64, torch.bfloat16)
-    assert placed.kv_bytes_per_sequence(32768) == engine_bytes
+    cache = single_table_cache(model, 64, torch.bfloat16)
+    assert placed.kv_block_bytes == cache.block_bytes
+    num_blocks = 4096 // 64 + 2
+    assert placed.kv_bytes_per_sequence(32768) == num_blocks * cache.block_bytes
+    # A step of 8,192 tokens needs room for them, too.
+    assert placed.prefill_kv_bytes(32768) == 8192 // 64 * cache.block_bytes - cache.block_bytes
     flags = ("--gpu", "h200", "--context", "32768")
     windowed = plan_json(str(path), *flags)
     unlimited = plan_json(shape_path("llama-8b"), *flags)
-    assert windowed["largest_batch"] == unlimited["largest_batch"]
-    assert windowed["rows"][-1]["floor_ms"] < unlimited["rows"][-1]["floor_ms"], (
-        "a window is faster, because less is read"
-    )
+    assert windowed["largest_batch"] > 7 * unlimited["largest_batch"]
+    assert windowed["rows"][-1]["floor_ms"] != unlimited["rows"][-1]["floor_ms"]
+
+
+def test_three_times_as_many_users_of_gemma_3_fit_a_long_context() -> None:
+    """Five of six layers keep a window of 1,024 positions."""
+    model = read_model_source(shape_path("gemma-3-27b")).model
+    placed = PlacedModel(model, find_hardware("h200"), BF16, 16, DeviceLayout())
+    all_positions = 32_000 * kv_bytes_per_token(model)
+    num_before = int(placed.free_kv_bytes // all_positions)
+    assert placed.max_batch_size(32_000) >= 3 * num_before > 0
+    window_group = placed.cache_layout.groups[1]
+    assert (window_group.window, window_group.num_layers) == (1024, 52)
+    # The engine's memory: ten layers in a block.
+    layout = placed.cache_layout
+    cache = StageCache(model, layout, layout.place_layers(range(62)), 64, torch.bfloat16)
+    assert placed.kv_block_bytes == cache.block_bytes
 
 
 # ---- layouts -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from bloomery.artifacts.gguf import read_gguf
 from bloomery.artifacts.locate import locate_model
 from bloomery.cli import main
 from bloomery.quant.gguf_blocks import BLOCK_DECODERS
+from bloomery.roofline import weights_bytes
 from bloomery.tools.plan.model_source import GPU_GGUF_FORMATS, read_model_source
 from tests.quant.formats import CPU, packed_gguf
 from tests.tools.plan.conftest import PlanRunner
@@ -68,3 +69,10 @@ def test_quantized_checkpoints_are_recognized(
     path.write_text(json.dumps(config))
     assert read_model_source(str(path)).stored.bits == bits
     assert main(["plan", str(path), "--gpu", "zen3-2"]) == 0
+
+
+def test_mxfp4_experts_beside_unquantized_layers() -> None:
+    source = read_model_source(shape_path("gpt-oss-20b"))
+    assert source.stored.bits == 16
+    assert source.stored.expert_bits == 4.25
+    assert 13.7e9 < weights_bytes(source.model, source.stored) < 13.8e9

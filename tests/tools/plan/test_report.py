@@ -12,7 +12,7 @@ import torch
 from bloomery.cli import main
 from bloomery.config import EngineConfig, default_batch_limits
 from bloomery.describe import build_engine_plan
-from bloomery.runtime.kv_cache import fit_kv_cache
+from bloomery.runtime.kv_cache import fit_kv_cache, single_table_cache
 from bloomery.tools.plan.model_source import read_model_source
 from tests.tools.plan.measured_steps import shape_path
 
@@ -38,7 +38,8 @@ def test_flags_for_more_users_than_the_cpu_default(capsys: pytest.CaptureFixture
     plan, _ = build_engine_plan(EngineConfig(kv_cache_gib=kv_cache_gib, device="cpu"))
     plan = replace(plan, max_num_seqs=users)
     model = read_model_source(None).model
-    size = fit_kv_cache(plan, model, torch.float16, torch.device("cpu"))
+    cache = single_table_cache(model, plan.block_size, torch.float16)
+    size = fit_kv_cache(plan, cache, torch.device("cpu"))
     assert 8 < users <= 64
     assert size.num_blocks * plan.block_size >= 1024 * users
 

@@ -1,0 +1,40 @@
+"""Loading a model: what its notes report to the operator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bloomery.artifacts.locate import locate_model
+from bloomery.models.load import LoadedModel, load_model
+from bloomery.parallel.groups import DeviceMesh, SingleRank
+from tests.parity.cases import CASES, make_checkpoint
+
+
+class SecondRank(SingleRank):
+    """The second of two tensor parallel ranks; loading a model communicates nothing."""
+
+    rank = 1
+    size = 2
+
+
+def load_rank(folder: Path, mesh: DeviceMesh) -> LoadedModel:
+    artifact = locate_model(str(folder))
+    return load_model(artifact, "auto", torch.float32, torch.device("cpu"), mesh=mesh)
+
+
+@pytest.mark.parametrize("name", ["bloom", "gpt_oss"])
+def test_a_rank_reports_unused_tensors_but_not_the_biases_of_another_rank(
+    name: str, tmp_path: Path
+) -> None:
+    make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
+    for mesh in (DeviceMesh(), DeviceMesh(SecondRank(), rank=1, world_size=2)):
+        notes = load_rank(tmp_path, mesh).notes
+        assert not any("not part of the model" in note for note in notes)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"other.bias": torch.ones(8)}, file, {"format": "pt"})
+    notes = load_rank(tmp_path, mesh).notes
+    assert any("1 tensors of the checkpoint are not part" in note for note in notes)

@@ -1,0 +1,184 @@
+"""The memory of the KV cache: shared blocks, its size, and blocks that others have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from bloomery.cache_groups import plan_cache_groups
+from bloomery.engine.loop import EngineLoop
+from bloomery.errors import ConfigError
+from bloomery.kernels.launch import triton_interpreted
+from bloomery.kernels.quantized_kv_cache import read_kv_cache, write_key_or_value
+from bloomery.runtime.kv_cache import StageCache, fit_kv_cache
+from bloomery.runtime.worker import Worker
+from bloomery.spec import ModelSpec
+from tests.parity.cases import CASES, make_checkpoint
+from tests.parity.serve import (
+    build_engine_loop,
+    build_plan,
+    greedy_request,
+    output_token_ids,
+    run_requests,
+)
+from tests.runtime.test_runner import PADDED, use_self_feeding_steps
+from tests.test_cache_groups import interleave, make_model
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 8
+NUM_BLOCKS = 5
+
+
+def make_cache(model: ModelSpec, dtype: torch.dtype, layers: range) -> StageCache:
+    layout = plan_cache_groups(model, 1000, PAGE_SIZE, scaled=dtype == torch.int8)
+    stage = ModelSpec(
+        model.vocab, model.hidden, tuple(model.layers[i] for i in layers), None, model.context
+    )
+    return StageCache(stage, layout, layout.place_layers(layers), PAGE_SIZE, dtype)
+
+
+# ---- shared blocks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [range(8), range(3, 7)], ids=["all", "stage"])
+@pytest.mark.parametrize(
+    ("full", "window", "dtype"),
+    [
+        ((2, 8), (2, 8), torch.float32),
+        ((1, 16), (4, 8), torch.float16),  # blocks of half as many positions
+        ((2, 8), (4, 8), torch.int8),  # with scales
+    ],
+)
+def test_a_block_is_the_same_memory_in_every_table(
+    full: tuple[int, int], window: tuple[int, int], dtype: torch.dtype, layers: range
+) -> None:
+    model = make_model(interleave(3, 8, 20), full, window)
+    cache = make_cache(model, dtype, layers)
+    caches = cache.allocate(NUM_BLOCKS, CPU)
+    memories = {tensor.untyped_storage().data_ptr() for tensor in caches}
+    assert len(memories) == len(cache.slot_bytes(1)) < len(caches)
+    assert cache.block_bytes * NUM_BLOCKS == sum(cache.slot_bytes(NUM_BLOCKS).values())
+    block = 2
+    for tensor, place in zip(caches, cache.places, strict=True):
+        size = tensor.shape[1] // NUM_BLOCKS
+        slots = torch.arange(block * size, (block + 1) * size)
+        values = torch.ones(size, *tensor.shape[2:])
+        for half in (0, 1):
+            write_key_or_value(values, half, tensor, slots)
+        for other, other_place in zip(caches, cache.places, strict=True):
+            other_size = other.shape[1] // NUM_BLOCKS
+            stored = torch.stack(
+                read_kv_cache(other, torch.arange(other.shape[1]), torch.float32)
+            ).view(2, NUM_BLOCKS, other_size, -1)
+            written = stored.ne(0).any(-1).any(-1).any(0)
+            expected = torch.arange(NUM_BLOCKS) == block
+            assert torch.equal(written, expected & (place.slot == other_place.slot))
+        for memory in caches:
+            memory.view(torch.uint8).zero_()
+
+
+# ---- size ----------------------------------------------------------------------------------------
+
+
+def test_a_window_lets_longer_sequences_fit(tmp_path: Path) -> None:
+    make_checkpoint(next(case for case in CASES if case.name == "llama"), tmp_path)
+    options = {"block_size": PAGE_SIZE, "max_num_batched_tokens": 16, "max_num_seqs": 2}
+    windowed = make_cache(make_model(interleave(3, 8, 20)), torch.float32, range(8))
+    unlimited = make_cache(make_model([None] * 8), torch.float32, range(8))
+    gib = 100 * windowed.block_bytes / 2**30
+    plan = build_plan(tmp_path, 1000, kv_cache_gib=gib, **options)
+    with pytest.raises(ConfigError, match="lower max_model_len to 200"):
+        fit_kv_cache(plan, unlimited, CPU)
+    with pytest.raises(ConfigError, match="lower max_model_len to 656"):
+        fit_kv_cache(plan, windowed, CPU)  # six pages in each of three tables, the rest is full
+    plan = build_plan(tmp_path, 656, kv_cache_gib=gib, **options)
+    assert fit_kv_cache(plan, windowed, CPU).num_blocks == 100
+
+
+# ---- blocks that others have taken ---------------------------------------------------------------
+
+
+def generate_poisoned(loop: EngineLoop, poison: bool) -> list[list[int]]:
+    """Complete three prompts; with `poison`, blocks that no sequence holds are not numbers."""
+    worker: Worker = loop.executor.worker  # type: ignore[attr-defined]
+    pool = loop.scheduler.block_pool
+    step = loop.step
+    num_poisoned = 0
+
+    def step_and_poison() -> list:
+        nonlocal num_poisoned
+        outputs = step()
+        for layer, tensor in enumerate(worker.caches):
+            num_blocks = pool.num_blocks + 1
+            size = worker.cache.layer_shape(layer, num_blocks)[1] // num_blocks
+            for block in (*pool.free_blocks, pool.num_blocks):
+                tensor[:, block * size : (block + 1) * size] = torch.nan
+                num_poisoned += 1
+        return outputs
+
+    if poison:
+        loop.step = step_and_poison  # type: ignore[method-assign]
+    prompts = [[5 + i, *range(10, 10 + 9 * i)] for i in range(1, 4)]
+    requests = [greedy_request(str(i), prompt, 14) for i, prompt in enumerate(prompts)]
+    outputs = run_requests(loop, requests)
+    assert bool(num_poisoned) == poison
+    return [output_token_ids(outputs[request.id]) for request in requests]
+
+
+def use_triton(worker: Worker) -> None:
+    use_self_feeding_steps(worker, PADDED, short_decodes=False)
+
+
+BACKENDS: dict[str, tuple[bool, Callable[[Worker], object]]] = {
+    "torch": (False, lambda worker: None),
+    "native": (True, lambda worker: None),
+    "triton": (False, use_triton),
+}
+
+
+NEEDS_INTERPRETER = pytest.mark.skipif(
+    not triton_interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
+)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # interpreted kernels compute with NaN
+@pytest.mark.parametrize(
+    "backend",
+    ["torch", "native", pytest.param("triton", marks=[pytest.mark.slow, NEEDS_INTERPRETER])],
+)
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "cohere2", "mistral"])
+def test_freed_blocks_do_not_matter(name: str, backend: str, tmp_path: Path) -> None:
+    cpu_kernels, prepare = BACKENDS[backend]
+    make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
+    settings = build_plan(
+        tmp_path,
+        64,
+        block_size=4,
+        max_num_batched_tokens=11,
+        max_num_seqs=4,
+        kv_cache_gib=0.0005,
+        prefix_cache=False,
+        cpu_kernels=cpu_kernels,
+    )
+    results = []
+    for poison in (False, True):
+        loop = build_engine_loop(settings)
+        prepare(loop.executor.worker)  # type: ignore[attr-defined]
+        results.append(generate_poisoned(loop, poison))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_deterministic_steps_use_all_block_tables(name: str, tmp_path: Path) -> None:
+    """Every position is a sequence of its own there, with its own rows of every table."""
+    make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
+    results = []
+    for deterministic in (False, True):
+        settings = build_plan(
+            tmp_path, 64, block_size=4, max_num_seqs=4, deterministic=deterministic
+        )
+        results.append(generate_poisoned(build_engine_loop(settings), poison=False))
+    assert results[0] == results[1]

@@ -1,0 +1,160 @@
+"""Cache groups: which layers share block tables, and how many blocks a sequence takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from bloomery.cache_groups import (
+    MAX_TABLES,
+    CacheLayout,
+    count_held_blocks,
+    longest_sequence,
+    plan_cache_groups,
+    token_capacity,
+)
+from bloomery.messages import CacheGroup
+from bloomery.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+
+CONTEXT = 131072
+PAGE_SIZE = 64
+
+
+def make_model(
+    windows: Sequence[int | None],
+    full: tuple[int, int] = (8, 64),
+    window: tuple[int, int] = (8, 64),
+) -> ModelSpec:
+    """A model with these windows; `full` and `window` are KV heads and head dim of the layers."""
+    layers = []
+    for size in windows:
+        kv_heads, head_dim = full if size is None else window
+        attention = AttentionSpec(16, kv_heads, head_dim, window=size)
+        layers.append(LayerSpec(attention, MlpSpec(64)))
+    return ModelSpec(100, 64, tuple(layers), None, CONTEXT)
+
+
+def plan(model: ModelSpec, tp: int = 1, scaled: bool = False) -> CacheLayout:
+    return plan_cache_groups(model, CONTEXT, PAGE_SIZE, tp, scaled)
+
+
+def interleave(num_windows: int, num_layers: int, window: int) -> list[int | None]:
+    """After `num_windows` layers with a window comes one without."""
+    return [None if i % (num_windows + 1) == num_windows else window for i in range(num_layers)]
+
+
+# Model -> windows of its layers, and the tables of its groups.
+MODELS: dict[str, tuple[list[int | None], list[int]]] = {
+    "llama": ([None] * 32, [1]),
+    "mistral": ([4096] * 32, [1]),
+    "gemma-2-27b": (interleave(1, 46, 4096), [1, 1]),
+    "gemma-3-1b": (interleave(5, 26, 512), [1, 6]),
+    "gemma-3-4b": (interleave(5, 34, 1024), [1, 6]),
+    "gemma-3-27b": (interleave(5, 62, 1024), [1, 6]),
+    "gpt-oss-120b": (interleave(1, 36, 128), [1, 1]),
+    "command-r7b": (interleave(3, 32, 4096), [1, 3]),
+    "olmo-3-32b": (interleave(3, 64, 4096), [1, 3]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_are_divided_with_little_waste(name: str) -> None:
+    windows, tables = MODELS[name]
+    layout = plan(make_model(windows))
+    assert [group.num_tables for group in layout.groups] == tables
+    assert sum(tables) <= MAX_TABLES
+    assert [group.num_layers for group in layout.groups] == [
+        windows.count(group.window) for group in layout.groups
+    ]
+    # Bytes of a long sequence, in layers times positions: what it needs, and what it takes.
+    needed = sum(min(window or CONTEXT, CONTEXT) for window in windows)
+    layers_per_block = max(place.slot for place in layout.place_layers(range(len(windows)))) + 1
+    num_blocks = count_held_blocks(layout.groups, CONTEXT, PAGE_SIZE, 1)
+    assert num_blocks * layers_per_block * PAGE_SIZE <= 1.04 * needed + 2 * len(windows) * PAGE_SIZE
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_no_two_layers_of_a_table_share_a_slot(name: str, num_stages: int) -> None:
+    windows, _ = MODELS[name]
+    layout = plan(make_model(windows))
+    bounds = [stage * len(windows) // num_stages for stage in range(num_stages + 1)]
+    for first, end in zip(bounds, bounds[1:]):
+        places = layout.place_layers(range(first, end))
+        assert max(Counter(places).values()) == 1
+        for layer, place in zip(range(first, end), places, strict=True):
+            assert layout.tables[place.table].window == windows[layer]
+
+
+def test_larger_heads_mean_fewer_positions_in_a_block() -> None:
+    """Layers with a window have twice the values per position."""
+    windows = interleave(5, 30, 1024)
+    layout = plan(make_model(windows, full=(4, 512), window=(16, 256)))
+    assert [group.blocks_per_page for group in layout.groups] == [1, 2]
+    assert [table.kernel_blocks for table in layout.tables] == [2, *[1] * 5]
+    # On eight ranks each holds a copy of a KV head, so the sizes are equal.
+    layout = plan(make_model(windows, full=(4, 512), window=(16, 256)), tp=8)
+    assert [group.blocks_per_page for group in layout.groups] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("full", "window", "tp", "scaled"),
+    [
+        ((4, 96), (4, 64), 1, False),  # no power of two
+        ((4, 512), (16, 256), 1, True),  # scales of other sizes
+        ((6, 64), (3, 64), 4, False),  # heads that four ranks cannot divide alike
+    ],
+)
+def test_groups_that_cannot_share_blocks_are_merged(
+    full: tuple[int, int], window: tuple[int, int], tp: int, scaled: bool
+) -> None:
+    layout = plan(make_model(interleave(1, 6, 100), full, window), tp, scaled)
+    assert layout.groups == (CacheGroup(None, num_layers=6),)
+    assert [place.slot for place in layout.place_layers(range(6))] == list(range(6))
+
+
+def test_merged_windows_keep_the_largest() -> None:
+    model = make_model([100, 200, 100, 200])
+    layers = list(model.layers)
+    layers[1] = LayerSpec(AttentionSpec(16, 3, 64, window=200), MlpSpec(64))
+    model = ModelSpec(100, 64, tuple(layers), None, CONTEXT)
+    assert plan(model).groups == (CacheGroup(200, num_layers=4),)
+
+
+def test_a_window_that_holds_the_longest_sequence_is_none() -> None:
+    model = make_model(interleave(1, 4, 4096))
+    assert plan_cache_groups(model, 4096, PAGE_SIZE).groups == (CacheGroup(num_layers=4),)
+    assert len(plan_cache_groups(model, 4097, PAGE_SIZE).groups) == 2
+
+
+def test_a_chunk_counts_as_a_window() -> None:
+    """A query sees at most the positions of one chunk."""
+    windowed = make_model([None, 512, 512, None])
+    layers = [
+        replace(
+            layer, attention=replace(layer.attention, window=None, chunk=layer.attention.window)
+        )
+        for layer in windowed.layers
+    ]
+    assert plan(replace(windowed, layers=tuple(layers))) == plan(windowed)
+
+
+def test_blocks_of_a_sequence() -> None:
+    groups = (CacheGroup(), CacheGroup(8, num_tables=3))
+    # Two pages of the window are partly visible, and one more is being filled.
+    assert count_held_blocks(groups, 100, 4, 1) == 25 + 3 * ((7 + 4) // 4 + 2)
+    assert count_held_blocks(groups, 100, 4, 16) == 25 + 3 * ((7 + 16) // 4 + 2)
+    assert count_held_blocks(groups, 5, 4, 16) == 2 + 3 * 2
+    for num_blocks in range(4, 60):
+        longest = longest_sequence(groups, num_blocks, 4, 8, 100)
+        assert count_held_blocks(groups, longest, 4, 8) <= num_blocks
+        assert longest == 100 or count_held_blocks(groups, longest + 1, 4, 8) > num_blocks
+
+
+def test_the_tokens_of_a_pool() -> None:
+    assert token_capacity((CacheGroup(),), 10, 16, 1000) == 160
+    window_only = (CacheGroup(17),)
+    assert token_capacity(window_only, 40, 16, 1000) == 40 * 1000 // 4
