@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import uvloop
 
@@ -41,6 +42,7 @@ from bloomery.messages import (
     StepOutput,
 )
 from bloomery.serve import run_server
+from bloomery.serve_main import open_listeners
 from bloomery.server.app import create_app
 from bloomery.server.service import ServerSettings
 from bloomery.text.load import load_tokenizer
@@ -91,9 +93,6 @@ class FixedTimeExecutor:
                 samples.append(SampledTokens(request.sequence, (token,)))
         return DelayedStep(self.free_at, StepOutput(tuple(samples)))
 
-    def capture_next_graph(self) -> int:
-        return 0
-
     def close(self) -> None: ...
 
 
@@ -124,14 +123,20 @@ def create_client(step_seconds: float) -> EngineClient:
 
 def run_api_process(port: int, step_seconds: float, profile: bool) -> int:
     """Serve as `bloomery serve` does, but for the engine's command."""
-    engine = create_client(step_seconds)
     config = ServerConfig(port=port, log_format="human")
-    app = create_app(engine, load_tokenizer(locate_model(None)), ServerSettings(model="fixed-time"))
+    settings = ServerSettings(model="fixed-time")
+
+    def build_app(engine: Any) -> Callable[[], Any]:
+        app = create_app(engine, load_tokenizer(locate_model(None)), settings)
+        return lambda: app
+
+    listeners = open_listeners("127.0.0.1", port)
+    serving = run_server(lambda: create_client(step_seconds), build_app, config, listeners)
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     if not profile:
-        return runner.run(run_server(engine, lambda: app, config))
+        return runner.run(serving)
     with cProfile.Profile(time.thread_time) as profiler:  # other processes' time does not count
-        status = runner.run(run_server(engine, lambda: app, config))
+        status = runner.run(serving)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
     return status
 

@@ -1,9 +1,10 @@
 """Compares every model family on the GPU with transformers on the same GPU, and prints one table.
 
-    PYTHONPATH=src:. python3 benchmarks/gpu_parity.py [WORD] [--times 16]
+    PYTHONPATH=src:. python3 benchmarks/gpu_parity.py [WORD ...] [--times 16]
 
-WORD selects the cases whose name contains it. --times N makes their models N times as wide, which
-gives head dimensions of 64 to 256 and matrices of the sizes that have specialised kernels.
+WORDs select the cases whose name contains one of them. --times N makes their models N times as
+wide, which gives head dimensions of 64 to 256 and matrices of the sizes that have specialised
+kernels.
 
 float32: greedy tokens of ten prompts of several lengths, four at a time, so that prompts arrive
 while other requests decode. They must equal transformers' tokens with CUDA graphs, without, and
@@ -124,10 +125,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("word", nargs="?", default="", help="keep cases with this in their name")
+    parser.add_argument("words", nargs="*", help="keep cases with one of these in their name")
     parser.add_argument("--times", type=int, default=1, help="widen the models by this factor")
     args = parser.parse_args()
-    names = [case.name for case in CASES if args.word in case.name]
+    names = [
+        case.name
+        for case in CASES
+        if not args.words or any(word in case.name for word in args.words)
+    ]
+    if not names:
+        parser.error(f"no case has one of these in its name: {', '.join(args.words)}")
     num_failed = 0
     print(f"{'case':26}{'float32, greedy':>28}{'bf16, ours':>12}{'reference':>11}")
     with ProcessPoolExecutor(NUM_PROCESSES, get_context("spawn")) as pool:

@@ -29,21 +29,27 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bloomery.attention.triton_paged import TritonPagedAttention
-from bloomery.fusion import QkTransform
-from bloomery.kernels.activation import ACTIVATIONS, apply_activation, gated_activation
+from bloomery.attention.triton_paged import (
+    TritonPagedAttention,
+    library_supports,
+    visible_positions,
+)
+from bloomery.fusion import ActivationEpilogue, QkTransform
+from bloomery.kernels.activation import apply_activation
 from bloomery.kernels.launch import num_multiprocessors
 from bloomery.kernels.norm import layer_norm, rms_norm, rms_norm_reference
 from bloomery.kernels.paged_decode import PagedDecodeTiling, select_decode_tiling
 from bloomery.kernels.paged_prefill import PagedPrefillTiling, select_prefill_tiling
 from bloomery.kernels.rope_cache import apply_rope_and_cache
-from bloomery.spec import AlibiSpec, AttentionSpec
+from bloomery.spec import AlibiSpec, AttentionGateSpec, AttentionSpec
 from tests.kernels.oracles import (
+    ALL_ACTIVATIONS,
     ERROR_LIMITS,
     AttentionCase,
     check_activation,
     check_attention,
     check_norm,
+    check_output_gate,
     check_rope_and_cache,
     make_attention_case,
     relative_error,
@@ -59,6 +65,27 @@ ATTENTION_SPECS = {
     "gqa 32/8 d64": AttentionSpec(32, 8, 64),
     "mqa 48/1 d128": AttentionSpec(48, 1, 128),
     "alibi 32/32 d128": AttentionSpec(32, 32, 128, AlibiSpec()),
+}
+SOFTPLUS_GATE = AttentionGateSpec(per_head=True, activation="softplus")
+FEATURE_SPECS = {
+    "sinks 64/8 d64": AttentionSpec(64, 8, 64, sinks=True),
+    "sinks window 64/8 d64": AttentionSpec(64, 8, 64, sinks=True, window=128),
+    "chunk 40/8 d128": AttentionSpec(40, 8, 128, chunk=100),
+    "gate 16/2 d256": AttentionSpec(16, 2, 256, gate=AttentionGateSpec()),
+    "gate of heads 64/8 d128": AttentionSpec(64, 8, 128, window=130, gate=SOFTPLUS_GATE),
+    "all d512": AttentionSpec(8, 1, 512, sinks=True, chunk=90, gate=AttentionGateSpec()),
+}
+
+
+# Pairs with and without a feature, whose times should be the same.
+TIMED_FEATURE_SPECS = {
+    "plain 64/8 d64": AttentionSpec(64, 8, 64),
+    "sinks 64/8 d64": AttentionSpec(64, 8, 64, sinks=True),
+    "window 64/8 d64": AttentionSpec(64, 8, 64, window=128),
+    "sinks window 64/8 d64": AttentionSpec(64, 8, 64, sinks=True, window=128),
+    "plain 16/2 d256": AttentionSpec(16, 2, 256),
+    "gate 16/2 d256": AttentionSpec(16, 2, 256, gate=AttentionGateSpec()),
+    "plain 16/4 d512": AttentionSpec(16, 4, 512),
 }
 
 
@@ -102,7 +129,8 @@ def check_captured_decode(spec: AttentionSpec, dtype: torch.dtype, early: bool) 
 
     def step() -> torch.Tensor:
         q = apply_rope_and_cache(qkv, cache, metadata.slot_mapping, QkTransform())
-        attended = backend.attend(q, cache, spec, backend.prepare(metadata))
+        plan = backend.prepare(metadata)
+        attended = backend.attend(q, cache, spec, plan, case.sinks, case.gate)
         return rms_norm(attended, weight, 1e-5)
 
     graph, out = capture_graph(step)
@@ -132,10 +160,10 @@ def all_checks() -> Iterator[KernelCheck]:
         for options in ("rms", "rms bare", "rms strided", "layer", "layer bias", "layer bare"):
             run = partial(check_norm, width, options, dtype, "cuda")
             yield KernelCheck(f"norm {options} {width} {dtype_name}", run, dtype)
-        for activation, gated in product(ACTIVATIONS, (True, False)):
-            kind = "gate" if gated else "activation"
-            run = partial(check_activation, width, activation, gated, dtype, "cuda")
-            yield KernelCheck(f"{kind} {activation} {width} {dtype_name}", run, dtype)
+        for activation in ALL_ACTIVATIONS:
+            kind = "gate" if activation.gated else "activation"
+            run = partial(check_activation, width, activation, dtype, "cuda")
+            yield KernelCheck(f"{kind} {activation.name} {width} {dtype_name}", run, dtype)
     rope_cases = (
         (32, 8, 128, 128, ""),
         (32, 8, 128, 128, "tables"),
@@ -148,10 +176,23 @@ def all_checks() -> Iterator[KernelCheck]:
         (12, 4, 64, 64, "layer each clip interleaved"),
         (8, 2, 64, 16, "rms bare"),
         (71, 1, 64, 64, "rms each"),
+        (32, 8, 128, 128, "rms after tables"),
+        (40, 8, 128, 128, "rms bare after interleaved"),
+        (32, 8, 128, 128, "scaled tables"),
+        (64, 8, 128, 64, "rms tables narrow-gate"),
+        (16, 2, 256, 64, "rms tables gate"),
+        (8, 2, 320, 320, "rms value"),
+        (32, 4, 512, 512, "rms bare value shared tables"),
+        (8, 1, 512, 128, "rms after value shared scaled tables gate"),
     )
     for (dtype_name, dtype), rope_case in product(DTYPES.items(), rope_cases):
         run = partial(check_rope_and_cache, *rope_case, dtype, "cuda")
         yield KernelCheck(f"rope {rope_case} {dtype_name}", run, dtype)
+    for (dtype_name, dtype), kind, per_head in product(
+        DTYPES.items(), ("sigmoid", "softplus"), (False, True)
+    ):
+        run = partial(check_output_gate, 12, 80, per_head, kind, dtype, "cuda")
+        yield KernelCheck(f"output-gate {kind} {per_head} {dtype_name}", run, dtype)
     yield from attention_checks()
     yield from captured_decode_checks()
     yield from library_checks()
@@ -169,6 +210,10 @@ def attention_checks() -> Iterator[KernelCheck]:
     specs["cap window"] = AttentionSpec(8, 4, 128, softcap=5.0, window=130)
     specs["alibi gqa"] = AttentionSpec(12, 4, 80, AlibiSpec(scale=0.5))
     specs["mqa 71/1 d64"] = AttentionSpec(71, 1, 64)
+    specs |= FEATURE_SPECS
+    for head_dim in (320, 384, 512):
+        specs[f"wide d{head_dim}"] = AttentionSpec(8, 2, head_dim)
+        specs[f"wide mqa d{head_dim}"] = AttentionSpec(16, 1, head_dim, window=130)
     # By name: new positions of each sequence, and its length.
     batches = {
         "few": ([1, 1, 1], [1, 130, 1500]),
@@ -194,7 +239,7 @@ def attention_checks() -> Iterator[KernelCheck]:
 
 
 def captured_decode_checks() -> Iterator[KernelCheck]:
-    specs = ATTENTION_SPECS | {"window": AttentionSpec(8, 4, 64, window=100)}
+    specs = ATTENTION_SPECS | FEATURE_SPECS | {"window": AttentionSpec(8, 4, 64, window=100)}
     for (spec_name, spec), early in product(specs.items(), (False, True)):
         for dtype_name in ("fp16", "bf16"):
             dtype = DTYPES[dtype_name]
@@ -205,10 +250,15 @@ def captured_decode_checks() -> Iterator[KernelCheck]:
 
 def library_checks() -> Iterator[KernelCheck]:
     """Long prefills that go to the attention library."""
-    specs = (AttentionSpec(8, 2, 128), AttentionSpec(8, 2, 64))
+    specs = (
+        AttentionSpec(8, 2, 128),
+        AttentionSpec(8, 2, 64),
+        AttentionSpec(8, 2, 128, chunk=600, gate=AttentionGateSpec()),
+    )
     for spec, lengths in product(specs, ([700], [1, 300, 700, 500])):
         run = partial(check_new_case, 400, spec, lengths, lengths, BLOCK_SIZE, torch.bfloat16)
-        yield KernelCheck(f"library d{spec.head_dim} {lengths}", run, torch.bfloat16)
+        gate = " gate" if spec.gate else ""
+        yield KernelCheck(f"library d{spec.head_dim}{gate} {lengths}", run, torch.bfloat16)
 
 
 def check_new_case(
@@ -319,14 +369,17 @@ def decode_case(spec: AttentionSpec, batch_size: int, seq_len: int) -> Attention
 def time_decode(case: AttentionCase, backend: TritonPagedAttention) -> TimedStep:
     """Attend over several copies of the KV cache, as the layers of a model do."""
     spec = case.spec
-    positions = int(case.metadata.seq_lens.sum())
+    positions = int(case.metadata.seq_lens.clamp(max=visible_positions(spec)).sum())
     cache_bytes = 4 * positions * spec.num_kv_heads * spec.head_dim
     copies = min(31, (1 << 29) // cache_bytes)
     caches = [case.cache, *(case.cache.clone() for _ in range(copies))]
     plan = backend.prepare(case.metadata)
 
     def step() -> torch.Tensor:
-        return [backend.attend(case.q, cache, spec, plan) for cache in caches][-1]
+        results = [
+            backend.attend(case.q, cache, spec, plan, case.sinks, case.gate) for cache in caches
+        ]
+        return results[-1]
 
     return TimedStep(step, len(caches), cache_bytes)
 
@@ -340,9 +393,9 @@ def time_prefill(case: AttentionCase, backend: TritonPagedAttention) -> TimedSte
     plan = backend.prepare(case.metadata)
     (query_len,) = case.metadata.host_query_lens
     (seq_len,) = case.metadata.host_seq_lens
-    mean_keys = seq_len - query_len / 2
+    mean_keys = min(seq_len - query_len / 2, visible_positions(spec))
     flops = 4 * spec.num_heads * spec.head_dim * query_len * mean_keys
-    return TimedStep(lambda: backend.attend(case.q, case.cache, spec, plan), 1, 0, flops)
+    return TimedStep(lambda: case.attend(backend, plan), 1, 0, flops)
 
 
 def time_rows(
@@ -414,9 +467,10 @@ def all_timed_steps() -> NamedSteps:
     for tokens in (1, 64, 256, 8192):
         yield f"rms_norm {tokens} x 4096", partial(time_rms_norm, tokens)
         yield f"layer_norm {tokens} x 4096", partial(time_layer_norm, tokens)
-        gate = partial(gated_activation, activation="silu")
+        gate = partial(apply_activation, activation=ActivationEpilogue("silu", gated=True))
         yield f"gate silu {tokens} x 14336", partial(time_rows, tokens, 28672, 1.5, gate)
-        gelu = partial(apply_activation, activation="gelu_tanh")
+        tanh = ActivationEpilogue("gelu_tanh", gated=False)
+        gelu = partial(apply_activation, activation=tanh)
         yield f"gelu_tanh {tokens} x 24576", partial(time_rows, tokens, 24576, 2, gelu)
         for norm_kind in (None, "rms"):
             yield (
@@ -426,7 +480,8 @@ def all_timed_steps() -> NamedSteps:
 
 
 def attention_steps() -> NamedSteps:
-    for (name, spec), (batch_size, seq_len) in product(ATTENTION_SPECS.items(), DECODE_SHAPES):
+    specs = ATTENTION_SPECS | TIMED_FEATURE_SPECS
+    for (name, spec), (batch_size, seq_len) in product(specs.items(), DECODE_SHAPES):
         early_options = [False]
         if batch_size == 1 and seq_len < 2048:
             early_options.append(True)
@@ -437,9 +492,9 @@ def attention_steps() -> NamedSteps:
                 f"decode {name} {batch_size} x {seq_len}{' early' if early else ''}",
                 partial(build_step, time_decode, make_case, backend),
             )
-    for (name, spec), seq_len in product(ATTENTION_SPECS.items(), (2048, 8192, 16384)):
+    for (name, spec), seq_len in product(specs.items(), (2048, 8192, 16384)):
         min_lens: list[int | None] = [None]
-        if spec.position is None:
+        if library_supports(spec, torch.bfloat16) and seq_len <= visible_positions(spec):
             min_lens.append(1)  # every prefill goes to the library
         for library_min_len in min_lens:
             backend = TritonPagedAttention(library_min_len=library_min_len)
@@ -520,7 +575,7 @@ def print_first_library_calls() -> None:
         plan = backend.prepare(case.metadata)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        backend.attend(case.q, case.cache, spec, plan)
+        case.attend(backend, plan)
         torch.cuda.synchronize()
         milliseconds = (time.perf_counter() - start) * 1e3
         print(f"library, {seq_len} positions, whole call: {milliseconds:.2f} ms")

@@ -10,6 +10,8 @@ Each schema counts once, under the worst of its instances:
 
     correct            every valid instance can be written, no invalid one can
     refused            the schema gets an error that says why
+    stopped            a valid instance cannot be written because the grammar exceeds its limits on
+                       the way; the request then ends with an error that says so
     invalid accepted   an invalid instance can be written
     valid rejected     a valid instance cannot be written
 
@@ -32,7 +34,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-OUTCOMES = ("correct", "refused", "valid rejected", "invalid accepted")  # from best to worst
+# From best to worst.
+OUTCOMES = ("correct", "refused", "stopped", "valid rejected", "invalid accepted")
 
 
 # Or a string, so that numbers in strings do not count.
@@ -177,14 +180,12 @@ def check_case(case: SchemaCase, vocabulary: Any, strict: bool = True) -> str:
             spellings += [ordered, NUMBER_WITH_EXPONENT.sub(write_decimal, ordered)]
         texts = list(dict.fromkeys(spellings))
         accepted = any(accepts_text(matcher.deep_copy(), vocabulary, text) for text in texts)
-        if is_valid and not accepted:
-            accepted = any(
-                accepts_stepwise(vocabulary.compile(grammar), vocabulary, text) for text in texts
-            )
         if accepted and not is_valid:
             return "invalid accepted"
         if is_valid and not accepted:
-            outcome = "valid rejected"
+            outcomes = [write_text(vocabulary.compile(grammar), vocabulary, text) for text in texts]
+            best = min(outcomes, key=OUTCOMES.index)
+            outcome = max(outcome, best, key=OUTCOMES.index)
     return outcome
 
 
@@ -197,13 +198,17 @@ def accepts_text(matcher: Any, vocabulary: Any, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def accepts_stepwise(matcher: Any, vocabulary: Any, text: str) -> bool:
-    """The same with a mask for each token, as in a server: llguidance bounds each step."""
+def write_text(matcher: Any, vocabulary: Any, text: str) -> str:
+    """Write a text with a mask for each token, as a server does; llguidance bounds each step."""
+    from bloomery.errors import GRAMMAR_TOO_COMPLEX
+    from bloomery.structured.matcher import explain_stop
+
     for token in vocabulary.tokenizer.greedy_tokenize(text):
         matcher.compute_bitmask()
         if not matcher.consume_token(token):
-            return False
-    return matcher.is_accepting()
+            is_limit = explain_stop(matcher) == GRAMMAR_TOO_COMPLEX
+            return "stopped" if is_limit else "valid rejected"
+    return "correct" if matcher.is_accepting() else "valid rejected"
 
 
 def load_model_vocabulary(model: str | None) -> Any:

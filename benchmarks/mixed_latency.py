@@ -111,9 +111,6 @@ class WaitingExecutor:
         timing = StepTiming(steps=1, device=seconds, idle=idle)
         return DelayedResult(StepOutput(tuple(samples), timing), self.free_time)
 
-    def capture_next_graph(self) -> int:
-        return 0
-
     def close(self) -> None:
         pass
 

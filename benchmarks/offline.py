@@ -27,6 +27,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,57 @@ LLAMA = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "experts_per_token": 4,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "initial_context_length": 4096,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "swiglu_limit": 7.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}
+
+
+def read_shape(name: str) -> dict[str, Any]:
+    """The config.json of a shape that is also used by `bloomery plan`."""
+    text = (Path(__file__).parent / "shapes" / f"{name}.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
 SHAPES: dict[str, dict[str, Any]] = {
+    "gemma-3-27b": read_shape("gemma-3-27b"),
+    "gpt-oss-20b": {**GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {**GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
     "llama-8b": {
         **LLAMA,
         "hidden_size": 4096,
@@ -176,19 +227,22 @@ def floor_seconds(llm: Any, workload: OfflineWorkload, rates: DeviceRates) -> fl
     """The least seconds of a workload.
 
     They are the operations of all prompts, then for every decode step one pass over the weights
-    and the KV cache of the running sequences.
+    and the KV cache of the running sequences. Of experts, a step reads those that its tokens are
+    routed to, if every expert is equally likely.
     """
-    from bloomery.roofline import count_parameters, kv_bytes_per_token
+    from bloomery.roofline import count_parameters, kv_bytes
 
     decoder = llm.executor.worker.decoder
     spec = decoder.spec
     embed_bytes = 0 if spec.tied else decoder.embed.matrix.nbytes
     weights_bytes = llm.capacity.weights_bytes - embed_bytes
     counts = count_parameters(spec)
-    layer_values = counts.matrices + counts.experts
+    expert_bytes, used_share = measure_experts(decoder)
+    layer_values = counts.matrices + counts.experts * used_share
     pair_operations = sum(
         4 * layer.attention.num_heads * layer.attention.head_dim for layer in spec.layers
     )
+    bytes_by_length = cache(partial(kv_bytes, spec))
     total = 0.0
     for prompt in workload.prompts:
         num_pairs = len(prompt) ** 2 / 2
@@ -200,12 +254,23 @@ def floor_seconds(llm: Any, workload: OfflineWorkload, rates: DeviceRates) -> fl
             for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
             if output_len > step
         ]
-        cache_bytes = kv_bytes_per_token(spec) * sum(seq_lens)
+        cache_bytes = sum(bytes_by_length(seq_len) for seq_len in seq_lens)
+        unread_bytes = expert_bytes * (1 - used_share) ** len(seq_lens)
         operations = 2 * (layer_values + spec.vocab * spec.hidden) * len(seq_lens)
-        read_seconds = (weights_bytes + cache_bytes) / rates.copy
+        read_seconds = (weights_bytes - unread_bytes + cache_bytes) / rates.copy
         compute_seconds = operations / rates.matmul + cache_bytes / rates.copy
         total += max(read_seconds, compute_seconds)
     return total
+
+
+def measure_experts(decoder: Any) -> tuple[int, float]:
+    """Bytes of all experts, and the share of them that one token uses."""
+    moe_blocks = [layer.mlp for layer in decoder.layers if hasattr(layer.mlp, "experts")]
+    num_bytes = sum(block.experts.up.nbytes + block.experts.down.nbytes for block in moe_blocks)
+    if not moe_blocks:
+        return 0, 0.0
+    router = moe_blocks[0].router
+    return num_bytes, router.top_k / moe_blocks[0].experts.num_experts
 
 
 def parse_value(text: str) -> int | float | str:

@@ -3,6 +3,7 @@
     PYTHONPATH=src python3 benchmarks/packed.py check   every kernel and format against float64
     PYTHONPATH=src python3 benchmarks/packed.py bench   linear layers by format and batch size
     PYTHONPATH=src python3 benchmarks/packed.py tune    the fastest tilings of GEMV and GEMM
+    PYTHONPATH=src python3 benchmarks/packed.py tune experts   those of MXFP4 experts
 
 A further argument selects the cases whose name contains it. Times are medians of replays of
 one CUDA graph, over more weights than the L2 cache holds. The floor is the bytes of codes and
@@ -48,22 +49,25 @@ from bloomery.kernels import (
     quantized_kv_cache,
     rope_cache,
 )
+from bloomery.kernels.moe import route_topk
 from bloomery.kernels.norm import layer_norm
 from bloomery.kernels.packed import PackedWeight
 from bloomery.kernels.packed_gemm import PackedGemmTiling
 from bloomery.kernels.packed_gemv import PackedGemvTiling
 from bloomery.kernels.packed_moe import packed_experts_gemv, packed_experts_grouped
-from bloomery.spec import AttentionSpec
+from bloomery.spec import AttentionSpec, RouterSpec
 from tests.kernels.linear_oracles import (
     LINEAR_ERROR_LIMITS,
     MODEL_SHAPES,
     LinearCase,
     ModelShape,
 )
+from tests.kernels.moe_oracles import EXPERT_KINDS, make_expert_options
 from tests.kernels.oracles import check_attention, make_attention_case, relative_error
 from tests.kernels.packed_oracles import (
     ALL_FORMATS,
     MAIN_FORMATS,
+    MXFP4,
     check_packed_experts,
     check_packed_gemv,
     check_packed_linear,
@@ -76,6 +80,9 @@ BF16 = torch.bfloat16
 FP16 = torch.float16
 BF16_LIMIT = LINEAR_ERROR_LIMITS[BF16]
 CODE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+# name -> experts, top-k, intermediate size, hidden size
+EXPERT_SHAPES = {"gpt-oss-20b": (32, 4, 2880, 2880), "gpt-oss-120b": (128, 4, 2880, 2880)}
+EXPERT_TOKENS = (1, 2, 4, 8, 16, 64, 256, 2048)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 MODELS = ("octocoder", "8b")
 LAYERS = ("qkv", "o", "up", "down")
@@ -119,7 +126,7 @@ EPILOGUE_CASES = (
     ("rms", "residual"),
     ("rms", "gate silu"),
     ("", "activate gelu"),
-    ("rms", "qkv 6 2 64 64 tables"),
+    ("rms", "qkv 6 2 64 64 tables scaled"),
 )
 
 
@@ -257,16 +264,20 @@ def repeatability_checks() -> Iterator[Check]:
 
 def other_checks() -> Iterator[Check]:
     """Experts, quantization of weights and inputs, and the 8-bit KV cache."""
-    formats = (*MAIN_FORMATS.values(), "fp8 block", "int4 64 zero")
+    formats = (*MAIN_FORMATS.values(), "fp8 block", "int4 64 zero", MXFP4)
     methods = (
         (2, packed_experts_gemv),
         (7, packed_experts_grouped),
         (300, packed_experts_grouped),
         (2000, packed_experts_grouped),
     )
-    for packed_format, (tokens, run_experts) in product(formats, methods):
-        call = partial(check_packed_experts, packed_format, tokens, run_experts, "cuda")
-        yield f"experts {packed_format} {tokens}", call, 2 * BF16_LIMIT
+    for packed_format, (tokens, run_experts), kind in product(formats, methods, EXPERT_KINDS):
+        call = partial(check_packed_experts, packed_format, tokens, run_experts, "cuda", kind)
+        yield f"experts {packed_format} {tokens} {kind}", call, 2 * BF16_LIMIT
+    for tokens, run_experts in methods:
+        options = ("clamped, biases", 2880, 2880)
+        call = partial(check_packed_experts, MXFP4, tokens, run_experts, "cuda", *options)
+        yield f"experts {MXFP4} {tokens} 2880", call, 2 * BF16_LIMIT
     for bits, group_size in ((4, 128), (4, 64), (3, 64), (2, 32)):
         call = partial(check_quantize_groups, bits, group_size, "cuda")
         yield f"quantize groups {bits} {group_size}", call, 0.002
@@ -484,6 +495,62 @@ def bench(selected: str) -> None:
     run_in_processes(compile_step_part, jobs)
     bench_decode_steps(selected)
     bench_linears(selected)
+    bench_experts(selected)
+
+
+class Mxfp4ExpertsBench:
+    """Random MXFP4 experts of a model, and eight random routings of some tokens."""
+
+    def __init__(self, model: str):
+        self.num_experts, self.top_k, size, self.hidden = EXPERT_SHAPES[model]
+        self.up = make_packed_weight(MXFP4, self.num_experts * 2 * size, self.hidden, "cuda")
+        self.down = make_packed_weight(MXFP4, self.num_experts * self.hidden, size, "cuda")
+        self.options = make_expert_options(
+            "clamped, biases", self.num_experts, size, self.hidden, BF16, "cuda"
+        )
+        self.set_tokens(1)
+
+    def set_tokens(self, tokens: int) -> None:
+        self.x = torch.randn(tokens, self.hidden, device="cuda").bfloat16()
+        logits = torch.randn(8, tokens, self.num_experts, device="cuda")
+        self.routings = [route_topk(part, self.top_k, RouterSpec()) for part in logits]
+
+    def floor_microseconds(self) -> float:
+        """The time to read the experts that are used."""
+        used = sum(len(ids.unique()) for ids, _ in self.routings) / len(self.routings)
+        nbytes = used / self.num_experts * (packed_nbytes(self.up) + packed_nbytes(self.down))
+        return nbytes / HBM_BYTES_PER_SECOND * 1e6
+
+    def measure(self, run_experts: Callable[..., torch.Tensor], **options: object) -> float:
+        """Microseconds of one routing."""
+
+        def run() -> torch.Tensor:
+            for routing in self.routings:
+                weights = (self.up, self.down, self.num_experts, self.options)
+                y = run_experts(self.x, *routing, *weights, **options)
+            return y
+
+        return measure_microseconds(run, len(self.routings))
+
+
+def bench_experts(selected: str) -> None:
+    """Time the MXFP4 experts of gpt-oss by number of tokens."""
+    for model in EXPERT_SHAPES:
+        token_counts = [n for n in EXPERT_TOKENS if selected in f"experts {model} {n}"]
+        if not token_counts:
+            continue
+        experts = Mxfp4ExpertsBench(model)
+        for tokens in token_counts:
+            experts.set_tokens(tokens)
+            methods = {"grouped": packed_experts_grouped}
+            if tokens <= 16:
+                methods["gemv"] = packed_experts_gemv
+            times = {method: experts.measure(run) for method, run in methods.items()}
+            floor_us = experts.floor_microseconds()
+            shown = ", ".join(
+                f"{method} {us:.1f} us ({floor_us / us:.0%})" for method, us in times.items()
+            )
+            print(f"experts {model} {tokens:5d} floor {floor_us:8.1f}: {shown}", flush=True)
 
 
 def compile_step_part(part: int, jobs: list[tuple[str, str, str]]) -> None:
@@ -556,6 +623,9 @@ def compile_gemv_part(part: int, jobs: list[GemvJob]) -> None:
 
 def tune(selected: str) -> None:
     """Tune GEMV and GEMM, then time decode steps with the fastest GEMV tilings."""
+    if selected.startswith("experts"):
+        tune_experts(selected)
+        return
     gemv_jobs = gemv_tuning_jobs(selected)
     gemm_jobs = gemm_tuning_jobs(selected)
     # Compile in other processes before this one initializes CUDA: they are forked.
@@ -663,6 +733,48 @@ def tune_gemm(jobs: list[GemmJob]) -> None:
             f"gemm octocoder {layer} {format_name} {tokens}: floor {floor_us:.1f} us: {shown}",
             flush=True,
         )
+
+
+# ---- tune: experts -------------------------------------------------------------------------------
+
+
+# Tokens -> tilings of the MXFP4 experts to time.
+EXPERT_TILINGS: dict[int, list[PackedGemvTiling] | list[PackedGemmTiling]] = {
+    1: [
+        PackedGemvTiling(outputs, chunks, warps, prefetch_x)
+        for outputs, (chunks, warps), prefetch_x in product(
+            (1, 2, 4, 8, 16), ((32, 1), (64, 2), (128, 4)), (False, True)
+        )
+    ],
+    **{
+        tokens: [
+            PackedGemmTiling(tile_tokens, outputs, 4, stages, 1)
+            for tile_tokens, outputs, stages in product(tiles, (64, 128), (3, 4, 5))
+        ]
+        for tokens, tiles in ((64, (16, 32)), (256, (16, 32, 64)), (2048, (64, 128)))
+    },
+}
+
+
+def tune_experts(selected: str) -> None:
+    """Print the fastest tilings of up and of down, each with the default for the other one."""
+    for model in EXPERT_SHAPES:
+        if selected.split()[-1] not in ("experts", model):
+            continue
+        experts = Mxfp4ExpertsBench(model)
+        for tokens, tilings in EXPERT_TILINGS.items():
+            experts.set_tokens(tokens)
+            run_experts = packed_experts_gemv if tokens == 1 else packed_experts_grouped
+            for part in ("up", "down"):
+                times = []
+                for tiling in tilings:
+                    pair = {"up": (tiling, None), "down": (None, tiling)}[part]
+                    try:
+                        times.append((experts.measure(run_experts, tilings=pair), tuple(tiling)))
+                    except Exception as exception:
+                        print(f"{model} {tokens} {tiling}: {exception!r}"[:200], flush=True)
+                shown = ", ".join(f"{tiling} {us:.1f}" for us, tiling in sorted(times)[:6])
+                print(f"experts {model} {tokens} {part}: {shown}", flush=True)
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -39,8 +40,11 @@ from bloomery.fusion import (
     QkvEpilogue,
     ResidualEpilogue,
 )
-from bloomery.kernels import gemv, moe, sampling
+from bloomery.kernels import gemv, moe
 from bloomery.kernels.gemv import GemvTiling
+from bloomery.messages import NewRequestData, ResolvedSampling
+from bloomery.runtime.sampler import Sampler
+from bloomery.spec import RouterSpec
 from tests.kernels.linear_oracles import (
     LINEAR_ERROR_LIMITS,
     MODEL_SHAPES,
@@ -49,19 +53,21 @@ from tests.kernels.linear_oracles import (
     check_gemv,
     without_pdl,
 )
-from tests.kernels.moe_oracles import check_experts
+from tests.kernels.moe_oracles import EXPERT_KINDS, ROUTERS, check_experts, check_router
 from tests.kernels.oracles import relative_error
 from tests.kernels.sampling_oracles import (
     SAMPLING_KINDS,
     check_distribution,
-    check_penalties,
     check_sampling,
-    make_sampling_params,
 )
 
 BF16 = torch.bfloat16
 # name -> experts, top-k, intermediate size, hidden size
-MOE_SHAPES = {"mixtral": (8, 2, 14336, 4096), "qwen3-30b": (128, 8, 768, 2048)}
+MOE_SHAPES = {
+    "mixtral": (8, 2, 14336, 4096),
+    "qwen3-30b": (128, 8, 768, 2048),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+}
 
 Check = tuple[str, Callable[[], float], float]  # name, call that returns the error, limit
 CheckResult = tuple[str, float, float, str]  # name, error, limit, exception
@@ -82,6 +88,7 @@ EPILOGUE_CASES = (
     ("layer", "activate gelu_tanh"),
     ("", "activate relu"),
     ("rms", "qkv 6 2 64 64 tables"),
+    ("rms", "qkv 6 2 64 64 tables scaled"),
     ("", "qkv 6 2 64 0"),
     ("layer", "qkv 6 2 64 32"),
     ("rms", "qkv 6 2 64 32 interleaved tables"),
@@ -121,7 +128,7 @@ def gemv_checks() -> Iterator[Check]:
 
 
 def sampling_checks() -> Iterator[Check]:
-    """Sampling with every kind of params, overflowing lists, and penalties."""
+    """Sampling with every kind of parameters, and with overflowing lists."""
     for kind, logit_scale in product((*SAMPLING_KINDS, "mixed"), (0.5, 4.0)):
         for vocab_size, dtype in ((128256, torch.float32), (49152, BF16)):
             shape = (64, vocab_size, logit_scale, kind, dtype, "cuda")
@@ -133,7 +140,6 @@ def sampling_checks() -> Iterator[Check]:
         0.02,
     )
     yield "sampling distribution", lambda: check_distribution(8192, "cuda"), 0.06
-    yield "penalties", lambda: check_penalties(16, 1000, 3000, "cuda"), 1e-6
 
 
 def experts_checks() -> Iterator[Check]:
@@ -145,11 +151,13 @@ def experts_checks() -> Iterator[Check]:
             methods = ["grouped"]
             if tokens <= 17:
                 methods.append("gemv")
-            for method in methods:
-                shape = (tokens, *sizes, method, dtype, "cuda")
+            for method, kind in product(methods, EXPERT_KINDS):
+                shape = (tokens, *sizes, method, dtype, "cuda", None, kind)
                 call = partial(check_experts, *shape)
                 limit = LINEAR_ERROR_LIMITS[dtype]
-                yield f"experts {model} {method} {tokens} {name}", call, limit
+                yield f"experts {model} {method} {tokens} {name} {kind}", call, limit
+    for router, tokens in product(ROUTERS, (1, 300)):
+        yield f"router {router} {tokens}", partial(check_router, router, tokens, "cuda"), 1e-5
 
 
 def check_decode_step(model: str) -> float:
@@ -344,13 +352,26 @@ def bench_decode_steps(selected: str) -> None:
         torch.cuda.empty_cache()
 
 
+TIMED_SAMPLINGS = {
+    "greedy": ResolvedSampling(temperature=0.0),
+    "free": ResolvedSampling(temperature=0.7),
+    "top_p": ResolvedSampling(temperature=0.7, top_p=0.95),
+    "top_k": ResolvedSampling(temperature=0.7, top_k=50),
+    "top_k and top_p": ResolvedSampling(temperature=0.7, top_k=50, top_p=0.95),
+    "typical_p": ResolvedSampling(temperature=0.7, typical_p=0.9),
+    "min_p": ResolvedSampling(temperature=0.7, min_p=0.05),
+    "penalties": ResolvedSampling(temperature=0.0, repetition_penalty=1.1, frequency_penalty=0.2),
+    "greedy logprobs": ResolvedSampling(temperature=0.0, logprobs=1),
+    "logprobs": ResolvedSampling(temperature=0.7, logprobs=5),
+}
+
+
 def bench_sampling(selected: str) -> None:
     """Time sampling by batch size, kind of params, spread of the logits and type."""
     sizes = product((1, 64, 256), (4.0, 0.5), (torch.float32, BF16))
-    kinds = ("greedy", "free", "top_p", "top_k", "both")
-    for (samples, logit_scale, dtype), kind in product(sizes, kinds):
+    for (samples, logit_scale, dtype), kind in product(sizes, TIMED_SAMPLINGS):
         label = f"sampling {samples} {kind} scale {logit_scale} {str(dtype)[6:]}"
-        if selected in label and (logit_scale == 4.0 or kind in ("top_p", "both")):
+        if selected in label and (logit_scale == 4.0 or "_p" in kind):
             bench_one_sampling(label, samples, logit_scale, dtype, kind)
 
 
@@ -368,17 +389,16 @@ def bench_one_sampling(
         for _ in range(2 if samples > 64 else 8)
     ]
     indices = torch.arange(samples + len(batches), dtype=torch.int32, device="cuda")
-    params = make_sampling_params(samples, kind, "cuda")
-    scratch = sampling.SamplingScratch.allocate(samples, vocab_size, "cuda")
-    params.top_p.copy_(torch.where(params.top_p < 1, 0.95, 1.0))
-    params.top_k.copy_(torch.where(params.top_k > 0, 50, 0))
-    truncated = kind not in ("greedy", "free")
+    sampler = Sampler(samples, vocab_size, "cuda")
+    for row in range(samples):
+        prompt = tuple(range(row, row + 128))
+        sampling_params = replace(TIMED_SAMPLINGS[kind], seed=row)
+        sampler.admit(row, NewRequestData(prompt, len(prompt), sampling_params, ()))
+    sampler.upload_new_requests()
 
     def run() -> torch.Tensor:
         for i, logits in enumerate(batches):
-            sampled = sampling.sample_tokens_triton(
-                logits, indices[:samples], indices[i : i + samples], params, scratch, truncated
-            )
+            sampled = sampler(logits, indices[:samples], indices[i : i + samples])
         return sampled.tokens
 
     time_us = measure_microseconds(run, len(batches))
@@ -448,7 +468,8 @@ def bench_experts_methods(
 ) -> None:
     """Time every method on eight random routings."""
     routings = [
-        moe.route_topk(torch.randn(len(x), len(up), device="cuda"), top_k, True) for _ in range(8)
+        moe.route_topk(torch.randn(len(x), len(up), device="cuda"), top_k, RouterSpec())
+        for _ in range(8)
     ]
     methods: dict[str, Callable[..., torch.Tensor]] = {
         "grouped": moe.fused_experts_grouped,

@@ -22,7 +22,7 @@ import torch
 
 from bloomery.artifacts.locate import ModelArtifact, locate_model
 from bloomery.describe import describe_model
-from bloomery.families import resolve_name_prefix
+from bloomery.families import resolve_tensor_names
 from bloomery.models.checkpoint import open_source
 from bloomery.models.decoder import Decoder
 from bloomery.models.weights import ModelWeights
@@ -56,7 +56,7 @@ def load_decoder(artifact: ModelArtifact, format_name: str) -> tuple[Decoder, in
     source = open_source(artifact)
     weights = ModelWeights(
         source,
-        resolve_name_prefix(model_info.names, source.names()),
+        resolve_tensor_names(model_info, source),
         torch.float32,
         CPU,
         select_format(model_info.quantization, format_name),
