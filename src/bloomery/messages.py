@@ -74,6 +74,7 @@ class EngineRequest:
     deadline: float | None = None
     tenant: str = ""  # tenants get equal shares of the engine
     grammar: str = ""  # of the output, in llguidance's language; "": any output
+    lora: str = ""  # name of a LoRA adapter that the engine has; "": the base model
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,9 @@ class NewRequestData:
     sampling: ResolvedSampling
     stop_ids: tuple[int, ...]
     pooling: PoolingType | None = None
+    # The blocks of its recurrent state: group after group, table after table (cache_groups.py).
+    state_blocks: tuple[int, ...] = ()
+    lora_slot: int = 0  # the device slot of its LoRA adapter; 0: the base model
 
 
 @lightweight_message
@@ -128,6 +132,12 @@ class ScheduledStep:
     # Sequences whose token must match a grammar. The step samples only when it has gotten their
     # masks, in this order (PendingStep.provide_masks).
     masked: tuple[int, ...] = ()
+    # (source, destination): blocks to copy before anything is computed. All sources are read before
+    # any destination is written, and no block is a destination twice.
+    block_copies: tuple[tuple[int, int], ...] = ()
+    # (slot, adapter name): LoRA adapters to copy from host memory into a device slot, before
+    # anything is computed.
+    lora_loads: tuple[tuple[int, str], ...] = ()
 
     @property
     def requests(self) -> tuple[ScheduledRequest, ...]:
@@ -236,6 +246,9 @@ class CacheGroup:
     num_tables: int = 1  # block tables, each for a part of the layers
     blocks_per_page: int = 1  # in each table; a page has `EngineCapacity.block_size` positions
     num_layers: int = 0  # of the whole model; 0: not known
+    # Blocks of a sequence's recurrent state, in each table. Such a group caches no positions and
+    # has no pages. 0: it caches keys and values.
+    state_blocks: int = 0
 
     @property
     def page_blocks(self) -> int:

@@ -225,6 +225,116 @@ class MoeSpec:
     shared_post_norm: NormSpec | None = None
 
 
+# ---- recurrent mixers --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetSpec:
+    """Linear attention with the gated delta rule: a state [key dim, value dim] per value head.
+
+    The input projection has the rows q | k | v | gate | beta | decay. q, k and v pass a causal
+    convolution and silu, then q and k are normalised to length 1. The norm of each value head is
+    multiplied by silu(gate).
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+    norm: NormSpec = NormSpec()
+    beta_scale: float = 1.0  # of sigmoid(beta)
+
+
+@dataclass(frozen=True)
+class Mamba2Spec:
+    """A Mamba-2 state space layer: a state [head dim, state size] per head.
+
+    The input projection has the rows gate | x | B | C | dt. x, B and C pass a causal convolution
+    and silu. Heads are divided into groups that share B and C.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int = 1
+    conv_width: int = 4
+    conv_bias: bool = True
+    in_bias: bool = False
+    out_bias: bool = False
+    norm: NormSpec | None = NormSpec()  # of the gated output; None: only silu(gate) multiplies it
+    norm_groups: int = 1  # parts of the output that are normed separately
+    gate_after_norm: bool = False
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    # Factors of the projected gate, x, B, C and dt.
+    part_scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    """A Mamba-1 state space layer: a state [inner, state size].
+
+    The input projection has the rows x | gate. x passes a causal convolution and silu. A second
+    projection of x has the rows dt | B | C, and a third one widens dt from dt_rank to inner.
+    """
+
+    inner: int
+    state_size: int
+    dt_rank: int
+    conv_width: int = 4
+    conv_bias: bool = True
+    bias: bool = False  # of the input and output projections
+    norm: NormSpec | None = None  # of dt, B and C each
+
+
+@dataclass(frozen=True)
+class ShortConvSpec:
+    """A gated short convolution: the input projection has the rows B | C | x of `size` each.
+
+    The output is C * conv(B * x), without an activation.
+    """
+
+    size: int
+    conv_width: int = 3
+    bias: bool = False
+
+
+RecurrentSpec = GatedDeltaNetSpec | Mamba2Spec | MambaSpec | ShortConvSpec
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """A matrix [rows, width] of float32 in the state of a recurrent layer."""
+
+    rows: int
+    width: int
+
+
+def state_parts(spec: RecurrentSpec) -> tuple[StatePart, ...]:
+    """The state of one sequence in a recurrent layer.
+
+    First the last inputs of the convolution [channels, conv_width - 1], the oldest first. Then, if
+    there is one, the state of the scan, head after head.
+    """
+    match spec:
+        case GatedDeltaNetSpec():
+            channels = 2 * spec.num_key_heads * spec.key_dim + spec.num_value_heads * spec.value_dim
+            scan = StatePart(spec.num_value_heads * spec.key_dim, spec.value_dim)
+        case Mamba2Spec():
+            inner = spec.num_heads * spec.head_dim
+            channels = inner + 2 * spec.num_groups * spec.state_size
+            scan = StatePart(inner, spec.state_size)
+        case MambaSpec():
+            channels = spec.inner
+            scan = StatePart(spec.inner, spec.state_size)
+        case ShortConvSpec():
+            return (StatePart(spec.size, spec.conv_width - 1),)
+    return (StatePart(channels, spec.conv_width - 1), scan)
+
+
+# ---- layers and models -------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """Norm -> block -> post-norm -> residual, for attention and then for the MLP.

@@ -1,0 +1,89 @@
+"""Where the states of recurrent layers lie: in blocks of the same pool as keys and values.
+
+A layer's part of the pool is `memory` [blocks, values] in float32. A state consists of parts, which
+are matrices [rows, width] (spec.state_parts). Each part begins at a new block, and a block holds as
+many whole rows as fit:
+
+    row r of a part lies in its block r // rows_per_block, from r % rows_per_block * width on
+
+A sequence that computes its position 0 starts from zeros. What its blocks hold then is not read, so
+nobody has to clear them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bloomery.spec import StatePart
+
+
+@dataclass(frozen=True)
+class RecurrentMetadata:
+    """The layout of one step as the recurrent layers of one block table see it.
+
+    Sequences are in the order of AttentionMetadata: those with one new position first. The tuples
+    are the host's copy of the lengths; a step that is replayed from a CUDA graph or a CPU trace has
+    none. A padding sequence has seq_len 0 or the blocks of the padding row.
+    """
+
+    num_decodes: int  # leading sequences with one new position
+    query_start_loc: torch.Tensor  # [sequences + 1] index of each sequence's first new position
+    seq_lens: torch.Tensor  # [sequences] positions once the new ones are computed
+    state_blocks: torch.Tensor  # [sequences, blocks of a state]
+    host_query_lens: tuple[int, ...] = ()
+    host_seq_lens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StateView:
+    """One part of the states of one layer, for the sequences of a step."""
+
+    memory: torch.Tensor  # [blocks, values] float32
+    blocks: torch.Tensor  # [sequences, blocks of the part]
+    part: StatePart
+
+    @property
+    def rows_per_block(self) -> int:
+        return self.memory.shape[1] // self.part.width
+
+    def read(self) -> torch.Tensor:
+        """Copy the states of all sequences: [sequences, rows, width]."""
+        part = self.part
+        per_block = self.rows_per_block
+        values = self.memory[self.blocks.long(), : per_block * part.width]
+        rows = values.reshape(len(self.blocks), -1, part.width)
+        return rows[:, : part.rows].clone()
+
+    def write(self, states: torch.Tensor) -> None:
+        """Store the states of all sequences: [sequences, rows, width]."""
+        part = self.part
+        per_block = self.rows_per_block
+        num_sequences, num_blocks = self.blocks.shape
+        padded = states.new_zeros(num_sequences, num_blocks * per_block, part.width)
+        padded[:, : part.rows] = states
+        used = per_block * part.width
+        self.memory[self.blocks.long(), :used] = padded.view(num_sequences, num_blocks, used)
+
+
+def count_part_blocks(part: StatePart, block_values: int) -> int:
+    """Blocks of `block_values` float32 values that hold one part of a state."""
+    return -(-part.rows // (block_values // part.width))
+
+
+def view_states(
+    memory: torch.Tensor, state_blocks: torch.Tensor, parts: Sequence[StatePart]
+) -> tuple[StateView, ...]:
+    """Divide the states of a layer into their parts; state_blocks [sequences, blocks of a state].
+
+    A layer may need fewer blocks than a state has.
+    """
+    views = []
+    first = 0
+    for part in parts:
+        end = first + count_part_blocks(part, memory.shape[1])
+        views.append(StateView(memory, state_blocks[:, first:end], part))
+        first = end
+    return tuple(views)
