@@ -10,8 +10,11 @@ workloads produce the same number of tokens. All three include prefill. In the s
 time and the tokens are those of the requests without a grammar.
 
 `share` is the throughput relative to the workload without grammars. `masks_ms` is the mean time in
-which the masks of one step were computed. `idle` is the share of the time in which the GPU waited
-for the host. `floor_ms_step` is the bytes of weights and KV cache over the copy rate of this GPU.
+which the masks of one step were computed, `admit_ms` the time until all grammars were compiled. The
+GPU waited for the host between two steps for the share `idle` of its time, and inside of steps for
+their masks for the share `waits`; `sampling` is the share of sampling outside of the graph of the
+forward pass. `steps` counts steps of any size. `floor_ms_step` is the bytes of weights and KV cache
+over the copy rate of this GPU.
 
 The last line is the latency of a first mask: from a request's arrival in the engine to the mask of
 its first token, for the schemas of tests/structured/schemas.json, each of them new to the engine.
@@ -40,6 +43,7 @@ from benchmarks.offline import (
     floor_seconds,
     measure_rates,
 )
+from bloomery.messages import StepTiming
 
 REPOSITORY = Path(__file__).parents[1]
 SAMPLE_SCHEMAS = REPOSITORY / "tests/structured/schemas.json"
@@ -111,8 +115,9 @@ class StructuredRun(NamedTuple):
 
     seconds: float
     num_tokens: int
-    idle_share: float
+    timing: StepTiming
     masks_seconds: float  # mean over the steps that had masks
+    admit_seconds: float  # until all grammars were compiled
 
 
 class MaskTimer:
@@ -134,7 +139,6 @@ def run_structured(
     llm: Any, workload: OfflineWorkload, num_constrained: int, temperature: float
 ) -> StructuredRun:
     from bloomery import SamplingParams, StructuredOutputs
-    from bloomery.messages import StepTiming
 
     params = []
     for number, count in enumerate(workload.output_lens):
@@ -163,8 +167,11 @@ def run_structured(
     # With some constrained requests, the time is that of the others.
     timed = requests[num_constrained:] or requests
     seconds = 0.0
+    admit_seconds = 0.0
     while not all(request.finished for request in requests):
         llm._step()
+        if not loop.pending_grammars and not admit_seconds:
+            admit_seconds = time.perf_counter() - start
         if not seconds and all(request.finished for request in timed):
             seconds = time.perf_counter() - start
     for request in requests:
@@ -182,8 +189,17 @@ def run_structured(
     )
     assert num_tokens == sum(workload.output_lens), "a grammar ended early"
     num_tokens -= sum(workload.output_lens[len(timed) :])
-    idle_share = timing.idle / max(timing.idle + timing.device, 1e-9)
-    return StructuredRun(seconds, num_tokens, idle_share, masks_seconds)
+    return StructuredRun(seconds, num_tokens, timing, masks_seconds, admit_seconds)
+
+
+def share_times(timing: StepTiming) -> dict[str, float]:
+    """The shares of the device's time in which it waited or sampled."""
+    total = max(timing.idle + timing.device, 1e-9)
+    return {
+        "idle": round(timing.idle / total, 4),
+        "waits": round(timing.masks / total, 4),
+        "sampling": round(timing.sampling / total, 4),
+    }
 
 
 def use_vocabulary(llm: Any, source: Any) -> None:
@@ -277,7 +293,9 @@ def main() -> None:
             "share": round(fastest["none"].seconds / run.seconds, 4),
             "ms_step": round(1000 * run.seconds / args.output, 3),
             "masks_ms": round(1000 * run.masks_seconds, 3),
-            "idle": round(run.idle_share, 4),
+            "admit_ms": round(1000 * run.admit_seconds, 1),
+            "steps": run.timing.steps,
+            **share_times(run.timing),
         }
         if rates is not None:
             floor = floor_seconds(llm, workload, rates)

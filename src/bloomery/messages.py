@@ -200,6 +200,7 @@ class StepTiming:
     sampling: float = 0.0  # part of device: sampling outside of CUDA graphs
     padding: float = 0.0  # part of device: rows that only pad a CUDA graph; a lower bound
     communication: float = 0.0  # part of device: between ranks, estimated from link rates
+    masks: float = 0.0  # part of device: waiting for the masks of grammars
 
 
 def add_timings(left: StepTiming, right: StepTiming) -> StepTiming:

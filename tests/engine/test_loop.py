@@ -98,7 +98,7 @@ def create_timing(steps: int, slowdown: float = 1.0, floor: float = 0.8) -> Step
     return StepTiming(steps, floor * planned, planned, slowdown * planned)
 
 
-@given(seconds, seconds, seconds, seconds, seconds, seconds)
+@given(seconds, seconds, seconds, seconds, seconds, seconds, seconds)
 def test_the_time_breakdown_adds_up_to_the_whole_time(
     floor: float,
     device: float,
@@ -106,8 +106,11 @@ def test_the_time_breakdown_adds_up_to_the_whole_time(
     sampling: float,
     padding: float,
     communication: float,
+    masks: float,
 ) -> None:
-    timing = StepTiming(1, floor, floor, device, idle, device, sampling, padding, communication)
+    timing = StepTiming(
+        1, floor, floor, device, idle, device, sampling, padding, communication, masks
+    )
     breakdown = break_down_time(timing)
     assert all(value >= 0 for value in breakdown.values())
     total = sum(breakdown.values()) + min(floor, device)

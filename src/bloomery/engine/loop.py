@@ -375,6 +375,7 @@ def break_down_time(timing: StepTiming) -> dict[str, float]:
     seconds_by_cause = {"device idle": timing.idle}
     limited_causes = {
         "padding": timing.padding,
+        "masks": timing.masks,
         "sampling": timing.sampling,
         "communication": timing.communication,
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,7 +25,7 @@ from bloomery.spec import ModelSpec
 MAX_GAP_SECONDS = 5e-3
 # Weights of at least this fraction of their type's size count as unquantized.
 UNQUANTIZED_FRACTION = 0.9
-NUM_TIMING_FIELDS = 9  # of StepTiming
+NUM_TIMING_FIELDS = 10  # of StepTiming
 
 
 def build_roofline(
@@ -74,9 +74,11 @@ class StepReading:
     follows_work: bool  # there was work without a pause since the previous step
     host_seconds: float = 0.0  # until the step was queued
     num_padding: int = 0  # padding rows
+    forward_end: float = 0.0  # host clock; 0: the step did not wait for masks
     sampling_start: float = 0.0  # host clock; 0: sampling was not measured separately
     sampling_seconds: float = 0.0
-    events: tuple[torch.cuda.Event, ...] = ()  # start, perhaps start of sampling, end
+    # On a GPU: "start", "end", and where they were measured "forward end" and "sampling".
+    events: dict[str, torch.cuda.Event] = field(default_factory=dict)
 
 
 class StepMeter:
@@ -100,9 +102,9 @@ class StepMeter:
         now = time.perf_counter()
         follows_work = bool(self.in_flight) or now - self.last_result < MAX_GAP_SECONDS
         self.current = StepReading(step, now, follows_work)
-        self._record_event()
+        self._record_event("start")
 
-    def _record_event(self) -> None:
+    def _record_event(self, name: str) -> None:
         """Record the moment at which the CUDA stream arrives here."""
         if self.on_gpu and self.current is not None:
             if self.event_pool:
@@ -110,20 +112,26 @@ class StepMeter:
             else:
                 event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self.current.events += (event,)
+            self.current.events[name] = event
+
+    def end_forward(self) -> None:
+        """Mark where the forward pass ends, if the step then waits for masks."""
+        if self.current is not None:
+            self.current.forward_end = time.perf_counter()
+            self._record_event("forward end")
 
     def begin_sampling(self) -> None:
-        """Mark where sampling starts, if it is not part of a captured step."""
-        if self.current is not None:
+        """Mark where sampling starts, if it is not part of the forward pass's CUDA graph."""
+        if self.current is not None and not self.current.sampling_start:
             self.current.sampling_start = time.perf_counter()
-            self._record_event()
+            self._record_event("sampling")
 
     def end(self, num_padding: int = 0) -> StepReading | None:
         """End the measurement of the step; its device time is read later."""
         reading = self.current
         if reading is None:
             return None
-        self._record_event()
+        self._record_event("end")
         now = time.perf_counter()
         reading.host_seconds = now - reading.start
         reading.num_padding = num_padding
@@ -141,7 +149,7 @@ class StepMeter:
         while self.in_flight and self.in_flight[0].start <= last.start:
             reading = self.in_flight.popleft()
             if self.on_gpu:
-                reading.events[-1].synchronize()
+                reading.events["end"].synchronize()
             for i, value in enumerate(self._read_fields(reading)):
                 totals[i] += value
         self.last_result = time.perf_counter()
@@ -163,30 +171,36 @@ class StepMeter:
             )
             padding = padded_floor - floor
         if self.on_gpu:
-            device, idle, sampling = self._read_events(reading)
+            device, idle, sampling, masks = self._read_events(reading)
         else:
             device = reading.host_seconds
             sampling = reading.sampling_seconds
+            masks = reading.sampling_start - reading.forward_end if reading.forward_end else 0.0
             idle = max(reading.start - self.last_end, 0.0) if reading.follows_work else 0.0
             self.last_end = reading.start + reading.host_seconds
         host = reading.host_seconds
-        return 1, floor, expected, device, idle, host, sampling, padding, communication
+        return 1, floor, expected, device, idle, host, sampling, padding, communication, masks
 
-    def _read_events(self, reading: StepReading) -> tuple[float, float, float]:
-        """Seconds on the device: of the step, idle before it, and of sampling."""
-        start, *sampling_start, end = reading.events
+    def _read_events(self, reading: StepReading) -> tuple[float, float, float, float]:
+        """Seconds on the device: of the step, idle before it, of sampling, of waiting for masks."""
+        events = reading.events
+        start = events.pop("start")
+        end = events.pop("end")
         device = start.elapsed_time(end) / 1000
         sampling = 0.0
-        if sampling_start:
-            sampling = sampling_start[0].elapsed_time(end) / 1000
+        masks = 0.0
+        if "sampling" in events:
+            sampling = events["sampling"].elapsed_time(end) / 1000
+            if "forward end" in events:
+                masks = events["forward end"].elapsed_time(events["sampling"]) / 1000
         idle = 0.0
         if self.last_end_event is not None:
             if reading.follows_work:
                 idle = max(self.last_end_event.elapsed_time(start) / 1000, 0.0)
             self.event_pool.append(self.last_end_event)
-        self.event_pool += (start, *sampling_start)
+        self.event_pool += (start, *events.values())
         self.last_end_event = end
-        return device, idle, sampling
+        return device, idle, sampling, masks
 
 
 def count_scheduled_work(step: ScheduledStep) -> tuple[int, int, int, int]:

@@ -376,6 +376,8 @@ class Worker:
             launched.num_padding = self.runner.num_padding
             if launched.is_launched:
                 launched.reading = self.meter.end(launched.num_padding)
+            else:
+                self.meter.end_forward()
         if self.graph_pool is not None:
             self.graph_pool.capture_pending()
         return launched
@@ -687,6 +689,8 @@ class LaunchedStep:
         if sample is None:
             return  # another pipeline stage samples
         self.sample = None
+        if self.meter is not None:
+            self.meter.begin_sampling()
         self._finish_launch(sample(masks))
         if self.meter is not None:
             self.reading = self.meter.end(self.num_padding)

@@ -129,6 +129,7 @@ COUNTERS = {
     "sampling": MetricNames("seconds of the sampler outside CUDA graphs", own="sampling_seconds"),
     "padding": MetricNames("seconds lost on padding rows of CUDA graphs", own="padding_seconds"),
     "communication": MetricNames("seconds of messages between ranks", own="communication_seconds"),
+    "masks": MetricNames("seconds the device waited for grammars", own="masks_seconds"),
     "prompt_tokens": MetricNames("prompt tokens", own="prompt_tokens", vllm="prompt_tokens"),
     "generated_tokens": MetricNames(
         "generated tokens", own="generated_tokens", vllm="generation_tokens"
