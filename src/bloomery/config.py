@@ -37,6 +37,7 @@ KV_CACHE_DTYPES = ("auto", "model", "fp8", "int8")
 POLICIES = ("auto", "fair", "fcfs")
 LOG_FORMATS = ("auto", "human", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+DEFAULT_MAX_CPU_LORAS = 64  # adapters of an 8B model at rank 16 have 5 GiB then
 MAX_PORT = 65535
 
 ENVIRONMENT_PREFIX = "BLOOMERY_"
@@ -239,6 +240,21 @@ class EngineConfig:
         None,
         "tokens in one block of the KV cache; default: 64 on a GPU, 16 on a CPU",
         "Batching",
+        kind=int,
+    )
+
+    enable_lora: bool = option(
+        False, "serve LoRA adapters; --lora-modules and --lora-allow imply it", "LoRA"
+    )
+    max_loras: int = option(
+        8, "adapters on the device at once: a step may mix requests of this many", "LoRA"
+    )
+    max_lora_rank: int = option(16, "largest rank of an adapter", "LoRA")
+    max_cpu_loras: int | None = option(
+        None,
+        "adapters in host memory; others are read from disk when a request needs them; "
+        "default: 64, at least max_loras",
+        "LoRA",
         kind=int,
     )
 
@@ -685,6 +701,10 @@ class EnginePlan:
     first_device: int = 0  # index of this engine's first GPU, when `device` has no index
     text_part_only: bool = False  # a vision model, of which only the text part is served
     shares_ray_cluster: bool = False  # other engines use the same Ray cluster
+    enable_lora: bool = False
+    max_loras: int = 8  # device slots
+    max_lora_rank: int = 16
+    max_cpu_loras: int = DEFAULT_MAX_CPU_LORAS
 
 
 def resolve_plan(
@@ -707,6 +727,12 @@ def resolve_plan(
         raise ConfigError(
             f"max_model_len {config.max_model_len} is more than the {context} positions that "
             f"{name} supports; ask for at most {context}"
+        )
+    max_cpu_loras = config.max_cpu_loras or max(DEFAULT_MAX_CPU_LORAS, config.max_loras)
+    if max_cpu_loras < config.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras {max_cpu_loras} is less than max_loras {config.max_loras}, but an "
+            "adapter on the device is in host memory, too: raise max_cpu_loras or lower max_loras"
         )
     if config.dtype != "auto":
         dtype = config.dtype
@@ -747,6 +773,10 @@ def resolve_plan(
         pipeline_parallel_size=config.pipeline_parallel_size,
         executor=config.executor,
         interface=config.interface,
+        enable_lora=config.enable_lora,
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+        max_cpu_loras=max_cpu_loras,
     )
 
 

@@ -31,13 +31,17 @@ from bloomery.config import EnginePlan, child_environment
 from bloomery.errors import BloomeryError
 from bloomery.messages import (
     AbortRequest,
+    AdapterInfo,
+    AdapterRefusal,
     AdmittedRequests,
     EngineCapacity,
     EngineOutput,
     EngineRequest,
     EngineStatus,
+    LoadAdapter,
     ScheduledStep,
     StepOutput,
+    UnloadAdapter,
 )
 
 MessageT = TypeVar("MessageT")
@@ -108,6 +112,10 @@ EngineMessage = (
     | RankStep
     | RankMasks
     | StepOutput
+    | LoadAdapter
+    | UnloadAdapter
+    | AdapterInfo
+    | AdapterRefusal
 )
 
 
@@ -155,6 +163,10 @@ ENGINE_CODEC: MessageCodec[EngineMessage] = MessageCodec(
     RankStep,
     RankMasks,
     StepOutput,
+    LoadAdapter,
+    UnloadAdapter,
+    AdapterInfo,
+    AdapterRefusal,
 )
 
 

@@ -74,7 +74,10 @@ class EngineRequest:
     deadline: float | None = None
     tenant: str = ""  # tenants get equal shares of the engine
     grammar: str = ""  # of the output, in llguidance's language; "": any output
-    lora: str = ""  # name of a LoRA adapter that the engine has; "": the base model
+    # The LoRA adapter: a name that stands for the same weights for as long as the engine runs, and
+    # its folder or file, from which the engine loads it when it needs it. "": the base model.
+    lora: str = ""
+    lora_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,42 @@ class AbortRequest:
     """Asks an engine to end a request."""
 
     id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Asks an engine or a rank to read a LoRA adapter into host memory.
+
+    The answer is AdapterInfo or AdapterRefusal.
+    """
+
+    name: str
+    path: str  # a PEFT folder or a GGUF file
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Asks an engine or a rank to forget an adapter. Requests that use it run to their end."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A LoRA adapter in host memory."""
+
+    name: str
+    rank: int  # the largest of its layers
+    num_bytes: int  # in host memory, on all ranks
+    num_targets: int  # linear layers, embeddings and heads that it changes
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRefusal:
+    """An adapter that could not be loaded, and why."""
+
+    name: str
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +351,14 @@ class EngineStats:
     # The utilization: hardware limit over the time taken, in the last seconds. Not a sum.
     roofline_share: float | None = None
     kv_used_by_group: tuple[int, ...] = ()  # kv_used, by cache group
+    # LoRA: the adapter in each device slot, "" in one that is empty. Slots are counted from 1.
+    adapter_slots: tuple[str, ...] = ()
+    adapters_in_memory: int = 0  # in host memory
+    waiting_for_adapters: int = 0  # requests whose adapter has no device slot or is being loaded
+    # From here on: sums.
+    adapter_slot_loads: int = 0  # from host memory into a device slot
+    adapter_file_loads: int = 0  # from disk into host memory
+    adapter_evictions: int = 0  # from host memory
 
 
 @dataclass(frozen=True, slots=True)

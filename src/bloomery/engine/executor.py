@@ -7,9 +7,11 @@ of the tests. This module holds protocol types only; the implementations are in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
-from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
+from bloomery.errors import InvalidRequest
+from bloomery.messages import AdapterInfo, EngineCapacity, ScheduledStep, StepOutput
 
 # Reports load progress. Its arguments are a description, the amount done and the total amount.
 LoadProgress = Callable[[str, int, int], None]
@@ -41,4 +43,26 @@ class Executor(Protocol):
         """Queue a step; results come in the order of submission."""
         ...
 
+    def load_adapter(self, name: str, path: str) -> Future[AdapterInfo]:
+        """Read a LoRA adapter into the host memory of all ranks while steps go on.
+
+        Steps may name it in `lora_loads` once the future is done. Its exception is InvalidRequest
+        if the adapter cannot be used. A name is loaded once until it is unloaded.
+        """
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Drop the host copy of an adapter. No later step loads it into a slot.
+
+        Its device slot stays as it is until another adapter is loaded into it.
+        """
+        ...
+
     def close(self) -> None: ...
+
+
+def refuse_adapter(reason: str) -> Future[AdapterInfo]:
+    """Return what `load_adapter` of an executor returns that cannot load the adapter."""
+    refusal: Future[AdapterInfo] = Future()
+    refusal.set_exception(InvalidRequest(reason, "model"))
+    return refusal

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import atexit
 import gc
+from concurrent.futures import Future
 
 from bloomery.config import EnginePlan
-from bloomery.engine.executor import LoadProgress, PendingStep
-from bloomery.messages import EngineCapacity, ScheduledStep
+from bloomery.engine.executor import LoadProgress, PendingStep, refuse_adapter
+from bloomery.messages import AdapterInfo, EngineCapacity, ScheduledStep
 from bloomery.runtime.worker import Worker
 
 
@@ -40,6 +41,12 @@ class LocalExecutor:
         if self.worker is None:
             raise RuntimeError("submit before start")
         return self.worker.run(step)
+
+    def load_adapter(self, name: str, path: str) -> Future[AdapterInfo]:
+        return refuse_adapter("this engine loads no LoRA adapters")
+
+    def unload_adapter(self, name: str) -> None:
+        pass
 
     def close(self) -> None:
         self.worker = None

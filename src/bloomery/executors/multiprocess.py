@@ -15,13 +15,14 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from bloomery.config import EnginePlan
-from bloomery.engine.executor import LoadProgress
+from bloomery.engine.executor import LoadProgress, refuse_adapter
 from bloomery.errors import ConfigError
 from bloomery.executors.rank_group import (
     DeferredResult,
@@ -40,7 +41,7 @@ from bloomery.ipc import (
     describe_exit,
     spawn_child,
 )
-from bloomery.messages import EngineCapacity, EngineStatus, ScheduledStep, StepOutput
+from bloomery.messages import AdapterInfo, EngineCapacity, EngineStatus, ScheduledStep, StepOutput
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 EXIT_SECONDS = 5.0  # that a rank may take to exit after its connection is closed
@@ -180,6 +181,12 @@ class MultiprocessExecutor:
                         raise ConfigError(message.detail)
                     messages.append((rank.rank, message))
         return messages
+
+    def load_adapter(self, name: str, path: str) -> Future[AdapterInfo]:
+        return refuse_adapter("this engine loads no LoRA adapters")
+
+    def unload_adapter(self, name: str) -> None:
+        pass
 
     def close(self) -> None:
         for rank in self.ranks:

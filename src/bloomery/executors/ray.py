@@ -17,6 +17,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -30,7 +31,7 @@ from ray.util import get_node_ip_address, placement_group, remove_placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bloomery.config import EnginePlan
-from bloomery.engine.executor import LoadProgress, PendingStep
+from bloomery.engine.executor import LoadProgress, PendingStep, refuse_adapter
 from bloomery.errors import BloomeryError, ConfigError
 from bloomery.executors.rank_group import (
     DeferredResult,
@@ -41,7 +42,7 @@ from bloomery.executors.rank_group import (
 )
 from bloomery.executors.rank_worker import RankWorker
 from bloomery.ipc import ENGINE_CODEC, FrameDecoder, ProtocolError, RankJoin, RankMasks, RankStep
-from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
+from bloomery.messages import AdapterInfo, EngineCapacity, ScheduledStep, StepOutput
 
 # Seconds until other jobs must have released the resources of the placement group.
 PLACEMENT_SECONDS = 120.0
@@ -256,6 +257,12 @@ class RayExecutor:
         except BaseException:
             self.close()
             raise
+
+    def load_adapter(self, name: str, path: str) -> Future[AdapterInfo]:
+        return refuse_adapter("this engine loads no LoRA adapters")
+
+    def unload_adapter(self, name: str) -> None:
+        pass
 
     def close(self) -> None:
         for actor in self.actors:

@@ -12,6 +12,7 @@ import json
 import sys
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +23,12 @@ import numpy as np
 from bloomery.cache_groups import count_held_blocks, longest_sequence
 from bloomery.config import EngineConfig, EnginePlan, resolve_plan
 from bloomery.engine.build import build_engine
+from bloomery.engine.executor import refuse_adapter
 from bloomery.engine.routing import PrefixAffinityRouter
 from bloomery.errors import ConfigError, InvalidRequest, PromptTooLong
 from bloomery.hardware import StepCalibration
 from bloomery.messages import (
+    AdapterInfo,
     EngineCapacity,
     EngineRequest,
     ResolvedSampling,
@@ -107,6 +110,12 @@ class SimulatedExecutor:
         return SimulatedResult(
             self.clock, begin + seconds, StepOutput(tuple(samples), None, decoded)
         )
+
+    def load_adapter(self, name: str, path: str) -> Future[AdapterInfo]:
+        return refuse_adapter("the simulator runs no LoRA adapters")
+
+    def unload_adapter(self, name: str) -> None:
+        pass
 
     def close(self) -> None:
         pass
