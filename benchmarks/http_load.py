@@ -7,10 +7,13 @@ with random token ids in and a fixed number of tokens out. Clients are spread ov
 processes, so that they do not limit the server.
 
 The server is started as `bloomery serve` with the cache directory --cache-dir; a new one is empty,
-so that the first start compiles every kernel. `ready_s` is the time from its start until /health
-answers 200. `first_s` is the first request after that and `later_s` the fastest of five: with
-"ready means fast" they are nearly equal. `ttft` is the time to the first token, `gap` the longest
-pause within an answer, both in seconds.
+so that the first start compiles every kernel. With --starts N it starts N times, one after another
+with the same caches, and the loads run on the last one. The server's log is printed with the
+seconds since its start; a GPU worker says there how long each phase of the start took. `ready_s` is
+the time from its start until /health answers 200. `first_s` is the first request after that and
+`later_s` the fastest of five, for a short prompt and for one of LONG_PROMPT tokens: with "ready
+means fast" they are nearly equal. `ttft` is the time to the first token, `gap` the longest pause
+within an answer, both in seconds.
 """
 
 from __future__ import annotations
@@ -25,20 +28,23 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from benchmarks.offline import SHAPES
 
 NUM_PROCESSES = 8
 FIRST_TOKEN_ID = 100  # of prompts; lower ids may be special
 MAX_READY_SECONDS = 180
+LONG_PROMPT = 3000  # tokens, too many for a captured step
 
 
 class HttpLoad(NamedTuple):
@@ -90,9 +96,19 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
     raise SystemExit("the server did not become ready; its log is above")
 
 
-def time_request(url: str, model: str) -> float:
-    """Seconds of one short answer."""
-    body = {"model": model, "prompt": [101, 102, 103], "max_tokens": 16, "ignore_eos": True}
+def print_log(lines: IO[bytes], start: float) -> None:
+    """Print the server's log as it comes, with the seconds since its start."""
+    for line in lines:
+        text = line.decode(errors="replace").rstrip()
+        if "POST /v1" not in text:
+            print(f"[{time.monotonic() - start:6.2f} s] {text}", flush=True)
+
+
+def time_request(url: str, model: str, prompt_len: int, seed: int) -> float:
+    """Seconds of one short answer to a prompt that no other request has."""
+    rng = random.Random(seed)
+    prompt = [rng.randrange(FIRST_TOKEN_ID, 40000) for _ in range(prompt_len)]
+    body = {"model": model, "prompt": prompt, "max_tokens": 16, "ignore_eos": True}
     request = urllib.request.Request(
         f"{url}/v1/completions",
         json.dumps(body).encode(),
@@ -187,29 +203,42 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("loads", nargs="*", type=parse_load, metavar="CLIENTS:IN:OUT:REQUESTS")
     parser.add_argument("--cache-dir", type=Path, help="default: a new, empty folder")
+    parser.add_argument("--starts", type=int, default=1, help="of the server, one after another")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     model = folder / args.shape
     write_model(args.shape, model)
     cache = args.cache_dir or folder / "cache"
+    for number in range(args.starts):
+        is_last = number == args.starts - 1
+        measure_start(args.shape, model, cache, args.loads if is_last else [])
+
+
+def measure_start(shape: str, model: Path, cache: Path, loads: Sequence[HttpLoad]) -> None:
+    """Start the server, time it and its first requests, run the loads, stop it."""
     port = find_free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "bloomery", "serve", str(model), "--load-format", "dummy"]
-    options = ["--port", str(port), "--cache-dir", str(cache), "--log-level", "warning"]
+    options = ["--port", str(port), "--cache-dir", str(cache), "--log-format", "human"]
+    options += ["--log-level", "warning" if loads else "info"]  # a line per request costs time
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache / "triton")}
     start = time.monotonic()
-    server = subprocess.Popen([*command, *options], env=environment)
+    server = subprocess.Popen([*command, *options], env=environment, stderr=subprocess.PIPE)
+    assert server.stderr is not None
+    threading.Thread(target=print_log, args=(server.stderr, start), daemon=True).start()
     try:
         wait_until_ready(server, url)
-        ready_seconds = time.monotonic() - start
-        first, *later = [time_request(url, args.shape) for _ in range(6)]
-        row = {"ready_s": ready_seconds, "first_s": first, "later_s": min(later)}
-        row = {name: round(seconds, 3) for name, seconds in row.items()}
-        print(json.dumps({"shape": args.shape, **row}), flush=True)
+        row: dict[str, Any] = {"shape": shape, "ready_s": round(time.monotonic() - start, 3)}
+        for prompt_len in (3, LONG_PROMPT):
+            first, *later = [time_request(url, shape, prompt_len, seed) for seed in range(6)]
+            row[f"first_s_{prompt_len}"] = round(first, 4)
+            row[f"later_s_{prompt_len}"] = round(min(later), 4)
+        print(json.dumps(row), flush=True)
+        if not loads:
+            return
         with ProcessPoolExecutor(NUM_PROCESSES, get_context("spawn")) as pool:
-            for load in args.loads:
-                row = run_load(port, args.shape, load, pool)
-                print(json.dumps({"shape": args.shape, **row}), flush=True)
+            for load in loads:
+                print(json.dumps({"shape": shape, **run_load(port, shape, load, pool)}), flush=True)
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait()

@@ -1,16 +1,18 @@
 """Offline throughput on one GPU: random weights of real shapes, token ids in and out.
 
     PYTHONPATH=src python3 benchmarks/offline.py llama-8b fixed:1:32:256 fixed:64:128:256 \
-        mixed:256 prefill:8192
+        mixed:256 prefill:8192 decode:16:32000:64
 
 Workloads: fixed:BATCH:IN:OUT, mixed:N (lengths of prompt and output uniform in 100..1024),
 mixedlong:N (prompts of 1,000 to 8,000 and outputs of 50 to 400 tokens), prefill:N (one prompt of N
-tokens, one output token).
+tokens, one output token), decode:BATCH:IN:STEPS (like fixed, but only STEPS decode steps are timed,
+after all prompts have their first token).
 
 Prints one JSON line per workload. `ms_step` is the whole time over the output length, prefill
 included. `idle` is the share of the time in which the GPU waited for the host, by the step meter.
 `floor_ms_step` is bytes of weights and KV cache over the rate at which this GPU copies, or
-operations over the rate of a large matrix product, both measured in the same run.
+operations over the rate of a large matrix product, both measured in the same run. --profile runs
+every workload once more under torch's profiler and prints where the GPU's time went.
 
 --quantization FORMAT quantizes the weights while loading. Use --option kv_cache_gib=0.5 for a
 meaningful `peak_gib`: otherwise the KV cache takes all memory.
@@ -192,7 +194,8 @@ def build_workload(name: str, vocab_size: int) -> OfflineWorkload:
     if kind == "prefill":
         return OfflineWorkload([random_ids(int(numbers[0]))], [1])
     raise SystemExit(
-        f"unknown workload {name!r}: expected fixed:BATCH:IN:OUT, mixed:N, mixedlong:N or prefill:N"
+        f"unknown workload {name!r}: expected fixed:BATCH:IN:OUT, mixed:N, mixedlong:N, prefill:N "
+        "or decode:BATCH:IN:STEPS"
     )
 
 
@@ -223,44 +226,55 @@ def measure_rates() -> DeviceRates:
     return DeviceRates(copy, matmul)
 
 
-def floor_seconds(llm: Any, workload: OfflineWorkload, rates: DeviceRates) -> float:
-    """The least seconds of a workload.
+class WorkFloor:
+    """The least seconds that prefills and decode steps can take on this GPU.
 
-    They are the operations of all prompts, then for every decode step one pass over the weights
-    and the KV cache of the running sequences. Of experts, a step reads those that its tokens are
-    routed to, if every expert is equally likely.
+    A prefill takes its operations. A decode step takes one pass over the weights and the KV cache
+    of the running sequences. Of experts, a step reads those that its tokens are routed to, if every
+    expert is equally likely.
     """
-    from bloomery.roofline import count_parameters, kv_bytes
 
-    decoder = llm.executor.worker.decoder
-    spec = decoder.spec
-    embed_bytes = 0 if spec.tied else decoder.embed.matrix.nbytes
-    weights_bytes = llm.capacity.weights_bytes - embed_bytes
-    counts = count_parameters(spec)
-    expert_bytes, used_share = measure_experts(decoder)
-    layer_values = counts.matrices + counts.experts * used_share
-    pair_operations = sum(
-        4 * layer.attention.num_heads * layer.attention.head_dim for layer in spec.layers
-    )
-    bytes_by_length = cache(partial(kv_bytes, spec))
-    total = 0.0
-    for prompt in workload.prompts:
-        num_pairs = len(prompt) ** 2 / 2
-        operations = 2 * layer_values * len(prompt) + pair_operations * num_pairs
-        total += operations / rates.matmul
-    for step in range(1, max(workload.output_lens)):
-        seq_lens = [
-            len(prompt) + step
-            for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
-            if output_len > step
-        ]
-        cache_bytes = sum(bytes_by_length(seq_len) for seq_len in seq_lens)
-        unread_bytes = expert_bytes * (1 - used_share) ** len(seq_lens)
-        operations = 2 * (layer_values + spec.vocab * spec.hidden) * len(seq_lens)
-        read_seconds = (weights_bytes - unread_bytes + cache_bytes) / rates.copy
-        compute_seconds = operations / rates.matmul + cache_bytes / rates.copy
-        total += max(read_seconds, compute_seconds)
-    return total
+    def __init__(self, llm: Any, rates: DeviceRates):
+        from bloomery.roofline import count_parameters, kv_bytes
+
+        decoder = llm.executor.worker.decoder
+        spec = decoder.spec
+        self.rates = rates
+        self.weights_bytes = llm.capacity.weights_bytes
+        if not spec.tied:
+            self.weights_bytes -= decoder.embed.matrix.nbytes
+        counts = count_parameters(spec)
+        self.expert_bytes, self.used_share = measure_experts(decoder)
+        self.layer_values = counts.matrices + counts.experts * self.used_share
+        self.head_values = spec.vocab * spec.hidden
+        self.pair_operations = sum(
+            4 * layer.attention.num_heads * layer.attention.head_dim for layer in spec.layers
+        )
+        self.bytes_by_length = cache(partial(kv_bytes, spec))
+
+    def prefill_seconds(self, prompt_len: int) -> float:
+        num_pairs = prompt_len**2 / 2
+        operations = 2 * self.layer_values * prompt_len + self.pair_operations * num_pairs
+        return operations / self.rates.matmul
+
+    def decode_seconds(self, seq_lens: list[int]) -> float:
+        cache_bytes = sum(self.bytes_by_length(seq_len) for seq_len in seq_lens)
+        unread_bytes = self.expert_bytes * (1 - self.used_share) ** len(seq_lens)
+        operations = 2 * (self.layer_values + self.head_values) * len(seq_lens)
+        read_seconds = (self.weights_bytes - unread_bytes + cache_bytes) / self.rates.copy
+        compute_seconds = operations / self.rates.matmul + cache_bytes / self.rates.copy
+        return max(read_seconds, compute_seconds)
+
+    def workload_seconds(self, workload: OfflineWorkload) -> float:
+        total = sum(self.prefill_seconds(len(prompt)) for prompt in workload.prompts)
+        for step in range(1, max(workload.output_lens)):
+            seq_lens = [
+                len(prompt) + step
+                for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
+                if output_len > step
+            ]
+            total += self.decode_seconds(seq_lens)
+        return total
 
 
 def measure_experts(decoder: Any) -> tuple[int, float]:
@@ -358,6 +372,47 @@ def run_workload(llm: Any, workload: OfflineWorkload) -> RunResult:
     return RunResult(seconds, num_tokens, idle_share)
 
 
+def time_decode_steps(llm: Any, batch: int, prompt_len: int, num_steps: int) -> RunResult:
+    """Time decode steps of a batch whose prompts are computed."""
+    from bloomery.messages import StepTiming
+    from bloomery.tools.profile import start_batch, stop_batch
+
+    loop = llm.loop
+    # Sequences decode while the prompts of others are computed, and must not end meanwhile.
+    num_prefill_steps = -(-batch * prompt_len // llm.capacity.max_num_batched_tokens) + batch
+    output_len = num_prefill_steps + 2 * num_steps
+    request_ids = start_batch(loop, llm.capacity, batch, prompt_len, output_len)
+    for _ in range(num_steps // 4):  # the steps in flight
+        loop.step()
+    loop.timing = StepTiming()
+    start = time.time()
+    num_tokens = sum(len(output.ids) for _ in range(num_steps) for output in loop.step())
+    seconds = time.time() - start
+    timing = loop.timing
+    stop_batch(loop, request_ids)
+    return RunResult(seconds, num_tokens, timing.idle / max(timing.idle + timing.device, 1e-9))
+
+
+def print_kernels(work: Callable[[], object]) -> None:
+    """Run the work under torch's profiler and print the kernels that took longest."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    averages = profiler.key_averages()
+    total = sum(row.self_device_time_total for row in averages)
+    print(f"kernels, {total / 1000:.1f} ms in all:")
+    for row in sorted(averages, key=lambda row: -row.self_device_time_total)[:18]:
+        microseconds = row.self_device_time_total
+        print(
+            f"  {microseconds / total:6.1%} {microseconds / 1000:9.2f} ms {row.count:6} x "
+            f"{microseconds / row.count:9.2f} us  {row.key[:110]}",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -366,6 +421,7 @@ def main() -> None:
     parser.add_argument("work", nargs="+")
     parser.add_argument("--engine", choices=("bloomery", "vllm"), default="bloomery")
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="print where the GPU's time went")
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for LLM(...)")
     args = parser.parse_args()
@@ -399,12 +455,22 @@ def main() -> None:
     }
     print(json.dumps(startup), flush=True)
     run_workload(llm, OfflineWorkload([[11] * 64] * 4, [8] * 4))  # warm-up
+    floor = WorkFloor(llm, rates)
     for name in args.work:
-        workload = build_workload(name, SHAPES[args.shape]["vocab_size"])
-        results = [run_workload(llm, workload) for _ in range(args.repeat)]
+        kind, *numbers = name.split(":")
+        work: Callable[[], RunResult]
+        if kind == "decode":
+            batch, prompt_len, num_steps = map(int, numbers)
+            work = partial(time_decode_steps, llm, batch, prompt_len, num_steps)
+            middle = prompt_len + num_steps // 2
+            floor_seconds = num_steps * floor.decode_seconds([middle] * batch)
+        else:
+            workload = build_workload(name, SHAPES[args.shape]["vocab_size"])
+            num_steps = max(workload.output_lens)
+            work = partial(run_workload, llm, workload)
+            floor_seconds = floor.workload_seconds(workload)
+        results = [work() for _ in range(args.repeat)]
         fastest = min(results, key=lambda result: result.seconds)
-        floor = floor_seconds(llm, workload, rates)
-        num_steps = max(workload.output_lens)
         row = {
             "shape": args.shape,
             "quantization": args.quantization,
@@ -412,12 +478,14 @@ def main() -> None:
             "s": round(fastest.seconds, 4),
             "tok_s": round(fastest.num_tokens / fastest.seconds, 1),
             "ms_step": round(1000 * fastest.seconds / num_steps, 3),
-            "floor_ms_step": round(1000 * floor / num_steps, 3),
-            "share": round(floor / fastest.seconds, 3),
+            "floor_ms_step": round(1000 * floor_seconds / num_steps, 3),
+            "share": round(floor_seconds / fastest.seconds, 3),
             "idle": round(fastest.idle_share, 4),
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         }
         print(json.dumps(row), flush=True)
+        if args.profile:
+            print_kernels(work)
 
 
 if __name__ == "__main__":

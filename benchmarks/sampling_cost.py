@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.offline import (
     SHAPES,
     OfflineWorkload,
+    WorkFloor,
     create_engine,
-    floor_seconds,
     measure_rates,
 )
 
@@ -178,7 +178,7 @@ def measure_shape(shape: str, batch_sizes: list[int], selected: str, repeat: int
             [rng.randrange(10, vocab_size - 10) for _ in range(prompt_len)] for _ in range(batch)
         ]
         workload = OfflineWorkload(prompts, [OUTPUT_LENS.get(batch, 128)] * batch)
-        floor = 1000 * floor_seconds(llm, workload, rates) / workload.output_lens[0]
+        floor = 1000 * WorkFloor(llm, rates).workload_seconds(workload) / workload.output_lens[0]
         print(f"\n{shape}, {batch} rows, floor {floor:.3f} ms per step", flush=True)
         print(f"{'case':32s} {'ms/step':>8s} {'cost':>7s} {'idle':>6s}   vLLM  target")
         run_case(llm, CASES[0], workload, bad_words)  # captures graphs that are still missing

@@ -39,8 +39,8 @@ from typing import Any, NamedTuple
 from benchmarks.offline import (
     SHAPES,
     OfflineWorkload,
+    WorkFloor,
     create_engine,
-    floor_seconds,
     measure_rates,
 )
 from bloomery.messages import StepTiming
@@ -298,7 +298,7 @@ def main() -> None:
             **share_times(run.timing),
         }
         if rates is not None:
-            floor = floor_seconds(llm, workload, rates)
+            floor = WorkFloor(llm, rates).workload_seconds(workload)
             row["floor_ms_step"] = round(1000 * floor / args.output, 3)
         print(json.dumps(row), flush=True)
     print(json.dumps({"shape": args.shape, **measure_first_masks(llm)}), flush=True)

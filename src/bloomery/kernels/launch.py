@@ -13,7 +13,9 @@ what was written by a kernel that does not call `launch_dependents` and so is ne
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +30,9 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:
     triton = tl = None
+
+
+log = logging.getLogger("bloomery.kernels")
 
 
 def jit(function: Callable | None = None, **options: Any) -> Any:
@@ -90,13 +95,23 @@ def compile_kernels(missing: MissingKernels) -> None:
         return
     device = torch.cuda.current_device()
 
-    def compile_one(specialization: str) -> None:
+    def compile_one(specialization: str) -> float:
+        started = time.monotonic()
         torch.cuda.set_device(device)  # of this thread
         missing[specialization].preload(specialization)
+        return time.monotonic() - started
 
+    start = time.monotonic()
     with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as threads:
-        for _ in threads.map(compile_one, missing):
-            pass
+        seconds = list(threads.map(compile_one, missing))
+    slowest, name = max(zip(seconds, (kernel.__name__ for kernel in missing.values())))
+    log.info(
+        "%d kernels compiled or loaded in %.1f s; %s took longest, %.1f s",
+        len(missing),
+        time.monotonic() - start,
+        name,
+        slowest,
+    )
 
 
 def triton_interpreted() -> bool:

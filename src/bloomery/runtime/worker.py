@@ -225,6 +225,7 @@ class Worker:
         cache = self.cache
         self.decoder.build_rope_cache(plan.max_model_len)
         reserved_bytes = self._measure_reserved_bytes()
+        self.start_timer.end("activation memory")
         size = fit_kv_cache(plan, cache, self.device, reserved_bytes, self.mesh)
         if size.max_model_len != plan.max_model_len:
             self.decoder.build_rope_cache(size.max_model_len)
