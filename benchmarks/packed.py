@@ -3,7 +3,8 @@
     PYTHONPATH=src python3 benchmarks/packed.py check   every kernel and format against float64
     PYTHONPATH=src python3 benchmarks/packed.py bench   linear layers by format and batch size
     PYTHONPATH=src python3 benchmarks/packed.py tune    the fastest tilings of GEMV and GEMM
-    PYTHONPATH=src python3 benchmarks/packed.py tune experts   those of MXFP4 experts
+    PYTHONPATH=src python3 benchmarks/packed.py tune "experts gpt-oss-20b 1 64"   those of MXFP4
+                                                           experts, by model and tokens
 
 A further argument selects the cases whose name contains it. Times are medians of replays of
 one CUDA graph, over more weights than the L2 cache holds. The floor is the bytes of codes and
@@ -738,13 +739,14 @@ def tune_gemm(jobs: list[GemmJob]) -> None:
 # ---- tune: experts -------------------------------------------------------------------------------
 
 
+ExpertJob = tuple[str, int, str, PackedGemvTiling | PackedGemmTiling]  # model, tokens, part, tiling
+
 # Tokens -> tilings of the MXFP4 experts to time.
 EXPERT_TILINGS: dict[int, list[PackedGemvTiling] | list[PackedGemmTiling]] = {
     1: [
-        PackedGemvTiling(outputs, chunks, warps, prefetch_x)
-        for outputs, (chunks, warps), prefetch_x in product(
-            (1, 2, 4, 8, 16), ((32, 1), (64, 2), (128, 4)), (False, True)
-        )
+        PackedGemvTiling(outputs, chunks, chunks // 32, prefetch_x)
+        for outputs, chunks, prefetch_x in product((1, 2, 4, 8), (32, 64, 128), (False, True))
+        if chunks < 128 or not prefetch_x
     ],
     **{
         tokens: [
@@ -756,25 +758,59 @@ EXPERT_TILINGS: dict[int, list[PackedGemvTiling] | list[PackedGemmTiling]] = {
 }
 
 
+def expert_tuning_jobs(selected: str) -> list[ExpertJob]:
+    """All tilings of the experts that the words of `selected` name: models or numbers of tokens."""
+    words = selected.split()[1:]
+    models = [model for model in EXPERT_SHAPES if model in words] or list(EXPERT_SHAPES)
+    token_counts = [n for n in EXPERT_TILINGS if str(n) in words] or list(EXPERT_TILINGS)
+    return [
+        (model, tokens, part, tiling)
+        for model, tokens, part in product(models, token_counts, ("up", "down"))
+        for tiling in EXPERT_TILINGS[tokens]
+    ]
+
+
+def measure_expert_tiling(
+    experts: Mxfp4ExpertsBench, tokens: int, part: str, tiling: PackedGemvTiling | PackedGemmTiling
+) -> float:
+    """Microseconds of the experts with this tiling of one part and the default for the other."""
+    run_experts = packed_experts_gemv if tokens == 1 else packed_experts_grouped
+    tilings = (tiling, None) if part == "up" else (None, tiling)
+    return experts.measure(run_experts, tilings=tilings)
+
+
+def compile_expert_part(process: int, jobs: list[ExpertJob]) -> None:
+    """Run every NUM_PROCESSES-th job once, which puts its kernels into Triton's cache on disk."""
+    own_jobs = jobs[process::NUM_PROCESSES]
+    for model in dict.fromkeys(job[0] for job in own_jobs):
+        experts = Mxfp4ExpertsBench(model)
+        for _, tokens, part, tiling in (job for job in own_jobs if job[0] == model):
+            experts.set_tokens(tokens)
+            try:
+                measure_expert_tiling(experts, tokens, part, tiling)
+            except Exception as exception:
+                print(f"{model} {tokens} {part} {tiling}: {exception!r}"[:200], flush=True)
+
+
 def tune_experts(selected: str) -> None:
     """Print the fastest tilings of up and of down, each with the default for the other one."""
-    for model in EXPERT_SHAPES:
-        if selected.split()[-1] not in ("experts", model):
-            continue
+    jobs = expert_tuning_jobs(selected)
+    # Compile in other processes before this one initializes CUDA: they are forked.
+    run_in_processes(compile_expert_part, jobs)
+    for model in dict.fromkeys(job[0] for job in jobs):
         experts = Mxfp4ExpertsBench(model)
-        for tokens, tilings in EXPERT_TILINGS.items():
+        for tokens, part in dict.fromkeys(job[1:3] for job in jobs if job[0] == model):
             experts.set_tokens(tokens)
-            run_experts = packed_experts_gemv if tokens == 1 else packed_experts_grouped
-            for part in ("up", "down"):
-                times = []
-                for tiling in tilings:
-                    pair = {"up": (tiling, None), "down": (None, tiling)}[part]
-                    try:
-                        times.append((experts.measure(run_experts, tilings=pair), tuple(tiling)))
-                    except Exception as exception:
-                        print(f"{model} {tokens} {tiling}: {exception!r}"[:200], flush=True)
-                shown = ", ".join(f"{tiling} {us:.1f}" for us, tiling in sorted(times)[:6])
-                print(f"experts {model} {tokens} {part}: {shown}", flush=True)
+            times = []
+            for *_, tiling in (job for job in jobs if job[:3] == (model, tokens, part)):
+                try:
+                    us = measure_expert_tiling(experts, tokens, part, tiling)
+                    times.append((us, tuple(tiling)))
+                except Exception as exception:
+                    print(f"{model} {tokens} {tiling}: {exception!r}"[:200], flush=True)
+            shown = ", ".join(f"{tiling} {us:.1f}" for us, tiling in sorted(times)[:6])
+            floor_us = experts.floor_microseconds()
+            print(f"experts {model} {tokens} {part}, floor {floor_us:.1f}: {shown}", flush=True)
 
 
 def main() -> int:
