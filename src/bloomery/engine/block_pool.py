@@ -22,17 +22,14 @@ This module knows block numbers only. It must not know tensors, devices or sched
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from bloomery.cache_groups import count_held_blocks, count_pages, first_visible_page
+from bloomery.engine.page_digests import page_digests
 from bloomery.engine.sequence import PageBlocks, Sequence
 from bloomery.messages import NULL_BLOCK, CacheGroup
-
-DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,22 +291,8 @@ class BlockPool:
             free_blocks += page.blocks
         return tuple([free_blocks.pop() for _ in range(count)])
 
-    # ---- digests ---------------------------------------------------------------------------------
-
     def _digests(self, sequence: Sequence, num_pages: int) -> list[bytes]:
-        """Return the digests of at least the first `num_pages` pages; the sequence keeps them."""
-        digests = sequence.page_digests
-        size = self.page_size
-        digest = digests[-1] if digests else self._salt_digest(sequence.request.cache_salt)
-        for page in range(len(digests), num_pages):
-            tokens = array("I", sequence.tokens[page * size : (page + 1) * size])
-            digest = blake2b(digest + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()
-            digests.append(digest)
-        return digests
-
-    def _salt_digest(self, cache_salt: str) -> bytes:
-        salt = cache_salt.encode(errors="surrogatepass")
-        return blake2b(salt, digest_size=DIGEST_BYTES, person=b"salt").digest()
+        return page_digests(sequence, num_pages, self.page_size)
 
 
 def count_leading(digests: Iterable[bytes], published: dict[bytes, PageBlocks]) -> int:
