@@ -99,7 +99,7 @@ class LayerPlace:
 
 def single_group(model: ModelSpec) -> CacheLayout:
     """All layers in one group. It frees what no layer reads any more."""
-    windows = [layer.attention.window for layer in model.layers]
+    windows = [attention.window for attention in model.attentions]
     known = [window for window in windows if window is not None]
     window = max(known) if len(known) == len(windows) else None
     num_layers = len(windows)
@@ -118,16 +118,17 @@ def plan_cache_groups(
     All ranks get the same result. Groups whose heads do not fit blocks of equal size are merged.
     """
     layers = [
-        replace(layer, attention=cut_window(layer.attention, max_len)) for layer in model.layers
+        replace(layer, attention=layer.attention and cut_window(layer.attention, max_len))
+        for layer in model.layers
     ]
     model = replace(model, layers=tuple(layers))
-    windows = [layer.attention.window for layer in model.layers]
+    windows = [attention.window for attention in model.attentions]
     kinds = sorted(set(windows), key=lambda window: (window is not None, window or 0))
     if len(kinds) == 1:
         return single_group(model)
     sizes: list[tuple[int, int]] = []  # KV heads of a rank and head dim, by kind
     for kind in kinds:
-        attentions = [layer.attention for layer in model.layers if layer.attention.window == kind]
+        attentions = [spec for spec in model.attentions if spec.window == kind]
         heads = {(local_kv_heads(attention, tp), attention.head_dim) for attention in attentions}
         if len(heads) > 1:
             return single_group(model)
@@ -139,8 +140,8 @@ def plan_cache_groups(
         for size, ratio in zip(values, ratios, strict=True)
     )
     splits_evenly = len(set(values)) == 1 or all(
-        layer.attention.num_kv_heads % tp == 0 or tp % layer.attention.num_kv_heads == 0
-        for layer in model.layers
+        attention.num_kv_heads % tp == 0 or tp % attention.num_kv_heads == 0
+        for attention in model.attentions
     )
     same_scales = not scaled or len({head_dim for _, head_dim in sizes}) == 1
     if not (equal_blocks and splits_evenly and same_scales):

@@ -12,7 +12,21 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from bloomery.errors import ConfigError
-from bloomery.spec import AlibiSpec, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from bloomery.spec import (
+    AlibiSpec,
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    Mamba2Spec,
+    MambaSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    RecurrentSpec,
+    ShortConvSpec,
+    recurrent_in_sizes,
+    recurrent_out_size,
+)
 
 Range = tuple[int, int]
 # Quantized formats store values in blocks of these sizes; most kernels cannot split a block.
@@ -46,7 +60,12 @@ class TensorParallelLayout:
         """Return this rank's part of a layer."""
         if self.size == 1:
             return spec
-        return replace(spec, attention=self.attention(spec.attention), mlp=self.mlp(spec.mlp))
+        return replace(
+            spec,
+            attention=spec.attention and self.attention(spec.attention),
+            mlp=spec.mlp and self.mlp(spec.mlp),
+            recurrent=spec.recurrent and self.recurrent(spec.recurrent),
+        )
 
     def attention(self, spec: AttentionSpec) -> AttentionSpec:
         """Return this rank's part of an attention block."""
@@ -59,6 +78,32 @@ class TensorParallelLayout:
         return replace(
             spec, num_heads=end - first, num_kv_heads=kv_end - kv_first, position=position
         )
+
+    def recurrent(self, spec: RecurrentSpec) -> RecurrentSpec:
+        """Return this rank's part of a recurrent mixer: whole heads, or a range of channels."""
+        if self.size == 1:
+            return spec
+        match spec:
+            case GatedDeltaNetSpec():
+                first, end = self.key_heads(spec)
+                return replace(
+                    spec,
+                    num_key_heads=end - first,
+                    num_value_heads=spec.num_value_heads // self.size,
+                )
+            case Mamba2Spec():
+                first, end = self.state_groups(spec)
+                whole_norm = spec.norm_groups % self.size != 0
+                return replace(
+                    spec,
+                    num_heads=spec.num_heads // self.size,
+                    num_groups=end - first,
+                    norm_groups=1 if whole_norm else spec.norm_groups // self.size,
+                )
+            case MambaSpec():
+                return replace(spec, inner=spec.inner // self.size)
+            case ShortConvSpec():
+                return replace(spec, size=spec.size // self.size)
 
     def mlp(self, spec: MlpSpec | MoeSpec) -> MlpSpec | MoeSpec:
         """Return this rank's part of an MLP, or of every expert of an MoE block.
@@ -86,6 +131,22 @@ class TensorParallelLayout:
         kv_first = self.rank * spec.num_kv_heads // self.size
         kv_end = (self.rank + 1) * spec.num_kv_heads // self.size
         return heads, (kv_first, max(kv_end, kv_first + 1))
+
+    def key_heads(self, spec: GatedDeltaNetSpec) -> Range:
+        """Return the key heads that this rank's value heads use; ranks may share one."""
+        if spec.tiled_heads:
+            return 0, spec.num_key_heads
+        first = self.rank * spec.num_key_heads // self.size
+        return first, max((self.rank + 1) * spec.num_key_heads // self.size, first + 1)
+
+    def state_groups(self, spec: Mamba2Spec) -> Range:
+        """Return the groups of B and C that this rank's heads use; ranks may share one."""
+        first = self.rank * spec.num_groups // self.size
+        return first, max((self.rank + 1) * spec.num_groups // self.size, first + 1)
+
+    def split_evenly(self, size: int) -> Range:
+        """Return this rank's range of a dimension that divides evenly."""
+        return self.rank * size // self.size, (self.rank + 1) * size // self.size
 
     def split_dimension(self, size: int) -> Range:
         """Return this rank's range of an inner dimension.
@@ -145,6 +206,44 @@ class TensorParallelLayout:
         (first, end), _ = self.heads(spec)
         return self._split_inputs((first * spec.head_dim, end * spec.head_dim))
 
+    def recurrent_parts(self, spec: RecurrentSpec) -> list[Range]:
+        """Return this rank's range of each part of a recurrent mixer's input projection."""
+        match spec:
+            case GatedDeltaNetSpec():
+                first, end = self.key_heads(spec)
+                keys = (first * spec.key_dim, end * spec.key_dim)
+                values = self.split_evenly(spec.num_value_heads * spec.value_dim)
+                heads = self.split_evenly(spec.num_value_heads)
+                return [keys, keys, values, values, heads, heads]
+            case Mamba2Spec():
+                first, end = self.state_groups(spec)
+                inner = self.split_evenly(spec.num_heads * spec.head_dim)
+                group = (first * spec.state_size, end * spec.state_size)
+                return [inner, inner, group, group, self.split_evenly(spec.num_heads)]
+            case MambaSpec() | ShortConvSpec():
+                return [self.split_evenly(size) for size in recurrent_in_sizes(spec)]
+
+    def recurrent_in(self, spec: RecurrentSpec) -> WeightShard:
+        """Return the shard of the input projection: rows of each of its parts."""
+        if self.size == 1:
+            return UNSHARDED
+        return WeightShard(rows=tuple(offset_ranges(spec, self.recurrent_parts(spec), 0)))
+
+    def recurrent_conv(self, spec: RecurrentSpec) -> tuple[Range, ...]:
+        """Return this rank's channels of the causal convolution."""
+        parts = self.recurrent_parts(spec)
+        match spec:
+            case GatedDeltaNetSpec():
+                return tuple(offset_ranges(spec, parts, 0)[:3])
+            case Mamba2Spec():
+                return tuple(offset_ranges(spec, parts, 1)[:3])
+            case MambaSpec() | ShortConvSpec():
+                return (parts[0],)
+
+    def recurrent_out(self, spec: RecurrentSpec) -> WeightShard:
+        """Return the shard of the output projection: columns of this rank's heads or channels."""
+        return self._split_inputs(self.split_evenly(recurrent_out_size(spec)))
+
     def up(self, spec: MlpSpec) -> WeightShard:
         """Return the shard of the up projection: rows of up, or of gate | up."""
         if self.size == 1:
@@ -190,6 +289,16 @@ def gate_size(spec: AttentionSpec) -> int:
     return spec.num_heads * (1 if spec.gate.per_head else spec.head_dim)
 
 
+def offset_ranges(spec: RecurrentSpec, parts: Sequence[Range], first: int) -> list[Range]:
+    """Return ranges of the parts from `first` on as rows of a matrix that begins with that part."""
+    offset = 0
+    ranges = []
+    for size, (start, end) in list(zip(recurrent_in_sizes(spec), parts, strict=True))[first:]:
+        ranges.append((offset + start, offset + end))
+        offset += size
+    return ranges
+
+
 # ---- what can be split ---------------------------------------------------------------------------
 
 
@@ -201,32 +310,91 @@ def check_parallel_sizes(model: ModelSpec, tp: int, pp: int) -> None:
             f"pp {pp} is more stages than the model has layers; at most {num_layers} would work"
         )
     if not supports_tensor_parallel(model, tp):
-        head_counts = sorted(
-            {(layer.attention.num_heads, layer.attention.num_kv_heads) for layer in model.layers}
-        )
-        most_heads = max(heads for heads, _ in head_counts)
+        most_heads = max(count_heads(layer) for layer in model.layers)
         sizes = [
             str(size) for size in range(1, most_heads + 1) if supports_tensor_parallel(model, size)
         ]
-        model_heads = " and ".join(f"{heads} heads over {kv} KV heads" for heads, kv in head_counts)
         raise ConfigError(
-            f"tp {tp} does not divide the model's {model_heads}; {', '.join(sizes)} would work"
+            f"tp {tp} does not divide the model's {describe_heads(model)}; "
+            f"{', '.join(sizes)} would work"
         )
+
+
+def describe_heads(model: ModelSpec) -> str:
+    """The kinds of heads that tensor parallel ranks divide, for a message."""
+    counts = sorted({(spec.num_heads, spec.num_kv_heads) for spec in model.attentions})
+    kinds = [f"{heads} heads over {kv} KV heads" for heads, kv in counts]
+    for spec in dict.fromkeys(model.recurrents):
+        match spec:
+            case GatedDeltaNetSpec():
+                kinds.append(f"{spec.num_value_heads} value heads over {spec.num_key_heads}")
+            case Mamba2Spec():
+                kinds.append(f"{spec.num_heads} Mamba heads in {spec.num_groups} groups")
+            case MambaSpec() | ShortConvSpec():
+                kinds.append(f"{recurrent_out_size(spec)} recurrent channels")
+    return " and ".join(kinds)
+
+
+def count_heads(layer: LayerSpec) -> int:
+    """The most ranks that may divide the mixer of a layer, at least 1."""
+    count = 1
+    if layer.attention is not None:
+        count = layer.attention.num_heads
+    match layer.recurrent:
+        case GatedDeltaNetSpec(num_value_heads=heads) | Mamba2Spec(num_heads=heads):
+            count = max(count, heads)
+    return count
 
 
 def supports_tensor_parallel(model: ModelSpec, size: int) -> bool:
     """Whether `size` ranks can share the layers of the model."""
     every_rank_has_tokens = (size - 1) * -(-model.vocab // size) < model.vocab
-    if not every_rank_has_tokens:
-        return False
-    for layer in model.layers:
-        mlp = layer.mlp.mlp if isinstance(layer.mlp, MoeSpec) else layer.mlp
-        kv_heads = layer.attention.num_kv_heads
-        if mlp.size < size or layer.attention.num_heads % size:
-            return False
-        if kv_heads % size and size % kv_heads:
-            return False
+    return every_rank_has_tokens and all(
+        splits_attention(layer.attention, size)
+        and splits_recurrent(layer.recurrent, size)
+        and splits_mlp(layer.mlp, size)
+        for layer in model.layers
+    )
+
+
+def splits_attention(spec: AttentionSpec | None, size: int) -> bool:
+    """Whether `size` ranks can divide the heads; ranks may share a KV head."""
+    if spec is None:
+        return True
+    return spec.num_heads % size == 0 and divides_or_is_shared(spec.num_kv_heads, size)
+
+
+def splits_mlp(spec: MlpSpec | MoeSpec | None, size: int) -> bool:
+    """Whether every rank gets inner units."""
+    if spec is None:
+        return True
+    return (spec.mlp if isinstance(spec, MoeSpec) else spec).size >= size
+
+
+def splits_recurrent(spec: RecurrentSpec | None, size: int) -> bool:
+    """Whether `size` ranks can divide a recurrent mixer into equal parts."""
+    match spec:
+        case GatedDeltaNetSpec():
+            if spec.num_value_heads % size:
+                return False
+            if spec.tiled_heads:
+                return spec.num_value_heads // size % spec.num_key_heads == 0
+            return divides_or_is_shared(spec.num_key_heads, size)
+        case Mamba2Spec():
+            if spec.num_heads % size:
+                return False
+            whole_norm = spec.norm is None or spec.norm_groups == 1
+            return divides_or_is_shared(spec.num_groups, size) and (
+                whole_norm or spec.norm_groups % size == 0
+            )
+        case MambaSpec() | ShortConvSpec():
+            return recurrent_out_size(spec) % size == 0
     return True
+
+
+def divides_or_is_shared(count: int, size: int) -> bool:
+    """Whether each rank gets equally many of these, or equally many ranks share each of them."""
+    return count % size == 0 or size % count == 0
 
 
 def split_stages(layer_costs: Sequence[float], head_cost: float, num_stages: int) -> list[range]:

@@ -17,7 +17,22 @@ from typing import NamedTuple, Protocol
 
 from bloomery.hardware import FEW_ROWS, PACKED_EFFICIENCY, SINGLE_ROW, HardwareSpec
 from bloomery.layout import gate_size, qkv_sizes
-from bloomery.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from bloomery.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    Mamba2Spec,
+    MambaSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RecurrentSpec,
+    ShortConvSpec,
+    recurrent_in_sizes,
+    recurrent_out_size,
+    state_parts,
+)
 
 # ---- parameters and bytes ------------------------------------------------------------------------
 
@@ -64,15 +79,38 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
 
 def _matrix_sizes(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
     """Parameters of each matrix of a layer that every token is multiplied by."""
-    attention = layer.attention
-    mlp = layer.mlp
+    return (
+        *_attention_sizes(layer.attention, hidden),
+        *_recurrent_sizes(layer.recurrent, hidden),
+        *_feed_forward_sizes(layer.mlp, hidden),
+    )
+
+
+def _attention_sizes(attention: AttentionSpec | None, hidden: int) -> tuple[int, ...]:
+    if attention is None:
+        return ()
     qkv = hidden * (sum(qkv_sizes(attention)) + gate_size(attention))
-    out = attention.num_heads * attention.head_dim * hidden
+    return qkv, attention.num_heads * attention.head_dim * hidden
+
+
+def _recurrent_sizes(recurrent: RecurrentSpec | None, hidden: int) -> tuple[int, ...]:
+    if recurrent is None:
+        return ()
+    in_out = (hidden * sum(recurrent_in_sizes(recurrent)), recurrent_out_size(recurrent) * hidden)
+    if not isinstance(recurrent, MambaSpec):
+        return in_out
+    x_proj = recurrent.inner * (recurrent.dt_rank + 2 * recurrent.state_size)
+    return *in_out, x_proj, recurrent.dt_rank * recurrent.inner
+
+
+def _feed_forward_sizes(mlp: MlpSpec | MoeSpec | None, hidden: int) -> tuple[int, ...]:
+    if mlp is None:
+        return ()
     if isinstance(mlp, MlpSpec):
-        return qkv, out, *_mlp_sizes(mlp, hidden)
+        return _mlp_sizes(mlp, hidden)
     router = hidden * (mlp.num_experts + mlp.shared_gate)
     shared_expert = _mlp_sizes(mlp.shared, hidden) if mlp.shared else ()
-    return qkv, out, router, *shared_expert
+    return router, *shared_expert
 
 
 def _mlp_sizes(mlp: MlpSpec, hidden: int) -> tuple[int, int]:
@@ -102,9 +140,7 @@ def _norm_size(norm: NormSpec | None, size: int) -> int:
 
 
 def _vector_size(layer: LayerSpec, hidden: int) -> int:
-    """Parameters of all norms, biases and sinks of a layer."""
-    attention = layer.attention
-    mlp = layer.mlp
+    """Parameters of all norms, biases, sinks and convolutions of a layer."""
     norms = (
         layer.attn_norm,
         layer.attn_post_norm,
@@ -114,6 +150,19 @@ def _vector_size(layer: LayerSpec, hidden: int) -> int:
         layer.mlp_sum_norm,
     )
     total = sum(_norm_size(norm, hidden) for norm in norms)
+    if layer.attention is not None:
+        total += _attention_vector_size(layer.attention, hidden)
+    if layer.recurrent is not None:
+        total += _recurrent_vector_size(layer.recurrent, hidden)
+    if isinstance(layer.mlp, MlpSpec):
+        total += _mlp_vector_size(layer.mlp, hidden)
+    if isinstance(layer.mlp, MoeSpec):
+        total += _moe_vector_size(layer.mlp, hidden)
+    return total
+
+
+def _attention_vector_size(attention: AttentionSpec, hidden: int) -> int:
+    total = 0
     q_size = attention.num_heads * attention.head_dim
     kv_size = attention.num_kv_heads * attention.head_dim
     if attention.bias:
@@ -130,20 +179,46 @@ def _vector_size(layer: LayerSpec, hidden: int) -> int:
     total += _norm_size(attention.v_norm, attention.head_dim)
     if attention.sinks:
         total += attention.num_heads
-    if isinstance(mlp, MlpSpec):
-        return total + _mlp_vector_size(mlp, hidden)
-    moe_norms = (
-        mlp.router_norm,
-        mlp.expert_norm,
-        mlp.expert_post_norm,
-        mlp.shared_norm,
-        mlp.shared_post_norm,
+    return total
+
+
+def _recurrent_vector_size(recurrent: RecurrentSpec, hidden: int) -> int:
+    """Parameters of the convolution, the decays, the norms and the biases of a mixer."""
+    channels = state_parts(recurrent)[0].rows
+    inner = recurrent_out_size(recurrent)
+    total = channels * recurrent.conv_width
+    in_size = sum(recurrent_in_sizes(recurrent))
+    match recurrent:
+        case GatedDeltaNetSpec():
+            total += 2 * recurrent.num_value_heads
+            total += _norm_size(recurrent.norm, recurrent.value_dim)
+        case Mamba2Spec():
+            total += 3 * recurrent.num_heads + recurrent.conv_bias * channels
+            total += recurrent.in_bias * in_size + recurrent.out_bias * hidden
+            total += _norm_size(recurrent.norm, inner)
+        case MambaSpec():
+            # A, D and the bias of dt
+            total += inner * recurrent.state_size + 2 * inner + recurrent.conv_bias * channels
+            total += recurrent.bias * (in_size + hidden)
+            total += _norm_size(recurrent.norm, recurrent.dt_rank + 2 * recurrent.state_size)
+        case ShortConvSpec():
+            total += recurrent.bias * (channels + in_size + hidden)
+    return total
+
+
+def _moe_vector_size(moe: MoeSpec, hidden: int) -> int:
+    norms = (
+        moe.router_norm,
+        moe.expert_norm,
+        moe.expert_post_norm,
+        moe.shared_norm,
+        moe.shared_post_norm,
     )
-    total += sum(_norm_size(norm, hidden) for norm in moe_norms)
-    router = mlp.router
-    total += mlp.num_experts * (router.bias + router.correction_bias + router.expert_scale)
-    if mlp.shared is not None:
-        total += _mlp_vector_size(mlp.shared, hidden)
+    total = sum(_norm_size(norm, hidden) for norm in norms)
+    router = moe.router
+    total += moe.num_experts * (router.bias + router.correction_bias + router.expert_scale)
+    if moe.shared is not None:
+        total += _mlp_vector_size(moe.shared, hidden)
     return total
 
 
@@ -156,8 +231,7 @@ def _mlp_vector_size(mlp: MlpSpec, hidden: int) -> int:
 
 def kv_bytes_per_token(model: ModelSpec, kv_bits: float = 16) -> float:
     """Bytes of KV cache that one token takes in all layers."""
-    attentions = [layer.attention for layer in model.layers]
-    values = sum(2 * attention.num_kv_heads * attention.head_dim for attention in attentions)
+    values = sum(2 * spec.num_kv_heads * spec.head_dim for spec in model.attentions)
     return values * kv_bits / 8
 
 
@@ -168,8 +242,7 @@ def kv_bytes(model: ModelSpec, length: int, kv_bits: float = 16) -> float:
     last chunk.
     """
     total = 0.0
-    for layer in model.layers:
-        attention = layer.attention
+    for attention in model.attentions:
         num_tokens = min(length, attention.window or length)
         if attention.chunk:
             num_tokens = min(num_tokens, (length - 1) % attention.chunk + 1)
@@ -192,14 +265,23 @@ def activation_bytes(model: ModelSpec, tokens: int, sampled: int, bits: float = 
 
 def _activation_width(layer: LayerSpec) -> int:
     """The most values per token that are alive at once inside a layer."""
-    attention = layer.attention
-    mlp = layer.mlp
-    inner = mlp if isinstance(mlp, MlpSpec) else replace(mlp.mlp, size=mlp.mlp.size * mlp.top_k)
-    mlp_width = inner.size * (3 if inner.gated else 2)  # inputs and output of the activation
-    # The projection's outputs, then queries, gate and result of attention.
-    projected = sum(qkv_sizes(attention)) + gate_size(attention)
-    attention_width = projected + attention.num_heads * attention.head_dim + gate_size(attention)
-    return max(mlp_width, attention_width)
+    mlp_width = 0
+    if layer.mlp is not None:
+        mlp = layer.mlp
+        inner = mlp if isinstance(mlp, MlpSpec) else replace(mlp.mlp, size=mlp.mlp.size * mlp.top_k)
+        mlp_width = inner.size * (3 if inner.gated else 2)  # inputs and output of the activation
+    mixer_width = 0
+    if layer.attention is not None:
+        attention = layer.attention
+        # The projection's outputs, then queries, gate and result of attention.
+        projected = sum(qkv_sizes(attention)) + gate_size(attention)
+        queries = attention.num_heads * attention.head_dim
+        mixer_width += projected + queries + gate_size(attention)
+    if layer.recurrent is not None:
+        # The projection's outputs, then the convolution's outputs and the mixer's result.
+        projected = sum(recurrent_in_sizes(layer.recurrent))
+        mixer_width += 2 * projected + recurrent_out_size(layer.recurrent)
+    return max(mlp_width, mixer_width)
 
 
 def visible_positions(attention: AttentionSpec) -> int:
@@ -403,12 +485,12 @@ class Roofline:
         # window -> operations of one (query, key) pair
         self.pair_operations: dict[int, int] = {}
         for layer in self.model.layers:
-            attention = layer.attention
             mlp = layer.mlp
             if isinstance(mlp, MoeSpec):
                 routing = (mlp.num_experts, mlp.top_k)
                 expert = _expert_size(mlp, self.model.hidden)
                 self.expert_values[routing] = self.expert_values.get(routing, 0) + expert
+        for attention in self.model.attentions:
             window = visible_positions(attention)
             kv_heads = ceil(attention.num_kv_heads / self.tp) * self.tp
             position_bytes = 2 * kv_heads * attention.head_dim * kv_bits / 8

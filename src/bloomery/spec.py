@@ -244,6 +244,8 @@ class GatedDeltaNetSpec:
     conv_width: int = 4
     norm: NormSpec = NormSpec()
     beta_scale: float = 1.0  # of sigmoid(beta)
+    # Value head h uses key head h % num_key_heads; otherwise neighbours share one.
+    tiled_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -302,6 +304,37 @@ class ShortConvSpec:
 RecurrentSpec = GatedDeltaNetSpec | Mamba2Spec | MambaSpec | ShortConvSpec
 
 
+def recurrent_in_sizes(spec: RecurrentSpec) -> tuple[int, ...]:
+    """The rows of each part of the input projection."""
+    match spec:
+        case GatedDeltaNetSpec():
+            key_size = spec.num_key_heads * spec.key_dim
+            value_size = spec.num_value_heads * spec.value_dim
+            heads = spec.num_value_heads
+            return (key_size, key_size, value_size, value_size, heads, heads)
+        case Mamba2Spec():
+            inner = spec.num_heads * spec.head_dim
+            group_size = spec.num_groups * spec.state_size
+            return (inner, inner, group_size, group_size, spec.num_heads)
+        case MambaSpec():
+            return (spec.inner, spec.inner)
+        case ShortConvSpec():
+            return (spec.size, spec.size, spec.size)
+
+
+def recurrent_out_size(spec: RecurrentSpec) -> int:
+    """The inputs of the output projection."""
+    match spec:
+        case GatedDeltaNetSpec():
+            return spec.num_value_heads * spec.value_dim
+        case Mamba2Spec():
+            return spec.num_heads * spec.head_dim
+        case MambaSpec():
+            return spec.inner
+        case ShortConvSpec():
+            return spec.size
+
+
 @dataclass(frozen=True)
 class StatePart:
     """A matrix [rows, width] of float32 in the state of a recurrent layer."""
@@ -337,14 +370,16 @@ def state_parts(spec: RecurrentSpec) -> tuple[StatePart, ...]:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Norm -> block -> post-norm -> residual, for attention and then for the MLP.
+    """Norm -> block -> post-norm -> residual, for the mixer and then for the MLP.
 
-    `parallel`: both blocks read the same residual, and both outputs are added to it.
+    The mixer is attention, a recurrent mixer, or both, which then read the same normed input and
+    whose outputs are added. A layer may lack a mixer or an MLP, with the norms that belong to it.
+    `parallel`: mixer and MLP read the same residual, and both outputs are added to it.
     """
 
-    attention: AttentionSpec
-    mlp: MlpSpec | MoeSpec
-    attn_norm: NormSpec | None = None
+    attention: AttentionSpec | None
+    mlp: MlpSpec | MoeSpec | None
+    attn_norm: NormSpec | None = None  # before the mixer, whatever it is
     attn_post_norm: NormSpec | None = None
     mlp_norm: NormSpec | None = None  # None with `parallel`: the MLP reads attn_norm's output
     mlp_post_norm: NormSpec | None = None
@@ -352,6 +387,12 @@ class LayerSpec:
     attn_sum_norm: NormSpec | None = None
     mlp_sum_norm: NormSpec | None = None
     parallel: bool = False
+    recurrent: RecurrentSpec | None = None
+    # Factors of the outputs of attention, of the recurrent mixer and of the MLP. They are applied
+    # together with `residual_scale`, so they are for layers without the post-norms.
+    attention_scale: float = 1.0
+    recurrent_scale: float = 1.0
+    mlp_scale: float = 1.0
     residual_scale: float = 1.0
     # The residual is the norm's output, not its input. Not together with `parallel`.
     residual_after_norm: bool = False
@@ -376,15 +417,31 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
 
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """The attention of each layer that has one."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def recurrents(self) -> tuple[RecurrentSpec, ...]:
+        """The recurrent mixer of each layer that has one."""
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
+
 
 # ---- tensor names of a checkpoint --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SplitTensors:
-    """A matrix stored as several tensors: q, k and v, or gate and up."""
+    """A matrix stored as several tensors: q, k and v, or gate and up.
+
+    `parts`: how many consecutive parts of the matrix each tensor has, if not one each.
+    `grouped`: the rows of each tensor are [key head][its parts of this head]; for gated delta nets.
+    """
 
     names: tuple[str, ...]
+    parts: tuple[int, ...] = ()
+    grouped: bool = False
 
 
 @dataclass(frozen=True)
@@ -411,6 +468,10 @@ class TensorNames:
     xielu_alpha_p, xielu_alpha_n. Outside: positions, embed_norm, project_in, project_out. A q_norm
     or k_norm with {h} in its name is stored as one [dim] weight per head. The names of sinks,
     correction_bias, expert_scale and the alphas are complete: no `.weight` is appended.
+
+    A recurrent mixer has recurrent_in, recurrent_out and recurrent_conv, and in `extra`, as far as
+    its kind needs them: recurrent_norm, A_log (or neg_A, which stores -exp(A_log)), dt_bias, D
+    (these four names are complete), and for Mamba-1 x_proj, dt_proj, dt_norm, b_norm, c_norm.
     """
 
     embed: str
@@ -419,6 +480,11 @@ class TensorNames:
     attn_out: str
     mlp_up: str | SplitTensors | FusedTensor
     mlp_down: str
+    # The rows of the input projection are in the order that the mixer's spec states.
+    recurrent_in: str | SplitTensors | FusedTensor = ""
+    recurrent_out: str = ""
+    # The causal convolution, [channels, 1, width] or [channels, width]; q, k and v may be separate.
+    recurrent_conv: str | SplitTensors = ""
     final_norm: str = ""
     head: str = ""
     extra: Mapping[str, str] = field(default_factory=dict)

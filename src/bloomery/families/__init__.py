@@ -17,6 +17,7 @@ from bloomery.errors import UnsupportedModel
 from bloomery.families.quantization import read_quantization
 from bloomery.families.reader import ConfigReader
 from bloomery.spec import (
+    AttentionSpec,
     CheckpointQuantization,
     DynamicScaling,
     FusedTensor,
@@ -85,8 +86,8 @@ def describe_config(config: Mapping[str, Any]) -> ModelDescription:
 def extend_dynamic_context(model: ModelSpec) -> ModelSpec:
     """Extend the context of dynamic rope scaling to the length it can serve."""
     context = model.context
-    for layer in model.layers:
-        position = layer.attention.position
+    for attention in model.attentions:
+        position = attention.position
         if isinstance(position, RopeSpec) and isinstance(position.scaling, DynamicScaling):
             scaling = position.scaling
             context = max(context, int(scaling.factor * scaling.original_context))
@@ -103,8 +104,21 @@ def check_spec(model: ModelSpec) -> None:
 
 def find_problem(layer: LayerSpec) -> str | None:
     """Return why a layer cannot run, or None."""
-    attention = layer.attention
+    if layer.attention is not None:
+        problem = find_attention_problem(layer.attention)
+        if problem is not None:
+            return problem
     mlp = layer.mlp
+    if mlp is None:
+        return None
+    clamp = mlp.mlp.clamp if isinstance(mlp, MoeSpec) else mlp.clamp
+    if clamp is not None and clamp.limit <= 0:
+        return f"a clamped SwiGLU with a limit of {clamp.limit:g} lets nothing through"
+    return find_moe_problem(mlp) if isinstance(mlp, MoeSpec) else None
+
+
+def find_attention_problem(attention: AttentionSpec) -> str | None:
+    """Return why an attention block cannot run, or None."""
     position = attention.position
     window = attention.window
     if attention.num_heads % attention.num_kv_heads:
@@ -115,10 +129,7 @@ def find_problem(layer: LayerSpec) -> str | None:
         return f"{position.dim} of {attention.head_dim} dimensions cannot rotate in pairs"
     if window is not None and window < 1:
         return f"a sliding window of {window} positions is empty"
-    clamp = mlp.mlp.clamp if isinstance(mlp, MoeSpec) else mlp.clamp
-    if clamp is not None and clamp.limit <= 0:
-        return f"a clamped SwiGLU with a limit of {clamp.limit:g} lets nothing through"
-    return find_moe_problem(mlp) if isinstance(mlp, MoeSpec) else None
+    return None
 
 
 def find_moe_problem(moe: MoeSpec) -> str | None:

@@ -29,6 +29,7 @@ from bloomery.families.gguf_architectures import (
 )
 from bloomery.families.reader import ConfigReader
 from bloomery.spec import (
+    AttentionSpec,
     FusedTensor,
     LayerSpec,
     MlpSpec,
@@ -244,8 +245,10 @@ def check_description(
         raise config.error("attention.head_count", f"names {len(head_counts)} of {num_layers}")
     layer_types = hf_config["layer_types"] or ["full_attention"] * num_layers
     for i, layer in enumerate(model.layers):
-        attention = layer.attention
         check_experts(config, layer, f"blk.{i}.", shapes)
+        attention = layer.attention
+        if attention is None:
+            continue
         if attention.num_heads != head_counts[i]:
             raise config.error("attention.head_count", f"{head_counts} is not supported here")
         if (attention.window is None) != (layer_types[i] == "full_attention"):
@@ -579,22 +582,25 @@ def adapt_to_converter(
         has_bias = spec.kind == "layer" and f"{name}.bias" in shapes
         return replace(spec, bias=has_bias, unit_offset=False)
 
-    def adapt_layer(prefix: str, spec: LayerSpec) -> LayerSpec:
-        position = spec.attention.position
+    def adapt_attention(prefix: str, spec: AttentionSpec) -> AttentionSpec:
+        position = spec.position
         if permuted and isinstance(position, RopeSpec):
             position = replace(position, interleaved=True)
-        attention = replace(
-            spec.attention,
+        return replace(
+            spec,
             position=position,
             bias=f"{prefix}attn_q.bias" in shapes or f"{prefix}attn_qkv.bias" in shapes,
             out_bias=f"{prefix}attn_output.bias" in shapes,
-            scale=scale or spec.attention.scale,
-            qk_norm=adapt_norm(spec.attention.qk_norm, prefix + names.extra["q_norm"]),
+            scale=scale or spec.scale,
+            qk_norm=adapt_norm(spec.qk_norm, prefix + names.extra["q_norm"]),
         )
+
+    def adapt_layer(prefix: str, spec: LayerSpec) -> LayerSpec:
+        attention = spec.attention and adapt_attention(prefix, spec.attention)
         mlp = spec.mlp
         if isinstance(mlp, MoeSpec):
             mlp = adapt_experts(mlp, names, shapes, prefix)
-        else:
+        elif mlp is not None:
             mlp = replace(mlp, bias=f"{prefix}ffn_up.bias" in shapes)
         norms: dict[str, Any] = {
             role: adapt_norm(getattr(spec, role), prefix + names.extra[role])

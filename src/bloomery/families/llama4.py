@@ -70,6 +70,7 @@ def read_llama4_layers(config: ConfigReader) -> list[LayerSpec]:
     for has_rope, has_chunks in zip(rope_layers, chunked_layers, strict=True):
         layer = with_rope if has_rope else without_rope
         chunk = config.size("attention_chunk_size") if has_chunks else None
+        assert layer.attention is not None
         layers.append(replace(layer, attention=replace(layer.attention, chunk=chunk)))
     return layers
 

@@ -43,6 +43,7 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     rope_layer = read_layer(config)
     layers = []
     for i, window in enumerate(windows):
+        assert rope_layer.attention is not None
         attention = replace(rope_layer.attention, window=window)
         if not has_rope[i]:
             attention = replace(attention, position=None)

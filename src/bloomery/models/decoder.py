@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bloomery.attention.base import AttentionBackend, AttentionStep
+from bloomery.errors import UnsupportedModel
 from bloomery.fusion import ActivationEpilogue, NormPrologue
 from bloomery.kernels.activation import xielu_params
 from bloomery.kernels.moe import ExpertOptions
@@ -53,8 +54,8 @@ class DecoderLayer:
     """
 
     spec: LayerSpec
-    attention: AttentionBlock
-    mlp: MlpBlock | MoeBlock
+    attention: AttentionBlock | None
+    mlp: MlpBlock | MoeBlock | None
     attn_norm: NormPrologue | None
     attn_post_norm: NormPrologue | None
     mlp_norm: NormPrologue | None
@@ -70,29 +71,46 @@ class DecoderLayer:
         """x [tokens, hidden] -> [tokens, hidden], of the context's output rows only."""
         if self.spec.parallel:
             return self._run_parallel_blocks(x, kv_cache, context)
-        pool = self.pool
-        scale = self.spec.residual_scale
-        attn_norm = self.attn_norm
-        mlp_norm = self.mlp_norm
-        if self.spec.residual_after_norm:
-            x = apply_norm(x, attn_norm, pool)
-            attn_norm = None
-        add = AddResidual(context.select_outputs(x), scale)
-        if self.attn_post_norm is None:
-            x = self.attention(x, kv_cache, context, attn_norm, add)
+        if self.attention is not None:
+            x = self._run_mixer(x, kv_cache, context)
         else:
-            y = self.attention(x, kv_cache, context, attn_norm)
+            x = context.select_outputs(x)
+        return x if self.mlp is None else self._run_mlp(x, self.mlp)
+
+    def _run_mixer(
+        self, x: ResidualStream, kv_cache: torch.Tensor, context: ForwardContext
+    ) -> ResidualStream:
+        """Run the mixer with its norms, and add its output to the residual."""
+        assert self.attention is not None
+        pool = self.pool
+        norm = self.attn_norm
+        if self.spec.residual_after_norm:
+            x = apply_norm(x, norm, pool)
+            norm = None
+        add = AddResidual(
+            context.select_outputs(x), self.spec.residual_scale * self.spec.attention_scale
+        )
+        if self.attn_post_norm is None:
+            x = self.attention(x, kv_cache, context, norm, add)
+        else:
+            y = self.attention(x, kv_cache, context, norm)
             x = apply_epilogue(apply_norm(y, self.attn_post_norm, pool), add, pool)
         if self.attn_sum_norm is not None:
             x = apply_norm(x, self.attn_sum_norm, pool)
+        return x
+
+    def _run_mlp(self, x: ResidualStream, mlp: MlpBlock | MoeBlock) -> ResidualStream:
+        """Run the MLP with its norms, and add its output to the residual."""
+        pool = self.pool
+        norm = self.mlp_norm
         if self.spec.residual_after_norm:
-            x = apply_norm(x, mlp_norm, pool)
-            mlp_norm = None
-        add = AddResidual(x, scale)
+            x = apply_norm(x, norm, pool)
+            norm = None
+        add = AddResidual(x, self.spec.residual_scale * self.spec.mlp_scale)
         if self.mlp_post_norm is None:
-            x = self.mlp(x, mlp_norm, add)
+            x = mlp(x, norm, add)
         else:
-            y = self.mlp(x, mlp_norm)
+            y = mlp(x, norm)
             x = apply_epilogue(apply_norm(y, self.mlp_post_norm, pool), add, pool)
         if self.mlp_sum_norm is not None:
             x = apply_norm(x, self.mlp_sum_norm, pool)
@@ -102,6 +120,7 @@ class DecoderLayer:
         self, x: ResidualStream, kv_cache: torch.Tensor, context: ForwardContext
     ) -> ResidualStream:
         """Run attention and MLP on the same input and add both to the same residual."""
+        assert self.attention is not None and self.mlp is not None
         if self.group is not None:
             return self._run_sharded_parallel_blocks(x, kv_cache, context, self.group)
         if self.mlp_norm is not None:
@@ -122,6 +141,7 @@ class DecoderLayer:
         group: CommunicationGroup,
     ) -> ResidualStream:
         """Sum both blocks locally first, so that the ranks need one all-reduce."""
+        assert self.attention is not None and self.mlp is not None
         normed = apply_norm(x, self.attn_norm, self.pool)
         attended = materialize(self.attention(normed, kv_cache, context))
         if self.mlp_norm is None:
@@ -205,11 +225,11 @@ class Decoder:
 
         Call it before the first forward pass.
         """
-        for rope in {layer.attention.position for layer in self.spec.layers}:
+        for rope in {attention.position for attention in self.spec.attentions}:
             if isinstance(rope, RopeSpec):
                 cos, sin = build_rope_table(rope, max_len)
                 self.rope_cache[rope] = cos.to(self.device), sin.to(self.device)
-        for scaling in {layer.attention.query_scaling for layer in self.spec.layers}:
+        for scaling in {attention.query_scaling for attention in self.spec.attentions}:
             if scaling is not None:
                 table = build_query_scales(scaling, max_len)
                 self.query_scales[scaling] = table.to(self.device)
@@ -354,11 +374,15 @@ def load_decoder_layer(
 
     # The layer itself all-reduces the sum of parallel blocks, once.
     block_group = None if spec.parallel else group
-    attention = load_attention_block(spec.attention, hidden, weights, prefix, block_group)
-    mlp: MlpBlock | MoeBlock
+    if spec.recurrent is not None:
+        raise UnsupportedModel("recurrent layers cannot be computed yet")
+    attention = None
+    if spec.attention is not None:
+        attention = load_attention_block(spec.attention, hidden, weights, prefix, block_group)
+    mlp: MlpBlock | MoeBlock | None = None
     if isinstance(spec.mlp, MoeSpec):
         mlp = load_moe_block(spec.mlp, hidden, weights, prefix, block_group)
-    else:
+    elif spec.mlp is not None:
         mlp = load_mlp_block(spec.mlp, hidden, weights, prefix, block_group)
     return DecoderLayer(
         spec,

@@ -81,7 +81,9 @@ class StageCache:
         """Return the shape of one layer's KV cache: [2, slots, kv heads, head dim]."""
         table = self.layout.tables[self.places[layer].table]
         block_size = self.page_size // table.blocks_per_page
-        return kv_cache_shape(self.model.layers[layer].attention, num_blocks, block_size)
+        attention = self.model.layers[layer].attention
+        assert attention is not None
+        return kv_cache_shape(attention, num_blocks, block_size)
 
     def slot_bytes(self, num_blocks: int) -> dict[int, int]:
         """Return the bytes of each layer slot. Layers that share a slot take equally many."""

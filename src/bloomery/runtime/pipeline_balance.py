@@ -61,7 +61,7 @@ def build_layer_step(decoder: Decoder) -> Callable[[], torch.Tensor]:
     """Build a step of NUM_SEQUENCES one-token sequences through the decoder's only layer."""
     spec = decoder.spec
     device = decoder.device
-    backend = select_backend([spec.layers[0].attention], decoder.dtype, device, pool=decoder.pool)
+    backend = select_backend(spec.attentions, decoder.dtype, device, pool=decoder.pool)
     decoder.build_rope_cache(1)
     cache = single_table_cache(spec, BLOCK_SIZE, decoder.dtype)
     caches = cache.allocate(NUM_SEQUENCES, device)

@@ -204,7 +204,7 @@ class Worker:
         if not self.mesh.shares_device:
             measured_kv_dtype = resolve_kv_cache_dtype(plan.kv_cache_dtype, self.dtype)
         return select_backend(
-            [layer.attention for layer in self.decoder.spec.layers],
+            self.decoder.spec.attentions,
             self.dtype,
             self.device,
             batch_invariant=plan.deterministic,

@@ -28,7 +28,7 @@ from bloomery.artifacts.safetensors import read_safetensors_header
 from bloomery.attention.base import AttentionMetadata, kv_cache_shape, plan_attention
 from bloomery.attention.select import select_backend
 from bloomery.describe import describe_model
-from bloomery.errors import ConfigError
+from bloomery.errors import ConfigError, UnsupportedModel
 from bloomery.families import resolve_tensor_names
 from bloomery.fusion import Epilogue, NormPrologue
 from bloomery.models.checkpoint import FileSource
@@ -409,6 +409,11 @@ class LayerQuantizer:
             self.device,
         )
         attention = decoder.spec.layers[0].attention
+        if attention is None:
+            raise UnsupportedModel(
+                "config.json: weights of recurrent layers cannot be calibrated; quantize when the "
+                "model is loaded instead (--quantization int8)"
+            )
         shape = kv_cache_shape(attention, num_blocks, KV_BLOCK_SIZE)
         kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         backend = select_backend([attention], self.dtype, self.device)

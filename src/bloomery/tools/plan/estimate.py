@@ -144,11 +144,11 @@ class PlacedModel:
         """Share of the KV heads on each rank. Heads that cannot be split are on every rank."""
         own_values = 0
         all_values = 0
-        for layer in self.model.layers:
-            heads = layer.attention.num_kv_heads
-            own_values += ceil(heads / self.layout.tp) * layer.attention.head_dim
-            all_values += heads * layer.attention.head_dim
-        return own_values / all_values
+        for attention in self.model.attentions:
+            heads = attention.num_kv_heads
+            own_values += ceil(heads / self.layout.tp) * attention.head_dim
+            all_values += heads * attention.head_dim
+        return own_values / all_values if all_values else 1.0
 
     @property
     def page_size(self) -> int:
@@ -167,8 +167,8 @@ class PlacedModel:
     def kv_block_bytes(self) -> float:
         """Bytes of one block of the KV cache on each device."""
         position_bytes = [
-            2 * local_kv_heads(layer.attention, self.layout.tp) * layer.attention.head_dim
-            for layer in self.model.layers
+            2 * local_kv_heads(attention, self.layout.tp) * attention.head_dim
+            for attention in self.model.attentions
         ]
         if len(self.cache_layout.groups) == 1:
             values = sum(position_bytes) * self.page_size
@@ -327,7 +327,7 @@ class PlanEstimate:
     def _check_layout(self, layout: DeviceLayout) -> None:
         if layout in [placed.layout for placed in self.candidates]:
             return
-        heads = self.model.layers[0].attention.num_heads
+        heads = max((attention.num_heads for attention in self.model.attentions), default=0)
         layers = len(self.model.layers)
         known = "; ".join(str(placed.layout) for placed in self.candidates)
         raise ConfigError(
@@ -407,7 +407,7 @@ class PlanEstimate:
 
         `scores_bytes`: with the full score matrix of a layer. `tiled_bytes`: with tiled attention.
         """
-        heads = max(layer.attention.num_heads for layer in self.model.layers)
+        heads = max((attention.num_heads for attention in self.model.attentions), default=0)
         return [
             {
                 "tokens": tokens,
@@ -432,7 +432,7 @@ class PlanEstimate:
         precisions = self.compared_precisions()
         hardware = asdict(replace(options.hardware, rates=dict(options.hardware.rates)))
         prefill_floor, prefill_expected = chosen.prefill_seconds(self.context)
-        heads = max(layer.attention.num_heads for layer in model.layers)
+        heads = max((attention.num_heads for attention in model.attentions), default=0)
         contexts = (256, 1024, 8192, self.context)
         return {
             "model": self.source.name,

@@ -66,7 +66,7 @@ def build_options(args: argparse.Namespace, source: ModelSource) -> PlanOptions:
     needs_fp32 = hardware.is_cpu and precision.bits >= 16
     kv_bits = KV_BITS[args.kv_cache_dtype or ("fp32" if needs_fp32 else "bf16")]
     if kv_bits == 8:
-        attentions = [layer.attention for layer in source.model.layers]
+        attentions = source.model.attentions
         num_heads = sum(attention.num_kv_heads for attention in attentions)
         num_values = sum(attention.num_kv_heads * attention.head_dim for attention in attentions)
         kv_bits += 32 * num_heads / num_values  # one fp32 scale per head

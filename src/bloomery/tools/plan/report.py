@@ -132,13 +132,13 @@ def format_report(plan: PlanEstimate) -> str:
     model = plan.model
     options = plan.options
     context = plan.context
-    attention = model.layers[0].attention
+    attention = next(iter(model.attentions), None)
     num_billions = count_parameters(model).total / 1e9
     weights = weights_bytes(model, options.precision)
     token_bytes = kv_bytes_per_token(model, options.kv_bits)
     step_tokens, activations = largest_step(model, options.hardware)
-    heads = f"{attention.num_heads} heads"
-    if attention.num_kv_heads != attention.num_heads:
+    heads = f"{attention.num_heads} heads" if attention else "no attention"
+    if attention and attention.num_kv_heads != attention.num_heads:
         heads += f" over {attention.num_kv_heads} KV heads"
     lines = [
         f"{plan.source.name}: {num_billions:.3g} billion parameters, {len(model.layers)} layers of "
