@@ -27,6 +27,7 @@ from bloomery.messages import EngineRequest, ResolvedSampling
 from bloomery.runtime.rows import BatchOrder, PlacedRequest
 from bloomery.runtime.runner import CudaGraphRunner, GraphPool, ModelForward, ModelRunner
 from bloomery.runtime.step_batch import (
+    NUM_PREFILL_SLOTS,
     SHORT_DECODE_POSITIONS,
     CaptureSizes,
     decode_batch_sizes,
@@ -316,10 +317,12 @@ def test_captured_graphs_change_no_tokens(name: str, tmp_path: Path) -> None:
     reported = []
     worker.capture_graphs(report=lambda what, done, total: reported.append((done, total)))
     num_sizes = len(decode_batch_sizes(6))
-    assert pool.num_captured == 2 * num_sizes
+    num_sampled = len({*decode_batch_sizes(6), 6 + NUM_PREFILL_SLOTS})
+    assert pool.num_captured == 2 * num_sizes + num_sampled
     assert reported[-1] == (pool.num_captured, pool.num_captured)
     assert generate(loop) == expected
-    assert pool.num_captured == 2 * num_sizes  # nothing was left to capture
+    assert pool.num_captured == len(graph_runner.graphs)  # nothing was left to capture
     captured = list(graph_runner.graphs)
-    assert not any(shape.is_masked for shape in captured[:num_sizes])
-    assert all(shape.is_masked for shape in captured[num_sizes:])  # the last ones
+    assert sum(shape.is_masked for shape in captured) == num_sizes
+    assert sum(shape.num_tokens == 0 for shape in captured) == num_sampled  # only sampling
+    assert not captured[0].is_masked

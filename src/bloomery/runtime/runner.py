@@ -19,14 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from bloomery.attention.base import (
     AttentionBackend,
     AttentionMetadata,
     plan_attention,
-    upload,
 )
 from bloomery.kernels.launch import MissingKernels, defer_compilations
 from bloomery.kernels.rows import advance_rows
@@ -44,6 +42,7 @@ from bloomery.runtime.step_batch import (
     StepBuffers,
     StepShape,
     decode_shape,
+    sampling_shape,
 )
 
 # Bytes of a trace arena besides the logits; pages that are never touched take no memory.
@@ -51,8 +50,9 @@ TRACE_ARENA_BYTES = 256 << 20
 # Bytes of a trace arena for each logit of a full batch: three copies in float32.
 TRACE_BYTES_PER_LOGIT = 12
 
-# logits [n, vocab], rows [n], positions of the new tokens [n] -> tokens [n] and log-probabilities
-SampleTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], SampleOutputs]
+# logits [n, vocab], rows [n], positions of the new tokens [n], whether grammars have set masks
+# -> tokens [n] and log-probabilities
+SampleTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], SampleOutputs]
 StepWork = Callable[[], None]
 
 
@@ -259,9 +259,14 @@ class ModelRunner:
         self.buffers = StepBuffers(rows, block_size, self.max_mixed_tokens)
         device = rows.last_tokens.device
         max_slots = rows.max_num_seqs
-        # Logits of masked steps, by batch slot.
+        # What masked steps leave for their sampling, by batch slot.
         num_slots = max_slots + NUM_PREFILL_SLOTS
         self.logits = torch.zeros(num_slots, vocab_size, dtype=logits_dtype, device=device)
+        self.slot_rows = torch.full(
+            (num_slots,), rows.padding_row, dtype=torch.int32, device=device
+        )
+        self.slot_seq_lens = torch.zeros(num_slots, dtype=rows.positions.dtype, device=device)
+        self.num_masked_slots = 0  # of the last masked step
         self.num_padding = 0  # padding positions of the last step
         self.sizes = CaptureSizes()
         self.work_runner: WorkRunner = EagerRunner()
@@ -311,6 +316,7 @@ class ModelRunner:
             shapes = [largest, *shapes, *smaller]
         if with_masked:
             shapes += self.sizes.decode_shapes(is_masked=True)
+            shapes += self.sizes.sampling_shapes()
         return shapes
 
     def release_incomplete_graphs(self) -> None:
@@ -331,8 +337,8 @@ class ModelRunner:
     def run_decodes(self, order: BatchOrder, is_masked: bool) -> None:
         """Queue a step in which each of these rows computes one position.
 
-        Afterwards the sampler's outputs or, if the step is masked, `logits` have the result of each
-        batch slot.
+        Afterwards the sampler's outputs have the result of each batch slot. If the step is masked,
+        they have it after `sample_masked`.
         """
         self.rows.upload_new_blocks()
         is_resident = self.resident_shape.is_masked == is_masked
@@ -343,6 +349,7 @@ class ModelRunner:
             self.resident_shape = shape
             self.resident_work = partial(self._compute, shape)
         self.num_padding = self.resident_shape.num_decodes - len(order.rows)
+        self.num_masked_slots = self.resident_shape.num_sequences
         self.work_runner.run(self.resident_shape, self.resident_work)
 
     def accepts_mixed(self, order: BatchOrder, chunks: Sequence[PlacedRequest]) -> bool:
@@ -369,9 +376,9 @@ class ModelRunner:
     ) -> MixedStep:
         """Queue a step of decodes, at positions up to `max_position`, and prefill chunks.
 
-        Afterwards the sampler's outputs or, if the step is masked, `logits` have the result of each
-        batch slot: those of the decodes first, and from `first_chunk` on those of the chunks that
-        sample.
+        Afterwards the sampler's outputs have the result of each batch slot: those of the decodes
+        first, and from `first_chunk` on those of the chunks that sample. If the step is masked,
+        they have it after `sample_masked`.
         """
         # Chunks that sample come first, so that their results are adjacent.
         chunks = sorted(chunks, key=lambda pair: not pair[0].samples)
@@ -380,26 +387,16 @@ class ModelRunner:
         num_tokens = num_decodes + sum(scheduled.count for scheduled, _ in chunks)
         shape = self.sizes.pad_mixed(num_decodes, num_tokens, max_position, is_masked)
         self.num_padding = shape.num_tokens - num_tokens
+        self.num_masked_slots = shape.num_sequences
         self.buffers.write_mixed(order.row_indices, chunks, shape)
         self.work_runner.run(shape, partial(self._compute, shape))
         sampled = tuple([pair for pair in chunks if pair[0].samples])
         return MixedStep(num_decodes, shape.num_decodes, sampled)
 
-    def sample_masked(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Sample for a self-feeding step that ended with logits, now that the masks are set.
-
-        rows and positions [slots]: the row of each batch slot, perhaps the padding row, and the
-        position of its new token.
-        """
-        state = self.rows
-        num_slots = len(rows)
-        # One copy for both: each costs the host as much as a kernel launch.
-        packed = torch.from_numpy(np.concatenate((rows, positions)))
-        uploaded = upload(packed, state.positions.device, state.positions.dtype)
-        slot_rows = uploaded[:num_slots].to(torch.int32)
-        seq_lens = uploaded[num_slots:]
-        tokens = self.sample_tokens(self.logits[:num_slots], slot_rows, seq_lens).tokens
-        advance_rows(slot_rows, tokens, seq_lens, state.last_tokens, state.positions, state.pool)
+    def sample_masked(self) -> None:
+        """Queue the sampling of the last step, which was masked, now that the masks are set."""
+        shape = sampling_shape(self.num_masked_slots)
+        self.work_runner.run(shape, partial(self._compute, shape))
 
     def run_host_batch(self, batch: StepBatch) -> torch.Tensor:
         """Queue a step that the host laid out; returns hidden states at its output indices."""
@@ -408,17 +405,30 @@ class ModelRunner:
 
     def _compute(self, shape: StepShape) -> None:
         """The device work of a self-feeding step; reads and writes static buffers only."""
+        num_slots = shape.num_sequences
+        if shape.num_tokens == 0:
+            rows = self.slot_rows[:num_slots]
+            self._sample(self.logits[:num_slots], rows, self.slot_seq_lens[:num_slots], True)
+            return
         batch = self.buffers.gather(shape)
         hidden = self.model.hidden_states(batch.token_ids, batch.layouts, batch.output_indices)
         if not self.samples:
             return
         logits = self.model.compute_logits(hidden, as_float32=False)
-        if shape.is_masked:
-            self.logits[: shape.num_sequences] = logits
-            return
-        rows = batch.sampling_rows
-        assert rows is not None
+        batch_rows = batch.sampling_rows
+        assert batch_rows is not None
         seq_lens = batch.layouts[0].seq_lens
-        tokens = self.sample_tokens(logits, rows, seq_lens).tokens
+        if not shape.is_masked:
+            self._sample(logits, batch_rows, seq_lens, False)
+            return
+        self.logits[:num_slots] = logits
+        self.slot_rows[:num_slots] = batch_rows
+        self.slot_seq_lens[:num_slots] = seq_lens
+
+    def _sample(
+        self, logits: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, is_masked: bool
+    ) -> None:
+        """Sample the next token of each batch slot, which makes its row ready for the next step."""
+        tokens = self.sample_tokens(logits, rows, seq_lens, is_masked).tokens
         state = self.rows
         advance_rows(rows, tokens, seq_lens, state.last_tokens, state.positions, state.pool)

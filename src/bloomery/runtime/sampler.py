@@ -11,7 +11,7 @@ A request occupies a row for as long as it runs. A sample is one token to choose
 at one position of one request; a request with n drafts (speculative decoding) has 1 + n samples.
 
 All parameters and all state are tables on the device with an entry for each row
-(kernels/sampling_rows). The host writes them when a request joins, and then only the masks of
+(kernels/sampling_rows). The host writes them when a request joins, and then only sends the masks of
 grammars and the green lists of watermarks. So a step samples for any mix of requests inside its
 CUDA graph or CPU trace. This file must not know schedules, blocks or why a request ends.
 """
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from bloomery.attention.base import download, index_dtype, upload
+from bloomery.kernels.grammar_masks import UNUSED, SentMasks, apply_masks
 from bloomery.kernels.launch import use_triton
 from bloomery.kernels.sampling import (
     SamplingScratch,
@@ -313,6 +314,79 @@ class BitUpload:
         return target
 
 
+class MaskUpload:
+    """Sends the masks of grammars to the device while it computes the forward pass.
+
+    The copy has a stream of its own. Its source are pinned buffers that are allocated once, by the
+    first masks. There are two: while one is being copied, the other can be filled.
+    """
+
+    def __init__(self, max_masks: int, num_words: int, device: torch.device):
+        self.shape = (max_masks, num_words)
+        self.device = device
+        self.sent = SentMasks.allocate(max_masks, num_words, device)
+        self.hosts: list[SentMasks] = []
+        self.copied: list[torch.cuda.Event] = []  # when each of them may be filled again
+        self.turn = 0
+        self.taken: torch.cuda.Event | None = None  # when the device's buffer may be filled again
+        self.stream: torch.cuda.Stream | None = None
+
+    def send(
+        self, rows: Sequence[int], masks: np.ndarray, permitted: Sequence[np.ndarray | None]
+    ) -> None:
+        """Queue the copy; what is queued next on the current stream finds the masks there.
+
+        permitted: the only tokens that may be in each mask, None if there is no such limit.
+        """
+        if self.device.type != "cuda":
+            fill_masks(self.sent, rows, masks, permitted)
+            return
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(self.device)
+            for _ in range(2):
+                host = SentMasks.allocate(*self.shape, torch.device("cpu"), pin_memory=True)
+                self.hosts.append(host)
+                self.copied.append(torch.cuda.Event())
+        self.turn = 1 - self.turn
+        host = self.hosts[self.turn]
+        copied = self.copied[self.turn]
+        copied.synchronize()
+        fill_masks(host, rows, masks, permitted)
+        with torch.cuda.stream(self.stream):
+            if self.taken is not None:
+                self.stream.wait_event(self.taken)
+            self.sent.copy_from(host, len(rows))
+            copied.record()
+        torch.cuda.current_stream(self.device).wait_event(copied)
+
+    def mark_taken(self) -> None:
+        """Let the next masks overwrite these once the work queued so far has ended."""
+        if self.device.type == "cuda":
+            if self.taken is None:
+                self.taken = torch.cuda.Event()
+            self.taken.record()
+
+
+def fill_masks(
+    host: SentMasks,
+    rows: Sequence[int],
+    masks: np.ndarray,
+    permitted: Sequence[np.ndarray | None],
+) -> None:
+    """Write masks into a buffer; they may be narrower than the vocabulary."""
+    num_masks = len(rows)
+    all_rows = host.rows.numpy()
+    all_rows[:num_masks] = rows
+    all_rows[num_masks:] = UNUSED
+    filled = host.masks.numpy()[:num_masks]
+    width = min(filled.shape[1], masks.shape[1])
+    filled[:, :width] = masks[:, :width]
+    filled[:, width:] = 0
+    for mask, limit in zip(filled, permitted, strict=True):
+        if limit is not None:
+            mask &= limit
+
+
 # ---- the sampler ----
 
 
@@ -349,15 +423,24 @@ class Sampler:
         self.new_requests: dict[int, NewRequestData] = {}  # not on the device yet, by row
         self.green_lists = GreenLists(vocab_size, pack_token_bits)
         self.bit_upload = BitUpload(num_rows, -(-vocab_size // 32), self.device)
+        max_masks = num_rows + extra_samples
+        self.mask_upload = MaskUpload(max_masks, -(-vocab_size // 32), self.device)
 
     def __call__(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        is_masked: bool = False,
     ) -> SampleOutputs:
         """Sample one token for each row of logits [samples, vocab], without any work on the host.
 
-        rows and positions [samples] are those of the tokens to sample. The results lie in buffers
-        that the next call overwrites. Afterwards the tokens count as part of the requests.
+        rows and positions [samples] are those of the tokens to sample. `is_masked`: masks have been
+        sent for some of the rows. The results lie in buffers that the next call overwrites.
+        Afterwards the tokens count as part of the requests.
         """
+        if is_masked:
+            self.apply_masks(len(logits))
         outputs = SampleOutputs(*[values[: len(logits)] for values in self.outputs])
         if self.pool is not None and self.pool.accepts(logits):
             ops.sample_tokens(self.pool, logits, rows, positions, self.state, *outputs)
@@ -470,30 +553,20 @@ class Sampler:
 
     # ---- what the host adds to a step ----
 
-    def set_masks(self, rows: Sequence[int], bits: np.ndarray) -> None:
-        """Permit only the tokens of a grammar's mask, bits [rows, words], in each of these rows.
+    def send_masks(self, rows: Sequence[int], masks: np.ndarray) -> None:
+        """Send the masks [rows, words] of grammars; `apply_masks` puts them into these rows."""
+        permitted = [self.requests[row].permitted for row in rows]
+        self.mask_upload.send(rows, masks, permitted)
+        if self.device.type == "cpu":  # the tables are the host's, too
+            apply_masks(self.mask_upload.sent, self.state, len(rows))
 
-        The mask holds until the next one.
+    def apply_masks(self, max_masks: int) -> None:
+        """Permit only the tokens of the masks that were sent, `max_masks` at most.
+
+        A mask holds until the next one.
         """
-        self.upload_new_requests()
-        num_words = self.state.bits.shape[2]
-        masks = np.zeros((len(rows), num_words), np.int32)
-        width = min(num_words, bits.shape[1])
-        masks[:, :width] = bits[:, :width]
-        new_flags = []
-        for i, row in enumerate(rows):
-            request = self.requests[row]
-            if request.permitted is not None:
-                masks[i] &= request.permitted
-            if not request.flags & PERMITTED_FLAG:
-                flags = request.flags | PERMITTED_FLAG
-                self.requests[row] = request._replace(flags=flags)
-                new_flags.append((row, flags))
-        index = upload(rows, self.device)
-        self.state.bits[index, PERMITTED] = self.bit_upload.copy(masks)
-        if new_flags:
-            flagged_rows, values = upload(new_flags, self.device).unbind(1)
-            self.state.ints[flagged_rows, FLAGS] = values.to(torch.int32)
+        if self.device.type != "cpu":
+            apply_masks(self.mask_upload.sent, self.state, max_masks)
 
     def fetch_previous_tokens(self, samples: Sequence[tuple[int, int]]) -> PreviousTokens | None:
         """Start to fetch the tokens before (row, position) samples, for those with watermarks.

@@ -149,6 +149,11 @@ def mixed_shape(
     return StepShape(num_decodes, num_tokens, NUM_PREFILL_SLOTS, decodes_as_prefills, is_masked)
 
 
+def sampling_shape(num_slots: int) -> StepShape:
+    """The shape of the second part of a masked step, which samples from its logits."""
+    return StepShape(num_slots, 0)
+
+
 def decode_batch_sizes(max_num_seqs: int, tile_size: int = 1) -> list[int]:
     """Batch sizes to capture: 1, 2, 4, then every 8, and every 16 from 128 on.
 
@@ -205,6 +210,11 @@ class CaptureSizes:
                     if smaller < tokens
                 ]
         return list(dict.fromkeys(shapes))
+
+    def sampling_shapes(self) -> list[StepShape]:
+        """The second parts of masked steps to capture at the start."""
+        mixed_slots = [slots + NUM_PREFILL_SLOTS for slots in self.mixed_decodes]
+        return [sampling_shape(size) for size in sorted({*self.decodes, *mixed_slots})]
 
     def pad_decode(self, num_decodes: int, is_masked: bool = False) -> StepShape:
         """The shape of a decode step of that many rows."""

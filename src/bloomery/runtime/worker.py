@@ -500,24 +500,16 @@ class Worker:
         previous: PreviousTokens | None,
     ) -> LaunchedStep:
         """Return a self-feeding step that samples once it has its masks and green lists."""
-        sampled = mixed.sampled_chunks
-        num_slots = mixed.first_chunk + len(sampled)
-        rows = np.full(num_slots, self.rows.padding_row, np.int32)
-        positions = np.zeros(num_slots, np.int64)
-        rows[: mixed.num_decodes] = order.row_indices
-        positions[: mixed.num_decodes] = [
-            step.decode_positions[index] + 1 for index in order.step_indices
-        ]
-        rows[mixed.first_chunk :] = [row.index for _, row in sampled]
-        positions[mixed.first_chunk :] = [chunk.start + chunk.count for chunk, _ in sampled]
-        sequences = [chunk.sequence for chunk, _ in sampled]
+        sequences = [chunk.sequence for chunk, _ in mixed.sampled_chunks]
         masked_rows = [self.rows.by_sequence[sequence].index for sequence in step.masked]
 
         def sample(bits: np.ndarray | None) -> SamplerOutput | None:
-            if bits is not None:
-                self.sampler.set_masks(masked_rows, bits)
+            self.sampler.send_masks(
+                masked_rows, np.zeros((0, 0), np.int32) if bits is None else bits
+            )
             self.sampler.set_green_lists(previous)
-            self.runner.sample_masked(rows, positions)
+            self.runner.sample_masked()
+            self.sampler.mask_upload.mark_taken()
             return self._read_outputs(order, mixed)
 
         if not step.masked:
@@ -541,7 +533,10 @@ class Worker:
         masked_rows = [self.rows.by_sequence[sequence].index for sequence in masked]
 
         def sample(bits: np.ndarray) -> SamplerOutput:
-            self.sampler.set_masks(masked_rows, bits)
+            self.sampler.upload_new_requests()
+            self.sampler.send_masks(masked_rows, bits)
+            self.sampler.apply_masks(len(masked_rows))
+            self.sampler.mask_upload.mark_taken()
             return self._sample(requests, logits)
 
         return LaunchedStep(sequences, None, prompt_reports, embeddings, sample=sample)
