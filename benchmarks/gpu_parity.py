@@ -1,10 +1,11 @@
 """Compares every model family on the GPU with transformers on the same GPU, and prints one table.
 
-    PYTHONPATH=src:. python3 benchmarks/gpu_parity.py [WORD ...] [--times 16]
+    PYTHONPATH=src:. python3 benchmarks/gpu_parity.py [WORD ...] [--times 16] [--part 1/3]
 
 WORDs select the cases whose name contains one of them. --times N makes their models N times as
 wide, which gives head dimensions of 64 to 256 and matrices of the sizes that have specialised
-kernels.
+kernels. --part I/N keeps every N-th case from the I-th on. --seconds S ends the run after S seconds
+and names the cases that were not checked, which count as failed.
 
 float32: greedy tokens of ten prompts of several lengths, four at a time, so that prompts arrive
 while other requests decode. They must equal transformers' tokens with CUDA graphs, without, and
@@ -16,14 +17,16 @@ transformers in float32, ours and transformers' own in bfloat16.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-NUM_PROCESSES = 10
+NUM_PROCESSES = 14  # compiling takes longest
 MAX_TOKENS = 24
 NUM_PROMPTS = 10
 ENGINE_VARIANTS: dict[str, dict[str, Any]] = {
@@ -119,37 +122,64 @@ def generate_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]
     return tokens
 
 
-def main() -> int:
+def select_names(words: list[str], part: str) -> list[str]:
+    """The cases whose name contains one of the words, and of those the part I/N."""
     from tests.parity.cases import CASES
 
+    first, count = map(int, part.split("/"))
+    if not 1 <= first <= count:
+        raise SystemExit(f"--part {part}: expected I/N with I from 1 to N")
+    names = [case.name for case in CASES if not words or any(word in case.name for word in words)]
+    return names[first - 1 :: count]
+
+
+def describe_result(result: Future[tuple[str, float, float]]) -> tuple[bool, str]:
+    """Whether a case passed, and the columns of its row."""
+    error = result.exception()
+    if error is not None:
+        return False, f"{type(error).__name__}: {str(error)[:160]}"
+    problems, our_error, reference_error = result.result()
+    verdict = f"differs: {problems}" if problems else "equal"
+    return not problems, f"{verdict:>28}{our_error:12.4f}{reference_error:11.4f}"
+
+
+def check_all(names: list[str], times: int, seconds: float) -> int:
+    """Check cases in parallel, print a row for each, and return how many failed."""
+    deadline = time.monotonic() + seconds
+    num_failed = 0
+    with ProcessPoolExecutor(NUM_PROCESSES, get_context("spawn")) as pool:
+        running = {pool.submit(check_case, name, times): name for name in names}
+        while running and time.monotonic() < deadline:
+            ended, _ = wait(running, deadline - time.monotonic(), FIRST_COMPLETED)
+            for result in ended:
+                passed, columns = describe_result(result)
+                num_failed += not passed
+                print(f"{running.pop(result):26}{columns}", flush=True)
+        if running:
+            print(f"not checked within {seconds:.0f} s: {', '.join(running.values())}", flush=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
+    return num_failed + len(running)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("words", nargs="*", help="keep cases with one of these in their name")
     parser.add_argument("--times", type=int, default=1, help="widen the models by this factor")
+    parser.add_argument("--part", default="1/1", help="I/N: keep every N-th case from the I-th on")
+    parser.add_argument("--seconds", type=float, default=3600, help="end the run after this time")
     args = parser.parse_args()
-    names = [
-        case.name
-        for case in CASES
-        if not args.words or any(word in case.name for word in args.words)
-    ]
+    names = select_names(args.words, args.part)
     if not names:
         parser.error(f"no case has one of these in its name: {', '.join(args.words)}")
-    num_failed = 0
-    print(f"{'case':26}{'float32, greedy':>28}{'bf16, ours':>12}{'reference':>11}")
-    with ProcessPoolExecutor(NUM_PROCESSES, get_context("spawn")) as pool:
-        futures = {name: pool.submit(check_case, name, args.times) for name in names}
-        for name, future in futures.items():
-            try:
-                problems, our_error, reference_error = future.result()
-            except Exception as error:
-                num_failed += 1
-                print(f"{name:26}{type(error).__name__}: {str(error)[:120]}", flush=True)
-                continue
-            num_failed += bool(problems)
-            verdict = f"differs: {problems}" if problems else "equal"
-            print(f"{name:26}{verdict:>28}{our_error:12.4f}{reference_error:11.4f}", flush=True)
-    print(f"{len(names)} cases, {num_failed} failed")
+    start = time.monotonic()
+    print(f"{'case':26}{'float32, greedy':>28}{'bf16, ours':>12}{'reference':>11}", flush=True)
+    num_failed = check_all(names, args.times, args.seconds)
+    seconds = time.monotonic() - start
+    print(f"{len(names)} cases, {num_failed} failed, {seconds:.0f} s", flush=True)
     return bool(num_failed)
 
 

@@ -308,16 +308,18 @@ def test_block_equals_its_equations(spec: AttentionSpec, pool: ThreadPool) -> No
     expected = attend_by_equations(spec, tensors, x)
     native = CpuPagedAttention(pool)
     torch_backend = TorchPagedAttention()
-    # A norm of all heads concatenates its results, which is not a native operation.
-    traceable = spec.qk_norm_over != "all"
     runs = {
         "torch": BlockRun(spec, tensors, torch_backend).run(x),
         "native": BlockRun(spec, tensors, native, pool).run(x),
-        "traced": BlockRun(spec, tensors, native, pool).run(x, trace_decodes=traceable),
+        "traced": BlockRun(spec, tensors, native, pool).run(x, trace_decodes=True),
     }
     ranks = [TensorParallelLayout(rank, 2) for rank in range(2)]
     runs["split"] = sum(
         (BlockRun(spec, tensors, torch_backend, layout=rank).run(x) for rank in ranks),
+        torch.zeros(()),
+    )
+    runs["split, native"] = sum(
+        (BlockRun(spec, tensors, native, pool, rank).run(x) for rank in ranks),
         torch.zeros(()),
     )
     for name, actual in runs.items():

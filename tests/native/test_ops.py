@@ -214,6 +214,30 @@ def test_norms(pool: ThreadPool, rows: int, columns: int, heads: int, seed: int)
     assert_close(per_head, rms_norm_reference(x, weight_per_head, 1e-5), 1e-5)
 
 
+@FEW_EXAMPLES
+@given(rows=SIZES, columns=st.integers(1, 70), heads=st.integers(1, 3), seed=SEEDS)
+def test_norms_of_columns(pool: ThreadPool, rows: int, columns: int, heads: int, seed: int) -> None:
+    width = 2 * heads * columns + 3
+    x = random_normal(seed, rows, width)
+    weight, bias = random_normal(seed + 1, 2, columns)
+    own = slice(columns // 3, columns - columns // 4)
+    layer = NormPrologue("layer", weight, bias, 1e-5)
+    per_head = NormPrologue("rms", random_normal(seed, heads, columns), None, 1e-5)
+    second = heads * columns
+    parts = [
+        ops.NormedColumns(0, heads, columns, layer, own),
+        ops.NormedColumns(second, heads, columns, per_head, slice(None)),
+        ops.NormedColumns(width - 3, 1, 3, None, slice(None)),
+    ]
+    left, right = x[:, : 2 * second].unflatten(1, (2, heads, columns)).unbind(1)
+    expected = (
+        layer_norm_reference(left, weight, bias, 1e-5)[..., own].flatten(1),
+        rms_norm_reference(right, per_head.weight, 1e-5).flatten(1),
+        x[:, -3:],
+    )
+    assert_close(ops.norm_columns(pool, x, parts), torch.cat(expected, 1), 1e-5)
+
+
 @pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 70), (5, 4098)])
 def test_elementwise_operations(

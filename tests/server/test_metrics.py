@@ -127,7 +127,7 @@ def test_cache_groups_report_their_usage() -> None:
     engine = InProcessEngine(load_test_tokenizer())
     groups = (CacheGroup(), CacheGroup(4, num_tables=3))
     assert engine.capacity is not None
-    engine.capacity = replace(engine.capacity, cache_groups=groups)
+    engine.capacity = replace(engine.capacity, cache_groups=groups, blocks=512)
     page_size = engine.capacity.block_size
     engine.block_pool = BlockPool(512, page_size, groups=groups)
     length = 7 * page_size - 4
@@ -140,13 +140,18 @@ def test_cache_groups_report_their_usage() -> None:
     for metric in text_string_to_metric_families(text):
         for sample in metric.samples:
             samples[sample.name, sample.labels.get("group", "")] = sample.value
+            if sample.name == "vllm:cache_config_info":
+                cache_config = sample.labels
     assert samples["bloomery_kv_group_usage_ratio", "full"] == 7 / 512
     assert samples["bloomery_kv_group_usage_ratio", "window-4"] == 3 / 512
     assert samples["bloomery_kv_usage_ratio", ""] == 10 / 512
     # The longest sequence holds all its pages once, and three of them in each window table.
     longest = engine.capacity.max_model_len
     held_blocks = longest // page_size + 3 * 3
-    assert samples["tgi_batch_max_total_tokens", ""] == 512 * longest // held_blocks
+    num_tokens = 512 * longest // held_blocks
+    assert samples["tgi_batch_max_total_tokens", ""] == num_tokens
+    assert int(cache_config["num_gpu_blocks"]) == num_tokens // page_size
+    assert int(cache_config["block_size"]) == page_size
 
 
 def test_the_dashboard_sample(serve: Callable[..., HttpTestServer]) -> None:

@@ -26,6 +26,7 @@ from bloomery.layers.linear import (
     materialize,
 )
 from bloomery.layout import TensorParallelLayout, gate_size, norms_all_heads, qkv_sizes
+from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.spec import AttentionSpec, QueryScaling, RopeSpec
 
@@ -153,6 +154,12 @@ class AttentionBlock:
 
     def _norm_qk(self, qkv: torch.Tensor) -> torch.Tensor:
         """Norm q and k outside of the epilogue; returns this rank's heads of q | k | v | gate."""
+        norms = (self.q_norm, self.k_norm)
+        affine = [
+            tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.bias)
+        ]
+        if self.pool is not None and self.pool.accepts(qkv, *affine):
+            return ops.norm_columns(self.pool, qkv, self._normed_columns(qkv.shape[1]))
         qk_width = sum(self.qk_widths)
         q, k = qkv[:, :qk_width].split(self.qk_widths, -1)
         parts = [qkv[:, qk_width:]]  # v | gate
@@ -169,3 +176,22 @@ class AttentionBlock:
             q = apply_norm(q.unflatten(-1, per_head), self.q_norm, self.pool).flatten(1)
             k = apply_norm(k.unflatten(-1, per_head), self.k_norm, self.pool).flatten(1)
         return torch.cat((q, k, *parts), -1)
+
+    def _normed_columns(self, width: int) -> list[ops.NormedColumns]:
+        """Describe `_norm_qk` of rows q | k | v | gate of this width to the native operation."""
+        q_width, k_width = self.qk_widths
+        rest = width - q_width - k_width
+        if self.spec.qk_norm_over == "all":
+            q_columns, k_columns = self.own_columns
+            q = ops.NormedColumns(0, 1, q_width, self.q_norm, q_columns)
+            k = ops.NormedColumns(q_width, 1, k_width, self.k_norm, k_columns)
+        else:
+            dim = self.spec.head_dim
+            q = ops.NormedColumns(0, q_width // dim, dim, self.q_norm, slice(None))
+            k = ops.NormedColumns(q_width, k_width // dim, dim, self.k_norm, slice(None))
+        parts = [q, k]
+        if self.spec.keys_as_values:
+            parts.append(k._replace(norm=None))
+        if rest:
+            parts.append(ops.NormedColumns(q_width + k_width, 1, rest, None, slice(None)))
+        return parts

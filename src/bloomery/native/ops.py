@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -419,6 +420,47 @@ def normalize(
         groups,
         data_pointer(out),
     )
+    return out
+
+
+class NormedColumns(NamedTuple):
+    """Neighbouring columns of rows: `heads` parts, each normed on its own, or copied."""
+
+    first: int
+    heads: int
+    columns: int  # of a part
+    norm: NormPrologue | None
+    own: slice  # the columns of every part that are kept
+
+
+def norm_columns(pool: ThreadPool, x: torch.Tensor, parts: Sequence[NormedColumns]) -> torch.Tensor:
+    """Norm columns of x [rows, width] and return what is kept of the parts, side by side."""
+    rows, width = x.shape
+    spans = [part.own.indices(part.columns)[:2] for part in parts]
+    kept = [part.heads * (end - start) for part, (start, end) in zip(parts, spans, strict=True)]
+    out = pool.empty((rows, sum(kept)))
+    place = 0
+    for part, (start, end), columns in zip(parts, spans, kept, strict=True):
+        kind, weight, bias, eps = part.norm or (None, None, None, 0.0)
+        affine = weight if weight is not None else bias
+        pool.library.native_norm_columns(
+            pool.handle,
+            x.data_ptr() + part.first * x.element_size(),
+            rows,
+            width,
+            part.heads,
+            part.columns,
+            NORMS[kind],
+            eps,
+            data_pointer(weight),
+            data_pointer(bias),
+            1 if affine is None else affine.numel() // part.columns,
+            start,
+            end,
+            out.data_ptr() + place * out.element_size(),
+            sum(kept),
+        )
+        place += columns
     return out
 
 

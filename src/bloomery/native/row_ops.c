@@ -7,7 +7,9 @@
 
 // ---- norms -------------------------------------------------------------------------------------
 
-void norm_row(const float *x, float *y, long n, const Norm *norm) {
+// Norms x[0 .. n) and writes the values from `first` up to `end` to y.
+static void norm_row_part(const float *x, float *y, long n, const Norm *norm, long first,
+                          long end) {
     f32x8 total = broadcast8(0);
     float mean = 0, tail = 0;
     long k;
@@ -24,18 +26,22 @@ void norm_row(const float *x, float *y, long n, const Norm *norm) {
     }
     for (; k < n; k++) tail += (x[k] - mean) * (x[k] - mean);
     float root = 1.0f / sqrtf((reduce_sum8(total) + tail) / (float)n + norm->eps);
-    for (k = 0; k + LANES <= n; k += LANES) {
+    for (k = first; k + LANES <= end; k += LANES) {
         f32x8 v = (load8(x + k) - broadcast8(mean)) * broadcast8(root);
         if (norm->weight) v *= load8(norm->weight + k);
         if (norm->bias) v += load8(norm->bias + k);
-        store8(y + k, v);
+        store8(y + k - first, v);
     }
-    for (; k < n; k++) {
+    for (; k < end; k++) {
         float v = (x[k] - mean) * root;
         if (norm->weight) v *= norm->weight[k];
         if (norm->bias) v += norm->bias[k];
-        y[k] = v;
+        y[k - first] = v;
     }
+}
+
+void norm_row(const float *x, float *y, long n, const Norm *norm) {
+    norm_row_part(x, y, n, norm, 0, n);
 }
 
 typedef struct {
@@ -61,6 +67,45 @@ void native_norm(ThreadPool *pool, const float *x, long rows, long columns, int 
                  const float *weight, const float *bias, long groups, float *out) {
     NormRows a = {x, out, rows, columns, groups, {kind, eps, weight, bias}};
     issue(pool, norm_kernel, &a, sizeof a, (double)rows * columns / 2);
+}
+
+typedef struct {
+    const float *x;
+    float *out;
+    long rows, x_stride, out_stride;
+    long heads, columns;       // a row has `heads` neighbouring parts of `columns`, each normed
+    long first, end;           // the columns of a part that are written
+    long heads_with_weights;   // 1: all heads share the weights
+    Norm norm;                 // kind 0: the columns are copied
+} NormColumns;
+
+static void norm_columns_kernel(const void *arguments, const ThreadContext *ctx) {
+    const NormColumns *a = arguments;
+    long first, end, width = a->end - a->first;
+    while (next_chunk(ctx, a->rows, chunk_size(ctx, a->rows, 1), &first, &end))
+        for (long row = first; row < end; row++)
+            for (long head = 0; head < a->heads; head++) {
+                const float *x = a->x + row * a->x_stride + head * a->columns;
+                float *out = a->out + row * a->out_stride + head * width;
+                if (!a->norm.kind) {
+                    memcpy(out, x + a->first, sizeof(float) * (size_t)width);
+                    continue;
+                }
+                Norm norm = a->norm;
+                long weights = head % a->heads_with_weights * a->columns;
+                if (norm.weight) norm.weight += weights;
+                if (norm.bias) norm.bias += weights;
+                norm_row_part(x, out, a->columns, &norm, a->first, a->end);
+            }
+}
+
+void native_norm_columns(ThreadPool *pool, const float *x, long rows, long x_stride, long heads,
+                         long columns, int kind, float eps, const float *weight, const float *bias,
+                         long heads_with_weights, long first, long end, float *out,
+                         long out_stride) {
+    NormColumns a = {x,     out, rows, x_stride, out_stride, heads, columns,
+                     first, end, heads_with_weights, {kind, eps, weight, bias}};
+    issue(pool, norm_columns_kernel, &a, sizeof a, (double)rows * heads * columns / 2);
 }
 
 // ---- elementwise operations --------------------------------------------------------------------

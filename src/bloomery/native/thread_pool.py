@@ -54,6 +54,7 @@ C_FUNCTIONS: Mapping[str, tuple[str, str | None]] = {
     "native_sum_experts": ("ppppllllppp", None),
     "native_gather": ("ppplfp", None),
     "native_norm": ("ppllifpplp", None),
+    "native_norm_columns": ("ppllllifpplllpl", None),
     "native_elementwise": ("pippllfifffp", None),
     "native_copy": ("pppl", None),
     "native_add_integer": ("ppllp", None),

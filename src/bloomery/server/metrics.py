@@ -296,7 +296,9 @@ class ServerMetrics:
         build: LabeledSamples = [(self.build_info, 1)]
         yield self._metric("bloomery_build_info", "versions of this server", "gauge", build)
         if capacity := self.backend.capacity:
-            sizes = {"block_size": str(capacity.block_size), "num_gpu_blocks": str(capacity.blocks)}
+            # Readers multiply both for the tokens that fit; groups may share the real blocks.
+            num_blocks = count_tokens(capacity, capacity.blocks) // capacity.block_size
+            sizes = {"block_size": str(capacity.block_size), "num_gpu_blocks": str(num_blocks)}
             yield self._metric("vllm:cache_config_info", "the KV cache", "gauge", [(sizes, 1)])
             yield self._cache_group_metric(capacity)
 
@@ -307,9 +309,7 @@ class ServerMetrics:
         kv_usage = stats.kv_used / max(stats.kv_blocks, 1)
         kv_capacity = 0
         if capacity:
-            kv_capacity = token_capacity(
-                capacity.cache_groups, stats.kv_blocks, capacity.block_size, capacity.max_model_len
-            )
+            kv_capacity = count_tokens(capacity, stats.kv_blocks)
         return {
             **asdict(stats.timing),
             **asdict(stats),
@@ -411,6 +411,13 @@ class ServerMetrics:
 
 def perceived_band(seconds: float) -> str:
     return next(label for limit, label in PERCEIVED_BANDS if seconds <= limit)
+
+
+def count_tokens(capacity: EngineCapacity, num_blocks: int) -> int:
+    """Tokens that so many blocks of the KV cache hold."""
+    return token_capacity(
+        capacity.cache_groups, num_blocks, capacity.block_size, capacity.max_model_len
+    )
 
 
 def describe_group(group: CacheGroup) -> str:
