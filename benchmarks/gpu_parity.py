@@ -122,14 +122,16 @@ def generate_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]
     return tokens
 
 
-def select_names(words: list[str], part: str) -> list[str]:
-    """The cases whose name contains one of the words, and of those the part I/N."""
+def select_names(filters: list[str], part: str) -> list[str]:
+    """The cases whose name contains one of the filters, and of those the part I/N."""
     from tests.parity.cases import CASES
 
     first, count = map(int, part.split("/"))
     if not 1 <= first <= count:
         raise SystemExit(f"--part {part}: expected I/N with I from 1 to N")
-    names = [case.name for case in CASES if not words or any(word in case.name for word in words)]
+    names = [
+        case.name for case in CASES if not filters or any(word in case.name for word in filters)
+    ]
     return names[first - 1 :: count]
 
 

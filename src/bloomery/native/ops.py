@@ -437,10 +437,10 @@ def norm_columns(pool: ThreadPool, x: torch.Tensor, parts: Sequence[NormedColumn
     """Norm columns of x [rows, width] and return what is kept of the parts, side by side."""
     rows, width = x.shape
     spans = [part.own.indices(part.columns)[:2] for part in parts]
-    kept = [part.heads * (end - start) for part, (start, end) in zip(parts, spans, strict=True)]
-    out = pool.empty((rows, sum(kept)))
+    widths = [part.heads * (end - start) for part, (start, end) in zip(parts, spans, strict=True)]
+    out = pool.empty((rows, sum(widths)))
     place = 0
-    for part, (start, end), columns in zip(parts, spans, kept, strict=True):
+    for part, (start, end), columns in zip(parts, spans, widths, strict=True):
         kind, weight, bias, eps = part.norm or (None, None, None, 0.0)
         affine = weight if weight is not None else bias
         pool.library.native_norm_columns(
@@ -458,7 +458,7 @@ def norm_columns(pool: ThreadPool, x: torch.Tensor, parts: Sequence[NormedColumn
             start,
             end,
             out.data_ptr() + place * out.element_size(),
-            sum(kept),
+            sum(widths),
         )
         place += columns
     return out
