@@ -9,15 +9,28 @@ from dataclasses import replace
 import pytest
 
 from bloomery.cache_groups import (
+    MAX_STATE_TABLES,
     MAX_TABLES,
     CacheLayout,
     count_held_blocks,
+    count_state_blocks,
+    count_useful_blocks,
     longest_sequence,
     plan_cache_groups,
     token_capacity,
 )
+from bloomery.errors import ConfigError
 from bloomery.messages import CacheGroup
-from bloomery.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from bloomery.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    Mamba2Spec,
+    MlpSpec,
+    ModelSpec,
+    RecurrentSpec,
+    state_parts,
+)
 
 CONTEXT = 131072
 PAGE_SIZE = 64
@@ -71,7 +84,8 @@ def test_layers_are_divided_with_little_waste(name: str) -> None:
     ]
     # Bytes of a long sequence, in layers times positions: what it needs, and what it takes.
     needed = sum(min(window or CONTEXT, CONTEXT) for window in windows)
-    layers_per_block = max(place.slot for place in layout.place_layers(range(len(windows)))) + 1
+    places = layout.place_layers(range(len(windows)))
+    layers_per_block = max(place.slot for place in places if place is not None) + 1
     num_blocks = count_held_blocks(layout.groups, CONTEXT, PAGE_SIZE, 1)
     assert num_blocks * layers_per_block * PAGE_SIZE <= 1.04 * needed + 2 * len(windows) * PAGE_SIZE
 
@@ -86,6 +100,7 @@ def test_no_two_layers_of_a_table_share_a_slot(name: str, num_stages: int) -> No
         places = layout.place_layers(range(first, end))
         assert max(Counter(places).values()) == 1
         for layer, place in zip(range(first, end), places, strict=True):
+            assert place is not None
             assert layout.tables[place.table].window == windows[layer]
 
 
@@ -158,3 +173,127 @@ def test_the_tokens_of_a_pool() -> None:
     assert token_capacity((CacheGroup(),), 10, 16, 1000) == 160
     window_only = (CacheGroup(17),)
     assert token_capacity(window_only, 40, 16, 1000) == 40 * 1000 // 4
+
+
+# ---- recurrent states ----------------------------------------------------------------------------
+
+GATED_DELTA_NET = GatedDeltaNetSpec(16, 32, 128, 128)
+QWEN_ATTENTION = AttentionSpec(16, 2, 256)
+
+
+def make_hybrid(
+    num_layers: int, attention_layers: Sequence[int], attention: AttentionSpec, mixer: RecurrentSpec
+) -> ModelSpec:
+    """A model with attention in some layers and a recurrent mixer in all others."""
+    layers = [
+        LayerSpec(attention, MlpSpec(64))
+        if index in attention_layers
+        else LayerSpec(None, MlpSpec(64), recurrent=mixer)
+        for index in range(num_layers)
+    ]
+    return ModelSpec(100, 64, tuple(layers), None, CONTEXT)
+
+
+HYBRIDS: dict[str, ModelSpec] = {
+    "qwen3.6-35b-a3b": make_hybrid(40, range(3, 40, 4), QWEN_ATTENTION, GATED_DELTA_NET),
+    "granite-4.0-h-small": make_hybrid(
+        40, (5, 15, 25, 35), AttentionSpec(32, 8, 128), Mamba2Spec(128, 64, 128)
+    ),
+    "nemotron-nano-9b-v2": make_hybrid(
+        31, (7, 14, 20, 27), AttentionSpec(40, 8, 128), Mamba2Spec(128, 80, 128, 8)
+    ),
+    "without-attention": make_hybrid(24, (), QWEN_ATTENTION, Mamba2Spec(80, 64, 128)),
+}
+
+
+def state_bytes(model: ModelSpec) -> int:
+    """Bytes of one sequence's state, without any waste."""
+    parts = [part for spec in model.recurrents for part in state_parts(spec)]
+    return sum(4 * part.rows * part.width for part in parts)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_states_are_divided_with_little_waste(name: str, tp: int) -> None:
+    model = HYBRIDS[name]
+    layers = range(len(model.layers))
+    layout = plan(model, tp)
+    places = [*layout.place_layers(layers), *layout.place_states(layers)]
+    layers_per_block = 1 + max(place.slot for place in places if place is not None)
+    taken = count_state_blocks(layout.groups) * layers_per_block * layout.slot_bytes
+    assert tp * taken <= 1.08 * state_bytes(model)
+    assert layout.state_tables <= MAX_STATE_TABLES
+    assert len(layout.tables) == sum(not group.state_blocks for group in layout.groups)
+
+
+def test_the_state_of_a_qwen_takes_three_tables_of_17_blocks() -> None:
+    layout = plan(HYBRIDS["qwen3.6-35b-a3b"])
+    assert layout.groups == (
+        CacheGroup(None, 1, num_layers=10),
+        CacheGroup(None, 3, num_layers=30, state_blocks=17),
+    )
+    # 64 positions of keys and values, 2 heads of 256 values in 16 bits.
+    assert layout.slot_bytes == 64 * 2 * 2 * 256 * 2
+    assert (
+        plan_cache_groups(HYBRIDS["qwen3.6-35b-a3b"], CONTEXT, 64, value_bytes=1)
+        .groups[1]
+        .state_blocks
+        == 2 * 17
+    )
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_states_of_a_table_do_not_share_a_slot(name: str, num_stages: int) -> None:
+    model = HYBRIDS[name]
+    layout = plan(model)
+    bounds = [stage * len(model.layers) // num_stages for stage in range(num_stages + 1)]
+    for first, end in zip(bounds, bounds[1:]):
+        places = layout.place_states(range(first, end))
+        counts = Counter(place for place in places if place is not None)
+        assert max(counts.values(), default=1) == 1
+        for layer, place in zip(model.layers[first:end], places, strict=True):
+            assert (place is None) == (layer.recurrent is None)
+            if place is not None:
+                assert place.table < layout.state_tables
+
+
+def test_a_layer_may_have_attention_and_a_state() -> None:
+    both = LayerSpec(QWEN_ATTENTION, MlpSpec(64), recurrent=GATED_DELTA_NET)
+    layout = plan(ModelSpec(100, 64, (both,) * 4, None, CONTEXT))
+    assert layout.place_layers(range(4)) == layout.place_states(range(4))
+    assert [group.num_layers for group in layout.groups] == [4, 4]
+
+
+def test_states_with_windows_and_with_heads_of_several_sizes() -> None:
+    window = LayerSpec(replace(QWEN_ATTENTION, window=100), MlpSpec(64))
+    wide = LayerSpec(AttentionSpec(16, 3, 256), MlpSpec(64))
+    state = LayerSpec(None, MlpSpec(64), recurrent=GATED_DELTA_NET)
+    full = LayerSpec(QWEN_ATTENTION, MlpSpec(64))
+    layout = plan(ModelSpec(100, 64, (window, full, state, state), None, CONTEXT))
+    assert [group.window for group in layout.groups] == [None, 100, None]
+    assert layout.layer_groups == (1, 0, None, None)
+    # Layers of other sizes have a slot each; a state must fit the smallest.
+    layout = plan(ModelSpec(100, 64, (wide, full, state, state, state), None, CONTEXT))
+    assert layout.groups[0] == CacheGroup(None, num_layers=2)
+    assert layout.groups[1].num_tables == 2
+    assert layout.slot_bytes == 64 * 2 * 2 * 256 * 2
+
+
+def test_a_page_must_hold_a_row_of_the_state() -> None:
+    model = make_hybrid(2, (1,), AttentionSpec(1, 1, 16), GATED_DELTA_NET)
+    with pytest.raises(ConfigError, match="raise block_size to 16"):
+        plan_cache_groups(model, CONTEXT, 4)
+    assert plan_cache_groups(model, CONTEXT, 16).groups[1].state_blocks > 0
+
+
+def test_a_sequence_holds_its_state_whatever_its_length() -> None:
+    groups = plan(HYBRIDS["qwen3.6-35b-a3b"]).groups
+    assert count_held_blocks(groups, 1, PAGE_SIZE, 1) == 1 + 51
+    assert count_held_blocks(groups, 10 * PAGE_SIZE, PAGE_SIZE, 1) == 10 + 51
+    assert longest_sequence(groups, 61, PAGE_SIZE, 1, CONTEXT) == 10 * PAGE_SIZE
+    assert longest_sequence(groups, 50, PAGE_SIZE, 1, CONTEXT) == 0
+    assert token_capacity(groups, 2 * 61, PAGE_SIZE, 10 * PAGE_SIZE) == 20 * PAGE_SIZE
+    assert count_useful_blocks(groups, PAGE_SIZE, PAGE_SIZE, 1, 2) > 2 * 52
+    without_attention = plan(HYBRIDS["without-attention"]).groups
+    assert longest_sequence(without_attention, 100, PAGE_SIZE, 1, CONTEXT) == CONTEXT

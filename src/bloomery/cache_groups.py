@@ -17,20 +17,45 @@ A model whose layers all keep the same positions has one group, one table and a 
 Positions are counted in pages. A page is one block in each table. Where the keys and values of a
 group are twice as large per position, its blocks hold half as many positions, and a page takes two.
 
+Layers with a recurrent state form the last group. It caches no positions: a sequence has
+`state_blocks` blocks in each of its tables, however long the sequence is:
+
+    Qwen3.6-35B-A3B: 10 layers of attention, 30 gated delta nets; 10 layers per block
+      group "full":      1 table  of 10 layers
+      group "recurrent": 3 tables of 10 layers, 17 blocks each
+
+A layer with attention beside a recurrent mixer belongs to two groups. In a model without attention
+the planner chooses the bytes of a block.
+
 Arithmetic only: the scheduler, the workers and `bloomery plan` all use it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from bloomery.errors import ConfigError
+from bloomery.layout import TensorParallelLayout
 from bloomery.messages import CacheGroup
-from bloomery.spec import AttentionSpec, ModelSpec
+from bloomery.spec import AttentionSpec, ModelSpec, RecurrentSpec, StatePart, state_parts
 
-# Block tables of a sequence over all groups. Each costs the host and the device a little per step.
+# Block tables of a sequence over all groups that cache positions. Each costs the host and the
+# device a little per step.
 MAX_TABLES = 8
+# Tables of states. They are written once, when a sequence starts, so more of them cost little.
+MAX_STATE_TABLES = 16
+# The memory of a hybrid model is divided for sequences of this length, each with its live state and
+# a checkpoint. Chosen: longer than most, so that keys and values waste less than states.
+TYPICAL_LENGTH = 8192
+STATES_PER_SEQUENCE = 2
+TABLE_COST = 0.01  # share of this memory that one table less is worth. Chosen.
+FLOAT_BYTES = 4  # states are stored in float32
+# Of a model without attention: the most blocks of a state, and the share of them that may be empty.
+MAX_STATE_BLOCKS = 64
+MAX_STATE_WASTE = 0.03
+CHECKPOINTS_PER_ROW = 4  # that memory is set aside for where it is plenty
 
 
 @dataclass(frozen=True)
@@ -38,11 +63,16 @@ class CacheLayout:
     """The cache groups of a model."""
 
     groups: tuple[CacheGroup, ...]
-    layer_groups: tuple[int, ...]  # the group of each layer of the whole model
+    # The group in which each layer of the whole model has its keys and values; None: it has none.
+    layer_groups: tuple[int | None, ...]
+    # Which layers have a recurrent state. They belong to the last group.
+    recurrent_layers: tuple[bool, ...] = ()
+    # Bytes of a block in one layer slot, where states and keys share blocks. 0: no states.
+    slot_bytes: int = 0
 
     @property
     def tables(self) -> tuple[BlockTableSpec, ...]:
-        """All block tables of a sequence, group after group, as the scheduler orders blocks."""
+        """The block tables of keys and values, in the order of the blocks in messages."""
         return tuple(
             BlockTableSpec(
                 index,
@@ -52,6 +82,7 @@ class CacheLayout:
             )
             for index, group in enumerate(self.groups)
             for _ in range(group.num_tables)
+            if not group.state_blocks
         )
 
     @property
@@ -59,21 +90,51 @@ class CacheLayout:
         """Blocks that the kernels divide a page into, the same number in every table."""
         return max(group.blocks_per_page for group in self.groups)
 
-    def place_layers(self, layers: range) -> tuple[LayerPlace, ...]:
+    @property
+    def state_tables(self) -> int:
+        """Tables of recurrent states."""
+        return sum(group.num_tables for group in self.groups if group.state_blocks)
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks of a state in each of its tables."""
+        return sum(group.state_blocks for group in self.groups)
+
+    def place_layers(self, layers: range) -> tuple[LayerPlace | None, ...]:
         """Assign each layer of a pipeline stage to a block table and a layer slot.
 
         The layers of a group take turns over its tables, so a stage needs as few slots as possible.
+        None: the layer has no attention.
         """
         first_tables = [0]
         for group in self.groups:
             first_tables.append(first_tables[-1] + group.num_tables)
         counts = [0] * len(self.groups)
-        places = []
+        places: list[LayerPlace | None] = []
         for layer in layers:
             index = self.layer_groups[layer]
+            if index is None:
+                places.append(None)
+                continue
             slot, turn = divmod(counts[index], self.groups[index].num_tables)
             counts[index] += 1
             places.append(LayerPlace(first_tables[index] + turn, slot))
+        return tuple(places)
+
+    def place_states(self, layers: range) -> tuple[LayerPlace | None, ...]:
+        """Assign each recurrent layer of a pipeline stage to a table of states and a layer slot.
+
+        The tables are counted from 0. None: the layer has no state.
+        """
+        count = 0
+        places: list[LayerPlace | None] = []
+        for layer in layers:
+            if not self.recurrent_layers or not self.recurrent_layers[layer]:
+                places.append(None)
+                continue
+            slot, table = divmod(count, self.state_tables)
+            count += 1
+            places.append(LayerPlace(table, slot))
         return tuple(places)
 
 
@@ -91,23 +152,42 @@ class BlockTableSpec:
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """Where a layer of a pipeline stage has its keys and values."""
+    """Where a layer of a pipeline stage has its keys and values, or its state."""
 
     table: int  # index of its block table
     slot: int  # index of its layer slot; layers of different tables may share one
 
 
+@dataclass(frozen=True)
+class AttentionKind:
+    """Layers of attention that share block tables."""
+
+    window: int | None
+    num_layers: int
+    ratio: int = 1  # bytes of a position over those of the kind that has the fewest
+
+
 def single_group(model: ModelSpec) -> CacheLayout:
     """All layers in one group. It frees what no layer reads any more."""
-    windows = [attention.window for attention in model.attentions]
-    known = [window for window in windows if window is not None]
-    window = max(known) if len(known) == len(windows) else None
-    num_layers = len(windows)
-    return CacheLayout((CacheGroup(window, num_layers=num_layers),), (0,) * num_layers)
+    kind = merge_kinds(model.attentions)
+    indices = tuple(0 if layer.attention is not None else None for layer in model.layers)
+    return CacheLayout((CacheGroup(kind.window, num_layers=kind.num_layers),), indices)
+
+
+def merge_kinds(attentions: Sequence[AttentionSpec]) -> AttentionKind:
+    """One kind for all layers."""
+    known = [attention.window for attention in attentions if attention.window is not None]
+    window = max(known) if known and len(known) == len(attentions) else None
+    return AttentionKind(window, len(attentions))
 
 
 def plan_cache_groups(
-    model: ModelSpec, max_len: int, page_size: int, tp: int = 1, scaled: bool = False
+    model: ModelSpec,
+    max_len: int,
+    page_size: int,
+    tp: int = 1,
+    scaled: bool = False,
+    value_bytes: int = 2,
 ) -> CacheLayout:
     """Divide the layers of a model into cache groups.
 
@@ -115,6 +195,7 @@ def plan_cache_groups(
     page_size: positions of a page.
     tp: tensor parallel ranks.
     scaled: keys and values are stored with a scale per head.
+    value_bytes: of a stored key or value, without its scale.
     All ranks get the same result. Groups whose heads do not fit blocks of equal size are merged.
     """
     layers = [
@@ -122,16 +203,57 @@ def plan_cache_groups(
         for layer in model.layers
     ]
     model = replace(model, layers=tuple(layers))
-    windows = [attention.window for attention in model.attentions]
-    kinds = sorted(set(windows), key=lambda window: (window is not None, window or 0))
-    if len(kinds) == 1:
+    kinds, equal_heads = divide_attention(model.attentions, page_size, tp, scaled)
+    windows = [kind.window for kind in kinds]
+    layer_groups = tuple(
+        None
+        if layer.attention is None
+        else windows.index(layer.attention.window)
+        if len(kinds) > 1
+        else 0
+        for layer in model.layers
+    )
+    states = plan_states(model, page_size, tp, value_bytes)
+    if states is None and len(kinds) == 1:
         return single_group(model)
+    if not equal_heads:
+        layers_per_block = kinds[0].num_layers  # layers of a slot take equally many bytes
+    elif not kinds and states is not None:
+        layers_per_block = states.num_layers
+    else:
+        layers_per_block = choose_layers_per_block(kinds, max_len, page_size, states)
+    groups = [
+        CacheGroup(
+            kind.window, -(-kind.num_layers // layers_per_block), kind.ratio, kind.num_layers
+        )
+        for kind in kinds
+    ]
+    if states is None:
+        return CacheLayout(tuple(groups), layer_groups)
+    num_tables = -(-states.num_layers // layers_per_block)
+    groups.append(CacheGroup(None, num_tables, 1, states.num_layers, states.num_blocks))
+    recurrent_layers = tuple(layer.recurrent is not None for layer in model.layers)
+    return CacheLayout(tuple(groups), layer_groups, recurrent_layers, states.slot_bytes)
+
+
+def divide_attention(
+    attentions: Sequence[AttentionSpec], page_size: int, tp: int, scaled: bool
+) -> tuple[list[AttentionKind], bool]:
+    """Divide layers of attention into kinds that have blocks of equal size.
+
+    Returns them, and whether all layers of a kind have heads of the same size.
+    """
+    windows = [attention.window for attention in attentions]
+    kinds = sorted(set(windows), key=lambda window: (window is not None, window or 0))
     sizes: list[tuple[int, int]] = []  # KV heads of a rank and head dim, by kind
     for kind in kinds:
-        attentions = [spec for spec in model.attentions if spec.window == kind]
-        heads = {(local_kv_heads(attention, tp), attention.head_dim) for attention in attentions}
+        heads = {
+            (local_kv_heads(attention, tp), attention.head_dim)
+            for attention in attentions
+            if attention.window == kind
+        }
         if len(heads) > 1:
-            return single_group(model)
+            return [merge_kinds(attentions)], False
         sizes += heads
     values = [kv_heads * head_dim for kv_heads, head_dim in sizes]
     ratios = [size // min(values) for size in values]
@@ -139,20 +261,17 @@ def plan_cache_groups(
         size == ratio * min(values) and ratio & (ratio - 1) == 0 and page_size % ratio == 0
         for size, ratio in zip(values, ratios, strict=True)
     )
-    splits_evenly = len(set(values)) == 1 or all(
+    splits_evenly = len(set(values)) <= 1 or all(
         attention.num_kv_heads % tp == 0 or tp % attention.num_kv_heads == 0
-        for attention in model.attentions
+        for attention in attentions
     )
-    same_scales = not scaled or len({head_dim for _, head_dim in sizes}) == 1
+    same_scales = not scaled or len({head_dim for _, head_dim in sizes}) <= 1
     if not (equal_blocks and splits_evenly and same_scales):
-        return single_group(model)
-    counts = [windows.count(kind) for kind in kinds]
-    layers_per_block = choose_layers_per_block(kinds, counts, ratios, max_len)
-    groups = tuple(
-        CacheGroup(kind, -(-count // layers_per_block), ratio, count)
-        for kind, count, ratio in zip(kinds, counts, ratios, strict=True)
-    )
-    return CacheLayout(groups, tuple(kinds.index(window) for window in windows))
+        return [merge_kinds(attentions)], False
+    return [
+        AttentionKind(kind, windows.count(kind), ratio)
+        for kind, ratio in zip(kinds, ratios, strict=True)
+    ], True
 
 
 def cut_window(attention: AttentionSpec, max_len: int) -> AttentionSpec:
@@ -170,29 +289,118 @@ def local_kv_heads(attention: AttentionSpec, tp: int) -> int:
     return -(-attention.num_kv_heads // tp)
 
 
+@dataclass(frozen=True)
+class StateSize:
+    """The memory of a sequence's recurrent state, layer by layer."""
+
+    num_layers: int
+    num_blocks: int  # of the largest state of a layer
+    slot_bytes: int  # of a block in one layer slot
+
+
+def plan_states(model: ModelSpec, page_size: int, tp: int, value_bytes: int) -> StateSize | None:
+    """Return how many blocks the state of a layer takes; None: no layer has one.
+
+    The memory of a block is in two halves, for keys and for values. Each part of a state begins at
+    a new half, and a half holds as many whole rows as fit.
+    """
+    if not model.recurrents:
+        return None
+    states = [local_state_parts(spec, tp) for spec in set(model.recurrents)]
+    if model.attentions:
+        position_values = min(
+            local_kv_heads(attention, tp) * attention.head_dim for attention in model.attentions
+        )
+        half_values = position_values * page_size * value_bytes // FLOAT_BYTES
+        widest = max(part.width for parts in states for part in parts)
+        if half_values < widest:
+            pages = -(-widest // max(half_values, 1))
+            raise ConfigError(
+                f"a KV cache block of {page_size} positions is too small for a row of "
+                f"the recurrent state ({widest} values): "
+                f"raise block_size to {page_size * next_power_of_two(pages)}"
+            )
+    else:
+        half_values = choose_half_values(states)
+    num_halves = max(count_halves(parts, half_values) for parts in states)
+    slot_bytes = 2 * half_values * FLOAT_BYTES
+    return StateSize(len(model.recurrents), -(-num_halves // 2), slot_bytes)
+
+
+def local_state_parts(spec: RecurrentSpec, tp: int) -> tuple[StatePart, ...]:
+    """The parts of a state on one tensor parallel rank. All ranks have equally many heads."""
+    return state_parts(TensorParallelLayout(0, tp).recurrent(spec))
+
+
+def count_halves(parts: Iterable[StatePart], half_values: int) -> int:
+    """Halves of blocks, of so many float32 values, that the state of one layer takes."""
+    return sum(-(-part.rows // (half_values // part.width)) for part in parts)
+
+
+def choose_half_values(states: Sequence[tuple[StatePart, ...]]) -> int:
+    """Return the size of half a block in a model without attention.
+
+    The fewest blocks that waste little win, otherwise what wastes least.
+    """
+    needed = max(sum(part.rows * part.width for part in parts) for parts in states)
+    choices: list[tuple[bool, float, int]] = []
+    for count in range(1, 2 * MAX_STATE_BLOCKS + 1):
+        for part in {part for parts in states for part in parts}:
+            half_values = max(-(-part.rows // count) * part.width, *widths(states))
+            half_values = -(-half_values // 4) * 4  # aligned to 16 bytes
+            halves = max(count_halves(parts, half_values) for parts in states)
+            num_blocks = -(-halves // 2)
+            waste = 2 * num_blocks * half_values / needed - 1
+            if num_blocks <= MAX_STATE_BLOCKS:
+                wasteful = waste > MAX_STATE_WASTE
+                choices.append((wasteful, waste if wasteful else num_blocks, half_values))
+    return min(choices)[2]
+
+
+def widths(states: Sequence[tuple[StatePart, ...]]) -> list[int]:
+    """The widths of all parts."""
+    return [part.width for parts in states for part in parts]
+
+
+def next_power_of_two(number: int) -> int:
+    """The least power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
 def choose_layers_per_block(
-    windows: Sequence[int | None], counts: Sequence[int], ratios: Sequence[int], max_len: int
+    kinds: Sequence[AttentionKind], max_len: int, page_size: int, states: StateSize | None
 ) -> int:
     """Return the layers per block that waste the least memory for a sequence of `max_len`.
 
     A group's last blocks are partly empty if its layers are no multiple. Of equal choices the one
     with the fewest tables wins.
     """
+    length = max_len if states is None else min(max_len, TYPICAL_LENGTH)
 
-    def cost(layers_per_block: int) -> tuple[int, int]:
-        memory = 0
+    def cost(layers_per_block: int) -> tuple[float, int]:
+        memory = 0.0  # in positions of one layer
         num_tables = 0
-        for window, count, ratio in zip(windows, counts, ratios, strict=True):
-            tables = -(-count // layers_per_block)
-            memory += tables * layers_per_block * ratio * min(window or max_len, max_len)
+        for kind in kinds:
+            tables = -(-kind.num_layers // layers_per_block)
+            memory += tables * layers_per_block * kind.ratio * min(kind.window or length, length)
             num_tables += tables
+        if states is not None:
+            tables = -(-states.num_layers // layers_per_block)
+            state_positions = STATES_PER_SEQUENCE * states.num_blocks * page_size
+            memory += tables * layers_per_block * state_positions
+            num_tables += tables
+            memory *= 1 + TABLE_COST * num_tables
         return memory, num_tables
 
+    def has_few_tables(layers_per_block: int) -> bool:
+        tables = sum(-(-kind.num_layers // layers_per_block) for kind in kinds)
+        state_tables = 0 if states is None else -(-states.num_layers // layers_per_block)
+        return tables <= max(MAX_TABLES, len(kinds)) and state_tables <= MAX_STATE_TABLES
+
     # With the layers of the largest group there is one table per group.
+    counts = [kind.num_layers for kind in kinds] + ([states.num_layers] if states else [])
     choices = [
-        size
-        for size in range(1, max(counts) + 1)
-        if cost(size)[1] <= max(MAX_TABLES, len(counts)) or size == max(counts)
+        size for size in range(1, max(counts) + 1) if size == max(counts) or has_few_tables(size)
     ]
     return min(choices, key=cost)
 
@@ -218,6 +426,8 @@ def count_held_pages(group: CacheGroup, length: int, page_size: int, step_tokens
     It is computed in steps of at most `step_tokens` positions. A window group holds the positions
     of a step and those that the first of them reads.
     """
+    if group.state_blocks:
+        return 0
     num_pages = count_pages(length, page_size)
     if group.window is None:
         return num_pages
@@ -229,11 +439,29 @@ def count_held_pages(group: CacheGroup, length: int, page_size: int, step_tokens
 def count_held_blocks(
     groups: Sequence[CacheGroup], length: int, page_size: int, step_tokens: int
 ) -> int:
-    """The most blocks that a sequence of `length` positions ever holds."""
-    return sum(
+    """The most blocks that a sequence of `length` positions ever holds, its state included."""
+    pages = sum(
         group.page_blocks * count_held_pages(group, length, page_size, step_tokens)
         for group in groups
     )
+    return pages + count_state_blocks(groups)
+
+
+def count_state_blocks(groups: Sequence[CacheGroup]) -> int:
+    """The blocks of a sequence's recurrent state, in all tables."""
+    return sum(group.num_tables * group.state_blocks for group in groups)
+
+
+def count_useful_blocks(
+    groups: Sequence[CacheGroup],
+    max_len: int,
+    page_size: int,
+    step_tokens: int,
+    max_num_seqs: int,
+) -> int:
+    """The most blocks that a batch can use: its sequences, and checkpoints for later ones."""
+    held = count_held_blocks(groups, max_len, page_size, step_tokens)
+    return max_num_seqs * (held + CHECKPOINTS_PER_ROW * count_state_blocks(groups))
 
 
 def longest_sequence(
@@ -251,7 +479,7 @@ def longest_sequence(
 def token_capacity(
     groups: Sequence[CacheGroup], num_blocks: int, page_size: int, max_len: int
 ) -> int:
-    """Tokens that a pool of `num_blocks` holds in sequences of `max_len`, if some have windows."""
-    if all(group.window is None for group in groups):
+    """Tokens that a pool of `num_blocks` holds, in sequences of `max_len` if that matters."""
+    if all(group.window is None and not group.state_blocks for group in groups):
         return num_blocks // sum(group.page_blocks for group in groups) * page_size
     return num_blocks * max_len // count_held_blocks(groups, max_len, page_size, 1)

@@ -293,6 +293,8 @@ class CacheGroup:
     @property
     def page_blocks(self) -> int:
         """Blocks that hold one page of a sequence, in all tables of the group."""
+        if self.state_blocks:
+            return 0
         return self.num_tables * self.blocks_per_page
 
 

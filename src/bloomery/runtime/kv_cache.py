@@ -63,7 +63,7 @@ class StageCache:
 
     model: ModelSpec  # the part that this rank has
     layout: CacheLayout  # of the whole model: the same on all ranks
-    places: tuple[LayerPlace, ...]  # of each layer
+    places: tuple[LayerPlace, ...]  # of each layer, in a model whose layers all have attention
     page_size: int
     dtype: torch.dtype
 
@@ -123,16 +123,19 @@ def plan_stage_cache(
         plan.tensor_parallel_size,
         is_quantized_dtype(dtype),
     )
-    places = layout.place_layers(layers)
-    return StageCache(local_model, layout, places, plan.block_size, dtype)
+    return StageCache(local_model, layout, place_all(layout, layers), plan.block_size, dtype)
 
 
 def single_table_cache(model: ModelSpec, block_size: int, dtype: torch.dtype) -> StageCache:
     """A KV cache in which all layers use one block table."""
     layout = single_group(model)
-    return StageCache(
-        model, layout, layout.place_layers(range(len(model.layers))), block_size, dtype
-    )
+    places = place_all(layout, range(len(model.layers)))
+    return StageCache(model, layout, places, block_size, dtype)
+
+
+def place_all(layout: CacheLayout, layers: range) -> tuple[LayerPlace, ...]:
+    """The places of layers that all have attention."""
+    return tuple(place for place in layout.place_layers(layers) if place is not None)
 
 
 def fit_kv_cache(
