@@ -69,4 +69,6 @@ class RequestFailed(BloomeryError):
 GRAMMAR_TOO_COMPLEX = (
     "the grammar has become too complex: simplify its patterns, or lower maxLength"
 )
+# How the error of a request begins whose LoRA adapter cannot be loaded.
+UNUSABLE_ADAPTER = "cannot use the LoRA adapter"
 NO_TOKEN_LEFT = "no token is left that both the grammar and the other options allow"

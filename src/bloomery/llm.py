@@ -29,7 +29,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from bloomery.config import EngineConfig
 from bloomery.describe import build_engine_plan
-from bloomery.engine.build import build_engine, run_in_background
+from bloomery.engine.background import run_in_background
+from bloomery.engine.build import build_engine
 from bloomery.engine.client import EngineClient, EngineTimeouts
 from bloomery.errors import BloomeryError, ConfigError, InvalidRequest, RequestFailed, TemplateError
 from bloomery.executors.select import select_executor

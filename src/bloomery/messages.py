@@ -369,6 +369,8 @@ class AdmittedRequests:
 
     epoch: int
     requests: tuple[str, ...]
+    # False: they wait for a LoRA adapter, which is read now.
+    has_started: bool = True
 
 
 @dataclass(frozen=True, slots=True)

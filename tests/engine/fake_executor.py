@@ -7,6 +7,9 @@ block given back too early or a lost token therefore changes the output. Every e
 
 A request may have a "grammar": a text that, with the output so far, decides which tokens are
 allowed next and where the output ends. A mask of the wrong position changes the output, too.
+
+A LoRA adapter is a name. It changes every key in the cache and every token, so a wrong device slot,
+a load that is missing or comes too early, and a prefix of another adapter change the output.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from zlib import crc32
 
 import numpy as np
 
+from bloomery.engine.executor import refuse_adapter
 from bloomery.messages import (
     NULL_BLOCK,
+    AdapterInfo,
     CacheGroup,
     EngineCapacity,
     EngineRequest,
@@ -33,12 +38,15 @@ from bloomery.messages import (
 
 VOCAB = 7
 FULL_ATTENTION = (CacheGroup(),)
-EMPTY_SLOT = (-1, -1, -1)  # a slot that was never written: no sequence has position -1
+EMPTY_SLOT = (-1, -1, -1, "")  # a slot that was never written: no sequence has position -1
+BAD_ADAPTER = "/bad"  # how the path of an adapter ends that cannot be loaded
 
 
-def next_token(prefix: list[int], groups: Sequence[CacheGroup] = FULL_ATTENTION) -> int:
-    """Return the token that the "model" generates after `prefix`."""
-    delivered = b""
+def next_token(
+    prefix: list[int], groups: Sequence[CacheGroup] = FULL_ATTENTION, adapter: str = ""
+) -> int:
+    """Return the token that the "model" with this adapter generates after `prefix`."""
+    delivered = adapter.encode()
     for group in groups:
         start = max(len(prefix) - (group.window or len(prefix)), 0)
         delivered += bytes(prefix[start:]) * group.num_tables
@@ -106,7 +114,7 @@ def reference_tokens(
     tokens = [*request.prompt, *request.emitted]
     matcher = FakeMatcher(request)
     while True:
-        token = next_token(tokens, groups)
+        token = next_token(tokens, groups, request.lora)
         if request.grammar:
             token = apply_mask(token, matcher.mask)
             matcher.accept(token)
@@ -127,6 +135,7 @@ class ExecutorRow:
     tokens: list[int]
     num_computed: int
     initial_length: int  # tokens it was started with
+    lora_slot: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
 
 
@@ -164,8 +173,9 @@ class FakeExecutor:
         self.compact_output = compact_output
         self.groups = groups
         self.tables = [group for group in groups for _ in range(group.num_tables)]
-        # The KV cache by block: table, position and token of each slot. All tables share blocks.
-        self.cache: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(
+        # The KV cache by block: table, position, token and adapter of each slot. All tables share
+        # blocks.
+        self.cache: defaultdict[int, list[tuple[int, int, int, str]]] = defaultdict(
             lambda: [EMPTY_SLOT] * page_size
         )
         self.rows: dict[int, ExecutorRow] = {}
@@ -174,6 +184,33 @@ class FakeExecutor:
         self.waiting: FakePendingStep | None = None  # the step that waits for its masks
         # By step in flight: the window blocks that it reads, and the sequences that read them.
         self.readers: dict[FakePendingStep, set[tuple[int, int]]] = {}
+        self.host_adapters: set[str] = set()  # that have been read
+        self.device_adapters: dict[int, str] = {0: ""}  # by slot
+        self.reading: list[tuple[Future[AdapterInfo], str, str]] = []  # future, name, path
+        self.reads_at_once = True  # else `finish_reading` must be called
+        self.num_reads = 0
+
+    def load_adapter(self, name: str, path: str) -> Future[AdapterInfo]:
+        assert name not in self.host_adapters, "an adapter was loaded twice"
+        future: Future[AdapterInfo] = Future()
+        self.reading.append((future, name, path))
+        if self.reads_at_once:
+            self.finish_reading()
+        return future
+
+    def finish_reading(self) -> None:
+        for future, name, path in self.reading:
+            self.num_reads += 1
+            if path.endswith(BAD_ADAPTER):
+                error = refuse_adapter(f"{path}: rank 99 is too large").exception()
+                future.set_exception(error)
+                continue
+            self.host_adapters.add(name)
+            future.set_result(AdapterInfo(name, 8, 1000, 4))
+        self.reading.clear()
+
+    def unload_adapter(self, name: str) -> None:
+        self.host_adapters.remove(name)
 
     def start(self, plan: object) -> EngineCapacity:
         raise AssertionError("a fake executor has no model to load")
@@ -204,6 +241,11 @@ class FakeExecutor:
         self.num_partial_chunks += sum(not request.samples for request in requests)
         for sequence in step.finished:
             del self.rows[sequence]
+        used_slots = {row.lora_slot for row in self.rows.values()}
+        for slot, adapter in step.lora_loads:
+            assert adapter in self.host_adapters, "an adapter that is not in host memory"
+            assert slot not in used_slots, "a slot was overwritten while a sequence uses it"
+            self.device_adapters[slot] = adapter
         for request in requests:
             self.write(request)
         for sequence, position in zip(step.decodes, step.decode_positions, strict=True):
@@ -236,7 +278,8 @@ class FakeExecutor:
         if new_request is not None:
             assert request.sequence not in self.rows, "a row was started twice"
             tokens = list(new_request.tokens)
-            self.rows[request.sequence] = ExecutorRow(tokens, start, len(tokens))
+            slot = new_request.lora_slot
+            self.rows[request.sequence] = ExecutorRow(tokens, start, len(tokens), slot)
         row = self.rows[request.sequence]
         assert request.count > 0, "an empty chunk"
         assert start == row.num_computed, "positions were repeated or skipped"
@@ -247,7 +290,8 @@ class FakeExecutor:
             for table, group in enumerate(self.tables):
                 block, offset = self.find_slot(row, table, group, position)
                 self.check_not_read(block, request.sequence)
-                self.cache[block][offset] = (table, position, tokens[position])
+                adapter = self.device_adapters[row.lora_slot]
+                self.cache[block][offset] = (table, position, tokens[position], adapter)
 
     def find_readers(self, step: ScheduledStep) -> set[tuple[int, int]]:
         """Return (block, sequence) for each block of a window that the step reads."""
@@ -299,7 +343,9 @@ class FakeExecutor:
         assert length == len(row.tokens), "sampled before the last token was computed"
         sampled: list[int] = []
         while True:
-            token = apply_mask(next_token(self.read(row, tokens, length)), mask)
+            delivered = self.read(row, tokens, length)
+            adapter = self.device_adapters[row.lora_slot]
+            token = apply_mask(next_token(delivered, adapter=adapter), mask)
             sampled.append(token)
             if len(sampled) > len(drafts) or drafts[len(sampled) - 1] != token:
                 break
@@ -323,7 +369,10 @@ class FakeExecutor:
             first = first_block * block_size  # position of the first slot
             slots = slots[start - first : length - first]
             read_tokens = tokens[start:length]
-            expected = list(zip(repeat(table), range(start, length), read_tokens))
+            adapter = self.device_adapters[row.lora_slot]
+            expected = list(
+                zip(repeat(table), range(start, length), read_tokens, repeat(adapter), strict=False)
+            )
             assert slots == expected, "keys of another table, position or token"
             delivered += read_tokens
         return delivered

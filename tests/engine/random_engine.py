@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 from random import Random
 
@@ -48,6 +49,7 @@ def random_requests(
     block_pool: BlockPool,
     max_step_tokens: int,
     num_drafts: int,
+    adapters: list[str],
 ) -> deque[EngineRequest]:
     """Create requests whose prompts share a few prefixes. Some already have an output token."""
     groups = block_pool.groups
@@ -67,7 +69,9 @@ def random_requests(
             priority=rng.choice([0, 0, -1, 2]),
             tenant=rng.choice(["", "guest"]),
             grammar=rng.choice(["", "", "ab", "c"]),
+            lora=rng.choice(adapters),
         )
+        request = replace(request, lora_path=f"/adapters/{request.lora}" if request.lora else "")
         if rng.random() < 0.1:
             first = reference_tokens(request, groups)[len(prompt)]
             has_ended = reference_tokens(request, groups)[len(prompt) + 1 :] == []
@@ -107,8 +111,12 @@ class RandomEngine:
         targets = LatencyTargets(short_request_seconds=rng.choice([1e-3, 0.02, 0.1]))
         policies: list[Policy] = [FcfsPolicy(), FairPolicy(max_num_seqs, num_blocks, targets)]
         policy = rng.choice(policies)
-        self.scheduler = Scheduler(self.block_pool, max_tokens, max_num_seqs, policy)
+        max_loras = rng.choice([0, 0, 1, 2, 3])
+        self.scheduler = Scheduler(
+            self.block_pool, max_tokens, max_num_seqs, policy, max_loras=max_loras
+        )
         self.executor = FakeExecutor(page_size, seed % 2 == 0, groups)
+        self.executor.reads_at_once = rng.random() < 0.5
         self.time = 0.0
         self.mask_source = FakeMaskSource()
         self.loop = EngineLoop(
@@ -117,10 +125,16 @@ class RandomEngine:
             rng.choice([1, 2, 3]),
             self.clock,
             create_mask_builder=lambda: self.mask_source,
+            max_cpu_loras=max_loras and max_loras + rng.choice([0, 1, 3]),
         )
+        if self.loop.adapter_store is not None:
+            self.loop.adapter_store.read_version = read_version_at_once
         self.num_drafts = rng.choice([0, 0, 1, 3])
         self.abort_probability = rng.choice([0.0, 0.0, 0.1])
-        self.arrivals = random_requests(rng, self.block_pool, max_tokens, self.num_drafts)
+        adapters = [""]
+        if max_loras:
+            adapters = rng.choice([["a"], ["", "a", "b"], ["", "a", "b", "c", "d"]])
+        self.arrivals = random_requests(rng, self.block_pool, max_tokens, self.num_drafts, adapters)
         self.expected = {request.id: reference_tokens(request, groups) for request in self.arrivals}
         self.received = {
             request.id: [*request.prompt, *request.emitted] for request in self.arrivals
@@ -146,6 +160,8 @@ class RandomEngine:
                 self.abort(self.rng.choice(sorted(self.unfinished)))
             if self.rng.random() < 0.7:
                 self.mask_source.finish_compiling()
+            if self.rng.random() < 0.5:
+                self.executor.finish_reading()
             steps_before = self.executor.num_steps
             self.step()
             has_progress = self.executor.num_steps > steps_before or self.loop.in_flight
@@ -191,7 +207,8 @@ class RandomEngine:
             num_missing = sequence.request.max_tokens - sequence.num_output_tokens
             for _ in range(min(self.num_drafts, num_missing - 1)):
                 is_right = self.rng.random() < 0.7
-                right_token = next_token(tokens, self.block_pool.groups)
+                adapter = sequence.request.lora
+                right_token = next_token(tokens, self.block_pool.groups, adapter)
                 tokens.append(right_token if is_right else self.rng.randrange(VOCAB))
                 sequence.drafts.append(tokens[-1])
 
@@ -216,8 +233,29 @@ class RandomEngine:
             self.events["preemptions with windows"] += self.scheduler.num_preemptions
         assert not self.scheduler.in_flight
         assert not self.scheduler.by_request
+        self.check_adapters()
         check_block_pool(self.block_pool)
         assert self.block_pool.num_free_blocks == self.block_pool.num_blocks, "blocks leaked"
+
+    def check_adapters(self) -> None:
+        """Assert that nothing uses an adapter or waits for one when all requests have ended."""
+        slots = self.scheduler.adapter_slots
+        self.events["adapter loads"] += slots.num_loads
+        self.events["adapters that lost their slot"] += slots.num_evictions
+        self.loop.step()  # releases the adapters of the last requests
+        store = self.loop.adapter_store
+        assert not slots.waiting
+        assert all(slot.is_free for slot in slots.slots)
+        if store is not None:
+            self.events["adapters read again"] += store.num_evictions
+            assert all(place.is_free for place in store.places.slots)
+            assert self.executor.host_adapters == store.adapters.keys()
+
+
+def read_version_at_once(path: str) -> Future[str]:
+    version: Future[str] = Future()
+    version.set_result(path)
+    return version
 
 
 def check_block_pool(pool: BlockPool, sequences: Iterable[Sequence] = ()) -> None:

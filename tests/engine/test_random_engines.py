@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from bloomery.engine import block_pool
+from bloomery.engine import block_pool, page_digests
+from bloomery.engine.adapter_slots import AdapterSlot, AdapterSlots
+from bloomery.engine.adapter_store import AdapterStore
 from bloomery.engine.block_pool import BlockPool
 from bloomery.engine.scheduler import Scheduler
 from bloomery.engine.sequence import PageBlocks, Sequence
@@ -29,6 +31,9 @@ EVENTS = (
     "accepted drafts",
     "aborts",
     "masks",
+    "adapter loads",
+    "adapters that lost their slot",
+    "adapters read again",
 )
 
 
@@ -108,6 +113,34 @@ def leaks_window_pages(pool: BlockPool, sequence: Sequence) -> None:
     original_release(pool, sequence)
 
 
+def shares_prefixes_of_other_adapters(sequence: Sequence) -> bytes:
+    return sequence.request.cache_salt.encode()
+
+
+def ends_the_use_of_a_slot_early(slots: AdapterSlots[Any], adapter: str) -> None:
+    slots.by_adapter[adapter].num_users -= 2
+
+
+def thinks_that_slots_are_loaded(slots: AdapterSlots[Any], *arguments: Any) -> bool:
+    original_use(slots, *arguments)
+    return False
+
+
+def mixes_up_slots(slots: AdapterSlots[Any], adapter: str) -> AdapterSlot | None:
+    slot = original_find(slots, adapter)
+    return slot and slots.slots[slot.number % len(slots.slots)]
+
+
+def never_ends_the_use_of_host_memory(store: AdapterStore, name: str) -> None:
+    pass
+
+
+def drops_adapters_that_are_in_use(slots: AdapterSlots[Any]) -> AdapterSlot:
+    return min(slots.slots, key=lambda slot: slot.last_use)
+
+
+original_use = AdapterSlots.use
+original_find = AdapterSlots.find
 original_publish = BlockPool.publish
 original_release = BlockPool.release
 FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -119,6 +152,12 @@ FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (BlockPool, "publish", publishes_pages_that_are_not_full),
     (BlockPool, "_digests", forgets_the_prefix),
     (BlockPool, "release", leaks_window_pages),
+    (page_digests, "root_digest", shares_prefixes_of_other_adapters),
+    (AdapterSlots, "release", ends_the_use_of_a_slot_early),
+    (AdapterSlots, "use", thinks_that_slots_are_loaded),
+    (AdapterSlots, "find", mixes_up_slots),
+    (AdapterSlots, "_find_free", drops_adapters_that_are_in_use),
+    (AdapterStore, "release", never_ends_the_use_of_host_memory),
 ]
 
 

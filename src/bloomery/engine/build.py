@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 from bloomery.config import EnginePlan
 from bloomery.engine.block_pool import BlockPool
@@ -20,8 +19,6 @@ from bloomery.engine.policy import create_policy
 from bloomery.engine.scheduler import Scheduler
 from bloomery.messages import EngineCapacity, ScheduledStep
 
-T = TypeVar("T")
-
 
 def build_engine(
     plan: EnginePlan,
@@ -30,12 +27,14 @@ def build_engine(
     clock: Callable[[], float] = time.monotonic,
     on_submit: Callable[[ScheduledStep], None] | None = None,
     load_vocabulary: Callable[[], Future[Any]] | None = None,
+    on_adapter_load: Callable[[list[str]], None] | None = None,
 ) -> EngineLoop:
     """Build the engine loop for `executor`, which has loaded `plan` and reported `capacity`.
 
     `clock` returns seconds. `on_submit` is called with every step before the executor gets it.
     `load_vocabulary` returns what grammars need. It is called when they are prepared or the first
     request with a grammar arrives; without it the engine takes no such request.
+    `on_adapter_load` is called with the ids of requests right before their LoRA adapter is read.
     """
 
     def create_mask_builder() -> MaskSource:
@@ -51,26 +50,17 @@ def build_engine(
         capacity.max_num_seqs,
         create_policy(plan, capacity),
         capacity.stages,
+        plan.max_loras if plan.enable_lora else 0,
     )
-    return EngineLoop(
+    loop = EngineLoop(
         scheduler,
         executor,
         plan.steps_in_flight,
         clock,
         on_submit,
         None if load_vocabulary is None else create_mask_builder,
+        plan.max_cpu_loras if plan.enable_lora else 0,
     )
-
-
-def run_in_background(load: Callable[[], T]) -> Future[T]:
-    """Run a function on a thread that does not keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(load())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, name="background", daemon=True).start()
-    return future
+    if loop.adapter_store is not None:
+        loop.adapter_store.on_load = on_adapter_load
+    return loop

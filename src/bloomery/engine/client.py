@@ -404,7 +404,7 @@ class EngineClient:
         elif isinstance(message, AdmittedRequests):
             now = asyncio.get_running_loop().time()
             for engine_id in message.requests:
-                self.journal.record_admission(engine_id, now)
+                self.journal.record_admission(engine_id, now, message.has_started)
         elif isinstance(message, EngineCapacity):
             self.capacity = message
             child.loaded = True

@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from bloomery.config import EnginePlan
-from bloomery.engine.build import build_engine, run_in_background
+from bloomery.engine.background import run_in_background
+from bloomery.engine.build import build_engine
 from bloomery.engine.executor import Executor, LoadProgress
 from bloomery.engine.loop import UtilizationMonitor
 from bloomery.errors import BloomeryError
@@ -39,8 +40,10 @@ from bloomery.messages import (
     EngineRequest,
     EngineStats,
     EngineStatus,
+    LoadAdapter,
     ScheduledStep,
     TokenOutput,
+    UnloadAdapter,
 )
 
 log = logging.getLogger("bloomery.engine")
@@ -150,7 +153,13 @@ class EngineProcess:
         self.capacity = capacity
         self.clock = clock
         self.loop = build_engine(
-            hello.plan, executor, capacity, clock, self.on_submit, load_vocabulary
+            hello.plan,
+            executor,
+            capacity,
+            clock,
+            self.on_submit,
+            load_vocabulary,
+            self.on_adapter_load,
         )
         self.scheduler = self.loop.scheduler
         self.block_pool = self.scheduler.block_pool
@@ -176,6 +185,8 @@ class EngineProcess:
         if not was_busy:
             begin = self.clock()  # waiting for the first request is no part of the step
         outputs = self.loop.step()
+        for answer in self.loop.take_adapter_answers():
+            self.channel.send(answer)
         now = self.clock()
         completed_steps = self.submitted_steps - len(self.loop.in_flight)
         has_progress = completed_steps > self.stats.steps
@@ -232,6 +243,10 @@ class EngineProcess:
                 self.add_request(message)
             elif isinstance(message, AbortRequest):
                 self.loop.abort(message.id)
+            elif isinstance(message, LoadAdapter):
+                self.loop.load_adapter(message.name, message.path)
+            elif isinstance(message, UnloadAdapter):
+                self.loop.unload_adapter(message.name)
             else:
                 raise ProtocolError(f"an engine takes no {type(message).__name__}")
 
@@ -276,12 +291,34 @@ class EngineProcess:
             self.channel.send(AdmittedRequests(self.epoch, tuple(admitted_ids)))
             self.stats = replace(self.stats, prefix_queried=prefix_queried, prefix_hit=prefix_hit)
 
+    def on_adapter_load(self, request_ids: list[str]) -> None:
+        """Report the requests for which an adapter is read: it might crash this process."""
+        self.channel.send(AdmittedRequests(self.epoch, tuple(request_ids), has_started=False))
+
+    def count_adapters(self) -> None:
+        """Bring the statistics about LoRA adapters up to date."""
+        store = self.loop.adapter_store
+        if store is None:
+            return
+        slots = self.scheduler.adapter_slots
+        waiting = sum(len(entry.requests) for entry in slots.waiting.values())
+        self.stats = replace(
+            self.stats,
+            adapter_slots=tuple([slot.adapter for slot in slots.slots]),
+            adapters_in_memory=len(store.adapters),
+            waiting_for_adapters=waiting + store.num_waiting,
+            adapter_slot_loads=slots.num_loads,
+            adapter_file_loads=store.num_loads,
+            adapter_evictions=store.num_evictions,
+        )
+
     def send_outputs(self, outputs: tuple[TokenOutput, ...]) -> None:
         """Send outputs with the current statistics. Without outputs this is a heartbeat."""
+        self.count_adapters()
         self.stats = replace(
             self.stats,
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            waiting=len(self.scheduler.waiting) + self.loop.num_waiting_for_files,
             kv_used=self.block_pool.num_blocks - self.block_pool.num_free_blocks,
             kv_used_by_group=tuple(self.block_pool.used_by_group),
             tokens_out=self.stats.tokens_out + sum(len(output.ids) for output in outputs),

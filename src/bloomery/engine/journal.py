@@ -145,14 +145,19 @@ class RequestJournal:
             entry.sent = True
         return sendable
 
-    def record_admission(self, engine_id: str, now: float) -> None:
-        """Note that a batch of the current engine holds the request."""
+    def record_admission(self, engine_id: str, now: float, has_started: bool = True) -> None:
+        """Note that a crash of the current engine may be due to the request.
+
+        A batch holds it, or it has not started and its LoRA adapter is being read.
+        """
         entry = self.entries.get(engine_id)
         if entry is None:
             return
+        entry.admitted = True
+        if not has_started:
+            return
         if not entry.has_run:
             entry.queued = now - entry.arrived
-        entry.admitted = True
         entry.has_run = True
 
     def expire(self, now: float, queue_timeout: float) -> list[JournalEntry]:

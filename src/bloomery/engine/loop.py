@@ -9,6 +9,9 @@ such requests is submitted like any other, but samples only when it has their ma
 on the token before it, so masks are computed when the previous step has ended, while the device
 computes the step that needs them.
 
+A request with a LoRA adapter first waits until the adapter is in host memory
+(engine/adapter_store.py). Adapters are read on other threads, so no step waits for that.
+
 This module also sums step timings and reports how close the engine runs to its hardware limit.
 """
 
@@ -22,10 +25,14 @@ from concurrent.futures import Future, wait
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
+from bloomery.engine.adapter_store import AdapterStore, AdapterUse
 from bloomery.engine.executor import Executor, PendingStep
-from bloomery.engine.scheduler import Scheduler
+from bloomery.engine.scheduler import LORA_IS_OFF, Scheduler
+from bloomery.engine.sequence import TokenMatcher
 from bloomery.errors import BloomeryError, InvalidRequest
 from bloomery.messages import (
+    AdapterInfo,
+    AdapterRefusal,
     EngineRequest,
     ScheduledStep,
     StepTiming,
@@ -45,8 +52,9 @@ MAX_BATCHING_WINDOW_SECONDS = 0.1
 # Seconds. A result that arrives within this time was complete before the loop asked for it.
 IMMEDIATE_RESULT_SECONDS = 3e-4
 MAX_STEPS_IN_FLIGHT = 8
-# Seconds that an otherwise idle loop waits for a grammar before it looks for messages again.
-GRAMMAR_WAIT_SECONDS = 2e-3
+# Seconds that an otherwise idle loop waits for a grammar or an adapter before it looks for messages
+# again.
+IDLE_WAIT_SECONDS = 2e-3
 
 UTILIZATION_INTERVAL_SECONDS = 1.0  # between two samples of the timing sums
 UTILIZATION_SAMPLES = 5  # samples that the reported utilization covers
@@ -96,11 +104,12 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         on_submit: Callable[[ScheduledStep], None] | None = None,
         create_mask_builder: Callable[[], MaskSource] | None = None,
+        max_cpu_loras: int = 0,
     ):
         """`on_submit` is called with every step right before the executor gets it.
 
         `create_mask_builder` is called by `prepare_grammars`, or when the first request with a
-        grammar arrives.
+        grammar arrives. `max_cpu_loras` is the number of LoRA adapters in host memory.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -115,26 +124,56 @@ class EngineLoop:
         self.mask_builder: MaskSource | None = None
         self.pending_grammars: dict[str, PendingGrammar] = {}  # by request id
         self.unmasked: InFlightEntry | None = None  # the newest step, if it waits for its masks
+        self.adapter_store: AdapterStore | None = None  # None: LoRA is off
+        if max_cpu_loras:
+            self.adapter_store = AdapterStore(executor, max_cpu_loras, scheduler.forget_adapter)
+        self.adapter_answers: list[AdapterInfo | AdapterRefusal] = []
 
     def add(self, request: EngineRequest) -> None:
-        if request.grammar:
-            self._compile_grammar(request)
-        else:
-            self.scheduler.add(request, self.clock())
+        now = self.clock()
+        if not request.lora or self._acquire_adapter(request, now):
+            self._add_ready(request, now)
+
+    def _add_ready(self, request: EngineRequest, arrival_time: float) -> None:
+        """Add a request whose adapter, if it has one, is in host memory."""
+        try:
+            if request.grammar:
+                self._compile_grammar(request, arrival_time)
+            else:
+                self._schedule(request, arrival_time)
+        except BaseException:
+            self._release_adapter(request)
+            raise
+
+    def _schedule(
+        self, request: EngineRequest, arrival_time: float, matcher: TokenMatcher | None = None
+    ) -> None:
+        version = ""
+        if request.lora and self.adapter_store is not None:
+            version = self.adapter_store.version_of(request.lora)
+        self.scheduler.add(request, arrival_time, matcher, version)
 
     def abort(self, request_id: str) -> bool:
-        if self.pending_grammars.pop(request_id, None):
+        pending = self.pending_grammars.pop(request_id, None)
+        if pending is not None:
+            self._release_adapter(pending.request)
+            return True
+        if self.adapter_store is not None and self.adapter_store.cancel(request_id):
             return True
         return self.scheduler.abort(request_id)
 
     def holds(self, request_id: str) -> bool:
         """Whether a request with this id has not ended."""
-        return request_id in self.scheduler.by_request or request_id in self.pending_grammars
+        if request_id in self.scheduler.by_request or request_id in self.pending_grammars:
+            return True
+        return self.adapter_store is not None and self.adapter_store.holds(request_id)
 
     @property
     def busy(self) -> bool:
-        """Whether any step is in flight or any request has not ended."""
-        return bool(self.in_flight or self.pending_grammars) or self.scheduler.busy
+        """Whether any step is in flight, any request has not ended, or an adapter is read."""
+        if self.in_flight or self.pending_grammars or self.scheduler.busy:
+            return True
+        return self.adapter_store is not None and self.adapter_store.is_busy
 
     def prepare_grammars(self) -> None:
         """Start to load what requests with a grammar need, so that the first need not wait."""
@@ -159,6 +198,8 @@ class EngineLoop:
         """Fill up the steps in flight, wait for the oldest one and return its outputs."""
         now = self.clock()
         outputs = self.scheduler.finish_expired(now)
+        if self.adapter_store is not None:
+            outputs += self._poll_adapters(self.adapter_store, now)
         if self.pending_grammars:
             outputs += self._admit_compiled()
         while self._wants_another_step():
@@ -214,7 +255,7 @@ class EngineLoop:
 
     # ---- requests with a grammar -----------------------------------------------------------------
 
-    def _compile_grammar(self, request: EngineRequest) -> None:
+    def _compile_grammar(self, request: EngineRequest, arrival_time: float) -> None:
         """Start to compile the grammar of a request. It is scheduled when that is done."""
         if self.holds(request.id):
             raise InvalidRequest(f"request id {request.id!r} is already in use", "id")
@@ -225,14 +266,14 @@ class EngineLoop:
                 "structured_outputs",
             )
         matcher = self.mask_builder.create_matcher(request)
-        self.pending_grammars[request.id] = PendingGrammar(request, matcher, self.clock())
+        self.pending_grammars[request.id] = PendingGrammar(request, matcher, arrival_time)
 
     def _admit_compiled(self) -> list[TokenOutput]:
         """Schedule the requests whose grammars are compiled, and end those that failed."""
         outputs = []
         futures = [pending.matcher for pending in self.pending_grammars.values()]
         if not self.in_flight and not self.scheduler.busy:
-            wait(futures, GRAMMAR_WAIT_SECONDS, "FIRST_COMPLETED")
+            wait(futures, IDLE_WAIT_SECONDS, "FIRST_COMPLETED")
         for request, future, arrival_time in list(self.pending_grammars.values()):
             if not future.done():
                 continue
@@ -242,15 +283,15 @@ class EngineLoop:
                 matcher = future.result()
                 error = matcher.error
                 if not error:
-                    self.scheduler.add(request, arrival_time, matcher)
+                    self._schedule(request, arrival_time, matcher)
             except BloomeryError as refusal:
                 error = str(refusal)
             except Exception:
                 log.exception("a grammar could not be compiled")
                 error = "the engine could not compile the grammar of this request"
             if error:
-                position = len(request.emitted)
-                outputs.append(TokenOutput(request.id, position, finish="error", error=error))
+                self._release_adapter(request)
+                outputs.append(refuse_request(request, error))
         return outputs
 
     def _provide_masks(self) -> list[TokenOutput]:
@@ -288,6 +329,79 @@ class EngineLoop:
         self.unmasked = None
         entry.pending.provide_masks(masks)
         return outputs
+
+    # ---- requests with an adapter ----------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Read an adapter into host memory; `take_adapter_answers` says when that is done."""
+        if self.adapter_store is None:
+            self.adapter_answers.append(AdapterRefusal(name, LORA_IS_OFF))
+            return
+        info = self.adapter_store.preload(name, path, self.clock())
+        if info is not None:
+            self.adapter_answers.append(info)
+
+    def unload_adapter(self, name: str) -> None:
+        """Drop an adapter when the requests that use it have ended."""
+        if self.adapter_store is not None:
+            self._release_ended_adapters(self.adapter_store)
+            self.adapter_store.retire(name)
+
+    def take_adapter_answers(self) -> list[AdapterInfo | AdapterRefusal]:
+        """Return which adapters have been loaded or refused since the last call."""
+        answers = self.adapter_answers
+        self.adapter_answers = []
+        return answers
+
+    @property
+    def num_waiting_for_files(self) -> int:
+        """Requests that are not scheduled yet because their adapter is not in host memory."""
+        return 0 if self.adapter_store is None else self.adapter_store.num_waiting
+
+    def _acquire_adapter(self, request: EngineRequest, now: float) -> bool:
+        """Return whether the request's adapter is in host memory. If not, the request waits."""
+        if self.adapter_store is None:
+            raise InvalidRequest(LORA_IS_OFF, "model")
+        if self.holds(request.id):
+            raise InvalidRequest(f"request id {request.id!r} is already in use", "id")
+        self._release_ended_adapters(self.adapter_store)
+        use = AdapterUse(request.lora, request.lora_path, request, now)
+        return self.adapter_store.acquire(use, now)
+
+    def _release_adapter(self, request: EngineRequest) -> None:
+        """Note that a request has ended that was never scheduled."""
+        if request.lora and self.adapter_store is not None:
+            self.adapter_store.release(request.lora)
+
+    def _release_ended_adapters(self, store: AdapterStore) -> None:
+        for name in self.scheduler.ended_adapters:
+            store.release(name)
+        self.scheduler.ended_adapters.clear()
+
+    def _poll_adapters(self, store: AdapterStore, now: float) -> list[TokenOutput]:
+        """Schedule the requests whose adapters are in host memory, and end those that failed."""
+        self._release_ended_adapters(store)
+        if not store.is_busy:
+            return []
+        is_idle = not self.in_flight and not self.scheduler.busy
+        events = store.poll(now, IDLE_WAIT_SECONDS if is_idle else 0.0)
+        self.adapter_answers += events.answers
+        outputs = []
+        for use, error in events.failed:
+            assert use.request is not None
+            outputs.append(refuse_request(use.request, error))
+        for use in events.ready:
+            assert use.request is not None
+            try:
+                self._add_ready(use.request, use.arrival_time)
+            except BloomeryError as refusal:
+                outputs.append(refuse_request(use.request, str(refusal)))
+        return outputs
+
+
+def refuse_request(request: EngineRequest, error: str) -> TokenOutput:
+    """Return the only output of a request that never ran."""
+    return TokenOutput(request.id, len(request.emitted), finish="error", error=error)
 
 
 # ---- step timings --------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ prefill). What is left of that budget admits waiting sequences.
 
 Several steps may be in flight. A sequence can be scheduled again before its last token is known,
 because the worker keeps that token itself.
+
+A sequence with a LoRA adapter is admitted when the adapter has a device slot. Until then it leaves
+the policy's queue, so that it blocks nobody (engine/adapter_slots.py).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from bloomery.cache_groups import longest_sequence
+from bloomery.engine.adapter_slots import AdapterSlots
 from bloomery.engine.block_pool import BlockPool, PrefixHit
 from bloomery.engine.policy import FcfsPolicy, Policy, SchedulerBudget
 from bloomery.engine.sequence import Sequence, TokenMatcher
@@ -36,6 +40,8 @@ from bloomery.messages import (
     TokenOutput,
 )
 
+LORA_IS_OFF = "this engine runs no LoRA adapters: start it with enable_lora (--enable-lora)"
+
 
 @dataclass(slots=True)
 class InFlightStep:
@@ -48,6 +54,7 @@ class InFlightStep:
     chunks: list[ScheduledRequest] = field(default_factory=list)
     chunk_sequences: list[Sequence] = field(default_factory=list)  # of `chunks`, in order
     masked: list[Sequence] = field(default_factory=list)  # sample a token that a grammar allows
+    lora_loads: list[tuple[int, str]] = field(default_factory=list)  # (device slot, adapter)
 
     @property
     def is_empty(self) -> bool:
@@ -76,7 +83,13 @@ class InFlightStep:
                 self.masked.append(sequence)
         masked_ids = tuple([sequence.id for sequence in self.masked])
         return ScheduledStep(
-            chunks, tuple(finished), ids, positions, tuple(self.decode_blocks), masked_ids
+            chunks,
+            tuple(finished),
+            ids,
+            positions,
+            tuple(self.decode_blocks),
+            masked_ids,
+            lora_loads=tuple(self.lora_loads),
         )
 
 
@@ -90,8 +103,12 @@ class Scheduler:
         max_num_seqs: int,
         policy: Policy | None = None,
         stages: int = 1,
+        max_loras: int = 0,
     ):
-        """`stages` pipeline stages stay busy because as many groups of sequences alternate."""
+        """`stages` pipeline stages stay busy because as many groups of sequences alternate.
+
+        `max_loras` is the number of device slots for LoRA adapters.
+        """
         self.block_pool = block_pool
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
@@ -108,20 +125,30 @@ class Scheduler:
         self.in_flight: deque[InFlightStep] = deque()
         self.next_id = 0
         self.num_preemptions = 0
+        self.adapter_slots: AdapterSlots[Sequence] = AdapterSlots(max_loras)
+        self.ended_adapters: list[str] = []  # of the requests that have ended; the owner clears it
 
     # ---- arrivals and departures ---------------------------------------------------------------
 
     def add(
-        self, request: EngineRequest, now: float = 0.0, matcher: TokenMatcher | None = None
+        self,
+        request: EngineRequest,
+        now: float = 0.0,
+        matcher: TokenMatcher | None = None,
+        adapter_version: str = "",
     ) -> None:
         """Put a request into the queue. Raises InvalidRequest if it can never run.
 
-        A request with a grammar comes with the grammar's `matcher`.
+        A request with a grammar comes with the grammar's `matcher`. `adapter_version` names the
+        weights of its LoRA adapter, which must be in host memory.
         """
+        if request.lora and not self.adapter_slots.slots:
+            raise InvalidRequest(LORA_IS_OFF, "model")
         self._check_capacity(len(request.prompt) + request.max_tokens)
         if request.id in self.by_request:
             raise InvalidRequest(f"request id {request.id!r} is already in use", "id")
         sequence = Sequence.from_request(self.next_id, request, now, matcher)
+        sequence.adapter_version = adapter_version
         self.next_id += 1
         self.by_request[request.id] = sequence
         if request.deadline is not None:
@@ -166,7 +193,8 @@ class Scheduler:
                 continue
             request = sequence.request
             num_tokens = sequence.num_output_tokens
-            where = "in the queue" if sequence.is_waiting else f"after {num_tokens} tokens"
+            is_queued = sequence.id in self.waiting
+            where = "in the queue" if is_queued else f"after {num_tokens} tokens"
             milliseconds = 1000 * (request.deadline or 0)
             error = f"the deadline of {milliseconds:.0f} ms passed {where}"
             self._finish_sequence(sequence, "deadline")
@@ -217,6 +245,9 @@ class Scheduler:
         """Build the next step. Returns None if no sequence can run before another result."""
         preemptions_before = self.num_preemptions
         self._preempt_pending_victim(now)
+        if self.adapter_slots.waiting:
+            for sequence in self.adapter_slots.grant_slots(now):
+                self._enqueue(sequence, now)
         while True:
             budget = self.policy.plan_step(self.running, self.max_num_batched_tokens, now)
             step = InFlightStep(budget)
@@ -363,6 +394,10 @@ class Scheduler:
             sequence = self.policy.select_next(free_rows)
             if sequence is None:
                 return
+            adapter = sequence.request.lora
+            if adapter and self.adapter_slots.find(adapter) is None:
+                self._wait_for_slot(sequence, now)
+                continue
             hit = self.block_pool.find_prefix(sequence)
             blocks = None
             if free_rows > 0:
@@ -373,11 +408,33 @@ class Scheduler:
                 return
             num_hit_tokens = hit.num_pages * page_size
             count = min(sequence.length - num_hit_tokens, prefill_tokens)
-            new_request = self._move_to_running(sequence, num_hit_tokens)
+            lora_slot = self._use_adapter(step, sequence) if adapter else 0
+            new_request = self._move_to_running(sequence, num_hit_tokens, lora_slot)
             self._add_chunk(step, sequence, count, blocks, new_request, [])
             prefill_tokens -= count
 
-    def _move_to_running(self, sequence: Sequence, num_hit_tokens: int) -> NewRequestData:
+    def _wait_for_slot(self, sequence: Sequence, now: float) -> None:
+        """Take a waiting sequence out of the policy's queue until its adapter gets a slot."""
+        sequence.is_waiting = False
+        request = sequence.request
+        self.adapter_slots.wait(request.lora, request.id, sequence, now)
+
+    def _use_adapter(self, step: InFlightStep, sequence: Sequence) -> int:
+        """Return the device slot of the sequence's adapter, which the step loads if need be."""
+        request = sequence.request
+        slot = self.adapter_slots.find(request.lora)
+        assert slot is not None, "a sequence was admitted without a slot for its adapter"
+        if self.adapter_slots.use(slot, request.lora, request.id):
+            step.lora_loads.append((slot.number, request.lora))
+        return slot.number
+
+    def forget_adapter(self, adapter: str) -> None:
+        """Empty the device slot of an adapter that is not in host memory any more."""
+        self.adapter_slots.forget(adapter)
+
+    def _move_to_running(
+        self, sequence: Sequence, num_hit_tokens: int, lora_slot: int
+    ) -> NewRequestData:
         """Move a sequence from `waiting` to `running`. Returns what the workers need to know.
 
         The first `num_hit_tokens` tokens of the sequence are a prefix hit.
@@ -397,6 +454,7 @@ class Scheduler:
             request.sampling,
             request.stop_ids,
             request.pooling,
+            lora_slot=lora_slot,
         )
 
     def _allocate_first_chunk(
@@ -460,6 +518,8 @@ class Scheduler:
         """
         del self.running[sequence.id]
         self.block_pool.release(sequence)
+        if sequence.request.lora:
+            self.adapter_slots.release(sequence.request.lora)
         sequence.decode_until = 0
         sequence.drafts.clear()
         sequence.prompt_logprobs.clear()
@@ -627,10 +687,20 @@ class Scheduler:
         del self.by_request[sequence.request.id]
         self.waiting.pop(sequence.id, None)
         sequence.is_waiting = False
-        if self.running.pop(sequence.id, None):
+        was_running = self.running.pop(sequence.id, None) is not None
+        if was_running:
             self.finished_ids.append(sequence.id)
+        if sequence.request.lora:
+            self._end_use_of_adapter(sequence.request, was_running)
         if not sequence.steps_in_flight:
             self.block_pool.release(sequence)
+
+    def _end_use_of_adapter(self, request: EngineRequest, was_running: bool) -> None:
+        if was_running:
+            self.adapter_slots.release(request.lora)
+        else:
+            self.adapter_slots.cancel(request.lora, request.id)
+        self.ended_adapters.append(request.lora)
 
 
 def advance_grammar(sequence: Sequence, token: int) -> FinishReason | None:

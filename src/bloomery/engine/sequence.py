@@ -75,6 +75,7 @@ class Sequence:
     is_pending_victim: bool = False  # to be preempted when no step in flight contains it
     num_preemptions: int = 0
     matcher: TokenMatcher | None = None  # of a request with a grammar
+    adapter_version: str = ""  # of the weights of its LoRA adapter
     # The fields below belong to the policy.
     is_short: bool = False
     uncharged_seconds: float = 0.0  # solo time that its tenant has not been charged for yet
