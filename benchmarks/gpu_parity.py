@@ -29,6 +29,12 @@ from typing import Any
 NUM_PROCESSES = 14  # compiling takes longest
 MAX_TOKENS = 24
 NUM_PROMPTS = 10
+# Cases whose configs older versions of transformers read differently.
+MIN_TRANSFORMERS = (5, 22)
+NEW_ORACLE_CASES = {
+    "gpt_oss-full": "swiglu_limit is not read",
+    "minimax_m2-partial": "rotary_dim is not read",
+}
 ENGINE_VARIANTS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"cuda_graphs": False},
@@ -123,14 +129,26 @@ def generate_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]
 
 
 def select_names(filters: list[str], part: str) -> list[str]:
-    """The cases whose name contains one of the filters, and of those the part I/N."""
+    """The cases whose name contains one of the filters, and of those the part I/N.
+
+    Cases that the installed transformers cannot check are left out, with a line that says so.
+    """
+    import transformers
+
     from tests.parity.cases import CASES
+
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    too_old = NEW_ORACLE_CASES if version < MIN_TRANSFORMERS else {}
+    for name, reason in too_old.items():
+        print(f"{name:26}left out, transformers is too old: {reason}", flush=True)
 
     first, count = map(int, part.split("/"))
     if not 1 <= first <= count:
         raise SystemExit(f"--part {part}: expected I/N with I from 1 to N")
     names = [
-        case.name for case in CASES if not filters or any(word in case.name for word in filters)
+        case.name
+        for case in CASES
+        if case.name not in too_old and (not filters or any(word in case.name for word in filters))
     ]
     return names[first - 1 :: count]
 

@@ -9,8 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bloomery.artifacts.locate import locate_model
+from bloomery.kernels.gemv import precompute_norm_shift
+from bloomery.layers.mlp import MlpBlock
 from bloomery.models.load import LoadedModel, load_model
 from bloomery.parallel.groups import DeviceMesh, SingleRank
+from bloomery.quant.dense import DenseWeight
 from tests.parity.cases import CASES, make_checkpoint
 
 
@@ -38,3 +41,21 @@ def test_a_rank_reports_unused_tensors_but_not_the_biases_of_another_rank(
     save_file(load_file(file) | {"other.bias": torch.ones(8)}, file, {"format": "pt"})
     notes = load_rank(tmp_path, mesh).notes
     assert any("1 tensors of the checkpoint are not part" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "stablelm"])
+def test_products_behind_layer_norms_are_prepared_before_the_first_step(
+    name: str, tmp_path: Path
+) -> None:
+    """A CUDA graph that computed this while it was captured would read what nothing had written."""
+    make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
+    for layer in load_rank(tmp_path, DeviceMesh()).decoder.layers:
+        assert layer.attention is not None and isinstance(layer.mlp, MlpBlock)
+        for linear, norm in (
+            (layer.attention.qkv, layer.attn_norm),
+            (layer.mlp.up, layer.mlp_norm),
+        ):
+            assert norm is not None and isinstance(linear.matrix, DenseWeight)
+            shift = linear.matrix.norm_shifts[id(norm)]
+            expected = precompute_norm_shift(linear.matrix.weight, norm)
+            assert torch.equal(shift, expected)

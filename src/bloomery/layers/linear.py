@@ -30,6 +30,7 @@ from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import CommunicationGroup
 from bloomery.quant.base import PreparedWeight
+from bloomery.quant.dense import DenseWeight
 
 
 class DeferredAdd:
@@ -117,6 +118,11 @@ class LinearLayer:
             if fused is not None:
                 return fused
         return apply_epilogue(self.matrix.linear(normed, self.bias), epilogue, self.pool)
+
+    def prepare_prologue(self, prologue: NormPrologue | None) -> None:
+        """Announce the norm that calls will pass, before the first one."""
+        if prologue is not None and isinstance(self.matrix, DenseWeight):
+            self.matrix.prepare_prologue(prologue)
 
     def _run_fused(
         self,

@@ -220,6 +220,17 @@ class Decoder:
         self.final_norm = weights.norm(spec.final_norm, weights.names.final_norm, spec.hidden)
         self.head = load_head(spec, weights, self.embed, group)
 
+    def prepare_prologues(self) -> None:
+        """Let the products precompute what they need of the norm before them.
+
+        Call it once all weights are on the device, and before a CUDA graph is captured.
+        """
+        for layer in self.layers:
+            if layer.attention is not None:
+                layer.attention.qkv.prepare_prologue(layer.attn_norm)
+            if isinstance(layer.mlp, MlpBlock):
+                layer.mlp.up.prepare_prologue(layer.mlp_norm)
+
     def build_rope_cache(self, max_len: int) -> None:
         """Build the tables of rope and of query scales for `max_len` positions.
 

@@ -95,6 +95,7 @@ def load_model(
     with progress as source.advance, stream_weights(source, device):
         weights = open_weights()
         decoder = Decoder(model, weights, mesh.group, layers)
+    decoder.prepare_prologues()
     notes = collect_notes(model_info, source, names, quantize, complete=mesh.num_stages == 1)
     return LoadedModel(decoder, weights.loaded_bytes, weights.expert_bytes, notes)
 

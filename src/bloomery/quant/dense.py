@@ -84,7 +84,7 @@ class DenseWeight:
     weight: torch.Tensor
     native: ops.NativeMatrix | None = None  # the same weights for native CPU kernels
     pool: ThreadPool | None = None
-    # Cache of _norm_shift, by id() of the norm that is fused before the product.
+    # What layer norms that are fused before the product add for every x, by id() of the norm.
     norm_shifts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -136,14 +136,14 @@ class DenseWeight:
             return torch._addmm_activation(bias, x, self.weight.t(), use_gelu=True)
         if not gemv_is_faster(num_tokens, self.weight, prologue, epilogue):
             return None
-        norm_shift = None
-        if prologue is not None and prologue.kind == "layer":
-            norm_shift = self._norm_shift(prologue)
+        norm_shift = self.norm_shifts.get(id(prologue))
         return gemv_triton(x, self.weight, bias, prologue, epilogue, norm_shift=norm_shift)
 
-    def _norm_shift(self, prologue: NormPrologue) -> torch.Tensor:
-        """The part of the output that a layer norm adds for every x (see kernels/gemv.py)."""
-        key = id(prologue)
-        if key not in self.norm_shifts:
-            self.norm_shifts[key] = precompute_norm_shift(self.weight, prologue)
-        return self.norm_shifts[key]
+    def prepare_prologue(self, prologue: NormPrologue) -> None:
+        """Precompute the part of a layer norm before the product that does not depend on x.
+
+        It must be done before CUDA graphs are captured, because a capture runs nothing. Without
+        it, every product computes that part again (see kernels/gemv.py).
+        """
+        if prologue.kind == "layer" and self.native is None:
+            self.norm_shifts[id(prologue)] = precompute_norm_shift(self.weight, prologue)
