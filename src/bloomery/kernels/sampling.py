@@ -1,6 +1,6 @@
 """Sampling on the GPU: from logits to tokens for any parameters, without a sort or the host.
 
-A batch of mixed sampling parameters takes six launches. The token of a sample is the one with the
+A batch of mixed sampling parameters takes seven launches. The token of a sample is the one with the
 highest (score - best) / temperature + Gumbel noise among those that min_p, top_k, top_p and
 typical_p keep; the lowest id wins among equals. A greedy sample takes its highest score.
 
@@ -18,7 +18,9 @@ expectation half of the excess. typical_p works in the same way with another ord
 Each launch has programs for every sample; most have one for each segment of the vocabulary. The
 last program of a sample to finish combines the results of its segments.
 
-    ban     finds the tokens that bad words and min_tokens forbid at this position
+    ban     finds the tokens that bad words and min_tokens forbid at this position, and begins green
+            lists
+    green   finds the green lists of watermarks
     scan    finds the winner without truncation, and settles every sample that needs no more
     verify  samples with top_p or typical_p alone: finds the mass before the candidate and the next
             candidate, all segments at the same time. Others: lists the tokens that matter (those
@@ -41,6 +43,7 @@ from typing import Any
 
 import torch
 
+from bloomery.kernels.green_list import draw_swaps, follow_swaps
 from bloomery.kernels.launch import (
     jit,
     launch_dependents,
@@ -77,6 +80,7 @@ from bloomery.kernels.sampling_rows import (
     MIN_P,
     NUM_BIT_SETS,
     NUM_FLOATS,
+    NUM_GREEN,
     NUM_INTS,
     NUM_RECENT,
     NUM_TOP,
@@ -128,6 +132,7 @@ class SamplingScratch:
     floats: torch.Tensor  # [samples, ...] float32
     ints: torch.Tensor  # [samples, ...] int32
     masses: torch.Tensor  # [samples] int64
+    swaps: torch.Tensor  # [samples, vocab] int32
     segment: int  # tokens that one program scans
     block: int  # tokens whose highest score is stored, to estimate where the k-th best lies
     max_listed: int  # tokens that a list holds; on overflow the whole row is searched, slowly
@@ -150,6 +155,7 @@ class SamplingScratch:
             torch.zeros(num_samples, num_floats, dtype=torch.float32, device=device),
             torch.zeros(num_samples, num_ints, dtype=torch.int32, device=device),
             torch.zeros(num_samples, dtype=torch.int64, device=device),
+            torch.zeros(num_samples, vocab_size, dtype=torch.int32, device=device),
             segment,
             block,
             max_listed,
@@ -177,6 +183,7 @@ def sample_tokens_triton(
         state.bad_words,
         state.word_tokens,
         state.recent,
+        scratch.swaps,
         logits.shape[1],
         state.bits.shape[2],
         TILE=1024,
@@ -186,8 +193,19 @@ def sample_tokens_triton(
     )
     arguments, options = _shared_arguments(logits, rows, positions, state, outputs, scratch)
     segments = -(-logits.shape[1] // scratch.segment)
-    scan_kernel[(num_samples, segments)](*arguments, **options, num_warps=4)
     programs = min(segments, max(MIN_PROGRAMS, TARGET_PROGRAMS // num_samples))
+    green_kernel[(num_samples, programs)](
+        rows,
+        state.ints,
+        state.bits,
+        scratch.swaps,
+        logits.shape[1],
+        state.bits.shape[2],
+        TILE=2048,
+        num_warps=8,
+        **pdl_options(logits.device),
+    )
+    scan_kernel[(num_samples, segments)](*arguments, **options, num_warps=4)
     for is_last in (0, 0, 1):
         verify_kernel[(num_samples, programs)](
             *arguments, scratch.masses, is_last, **options, num_warps=8
@@ -292,6 +310,7 @@ def ban_kernel(
     bad_words,  # of SamplingRows
     word_tokens,  # of SamplingRows
     recent,  # of SamplingRows
+    swaps,  # of SamplingScratch
     vocab_size,
     bit_words,
     TILE: tl.constexpr,
@@ -302,38 +321,48 @@ def ban_kernel(
     BANNED_FLAG: tl.constexpr = BANNED_FLAG,
     FIRST_END: tl.constexpr = FIRST_END,
     FLAGS: tl.constexpr = FLAGS,
+    GREEN: tl.constexpr = GREEN,
+    GREEN_FLAG: tl.constexpr = GREEN_FLAG,
     MAX_BAD_WORDS: tl.constexpr = MAX_BAD_WORDS,
     MAX_BAD_WORD_TOKENS: tl.constexpr = MAX_BAD_WORD_TOKENS,
     NUM_BIT_SETS: tl.constexpr = NUM_BIT_SETS,
+    NUM_GREEN: tl.constexpr = NUM_GREEN,
     NUM_INTS: tl.constexpr = NUM_INTS,
     NUM_RECENT: tl.constexpr = NUM_RECENT,
     NUM_WORDS: tl.constexpr = NUM_WORDS,
     PROMPT_LEN: tl.constexpr = PROMPT_LEN,
     STOPS: tl.constexpr = STOPS,
 ):
-    """One program computes the BANNED bits of one sample's row.
+    """One program computes the BANNED bits of one sample's row, and begins its green list.
 
-    They are the bad words of one token, the last tokens of longer bad words whose other tokens end
-    the output, and the stop tokens before min_tokens.
+    Banned are the bad words of one token, the last tokens of longer bad words whose other tokens
+    end the output, and the stop tokens before min_tokens.
     """
     launch_dependents(PDL)
     wait_for_previous(PDL)
-    sample = tl.program_id(0)
+    sample = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + sample).to(tl.int64)
     ints += row * NUM_INTS
+    bits += row * NUM_BIT_SETS * bit_words
+    recent += row * NUM_RECENT
     flags = tl.load(ints + FLAGS)
+    position = tl.load(positions + sample).to(tl.int32)
+    if (flags & GREEN_FLAG) != 0:
+        previous_token = tl.load(recent + ((position - 1) & (NUM_RECENT - 1)))
+        num_green = tl.load(ints + NUM_GREEN)
+        draw_swaps(previous_token, num_green, vocab_size, swaps + sample * vocab_size)
+        for start in range(0, bit_words, TILE):
+            i = start + tl.arange(0, TILE)
+            tl.store(bits + GREEN * bit_words + i, -1, mask=i < bit_words)
     if (flags & BANNED_FLAG) != 0:
-        position = tl.load(positions + sample).to(tl.int32)
         prompt_len = tl.load(ints + PROMPT_LEN)
         num_words = tl.load(ints + NUM_WORDS)
-        bits += row * NUM_BIT_SETS * bit_words
         banned = bits + BANNED * bit_words
         for start in range(0, bit_words, TILE):
             i = start + tl.arange(0, TILE)
             bad = tl.load(bits + BAD * bit_words + i, mask=i < bit_words, other=0)
             tl.store(banned + i, bad, mask=i < bit_words)
         tl.debug_barrier()
-        recent += row * NUM_RECENT
         bad_words += row * MAX_BAD_WORDS * 3
         word_tokens += row * MAX_BAD_WORD_TOKENS
         for start in range(0, num_words, WORDS):
@@ -395,6 +424,44 @@ def count_left(
         left = inside & ((existing & permitted & ~forbidden) != 0)
         num_left += tl.sum(left.to(tl.int32), 0)
     return num_left
+
+
+# ---- green lists ----
+
+
+@jit(do_not_specialize=["rows"])
+def green_kernel(
+    rows,  # [samples]
+    ints,  # of SamplingRows
+    bits,  # of SamplingRows
+    swaps,  # of SamplingScratch
+    vocab_size,
+    bit_words,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+    FLAGS: tl.constexpr = FLAGS,
+    GREEN: tl.constexpr = GREEN,
+    GREEN_FLAG: tl.constexpr = GREEN_FLAG,
+    NUM_BIT_SETS: tl.constexpr = NUM_BIT_SETS,
+    NUM_GREEN: tl.constexpr = NUM_GREEN,
+    NUM_INTS: tl.constexpr = NUM_INTS,
+):
+    """Take the tokens that a shuffle leaves behind the green ones off a list of all tokens."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    sample = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + sample).to(tl.int64)
+    ints += row * NUM_INTS
+    if (tl.load(ints + FLAGS) & GREEN_FLAG) != 0:
+        green = bits + (row * NUM_BIT_SETS + GREEN) * bit_words
+        num_green = tl.load(ints + NUM_GREEN)
+        first = num_green + tl.program_id(1) * TILE
+        for start in range(first, vocab_size, tl.num_programs(1) * TILE):
+            positions = start + tl.arange(0, TILE)
+            valid = positions < vocab_size
+            tokens = follow_swaps(swaps + sample * vocab_size, positions, valid)
+            bit = tl.full([TILE], 1, tl.int32) << (tokens & 31)
+            tl.atomic_and(green + (tokens >> 5), ~bit, mask=valid, sem="relaxed")
 
 
 # ---- scores ----

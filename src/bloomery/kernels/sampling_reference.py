@@ -49,6 +49,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from bloomery.kernels.green_list import find_green_list
 from bloomery.kernels.sampling_rows import (
     BAD,
     BANNED_FLAG,
@@ -58,11 +59,11 @@ from bloomery.kernels.sampling_rows import (
     FIRST_END,
     FLAGS,
     FREQUENCY,
-    GREEN,
     GREEN_FLAG,
     LOGPROBS_FLAG,
     MAX_COUNT,
     MAX_TOP_LOGPROBS,
+    NUM_GREEN,
     NUM_RECENT,
     NUM_TOP,
     NUM_WORDS,
@@ -253,8 +254,9 @@ def adjusted_scores(
         banned = banned_tokens(row, position, permitted, state)
         scores = scores.masked_fill(banned, -torch.inf)
     if flags & GREEN_FLAG:
-        green = unpack_bits(bit_sets[GREEN], vocab_size)
-        scores = torch.where(green, scores + params[DELTA], scores)
+        previous = int(state.recent[row, (position - 1) % NUM_RECENT])
+        green = find_green_list(previous, int(state.ints[row, NUM_GREEN]), vocab_size)
+        scores[green.to(scores.device)] += params[DELTA]
     if flags & PENALIZED_FLAG:
         in_output = unpack_bits(bit_sets[OUTPUT], vocab_size)
         occurs = in_output | unpack_bits(bit_sets[PROMPT], vocab_size)

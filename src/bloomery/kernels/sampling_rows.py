@@ -1,7 +1,7 @@
 """The sampling parameters of every request row, on the device.
 
 A row is written when its request joins. After that sampling needs nothing from the host, except
-what depends on more than the parameters: the mask of a grammar and the green list of a watermark.
+what depends on more than the parameters: the mask of a grammar.
 The kernels skip what a row does not ask for: its flags say what it asks for.
 
 Sets of tokens are bit sets: bit i of word w is token 32 w + i. The bits of BIASED and OUTPUT say
@@ -30,7 +30,7 @@ ADJUSTED_FLAGS = 31  # any flag that changes scores
 PERMITTED = 0  # allowed_token_ids, and what a grammar allows
 BIASED = 1  # tokens with an entry in `bias`
 BANNED = 2  # tokens that bad words and min_tokens forbid now; computed by every step
-GREEN = 3  # the green list of a watermark
+GREEN = 3  # the green list of a watermark; computed by every step
 PROMPT = 4  # tokens of the prompt
 OUTPUT = 5  # tokens of the output: those with an entry in `counts`
 BAD = 6  # bad words of one token
@@ -56,7 +56,8 @@ NUM_TOP = 4  # likeliest tokens to report with the sampled one
 PROMPT_LEN = 5
 FIRST_END = 6  # min_tokens: the first position at which a stop token may stand
 NUM_WORDS = 7  # bad words of several tokens
-NUM_INTS = 8
+NUM_GREEN = 8  # watermark: the length of a green list
+NUM_INTS = 9
 
 MAX_BAD_WORDS = 512  # of several tokens, of one request
 MAX_BAD_WORD_TOKENS = 4096  # of all these words together

@@ -14,6 +14,7 @@
 
 #define GREEDY_BELOW 1e-5f  // a lower temperature means greedy
 #define NO_TOKEN INT32_MAX
+#define TGI_PRIME 15485863u
 
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
 
@@ -22,7 +23,7 @@ enum {PERMITTED_FLAG = 1, BIASED_FLAG = 2, BANNED_FLAG = 4, GREEN_FLAG = 8, PENA
       LOGPROBS_FLAG = 32, ADJUSTED_FLAGS = 31};
 enum {PERMITTED, BIASED, BANNED, GREEN, PROMPT, OUTPUT, BAD, STOPS, NUM_BIT_SETS};
 enum {TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, REPETITION, FREQUENCY, PRESENCE, DELTA, NUM_FLOATS};
-enum {FLAGS, TOP_K, SEED_WORDS, NUM_TOP = 4, PROMPT_LEN, FIRST_END, NUM_WORDS, NUM_INTS};
+enum {FLAGS, TOP_K, SEED_WORDS, NUM_TOP = 4, PROMPT_LEN, FIRST_END, NUM_WORDS, NUM_GREEN, NUM_INTS};
 enum {MAX_BAD_WORDS = 512, MAX_BAD_WORD_TOKENS = 4096, NUM_RECENT = 128, MAX_TOP = 128,
       MAX_COUNT = 32767};
 
@@ -254,6 +255,55 @@ static void find_banned(const Row *r) {
         for (long w = 0; w < r->bit_words; w++) banned[w] |= stops[w];
 }
 
+// A Mersenne Twister: the generator of torch on a CPU.
+enum {TWISTER_WORDS = 624};
+
+typedef struct {
+    uint32_t words[TWISTER_WORDS];
+    int used;
+} Twister;
+
+static void seed_twister(Twister *t, uint32_t seed) {
+    t->words[0] = seed;
+    for (int i = 1; i < TWISTER_WORDS; i++)
+        t->words[i] = 1812433253u * (t->words[i - 1] ^ t->words[i - 1] >> 30) + (uint32_t)i;
+    t->used = TWISTER_WORDS;
+}
+
+static uint32_t next_random(Twister *t) {
+    if (t->used == TWISTER_WORDS) {
+        for (int i = 0; i < TWISTER_WORDS; i++) {
+            uint32_t next = t->words[(i + 1) % TWISTER_WORDS];
+            uint32_t mixed = (t->words[i] & 0x80000000u) | (next & 0x7FFFFFFFu);
+            uint32_t far = t->words[(i + 397) % TWISTER_WORDS];
+            t->words[i] = far ^ mixed >> 1 ^ (next & 1 ? 0x9908B0DFu : 0);
+        }
+        t->used = 0;
+    }
+    uint32_t word = t->words[t->used++];
+    word ^= word >> 11;
+    word ^= word << 7 & 0x9D2C5680u;
+    word ^= word << 15 & 0xEFC60000u;
+    return word ^ word >> 18;
+}
+
+// Computes the GREEN bits: the beginning of torch's random permutation (kernels/green_list.py).
+static void find_green(const Row *r, int32_t *order) {
+    uint32_t *green = r->bits + GREEN * r->bit_words;
+    uint32_t previous = (uint32_t)r->recent[(r->position - 1) % NUM_RECENT];
+    Twister twister;
+    seed_twister(&twister, previous * TGI_PRIME);
+    memset(green, 0, r->bit_words * sizeof *green);
+    for (long i = 0; i < r->vocab; i++) order[i] = (int32_t)i;
+    for (long i = 0; i < r->ints[NUM_GREEN]; i++) {
+        long other = i;
+        if (i < r->vocab - 1) other += next_random(&twister) % (uint32_t)(r->vocab - i);
+        int32_t token = order[other];
+        order[other] = order[i];
+        green[token / 32] |= 1u << token % 32;
+    }
+}
+
 static float penalize(const Row *r, float score, int32_t token, bool in_output) {
     float repetition = (float)r->floats[REPETITION];
     score = score > 0 ? score / repetition : score * repetition;
@@ -263,9 +313,11 @@ static float penalize(const Row *r, float score, int32_t token, bool in_output) 
 }
 
 // Writes the scores of a row: its logits, with everything applied that the row asks for.
-static void adjust_scores(const Row *r, const float *logits, float *scores) {
+// ids [vocab] is scratch memory.
+static void adjust_scores(const Row *r, const float *logits, float *scores, int32_t *ids) {
     int32_t flags = r->ints[FLAGS];
     if (flags & BANNED_FLAG) find_banned(r);
+    if (flags & GREEN_FLAG) find_green(r, ids);
     float delta = (float)r->floats[DELTA];
     memcpy(scores, logits, r->vocab * sizeof *scores);
     for (long w = 0; w < r->bit_words; w++) {
@@ -446,7 +498,7 @@ static void sample_kernel(const void *arguments, const ThreadContext *ctx) {
         const float *logits = a->logits + first * a->vocab, *scores = logits;
         Row row = get_row(&a->state, a->rows[first], a->vocab, a->positions[first]);
         if (row.ints[FLAGS] & ADJUSTED_FLAGS) {
-            adjust_scores(&row, logits, adjusted);
+            adjust_scores(&row, logits, adjusted, ids);
             scores = adjusted;
         }
         int32_t token = choose_token(&row, scores, ids);

@@ -65,7 +65,6 @@ class BatchOrder:
     row_indices: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of `rows`
     # Likeliest tokens to report for each row; empty if no row wants log-probabilities.
     num_logprobs: tuple[int | None, ...] = ()
-    is_watermarked: bool = False  # a row needs a green list, which the host computes
 
 
 EMPTY_ORDER = BatchOrder()
@@ -151,7 +150,6 @@ class RequestRows:
                 rows=rows,
                 row_indices=np.array([row.index for row in rows], np.int32),
                 num_logprobs=num_logprobs if wants_logprobs else (),
-                is_watermarked=any(sampling.watermark for sampling in samplings),
             )
         return self.decode_order
 

@@ -12,7 +12,7 @@ at one position of one request; a request with n drafts (speculative decoding) h
 
 All parameters and all state are tables on the device with an entry for each row
 (kernels/sampling_rows). The host writes them when a request joins, and then only sends the masks of
-grammars and the green lists of watermarks. So a step samples for any mix of requests inside its
+grammars. So a step samples for any mix of requests inside its
 CUDA graph or CPU trace. This file must not know schedules, blocks or why a request ends.
 """
 
@@ -48,7 +48,6 @@ from bloomery.kernels.sampling_rows import (
     BIASED,
     BIASED_FLAG,
     FLAGS,
-    GREEN,
     GREEN_FLAG,
     LOGPROBS_FLAG,
     MAX_TOP_LOGPROBS,
@@ -66,7 +65,6 @@ from bloomery.kernels.sampling_rows import (
 from bloomery.messages import NewRequestData, ResolvedSampling, TokenLogprob
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
-from bloomery.runtime.watermark import GreenLists
 
 INCREMENT_2 = 0x85EBCA6B  # of `seed_words`
 SCORED_TOKENS = 64  # prompt tokens whose log-probabilities are computed at a time
@@ -115,7 +113,6 @@ class RequestSampling(NamedTuple):
     flags: int
     num_logprobs: int | None  # likeliest tokens to report; None: no log-probabilities
     permitted: np.ndarray | None  # the bits of allowed_token_ids
-    gamma: float  # of a watermark
 
 
 def find_flags(new_request: NewRequestData) -> int:
@@ -163,6 +160,7 @@ def encode_ints(new_request: NewRequestData, flags: int, vocab_size: int) -> tup
     first_end = 0
     if sampling.min_tokens and new_request.stop_ids:
         first_end = min(new_request.prompt_len + sampling.min_tokens, 2**31 - 1)
+    gamma = sampling.watermark[0] if sampling.watermark else 0.0
     return (
         flags,
         sampling.top_k if 0 < sampling.top_k < vocab_size else 0,
@@ -171,6 +169,7 @@ def encode_ints(new_request: NewRequestData, flags: int, vocab_size: int) -> tup
         new_request.prompt_len,
         first_end,
         sum(len(word) > 1 for word in sampling.bad_words),
+        int(vocab_size * gamma),
     )
 
 
@@ -272,46 +271,6 @@ def count_matching(drafts: Sequence[int], sampled: Sequence[int]) -> int:
         if draft != sampled[i]:
             return i
     return len(drafts)
-
-
-class PreviousTokens(NamedTuple):
-    """The tokens before the ones to sample, on their way to the host."""
-
-    rows: list[int]
-    tokens: torch.Tensor
-    copied: torch.cuda.Event | None
-
-
-class BitUpload:
-    """Copies bit sets to the device through pinned buffers that are allocated once.
-
-    Bit sets are large, and allocating pinned memory for every step would stall the host for
-    milliseconds. There are two buffers: while one is being copied, the other can be filled.
-    """
-
-    def __init__(self, max_sets: int, num_words: int, device: torch.device):
-        self.shape = (max_sets, num_words)
-        self.device = device
-        self.hosts: list[torch.Tensor] = []  # pinned, allocated by the first sets
-        self.copied: list[torch.cuda.Event] = []  # when each of them may be filled again
-        self.turn = 0
-
-    def copy(self, bits: np.ndarray) -> torch.Tensor:
-        """Return bit sets [sets, words] int32 on the device; queues the copy without waiting."""
-        source = torch.from_numpy(np.require(bits, requirements=["C", "W"]))
-        if self.device.type != "cuda":
-            return source
-        if not self.hosts:
-            for _ in range(2):
-                self.hosts.append(torch.empty(self.shape, dtype=torch.int32, pin_memory=True))
-                self.copied.append(torch.cuda.Event())
-        self.turn = 1 - self.turn
-        host = self.hosts[self.turn][: len(bits)]
-        self.copied[self.turn].synchronize()
-        host.copy_(source)
-        target = host.to(self.device, non_blocking=True)
-        self.copied[self.turn].record()
-        return target
 
 
 class MaskUpload:
@@ -421,8 +380,6 @@ class Sampler:
             self.scratch = SamplingScratch.allocate(num_samples, vocab_size, self.device)
         self.requests: dict[int, RequestSampling] = {}  # by row
         self.new_requests: dict[int, NewRequestData] = {}  # not on the device yet, by row
-        self.green_lists = GreenLists(vocab_size, pack_token_bits)
-        self.bit_upload = BitUpload(num_rows, -(-vocab_size // 32), self.device)
         max_masks = num_rows + extra_samples
         self.mask_upload = MaskUpload(max_masks, -(-vocab_size // 32), self.device)
 
@@ -462,8 +419,7 @@ class Sampler:
         permitted = None
         if sampling.allowed_token_ids:
             permitted = pack_token_bits(sampling.allowed_token_ids, self.vocab_size)
-        gamma = sampling.watermark[0] if sampling.watermark else 0.0
-        self.requests[row] = RequestSampling(flags, sampling.logprobs, permitted, gamma)
+        self.requests[row] = RequestSampling(flags, sampling.logprobs, permitted)
         self.new_requests[row] = new_request
 
     def release(self, row: int) -> None:
@@ -568,34 +524,6 @@ class Sampler:
         if self.device.type != "cpu":
             apply_masks(self.mask_upload.sent, self.state, max_masks)
 
-    def fetch_previous_tokens(self, samples: Sequence[tuple[int, int]]) -> PreviousTokens | None:
-        """Start to fetch the tokens before (row, position) samples, for those with watermarks.
-
-        Call it before the forward pass is queued, so that the copy does not wait for it.
-        """
-        wanted = [sample for sample in samples if self.requests[sample[0]].flags & GREEN_FLAG]
-        if not wanted:
-            return None
-        self.upload_new_requests()
-        places = [(row, (position - 1) % NUM_RECENT) for row, position in wanted]
-        rows, recent_places = upload(places, self.device).unbind(1)
-        tokens = download(self.state.recent[rows, recent_places])
-        copied = None
-        if self.device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record()
-        return PreviousTokens([row for row, _ in wanted], tokens, copied)
-
-    def set_green_lists(self, previous: PreviousTokens | None) -> None:
-        """Favour the green lists that the previous tokens select."""
-        if previous is None:
-            return
-        if previous.copied is not None:
-            previous.copied.synchronize()
-        gammas = [self.requests[row].gamma for row in previous.rows]
-        lists = self.green_lists.find(list(zip(previous.tokens.tolist(), gammas, strict=True)))
-        self.state.bits[upload(previous.rows, self.device), GREEN] = self.bit_upload.copy(lists)
-
     # ---- steps that the host lays out ----
 
     def sample(
@@ -627,9 +555,6 @@ class Sampler:
                 for first, (row, position, drafts) in zip(first_samples, requests)
                 if turn <= len(drafts)
             ]
-            self.set_green_lists(
-                self.fetch_previous_tokens([(row, position) for _, row, position in samples])
-            )
             index, rows, positions = upload(samples, self.device).t().contiguous()
             chosen = logits if len(samples) == len(logits) else logits[index]
             # The types of a captured step, so that the kernels are compiled once.

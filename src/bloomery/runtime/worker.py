@@ -60,7 +60,6 @@ from bloomery.runtime.runner import (
 )
 from bloomery.runtime.sampler import (
     AcceptedTokens,
-    PreviousTokens,
     Sampler,
     SamplerOutput,
     read_reports,
@@ -427,15 +426,13 @@ class Worker:
         """Run a step in which every sequence computes one position, fed from the device."""
         order = self.rows.order_decodes(step.decodes, step.decode_positions)
         self.sampler.upload_new_requests()
-        previous = self._fetch_previous_tokens(step, order, ())
-        is_masked = bool(step.masked) or previous is not None
-        self.runner.run_decodes(order, is_masked)
+        self.runner.run_decodes(order, bool(step.masked))
         num_decodes = len(order.rows)
         if not self.is_last_stage:
             return LaunchedStep([], None)
         mixed = MixedStep(num_decodes, num_decodes, ())
-        if is_masked:
-            return self._finish_masked(step, order, mixed, previous)
+        if step.masked:
+            return self._finish_masked(step, order, mixed)
         return LaunchedStep([], self._read_outputs(order, mixed), decode_indices=order.step_indices)
 
     def _run_mixed(
@@ -444,30 +441,12 @@ class Worker:
         """Run a step of decodes and a few prefill chunks, fed from the device."""
         self.sampler.upload_new_requests()
         max_position = max(step.decode_positions, default=0)
-        previous = self._fetch_previous_tokens(step, order, chunks)
-        is_masked = bool(step.masked) or previous is not None
-        mixed = self.runner.run_mixed(order, chunks, max_position, is_masked)
-        if is_masked:
-            return self._finish_masked(step, order, mixed, previous)
+        mixed = self.runner.run_mixed(order, chunks, max_position, bool(step.masked))
+        if step.masked:
+            return self._finish_masked(step, order, mixed)
         sequences = [scheduled.sequence for scheduled, _ in mixed.sampled_chunks]
         output = self._read_outputs(order, mixed)
         return LaunchedStep(sequences, output, decode_indices=order.step_indices)
-
-    def _fetch_previous_tokens(
-        self, step: ScheduledStep, order: BatchOrder, chunks: Sequence[PlacedRequest]
-    ) -> PreviousTokens | None:
-        """Start to fetch the tokens that select green lists, if a request is watermarked."""
-        watermarked = order.is_watermarked or any(
-            row.request.sampling.watermark for _, row in chunks
-        )
-        if not watermarked or not self.is_last_stage:
-            return None
-        positions = [step.decode_positions[index] + 1 for index in order.step_indices]
-        samples = [(row.index, position) for row, position in zip(order.rows, positions)]
-        samples += [
-            (row.index, chunk.start + chunk.count) for chunk, row in chunks if chunk.samples
-        ]
-        return self.sampler.fetch_previous_tokens(samples)
 
     def _read_outputs(self, order: BatchOrder, mixed: MixedStep) -> SamplerOutput | None:
         """Return what the sampler wrote: for the decodes, then for each chunk that samples."""
@@ -493,28 +472,18 @@ class Worker:
         )
 
     def _finish_masked(
-        self,
-        step: ScheduledStep,
-        order: BatchOrder,
-        mixed: MixedStep,
-        previous: PreviousTokens | None,
+        self, step: ScheduledStep, order: BatchOrder, mixed: MixedStep
     ) -> LaunchedStep:
-        """Return a self-feeding step that samples once it has its masks and green lists."""
+        """Return a self-feeding step that samples once it has its masks."""
         sequences = [chunk.sequence for chunk, _ in mixed.sampled_chunks]
         masked_rows = [self.rows.by_sequence[sequence].index for sequence in step.masked]
 
-        def sample(bits: np.ndarray | None) -> SamplerOutput | None:
-            self.sampler.send_masks(
-                masked_rows, np.zeros((0, 0), np.int32) if bits is None else bits
-            )
-            self.sampler.set_green_lists(previous)
+        def sample(masks: np.ndarray) -> SamplerOutput | None:
+            self.sampler.send_masks(masked_rows, masks)
             self.runner.sample_masked()
             self.sampler.mask_upload.mark_taken()
             return self._read_outputs(order, mixed)
 
-        if not step.masked:
-            output = sample(None)
-            return LaunchedStep(sequences, output, decode_indices=order.step_indices)
         return LaunchedStep(sequences, None, decode_indices=order.step_indices, sample=sample)
 
     def _launch_sampling(
