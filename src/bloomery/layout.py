@@ -299,6 +299,18 @@ def offset_ranges(spec: RecurrentSpec, parts: Sequence[Range], first: int) -> li
     return ranges
 
 
+def conv_sizes(spec: RecurrentSpec) -> tuple[int, ...]:
+    """The channels of each part that passes the causal convolution."""
+    sizes = recurrent_in_sizes(spec)
+    match spec:
+        case GatedDeltaNetSpec():
+            return sizes[:3]
+        case Mamba2Spec():
+            return sizes[1:4]
+        case MambaSpec() | ShortConvSpec():
+            return sizes[:1]
+
+
 # ---- what can be split ---------------------------------------------------------------------------
 
 

@@ -346,8 +346,9 @@ class StatePart:
 def state_parts(spec: RecurrentSpec) -> tuple[StatePart, ...]:
     """The state of one sequence in a recurrent layer.
 
-    First the last inputs of the convolution [channels, conv_width - 1], the oldest first. Then, if
-    there is one, the state of the scan, head after head.
+    First the last inputs of the convolution [channels, conv_width]: that of position p is in column
+    p % conv_width, so that a step never overwrites an input that it reads. Then, if there is one,
+    the state of the scan, head after head.
     """
     match spec:
         case GatedDeltaNetSpec():
@@ -361,8 +362,8 @@ def state_parts(spec: RecurrentSpec) -> tuple[StatePart, ...]:
             channels = spec.inner
             scan = StatePart(spec.inner, spec.state_size)
         case ShortConvSpec():
-            return (StatePart(spec.size, spec.conv_width - 1),)
-    return (StatePart(channels, spec.conv_width - 1), scan)
+            return (StatePart(spec.size, spec.conv_width),)
+    return (StatePart(channels, spec.conv_width), scan)
 
 
 # ---- layers and models -------------------------------------------------------------------------

@@ -132,6 +132,13 @@ def gather_decode_kernel(
         tl.store(batch_table + index, tl.load(row_table + index, mask=used, other=0), mask=used)
 
 
+def gather_state_blocks(
+    rows: torch.Tensor, state_blocks: torch.Tensor, pool: ThreadPool | None = None
+) -> torch.Tensor:
+    """rows [slots], state_blocks [tables, all rows, blocks] -> [tables, slots, blocks]."""
+    return state_blocks.index_select(1, rows)
+
+
 class MixedInputs(NamedTuple):
     """Model inputs of a step with decodes and prefill chunks.
 

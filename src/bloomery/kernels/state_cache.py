@@ -6,17 +6,21 @@ many whole rows as fit:
 
     row r of a part lies in its block r // rows_per_block, from r % rows_per_block * width on
 
+The memory of a block of keys and values is in two places, so what is called a block here is half a
+block of the scheduler: `memory` has the first halves of all blocks, then all second halves.
+
 A sequence that computes its position 0 starts from zeros. What its blocks hold then is not read, so
 nobody has to clear them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from bloomery.kernels.launch import jit, tl
 from bloomery.spec import StatePart
 
 
@@ -35,6 +39,20 @@ class RecurrentMetadata:
     state_blocks: torch.Tensor  # [sequences, blocks of a state]
     host_query_lens: tuple[int, ...] = ()
     host_seq_lens: tuple[int, ...] = ()
+
+    def host_lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return new positions and lengths of all sequences; on a GPU this may wait for it."""
+        if self.host_query_lens:
+            return self.host_query_lens, self.host_seq_lens
+        return tuple(self.query_start_loc.diff().tolist()), tuple(self.seq_lens.tolist())
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """The memory of one layer's states, and which of it the sequences of a step use."""
+
+    memory: torch.Tensor  # [blocks, values] float32
+    metadata: RecurrentMetadata
 
 
 @dataclass(frozen=True)
@@ -66,6 +84,48 @@ class StateView:
         padded[:, : part.rows] = states
         used = per_block * part.width
         self.memory[self.blocks.long(), :used] = padded.view(num_sequences, num_blocks, used)
+
+
+def read_states(view: StateView, metadata: RecurrentMetadata) -> torch.Tensor:
+    """Copy the states that the sequences continue from, zeros where a sequence begins."""
+    query_lens, seq_lens = metadata.host_lengths()
+    begins = [seq_len <= query_len for query_len, seq_len in zip(query_lens, seq_lens, strict=True)]
+    states = view.read()
+    states[torch.tensor(begins, device=states.device)] = 0
+    return states
+
+
+def write_states(view: StateView, metadata: RecurrentMetadata, states: torch.Tensor) -> None:
+    """Store the states of the sequences that have new positions; those of padding are dropped."""
+    query_lens, seq_lens = metadata.host_lengths()
+    computed = [
+        index
+        for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True))
+        if query_len and seq_len
+    ]
+    StateView(view.memory, view.blocks[computed], view.part).write(states[computed])
+
+
+def iterate_positions(
+    metadata: RecurrentMetadata,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the sequences that have a first new position, a second one, and so on.
+
+    With them come the indices of these positions in the step.
+    """
+    query_lens, _ = metadata.host_lengths()
+    starts = metadata.query_start_loc[:-1].long()
+    lengths = torch.tensor(query_lens, device=starts.device)
+    for offset in range(max(query_lens, default=0)):
+        sequences = (lengths > offset).nonzero()[:, 0]
+        yield sequences, starts[sequences] + offset
+
+
+@jit
+def load_state_offset(blocks, rows, rows_per_block, width, block_stride):
+    """Where rows of a part lie in the memory; `blocks` points to the part's blocks."""
+    block = tl.load(blocks + rows // rows_per_block).to(tl.int64)
+    return block * block_stride + (rows % rows_per_block) * width
 
 
 def count_part_blocks(part: StatePart, block_values: int) -> int:

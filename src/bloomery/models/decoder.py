@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from bloomery.attention.base import AttentionBackend, AttentionStep
-from bloomery.errors import UnsupportedModel
 from bloomery.fusion import ActivationEpilogue, NormPrologue
 from bloomery.kernels.activation import xielu_params
 from bloomery.kernels.moe import ExpertOptions
+from bloomery.kernels.state_cache import LayerStates
 from bloomery.layers.attention import AttentionBlock, ForwardContext, RopeCache
 from bloomery.layers.embedding import LogitsHead, VocabEmbedding
 from bloomery.layers.linear import (
@@ -28,7 +28,9 @@ from bloomery.layers.linear import (
 )
 from bloomery.layers.mlp import MlpBlock, build_activation
 from bloomery.layers.moe import ExpertRouter, MoeBlock, MoeNorms
+from bloomery.layers.recurrent import RecurrentBlock
 from bloomery.layers.rope import build_query_scales, build_rope_table
+from bloomery.models.recurrent import load_recurrent_block
 from bloomery.models.weights import ModelWeights
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import CommunicationGroup
@@ -64,40 +66,76 @@ class DecoderLayer:
     mlp_sum_norm: NormPrologue | None
     group: CommunicationGroup | None = None
     pool: ThreadPool | None = None
+    recurrent: RecurrentBlock | None = None
 
     def __call__(
-        self, x: ResidualStream, kv_cache: torch.Tensor, context: ForwardContext
+        self,
+        x: ResidualStream,
+        kv_cache: torch.Tensor | None,
+        context: ForwardContext,
+        states: LayerStates | None = None,
     ) -> ResidualStream:
         """x [tokens, hidden] -> [tokens, hidden], of the context's output rows only."""
         if self.spec.parallel:
+            assert kv_cache is not None
             return self._run_parallel_blocks(x, kv_cache, context)
-        if self.attention is not None:
-            x = self._run_mixer(x, kv_cache, context)
+        if self.attention is not None or self.recurrent is not None:
+            x = self._run_mixers(x, kv_cache, context, states)
         else:
             x = context.select_outputs(x)
         return x if self.mlp is None else self._run_mlp(x, self.mlp)
 
-    def _run_mixer(
-        self, x: ResidualStream, kv_cache: torch.Tensor, context: ForwardContext
+    def _run_mixers(
+        self,
+        x: ResidualStream,
+        kv_cache: torch.Tensor | None,
+        context: ForwardContext,
+        states: LayerStates | None,
     ) -> ResidualStream:
-        """Run the mixer with its norms, and add its output to the residual."""
-        assert self.attention is not None
+        """Run the mixer, or both of them, with its norms, and add the output to the residual."""
         pool = self.pool
         norm = self.attn_norm
         if self.spec.residual_after_norm:
             x = apply_norm(x, norm, pool)
             norm = None
-        add = AddResidual(
-            context.select_outputs(x), self.spec.residual_scale * self.spec.attention_scale
-        )
-        if self.attn_post_norm is None:
-            x = self.attention(x, kv_cache, context, norm, add)
-        else:
-            y = self.attention(x, kv_cache, context, norm)
+        residual = context.select_outputs(x)
+        if self.attn_post_norm is not None:
+            y = self._run_mixer(x, kv_cache, context, states, norm)
+            add = AddResidual(residual, self.spec.residual_scale)
             x = apply_epilogue(apply_norm(y, self.attn_post_norm, pool), add, pool)
+        elif self.attention is not None and self.recurrent is not None:
+            assert kv_cache is not None and states is not None
+            normed = apply_norm(x, norm, pool)
+            add = self._add_mixer(residual, self.spec.attention_scale)
+            attended = self.attention(normed, kv_cache, context, None, add)
+            add = self._add_mixer(attended, self.spec.recurrent_scale)
+            x = self.recurrent(normed, states, context.output_rows, None, add)
+        else:
+            scale = self.spec.attention_scale * self.spec.recurrent_scale
+            add = self._add_mixer(residual, scale)
+            x = self._run_mixer(x, kv_cache, context, states, norm, add)
         if self.attn_sum_norm is not None:
             x = apply_norm(x, self.attn_sum_norm, pool)
         return x
+
+    def _add_mixer(self, residual: ResidualStream, scale: float) -> AddResidual:
+        return AddResidual(residual, self.spec.residual_scale * scale)
+
+    def _run_mixer(
+        self,
+        x: ResidualStream,
+        kv_cache: torch.Tensor | None,
+        context: ForwardContext,
+        states: LayerStates | None,
+        prologue: NormPrologue | None,
+        epilogue: AddResidual | None = None,
+    ) -> ResidualStream:
+        """Run the layer's only mixer."""
+        if self.attention is not None:
+            assert self.recurrent is None and kv_cache is not None
+            return self.attention(x, kv_cache, context, prologue, epilogue)
+        assert self.recurrent is not None and states is not None
+        return self.recurrent(x, states, context.output_rows, prologue, epilogue)
 
     def _run_mlp(self, x: ResidualStream, mlp: MlpBlock | MoeBlock) -> ResidualStream:
         """Run the MLP with its norms, and add its output to the residual."""
@@ -249,17 +287,19 @@ class Decoder:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
+        kv_caches: Sequence[torch.Tensor | None],
         backend: AttentionBackend,
         steps: Sequence[AttentionStep],
         output_rows: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
         layer_tables: Sequence[int] = (),
+        states: Sequence[LayerStates | None] = (),
     ) -> torch.Tensor:
         """token_ids, positions [n] -> hidden states [n, hidden], ready for `logits`.
 
         `steps` has the attention of each block table, `layer_tables` the table of each layer. If
-        the latter is empty, all layers use the first table.
+        the latter is empty, all layers use the first table. `kv_caches` and `states` have an entry
+        for each layer; layers without attention or without a recurrent mixer have None.
         `output_rows` [m]: only the states of these tokens are returned. For the other tokens the
         last layer computes only keys and values.
         `hidden` [n, hidden]: the states from the previous pipeline stage. A stage that is not the
@@ -268,11 +308,18 @@ class Decoder:
         x: ResidualStream = self._embed(token_ids, positions) if hidden is None else hidden
         contexts = self._forward_contexts(positions, backend, steps)
         layer_tables = layer_tables or (0,) * len(self.layers)
-        for layer, kv_cache, table in zip(self.layers, kv_caches, layer_tables, strict=True):
+        layers = zip(
+            self.layers,
+            kv_caches,
+            layer_tables,
+            states or (None,) * len(self.layers),
+            strict=True,
+        )
+        for layer, kv_cache, table, layer_states in layers:
             context = contexts[table]
             if self.is_last_stage and layer is self.layers[-1]:
                 context = replace(context, output_rows=output_rows)
-            x = layer(x, kv_cache, context)
+            x = layer(x, kv_cache, context, layer_states)
         return apply_norm(x, self.final_norm, self.pool)
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -385,8 +432,9 @@ def load_decoder_layer(
 
     # The layer itself all-reduces the sum of parallel blocks, once.
     block_group = None if spec.parallel else group
+    recurrent = None
     if spec.recurrent is not None:
-        raise UnsupportedModel("recurrent layers cannot be computed yet")
+        recurrent = load_recurrent_block(spec.recurrent, hidden, weights, prefix, block_group)
     attention = None
     if spec.attention is not None:
         attention = load_attention_block(spec.attention, hidden, weights, prefix, block_group)
@@ -407,6 +455,7 @@ def load_decoder_layer(
         mlp_sum_norm=load_norm("mlp_sum_norm"),
         group=group,
         pool=weights.pool,
+        recurrent=recurrent,
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from math import prod
 from typing import Protocol, Self, TypeVar
 
 import torch
@@ -35,7 +37,16 @@ from bloomery.quant.base import (
 )
 from bloomery.quant.dense import DenseFormat
 from bloomery.quant.lazy_tensor import LazyTensor, Range
-from bloomery.spec import AttentionSpec, FusedTensor, NormSpec, SplitTensors, TensorNames
+from bloomery.spec import (
+    AttentionSpec,
+    FusedTensor,
+    GatedDeltaNetSpec,
+    NormSpec,
+    RecurrentSpec,
+    SplitTensors,
+    TensorNames,
+    recurrent_in_sizes,
+)
 
 
 class ModelWeights:
@@ -84,6 +95,31 @@ class ModelWeights:
         """Load one number for each expert, in float32; it is stored as a vector or as one row."""
         stored = self.source.tensor(name, (1, num_experts))
         return self._load_tensor(stored, torch.float32)[0]
+
+    def elements(self, name: str, shape: tuple[int, ...], rows: Range) -> torch.Tensor:
+        """Load rows of a small tensor in float32, stored in any shape with these elements."""
+        stored_shape = shape
+        if name in self.source.names():
+            stored_shape = self.source.shape(name)
+        if prod(stored_shape) != prod(shape) or len(stored_shape) > 2:
+            stored_shape = shape  # the source explains what is wrong with it
+        stored = self.source.tensor(name, stored_shape)
+        return self._load_tensor(stored, torch.float32).reshape(shape)[slice(*rows)]
+
+    def stacked_elements(
+        self, prefix: str, stored: str | SplitTensors, suffix: str, parts: Sequence[int], width: int
+    ) -> torch.Tensor:
+        """Load the convolution of all parts, or its bias, in float32: [channels, width]."""
+        if isinstance(stored, SplitTensors):
+            names, heights = stored.names, list(parts)
+        else:
+            names, heights = (stored,), [sum(parts)]
+        return torch.cat(
+            [
+                self.elements(f"{prefix}{name}{suffix}", (rows, width), (0, rows))
+                for name, rows in zip(names, heights, strict=True)
+            ]
+        )
 
     def position_table(self, name: str, rows: int, cols: int) -> torch.Tensor:
         """Load learned position embeddings."""
@@ -174,6 +210,27 @@ class ModelWeights:
         bias = self._load_tensor(select_rows(arranged, self.layout.qkv(ungated)), self.dtype)
         if separate_gate:  # its projection has no bias
             bias = F.pad(bias, (0, gate_size(self.layout.attention(spec))))
+        return LinearLayer(prepared, bias, None, self.pool)
+
+    def recurrent_in(
+        self, prefix: str, spec: RecurrentSpec, inputs: int, has_bias: bool
+    ) -> LinearLayer:
+        """Load this rank's part of a recurrent mixer's input projection.
+
+        Its outputs are in the order of the mixer's parts.
+        """
+        stored = self.names.recurrent_in
+        shard = self.layout.recurrent_in(spec)
+        bias = None
+        if has_bias:
+
+            def read_bias(name: str, rows: int) -> LazyTensor:
+                return self.source.tensor(f"{prefix}{name}.bias", (rows,))
+
+            arranged = arrange_recurrent_in(read_bias, stored, spec)
+            bias = self._load_tensor(select_rows(arranged, shard), self.dtype)
+        matrix = arrange_recurrent_in(self._matrix_reader(prefix, inputs), stored, spec)
+        prepared = self._prepare(select_shard(matrix, shard))
         return LinearLayer(prepared, bias, None, self.pool)
 
     def outer_linear(
@@ -399,6 +456,40 @@ def arrange_qkv(
     if isinstance(stored, FusedTensor) and stored.grouped:
         return arranged.rows(ungrouped_qkv_ranges(spec))
     return arranged
+
+
+def arrange_recurrent_in(
+    read: Callable[[str, int], T], stored: str | SplitTensors | FusedTensor, spec: RecurrentSpec
+) -> T:
+    """Return the rows of a recurrent mixer's input projection, part after part."""
+    sizes = recurrent_in_sizes(spec)
+    if not isinstance(stored, SplitTensors):
+        return arrange_parts(read, stored, sizes)
+    counts = stored.parts or (1,) * len(stored.names)
+    ends = list(accumulate(counts))
+    tensors = [sizes[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    arranged = arrange_parts(read, stored, [sum(parts) for parts in tensors])
+    if not stored.grouped:
+        return arranged
+    assert isinstance(spec, GatedDeltaNetSpec)
+    return arranged.rows(ungrouped_recurrent_ranges(tensors, spec.num_key_heads))
+
+
+def ungrouped_recurrent_ranges(tensors: Sequence[Sequence[int]], num_groups: int) -> list[Range]:
+    """Return the rows of each part in tensors whose rows are [group][parts of the group]."""
+    ranges = []
+    first = 0
+    for parts in tensors:
+        group_rows = sum(parts) // num_groups
+        offset = first
+        for rows in parts:
+            part_rows = rows // num_groups
+            for group in range(num_groups):
+                start = offset + group * group_rows
+                ranges.append((start, start + part_rows))
+            offset += part_rows
+        first += sum(parts)
+    return ranges
 
 
 def unpacked_gate_ranges(spec: AttentionSpec) -> list[Range]:

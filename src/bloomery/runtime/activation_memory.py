@@ -19,7 +19,7 @@ from bloomery.attention.base import AttentionBackend, AttentionMetadata, plan_at
 from bloomery.config import EnginePlan
 from bloomery.layout import gate_size
 from bloomery.models.decoder import Decoder
-from bloomery.runtime.kv_cache import single_table_cache
+from bloomery.runtime.kv_cache import scratch_states, single_table_cache
 from bloomery.runtime.sampler import Sampler
 from bloomery.spec import AttentionSpec
 
@@ -87,7 +87,14 @@ class LargestStep:
         chunk_len = min(self.num_tokens, max(max_len // 2, 1))
         chunk_len += (max_len - chunk_len) % CHUNK_MULTIPLE
         layers = zip(self.decoder.spec.layers, self.caches, strict=True)
-        cache_by_spec = {layer.attention: cache for layer, cache in layers}
+        cache_by_spec = {
+            layer.attention: cache
+            for layer, cache in layers
+            if layer.attention is not None and cache is not None
+        }
+
+        if not cache_by_spec:
+            return 0  # a pipeline stage without attention
 
         def max_peak(seq_len: int) -> int:
             return max(
@@ -151,7 +158,8 @@ class LargestStep:
     def run_model(self, num_tokens: int) -> torch.Tensor:
         """Return the hidden states of `num_tokens` prompt positions."""
         decoder = self.decoder
-        metadata = self.build_metadata(self.split_into_prompts(num_tokens))
+        prompt_lens = self.split_into_prompts(num_tokens)
+        metadata = self.build_metadata(prompt_lens)
         token_ids = metadata.positions % decoder.spec.vocab
         received = None
         if not decoder.is_first_stage:
@@ -165,6 +173,7 @@ class LargestStep:
             plan_attention(self.backend, [metadata]),
             None,
             received,
+            states=scratch_states(decoder.spec, prompt_lens, self.device),
         )
 
     def run_captured_step(self, num_tokens: int) -> None:

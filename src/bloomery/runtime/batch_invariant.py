@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from bloomery.attention.base import AttentionMetadata, index_dtype
+from bloomery.kernels.state_cache import RecurrentMetadata
 from bloomery.parallel.groups import DeviceMesh
 from bloomery.runtime.runner import ModelForward
 
@@ -44,7 +45,9 @@ class BatchInvariantForward:
         token_ids: torch.Tensor,
         layouts: Sequence[AttentionMetadata],
         output_indices: torch.Tensor | None = None,
+        states: Sequence[RecurrentMetadata] = (),
     ) -> torch.Tensor:
+        assert not states, "the worker refuses recurrent layers in deterministic mode"
         num_tokens = len(token_ids)
         device = token_ids.device
         metadata = layouts[0]
@@ -93,7 +96,7 @@ class BatchInvariantForward:
 
     def is_place_invariant(self, vocab_size: int) -> bool:
         """Whether equal inputs give equal results wherever in a tile they stand."""
-        device = self.forward.caches[0].device
+        device = self.forward.decoder.device
         dtype = index_dtype(device)
         zeros = torch.zeros(self.tile_size, dtype=dtype, device=device)
         table_shape = (self.tile_size, self.max_blocks_per_seq)
@@ -145,7 +148,7 @@ def find_batch_invariant_tile(
     mesh: DeviceMesh,
 ) -> BatchInvariantForward:
     """Use full tiles if results are place invariant on every rank, else tiles of one position."""
-    on_cpu = forward.caches[0].device.type == "cpu"
+    on_cpu = forward.decoder.device.type == "cpu"
     tile_size = CPU_TILE_SIZE if on_cpu else GPU_TILE_SIZE
     tiled = BatchInvariantForward(forward, max_blocks_per_seq, null_blocks, block_size, tile_size)
     if mesh.min_over_ranks(tiled.is_place_invariant(forward.decoder.spec.vocab)):

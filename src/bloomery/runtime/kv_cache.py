@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 
 import torch
 
-from bloomery.attention.base import kv_cache_shape
+from bloomery.attention.base import index_dtype, kv_cache_shape, upload
 from bloomery.cache_groups import (
     CacheLayout,
     LayerPlace,
     count_held_blocks,
     count_pages,
+    count_useful_blocks,
     longest_sequence,
     plan_cache_groups,
     single_group,
@@ -24,9 +28,10 @@ from bloomery.kernels.quantized_kv_cache import (
     kv_cache_nbytes,
     view_kv_cache,
 )
+from bloomery.kernels.state_cache import LayerStates, RecurrentMetadata, count_part_blocks
 from bloomery.parallel.groups import DeviceMesh
 from bloomery.runtime.device import free_memory
-from bloomery.spec import ModelSpec
+from bloomery.spec import ModelSpec, state_parts
 
 # Limits of the KV cache on a CPU, unless the user sets its size: a laptop has other work to do.
 CPU_MEMORY_FRACTION = 0.25  # of free memory
@@ -63,14 +68,15 @@ class StageCache:
 
     model: ModelSpec  # the part that this rank has
     layout: CacheLayout  # of the whole model: the same on all ranks
-    places: tuple[LayerPlace, ...]  # of each layer, in a model whose layers all have attention
+    places: tuple[LayerPlace | None, ...]  # of each layer's keys and values
     page_size: int
     dtype: torch.dtype
+    state_places: tuple[LayerPlace | None, ...] = ()  # of each layer's states
 
     @property
     def layer_tables(self) -> tuple[int, ...]:
-        """The block table of each layer."""
-        return tuple(place.table for place in self.places)
+        """The block table of each layer; any table for layers without attention."""
+        return tuple(0 if place is None else place.table for place in self.places)
 
     @property
     def kernel_block_size(self) -> int:
@@ -79,37 +85,100 @@ class StageCache:
 
     def layer_shape(self, layer: int, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of one layer's KV cache: [2, slots, kv heads, head dim]."""
-        table = self.layout.tables[self.places[layer].table]
-        block_size = self.page_size // table.blocks_per_page
+        place = self.places[layer]
         attention = self.model.layers[layer].attention
-        assert attention is not None
+        assert place is not None and attention is not None
+        block_size = self.page_size // self.layout.tables[place.table].blocks_per_page
         return kv_cache_shape(attention, num_blocks, block_size)
 
     def slot_bytes(self, num_blocks: int) -> dict[int, int]:
         """Return the bytes of each layer slot. Layers that share a slot take equally many."""
-        return {
-            place.slot: kv_cache_nbytes(self.layer_shape(layer, num_blocks), self.dtype)
-            for layer, place in enumerate(self.places)
+        sizes = {
+            place.slot: num_blocks * self.layout.slot_bytes
+            for place in self.state_places
+            if place is not None
         }
+        for layer, place in enumerate(self.places):
+            if place is not None:
+                shape = self.layer_shape(layer, num_blocks)
+                sizes[place.slot] = kv_cache_nbytes(shape, self.dtype)
+        return sizes
 
     @property
     def block_bytes(self) -> int:
         """Return the bytes of one block on this rank."""
         return sum(self.slot_bytes(1).values())
 
-    def allocate(self, num_blocks: int, device: torch.device) -> list[torch.Tensor]:
-        """Allocate a tensor for each layer; those of layers that share a slot share memory.
+    def allocate_memory(self, num_blocks: int, device: torch.device) -> CacheMemory:
+        """Allocate the memory of all blocks.
 
         Zeros make the values that masked positions read finite.
         """
-        memories = {
+        slots = {
             slot: zero_bytes(num_bytes, device)
             for slot, num_bytes in self.slot_bytes(num_blocks).items()
         }
-        return [
-            view_kv_cache(memories[place.slot], self.layer_shape(layer, num_blocks), self.dtype)
-            for layer, place in enumerate(self.places)
-        ]
+        return CacheMemory(self, slots, num_blocks)
+
+    def allocate(self, num_blocks: int, device: torch.device) -> list[torch.Tensor | None]:
+        """Allocate the KV cache of each layer; None for layers without attention."""
+        return self.allocate_memory(num_blocks, device).keys_values()
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """The memory of a rank's blocks: one tensor of bytes per layer slot.
+
+    A block is in two places of each slot: among the first halves of all blocks, which hold keys or
+    parts of states, and among the second halves. Scales of quantized values are behind both.
+    """
+
+    cache: StageCache
+    slots: Mapping[int, torch.Tensor]
+    num_blocks: int
+
+    def keys_values(self) -> list[torch.Tensor | None]:
+        """The KV cache of each layer; those of layers that share a slot share memory."""
+        caches: list[torch.Tensor | None] = []
+        for layer, place in enumerate(self.cache.places):
+            if place is None:
+                caches.append(None)
+                continue
+            shape = self.cache.layer_shape(layer, self.num_blocks)
+            caches.append(view_kv_cache(self.slots[place.slot], shape, self.cache.dtype))
+        return caches
+
+    def states(self) -> list[tuple[torch.Tensor, int] | None]:
+        """The memory of each layer's states [half blocks, values], and its table of states."""
+        slot_bytes = self.cache.layout.slot_bytes
+        states: list[tuple[torch.Tensor, int] | None] = []
+        for place in self.cache.state_places:
+            if place is None:
+                states.append(None)
+                continue
+            memory = self.slots[place.slot][: self.num_blocks * slot_bytes]
+            halves = memory.view(torch.float32).view(2 * self.num_blocks, -1)
+            states.append((halves, place.table))
+        return states
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, destination); all sources are read before anything is written."""
+        for memory in self.slots.values():
+            sources, destinations = upload(copies, memory.device).long().unbind(1)
+            for halves in self._halves(memory):
+                halves[:, destinations] = halves[:, sources]
+
+    def _halves(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The values of a slot, and its scales if it has some: [2, blocks, bytes of a half]."""
+        num_bytes = len(memory)
+        if is_quantized_dtype(self.cache.dtype):
+            for layer, place in enumerate(self.cache.places):
+                if place is not None and self.slots[place.slot] is memory:
+                    num_bytes = prod(self.cache.layer_shape(layer, self.num_blocks))
+        parts = [memory[:num_bytes], memory[num_bytes:]]
+        halves = [part.view(2, self.num_blocks, -1) for part in parts if len(part)]
+        # Words are copied faster than bytes.
+        return [half.view(torch.int64) if half.shape[-1] % 8 == 0 else half for half in halves]
 
 
 def plan_stage_cache(
@@ -122,20 +191,57 @@ def plan_stage_cache(
         plan.block_size,
         plan.tensor_parallel_size,
         is_quantized_dtype(dtype),
+        dtype.itemsize,
     )
-    return StageCache(local_model, layout, place_all(layout, layers), plan.block_size, dtype)
+    return StageCache(
+        local_model,
+        layout,
+        layout.place_layers(layers),
+        plan.block_size,
+        dtype,
+        layout.place_states(layers),
+    )
 
 
 def single_table_cache(model: ModelSpec, block_size: int, dtype: torch.dtype) -> StageCache:
-    """A KV cache in which all layers use one block table."""
+    """A KV cache in which all layers use one block table; it has no states."""
     layout = single_group(model)
-    places = place_all(layout, range(len(model.layers)))
+    places = layout.place_layers(range(len(model.layers)))
     return StageCache(model, layout, places, block_size, dtype)
 
 
-def place_all(layout: CacheLayout, layers: range) -> tuple[LayerPlace, ...]:
-    """The places of layers that all have attention."""
-    return tuple(place for place in layout.place_layers(layers) if place is not None)
+SCRATCH_ROWS = 64  # of a state, in a block of `scratch_states`
+
+
+def scratch_states(
+    model: ModelSpec, query_lens: Sequence[int], device: torch.device
+) -> list[LayerStates | None]:
+    """States of whole sequences for layers that run outside of a worker.
+
+    Nothing reads what such a step leaves, so all layers share the same memory.
+    """
+    if not model.recurrents:
+        return [None] * len(model.layers)
+    parts = [part for spec in model.recurrents for part in state_parts(spec)]
+    block_values = SCRATCH_ROWS * max(part.width for part in parts)
+    blocks_per_state = max(
+        sum(count_part_blocks(part, block_values) for part in state_parts(spec))
+        for spec in model.recurrents
+    )
+    num_sequences = len(query_lens)
+    dtype = index_dtype(device)
+    num_blocks = num_sequences * blocks_per_state
+    memory = torch.zeros(num_blocks, block_values, device=device)
+    metadata = RecurrentMetadata(
+        num_decodes=list(query_lens).count(1),
+        query_start_loc=upload([0, *accumulate(query_lens)], device, dtype),
+        seq_lens=upload(list(query_lens), device, dtype),
+        state_blocks=torch.arange(num_blocks, dtype=dtype, device=device).view(num_sequences, -1),
+        host_query_lens=tuple(query_lens),
+        host_seq_lens=tuple(query_lens),
+    )
+    states = LayerStates(memory, metadata)
+    return [states if layer.recurrent is not None else None for layer in model.layers]
 
 
 def fit_kv_cache(
@@ -157,7 +263,10 @@ def fit_kv_cache(
     budget = kv_cache_budget(plan, cache, device, reserved_bytes, mesh)
     blocks_per_seq = count_held_blocks(groups, plan.max_model_len, plan.block_size, step_tokens)
     affordable = max(budget, 0) // block_bytes
-    num_blocks = mesh.min_over_ranks(min(affordable, blocks_per_seq * plan.max_num_seqs))
+    useful = count_useful_blocks(
+        groups, plan.max_model_len, plan.block_size, step_tokens, plan.max_num_seqs
+    )
+    num_blocks = mesh.min_over_ranks(min(affordable, useful))
     max_len = longest_sequence(groups, num_blocks, plan.block_size, step_tokens, plan.max_model_len)
     num_bytes = num_blocks * block_bytes
     if max_len >= plan.max_model_len:

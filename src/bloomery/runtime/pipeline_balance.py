@@ -18,7 +18,7 @@ from bloomery.attention.select import select_backend
 from bloomery.layout import split_stages
 from bloomery.models.decoder import Decoder
 from bloomery.parallel.groups import DeviceMesh
-from bloomery.runtime.kv_cache import single_table_cache
+from bloomery.runtime.kv_cache import scratch_states, single_table_cache
 from bloomery.spec import LayerSpec, ModelSpec
 
 NUM_SEQUENCES = 4  # of the measured step
@@ -66,6 +66,7 @@ def build_layer_step(decoder: Decoder) -> Callable[[], torch.Tensor]:
     cache = single_table_cache(spec, BLOCK_SIZE, decoder.dtype)
     caches = cache.allocate(NUM_SEQUENCES, device)
     ones = [1] * NUM_SEQUENCES
+    states = scratch_states(spec, ones, device)
     block_tables = [[block] for block in range(NUM_SEQUENCES)]
     metadata = AttentionMetadata.from_host(ones, ones, block_tables, BLOCK_SIZE, device)
     token_ids = torch.zeros_like(metadata.positions)
@@ -80,6 +81,7 @@ def build_layer_step(decoder: Decoder) -> Callable[[], torch.Tensor]:
             plan_attention(backend, [metadata]),
             None,
             hidden,
+            states=states,
         )
 
     return run_step

@@ -31,6 +31,8 @@ class RequestRow:
     index: int  # into every per-row tensor
     request: NewRequestData
     block_tables: list[list[int]] = field(default_factory=list)  # as the kernels count blocks
+    # Half blocks of its recurrent state, for each table of states (kernels/state_cache.py).
+    state_blocks: list[list[int]] = field(default_factory=list)
     num_uploaded_blocks: int = 0  # blocks of each table that the device knows
     pooled_sum: torch.Tensor | None = None  # [hidden] for mean pooling, see pooling.py
 
@@ -81,8 +83,14 @@ class RequestRows:
         device: torch.device,
         pool: ThreadPool | None = None,
         tables: Sequence[BlockTableSpec] = (SINGLE_TABLE,),
+        state_tables: int = 0,
+        state_blocks: int = 0,
     ):
-        """`max_blocks_per_seq` counts blocks as the kernels do, `null_block` as the scheduler."""
+        """`max_blocks_per_seq` counts blocks as the kernels do, `null_block` as the scheduler.
+
+        The null block is the last one. A recurrent state has `state_blocks` blocks in each of
+        `state_tables` tables.
+        """
         self.pool = pool  # of the native CPU kernels that read and write the rows
         dtype = index_dtype(device)
         self.max_num_seqs = max_num_seqs
@@ -103,13 +111,32 @@ class RequestRows:
         null_entries = torch.tensor(self.null_blocks, dtype=dtype).view(-1, 1, 1)
         # [tables, rows, blocks]
         self.block_tables = null_entries.repeat(1, num_rows, max_blocks_per_seq).to(device)
+        self.state_tables = state_tables
+        self.blocks_per_state = state_blocks
+        null_state = self.split_into_halves([null_block] * state_blocks)
+        # [tables, rows, half blocks]
+        self.state_blocks = torch.tensor(null_state, dtype=dtype).repeat(state_tables, num_rows, 1)
+        self.state_blocks = self.state_blocks.to(device)
+        self.new_states: dict[int, RequestRow] = {}  # rows whose states are not uploaded, by index
 
     def add(self, sequence: int, request: NewRequestData) -> RequestRow:
         """Assign a free row to a new request."""
         row = RequestRow(self.free_rows.pop(), request)
         row.block_tables = [[] for _ in self.tables]
+        if self.state_tables:
+            width = self.blocks_per_state
+            row.state_blocks = [
+                self.split_into_halves(request.state_blocks[table * width : (table + 1) * width])
+                for table in range(self.state_tables)
+            ]
+            self.new_states[row.index] = row
         self.by_sequence[sequence] = row
         return row
+
+    def split_into_halves(self, blocks: Sequence[int]) -> list[int]:
+        """The two half blocks of each block, as kernels of recurrent states count them."""
+        num_blocks = self.null_block + 1
+        return [half for block in blocks for half in (block, num_blocks + block)]
 
     def append_blocks(self, sequence: int, blocks: Sequence[int]) -> RequestRow:
         """Extend the block tables of a request; `upload_new_blocks` sends them to the device.
@@ -170,11 +197,14 @@ class RequestRows:
         self.decode_order = EMPTY_ORDER  # the sequence may come again, in another row
         row = self.by_sequence.pop(sequence)
         self.grown_rows.pop(row.index, None)
+        self.new_states.pop(row.index, None)
         self.free_rows.append(row.index)
         return row
 
     def upload_new_blocks(self) -> None:
         """Write the blocks that rows have gained into the block tables on the device."""
+        if self.new_states:
+            self._upload_new_states()
         if not self.grown_rows:
             return
         _, num_rows, width = self.block_tables.shape
@@ -188,6 +218,15 @@ class RequestRows:
         self.grown_rows.clear()
         places, blocks = upload(new_entries, self.block_tables.device).unbind(1)
         self.block_tables.view(-1)[places] = blocks.to(self.block_tables.dtype)
+
+    def _upload_new_states(self) -> None:
+        """Write the blocks of the states of new requests."""
+        indices = list(self.new_states)
+        entries = [row.state_blocks for row in self.new_states.values()]
+        self.new_states.clear()
+        device = self.state_blocks.device
+        blocks = upload(entries, device, self.state_blocks.dtype)  # [rows, tables, half blocks]
+        self.state_blocks[:, upload(indices, device).long()] = blocks.transpose(0, 1)
 
     def set_last_tokens(
         self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor

@@ -29,6 +29,7 @@ from bloomery.attention.base import (
 from bloomery.kernels.launch import MissingKernels, defer_compilations
 from bloomery.kernels.rows import advance_rows
 from bloomery.kernels.sampling_rows import SampleOutputs
+from bloomery.kernels.state_cache import LayerStates, RecurrentMetadata
 from bloomery.models.decoder import Decoder
 from bloomery.native.thread_pool import OpTrace, ThreadPool, TraceArena
 from bloomery.native.trace import UnsupportedOperation, record_trace
@@ -69,10 +70,12 @@ class ForwardPass(Protocol):
         token_ids: torch.Tensor,
         layouts: Sequence[AttentionMetadata],
         output_indices: torch.Tensor | None = None,
+        states: Sequence[RecurrentMetadata] = (),
     ) -> torch.Tensor:
         """token_ids [tokens] -> hidden states [tokens, hidden], or only those at the indices.
 
-        `layouts` has the step's layout for each block table of the model.
+        `layouts` has the step's layout for each block table of the model, `states` for each table
+        of recurrent states.
         """
         ...
 
@@ -87,18 +90,25 @@ class ModelForward:
 
     decoder: Decoder
     backend: AttentionBackend
-    caches: Sequence[torch.Tensor]
+    caches: Sequence[torch.Tensor | None]
     # Pipeline parallel: receives hidden states from the previous stage, sends them to the next.
     pipe: StagePipe | None = None
     layer_tables: Sequence[int] = ()  # the block table of each layer; empty: all use the first
     tile_size: int = 1
+    # The memory of each layer's states and its table of states; None: it has no state.
+    states: Sequence[tuple[torch.Tensor, int] | None] = ()
 
     def hidden_states(
         self,
         token_ids: torch.Tensor,
         layouts: Sequence[AttentionMetadata],
         output_indices: torch.Tensor | None = None,
+        states: Sequence[RecurrentMetadata] = (),
     ) -> torch.Tensor:
+        layer_states = [
+            None if place is None else LayerStates(place[0], states[place[1]])
+            for place in self.states
+        ]
         steps = plan_attention(self.backend, layouts)
         received = None
         if self.pipe is not None:
@@ -112,6 +122,7 @@ class ModelForward:
             output_indices,
             received,
             self.layer_tables,
+            layer_states,
         )
         if self.pipe is not None:
             self.pipe.send(hidden)
@@ -401,7 +412,12 @@ class ModelRunner:
     def run_host_batch(self, batch: StepBatch) -> torch.Tensor:
         """Queue a step that the host laid out; returns hidden states at its output indices."""
         self.num_padding = 0
-        return self.model.hidden_states(batch.token_ids, batch.layouts, batch.output_indices)
+        return self._hidden_states(batch)
+
+    def _hidden_states(self, batch: StepBatch) -> torch.Tensor:
+        return self.model.hidden_states(
+            batch.token_ids, batch.layouts, batch.output_indices, batch.states
+        )
 
     def _compute(self, shape: StepShape) -> None:
         """The device work of a self-feeding step; reads and writes static buffers only."""
@@ -411,7 +427,7 @@ class ModelRunner:
             self._sample(self.logits[:num_slots], rows, self.slot_seq_lens[:num_slots], True)
             return
         batch = self.buffers.gather(shape)
-        hidden = self.model.hidden_states(batch.token_ids, batch.layouts, batch.output_indices)
+        hidden = self._hidden_states(batch)
         if not self.samples:
             return
         logits = self.model.compute_logits(hidden, as_float32=False)

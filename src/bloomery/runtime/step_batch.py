@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from bloomery.attention.base import AttentionMetadata, build_step_tensors, upload
-from bloomery.kernels.rows import gather_decode_inputs, gather_mixed_inputs
+from bloomery.kernels.rows import gather_decode_inputs, gather_mixed_inputs, gather_state_blocks
+from bloomery.kernels.state_cache import RecurrentMetadata
 from bloomery.messages import ScheduledRequest
 from bloomery.runtime.rows import PlacedRequest, RequestRow, RequestRows
 
@@ -67,6 +68,7 @@ class StepBatch(NamedTuple):
     requests: tuple[BatchedRequest, ...] = ()
     sampled_requests: tuple[BatchedRequest, ...] = ()
     sample_indices: torch.Tensor | None = None
+    states: tuple[RecurrentMetadata, ...] = ()  # one per table of recurrent states
 
 
 def build_host_batch(
@@ -119,6 +121,28 @@ def build_host_batch(
         requests=tuple(requests),
         sampled_requests=tuple(sampled),
         sample_indices=sample_indices,
+        states=build_host_states(placed, rows, layouts[0]),
+    )
+
+
+def build_host_states(
+    placed: Sequence[PlacedRequest], rows: RequestRows, layout: AttentionMetadata
+) -> tuple[RecurrentMetadata, ...]:
+    """Describe a host-built step to the recurrent layers of each table of states."""
+    if not rows.state_tables:
+        return ()
+    entries = [row.state_blocks for _, row in placed]  # [sequences, tables, half blocks]
+    blocks = upload(entries, layout.seq_lens.device, layout.seq_lens.dtype)
+    return tuple(
+        RecurrentMetadata(
+            num_decodes=layout.num_decodes,
+            query_start_loc=layout.query_start_loc,
+            seq_lens=layout.seq_lens,
+            state_blocks=table_blocks.contiguous(),
+            host_query_lens=layout.host_query_lens,
+            host_seq_lens=layout.host_seq_lens,
+        )
+        for table_blocks in blocks.unbind(1)
     )
 
 
@@ -304,7 +328,8 @@ class StepBuffers:
                 window=rows.tables[0].window,
             )
             layouts = self._layout_tables(layout, decodes.slot_mapping, decodes.block_tables)
-            return StepBatch(decodes.token_ids, layouts, None, sampling_rows)
+            states = self._gather_states((sampling_rows,), layout)
+            return StepBatch(decodes.token_ids, layouts, None, sampling_rows, states=states)
         packed = self.packed[: packed_length(num_decodes, shape.num_tokens)]
         mixed = gather_mixed_inputs(
             packed, *state, num_decodes, shape.num_prefills, shape.num_tokens
@@ -323,7 +348,33 @@ class StepBuffers:
         )
         layouts = self._layout_tables(layout, mixed.slot_mapping, mixed.block_tables)
         sampling_rows = packed[: shape.num_sequences]
-        return StepBatch(mixed.token_ids, layouts, mixed.sample_indices, sampling_rows)
+        chunk_rows = packed[num_decodes + shape.num_prefills :][: shape.num_prefills]
+        states = self._gather_states((packed[:num_decodes], chunk_rows), layout)
+        return StepBatch(
+            mixed.token_ids, layouts, mixed.sample_indices, sampling_rows, states=states
+        )
+
+    def _gather_states(
+        self, sequence_rows: tuple[torch.Tensor, ...], layout: AttentionMetadata
+    ) -> tuple[RecurrentMetadata, ...]:
+        """Describe the step to the recurrent layers of each table of states.
+
+        sequence_rows: the rows of the sequences, in parts.
+        """
+        rows = self.rows
+        if not rows.state_tables:
+            return ()
+        batch_rows = sequence_rows[0] if len(sequence_rows) == 1 else torch.cat(sequence_rows)
+        blocks = gather_state_blocks(batch_rows, rows.state_blocks, rows.pool)
+        return tuple(
+            RecurrentMetadata(
+                num_decodes=layout.num_decodes,
+                query_start_loc=layout.query_start_loc,
+                seq_lens=layout.seq_lens,
+                state_blocks=table_blocks,
+            )
+            for table_blocks in blocks.unbind(0)
+        )
 
     def _layout_tables(
         self, first: AttentionMetadata, slot_mapping: torch.Tensor, block_tables: torch.Tensor

@@ -23,6 +23,7 @@ from bloomery.attention.base import AttentionBackend, download, upload
 from bloomery.attention.select import select_backend
 from bloomery.cache_groups import count_pages
 from bloomery.config import EnginePlan
+from bloomery.errors import ConfigError
 from bloomery.hardware import detect_hardware
 from bloomery.kernels.launch import MissingKernels, compile_kernels
 from bloomery.messages import (
@@ -106,6 +107,7 @@ class Worker:
         self.pool = pool or self._start_thread_pool()
         loaded = self._load_model(progress, report)
         self.decoder = loaded.decoder
+        self._check_recurrent_layers()
         self.start_timer.end("weights")
         self.backend = self._select_attention_backend()
         self.start_timer.end("attention backend")
@@ -126,6 +128,8 @@ class Worker:
             self.device,
             self.pool,
             self.cache.layout.tables,
+            self.cache.layout.state_tables,
+            self.cache.layout.state_blocks,
         )
         self.sampler = Sampler(  # its last row is the padding row, which is greedy
             plan.max_num_seqs + 1,
@@ -196,6 +200,14 @@ class Worker:
             pool=self.pool,
         )
 
+    def _check_recurrent_layers(self) -> None:
+        """Refuse options that recurrent layers do not have."""
+        if self.decoder.full_spec.recurrents and self.plan.deterministic:
+            raise ConfigError(
+                "deterministic: the state of recurrent layers depends on how a prompt is divided "
+                "into chunks; start this model without --deterministic"
+            )
+
     def _select_attention_backend(self) -> AttentionBackend:
         plan = self.plan
         measured_kv_dtype = None
@@ -230,7 +242,9 @@ class Worker:
             self.decoder.build_rope_cache(size.max_model_len)
         num_pages = count_pages(size.max_model_len, plan.block_size)
         self.max_blocks_per_seq = num_pages * cache.layout.blocks_per_page  # as kernels count
-        self.caches = cache.allocate(size.num_blocks + 1, self.device)
+        self.memory = cache.allocate_memory(size.num_blocks + 1, self.device)
+        self.caches = self.memory.keys_values()
+        self.state_memories = self.memory.states()
         return size
 
     def _measure_reserved_bytes(self) -> int:
@@ -248,7 +262,12 @@ class Worker:
     def _build_forward(self) -> ForwardPass:
         pipe = self.mesh.create_stage_pipe(self.decoder.spec.hidden, self.decoder.dtype)
         forward = ModelForward(
-            self.decoder, self.backend, self.caches, pipe, self.cache.layer_tables
+            self.decoder,
+            self.backend,
+            self.caches,
+            pipe,
+            self.cache.layer_tables,
+            states=self.state_memories,
         )
         if not self.plan.deterministic:
             return forward
@@ -384,6 +403,8 @@ class Worker:
 
     def _run_step(self, step: ScheduledStep, sampled: Sequence[tuple[int, int]]) -> LaunchedStep:
         chunks = self._update_rows(step)
+        if step.block_copies:
+            self.memory.copy_blocks(step.block_copies)
         if sampled:
             self._receive_tokens(step, sampled)
         on_one_gpu = self.device.type == "cuda" and self.mesh.num_stages == 1

@@ -409,7 +409,7 @@ class LayerQuantizer:
             self.device,
         )
         attention = decoder.spec.layers[0].attention
-        if attention is None:
+        if attention is None or decoder.spec.recurrents:
             raise UnsupportedModel(
                 "config.json: weights of recurrent layers cannot be calibrated; quantize when the "
                 "model is loaded instead (--quantization int8)"
