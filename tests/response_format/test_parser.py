@@ -312,3 +312,31 @@ def test_any_rubbish_gives_the_same_events_for_any_split(
     assert parse(parts) == answer
     assert parse(list(text)) == answer
     "".join([answer.content, *answer.names, *answer.arguments, *answer.ids]).encode()
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "expected"),
+    [
+        (HERMES, "<think>so be it</thi", MergedAnswer("so be it")),
+        (HERMES, "<think>a < b and a <", MergedAnswer("a < b and a <")),
+        (HERMES, "<think>yes</think>It is <to", MergedAnswer("yes", "It is ")),
+        (
+            CODER,
+            "<tool_call><function=f><parameter=a>\nx\n</para",
+            MergedAnswer(names=["f"], arguments=['{"a": "x"'], ids=[""]),
+        ),
+    ],
+)
+def test_a_marker_that_a_limit_cuts_off_is_no_text(
+    format: ResponseFormat, text: str, expected: MergedAnswer
+) -> None:
+    for parts in ([text], list(text), [text[:-3], text[-3:]]):
+        parser = ResponseParser(format, TOOLS)
+        events = [event for part in parts for event in parser.feed(part)]
+        answer = merge_events(events + parser.close(was_cut=True))
+        assert answer == expected
+
+
+def test_an_answer_that_ends_by_itself_keeps_its_last_characters() -> None:
+    parser = ResponseParser(HERMES, TOOLS)
+    assert merge_events(parser.feed("write </thi") + parser.close()).content == "write </thi"

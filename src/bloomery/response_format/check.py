@@ -23,6 +23,7 @@ from bloomery.response_format.derive import (
 )
 from bloomery.response_format.format import ResponseFormat, ToolFunction
 from bloomery.response_format.parser import ResponseEvent, ResponseParser
+from bloomery.response_format.values import to_json
 
 
 @dataclass
@@ -40,6 +41,16 @@ class MergedAnswer:
         """Return the complete calls with their arguments; ValueError if those are not JSON."""
         calls = zip(self.names, map(json.loads, self.arguments), strict=True)
         return list(calls)[: self.num_complete]
+
+    def describe(self) -> str:
+        """Return what there is of the answer, in words."""
+        parts = {"reasoning": self.reasoning, "content": self.content}
+        parts |= {
+            f"a call of {name} with": arguments
+            for name, arguments in zip(self.names, self.arguments, strict=True)
+        }
+        texts = [f"{name} {to_json(text[:200])}" for name, text in parts.items() if text]
+        return " and ".join(texts) or "nothing"
 
 
 def merge_events(events: Iterable[ResponseEvent]) -> MergedAnswer:
@@ -156,5 +167,5 @@ def find_disagreements(template: ChatTemplate, format: ResponseFormat) -> dict[s
         parser = ResponseParser(format, FUNCTIONS, sample.prompt)
         answer = merge_events(parser.feed(sample.text) + parser.close())
         if not is_faithful(answer, sample.message):
-            problems[name] = f"{sample.text[:200]!r} is read as {answer}"
+            problems[name] = f"the text {to_json(sample.text[:200])} is read as {answer.describe()}"
     return problems

@@ -110,8 +110,10 @@ class ResponseParser(TextReader):
         self.buffer += text
         return self._advance()
 
-    def close(self) -> list[ResponseEvent]:
+    def close(self, was_cut: bool = False) -> list[ResponseEvent]:
+        """End the text. If it was cut off at a limit, a marker that has begun is no text."""
         self.ended = True
+        self.was_cut = was_cut
         return self._advance()
 
     def _advance(self) -> list[ResponseEvent]:

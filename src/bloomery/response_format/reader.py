@@ -54,6 +54,7 @@ class TextReader:
         self.cursor = 0
         self.mark: int | None = None
         self.ended = False
+        self.was_cut = False  # it ended at a limit, perhaps within a marker
 
     def compact(self) -> None:
         """Drop the text that was read. The cursor moves."""
@@ -73,7 +74,9 @@ class TextReader:
         while True:
             match = marker_set.pattern.search(self.buffer, self.cursor)
             stop = match.start() if match else len(self.buffer)
-            safe_stop = stop if self.ended else self._find_begun_marker(marker_set, stop)
+            safe_stop = stop
+            if not self.ended or self.was_cut:
+                safe_stop = self._find_begun_marker(marker_set, stop)
             if safe_stop > self.cursor:
                 emit(self.buffer[self.cursor : safe_stop])
                 self.cursor = safe_stop
@@ -83,13 +86,18 @@ class TextReader:
                     self.cursor = match.end()
                     return match[0]
             if self.ended:
+                self.cursor = len(self.buffer)
                 return None
             yield
 
     def _find_begun_marker(self, markers: MarkerSet, stop: int) -> int:
-        """Return where the earliest marker begins that the text breaks off in, at most `stop`."""
+        """Return where the earliest marker begins that the text breaks off in, at most `stop`.
+
+        At the end of a text that was cut off, one character is not enough to tell a marker.
+        """
         first = max(self.cursor, len(self.buffer) - markers.longest + 1)
-        for start in range(first, stop):
+        shortest = 2 if self.ended else 1
+        for start in range(first, min(stop, len(self.buffer) - shortest + 1)):
             if self.buffer[start:] in markers.prefixes:
                 return start
         return stop

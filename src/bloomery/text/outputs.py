@@ -147,8 +147,11 @@ class AnswerParser(Protocol):
         """Take new text and return the events that are certain now."""
         ...
 
-    def close(self) -> list[Any]:
-        """Return the last events, because no more text follows."""
+    def close(self, was_cut: bool = False) -> list[Any]:
+        """Return the last events, because no more text follows.
+
+        `was_cut`: the text ends at a limit, perhaps within a marker.
+        """
         ...
 
 
@@ -257,7 +260,7 @@ class CompletionState:
         if was_reasoning or parser.region == "reasoning":
             answer.reasoning_tokens += num_tokens
         if self.finish_reason is not None:
-            events = [*events, *parser.close()]
+            events = [*events, *parser.close(was_cut=self.finish_reason == "length")]
         return tuple([answer.add_event(event) for event in events])
 
     def append_token_ids(self, output: TokenOutput) -> bool:
