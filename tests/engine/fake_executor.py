@@ -2,8 +2,10 @@
 
 The "model" is a hash of what every block table delivers, read back from the cache: the whole
 prefix, or in a window group its last positions. A wrong block, slot or position, a stale prefix, a
-block given back too early or a lost token therefore changes the output. Every engine must produce
-`reference_tokens`, which uses no cache at all.
+block given back too early or a lost token therefore changes the output. A recurrent state is a
+running hash of all tokens so far, kept in the blocks of the sequence: a wrong copy, a block that
+was reused too early or a state that was not reset changes all later tokens. Every engine must
+produce `reference_tokens`, which uses no cache at all.
 
 A request may have a "grammar": a text that, with the output so far, decides which tokens are
 allowed next and where the output ends. A mask of the wrong position changes the output, too.
@@ -18,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import islice, repeat
 from zlib import crc32
 
 import numpy as np
@@ -38,6 +40,7 @@ from bloomery.messages import (
 
 VOCAB = 7
 FULL_ATTENTION = (CacheGroup(),)
+START_STATE = 1
 EMPTY_SLOT = (-1, -1, -1, "")  # a slot that was never written: no sequence has position -1
 BAD_ADAPTER = "/bad"  # how the path of an adapter ends that cannot be loaded
 
@@ -48,9 +51,23 @@ def next_token(
     """Return the token that the "model" with this adapter generates after `prefix`."""
     delivered = adapter.encode()
     for group in groups:
+        if group.state_blocks:
+            for table in range(group.num_tables):
+                delivered += to_bytes(advance_state(START_STATE, prefix, table, adapter))
+            continue
         start = max(len(prefix) - (group.window or len(prefix)), 0)
         delivered += bytes(prefix[start:]) * group.num_tables
     return crc32(delivered) % VOCAB
+
+
+def advance_state(state: int, tokens: Sequence[int], table: int, adapter: str = "") -> int:
+    """Return the state of the layers of a table after some tokens."""
+    inputs = [adapter.encode() + bytes([token + VOCAB * table]) for token in tokens]
+    return crc32(b"".join(inputs), state)
+
+
+def to_bytes(state: int) -> bytes:
+    return state.to_bytes(4, "little")
 
 
 def apply_mask(token: int, mask: int) -> int:
@@ -137,6 +154,7 @@ class ExecutorRow:
     initial_length: int  # tokens it was started with
     lora_slot: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
+    state_tables: list[tuple[int, ...]] = field(default_factory=list)  # blocks of its state
 
 
 class FakePendingStep(Future[StepOutput]):
@@ -172,14 +190,23 @@ class FakeExecutor:
         self.page_size = page_size
         self.compact_output = compact_output
         self.groups = groups
-        self.tables = [group for group in groups for _ in range(group.num_tables)]
+        self.tables = [
+            group for group in groups for _ in range(group.num_tables) if not group.state_blocks
+        ]
+        # The blocks of a state, for each table of states.
+        self.state_sizes = [
+            group.state_blocks for group in groups for _ in range(group.num_tables)
+        ][len(self.tables) :]
         # The KV cache by block: table, position, token and adapter of each slot. All tables share
         # blocks.
         self.cache: defaultdict[int, list[tuple[int, int, int, str]]] = defaultdict(
             lambda: [EMPTY_SLOT] * page_size
         )
+        # Blocks that hold part of a state instead: table, part and value.
+        self.states: dict[int, tuple[int, int, int]] = {}
         self.rows: dict[int, ExecutorRow] = {}
         self.num_steps = 0
+        self.num_copies = 0  # blocks
         self.num_partial_chunks = 0  # chunks that did not complete a prompt
         self.waiting: FakePendingStep | None = None  # the step that waits for its masks
         # By step in flight: the window blocks that it reads, and the sequences that read them.
@@ -246,8 +273,10 @@ class FakeExecutor:
             assert adapter in self.host_adapters, "an adapter that is not in host memory"
             assert slot not in used_slots, "a slot was overwritten while a sequence uses it"
             self.device_adapters[slot] = adapter
+        self.copy_blocks(step.block_copies)
         for request in requests:
             self.write(request)
+        self.advance_states(requests)
         for sequence, position in zip(step.decodes, step.decode_positions, strict=True):
             row = self.rows[sequence]
             assert position >= row.initial_length, "a decode of a token that was never sampled"
@@ -271,6 +300,48 @@ class FakeExecutor:
         decoded = tuple(entry.tokens[0] for entry in samples[:num_decodes])
         return StepOutput(samples[num_decodes:], None, decoded)
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Read all sources, then write all destinations."""
+        self.num_copies += len(copies)
+        destinations = {destination for _, destination in copies}
+        assert len(destinations) == len(copies), "a block is a destination twice"
+        contents = [(self.states.get(source), list(self.cache[source])) for source, _ in copies]
+        for (_, destination), (state, slots) in zip(copies, contents, strict=True):
+            self.states.pop(destination, None)
+            self.cache[destination] = slots
+            if state is not None:
+                self.states[destination] = state
+
+    def advance_states(self, requests: Sequence[ScheduledRequest]) -> None:
+        """Let the states of all sequences of a step take in its tokens."""
+        live_blocks = [
+            block
+            for request in requests
+            for blocks in self.rows[request.sequence].state_tables
+            for block in blocks
+        ]
+        assert len(set(live_blocks)) == len(live_blocks), "two sequences share a state"
+        for request in requests:
+            row = self.rows[request.sequence]
+            assert not (request.drafts and row.state_tables), "a state cannot be rolled back"
+            tokens = row.tokens[request.start : request.start + request.count]
+            for table, blocks in enumerate(row.state_tables):
+                # Nobody clears the blocks of a sequence that starts from position 0.
+                state = self.read_state(table, blocks) if request.start else START_STATE
+                adapter = self.device_adapters[row.lora_slot]
+                state = advance_state(state, tokens, table, adapter)
+                for part, block in enumerate(blocks):
+                    self.states[block] = (table, part, state)
+                    self.cache.pop(block, None)
+
+    def read_state(self, table: int, blocks: Sequence[int]) -> int:
+        """Return what the blocks of a state hold: the mix of their values if they differ."""
+        parts = [self.states.get(block, EMPTY_SLOT) for block in blocks]
+        value = parts[0][2]
+        if parts == [(table, part, value) for part in range(len(parts))]:
+            return value
+        return crc32(repr(parts).encode())
+
     def write(self, request: ScheduledRequest) -> None:
         """Write the positions of a request, drafts included, into the cache."""
         start = request.start
@@ -279,7 +350,13 @@ class FakeExecutor:
             assert request.sequence not in self.rows, "a row was started twice"
             tokens = list(new_request.tokens)
             slot = new_request.lora_slot
-            self.rows[request.sequence] = ExecutorRow(tokens, start, len(tokens), slot)
+            blocks = iter(new_request.state_blocks)
+            states = [tuple(islice(blocks, size)) for size in self.state_sizes]
+            assert [len(state) for state in states] == self.state_sizes, "part of a state"
+            assert not list(blocks), "too many blocks of a state"
+            self.rows[request.sequence] = ExecutorRow(
+                tokens, start, len(tokens), slot, state_tables=states
+            )
         row = self.rows[request.sequence]
         assert request.count > 0, "an empty chunk"
         assert start == row.num_computed, "positions were repeated or skipped"
@@ -290,6 +367,7 @@ class FakeExecutor:
             for table, group in enumerate(self.tables):
                 block, offset = self.find_slot(row, table, group, position)
                 self.check_not_read(block, request.sequence)
+                self.states.pop(block, None)
                 adapter = self.device_adapters[row.lora_slot]
                 self.cache[block][offset] = (table, position, tokens[position], adapter)
 
@@ -319,6 +397,9 @@ class FakeExecutor:
             row.block_tables = [[] for _ in self.tables]
         remaining = iter(blocks)
         page_blocks = sum(group.blocks_per_page for group in self.tables)
+        if not page_blocks:
+            assert not blocks, "a page of a model without attention"
+            return
         assert len(blocks) % page_blocks == 0, "part of a page"
         for _ in range(len(blocks) // page_blocks):
             for block_table, group in zip(row.block_tables, self.tables, strict=True):
@@ -343,9 +424,11 @@ class FakeExecutor:
         assert length == len(row.tokens), "sampled before the last token was computed"
         sampled: list[int] = []
         while True:
-            delivered = self.read(row, tokens, length)
             adapter = self.device_adapters[row.lora_slot]
-            token = apply_mask(next_token(delivered, adapter=adapter), mask)
+            delivered = adapter.encode() + bytes(self.read(row, tokens, length))
+            for table, blocks in enumerate(row.state_tables):
+                delivered += to_bytes(self.read_state(table, blocks))
+            token = apply_mask(crc32(delivered) % VOCAB, mask)
             sampled.append(token)
             if len(sampled) > len(drafts) or drafts[len(sampled) - 1] != token:
                 break

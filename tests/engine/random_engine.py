@@ -11,12 +11,15 @@ from concurrent.futures import Future
 from dataclasses import replace
 from random import Random
 
-from bloomery.engine.block_pool import BlockPool
+from bloomery.cache_groups import count_state_blocks
+from bloomery.engine.block_pool import BlockPool, PrefixHit
 from bloomery.engine.chunk_planner import LatencyTargets
 from bloomery.engine.loop import EngineLoop
+from bloomery.engine.pages import PageBlocks, PrefixNode
 from bloomery.engine.policy import FairPolicy, FcfsPolicy, Policy
 from bloomery.engine.scheduler import Scheduler
-from bloomery.engine.sequence import PageBlocks, Sequence
+from bloomery.engine.sequence import Sequence
+from bloomery.engine.state_pool import StatePool
 from bloomery.messages import CacheGroup, EngineRequest, ResolvedSampling
 from tests.engine.fake_executor import (
     VOCAB,
@@ -32,7 +35,18 @@ def random_tokens(rng: Random, count: int) -> list[int]:
 
 
 def random_groups(rng: Random, page_size: int) -> tuple[CacheGroup, ...]:
-    """Return the cache groups of a model: half of the time only layers that keep everything."""
+    """Return the cache groups of a model. Two in five have recurrent states."""
+    groups = random_page_groups(rng, page_size)
+    if rng.random() < 0.6:
+        return groups
+    states = CacheGroup(
+        num_tables=rng.choice([1, 1, 2]), state_blocks=rng.choice([1, 2, 5]), num_layers=1
+    )
+    return (*groups, states) if rng.random() < 0.85 else (states,)
+
+
+def random_page_groups(rng: Random, page_size: int) -> tuple[CacheGroup, ...]:
+    """Return the groups that cache positions: half of the time only one that keeps everything."""
     if rng.random() < 0.5:
         return (CacheGroup(),)
     windows = [CacheGroup(rng.choice([1, 2, 3, 5, 8, 13]), rng.choice([1, 1, 2, 3]))]
@@ -46,12 +60,15 @@ def random_groups(rng: Random, page_size: int) -> tuple[CacheGroup, ...]:
 
 def random_requests(
     rng: Random,
-    block_pool: BlockPool,
+    block_pool: BlockPool | StatePool,
     max_step_tokens: int,
     num_drafts: int,
     adapters: list[str],
 ) -> deque[EngineRequest]:
-    """Create requests whose prompts share a few prefixes. Some already have an output token."""
+    """Create requests whose prompts share a few prefixes. Some already have an output token.
+
+    Some go on where another one ends, like the next turn of a chat.
+    """
     groups = block_pool.groups
     prefixes = [
         random_tokens(rng, rng.randrange(1, block_pool.page_size * 4 + 2)) for _ in range(3)
@@ -59,10 +76,16 @@ def random_requests(
     requests: deque[EngineRequest] = deque()
     for number in range(rng.randrange(3, 14)):
         prompt = rng.choice(prefixes) + random_tokens(rng, rng.randrange(0, 6))
+        if requests and rng.random() < 0.35:
+            previous = reference_tokens(rng.choice(requests), groups)
+            prompt = previous[: rng.choice([-1, -2, None])] + random_tokens(
+                rng, rng.randrange(1, 4)
+            )
+        prompt_logprobs = rng.choice([None, None, None, None, None, 0])
         request = EngineRequest(
             str(number),
             tuple(prompt),
-            ResolvedSampling(min_tokens=rng.choice([0, 0, 4])),
+            ResolvedSampling(min_tokens=rng.choice([0, 0, 4]), prompt_logprobs=prompt_logprobs),
             rng.randrange(2, 12),
             stop_ids=rng.choice([(), (3,), (1, 3)]),
             cache_salt=rng.choice(["", "", "other"]),
@@ -70,6 +93,7 @@ def random_requests(
             tenant=rng.choice(["", "guest"]),
             grammar=rng.choice(["", "", "ab", "c"]),
             lora=rng.choice(adapters),
+            deadline=rng.choice([None] * 15 + [0.05]),
         )
         request = replace(request, lora_path=f"/adapters/{request.lora}" if request.lora else "")
         if rng.random() < 0.1:
@@ -94,6 +118,63 @@ class CountingBlockPool(BlockPool):
         self.num_given_back += used_before - sum(self.used_by_group)
 
 
+class CountingStatePool(StatePool):
+    """Counts what happens to states."""
+
+    num_given_back = 0
+
+    def __init__(
+        self,
+        num_blocks: int,
+        page_size: int,
+        prefix_cache: bool,
+        groups: tuple[CacheGroup, ...],
+    ):
+        super().__init__(num_blocks, page_size, prefix_cache, groups)
+        self.events: Counter[str] = Counter()
+
+    def free_passed_pages(self, sequence: Sequence, position: int) -> None:
+        used_before = sum(self.used_by_group)
+        super().free_passed_pages(sequence, position)
+        self.num_given_back += used_before - sum(self.used_by_group)
+
+    def extend(
+        self, sequence: Sequence, length: int, hit: PrefixHit | None = None
+    ) -> tuple[int, ...] | None:
+        kind = hit.node.kind if hit is not None and hit.node is not None else None
+        blocks = super().extend(sequence, length, hit)
+        if blocks is None or hit is None:
+            return blocks
+        if hit.node is not None:
+            self.events[f"resumed at a checkpoint: {kind}"] += 1
+            self.events["resumed at a tail"] += hit.node.is_tail
+            self.events["checkpoints moved"] += not hit.node.checkpoint
+            self.events["resumed with windows"] += bool(self.windows)
+            self.events["resumed without attention"] += not self.page_groups
+        self.events["fallbacks to a shorter prefix"] += hit.num_matched > hit.num_pages
+        return blocks
+
+    def release(self, sequence: Sequence) -> None:
+        num_saved = self.cache.checkpoints.num_saved
+        has_state = bool(sequence.state)
+        super().release(sequence)
+        handed_over = self.cache.checkpoints.num_saved - num_saved
+        self.events["states handed over"] += handed_over
+        self.events["states not handed over"] += has_state and not handed_over
+
+    def count_events(self) -> Counter[str]:
+        checkpoints = self.cache.checkpoints
+        return self.events + Counter(
+            {
+                "checkpoints saved": checkpoints.num_saved,
+                "checkpoints evicted": checkpoints.num_evicted,
+                "pages inherited": self.cache.num_inherited,
+                "saves cancelled": self.cache.num_cancelled,
+                "anchors evicted": self.cache.num_anchors_evicted,
+            }
+        )
+
+
 class RandomEngine:
     """An engine with a fake executor, and the requests it must answer correctly."""
 
@@ -105,15 +186,18 @@ class RandomEngine:
         prefix_cache = rng.random() < 0.9
         groups = random_groups(rng, page_size)
         num_blocks *= sum(group.page_blocks for group in groups)
-        self.block_pool = CountingBlockPool(num_blocks, page_size, prefix_cache, groups)
+        num_blocks += count_state_blocks(groups) * rng.choice([1, 2, 4, 10])
+        kind = CountingStatePool if count_state_blocks(groups) else CountingBlockPool
+        self.block_pool = kind(num_blocks, page_size, prefix_cache, groups)
         max_tokens = rng.choice([3, 8, 40])
         max_num_seqs = rng.choice([1, 3, 8])
         targets = LatencyTargets(short_request_seconds=rng.choice([1e-3, 0.02, 0.1]))
         policies: list[Policy] = [FcfsPolicy(), FairPolicy(max_num_seqs, num_blocks, targets)]
         policy = rng.choice(policies)
+        stages = rng.choice([1, 1, 1, 2])
         max_loras = rng.choice([0, 0, 1, 2, 3])
         self.scheduler = Scheduler(
-            self.block_pool, max_tokens, max_num_seqs, policy, max_loras=max_loras
+            self.block_pool, max_tokens, max_num_seqs, policy, stages, max_loras
         )
         self.executor = FakeExecutor(page_size, seed % 2 == 0, groups)
         self.executor.reads_at_once = rng.random() < 0.5
@@ -173,7 +257,7 @@ class RandomEngine:
     def step(self) -> None:
         outputs = self.loop.step()
         if self.rng.random() < 0.2:
-            check_block_pool(self.block_pool, self.sequences_with_pages())
+            self.check_pool(self.sequences_with_pages())
         for output in outputs:
             request_id = output.request
             received = self.received[request_id]
@@ -187,7 +271,16 @@ class RandomEngine:
                 self.events["prefix hits with windows"] += output.cached > 0
             if output.finish:
                 self.unfinished.remove(request_id)
+            if output.finish == "deadline":
+                self.aborted.add(request_id)
+                self.events["deadlines"] += 1
         self.propose_drafts()
+
+    def check_pool(self, sequences: Iterable[Sequence] = ()) -> None:
+        if isinstance(self.block_pool, StatePool):
+            check_state_pool(self.block_pool, sequences)
+        else:
+            check_block_pool(self.block_pool, sequences)
 
     def sequences_with_pages(self) -> set[Sequence]:
         """Return the running sequences, and those that have ended but are in a step in flight."""
@@ -231,10 +324,16 @@ class RandomEngine:
         self.events["partial chunks"] += self.executor.num_partial_chunks
         if self.block_pool.windows:
             self.events["preemptions with windows"] += self.scheduler.num_preemptions
+        if isinstance(self.block_pool, CountingStatePool):
+            self.events += self.block_pool.count_events()
+            self.events["preemptions with states"] += self.scheduler.num_preemptions
+            self.events["blocks copied"] += self.executor.num_copies
+            self.events["aborts with states"] += len(self.aborted)
+            self.events["stages with states"] += self.scheduler.stages > 1
         assert not self.scheduler.in_flight
         assert not self.scheduler.by_request
         self.check_adapters()
-        check_block_pool(self.block_pool)
+        self.check_pool()
         assert self.block_pool.num_free_blocks == self.block_pool.num_blocks, "blocks leaked"
 
     def check_adapters(self) -> None:
@@ -256,6 +355,51 @@ def read_version_at_once(path: str) -> Future[str]:
     version: Future[str] = Future()
     version.set_result(path)
     return version
+
+
+def check_state_pool(pool: StatePool, sequences: Iterable[Sequence]) -> None:
+    """Assert the invariants of a pool with states. `sequences` are all that hold blocks."""
+    cache = pool.cache
+    holders = [sequence for sequence in sequences if sequence.state]
+    ref_counts: Counter[PageBlocks] = Counter()
+    num_live: Counter[PrefixNode] = Counter()
+    num_anchors: Counter[PrefixNode] = Counter()
+    for sequence in holders:
+        ref_counts.update(page for pages in sequence.pages for page in pages if page is not None)
+        num_live.update(sequence.path)
+        num_anchors.update([sequence.anchor] if sequence.anchor is not None else [])
+    nodes = list(cache.tree)
+    owned = [page for node in nodes for page in node.pages if page is not None]
+    checkpoints = [node for node in nodes if node.checkpoint]
+    for node in nodes:
+        check_node(pool, node)
+        assert node.num_live == num_live[node]
+        assert node.num_anchors == num_anchors[node]
+    assert all(page.ref_count == ref_counts[page] for page in {*owned, *ref_counts})
+    assert set(cache.checkpoints.queue) == set(checkpoints)
+    pending = {*cache.due_saves, *cache.new_saves}
+    assert all(node.checkpoint for node in pending), "a save of a checkpoint that is gone"
+    unheld = [block for page in owned if not page.ref_count for block in page.blocks]
+    unheld += [block for node in checkpoints for block in node.checkpoint]
+    assert cache.num_evictable == len(unheld)
+    assert cache.num_checkpoint_blocks == sum(len(node.checkpoint) for node in checkpoints)
+    held = [block for page in ref_counts for block in page.blocks]
+    held += [block for sequence in holders for block in sequence.state]
+    assert sum(pool.used_by_group) == len(held)
+    everything = sorted([*held, *unheld, *cache.free_blocks])
+    assert everything == list(range(pool.num_blocks)), "a block is lost or counted twice"
+
+
+def check_node(pool: StatePool, node: PrefixNode) -> None:
+    """Assert what holds for each page of the prefix tree."""
+    assert node.parent is not None and not node.parent.is_tail and not node.is_dropped
+    assert node.checkpoint == () or len(node.checkpoint) == pool.state_blocks
+    assert 0 < node.end - node.start <= pool.page_size
+    for index, (group, page) in enumerate(zip(pool.page_groups, node.pages, strict=True)):
+        assert group.window is not None or page is not None, "a page that must be there is not"
+        assert page is None or (page.digest == node.digest and page.group == index)
+        has_holder = page is None or page.ref_count or group.window is not None
+        assert has_holder or not node.num_live, "nobody holds a page that a sequence needs"
 
 
 def check_block_pool(pool: BlockPool, sequences: Iterable[Sequence] = ()) -> None:

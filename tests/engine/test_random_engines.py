@@ -15,12 +15,13 @@ from bloomery.engine import block_pool, page_digests
 from bloomery.engine.adapter_slots import AdapterSlot, AdapterSlots
 from bloomery.engine.adapter_store import AdapterStore
 from bloomery.engine.block_pool import BlockPool
+from bloomery.engine.pages import PageBlocks
 from bloomery.engine.scheduler import Scheduler
-from bloomery.engine.sequence import PageBlocks, Sequence
+from bloomery.engine.sequence import Sequence
 from bloomery.messages import CacheGroup
 from tests.engine.random_engine import RandomEngine
 
-ENGINES_PER_TEST = 250
+ENGINES_PER_TEST = 300
 EVENTS = (
     "prefix hits",
     "prefix hits with windows",
@@ -30,10 +31,31 @@ EVENTS = (
     "partial chunks",
     "accepted drafts",
     "aborts",
+    "deadlines",
     "masks",
     "adapter loads",
     "adapters that lost their slot",
     "adapters read again",
+    "resumed at a checkpoint: prompt",
+    "resumed at a checkpoint: answer",
+    "resumed at a checkpoint: fork",
+    "resumed at a checkpoint: preempted",
+    "resumed at a checkpoint: aborted",
+    "resumed at a tail",
+    "resumed with windows",
+    "resumed without attention",
+    "checkpoints saved",
+    "checkpoints evicted",
+    "checkpoints moved",
+    "anchors evicted",
+    "saves cancelled",
+    "states handed over",
+    "states not handed over",
+    "fallbacks to a shorter prefix",
+    "pages inherited",
+    "preemptions with states",
+    "aborts with states",
+    "stages with states",
 )
 
 

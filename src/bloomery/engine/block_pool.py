@@ -24,23 +24,36 @@ This module knows block numbers only. It must not know tensors, devices or sched
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from bloomery.cache_groups import count_held_blocks, count_pages, first_visible_page
 from bloomery.engine.page_digests import page_digests
-from bloomery.engine.sequence import PageBlocks, Sequence
-from bloomery.messages import NULL_BLOCK, CacheGroup
+from bloomery.engine.pages import PageBlocks, PrefixNode
+from bloomery.engine.sequence import Sequence
+from bloomery.messages import NULL_BLOCK, CacheGroup, EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
     """The pages that a sequence can share instead of computing them."""
 
+    position: int = 0  # at which the sequence resumes
     num_pages: int = 0
     pages: tuple[list[PageBlocks | None], ...] = ()  # by group; None: not needed
     # Pages that only groups that keep all positions still have. Another sequence went this far.
     num_matched: int = 0
+    # In a model with recurrent state (engine/state_pool.py): the nodes of the pages, the node whose
+    # checkpoint the sequence resumes from, and the end of the pages it shares with a sequence that
+    # went on differently. 0: there is none, or it resumes there.
+    path: tuple[PrefixNode, ...] = ()
+    node: PrefixNode | None = None
+    fork: int = 0
+
+    @property
+    def shared_pages(self) -> Iterator[PageBlocks]:
+        """The pages in all cache groups."""
+        return (page for pages in self.pages for page in pages if page is not None)
 
 
 class BlockPool:
@@ -82,12 +95,8 @@ class BlockPool:
         The prefix never covers the last token, because that token must be computed to sample the
         next one. Requests that need the output of every prompt position get no prefix hit.
         """
-        request = sequence.request
-        needs_every_position = (
-            request.sampling.prompt_logprobs is not None or request.pooling == "mean"
-        )
         num_pages = (len(sequence.tokens) - 1) // self.page_size
-        if not self.prefix_cache or needs_every_position or not num_pages:
+        if not self.prefix_cache or needs_every_position(sequence.request) or not num_pages:
             return PrefixHit()
         digests = self._digests(sequence, num_pages)
         for group, published in zip(self.groups, self.published, strict=True):
@@ -101,7 +110,7 @@ class BlockPool:
             first = first_visible_page(group, num_pages * self.page_size, self.page_size)
             visible_pages = [published[digest] for digest in digests[first:num_pages]]
             pages.append([*[None] * first, *visible_pages])
-        return PrefixHit(num_pages, tuple(pages), num_matched)
+        return PrefixHit(num_pages * self.page_size, num_pages, tuple(pages), num_matched)
 
     def _find_resume_page(self, digests: list[bytes], num_pages: int) -> int:
         """Return the largest number of pages, at most `num_pages`, behind which windows are whole.
@@ -125,12 +134,7 @@ class BlockPool:
 
     def count_unreferenced(self, hit: PrefixHit) -> int:
         """Count the blocks of a prefix hit that are free until a sequence shares them."""
-        return sum(
-            len(page.blocks)
-            for pages in hit.pages
-            for page in pages
-            if page is not None and page.ref_count == 0
-        )
+        return sum(len(page.blocks) for page in hit.shared_pages if page.ref_count == 0)
 
     # ---- the blocks of a sequence ----------------------------------------------------------------
 
@@ -294,6 +298,11 @@ class BlockPool:
 
     def _digests(self, sequence: Sequence, num_pages: int) -> list[bytes]:
         return page_digests(sequence, num_pages, self.page_size)
+
+
+def needs_every_position(request: EngineRequest) -> bool:
+    """Whether the output of every prompt position is needed, so that no prefix can be skipped."""
+    return request.sampling.prompt_logprobs is not None or request.pooling == "mean"
 
 
 def count_leading(digests: Iterable[bytes], published: dict[bytes, PageBlocks]) -> int:

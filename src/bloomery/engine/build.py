@@ -17,6 +17,7 @@ from bloomery.engine.executor import Executor
 from bloomery.engine.loop import EngineLoop, MaskSource
 from bloomery.engine.policy import create_policy
 from bloomery.engine.scheduler import Scheduler
+from bloomery.engine.state_pool import StatePool
 from bloomery.messages import EngineCapacity, ScheduledStep
 
 
@@ -45,7 +46,7 @@ def build_engine(
         return MaskBuilder(load_vocabulary(), capacity.vocab)
 
     scheduler = Scheduler(
-        BlockPool(capacity.blocks, capacity.block_size, plan.prefix_cache, capacity.cache_groups),
+        create_block_pool(plan, capacity),
         capacity.max_num_batched_tokens,
         capacity.max_num_seqs,
         create_policy(plan, capacity),
@@ -64,3 +65,10 @@ def build_engine(
     if loop.adapter_store is not None:
         loop.adapter_store.on_load = on_adapter_load
     return loop
+
+
+def create_block_pool(plan: EnginePlan, capacity: EngineCapacity) -> BlockPool | StatePool:
+    """Create the block pool that the model's cache groups need."""
+    has_states = any(group.state_blocks for group in capacity.cache_groups)
+    kind = StatePool if has_states else BlockPool
+    return kind(capacity.blocks, capacity.block_size, plan.prefix_cache, capacity.cache_groups)

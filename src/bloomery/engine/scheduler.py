@@ -26,6 +26,7 @@ from bloomery.engine.adapter_slots import AdapterSlots
 from bloomery.engine.block_pool import BlockPool, PrefixHit
 from bloomery.engine.policy import FcfsPolicy, Policy, SchedulerBudget
 from bloomery.engine.sequence import Sequence, TokenMatcher
+from bloomery.engine.state_pool import StatePool
 from bloomery.engine.step_time import StepFeatures
 from bloomery.errors import InvalidRequest
 from bloomery.messages import (
@@ -66,7 +67,9 @@ class InFlightStep:
         sequence.steps_in_flight += 1
         self.decodes.append(sequence)
 
-    def to_message(self, finished: Collection[int]) -> ScheduledStep:
+    def to_message(
+        self, finished: Collection[int], block_copies: tuple[tuple[int, int], ...]
+    ) -> ScheduledStep:
         """Build the message for the workers and record the features of the step."""
         ids = tuple([sequence.id for sequence in self.decodes])
         positions = tuple([sequence.num_computed - 1 for sequence in self.decodes])
@@ -89,7 +92,8 @@ class InFlightStep:
             positions,
             tuple(self.decode_blocks),
             masked_ids,
-            lora_loads=tuple(self.lora_loads),
+            block_copies,
+            tuple(self.lora_loads),
         )
 
 
@@ -98,7 +102,7 @@ class Scheduler:
 
     def __init__(
         self,
-        block_pool: BlockPool,
+        block_pool: BlockPool | StatePool,
         max_num_batched_tokens: int,
         max_num_seqs: int,
         policy: Policy | None = None,
@@ -110,6 +114,8 @@ class Scheduler:
         `max_loras` is the number of device slots for LoRA adapters.
         """
         self.block_pool = block_pool
+        # The pool, if sequences have recurrent states.
+        self.state_pool = block_pool if isinstance(block_pool, StatePool) else None
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.stages = stages
@@ -244,6 +250,8 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> ScheduledStep | None:
         """Build the next step. Returns None if no sequence can run before another result."""
         preemptions_before = self.num_preemptions
+        if self.state_pool is not None:
+            self.state_pool.begin_step(now)
         self._preempt_pending_victim(now)
         if self.adapter_slots.waiting:
             for sequence in self.adapter_slots.grant_slots(now):
@@ -258,7 +266,8 @@ class Scheduler:
                 break
             if budget.includes_streams:
                 return None
-        message = step.to_message(self.finished_ids)
+        block_copies = () if self.state_pool is None else self.state_pool.take_copies()
+        message = step.to_message(self.finished_ids, block_copies)
         self.in_flight.append(step)
         self.finished_ids.clear()
         return message
@@ -287,6 +296,8 @@ class Scheduler:
                 step_tokens -= 1
                 rows_left -= 1
                 continue
+            if self.state_pool is not None:
+                sequence.drafts.clear()  # a state cannot be rolled back if a draft is rejected
             # Drafts in flight must be verified first. A sequence may be waiting here because it was
             # preempted for another sequence of this step.
             if (
@@ -304,6 +315,8 @@ class Scheduler:
             if remaining > 1:
                 count = min(count, budget.compute_prefill_limit(sequence, prefill_tokens))
                 count = self._limit_chunk(sequence, count)
+                if self.state_pool is not None:
+                    count = self.state_pool.limit_chunk(sequence, count)
             if count <= 0:
                 continue
             length = sequence.num_computed + count + len(drafts)
@@ -388,7 +401,6 @@ class Scheduler:
 
     def _admit_waiting(self, step: InFlightStep, prefill_tokens: int, now: float) -> None:
         """Start waiting sequences while rows, blocks and prefill tokens last."""
-        page_size = self.block_pool.page_size
         while self.waiting and prefill_tokens > 0:
             free_rows = self.max_num_seqs - len(self.running)
             sequence = self.policy.select_next(free_rows)
@@ -399,17 +411,18 @@ class Scheduler:
                 self._wait_for_slot(sequence, now)
                 continue
             hit = self.block_pool.find_prefix(sequence)
+            count = min(sequence.length - hit.position, prefill_tokens)
+            if self.state_pool is not None:
+                count = self.state_pool.limit_first_chunk(sequence, hit, count)
             blocks = None
             if free_rows > 0:
-                blocks = self._allocate_first_chunk(sequence, hit, prefill_tokens)
+                blocks = self._allocate_first_chunk(sequence, hit, count)
             if blocks is None:
                 if self.running:
                     self._preempt_for(sequence, now)
                 return
-            num_hit_tokens = hit.num_pages * page_size
-            count = min(sequence.length - num_hit_tokens, prefill_tokens)
             lora_slot = self._use_adapter(step, sequence) if adapter else 0
-            new_request = self._move_to_running(sequence, num_hit_tokens, lora_slot)
+            new_request = self._move_to_running(sequence, hit.position, lora_slot)
             self._add_chunk(step, sequence, count, blocks, new_request, [])
             prefill_tokens -= count
 
@@ -454,19 +467,20 @@ class Scheduler:
             request.sampling,
             request.stop_ids,
             request.pooling,
-            lora_slot=lora_slot,
+            sequence.state,
+            lora_slot,
         )
 
     def _allocate_first_chunk(
-        self, sequence: Sequence, hit: PrefixHit, prefill_tokens: int
+        self, sequence: Sequence, hit: PrefixHit, count: int
     ) -> tuple[int, ...] | None:
-        """Allocate blocks for the first chunk after the prefix hit.
+        """Allocate blocks for the first chunk, of `count` positions after the prefix hit.
 
         Returns None if the policy does not admit the sequence or too few blocks are free.
         """
         pool = self.block_pool
         length = sequence.length
-        num_hit_blocks = sum(len(page.blocks) for pages in hit.pages for page in pages if page)
+        num_hit_blocks = sum(len(page.blocks) for page in hit.shared_pages)
         step_tokens = self.max_num_batched_tokens
         num_blocks = pool.count_held_blocks(length, step_tokens)
         free_blocks = (
@@ -478,8 +492,7 @@ class Scheduler:
         growth_blocks = pool.count_held_blocks(final_length, step_tokens) - num_blocks
         if not self.policy.admit(sequence, free_blocks, growth_blocks, not self.running):
             return None
-        chunk_end = min(length, hit.num_pages * pool.page_size + prefill_tokens)
-        return pool.extend(sequence, chunk_end, hit)
+        return pool.extend(sequence, hit.position + count, hit)
 
     def _add_chunk(
         self,
@@ -503,6 +516,8 @@ class Scheduler:
         sequence.num_pending += samples
         sequence.steps_in_flight += 1
         self.block_pool.publish(sequence)
+        if self.state_pool is not None:
+            self.state_pool.save_due_checkpoint(sequence)
         if samples:
             self._set_decode_limit(sequence)
 

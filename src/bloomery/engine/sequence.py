@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bloomery.engine.pages import CheckpointKind, PageBlocks, PrefixNode
 from bloomery.messages import EngineRequest, FinishReason, TokenLogprob
 
 
@@ -24,16 +25,6 @@ class TokenMatcher(Protocol):
     def accept(self, token: int) -> None:
         """Advance by one token of the output."""
         ...
-
-
-@dataclass(eq=False, slots=True)
-class PageBlocks:
-    """The blocks of one page in one cache group."""
-
-    group: int
-    blocks: tuple[int, ...]  # table after table
-    ref_count: int = 1  # sequences that hold it
-    digest: bytes | None = None  # set while it is in the prefix cache
 
 
 @dataclass(eq=False, slots=True)
@@ -67,6 +58,12 @@ class Sequence:
     num_published: int = 0  # pages
     resume_pages: list[int] = field(default_factory=list)  # ends of prefixes worth keeping
     page_digests: list[bytes] = field(default_factory=list)
+    # In a model with recurrent state, they belong to the block pool, too:
+    state: tuple[int, ...] = ()  # the blocks of the live state, table after table
+    path: list[PrefixNode] = field(default_factory=list)  # nodes of the published pages
+    anchor: PrefixNode | None = None  # where it would resume if it were preempted
+    # Positions at which a checkpoint is to be taken, the last one first. A chunk ends there.
+    due_checkpoints: list[tuple[int, CheckpointKind]] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # proposed next tokens, to be verified
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
